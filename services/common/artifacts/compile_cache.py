@@ -1,0 +1,34 @@
+"""compile_cache/1: every compiled graph of one program on one kind of machine.
+
+The folder is what the compiler's own cache directory held when it had nothing left to do. A trainer
+works on a node-local copy, because caches write into the directory that they read.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from services.common.artifacts.manifest import Count, Manifest, Phase, Record, Sha256
+
+GRAPHS = "graphs"
+"""Subfolder that holds the compiler's cache directory."""
+
+
+class CompileCachePayload(Record):
+    target: Literal["cpu"]
+    program_fingerprint: Sha256
+    facts: dict[str, Any]
+    """What the fingerprint is the hash of; two caches are compared fact by fact."""
+    graphs_compiled: Annotated[int, Field(ge=1)]
+    graphs_missed_by_verification: Literal[0]
+    """Graphs that a second process had to compile although it was given this cache."""
+    world_size_traced: Count
+    phases: tuple[Phase, ...]
+
+
+class CompileCacheManifest(Manifest):
+    SCHEMA: ClassVar[str] = "compile_cache/1"
+
+    compile_cache: CompileCachePayload

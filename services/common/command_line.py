@@ -1,0 +1,48 @@
+"""The command line that the three stages share: `--recipe FILE --root DIR [--section.key=value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from services.common.errors import RecipeError
+from services.common.recipe import Recipe, load_recipe
+
+
+class StageParser(argparse.ArgumentParser):
+    """An argument parser with the shared options; what is wrong on the command line is a `RecipeError`."""
+
+    def __init__(self, service: str, description: str) -> None:
+        super().__init__(
+            prog=f"python -m services.{service}",
+            description=description,
+            epilog="Any recipe value can be overridden: --train.max_steps=500",
+            allow_abbrev=False,
+        )
+        self.add_argument("--recipe", type=Path, required=True, metavar="FILE", help="the TOML file of the run")
+        self.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
+        self.add_argument("--dry-run", action="store_true", help="print the recipe and what follows from it, and exit")
+
+    def add_launch(self) -> None:
+        self.add_argument(
+            "--launch",
+            choices=("ray", "inline"),
+            default="ray",
+            help="ray: a Ray cluster, started in place when none is given (default); inline: plain processes",
+        )
+
+    def parse(self, argv: list[str]) -> tuple[argparse.Namespace, Recipe]:
+        """Parse the options and load the recipe with its overrides; `--root` becomes absolute."""
+        arguments, rest = self.parse_known_args(argv)
+        overrides = {}
+        for item in rest:
+            key, equals, value = item.removeprefix("--").partition("=")
+            if not item.startswith("--") or "." not in key or not equals:
+                self.error(f"unrecognized argument {item!r}; a recipe override reads --section.key=value")
+            overrides[key] = value
+        arguments.root = arguments.root.absolute()
+        return arguments, load_recipe(arguments.recipe, overrides)
+
+    def error(self, message: str) -> NoReturn:
+        raise RecipeError(f"{message}\n{self.format_usage()}".rstrip())

@@ -1,0 +1,68 @@
+"""What follows from a recipe: the numbers that `--dry-run` prints before anything is computed."""
+
+from __future__ import annotations
+
+import json
+
+from services.common.artifacts.corpus import CorpusPayload
+from services.common.recipe import Recipe
+
+TRACED_GRAPHS = ("forward", "backward", "update", "evaluate")
+
+
+def describe(recipe: Recipe, corpus: CorpusPayload | None) -> str:
+    """The resolved recipe as JSON and a table of derived numbers; those of the data need the corpus."""
+    resolved = json.dumps(recipe.model_dump(mode="json"), indent=2)
+    rows = derive(recipe, corpus)
+    width = max(len(name) for name in rows)
+    return "\n".join([resolved, "", *(f"{name:<{width}}  {value}" for name, value in rows.items())])
+
+
+def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
+    """Derived numbers by name, formatted with their units."""
+    model, batch, train = recipe.model, recipe.batch, recipe.train
+    tokens_per_step = batch.global_batch_size * recipe.corpus.sequence_length
+    total_tokens = tokens_per_step * train.max_steps
+    rows = {
+        "parameters": f"{model.num_parameters:,}",
+        "tokens per step": f"{tokens_per_step:,}",
+        "micro-batches per step": f"{batch.num_micro_batches} ({_micro_batches_per_worker(recipe)} per worker)",
+        "tokens in max_steps": f"{total_tokens:,}",
+        "floating-point operations": f"{total_tokens * flops_per_token(recipe):.2e}",
+        "memory per worker, about": f"{memory_per_worker_bytes(recipe) / 2**20:,.0f} MiB",
+        "checkpoint size": f"{model.num_parameters * 12 / 2**20:,.0f} MiB",
+        "graphs to compile": f"{len(TRACED_GRAPHS)} ({', '.join(TRACED_GRAPHS)})" if recipe.compile.enabled else "none",
+        "CPU cores for training": f"{recipe.parallel.data_parallel_size * recipe.parallel.threads_per_worker}",
+    }
+    if corpus is None:
+        return rows | {"steps per epoch": "known once the tokenizer stage has published the corpus"}
+    counts = corpus.splits["train"]
+    samples = max(0, (counts.tokens - 1) // corpus.sequence_length)
+    steps = samples / batch.global_batch_size
+    return rows | {
+        "training tokens": f"{counts.tokens:,} in {len(counts.shards)} shards",
+        "steps per epoch": f"{steps:,.1f}",
+        "epochs in max_steps": f"{train.max_steps / steps:,.2f}" if steps else "none: the corpus has no sample",
+    }
+
+
+def flops_per_token(recipe: Recipe) -> float:
+    """Forward and backward: 6 per parameter that multiplies, and causal attention (PaLM, arXiv 2204.02311, app. B)."""
+    model = recipe.model
+    multiplying = model.num_parameters - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
+    return 6.0 * multiplying + 6.0 * model.num_hidden_layers * model.hidden_size * recipe.corpus.sequence_length
+
+
+def memory_per_worker_bytes(recipe: Recipe) -> int:
+    """Weights, gradient, two moments and partial sums of the reduction, in float32; activations of a micro-batch."""
+    model, batch = recipe.model, recipe.batch
+    partial_sums = _micro_batches_per_worker(recipe).bit_length()
+    state = model.num_parameters * 4 * (4 + partial_sums)
+    tokens = batch.micro_batch_size * recipe.corpus.sequence_length
+    per_layer = 10 * model.hidden_size + 4 * model.intermediate_size  # saved for the backward pass
+    activations = tokens * 4 * (model.num_hidden_layers * per_layer + 2 * model.vocab_size)
+    return state + activations
+
+
+def _micro_batches_per_worker(recipe: Recipe) -> int:
+    return recipe.batch.num_micro_batches // recipe.parallel.data_parallel_size

@@ -1,0 +1,117 @@
+"""The errors a user can act on, and the exit code that each of them becomes.
+
+A message says what is wrong, where, what was found and what was expected, and the next command.
+Anything that is not one of these is a bug of ours: it keeps its traceback and exits with 1.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+logger = logging.getLogger(__name__)
+
+EXIT_BUG = 1
+EXIT_INTERRUPTED = 130
+
+# A file system that answers with one of these takes no more of our bytes; retrying cannot help.
+STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+class MillraceError(Exception):
+    """An error with an exit code. Carries its message alone, so that it survives pickling between processes."""
+
+    exit_code = EXIT_BUG
+
+
+class RecipeError(MillraceError):
+    """The recipe or the command line is wrong: no retry can help."""
+
+    exit_code = 2
+
+
+class ArtifactError(MillraceError):
+    """An artifact is missing, damaged, or does not fit the recipe or another artifact."""
+
+    exit_code = 3
+
+
+class DeviceError(MillraceError):
+    """A device, a backend or a tool that this machine should have is missing or unfit."""
+
+    exit_code = 4
+
+
+class StorageError(MillraceError):
+    """The file system is full, read-only or not writable for this user."""
+
+    exit_code = 5
+
+
+class TryAgain(MillraceError):
+    """The work stopped at a safe point and the same command continues it: preemption, SIGTERM, time limit."""
+
+    exit_code = 75
+
+
+class WorkersLost(TryAgain):
+    """A worker process died (killed, out of memory, lost node). The group can be started again."""
+
+
+class Interrupted(MillraceError):
+    """The user pressed Ctrl-C; what was committed before stays."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+def explain_storage_error(error: OSError) -> StorageError:
+    """Turn an `OSError` whose errno is in STORAGE_ERRNOS into the sentence a user needs."""
+    where = Path(str(error.filename)) if error.filename else None
+    place = f"{where}: " if where else ""
+    free = ""
+    if where:
+        existing = next((parent for parent in (where, *where.parents) if parent.exists()), None)
+        if existing:
+            free = f" ({shutil.disk_usage(existing).free:,} bytes free)"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = "Free some space or pass another --root; the same command then continues where it stopped."
+    else:
+        advice = "Pass a --root that this user can write to."
+    return StorageError(f"{place}{error.strerror}{free}. {advice}")
+
+
+def run_stage(main: Callable[[list[str]], int]) -> NoReturn:
+    """The process edge of every program: run `main(argv)` and leave with the exit code its errors stand for."""
+    # A stage that is told to stop while it holds only restartable work ends like one that was preempted.
+    # The trainer replaces this handler by one that commits a checkpoint first.
+    signal.signal(signal.SIGTERM, _raise_terminated)
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))
+
+
+def exit_code_of(work: Callable[[], int]) -> int:
+    """Run `work` and translate what it raises into an exit code and a printed message."""
+    try:
+        return work()
+    except MillraceError as error:
+        return _report(error)
+    except KeyboardInterrupt:
+        return _report(Interrupted("Interrupted. Nothing was published half; the same command continues."))
+    except OSError as error:
+        if error.errno in STORAGE_ERRNOS:
+            return _report(explain_storage_error(error))
+        raise
+
+
+def _report(error: MillraceError) -> int:
+    print(f"millrace: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def _raise_terminated(signum: int, frame: object) -> NoReturn:
+    raise TryAgain("Stopped by SIGTERM before publishing. The same command continues the work.")

@@ -1,0 +1,408 @@
+"""One TOML file describes a run; this module is its type.
+
+Every field states its unit and legal range. Fields that decide the bytes of an artifact carry an
+`Identity` mark naming that artifact's kind: `identity(recipe, kind)` collects them, and ids are hashes
+of what it returns. A field without a mark (worker counts, intervals, logging) may change freely.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from services.common.errors import RecipeError
+
+Kind = Literal["corpus", "compile_cache", "checkpoint"]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Marks a recipe field as part of what artifacts of these kinds are made from."""
+
+    kinds: tuple[Kind, ...]
+
+
+CORPUS = Identity(("corpus",))
+TRACED = Identity(("compile_cache", "checkpoint"))  # a constant of the compiled graphs, and of the weights
+TRAINED = Identity(("checkpoint",))
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Source(Section):
+    """Where documents come from, in the order in which they enter the corpus."""
+
+    uri: str
+    """`pydoc://` (the documentation that ships with CPython), or a local or fsspec path, folder or glob."""
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """`auto` goes by the file name's ending; `text` makes each file one document."""
+    column: str = "text"
+    """The jsonl key or parquet column that holds the document."""
+
+
+class Corpus(Section):
+    name: Name
+    sources: Annotated[tuple[Source, ...], Field(min_length=1, strict=False), CORPUS]
+    sequence_length: Annotated[int, Field(ge=8, le=1_048_576), Identity(("corpus", "compile_cache", "checkpoint"))]
+    """Tokens in a row of the corpus, and in a training sequence."""
+    rows_per_shard: Annotated[Positive, CORPUS] = 32_768
+    validation_fraction: Annotated[float, Field(ge=0, lt=1), CORPUS] = 0.01
+    """Share of the documents, chosen by their hash, that training never sees."""
+    invalid_utf8: Annotated[Literal["replace", "reject"], CORPUS] = "replace"
+    """`replace` puts U+FFFD where bytes are not UTF-8 and counts the documents; `reject` stops."""
+    split_bytes: Positive = 64 * 2**20
+    """Input bytes that one encode task reads. Changes the number of tasks, never the corpus."""
+
+
+class VocabularyTraining(Section):
+    """SentencePiece BPE with Llama 2's settings: byte fallback, split digits, identity normalisation."""
+
+    vocab_size: Annotated[int, Field(ge=300, le=1_000_000)]
+    max_bytes: Positive = 256 * 2**20
+    """Text read for training, from the first document on."""
+
+
+class Tokenizer(Section):
+    model: Annotated[str | None, CORPUS] = None
+    """Path of a SentencePiece model. When absent, `train` says how to make one."""
+    train: Annotated[VocabularyTraining | None, CORPUS] = None
+    num_workers: Positive = 1
+    """Encode tasks that run at the same time."""
+
+    @model_validator(mode="after")
+    def _has_one_vocabulary(self) -> Self:
+        if (self.model is None) == (self.train is None):
+            raise ValueError("give exactly one of tokenizer.model (a path) and [tokenizer.train] (how to make one)")
+        return self
+
+
+class RopeScaling(Section):
+    """Llama 3.1's frequency scaling (arXiv 2407.21783; transformers' `rope_type = "llama3"`)."""
+
+    factor: Annotated[float, Field(ge=1)]
+    low_freq_factor: Annotated[float, Field(gt=0)]
+    high_freq_factor: Annotated[float, Field(gt=0)]
+    original_max_position_embeddings: Positive
+
+
+class Model(Section):
+    """A Llama. Field names are those of a Hugging Face `config.json`."""
+
+    PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
+        "llama2-7b": {
+            "vocab_size": 32_000,
+            "hidden_size": 4_096,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+        },
+        "llama2-13b": {
+            "vocab_size": 32_000,
+            "hidden_size": 5_120,
+            "intermediate_size": 13_824,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 40,
+        },
+        "llama3-8b": {
+            "vocab_size": 128_256,
+            "hidden_size": 4_096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "rope_theta": 500_000.0,
+        },
+        "llama3.1-8b": {
+            "vocab_size": 128_256,
+            "hidden_size": 4_096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "rope_theta": 500_000.0,
+            "rope_scaling": {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8_192,
+            },
+        },
+    }
+
+    preset: str | None = None
+    """A named size whose values the other keys of this section override."""
+    vocab_size: Annotated[int, Field(ge=2)]
+    hidden_size: Positive
+    intermediate_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    initializer_range: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of the initial weights."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("preset") is None:
+            return values
+        preset = values["preset"]
+        if preset not in cls.PRESETS:
+            raise ValueError(f"unknown preset {preset!r}; known: {', '.join(cls.PRESETS)}")
+        return {**cls.PRESETS[preset], **values}
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be an even multiple of num_attention_heads "
+                f"{self.num_attention_heads}: rotary embedding pairs the dimensions of a head"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} must be a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
+            )
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_parameters(self) -> int:
+        attention = 2 * self.hidden_size * self.hidden_size
+        attention += 2 * self.hidden_size * self.num_key_value_heads * self.head_dim
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_hidden_layers * layer + self.hidden_size
+
+
+class Parallel(Section):
+    data_parallel_size: Positive = 1
+    """Workers that each process a part of the global batch."""
+    tensor_parallel_size: Annotated[Literal[1], TRACED] = 1
+    threads_per_worker: Annotated[Positive, Identity(("compile_cache",))] = 1
+    """CPU threads of a worker. Compiled loops are cut for this number, so it is declared and never detected."""
+
+
+class Batch(Section):
+    micro_batch_size: Annotated[Positive, TRACED]
+    """Sequences in one forward and backward pass."""
+    global_batch_size: Annotated[Positive, TRAINED]
+    """Sequences in one optimizer step, over all workers."""
+    loss_chunk_tokens: Annotated[Positive, TRACED] = 256
+    """Tokens whose logits exist at once: the full float32 logits are the largest tensor of a small model."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.global_batch_size // self.micro_batch_size
+
+
+class Optimizer(Section):
+    """AdamW (arXiv 1711.05101), linear warm-up, then cosine decay to `min_learning_rate`."""
+
+    learning_rate: Annotated[float, Field(gt=0), TRAINED]
+    min_learning_rate: Annotated[float, Field(ge=0), TRAINED]
+    warmup_steps: Annotated[int, Field(ge=0), TRAINED]
+    decay_steps: Annotated[Positive, TRAINED]
+    """Step at which the rate reaches its minimum. Independent of train.max_steps, so a run can be made longer."""
+    beta1: Annotated[float, Field(ge=0, lt=1), TRACED] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1), TRACED] = 0.95
+    epsilon: Annotated[float, Field(gt=0), TRACED] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0), TRACED] = 0.1
+    """Applied to matrices, not to norm weights."""
+    max_grad_norm: Annotated[float, Field(gt=0), TRACED] = 1.0
+
+
+class Compile(Section):
+    enabled: Annotated[bool, TRAINED] = True
+    require_warm: bool = False
+    """Make the trainer stop (exit 4) as soon as a graph is not in the cache, instead of compiling it."""
+
+
+class Train(Section):
+    max_steps: Positive
+    seed: Annotated[int, Field(ge=0, lt=2**63), TRAINED] = 0
+    dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
+    """Arithmetic of matrix products. Master weights, moments and reductions are float32 always."""
+    reduction: Annotated[Literal["exact", "fast"], TRAINED] = "exact"
+    """`exact` sums micro-batches in one fixed binary tree, so any number of workers gives the same bits."""
+    evaluation_interval_steps: Positive = 100
+    evaluation_batches: Annotated[int, Field(ge=0)] = 8
+    """Micro-batches of the validation split in one evaluation; 0 switches evaluation off."""
+    time_limit_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Stop with a committed checkpoint and exit 75 once a run command has taken this long."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Times that lost workers are started again within one command."""
+
+
+class Checkpoint(Section):
+    interval_steps: Positive = 100
+    keep_latest: Annotated[int, Field(ge=2)] = 2
+    """Newest checkpoints kept. At least 2: the newest may turn out to be damaged."""
+    keep_interval_steps: Positive | None = None
+    """Checkpoints whose step is a multiple of this are kept for good."""
+
+
+class Recipe(Section):
+    name: Name
+    corpus: Corpus
+    tokenizer: Tokenizer
+    model: Annotated[Model, TRACED]
+    parallel: Parallel = Parallel()
+    batch: Batch
+    optimizer: Optimizer
+    compile: Compile = Compile()
+    train: Train
+    checkpoint: Checkpoint = Checkpoint()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        batch, workers = self.batch, self.parallel.data_parallel_size
+        if batch.global_batch_size % batch.micro_batch_size:
+            raise ValueError(
+                f"batch.global_batch_size {batch.global_batch_size} must be a multiple of "
+                f"batch.micro_batch_size {batch.micro_batch_size}"
+            )
+        if batch.num_micro_batches % workers:
+            raise ValueError(
+                f"{batch.num_micro_batches} micro-batches per step (batch.global_batch_size / batch.micro_batch_size) "
+                f"cannot be shared by parallel.data_parallel_size {workers}"
+            )
+        if self.train.reduction == "exact" and batch.num_micro_batches & (batch.num_micro_batches - 1):
+            raise ValueError(
+                f"train.reduction = 'exact' sums micro-batches in a binary tree and needs a power of two of them, "
+                f"got {batch.num_micro_batches} (batch.global_batch_size / batch.micro_batch_size)"
+            )
+        trained = self.tokenizer.train
+        if trained and trained.vocab_size != self.model.vocab_size:
+            raise ValueError(
+                f"tokenizer.train.vocab_size {trained.vocab_size} and model.vocab_size {self.model.vocab_size} differ"
+            )
+        if self.optimizer.min_learning_rate > self.optimizer.learning_rate:
+            raise ValueError(
+                f"optimizer.min_learning_rate {self.optimizer.min_learning_rate} exceeds "
+                f"optimizer.learning_rate {self.optimizer.learning_rate}"
+            )
+        if self.optimizer.warmup_steps >= self.optimizer.decay_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps {self.optimizer.warmup_steps} must be below "
+                f"optimizer.decay_steps {self.optimizer.decay_steps}"
+            )
+        return self
+
+
+def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
+    """Read a recipe and apply dotted overrides such as `{"train.max_steps": "500"}`.
+
+    Raises `RecipeError` naming the file, each wrong key with the nearest known one, and what was expected.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RecipeError(f"{path}: no such recipe. `ls recipes/` shows those that are shipped.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise RecipeError(f"{path}: not a TOML file: {error}") from error
+    for dotted, text in (overrides or {}).items():
+        _override(values, dotted, text)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(problem) for problem in error.errors()]
+        raise RecipeError(f"{path}: " + ("\n  " if len(problems) > 1 else "") + "\n  ".join(problems)) from error
+
+
+def identity(recipe: Recipe, kind: Kind) -> dict[str, Any]:
+    """The recipe's fields that decide the bytes of an artifact of this kind, by dotted name."""
+    return dict(_identity_fields(recipe, kind, prefix=""))
+
+
+def fingerprint(value: Any) -> str:
+    """SHA-256 of a JSON value in canonical form (sorted keys, no spaces), as hex."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _identity_fields(section: BaseModel, kind: str, prefix: str) -> list[tuple[str, Any]]:
+    fields: list[tuple[str, Any]] = []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        marks = [mark for mark in field.metadata if isinstance(mark, Identity)]
+        if any(kind in mark.kinds for mark in marks):
+            # A preset is a way of writing the other fields, so it never tells two runs apart.
+            plain = value.model_dump(mode="json", exclude={"preset"}) if isinstance(value, BaseModel) else value
+            if isinstance(plain, tuple):
+                plain = [item.model_dump(mode="json") for item in plain]
+            fields.append((prefix + name, plain))
+        elif isinstance(value, BaseModel):
+            fields.extend(_identity_fields(value, kind, f"{prefix}{name}."))
+    return fields
+
+
+def _override(values: dict[str, Any], dotted: str, text: str) -> None:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # an unquoted word is a string, as a shell user expects
+    *sections, key = dotted.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise RecipeError(f"--{dotted}: {section} is a value, not a section.")
+    values[key] = value
+
+
+def _explain(problem: Any) -> str:
+    location = [str(part) for part in problem["loc"]]
+    dotted = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {dotted!r}.{_nearest_key(location)}"
+    if problem["type"] == "missing":
+        return f"{dotted}: missing. Every recipe needs it; see recipes/tiny-cpu.toml."
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{dotted}: {message}" if dotted else message
+    return f"{dotted}: got {problem['input']!r}, expected: {message.removeprefix('Input should be ')}"
+
+
+def _nearest_key(location: list[str]) -> str:
+    model: Any = Recipe
+    for part in location[:-1]:
+        field = model.model_fields.get(part) if model else None
+        model = _section_type(field.annotation) if field else (model if part.isdigit() else None)
+    known = list(model.model_fields) if model else []
+    near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+    if near:
+        return f" Did you mean {'.'.join([*location[:-1], near[0]])!r}?"
+    elsewhere = [f"{name}.{location[-1]}" for name in Recipe.model_fields if location[-1] in _keys_of(name)]
+    if elsewhere:
+        return f" Did you mean {elsewhere[0]!r}?"
+    return f" Known here: {', '.join(known)}."
+
+
+def _section_type(annotation: Any) -> type[Section] | None:
+    candidates = [annotation, *getattr(annotation, "__args__", ())]
+    return next((each for each in candidates if isinstance(each, type) and issubclass(each, Section)), None)
+
+
+def _keys_of(section: str) -> list[str]:
+    model = _section_type(Recipe.model_fields[section].annotation)
+    return list(model.model_fields) if model else []

@@ -1,0 +1,133 @@
+"""What a program says while it works: one logging set-up, JSON lines for machines, progress for people."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import rich.console
+import rich.progress
+
+from services.common.artifacts.manifest import Phase
+
+PLAIN_PROGRESS_SECONDS = 10.0
+
+
+def configure_logging(stage: str, *, rank: int | None = None, file: Path | None = None) -> None:
+    """Send every logger's lines to stderr, or to `file`; ranks other than 0 report warnings and errors alone."""
+    where = stage if rank is None else f"{stage} rank={rank}"
+    handler: logging.Handler = logging.FileHandler(file) if file else logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {where} %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
+    level = logging.INFO if not rank else logging.WARNING
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("services").setLevel(level)
+
+
+class JsonLines:
+    """An append-only file of one JSON object a line; a line is whole or absent after a crash."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(path)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def append(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All complete records of a JsonLines file; none when it does not exist."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class Stopwatch:
+    """Times the phases of a stage for its manifest."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started_at, start = datetime.now(UTC), time.perf_counter()
+        yield
+        self.phases.append(Phase(name=name, started_at=started_at, seconds=round(time.perf_counter() - start, 3)))
+
+
+class Progress(Protocol):
+    def advance_to(self, done: float, note: str = "") -> None: ...
+
+
+@contextmanager
+def show_progress(title: str, total: float, unit: str) -> Iterator[Progress]:
+    """A progress bar on a terminal; elsewhere a plain line every ten seconds and at the end."""
+    console = rich.console.Console(stderr=True)
+    if not console.is_terminal:
+        plain = _PlainProgress(title, total, unit)
+        yield plain
+        plain.finish()
+        return
+    columns = (
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit} {{task.fields[note]}}"),
+        rich.progress.TimeRemainingColumn(),
+    )
+    with rich.progress.Progress(*columns, console=console) as bars:
+        yield _BarProgress(bars, bars.add_task(title, total=total, note=""))
+
+
+class _BarProgress:
+    def __init__(self, bars: rich.progress.Progress, task: rich.progress.TaskID) -> None:
+        self._bars, self._task = bars, task
+
+    def advance_to(self, done: float, note: str = "") -> None:
+        self._bars.update(self._task, completed=done, note=note)
+
+
+class _PlainProgress:
+    def __init__(self, title: str, total: float, unit: str) -> None:
+        self._title, self._total, self._unit = title, total, unit
+        self._state: tuple[float, str] = (0.0, "")
+        self._printed: tuple[float, str] | None = None
+        self._printed_at = time.monotonic()
+
+    def advance_to(self, done: float, note: str = "") -> None:
+        self._state = (done, note)
+        if time.monotonic() - self._printed_at >= PLAIN_PROGRESS_SECONDS:
+            self._print()
+
+    def finish(self) -> None:
+        if self._state != self._printed:
+            self._print()
+
+    def _print(self) -> None:
+        done, note = self._state
+        print(
+            f"{self._title}: {done:,.0f}/{self._total:,.0f} {self._unit} {note}".rstrip(), file=sys.stderr, flush=True
+        )
+        self._printed, self._printed_at = self._state, time.monotonic()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Drop what follows the last newline: a record that a killed writer did not finish."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)
