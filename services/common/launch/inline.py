@@ -1,0 +1,140 @@
+"""Plain processes on this machine, without Ray."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from services.common.errors import MillraceError, WorkersLost
+from services.common.launch.launcher import R, T, WorkerEnvironment
+
+logger = logging.getLogger(__name__)
+
+# spawn, not fork: the parent has threads (leases, progress) whose locks a fork would copy in a held state.
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) -> Iterator[tuple[int, R]]:
+    """See `Launcher.map_tasks`. One worker means this process."""
+    if num_workers == 1 or len(items) <= 1:
+        yield from ((index, function(item)) for index, item in enumerate(items))
+        return
+    with ProcessPoolExecutor(num_workers, mp_context=_CONTEXT, initializer=_follow_parent) as pool:
+        waiting = list(enumerate(items))[::-1]
+        running: dict[Future[R], int] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < num_workers:
+                    index, item = waiting.pop()
+                    running[pool.submit(function, item)] = index
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield running.pop(future), future.result()
+        except BrokenProcessPool as error:
+            raise WorkersLost("an encode process was killed") from error
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def run_workers(
+    function: Callable[[Any, WorkerEnvironment], None], argument: Any, num_workers: int, threads_per_worker: int
+) -> None:
+    """See `Launcher.run_workers`. Workers meet in a file, so no port is opened before the group forms."""
+    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
+        rendezvous = f"file://{folder}/rendezvous"
+        workers: list[tuple[BaseProcess, Connection]] = []
+        for rank in range(num_workers):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            environment = WorkerEnvironment(rank, num_workers, "inline")
+            arguments = (function, argument, environment, rendezvous, threads_per_worker, sender)
+            process = _CONTEXT.Process(target=_work, args=arguments, name=f"rank-{rank}")
+            process.start()
+            sender.close()
+            workers.append((process, receiver))
+        try:
+            _wait_for_workers(workers)
+        finally:
+            _stop([process for process, _ in workers])
+
+
+def is_preemption_noticed() -> bool:
+    """See `Launcher.is_preemption_noticed`. A single machine hears of it as SIGTERM."""
+    return False
+
+
+def _wait_for_workers(workers: list[tuple[BaseProcess, Connection]]) -> None:
+    pending: dict[Any, tuple[int, BaseProcess, Connection]] = {
+        process.sentinel: (rank, process, receiver) for rank, (process, receiver) in enumerate(workers)
+    }
+    while pending:
+        ended = [pending.pop(sentinel) for sentinel in wait_for_any(list(pending))]
+        for rank, process, receiver in ended:
+            process.join()
+            raised = receiver.recv() if receiver.poll() else None
+            if raised is not None:
+                raise raised
+            if process.exitcode != 0:
+                raise WorkersLost(f"rank {rank} (pid {process.pid}) ended with {process.exitcode}")
+
+
+def _work(
+    function: Callable[[Any, WorkerEnvironment], None],
+    argument: Any,
+    environment: WorkerEnvironment,
+    rendezvous: str,
+    threads_per_worker: int,
+    sender: Connection,
+) -> None:
+    _follow_parent()
+    os.environ["OMP_NUM_THREADS"] = str(threads_per_worker)
+    os.environ["MILLRACE_RENDEZVOUS"] = rendezvous
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        function(argument, environment)
+    except MillraceError as error:
+        sender.send(error)
+    except Exception as error:
+        logger.exception("rank %d failed", environment.rank)
+        sender.send(_portable(error))
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its pickling raises, the parent still has to learn of the failure
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _stop(processes: list[BaseProcess]) -> None:
+    """End what is left of a group: workers that lost a peer may be blocked in a collective for minutes."""
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def _follow_parent() -> None:
+    """End this process when its parent dies, also by SIGKILL; leave Ctrl-C to the parent, which stops its children."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, name="follow-parent", daemon=True).start()
