@@ -1,0 +1,173 @@
+"""Llama, with Hugging Face's parameter names, so that a checkpoint needs no converter.
+
+In eager float32, logits and every gradient are bit-equal to transformers' `LlamaForCausalLM` with SDPA
+attention; the order of the operations below is part of that promise.
+
+Shape suffixes: B sequences, S positions, D hidden size, H query heads, K key-value heads, N head dimension,
+F intermediate size, V vocabulary, T = B * S tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from services.common.recipe import Model, RopeScaling
+
+
+class Llama(nn.Module):
+    """`forward` stops before the language-model head: the loss applies it in chunks (see `loss`)."""
+
+    def __init__(self, config: Model, sequence_length: int) -> None:
+        super().__init__()
+        self.model = _Decoder(config, sequence_length)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Final hidden states [B, S, D], normalised."""
+        hidden_BSD: Tensor = self.model(tokens_BS)
+        return hidden_BSD
+
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        """Logits [B, S, V] of the token that follows each position."""
+        logits_BSV: Tensor = self.lm_head(self(tokens_BS))
+        return logits_BSV
+
+
+def initialize(model: Llama, config: Model, seed: int) -> None:
+    """Draw every weight from a normal distribution, each from a stream of its own keyed by (seed, name).
+
+    A weight does not depend on the order of creation or on the other weights. Projections into the
+    residual stream are scaled by 1 / sqrt(2 * layers), so that its variance does not grow with depth (GPT-2).
+    """
+    residual_scale = 1.0 / math.sqrt(2 * config.num_hidden_layers)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+            scale = residual_scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            parameter.normal_(0.0, config.initializer_range * scale, generator=generator)
+
+
+class _Decoder(nn.Module):
+    def __init__(self, config: Model, sequence_length: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+        cos_SN, sin_SN = rotary_table(config, sequence_length)
+        self.register_buffer("cos_SN", cos_SN, persistent=False)
+        self.register_buffer("sin_SN", sin_SN, persistent=False)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        length = tokens_BS.shape[1]
+        hidden_BSD: Tensor = self.embed_tokens(tokens_BS)
+        cos_SN, sin_SN = self.cos_SN[:length], self.sin_SN[:length]  # type: ignore[index]
+        for layer in self.layers:
+            hidden_BSD = layer(hidden_BSD, cos_SN, sin_SN)
+        normed_BSD: Tensor = self.norm(hidden_BSD)
+        return normed_BSD
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.self_attn = _Attention(config)
+        self.mlp = _FeedForward(config)
+        self.input_layernorm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden_BSD: Tensor, cos_SN: Tensor, sin_SN: Tensor) -> Tensor:
+        hidden_BSD = hidden_BSD + self.self_attn(self.input_layernorm(hidden_BSD), cos_SN, sin_SN)
+        return hidden_BSD + self.mlp(self.post_attention_layernorm(hidden_BSD))
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.is_grouped = config.num_key_value_heads < config.num_attention_heads
+        key_value_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x_BSD: Tensor, cos_SN: Tensor, sin_SN: Tensor) -> Tensor:
+        batch, length, _ = x_BSD.shape
+        heads = (batch, length, -1, self.head_dim)
+        q_BHSN = self.q_proj(x_BSD).view(heads).transpose(1, 2)
+        k_BKSN = self.k_proj(x_BSD).view(heads).transpose(1, 2)
+        v_BKSN = self.v_proj(x_BSD).view(heads).transpose(1, 2)
+        q_BHSN, k_BKSN = _rotate(q_BHSN, cos_SN, sin_SN), _rotate(k_BKSN, cos_SN, sin_SN)
+        mixed_BHSN = F.scaled_dot_product_attention(
+            q_BHSN, k_BKSN, v_BKSN, is_causal=True, scale=self.head_dim**-0.5, enable_gqa=self.is_grouped
+        )
+        mixed_BSD: Tensor = self.o_proj(mixed_BHSN.transpose(1, 2).reshape(batch, length, -1))
+        return mixed_BSD
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        out_BSD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+        return out_BSD
+
+
+class _RMSNorm(nn.Module):
+    """arXiv 1910.07467. Statistics in float32 whatever the input's type."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.epsilon = epsilon
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        x32_BSD = x_BSD.to(torch.float32)
+        variance_BS1 = x32_BSD.pow(2).mean(-1, keepdim=True)
+        return self.weight * (x32_BSD * torch.rsqrt(variance_BS1 + self.epsilon)).to(x_BSD.dtype)
+
+
+def rotary_table(config: Model, sequence_length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [S, N] of the rotary position embedding (arXiv 2104.09864), halves duplicated."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).to(torch.float) / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    if config.rope_scaling:
+        frequencies = _scale_frequencies(frequencies, config.rope_scaling)
+    angles = torch.arange(sequence_length)[:, None].float() * frequencies
+    angles_SN = torch.cat((angles, angles), dim=-1)
+    return angles_SN.cos(), angles_SN.sin()
+
+
+def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Slow down long waves by `factor`, keep short ones, and interpolate between (transformers, rope type llama3)."""
+    wavelengths = 2 * math.pi / frequencies
+    longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
+    shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
+    scaled = torch.where(wavelengths > longest, frequencies / scaling.factor, frequencies)
+    smooth = (scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    between = (1 - smooth) * scaled / scaling.factor + smooth * scaled
+    is_between = ~(wavelengths < shortest) * ~(wavelengths > longest)
+    return torch.where(is_between, between, scaled)
+
+
+def _rotate(x_BHSN: Tensor, cos_SN: Tensor, sin_SN: Tensor) -> Tensor:
+    half = x_BHSN.shape[-1] // 2
+    swapped = torch.cat((-x_BHSN[..., half:], x_BHSN[..., :half]), dim=-1)
+    return x_BHSN * cos_SN + swapped * sin_SN

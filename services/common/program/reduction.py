@@ -1,0 +1,48 @@
+"""Sums over micro-batches whose bits do not depend on the number of workers.
+
+A global batch is M micro-batches of a fixed size, M a power of two. Worker r of W holds the r-th M / W of
+them, in order. They are summed in one fixed binary tree: neighbours within a worker, then workers at
+distance 1, 2, 4, ... The tree is the same for every W, and so are the bits, because a float addition
+is commutative although it is not associative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+class TreeSum:
+    """Sums a power-of-two number of tensors pairwise as they come, holding log2 of them. Consumes its inputs."""
+
+    def __init__(self) -> None:
+        self._partial: list[tuple[int, Tensor]] = []  # (how many leaves it sums, the sum), sizes strictly falling
+
+    def add(self, leaf: Tensor) -> None:
+        size = 1
+        while self._partial and self._partial[-1][0] == size:
+            _, left = self._partial.pop()
+            leaf = left.add_(leaf)
+            size *= 2
+        self._partial.append((size, leaf))
+
+    def result(self) -> Tensor:
+        """The sum; leaves that do not fill the tree are added from the smallest partial sum up."""
+        _, total = self._partial.pop()
+        while self._partial:
+            _, left = self._partial.pop()
+            total = left.add_(total)
+        return total
+
+
+def sum_over_ranks(value: Tensor, rank: int, world_size: int, exchange: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """The upper levels of the tree: recursive doubling, `exchange(value, peer)` swaps tensors with a peer.
+
+    Every rank gets the same bits. Costs log2(W) full exchanges where a ring all-reduce costs two.
+    """
+    distance = 1
+    while distance < world_size:
+        value = value + exchange(value, rank ^ distance)
+        distance *= 2
+    return value

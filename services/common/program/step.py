@@ -1,0 +1,94 @@
+"""The train step: the one function that the compiler traces and the trainer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.common.program.backends.torch_native import TorchNative
+from services.common.program.flat import FlatParameters
+from services.common.program.llama import Llama, initialize
+from services.common.program.loss import next_token_loss
+from services.common.program.optimizer import step_scalars, update_in_place
+from services.common.program.reduction import TreeSum
+from services.common.recipe import Recipe
+
+
+class StepResult(NamedTuple):
+    """Values on the device; reading one waits for the step."""
+
+    loss: Tensor
+    """Mean over the global batch, nats per token."""
+    gradient_norm: Tensor
+    """Before clipping."""
+    is_applied: Tensor
+    """False when a gradient was not finite and the update was skipped."""
+
+
+class Program:
+    """The model, its optimizer state and the step, on one worker of a data-parallel group."""
+
+    def __init__(self, recipe: Recipe, backend: TorchNative) -> None:
+        self.recipe = recipe
+        self.backend = backend
+        self.model = Llama(recipe.model, recipe.corpus.sequence_length)
+        initialize(self.model, recipe.model, recipe.train.seed)
+        self.flat = FlatParameters(self.model)
+        self.first_P = torch.zeros_like(self.flat.weights_P)
+        self.second_P = torch.zeros_like(self.flat.weights_P)
+        is_compiled = recipe.compile.enabled
+        self._loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
+        self._update = backend.compile(self._apply_gradient) if is_compiled else self._apply_gradient
+
+    def train_step(self, step: int, micro_batches: Iterable[Tensor]) -> StepResult:
+        """Update `step` (from 0) with this worker's share of the global batch, micro-batches of tokens [B, L + 1]."""
+        total = TreeSum()
+        for tokens_BS in micro_batches:
+            loss = self._loss(tokens_BS)
+            gradients = torch.autograd.grad(loss, self.flat.parameters)
+            total.add(self.flat.flatten(gradients, extra=loss.detach()))
+        summed_P1 = self.backend.sum_over_workers(total.result(), self.recipe.train.reduction)
+        summed_P1 /= self.recipe.batch.num_micro_batches
+        norm, is_applied = self._update(summed_P1[:-1], step_scalars(self.recipe.optimizer, step))
+        return StepResult(summed_P1[-1], norm, is_applied)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Iterable[Tensor]) -> Tensor:
+        """Mean loss over micro-batches of tokens [B, L + 1], on this worker alone."""
+        losses = [self._loss(tokens_BS) for tokens_BS in micro_batches]
+        return torch.stack(losses).mean()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Float32 master weights by Hugging Face name; views, not copies."""
+        return self.flat.views(self.flat.weights_P)
+
+    def moments(self) -> dict[str, Tensor]:
+        """AdamW's moments as `first/<name>` and `second/<name>`; views, not copies."""
+        first = {f"first/{name}": view for name, view in self.flat.views(self.first_P).items()}
+        second = {f"second/{name}": view for name, view in self.flat.views(self.second_P).items()}
+        return first | second
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take weights and moments, as `weights()` and `moments()` name them."""
+        for name, view in (self.weights() | self.moments()).items():
+            view.copy_(tensors[name])
+
+    def _micro_loss(self, tokens_BS: Tensor) -> Tensor:
+        with self.backend.autocast(self.recipe.train.dtype):
+            hidden_BSD = self.model(tokens_BS[:, :-1])
+            chunk_tokens = self.recipe.batch.loss_chunk_tokens
+            return next_token_loss(hidden_BSD, self.model.lm_head.weight, tokens_BS[:, 1:], chunk_tokens)
+
+    def _apply_gradient(self, gradient_P: Tensor, scalars_3: Tensor) -> tuple[Tensor, Tensor]:
+        return update_in_place(
+            self.flat.weights_P,
+            self.first_P,
+            self.second_P,
+            gradient_P,
+            scalars_3,
+            self.recipe.optimizer,
+            self.flat.num_decayed,
+        )
