@@ -1,0 +1,121 @@
+"""compile -> verify: two processes drive the same traced run, one with an empty cache and one with its result."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.artifacts.compile_cache import GRAPHS, CompileCachePayload
+from services.common.artifacts.files import list_files
+from services.common.artifacts.store import Draft, Workspace
+from services.common.errors import DeviceError, StorageError
+from services.common.recipe import Recipe, fingerprint
+from services.common.telemetry import Stopwatch, show_progress
+from services.compiler.trace import PHASES
+
+NEARLY_FULL_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class TraceReport:
+    graphs_compiled: int
+    new_files: tuple[str, ...]
+
+
+def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace) -> Draft:
+    """Fill `workspace.files` with every graph of the recipe's program, proven complete by a second process.
+
+    Raises `DeviceError` with the compiler's log when a graph fails, `StorageError` when the disk is full.
+    """
+    stopwatch = Stopwatch()
+    with stopwatch.phase("compile"):
+        compiled = _trace(recipe, workspace.scratch / "compile", title="compiling")
+        published = workspace.files / GRAPHS
+        shutil.rmtree(published, ignore_errors=True)
+        shutil.copytree(workspace.scratch / "compile" / "cache", published)
+    with stopwatch.phase("verify"):
+        # Another path, as on a trainer's node: a cache that only works where it was made is not a cache.
+        verified = _trace(recipe, workspace.scratch / "verify", title="verifying", warm_from=published)
+    if verified.graphs_compiled or verified.new_files:
+        raise DeviceError(
+            f"the compile cache is not reusable: a second process compiled {verified.graphs_compiled} graphs and "
+            f"wrote {len(verified.new_files)} files although it was given the first one's cache "
+            f"({', '.join(verified.new_files[:3])} ...). Nothing was published. "
+            f"Compare {workspace.scratch}/compile/log.txt and {workspace.scratch}/verify/log.txt."
+        )
+    payload = CompileCachePayload(
+        target="cpu",
+        program_fingerprint=fingerprint(facts),
+        facts=facts,
+        graphs_compiled=compiled.graphs_compiled,
+        graphs_missed_by_verification=0,
+        world_size_traced=recipe.parallel.data_parallel_size,
+        phases=tuple(stopwatch.phases),
+    )
+    return Draft(payload)
+
+
+def _trace(recipe: Recipe, folder: Path, title: str, warm_from: Path | None = None) -> TraceReport:
+    """Run `services.compiler.trace` in a process of its own with the cache directory `folder/cache`."""
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed attempt left is of unknown quality
+    cache = folder / "cache"
+    if warm_from:
+        shutil.copytree(warm_from, cache)
+    else:
+        cache.mkdir(parents=True)
+    before = set(list_files(cache))
+    (folder / "recipe.json").write_text(recipe.model_dump_json(), encoding="utf-8")
+    with _child(folder, cache) as child, show_progress(title, len(PHASES), "phases") as progress:
+        assert child.stdout is not None
+        for done, name in enumerate(child.stdout, start=1):
+            progress.advance_to(done, name.strip())
+        exit_code = child.wait()
+    if exit_code != 0:
+        raise _explain_failure(folder, exit_code)
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return TraceReport(report["graphs_compiled"], tuple(sorted(set(list_files(cache)) - before)))
+
+
+@contextmanager
+def _child(folder: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
+    """The tracing process; it ends when this one does, because its standard input then closes."""
+    command = [sys.executable, "-m", "services.compiler.trace", str(folder)]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    with (folder / "log.txt").open("wb") as log:
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process, which then ends the child
+        )
+        try:
+            yield child
+        finally:
+            child.kill()
+            child.wait()
+
+
+def _explain_failure(folder: Path, exit_code: int) -> Exception:
+    log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+    free_bytes = shutil.disk_usage(folder).free
+    if "No space left on device" in log or free_bytes < NEARLY_FULL_BYTES:
+        return StorageError(
+            f"{folder}: the disk filled up while compiling ({free_bytes:,} bytes free). "
+            f"Free some space or pass another --root, and run the same command again."
+        )
+    last_lines = "\n  ".join(log.strip().splitlines()[-12:])
+    return DeviceError(
+        f"compiling the train step failed (exit code {exit_code}). The whole log is {folder}/log.txt; it ends:\n"
+        f"  {last_lines}"
+    )

@@ -1,0 +1,71 @@
+"""Drive the program through every phase a run has, in one process that stands for the whole topology.
+
+The process is rank 0 of a group whose other ranks are fake: shapes and graphs are real, values are not.
+`python -m services.compiler.trace FOLDER` reads FOLDER/recipe.json, fills the cache directory that
+TORCHINDUCTOR_CACHE_DIR names, prints the name of each phase when it is done and writes FOLDER/report.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.common.errors import run_stage
+from services.common.program.backends.torch_native import TorchNative
+from services.common.program.step import Program
+from services.common.recipe import Recipe
+
+PHASES = ("first step", "second step", "third step", "save and resume", "step after resume", "evaluation")
+
+
+def main(argv: list[str]) -> int:
+    folder = Path(argv[0])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    recipe = Recipe.model_validate_json((folder / "recipe.json").read_text(encoding="utf-8"))
+    backend = TorchNative(recipe.parallel.threads_per_worker)
+    if recipe.parallel.data_parallel_size > 1:
+        backend.join_fake(recipe.parallel.data_parallel_size)
+    trace(recipe, backend, report=lambda phase: print(phase, flush=True))
+    result = {"graphs_compiled": backend.compile_witness.graphs_compiled}
+    (folder / "report.json").write_text(json.dumps(result), encoding="utf-8")
+    return 0
+
+
+def trace(recipe: Recipe, backend: TorchNative, report: Callable[[str], None]) -> None:
+    """Run PHASES on synthetic tokens."""
+    program = Program(recipe, backend)
+    tokens = _synthetic_micro_batches(recipe)
+    for step in range(3):
+        program.train_step(step, tokens)
+        report(PHASES[step])
+    saved = {name: view.clone() for name, view in (program.weights() | program.moments()).items()}
+    program.load(saved)
+    report(PHASES[3])
+    program.train_step(3, tokens)
+    report(PHASES[4])
+    program.evaluate(tokens[:1])
+    report(PHASES[5])
+
+
+def _synthetic_micro_batches(recipe: Recipe) -> list[Tensor]:
+    """One worker's share of a global batch; a graph depends on the shape of the tokens and not on their values."""
+    share = recipe.batch.num_micro_batches // recipe.parallel.data_parallel_size
+    shape = (recipe.batch.micro_batch_size, recipe.corpus.sequence_length + 1)
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(recipe.model.vocab_size, shape, generator=generator) for _ in range(share)]
+
+
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)  # blocks until the parent is gone; sys.stdin's own lock would hang a normal exit
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    run_stage(main)
