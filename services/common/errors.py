@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -21,7 +22,7 @@ EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 
 # A file system that answers with one of these takes no more of our bytes; retrying cannot help.
-STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
+STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR})
 
 
 class MillraceError(Exception):
@@ -102,6 +103,9 @@ def exit_code_of(work: Callable[[], int]) -> int:
         return _report(error)
     except KeyboardInterrupt:
         return _report(Interrupted("Interrupted. Nothing was published half; the same command continues."))
+    except BrokenPipeError:  # the reader of our output has gone, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         if error.errno in STORAGE_ERRNOS:
             return _report(explain_storage_error(error))

@@ -83,11 +83,20 @@ def _wait_for_workers(workers: list[tuple[BaseProcess, Connection]]) -> None:
         ended = [pending.pop(sentinel) for sentinel in wait_for_any(list(pending))]
         for rank, process, receiver in ended:
             process.join()
-            raised = receiver.recv() if receiver.poll() else None
+            raised = _receive(receiver)
             if raised is not None:
                 raise raised
             if process.exitcode != 0:
                 raise WorkersLost(f"rank {rank} (pid {process.pid}) ended with {process.exitcode}")
+
+
+def _receive(receiver: Connection) -> Exception | None:
+    """What an ended worker raised; a worker that returned, or was killed, has sent nothing."""
+    try:
+        error: Exception = receiver.recv()
+    except EOFError:
+        return None
+    return error
 
 
 def _work(

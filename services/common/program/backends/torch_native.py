@@ -6,16 +6,18 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
-import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from services.common.errors import DeviceError, WorkersLost
+from services.common.errors import WorkersLost
 from services.common.program.reduction import sum_over_ranks
+
+if TYPE_CHECKING:
+    from services.common.program.backends.inductor import Inductor
 
 R = TypeVar("R")
 
@@ -31,7 +33,6 @@ class TorchNative:
         # A debugging aid that comes with determinism and writes every new tensor twice.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = device
-        self.compile_witness = CompileWitness()
         self._group = group
         self.rank, self.world_size = 0, 1
 
@@ -79,22 +80,23 @@ class TorchNative:
         return torch.autocast(self.device, torch.bfloat16, enabled=dtype == "bfloat16")
 
     def compile(self, function: Callable[..., R]) -> Callable[..., R]:
-        """Compile for static shapes. Every graph that Inductor really compiles is counted by `compile_witness`.
+        """Compile a function for static shapes. It raises `DeviceError` on a cold cache after `require_warm_cache`."""
+        return self._inductor.compile(function)
 
-        The result raises `DeviceError` when compiling is forbidden and a graph is not in the cache.
-        """
-        torch._inductor.config.post_grad_custom_pre_pass = self.compile_witness
-        compiled = torch.compile(function, dynamic=False, fullgraph=True)
+    def require_warm_cache(self) -> None:
+        """From now on, refuse to compile a graph that the cache directory does not hold."""
+        self._inductor.witness.is_forbidden = True
 
-        def call(*arguments: Any) -> R:
-            try:
-                return compiled(*arguments)
-            except RuntimeError as error:  # Dynamo wraps what a pass raises
-                if self.compile_witness.refusal:
-                    raise self.compile_witness.refusal from error
-                raise
+    @property
+    def graphs_compiled(self) -> int:
+        """Graphs that this process compiled because the cache did not hold them."""
+        return self._inductor.witness.graphs_compiled if "_inductor" in self.__dict__ else 0
 
-        return call
+    @cached_property
+    def _inductor(self) -> Inductor:
+        from services.common.program.backends.inductor import Inductor  # noqa: PLC0415 - 3 s that eager runs save
+
+        return Inductor()
 
     def _exchange(self, value: Tensor, peer: int) -> Tensor:
         received = torch.empty_like(value)
@@ -103,31 +105,6 @@ class TorchNative:
         for request in dist.batch_isend_irecv([sending, receiving]):
             request.wait()
         return received
-
-
-class CompileWitness(CustomGraphPass):
-    """An Inductor pass that changes nothing and counts: it runs when a graph is compiled, not when it is found.
-
-    Inductor's own counters also call "hit" a graph whose machine code it then builds anew. The pass has a fixed
-    `uuid`, so it is part of every cache key in the same way in the compiler and in the trainer.
-    """
-
-    def __init__(self) -> None:
-        self.graphs_compiled = 0
-        self.is_forbidden = False
-        self.refusal: DeviceError | None = None
-
-    def __call__(self, graph: torch.fx.graph.Graph) -> None:
-        self.graphs_compiled += 1
-        if self.is_forbidden:
-            self.refusal = DeviceError(
-                "a graph is not in the compile cache and compile.require_warm is set. The cache was made for another "
-                "step; run the compiler stage again, or set --compile.require_warm=false to compile here."
-            )
-            raise self.refusal
-
-    def uuid(self) -> str:
-        return "millrace-compile-witness"
 
 
 def _raise_peer_lost(error: RuntimeError) -> NoReturn:

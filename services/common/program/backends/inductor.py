@@ -1,0 +1,61 @@
+"""Inductor, told to compile for static shapes and watched while it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch._inductor.config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from services.common.errors import DeviceError
+
+R = TypeVar("R")
+
+
+class Inductor:
+    """Compiles functions; `witness` counts the graphs that were not in the cache."""
+
+    def __init__(self) -> None:
+        self.witness = CompileWitness()
+        torch._inductor.config.post_grad_custom_pre_pass = self.witness
+
+    def compile(self, function: Callable[..., R]) -> Callable[..., R]:
+        """Compile for the shapes of the first call; another shape compiles again."""
+        compiled = torch.compile(function, dynamic=False, fullgraph=True)
+
+        def call(*arguments: Any) -> R:
+            try:
+                return compiled(*arguments)
+            except RuntimeError as error:  # Dynamo wraps what a pass raises
+                if self.witness.refusal:
+                    raise self.witness.refusal from error
+                raise
+
+        return call
+
+
+class CompileWitness(CustomGraphPass):
+    """An Inductor pass that changes nothing and counts: it runs when a graph is compiled, not when it is found.
+
+    Inductor's own counters also call "hit" a graph whose machine code it then builds anew. The pass has a fixed
+    `uuid`, so it is part of every cache key in the same way in the compiler and in the trainer.
+    """
+
+    def __init__(self) -> None:
+        self.graphs_compiled = 0
+        self.is_forbidden = False
+        self.refusal: DeviceError | None = None
+
+    def __call__(self, graph: torch.fx.graph.Graph) -> None:
+        self.graphs_compiled += 1
+        if self.is_forbidden:
+            self.refusal = DeviceError(
+                "a graph is not in the compile cache and compile.require_warm is set. The cache was made for another "
+                "step; run the compiler stage again, or set --compile.require_warm=false to compile here."
+            )
+            raise self.refusal
+
+    def uuid(self) -> str:
+        return "millrace-compile-witness"

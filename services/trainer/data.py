@@ -1,0 +1,92 @@
+"""Which sample comes when: a pure function of the step, for any number of workers.
+
+Sample number `step * global_batch_size + i` of the run belongs to epoch `number // N` and is the entry
+`number % N` of that epoch's permutation of the N samples. So a checkpoint needs no loader state, and a batch
+may straddle two epochs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.common.artifacts.corpus import TokenStream
+from services.common.recipe import Batch
+
+_ROUNDS = 6
+_MASK32 = np.uint64(0xFFFFFFFF)
+
+
+def micro_batches(
+    stream: TokenStream, batch: Batch, seed: int, step: int, rank: int, world_size: int
+) -> Iterator[Tensor]:
+    """This worker's micro-batches of a step, in order: tokens int64 [micro_batch_size, L + 1]."""
+    share = batch.global_batch_size // world_size
+    first = step * batch.global_batch_size + rank * share
+    samples = sample_indices(stream.num_samples, seed, first, share)
+    for start in range(0, share, batch.micro_batch_size):
+        yield torch.from_numpy(stream.read(samples[start : start + batch.micro_batch_size]))
+
+
+def evaluation_batches(stream: TokenStream, batch: Batch, count: int) -> Iterator[Tensor]:
+    """The first `count` full micro-batches of a split, in stored order; fewer when the split is smaller."""
+    available = min(count, stream.num_samples // batch.micro_batch_size)
+    for index in range(available):
+        start = index * batch.micro_batch_size
+        yield torch.from_numpy(stream.read(np.arange(start, start + batch.micro_batch_size)))
+
+
+def sample_indices(num_samples: int, seed: int, first: int, count: int) -> npt.NDArray[np.int64]:
+    """Indices of the run's samples number `first` to `first + count - 1`."""
+    numbers = np.arange(first, first + count, dtype=np.int64)
+    epochs, positions = np.divmod(numbers, num_samples)
+    indices = np.empty(count, dtype=np.int64)
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        indices[chosen] = permute(positions[chosen], num_samples, seed, int(epoch))
+    return indices
+
+
+def permute(positions: npt.NDArray[np.int64], size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """Entries `positions` of the permutation of range(size) keyed by (seed, epoch).
+
+    A Feistel network on the next even number of bits; a value that lands outside the range walks its cycle
+    until it is inside (Black and Rogaway 2002). O(1) state, where a shuffled array of 20 million samples
+    takes 0.9 s and 166 MB in every process.
+    """
+    half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    keys = _round_keys(seed, epoch)
+    values = positions.astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        values[outside] = _feistel(values[outside], half_bits, keys)
+        outside = values >= size
+    return values.astype(np.int64)
+
+
+def _feistel(
+    values: npt.NDArray[np.uint64], half_bits: np.uint64, keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    left, right = values >> half_bits, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right, key) & mask)
+    return (left << half_bits) | right
+
+
+def _mix(values: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
+    """A 32-bit finaliser (Murmur3's constants) over each value and the round's key."""
+    mixed = (values ^ key) & _MASK32
+    mixed = ((mixed ^ (mixed >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & _MASK32
+    mixed = ((mixed ^ (mixed >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & _MASK32
+    return mixed ^ (mixed >> np.uint64(16))
+
+
+def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
+    digest = hashlib.sha256(f"millrace sample order {seed} {epoch}".encode()).digest()
+    return np.frombuffer(digest, dtype="<u4")[:_ROUNDS].astype(np.uint64)

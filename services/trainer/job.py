@@ -1,0 +1,124 @@
+"""What the trainer's command hands to its workers: one value that says what to train from what, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from services.common.artifacts.checkpoint import CheckpointManifest
+from services.common.artifacts.compile_cache import CompileCacheManifest
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.lease import Lease
+from services.common.artifacts.store import Address, Artifact, artifact_id, find_artifact, open_artifact
+from services.common.errors import ArtifactError
+from services.common.program.fingerprint import explain_difference, program_facts
+from services.common.recipe import Recipe, fingerprint
+
+CONTENT_VERSION = 1
+ALLOW_COLD_COMPILE = "--allow-cold-compile"
+
+
+@dataclass(frozen=True)
+class Job:
+    recipe: Recipe
+    root: Path
+    run: str
+    """Name of the run: the recipe's name and the hash of everything that decides the weights."""
+    corpus: Artifact[CorpusManifest]
+    cache: Artifact[CompileCacheManifest] | None
+    """None when nothing is compiled, or when the user allows a cold start."""
+    program_fingerprint: str
+    waivers: tuple[str, ...]
+    launch: str
+    started_at: datetime
+    attempt: str
+    """Unique per command: names the node-local folder that its processes share."""
+    lease: Lease | None = None
+
+    @property
+    def run_folder(self) -> Path:
+        return run_folder(self.root, self.run)
+
+    def checkpoint_address(self, step: int) -> Address:
+        return Address(self.root, "checkpoint", self.run, f"step-{step:08d}")
+
+    @property
+    def checkpoint_shelf(self) -> Path:
+        return self.checkpoint_address(0).shelf
+
+
+def run_folder(root: Path, run: str) -> Path:
+    """run/1: the one mutable folder. Losing it loses no training state."""
+    return root / "run" / run
+
+
+def run_name(recipe: Recipe, corpus: Artifact[CorpusManifest]) -> str:
+    """Equal for two commands exactly when the second continues the first."""
+    digest = artifact_id(recipe, "checkpoint", CONTENT_VERSION, [corpus.manifest.content_digest])
+    return f"{recipe.name}-{digest[:8]}"
+
+
+def open_corpus(recipe: Recipe, recipe_path: Path, root: Path, explicit: Path | None) -> Artifact[CorpusManifest]:
+    """The corpus of this recipe, or the one at `explicit`, if the model can read it."""
+    if explicit:
+        corpus = open_artifact(explicit.absolute(), CorpusManifest)
+    else:
+        command = f"python -m services.tokenizer --recipe {recipe_path} --root {root}"
+        corpus = find_artifact(root, "corpus", recipe.corpus.name, recipe, CorpusManifest, command)
+    payload = corpus.manifest.corpus
+    if payload.vocabulary.vocab_size != recipe.model.vocab_size:
+        raise ArtifactError(
+            f"{corpus.path}: its vocabulary has {payload.vocabulary.vocab_size:,} pieces, model.vocab_size is "
+            f"{recipe.model.vocab_size:,}. Set --model.vocab_size={payload.vocabulary.vocab_size} or use the corpus "
+            f"of a vocabulary with {recipe.model.vocab_size:,} pieces."
+        )
+    if payload.sequence_length != recipe.corpus.sequence_length:
+        raise ArtifactError(
+            f"{corpus.path}: its rows have {payload.sequence_length:,} tokens, corpus.sequence_length is "
+            f"{recipe.corpus.sequence_length:,}. Run the tokenizer stage for this recipe."
+        )
+    return corpus
+
+
+def open_cache(
+    recipe: Recipe, recipe_path: Path, root: Path, explicit: Path | None, allow_cold: bool
+) -> tuple[Artifact[CompileCacheManifest] | None, str]:
+    """The compile cache of this recipe's program on this machine, and the program's fingerprint.
+
+    Raises `ArtifactError` when there is none, with what differs from the one that is there.
+    """
+    if not recipe.compile.enabled:
+        return None, "eager"
+    facts = program_facts(recipe)
+    ours = fingerprint(facts)
+    command = f"python -m services.compiler --recipe {recipe_path} --root {root}"
+    exact = Address(root, "compile_cache", recipe.name, ours[:16])
+    try:
+        if explicit:
+            cache = open_artifact(explicit.absolute(), CompileCacheManifest)
+        elif exact.path.exists():
+            cache = open_artifact(exact.path, CompileCacheManifest)
+        else:
+            cache = find_artifact(root, "compile_cache", recipe.name, recipe, CompileCacheManifest, command)
+        _require_same_program(cache, facts, command)
+    except ArtifactError as error:
+        if allow_cold:
+            return None, ours
+        raise ArtifactError(f"{error} Or pass {ALLOW_COLD_COMPILE} to compile at the start of the run.") from error
+    return cache, ours
+
+
+def _require_same_program(cache: Artifact[CompileCacheManifest], facts: dict[str, Any], command: str) -> None:
+    theirs, ours = cache.manifest.compile_cache, fingerprint(facts)
+    if theirs.program_fingerprint != ours:
+        difference = explain_difference(theirs.facts, facts).replace("\n", "\n  ")
+        raise ArtifactError(
+            f"{cache.path}: compiled for program {theirs.program_fingerprint[:12]}, this run is {ours[:12]}. "
+            f"They differ in\n  {difference}\nMake a cache for this program with `{command}`."
+        )
+
+
+def completed_step(checkpoint: Artifact[CheckpointManifest] | None) -> int:
+    return checkpoint.manifest.checkpoint.step if checkpoint else 0

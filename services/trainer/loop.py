@@ -1,0 +1,126 @@
+"""The training loop, as every worker runs it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from services.common.artifacts.corpus import TokenStream
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.backends.torch_native import TorchNative
+from services.common.program.optimizer import learning_rate
+from services.common.program.step import Program
+from services.common.telemetry import configure_logging
+from services.trainer.checkpoint import load_checkpoint, newest_checkpoint
+from services.trainer.data import micro_batches
+from services.trainer.job import Job
+from services.trainer.metrics import StepRecord
+from services.trainer.node import compile_cache_folder, new_cache_files, prepare_node
+from services.trainer.recorder import Recorder
+from services.trainer.stop import StopReason, StopWatch, clear_stop, stopped
+
+logger = logging.getLogger(__name__)
+
+
+def train(job: Job, environment: WorkerEnvironment) -> None:
+    """Train from the newest checkpoint to `train.max_steps`.
+
+    Returns when the run is complete. Raises `TryAgain` or `Interrupted` when it stopped early: with a
+    committed checkpoint, and on all workers after the same step.
+    """
+    recipe, rank, world_size = job.recipe, environment.rank, environment.world_size
+    configure_logging("trainer", rank=rank, file=job.run_folder / "logs" / f"rank-{rank:05d}.log")
+    prepare_node(job)
+    backend = form_group(job, environment)
+    program = Program(recipe, backend)
+    first_step, skipped_steps = resume(job, program)
+    training = TokenStream(job.corpus.path, job.corpus.manifest.corpus, "train")
+    stop_watch = StopWatch(job, environment)
+    first_step_at = time.time()
+    reason, done = StopReason.NONE, first_step
+
+    with ExitStack() as stack:
+        recorder = stack.enter_context(Recorder(job, world_size, first_step)) if rank == 0 else None
+        while done < recipe.train.max_steps and not reason:
+            step, started = done, time.perf_counter()
+            tokens = list(micro_batches(training, recipe.batch, recipe.train.seed, step, rank, world_size))
+            data_seconds = time.perf_counter() - started
+            result = program.train_step(step, tokens)
+            loss, gradient_norm = result.loss.item(), result.gradient_norm.item()
+            skipped_steps += not result.is_applied.item()
+            step_seconds = time.perf_counter() - started
+
+            done = step + 1
+            reason = StopReason(backend.maximum_over_workers(stop_watch.look(done)))
+            if recorder:
+                record = StepRecord(
+                    step=done,
+                    loss=loss,
+                    gradient_norm=gradient_norm,
+                    learning_rate=learning_rate(recipe.optimizer, step),
+                    step_seconds=step_seconds,
+                    data_seconds=data_seconds,
+                    skipped_steps=skipped_steps,
+                    is_first_of_process=step == first_step,
+                )
+                recorder.record(record, program, is_stopping=bool(reason))
+        if recorder:
+            recorder.finish()
+        attempt = {
+            "started_at": job.started_at.timestamp(),
+            "setup_seconds": first_step_at - job.started_at.timestamp(),
+            "train_seconds": time.time() - first_step_at,
+            "first_step": first_step,
+            "last_step": done,
+            "workers": world_size,
+            "launch": environment.launch,
+            "ended_by": str(reason) if reason else "completion",
+            **count_compile_misses(job, backend),
+        }
+        if recorder:
+            recorder.record_attempt(attempt)
+    backend.leave()
+    if reason:
+        if rank == 0:
+            clear_stop(job.run_folder)
+        raise stopped(reason, done)
+
+
+def form_group(job: Job, environment: WorkerEnvironment) -> TorchNative:
+    """This worker's backend, connected to the others and pointed at the node's copy of the compile cache."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache_folder(job))
+    backend = TorchNative(job.recipe.parallel.threads_per_worker)
+    backend.join(environment.rank, environment.world_size)
+    if job.recipe.compile.require_warm:
+        backend.require_warm_cache()
+    return backend
+
+
+def resume(job: Job, program: Program) -> tuple[int, int]:
+    """Load the newest checkpoint that verifies; (steps done, steps skipped), both 0 for a new run."""
+    checkpoint = newest_checkpoint(job.checkpoint_shelf)
+    if checkpoint is None:
+        logger.info("starting a new run")
+        return 0, 0
+    load_checkpoint(checkpoint, program)
+    state = checkpoint.manifest.checkpoint
+    if state.program_fingerprint != job.program_fingerprint:
+        logger.warning(
+            "%s was made by program %s, this is %s: the run goes on, but no longer bit for bit",
+            checkpoint.path,
+            state.program_fingerprint[:12],
+            job.program_fingerprint[:12],
+        )
+    logger.info("resuming after step=%d from %s", state.step, checkpoint.path)
+    return state.step, state.skipped_steps
+
+
+def count_compile_misses(job: Job, backend: TorchNative) -> dict[str, Any]:
+    """Graphs compiled, and files added to the published cache: the largest count of any worker."""
+    return {
+        "graphs_compiled": backend.maximum_over_workers(backend.graphs_compiled),
+        "new_cache_files": backend.maximum_over_workers(new_cache_files(job)),
+    }

@@ -1,0 +1,63 @@
+"""What a node does once for all of a command's processes on it: verify the corpus, copy the compile cache.
+
+The processes meet in a node-local folder named after the command's attempt; the first one to lock it does
+the work and leaves a stamp. The next command verifies again: a stamp never outlives its attempt.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from services.common.artifacts.compile_cache import GRAPHS
+from services.common.artifacts.files import list_files, verify_files
+from services.trainer.job import Job
+
+logger = logging.getLogger(__name__)
+
+
+def node_folder(job: Job) -> Path:
+    return Path(tempfile.gettempdir()) / f"millrace-{os.getuid()}" / job.attempt
+
+
+def compile_cache_folder(job: Job) -> Path:
+    """Node-local: caches write into the directory that they read, and a published one must not change."""
+    return node_folder(job) / "compile_cache"
+
+
+def prepare_node(job: Job) -> None:
+    """Verify the corpus and copy the verified compile cache, unless another process of this command has done it.
+
+    Raises `ArtifactError` that names the damaged files.
+    """
+    folder = node_folder(job)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stamp = folder / "prepared"
+        if stamp.exists():
+            return
+        verify_files(job.corpus.path, job.corpus.manifest)
+        logger.info("verified the corpus %s", job.corpus.path)
+        cache = compile_cache_folder(job)
+        shutil.rmtree(cache, ignore_errors=True)
+        if job.cache:
+            verify_files(job.cache.path, job.cache.manifest)
+            shutil.copytree(job.cache.path / GRAPHS, cache)
+        else:
+            cache.mkdir()
+        stamp.touch()
+
+
+def new_cache_files(job: Job) -> int:
+    """Files in the node's copy of the compile cache that the published one does not have."""
+    published = {entry.path for entry in job.cache.manifest.files} if job.cache else set()
+    return sum(f"{GRAPHS}/{path}" not in published for path in list_files(compile_cache_folder(job)))
+
+
+def clean_node(job: Job) -> None:
+    shutil.rmtree(node_folder(job), ignore_errors=True)

@@ -1,0 +1,102 @@
+"""report.html: one self-contained page with the curves of a run and a timeline of the three stages."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from services.common.artifacts.manifest import write_durably
+from services.trainer.run import REPORT_FILE, Run, summarize
+
+_COLORS = {"tokenizer": "#4c78a8", "compiler": "#f58518", "trainer": "#54a24b"}
+_FADES = (1.0, 0.75, 0.55, 0.4, 0.85, 0.65)
+
+
+def write_report(run: Run, sample_text: str) -> Path:
+    """Write `report.html` into the run's folder; it needs no network and no other file."""
+    curves = _curves(run).to_html(full_html=False, include_plotlyjs="inline")
+    timeline = _timeline(run).to_html(full_html=False, include_plotlyjs=False)
+    page = _PAGE.format(
+        name=html.escape(run.folder.name),
+        summary=html.escape(summarize(run)),
+        sample=html.escape(sample_text),
+        curves=curves,
+        timeline=timeline,
+    )
+    write_durably(run.folder / REPORT_FILE, page.encode())
+    return run.folder / REPORT_FILE
+
+
+def _curves(run: Run) -> go.Figure:
+    steps = [record["step"] for record in run.metrics]
+    figure = make_subplots(
+        rows=1, cols=3, subplot_titles=("loss, nats per token", "learning rate", "throughput, tokens/s")
+    )
+    losses = [record["loss"] for record in run.metrics]
+    figure.add_scatter(x=steps, y=losses, name="training loss", line={"color": "#4c78a8"}, row=1, col=1)
+    evaluated = [record for record in run.metrics if "validation_loss" in record]
+    figure.add_scatter(
+        x=[record["step"] for record in evaluated],
+        y=[record["validation_loss"] for record in evaluated],
+        name="validation loss",
+        mode="lines+markers",
+        line={"color": "#e45756"},
+        row=1,
+        col=1,
+    )
+    rates = [record["learning_rate"] for record in run.metrics]
+    figure.add_scatter(x=steps, y=rates, name="learning rate", line={"color": "#f58518"}, row=1, col=2)
+    speeds = [record["tokens_per_second"] for record in run.metrics]
+    figure.add_scatter(x=steps, y=speeds, name="tokens/s", line={"color": "#54a24b"}, row=1, col=3)
+    figure.update_xaxes(title_text="optimizer step")
+    figure.update_yaxes(rangemode="tozero", row=1, col=3)
+    figure.update_layout(template="plotly_white", height=420, legend={"orientation": "h", "y": -0.25})
+    return figure
+
+
+def _timeline(run: Run) -> go.Figure:
+    """Seconds of work of each stage, one after the other: stages may have run days apart, so gaps are left out."""
+    figure = go.Figure()
+    start = 0.0
+    for stage, phases in run.phases().items():
+        for phase, fade in zip(phases, _FADES * len(phases), strict=False):
+            figure.add_bar(
+                y=[stage],
+                x=[phase.seconds],
+                base=[start],
+                orientation="h",
+                marker={"color": _COLORS[stage], "opacity": fade},
+                text=phase.name if phase.seconds > 1 else None,
+                hovertext=f"{stage}: {phase.name}, {phase.seconds:.1f} s from {phase.started_at:%Y-%m-%d %H:%M:%S} UTC",
+                hoverinfo="text",
+                showlegend=False,
+            )
+            start += phase.seconds
+    figure.update_yaxes(autorange="reversed")
+    figure.update_layout(
+        template="plotly_white",
+        height=260,
+        barmode="overlay",
+        title="Work of the three stages",
+        xaxis_title="seconds of work (the time between stages is left out)",
+    )
+    return figure
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{name} - Millrace run</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2rem auto; padding: 0 1rem; color: #222 }}
+pre {{ background: #f6f6f4; padding: 1rem; border-radius: 6px; white-space: pre-wrap; overflow-wrap: anywhere }}
+</style></head><body>
+<h1>{name}</h1>
+<pre>{summary}</pre>
+{curves}
+{timeline}
+<h2>What the model writes</h2>
+<pre>{sample}</pre>
+</body></html>
+"""

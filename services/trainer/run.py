@@ -1,0 +1,122 @@
+"""run/1: the folder of one run, and the summary of what the three stages made for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from services.common.artifacts.checkpoint import CheckpointManifest
+from services.common.artifacts.compile_cache import CompileCacheManifest
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.files import total_bytes
+from services.common.artifacts.manifest import Phase, write_durably
+from services.common.artifacts.store import Artifact, open_artifact
+from services.common.errors import ArtifactError
+from services.common.recipe import Recipe
+from services.trainer.checkpoint import newest_checkpoint
+from services.trainer.job import Job, run_folder
+from services.trainer.metrics import mean_tokens_per_second, read_attempts, read_metrics
+
+RUN_FILE = "run.json"
+SCHEMA = "run/1"
+REPORT_FILE = "report.html"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder and the artifacts that it names describe it."""
+
+    folder: Path
+    recipe: Recipe
+    corpus: Artifact[CorpusManifest]
+    cache: Artifact[CompileCacheManifest] | None
+    checkpoint: Artifact[CheckpointManifest]
+    metrics: list[dict[str, Any]]
+    attempts: list[dict[str, Any]]
+
+    def phases(self) -> dict[str, list[Phase]]:
+        """Timed phases of each stage, in the order in which the stages ran."""
+        cache = list(self.cache.manifest.compile_cache.phases) if self.cache else []
+        training = []
+        for attempt in self.attempts:
+            start = datetime.fromtimestamp(attempt["started_at"], UTC)
+            training.append(Phase(name="start", started_at=start, seconds=attempt["setup_seconds"]))
+            first_step_at = start + timedelta(seconds=attempt["setup_seconds"])
+            training.append(Phase(name="train", started_at=first_step_at, seconds=attempt["train_seconds"]))
+        return {"tokenizer": list(self.corpus.manifest.corpus.phases), "compiler": cache, "trainer": training}
+
+
+def write_run(job: Job) -> None:
+    """Name the artifacts that the run is made from."""
+    run: dict[str, Any] = {
+        "schema": SCHEMA,
+        "run": job.run,
+        "recipe": job.recipe.model_dump(mode="json"),
+        "artifacts": {"corpus": job.corpus.manifest.id},
+        "paths": {"corpus": str(job.corpus.path), "checkpoints": str(job.checkpoint_shelf)},
+    }
+    if job.cache:
+        run["artifacts"]["compile_cache"] = job.cache.manifest.id
+        run["paths"]["compile_cache"] = str(job.cache.path)
+    (job.run_folder / "logs").mkdir(exist_ok=True)
+    write_durably(job.run_folder / RUN_FILE, json.dumps(run, indent=1).encode())
+
+
+def open_run(root: Path, name: str) -> Run:
+    """Open a run that has a checkpoint. Raises `ArtifactError` when there is none yet."""
+    folder = run_folder(root, name)
+    if not (folder / RUN_FILE).exists():
+        raise ArtifactError(f"{folder}: no such run. Start it with `python -m services.trainer --recipe FILE`.")
+    described = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    if described.get("schema") != SCHEMA:
+        raise ArtifactError(f"{folder / RUN_FILE}: schema {described.get('schema')!r}, this program reads {SCHEMA!r}.")
+    paths = {key: Path(value) for key, value in described["paths"].items()}
+    checkpoint = newest_checkpoint(paths["checkpoints"])
+    if checkpoint is None:
+        raise ArtifactError(f"{paths['checkpoints']}: the run has no checkpoint yet. Continue it, or wait for one.")
+    return Run(
+        folder=folder,
+        recipe=Recipe.model_validate_json(json.dumps(described["recipe"])),
+        corpus=open_artifact(paths["corpus"], CorpusManifest),
+        cache=open_artifact(paths["compile_cache"], CompileCacheManifest) if "compile_cache" in paths else None,
+        checkpoint=checkpoint,
+        metrics=read_metrics(folder),
+        attempts=read_attempts(folder),
+    )
+
+
+def summarize(run: Run) -> str:
+    """A dozen lines: what each stage made, how long it took, and how training went."""
+    first, last = run.metrics[0], run.metrics[-1]
+    validation = [record["validation_loss"] for record in run.metrics if "validation_loss" in record]
+    made = {"tokenizer": run.corpus, "compiler": run.cache, "trainer": run.checkpoint}
+    rows = [_stage_row(stage, artifact, run.phases()[stage]) for stage, artifact in made.items() if artifact]
+    trained = run.checkpoint.manifest.checkpoint
+    lines = [
+        *rows,
+        f"loss          {first['loss']:.2f} at step {first['step']} -> {last['loss']:.2f} at step {last['step']}"
+        + (f" (validation {validation[-1]:.2f})" if validation else ""),
+        f"trained on    {trained.tokens:,} tokens, {mean_tokens_per_second(run.metrics):,.0f} tokens/s",
+        f"misses        {describe_misses(run)}",
+        f"report        {run.folder / REPORT_FILE}",
+    ]
+    return "\n".join(lines)
+
+
+def describe_misses(run: Run) -> str:
+    """Compile misses as the workers counted them, over all attempts that ended by themselves."""
+    if not run.recipe.compile.enabled:
+        return "none possible: compile.enabled = false"
+    graphs = sum(attempt["graphs_compiled"] for attempt in run.attempts)
+    files = sum(attempt["new_cache_files"] for attempt in run.attempts)
+    return f"{graphs} graphs compiled and {files} files added to the compile cache while training"
+
+
+def _stage_row(stage: str, artifact: Artifact[Any], phases: list[Phase]) -> str:
+    path = artifact.path
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    size_bytes = total_bytes(artifact.manifest.files)
+    return f"{stage:<13} {shown}  {size_bytes / 1e6:,.1f} MB  {sum(phase.seconds for phase in phases):,.0f} s"

@@ -1,0 +1,103 @@
+"""The command's side of a run: start the workers, start them again when one is lost, pass on signals, show progress."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from services.common.errors import Interrupted, TryAgain, WorkersLost
+from services.common.launch.launcher import choose_launcher
+from services.common.telemetry import Progress, read_json_lines, show_progress
+from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.metrics import METRICS_FILE
+from services.trainer.stop import StopReason, forget_signals, request_stop
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 1.0
+
+
+def supervise(job: Job) -> None:
+    """Run the workers until the run is complete.
+
+    Raises what they raised; `WorkersLost` when they were lost more than `train.max_restarts` times.
+    """
+    parallel, max_restarts = job.recipe.parallel, job.recipe.train.max_restarts
+    forget_signals(job.run_folder)
+    launcher = choose_launcher(job.launch)
+    logger.info(
+        "starting %d workers (%s); logs are in %s", parallel.data_parallel_size, job.launch, job.run_folder / "logs"
+    )
+    with _signals_stop_the_run(job), _progress_of(job):
+        for attempt in range(max_restarts + 1):
+            try:
+                launcher.run_workers(train, job, parallel.data_parallel_size, parallel.threads_per_worker)
+                return
+            except WorkersLost as error:
+                if attempt == max_restarts:
+                    raise WorkersLost(
+                        f"workers were lost {attempt + 1} times, train.max_restarts is {max_restarts}; the last time: "
+                        f"{error}\nThe same command continues from the newest checkpoint."
+                    ) from error
+                logger.warning("lost the workers (%s); starting them again", str(error).splitlines()[0])
+
+
+@contextmanager
+def _signals_stop_the_run(job: Job) -> Iterator[None]:
+    """SIGTERM and Ctrl-C ask the workers for a checkpoint at the next step; a second one ends the command at once."""
+    reasons = {signal.SIGTERM: StopReason.SIGTERM, signal.SIGINT: StopReason.INTERRUPT}
+    asked = False
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            _end_at_once(signum)
+        asked = True
+        logger.warning(
+            "%s: stopping at the next step with a checkpoint; once more to end at once", reasons[signal.Signals(signum)]
+        )
+        request_stop(job.run_folder, reasons[signal.Signals(signum)])
+
+    previous = {signum: signal.signal(signum, stop) for signum in reasons}
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def _end_at_once(signum: int) -> NoReturn:
+    kind = Interrupted if signum == signal.SIGINT else TryAgain
+    raise kind("Ended at once. The same command continues from the newest committed checkpoint.")
+
+
+@contextmanager
+def _progress_of(job: Job) -> Iterator[None]:
+    """Follow the run through its metrics file, which is the same for every launcher."""
+    stop = threading.Event()
+    max_steps = job.recipe.train.max_steps
+    with show_progress("training", max_steps, "steps") as progress:
+        follower = threading.Thread(target=_follow, args=(job, progress, stop), name="progress", daemon=True)
+        follower.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            follower.join()
+
+
+def _follow(job: Job, progress: Progress, stop: threading.Event) -> None:
+    path = job.run_folder / METRICS_FILE
+    is_over = False
+    while not is_over:
+        is_over = stop.wait(PROGRESS_SECONDS)
+        records = read_json_lines(path)
+        if records and records[-1]["time"] >= job.started_at.timestamp():
+            last = records[-1]
+            progress.advance_to(last["step"], f"loss {last['loss']:.2f}, {last['tokens_per_second']:,.0f} tokens/s")

@@ -1,0 +1,155 @@
+"""Small real inputs for the trainer's tests: a recipe of a few thousand parameters and a published corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import sentencepiece
+
+from services.common.artifacts.corpus import (
+    SPLITS,
+    CorpusManifest,
+    CorpusPayload,
+    SplitCounts,
+    Vocabulary,
+    arrow_schema,
+)
+from services.common.artifacts.store import Address, Artifact, Draft, Workspace, artifact_id, publish_once
+from services.common.recipe import Recipe, load_recipe
+
+RECIPE = """
+name = "small"
+[corpus]
+name = "sentences"
+sequence_length = 16
+rows_per_shard = 32
+validation_fraction = 0.1
+sources = [{ uri = "nowhere" }]
+[tokenizer.train]
+vocab_size = 300
+[model]
+vocab_size = 300
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 1
+[parallel]
+data_parallel_size = 2
+[batch]
+micro_batch_size = 2
+global_batch_size = 8
+loss_chunk_tokens = 16
+[optimizer]
+learning_rate = 1e-2
+min_learning_rate = 1e-3
+warmup_steps = 2
+decay_steps = 20
+[compile]
+enabled = false
+[train]
+max_steps = 20
+evaluation_interval_steps = 10
+evaluation_batches = 2
+[checkpoint]
+interval_steps = 5
+"""
+
+
+def write_recipe(folder: Path) -> Path:
+    path = folder / "small.toml"
+    path.write_text(RECIPE, encoding="utf-8")
+    return path
+
+
+def make_recipe(folder: Path, **overrides: str) -> Recipe:
+    """The small recipe; overrides as `train__max_steps="7"`."""
+    return load_recipe(write_recipe(folder), {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def make_corpus(root: Path, recipe: Recipe, rows: int = 80) -> Artifact[CorpusManifest]:
+    """Publish a corpus of `rows` rows a split. Its tokens count upwards in small steps: something to learn."""
+    digest = artifact_id(recipe, "corpus", 1, [])
+    address = Address(root, "corpus", recipe.corpus.name, digest)
+    artifact, _ = publish_once(
+        address, CorpusManifest, "tokenizer", recipe, lambda workspace: _fill(workspace, recipe, rows)
+    )
+    return artifact
+
+
+def _fill(workspace: Workspace, recipe: Recipe, rows: int) -> Draft:
+    length = recipe.corpus.sequence_length
+    splits = {}
+    for number, split in enumerate(SPLITS):
+        generator = np.random.default_rng(number)
+        tokens = (np.cumsum(generator.integers(1, 3, rows * length + 5)) % recipe.model.vocab_size).astype(np.uint16)
+        folder = workspace.files / split
+        (folder / "tail").mkdir(parents=True, exist_ok=True)
+        shards: list[str] = []
+        for first in range(0, rows, recipe.corpus.rows_per_shard):
+            part = tokens[first * length : min(rows, first + recipe.corpus.rows_per_shard) * length]
+            shards.append(f"{split}/shard-{len(shards):05d}.arrow")
+            _write_rows(workspace.files / shards[-1], part, length)
+        _write_tail(folder / "tail" / "tail.arrow", tokens[rows * length :])
+        splits[split] = SplitCounts(
+            documents=1, document_tokens=len(tokens) - 2, bos=1, eos=1, rows=rows, tail_tokens=5, shards=tuple(shards)
+        )
+    payload = CorpusPayload(
+        vocabulary=_write_vocabulary(workspace.files, recipe.model.vocab_size),
+        token_dtype="uint16",
+        sequence_length=length,
+        rows_per_shard=recipe.corpus.rows_per_shard,
+        documents_read=2,
+        documents_empty=0,
+        documents_with_invalid_utf8=0,
+        text_bytes=0,
+        splits=splits,
+        phases=(),
+    )
+    return Draft(payload)
+
+
+def _write_rows(path: Path, tokens: np.ndarray, length: int) -> None:
+    schema = arrow_schema("uint16", length)
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(tokens), type=schema.field("input_ids").type)
+    starts = pa.array([[] for _ in range(len(rows))], type=schema.field("doc_starts").type)
+    _write(path, pa.record_batch([rows, starts], schema=schema))
+
+
+def _write_tail(path: Path, tokens: np.ndarray) -> None:
+    ids = pa.array([tokens], type=pa.list_(pa.uint16()))
+    _write(path, pa.record_batch([ids, pa.array([[]], type=pa.list_(pa.int32()))], names=["input_ids", "doc_starts"]))
+
+
+def _write(path: Path, batch: pa.RecordBatch) -> None:
+    with pa.ipc.new_file(str(path), batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+def _write_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"sentence {n} of a small text about {n * 7} words" for n in range(200)]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        byte_fallback=True,
+        num_threads=1,
+        minloglevel=2,
+    )
+    path = folder / "tokenizer" / "tokenizer.model"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(model.getvalue())
+    sha256 = hashlib.sha256(model.getvalue()).hexdigest()
+    return Vocabulary(
+        kind="sentencepiece",
+        path="tokenizer/tokenizer.model",
+        sha256=sha256,
+        vocab_size=vocab_size,
+        bos_id=1,
+        eos_id=2,
+    )

@@ -1,0 +1,70 @@
+"""Run the trainer's command as a user does, and look at what it leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import safetensors.torch
+import xxhash
+
+from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def start_trainer(recipe: Path, root: Path, *options: str, launch: str = "inline") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "services.trainer", "train", "--recipe", str(recipe), "--root", str(root)]
+    return subprocess.Popen(
+        [*command, "--launch", launch, *options],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+def run_trainer(recipe: Path, root: Path, *options: str, launch: str = "inline") -> tuple[int, str]:
+    """Exit code and everything that was printed."""
+    process = start_trainer(recipe, root, *options, launch=launch)
+    output, _ = process.communicate(timeout=240)
+    return process.returncode, output
+
+
+def checkpoints(root: Path) -> dict[str, Path]:
+    """Committed checkpoints by step name."""
+    return {path.parent.name: path.parent for path in sorted(root.glob("checkpoint/*/step-*[0-9]/manifest.json"))}
+
+
+def state_hash(checkpoint: Path) -> str:
+    """Hash over the values of all weights and moments."""
+    hasher = xxhash.xxh3_128()
+    for name in (WEIGHTS, MOMENTS):
+        for key, tensor in sorted(safetensors.torch.load_file(checkpoint / name).items()):
+            hasher.update(key.encode())
+            hasher.update(tensor.numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def wait_for(condition: object, process: subprocess.Popen[str], timeout_seconds: float = 120.0) -> None:
+    """Poll until `condition()` holds; fail when the process ends before."""
+    assert callable(condition)
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        if process.poll() is not None:
+            raise AssertionError(f"the trainer ended early with {process.returncode}: {process.communicate()[0]}")
+        if time.monotonic() > deadline:
+            raise AssertionError("timed out waiting for the trainer")
+        time.sleep(0.01)
+
+
+def kill_session(process: subprocess.Popen[str], number: int = signal.SIGKILL) -> None:
+    """Send a signal to the command and everything that it started, as a lost machine would."""
+    os.killpg(process.pid, number)
+    process.wait()
