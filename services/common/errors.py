@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import select
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -76,15 +78,26 @@ def explain_storage_error(error: OSError) -> StorageError:
     where = Path(str(error.filename)) if error.filename else None
     place = f"{where}: " if where else ""
     free = ""
-    if where:
-        existing = next((parent for parent in (where, *where.parents) if parent.exists()), None)
-        if existing:
+    for existing in (where, *where.parents) if where else ():
+        with suppress(OSError):
             free = f" ({shutil.disk_usage(existing).free:,} bytes free)"
+            break
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         advice = "Free some space or pass another --root; the same command then continues where it stopped."
     else:
         advice = "Pass a --root that this user can write to."
     return StorageError(f"{place}{error.strerror}{free}. {advice}")
+
+
+@contextmanager
+def naming_the_place(folder: Path) -> Iterator[None]:
+    """Let a storage error say where it happened: a failed write, unlike a failed open, does not know its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(folder)
+        raise
 
 
 def run_stage(main: Callable[[list[str]], int]) -> NoReturn:
@@ -98,18 +111,29 @@ def run_stage(main: Callable[[list[str]], int]) -> NoReturn:
 def exit_code_of(work: Callable[[], int]) -> int:
     """Run `work` and translate what it raises into an exit code and a printed message."""
     try:
-        return work()
+        exit_code = work()
+        sys.stdout.flush()  # here, where a reader that has gone can be handled
+        return exit_code
     except MillraceError as error:
         return _report(error)
     except KeyboardInterrupt:
         return _report(Interrupted("Interrupted. Nothing was published half; the same command continues."))
-    except BrokenPipeError:  # the reader of our output has gone, as in `... | head`
+    except BrokenPipeError:
+        if not _is_reader_gone():
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         if error.errno in STORAGE_ERRNOS:
             return _report(explain_storage_error(error))
         raise
+
+
+def _is_reader_gone() -> bool:
+    """Does nobody read our output any more, as in `... | head`? A pipe to a process of ours breaks too, by a bug."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))
 
 
 def _report(error: MillraceError) -> int:

@@ -38,7 +38,9 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Source(Section):
@@ -161,7 +163,7 @@ class Model(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or values.get("preset") is None:
+        if not isinstance(values, dict) or not isinstance(values.get("preset"), str):
             return values
         preset = values["preset"]
         if preset not in cls.PRESETS:
@@ -319,7 +321,9 @@ def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RecipeError(f"{path}: no such recipe. `ls recipes/` shows those that are shipped.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not a TOML file: {error}") from error
     for dotted, text in (overrides or {}).items():
         _override(values, dotted, text)

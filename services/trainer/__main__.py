@@ -16,7 +16,7 @@ from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import LOCK_SUFFIX
 from services.common.command_line import StageParser
 from services.common.derived import describe
-from services.common.errors import ArtifactError, run_stage
+from services.common.errors import ArtifactError, naming_the_place, run_stage
 from services.common.recipe import Recipe
 from services.common.telemetry import configure_logging
 from services.trainer.checkpoint import newest_checkpoint
@@ -52,7 +52,8 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
         write_run(job)
         try:
             prepare_node(job)
-            supervise(replace(job, lease=lease))
+            with naming_the_place(job.root):
+                supervise(replace(job, lease=lease))
         finally:
             clean_node(job)
     report_run(open_run(job.root, job.run))

@@ -67,17 +67,17 @@ class CheckpointWriter:
 
     def _write(self, payload: CheckpointPayload, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
         job, address = self._job, self._job.checkpoint_address(payload.step)
-        if (address.path / MANIFEST).exists():  # written by an attempt that was killed right after; the same bytes
+        if _is_intact(address.path):  # written by an attempt that was killed right after: the same bytes
             return
         assert job.lease is not None
         partial = address.beside(PARTIAL_SUFFIX)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        inputs = (job.corpus.manifest.link(job.corpus.path),)
         for file_name, tensors in ((WEIGHTS, weights), (MOMENTS, moments)):
             # Through a Python file: safetensors' own writer reports a full disk without its errno.
             with (partial / file_name).open("wb") as file:
                 file.write(safetensors.torch.save(dict(tensors), metadata={"format": "pt"}))
-        inputs = (job.corpus.manifest.link(job.corpus.path),)
         commit(address, CheckpointManifest, "trainer", job.recipe, Draft(payload, inputs), job.lease)
         logger.info("committed checkpoint step=%d", payload.step)
         discard_old(job.checkpoint_shelf, job.recipe.checkpoint)
@@ -92,8 +92,7 @@ def newest_checkpoint(shelf: Path) -> Artifact[CheckpointManifest] | None:
     damages = []
     for name in reversed(published_ids(shelf)):
         try:
-            checkpoint = open_artifact(shelf / name, CheckpointManifest)
-            verify_files(checkpoint.path, checkpoint.manifest)
+            checkpoint = _open_verified(shelf / name)
         except ArtifactError as error:
             logger.warning("passing over a damaged checkpoint: %s", error)
             damages.append(f"{name}: {error}")
@@ -105,6 +104,20 @@ def newest_checkpoint(shelf: Path) -> Artifact[CheckpointManifest] | None:
             f"Restore one from a copy, or move {shelf} away to start this run from step 0."
         )
     return None
+
+
+def _open_verified(folder: Path) -> Artifact[CheckpointManifest]:
+    checkpoint = open_artifact(folder, CheckpointManifest)
+    verify_files(checkpoint.path, checkpoint.manifest)
+    return checkpoint
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        _open_verified(folder)
+    except ArtifactError:
+        return False
+    return True
 
 
 def load_checkpoint(checkpoint: Artifact[CheckpointManifest], program: Program) -> None:

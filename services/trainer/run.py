@@ -61,7 +61,7 @@ def write_run(job: Job) -> None:
     if job.cache:
         run["artifacts"]["compile_cache"] = job.cache.manifest.id
         run["paths"]["compile_cache"] = str(job.cache.path)
-    (job.run_folder / "logs").mkdir(exist_ok=True)
+    (job.run_folder / "logs").mkdir(parents=True, exist_ok=True)
     write_durably(job.run_folder / RUN_FILE, json.dumps(run, indent=1).encode())
 
 

@@ -22,8 +22,8 @@ def describe_files(folder: Path) -> tuple[FileEntry, ...]:
     paths = list_files(folder)
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         entries = tuple(pool.map(lambda path: _describe(folder, path), paths))
-    for directory in sorted({folder, *((folder / path).parent for path in paths)}):
-        sync_folder(directory)
+    for directory in sorted({parent for path in paths for parent in Path(path).parents} | {Path()}):
+        sync_folder(folder / directory)
     return entries
 
 

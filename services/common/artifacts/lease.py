@@ -29,6 +29,9 @@ LEASE_SECONDS = 60.0
 HEARTBEAT_SECONDS = LEASE_SECONDS / 6
 POLL_SECONDS = 0.2
 
+Owner = dict[str, str | int | float]
+_OWNER_KEYS = {"token", "node", "pid", "started"}
+
 
 @dataclass(frozen=True)
 class Lease:
@@ -69,39 +72,36 @@ def hold_lease(path: Path) -> Iterator[Lease]:
 
 def is_live(path: Path) -> bool:
     """Does a living process hold this lock file?"""
-    owner = _read_owner(path)
-    if owner is None:
-        return path.exists() and _age_seconds(path) < LEASE_SECONDS
-    if owner["node"] == _node():
-        return _is_running(owner)
-    return _age_seconds(path) < LEASE_SECONDS
+    return _is_alive(_read_owner(path), path)
 
 
 def _try_acquire(lease: Lease) -> bool:
     own = {"token": lease.token, "node": _node(), **_process_identity(os.getpid())}
     # Written aside and linked, so that the lock is never seen half-written.
     draft = lease.path.with_name(f".{lease.path.name}.{lease.token}")
-    draft.write_text(json.dumps(own), encoding="utf-8")
     try:
+        draft.write_text(json.dumps(own), encoding="utf-8")
         os.link(draft, lease.path)
         return True
     except FileExistsError:
-        if not is_live(lease.path):
-            _discard_dead(lease)
+        owner = _read_owner(lease.path)
+        if not _is_alive(owner, lease.path):
+            _discard_dead(lease, owner)
         return False
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
 
 
-def _discard_dead(lease: Lease) -> None:
-    """Remove a dead holder's lock, unless another waiter replaced it in between."""
-    before = _read_owner(lease.path)
+def _discard_dead(lease: Lease, dead: Owner | None) -> None:
+    """Remove the lock of the holder that was found dead, unless another waiter replaced it since."""
+    if _read_owner(lease.path) != dead:
+        return
     aside = lease.path.with_name(f".{lease.path.name}.dead-{lease.token}")
     try:
         lease.path.rename(aside)
     except FileNotFoundError:
         return
-    if _read_owner(aside) != before:  # a living waiter's new lock: put it back
+    if _read_owner(aside) != dead:  # a living waiter's new lock: put it back
         with suppress(FileExistsError):
             os.link(aside, lease.path)
     aside.unlink()
@@ -109,17 +109,23 @@ def _discard_dead(lease: Lease) -> None:
 
 def _heartbeat(lease: Lease, stop: threading.Event) -> None:
     while not stop.wait(HEARTBEAT_SECONDS):
-        if not lease.is_held():
-            return
-        os.utime(lease.path)
+        with suppress(OSError):  # a network file system may miss a beat
+            if lease.is_held():
+                os.utime(lease.path)
 
 
-def _read_owner(path: Path) -> dict[str, str | int | float] | None:
+def _read_owner(path: Path) -> Owner | None:
     try:
         owner = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
-    return owner if isinstance(owner, dict) else None
+    return owner if isinstance(owner, dict) and _OWNER_KEYS <= owner.keys() else None
+
+
+def _is_alive(owner: Owner | None, path: Path) -> bool:
+    if owner is not None and owner["node"] == _node():
+        return _is_running(owner)
+    return _age_seconds(path) < LEASE_SECONDS
 
 
 def _age_seconds(path: Path) -> float:
@@ -145,7 +151,7 @@ def _process_identity(pid: int) -> dict[str, int | float]:
     return {"pid": pid, "started": psutil.Process(pid).create_time()}
 
 
-def _is_running(owner: dict[str, str | int | float]) -> bool:
+def _is_running(owner: Owner) -> bool:
     pid = int(owner["pid"])
     try:
         if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:

@@ -95,22 +95,7 @@ class Manifest(Record):
 
         The check covers the manifest itself; `verify_files` covers what it lists.
         """
-        path = folder / MANIFEST
-        try:
-            raw = json.loads(path.read_bytes())
-            seal = raw.pop("seal")
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise ArtifactError(
-                f"{folder}: not a published artifact (no {MANIFEST}). "
-                f"`python -m services.common.artifacts list` shows what is published."
-            ) from error
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ArtifactError(f"{path}: damaged: not a sealed manifest ({error}). {_MAKE_AGAIN}") from error
-        if seal != fingerprint(raw):
-            raise ArtifactError(
-                f"{path}: damaged: its content hashes to {fingerprint(raw)[:12]}, the seal says {str(seal)[:12]}. "
-                f"{_MAKE_AGAIN}"
-            )
+        path, raw = folder / MANIFEST, read_sealed(folder)
         if raw.get("schema") != cls.SCHEMA:
             raise ArtifactError(
                 f"{path}: schema {raw.get('schema')!r}, this program reads {cls.SCHEMA!r}. "
@@ -128,6 +113,27 @@ class Manifest(Record):
 
 
 _MAKE_AGAIN = "Move the folder away and run the stage again."
+
+
+def read_sealed(folder: Path) -> dict[str, Any]:
+    """The fields of `folder/manifest.json`, of any schema. Raises `ArtifactError` when it is absent or damaged."""
+    path = folder / MANIFEST
+    try:
+        raw = json.loads(path.read_bytes())
+        seal = raw.pop("seal")
+        found = fingerprint(raw)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ArtifactError(
+            f"{folder}: not a published artifact (no {MANIFEST}). "
+            f"`python -m services.common.artifacts list` shows what is published."
+        ) from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ArtifactError(f"{path}: damaged: not a sealed manifest ({error}). {_MAKE_AGAIN}") from error
+    if seal != found:
+        raise ArtifactError(
+            f"{path}: damaged: its content hashes to {found[:12]}, the seal says {str(seal)[:12]}. {_MAKE_AGAIN}"
+        )
+    return dict(raw)
 
 
 def content_digest(files: tuple[FileEntry, ...]) -> str:

@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 
 from services.common.artifacts.files import describe_files, verify_files
 from services.common.artifacts.lease import Lease, hold_lease
-from services.common.artifacts.manifest import MANIFEST, InputLink, Manifest, now, producer, sync_folder, write_durably
-from services.common.errors import ArtifactError
+from services.common.artifacts.manifest import MANIFEST, InputLink, Manifest, now, producer, read_sealed, sync_folder, write_durably
+from services.common.errors import ArtifactError, naming_the_place
 from services.common.recipe import Kind, Recipe, fingerprint, identity
 
 logger = logging.getLogger(__name__)
@@ -111,8 +111,9 @@ def publish_once(
         workspace = Workspace(address.beside(PARTIAL_SUFFIX), address.beside(SCRATCH_SUFFIX))
         workspace.files.mkdir(exist_ok=True)
         workspace.scratch.mkdir(exist_ok=True)
-        draft = build(workspace)
-        manifest = commit(address, manifest_type, service, recipe, draft, lease)
+        with naming_the_place(workspace.files):
+            draft = build(workspace)
+            manifest = commit(address, manifest_type, service, recipe, draft, lease)
         record_current(address, manifest.identity_key)
         shutil.rmtree(workspace.scratch)
     return Artifact(address.path, manifest), True
@@ -121,7 +122,8 @@ def publish_once(
 def commit(address: Address, manifest_type: type[M], service: str, recipe: Recipe, draft: Draft, lease: Lease) -> M:
     """Make the partial folder of `address` the published artifact: fsync, hash, manifest, rename."""
     partial = address.beside(PARTIAL_SUFFIX)
-    (partial / MANIFEST).unlink(missing_ok=True)
+    for stale in (partial / MANIFEST, *partial.glob(f".{MANIFEST}.*")):  # of an attempt that was killed right here
+        stale.unlink(missing_ok=True)
     manifest = manifest_type(
         schema_id=manifest_type.SCHEMA,
         name=address.name,
@@ -146,7 +148,7 @@ def commit(address: Address, manifest_type: type[M], service: str, recipe: Recip
 def record_current(address: Address, key: str) -> None:
     """Make `address` the artifact that stages find for recipes with this identity."""
     with hold_lease(address.shelf / f"{CURRENT}{LOCK_SUFFIX}"):
-        entries = _read_current(address.shelf)
+        entries = read_current(address.shelf)
         if entries.get(key) != address.id:
             write_durably(
                 address.shelf / CURRENT, json.dumps({**entries, key: address.id}, indent=1, sort_keys=True).encode()
@@ -161,7 +163,7 @@ def find_artifact(
     Raises `ArtifactError` with the command that makes one when there is none.
     """
     shelf = root / kind / name
-    found = _read_current(shelf).get(identity_key(recipe, kind))
+    found = read_current(shelf).get(identity_key(recipe, kind))
     if found is not None:
         return open_artifact(shelf / found, manifest_type)
     others = published_ids(shelf)
@@ -178,14 +180,17 @@ def published_ids(shelf: Path) -> list[str]:
     return sorted(path.parent.name for path in shelf.glob(f"*/{MANIFEST}") if PARTIAL_SUFFIX not in path.parent.name)
 
 
-def _read_current(shelf: Path) -> dict[str, str]:
-    """The map from identity key to newest id; rebuilt from the manifests when it is lost or torn."""
+def read_current(shelf: Path) -> dict[str, str]:
+    """The map from identity key to newest id; rebuilt from the manifests when it is lost or torn.
+
+    Raises `ArtifactError` when that needs a manifest that is damaged: passing over it could find an older artifact.
+    """
     try:
         entries = json.loads((shelf / CURRENT).read_text(encoding="utf-8"))
         if isinstance(entries, dict) and all((shelf / str(found) / MANIFEST).exists() for found in entries.values()):
             return entries
     except (FileNotFoundError, ValueError):
         pass
-    manifests = [json.loads((shelf / found / MANIFEST).read_bytes()) for found in published_ids(shelf)]
+    manifests = [read_sealed(shelf / found) for found in published_ids(shelf)]
     manifests.sort(key=lambda manifest: manifest["created_at"])
     return {manifest["identity_key"]: manifest["id"] for manifest in manifests}

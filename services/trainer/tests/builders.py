@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,11 @@ from services.common.artifacts.corpus import (
     Vocabulary,
     arrow_schema,
 )
+from services.common.artifacts.lease import Lease
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, artifact_id, publish_once
 from services.common.recipe import Recipe, load_recipe
+from services.trainer.job import Job, run_name
+from services.trainer.run import write_run
 
 RECIPE = """
 name = "small"
@@ -69,6 +74,25 @@ def write_recipe(folder: Path) -> Path:
 def make_recipe(folder: Path, **overrides: str) -> Recipe:
     """The small recipe; overrides as `train__max_steps="7"`."""
     return load_recipe(write_recipe(folder), {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lease: Lease) -> Job:
+    """What the command hands to its workers, for eager training in this process."""
+    job = Job(
+        recipe=recipe,
+        root=root,
+        run=run_name(recipe, corpus),
+        corpus=corpus,
+        cache=None,
+        program_fingerprint="eager",
+        waivers=(),
+        launch="inline",
+        started_at=datetime.now(UTC),
+        attempt=uuid.uuid4().hex,
+        lease=lease,
+    )
+    write_run(job)
+    return job
 
 
 def make_corpus(root: Path, recipe: Recipe, rows: int = 80) -> Artifact[CorpusManifest]:

@@ -7,12 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
 import safetensors.torch
 import xxhash
 
 from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS
+from services.common.errors import exit_code_of
+from services.trainer.__main__ import main
+from services.trainer.metrics import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -35,6 +41,13 @@ def run_trainer(recipe: Path, root: Path, *options: str, launch: str = "inline")
     process = start_trainer(recipe, root, *options, launch=launch)
     output, _ = process.communicate(timeout=240)
     return process.returncode, output
+
+
+def call_trainer(capfd: pytest.CaptureFixture[str], recipe: Path, root: Path, *options: str) -> tuple[int, str]:
+    """As `run_trainer`, in this process: for commands that end before they start a worker."""
+    exit_code = exit_code_of(lambda: main(["--recipe", str(recipe), "--root", str(root), *options]))
+    printed = capfd.readouterr()
+    return exit_code, printed.out + printed.err
 
 
 def checkpoints(root: Path) -> dict[str, Path]:
@@ -68,3 +81,26 @@ def kill_session(process: subprocess.Popen[str], number: int = signal.SIGKILL) -
     """Send a signal to the command and everything that it started, as a lost machine would."""
     os.killpg(process.pid, number)
     process.wait()
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What a run has written so far, for any root that holds a single run."""
+
+    records: list[dict[str, Any]]
+    starts: list[str]
+    """The lines with which rank 0 says that it begins."""
+
+    @property
+    def losses(self) -> list[float]:
+        return [record["loss"] for record in self.records]
+
+
+def read_run(root: Path) -> RunView:
+    folders = list(root.glob("run/*/"))
+    if not folders:
+        return RunView([], [])
+    log = folders[0] / "logs" / "rank-00000.log"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    starts = [line for line in lines if "starting a new run" in line or "resuming after" in line]
+    return RunView(read_metrics(folders[0]), starts)

@@ -38,7 +38,7 @@ class TorchNative:
 
     def join(self, rank: int, world_size: int) -> None:
         """Form the process group, unless the launcher has done so already."""
-        if not dist.is_initialized():
+        if world_size > 1 and not dist.is_initialized():
             meeting_point = os.environ["MILLRACE_RENDEZVOUS"]
             dist.init_process_group(self._group, meeting_point, COLLECTIVE_TIMEOUT, world_size, rank)
         self.rank, self.world_size = rank, world_size
@@ -51,7 +51,8 @@ class TorchNative:
         self.rank, self.world_size = 0, world_size
 
     def leave(self) -> None:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def sum_over_workers(self, value: Tensor, reduction: str) -> Tensor:
         """Sum over all workers, the same bits on each; `exact`: also the same bits for every number of workers."""

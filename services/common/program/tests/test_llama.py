@@ -1,0 +1,102 @@
+"""The Llama is transformers' Llama: same logits, same loss, same gradients, bit for bit in eager float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from services.common.program.llama import Llama, initialize
+from services.common.program.loss import next_token_loss
+from services.common.recipe import Model, RopeScaling
+
+LENGTH = 96
+
+LLAMA_2 = Model(
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=176,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+)
+LLAMA_3 = LLAMA_2.model_copy(update={"num_attention_heads": 8, "num_key_value_heads": 2, "rope_theta": 500_000.0})
+LLAMA_3_1 = LLAMA_3.model_copy(
+    update={
+        # Original positions few enough that at this length all three branches of the scaling are taken.
+        "rope_scaling": RopeScaling(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+        )
+    }
+)
+TIED = LLAMA_2.model_copy(update={"tie_word_embeddings": True})
+SHAPES = {"llama-2": LLAMA_2, "llama-3": LLAMA_3, "llama-3.1": LLAMA_3_1, "tied": TIED}
+
+
+@pytest.fixture(params=SHAPES, scope="module")
+def models(request: pytest.FixtureRequest) -> tuple[Llama, LlamaForCausalLM]:
+    config = SHAPES[request.param]
+    ours = Llama(config, LENGTH)
+    initialize(ours, config, seed=7)
+    theirs = LlamaForCausalLM(_transformers_config(config))
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    return ours, theirs
+
+
+def _transformers_config(config: Model) -> LlamaConfig:
+    fields = config.model_dump(exclude={"preset", "rope_theta", "rope_scaling"})
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling:
+        rope = {"rope_type": "llama3", "rope_theta": config.rope_theta, **config.rope_scaling.model_dump()}
+    return LlamaConfig(**fields, rope_parameters=rope, max_position_embeddings=LENGTH, use_cache=False)
+
+
+def _tokens(columns: int) -> torch.Tensor:
+    return torch.randint(0, 320, (2, columns), generator=torch.Generator().manual_seed(1))
+
+
+def test_parameter_names_and_shapes_are_hugging_faces(models: tuple[Llama, LlamaForCausalLM]) -> None:
+    ours, theirs = models
+    assert {name: tuple(p.shape) for name, p in ours.named_parameters()} == {
+        name: tuple(p.shape) for name, p in theirs.named_parameters()
+    }
+
+
+def test_logits_are_bit_equal(models: tuple[Llama, LlamaForCausalLM]) -> None:
+    ours, theirs = models
+    tokens_BS = _tokens(LENGTH)
+    assert torch.equal(ours.logits(tokens_BS), theirs(tokens_BS).logits)
+
+
+def test_loss_and_every_gradient_are_bit_equal(models: tuple[Llama, LlamaForCausalLM]) -> None:
+    ours, theirs = models
+    tokens_BS = _tokens(LENGTH + 1)
+    inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:].contiguous()
+
+    our_loss = next_token_loss(ours(inputs_BS), ours.lm_head.weight, targets_BS, chunk_tokens=targets_BS.numel())
+    their_loss = theirs(inputs_BS, labels=inputs_BS, shift_labels=targets_BS).loss
+    our_gradients = torch.autograd.grad(our_loss, list(ours.parameters()))
+    their_gradients = torch.autograd.grad(their_loss, list(theirs.parameters()))
+
+    assert torch.equal(our_loss, their_loss)
+    for (name, _), our, their in zip(ours.named_parameters(), our_gradients, their_gradients, strict=True):
+        assert torch.equal(our, their), name
+
+
+def test_chunked_loss_is_the_same_sum(models: tuple[Llama, LlamaForCausalLM]) -> None:
+    ours, _ = models
+    tokens_BS = _tokens(LENGTH + 1)
+    hidden_BSD, targets_BS = ours(tokens_BS[:, :-1]), tokens_BS[:, 1:]
+    whole = next_token_loss(hidden_BSD, ours.lm_head.weight, targets_BS, chunk_tokens=targets_BS.numel())
+    chunked = next_token_loss(hidden_BSD, ours.lm_head.weight, targets_BS, chunk_tokens=50)  # 192 = 3 * 50 + 42
+    torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_initial_weights_do_not_depend_on_the_other_layers() -> None:
+    shallow, deep = Llama(LLAMA_2, LENGTH), Llama(LLAMA_2.model_copy(update={"num_hidden_layers": 5}), LENGTH)
+    initialize(shallow, LLAMA_2, seed=3)
+    initialize(deep, LLAMA_2, seed=3)
+    shared = dict(shallow.named_parameters())
+    for name, parameter in deep.named_parameters():
+        if name in shared:
+            assert torch.equal(parameter, shared[name]), name

@@ -1,0 +1,196 @@
+"""The trainer's command: kills, signals, workers, and bad input, each with its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.store import Artifact
+from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
+from services.trainer.tests.runs import (
+    call_trainer,
+    checkpoints,
+    kill_session,
+    read_run,
+    run_trainer,
+    start_trainer,
+    state_hash,
+    wait_for,
+)
+
+# Steps of a third of a second, so that a signal arrives in the middle of a run. More micro-batches, same model.
+SLOW = ("--batch.global_batch_size=256", "--checkpoint.interval_steps=7")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Artifact[CorpusManifest]:
+    return make_corpus(tmp_path / "fsx", make_recipe(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+    """Final state and losses of 20 slow steps by one worker, never interrupted."""
+    folder = tmp_path_factory.mktemp("straight")
+    make_corpus(folder / "fsx", make_recipe(folder))
+    exit_code, output = run_trainer(write_recipe(folder), folder / "fsx", *SLOW, "--parallel.data_parallel_size=1")
+    assert exit_code == 0, output
+    return state_hash(checkpoints(folder / "fsx")["step-00000020"]), read_run(folder / "fsx").losses
+
+
+def test_resume_after_kill_gives_identical_losses_and_weights(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], straight: tuple[str, list[float]]
+) -> None:
+    root = tmp_path / "fsx"
+    process = start_trainer(recipe, root, *SLOW)
+    wait_for(lambda: "step-00000007" in checkpoints(root), process)
+    kill_session(process)
+    assert "step-00000020" not in checkpoints(root)
+
+    exit_code, output = run_trainer(recipe, root, *SLOW)
+
+    assert exit_code == 0, output
+    assert (state_hash(checkpoints(root)["step-00000020"]), read_run(root).losses) == straight
+
+
+def test_a_killed_worker_is_replaced_and_the_number_of_workers_may_change(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], straight: tuple[str, list[float]]
+) -> None:
+    """Four workers, one killed, the group started again, stopped by SIGTERM, and finished by two."""
+    root = tmp_path / "fsx"
+    process = start_trainer(recipe, root, *SLOW, "--parallel.data_parallel_size=4")
+    wait_for(lambda: "step-00000007" in checkpoints(root), process)
+    workers = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    workers[2].kill()
+    wait_for(lambda: len(read_run(root).starts) == 2, process)
+    wait_for(lambda: read_run(root).records[-1]["step"] >= 9, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+
+    assert process.returncode == 75, output
+    assert "Stopped by sigterm after step" in output
+    last_step = read_run(root).records[-1]["step"]
+    assert list(checkpoints(root))[-1] == f"step-{last_step:08d}"
+
+    exit_code, output = run_trainer(recipe, root, *SLOW)
+    assert exit_code == 0, output
+    assert (state_hash(checkpoints(root)["step-00000020"]), read_run(root).losses) == straight
+
+
+def test_ctrl_c_commits_a_checkpoint_and_exits_with_130(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest]
+) -> None:
+    root = tmp_path / "fsx"
+    process = start_trainer(recipe, root, *SLOW)
+    wait_for(lambda: read_run(root).records, process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the command and its workers
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    last_step = read_run(root).records[-1]["step"]
+    assert list(checkpoints(root)) == [f"step-{last_step:08d}"]
+    assert "Traceback" not in output
+
+
+def test_a_second_command_says_that_the_run_is_complete(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "fsx"
+    assert run_trainer(recipe, root, "--parallel.data_parallel_size=1")[0] == 0
+    exit_code, output = call_trainer(capfd, recipe, root)
+    assert exit_code == 0
+    assert "the run is complete: step 20 of 20" in output
+
+
+def test_a_missing_corpus_names_the_command_that_makes_one(
+    tmp_path: Path, recipe: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exit_code, output = call_trainer(capfd, recipe, tmp_path / "fsx")
+    assert exit_code == 3
+    assert f"python -m services.tokenizer --recipe {recipe}" in output
+
+
+def test_a_flipped_byte_in_a_shard_never_trains(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
+) -> None:
+    shard = corpus.path / "train" / "shard-00001.arrow"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    shard.write_bytes(content)
+    exit_code, output = call_trainer(capfd, recipe, tmp_path / "fsx")
+    assert exit_code == 3
+    assert "train/shard-00001.arrow: xxh3-128 is" in output
+    assert not read_run(tmp_path / "fsx").records
+
+
+def test_a_corpus_of_another_vocabulary_is_refused_with_both_sizes(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--model.vocab_size=400", "--tokenizer.train.vocab_size=400")
+    exit_code, output = call_trainer(capfd, recipe, tmp_path / "fsx", f"--corpus={corpus.path}", *sizes)
+    assert exit_code == 3
+    assert "its vocabulary has 300 pieces, model.vocab_size is 400" in output
+
+
+def test_an_unpublished_corpus_is_refused(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
+) -> None:
+    (corpus.path / "manifest.json").unlink()
+    exit_code, output = call_trainer(capfd, recipe, tmp_path / "fsx", f"--corpus={corpus.path}")
+    assert exit_code == 3
+    assert "not a published artifact" in output
+
+
+def test_an_unknown_recipe_key_names_the_nearest_one(
+    tmp_path: Path, recipe: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exit_code, output = call_trainer(capfd, recipe, tmp_path / "fsx", "--train.max_stepz=3")
+    assert exit_code == 2
+    assert "Did you mean 'train.max_steps'?" in output
+
+
+def test_a_root_that_cannot_be_written_exits_with_5(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("not a folder", encoding="utf-8")
+    exit_code, output = call_trainer(capfd, recipe, tmp_path / "file" / "fsx", f"--corpus={corpus.path}")
+    assert exit_code == 5
+    assert "Pass a --root that this user can write to" in output
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 600 kB: room for the corpus and no more than two checkpoints of 0.2 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=600k tmpfs '{folder}' 2>/dev/null") != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    yield folder
+    os.system(f"umount '{folder}'")
+
+
+def test_a_full_disk_keeps_the_committed_checkpoints_and_the_run_goes_on_after_room_is_made(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], small_disk: Path
+) -> None:
+    alone = ("--parallel.data_parallel_size=1", f"--corpus={corpus.path}", "--checkpoint.interval_steps=1")
+    many = ("--checkpoint.keep_latest=10",)
+    exit_code, output = run_trainer(recipe, small_disk, *alone, *many)
+    assert exit_code == 5, output
+    assert "bytes free" in output
+    committed = checkpoints(small_disk)
+    assert committed
+    assert [json.loads((path / "manifest.json").read_text())["id"] for path in committed.values()] == list(committed)
+
+    os.system(f"mount -o remount,size=20m '{small_disk}'")
+    exit_code, output = run_trainer(recipe, small_disk, *alone)
+    assert exit_code == 0, output

@@ -1,0 +1,55 @@
+"""Sample order: every sample once an epoch, the same for any number of workers, a function of the step alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.artifacts.corpus import TokenStream
+from services.trainer.data import evaluation_batches, micro_batches, permute, sample_indices
+from services.trainer.tests.builders import make_corpus, make_recipe
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1_000, 65_537])
+def test_an_epoch_visits_every_sample_exactly_once(size: int) -> None:
+    order = permute(np.arange(size), size, seed=1, epoch=0)
+    assert np.array_equal(np.sort(order), np.arange(size))
+
+
+def test_epochs_and_seeds_have_different_orders_without_a_stride() -> None:
+    size = 10_000
+    orders = [permute(np.arange(size), size, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert all((left != right).mean() > 0.99 for left in orders for right in orders if left is not right)
+    steps = np.diff(orders[0])
+    assert abs(np.corrcoef(steps[:-1], steps[1:])[0, 1] + 0.5) < 0.05  # a random order's differences: exactly -1/2
+    assert np.unique(steps).size > size / 4
+
+
+def test_a_batch_may_straddle_two_epochs() -> None:
+    first_epoch = permute(np.arange(10), 10, 0, 0)
+    second_epoch = permute(np.arange(10), 10, 0, 1)
+    assert sample_indices(10, seed=0, first=8, count=4).tolist() == [*first_epoch[8:], *second_epoch[:2]]
+
+
+def test_any_number_of_workers_reads_the_same_global_batch(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    corpus = make_corpus(tmp_path, recipe)
+    stream = TokenStream(corpus.path, corpus.manifest.corpus, "train")
+    for step in (0, 9, 10, 31):  # 80 samples in batches of 8: an epoch ends after step 9
+        batches = [
+            torch.cat([b for rank in range(w) for b in micro_batches(stream, recipe.batch, 0, step, rank, w)])
+            for w in (1, 2, 4)
+        ]
+        assert torch.equal(batches[0], batches[1])
+        assert torch.equal(batches[0], batches[2])
+        assert batches[0].shape == (8, 17)
+
+
+def test_evaluation_takes_what_there_is_when_the_split_is_small(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    corpus = make_corpus(tmp_path, recipe, rows=5)
+    stream = TokenStream(corpus.path, corpus.manifest.corpus, "validation")
+    assert len(list(evaluation_batches(stream, recipe.batch, 8))) == 2  # 5 samples, micro-batches of 2
