@@ -1,0 +1,141 @@
+"""Token files to the shards of corpus/1: prefix sums over the input splits in plan order, and copies."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from services.common.artifacts.corpus import Split, SplitCounts, arrow_schema
+from services.tokenizer.durable_file import write_file
+from services.tokenizer.encode_task import EncodedSplit, EncodeTask
+from services.tokenizer.encoder import Offsets, TokenIds
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a stream is cut into rows and files."""
+
+    token_dtype: Literal["uint16", "uint32"]
+    sequence_length: int
+    rows_per_shard: int
+
+
+def pack_split(
+    folder: Path, split: Split, tasks: Sequence[EncodeTask], encoded: Sequence[EncodedSplit], layout: Layout
+) -> SplitCounts:
+    """Write `<split>/shard-*.arrow` and `<split>/tail/tail.arrow` below `folder`.
+
+    Of the counts, documents and their tokens are the encoder's; rows and tail are what the token files hold.
+    """
+    stream = _Stream.of(split, tasks, layout.token_dtype)
+    rows, tail_tokens = divmod(stream.num_tokens, layout.sequence_length)
+    (folder / split / "tail").mkdir(parents=True)
+    shards: list[str] = []
+    for first_row in range(0, rows, layout.rows_per_shard):
+        last_row = min(first_row + layout.rows_per_shard, rows)
+        path = f"{split}/shard-{len(shards):05d}.arrow"
+        tokens = stream.read(first_row * layout.sequence_length, last_row * layout.sequence_length)
+        _write_arrow(folder / path, _rows(*tokens, layout))
+        shards.append(path)
+    tail = stream.read(rows * layout.sequence_length, stream.num_tokens)
+    _write_arrow(folder / split / "tail" / "tail.arrow", _tail(*tail, layout))
+    documents = sum(each.parts[split].documents for each in encoded)
+    return SplitCounts(
+        documents=documents,
+        document_tokens=sum(each.parts[split].document_tokens for each in encoded),
+        bos=documents,
+        eos=documents,
+        rows=rows,
+        tail_tokens=tail_tokens,
+        shards=tuple(shards),
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The tokens that one input split adds to a stream, and where in the stream they begin."""
+
+    begin: int
+    num_tokens: int
+    tokens_path: Path
+    starts_path: Path
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The tokens of a split, in plan order, read from the token files by position."""
+
+    runs: list[_Run]
+    token_dtype: str
+    num_tokens: int
+
+    @classmethod
+    def of(cls, split: Split, tasks: Sequence[EncodeTask], token_dtype: str) -> _Stream:
+        sizes = [task.tokens_path(split).stat().st_size // np.dtype(token_dtype).itemsize for task in tasks]
+        begins = list(accumulate(sizes, initial=0))
+        runs = [
+            _Run(begin, size, task.tokens_path(split), task.starts_path(split))
+            for task, begin, size in zip(tasks, begins, sizes, strict=False)
+            if size
+        ]
+        return cls(runs, token_dtype, begins[-1])
+
+    def read(self, begin: int, end: int) -> tuple[TokenIds, Offsets]:
+        """Tokens [begin, end), and where among them documents begin."""
+        tokens: TokenIds = np.empty(end - begin, self.token_dtype)
+        starts: list[Offsets] = [np.empty(0, np.int64)]
+        first = max(0, bisect_right(self.runs, begin, key=lambda run: run.begin) - 1)
+        for run in self.runs[first:]:
+            if run.begin >= end:
+                break
+            low, high = max(begin - run.begin, 0), min(end - run.begin, run.num_tokens)
+            at = run.begin - begin
+            tokens[at + low : at + high] = np.memmap(run.tokens_path, self.token_dtype, mode="r")[low:high]
+            run_starts = np.memmap(run.starts_path, np.int64, mode="r")
+            from_document, to_document = np.searchsorted(run_starts, [low, high])
+            starts.append(run_starts[from_document:to_document] + at)
+        return tokens, np.concatenate(starts)
+
+
+def _rows(tokens: TokenIds, starts: Offsets, layout: Layout) -> pa.RecordBatch:
+    schema = arrow_schema(layout.token_dtype, layout.sequence_length)
+    row_of_start, position = np.divmod(starts, layout.sequence_length)
+    starts_per_row = np.bincount(row_of_start, minlength=len(tokens) // layout.sequence_length)
+    input_ids = pa.FixedSizeListArray.from_arrays(_array(tokens), type=schema.field("input_ids").type)
+    return pa.record_batch([input_ids, _lists(schema, starts_per_row, position)], schema=schema)
+
+
+def _tail(tokens: TokenIds, starts: Offsets, layout: Layout) -> pa.RecordBatch:
+    """A single row whose `input_ids` has the tail's own length."""
+    rows = arrow_schema(layout.token_dtype, layout.sequence_length)
+    schema = rows.set(0, pa.field("input_ids", pa.list_(rows.field("input_ids").type.value_field), nullable=False))
+    offsets = _array(np.array([0, len(tokens)], np.int32))
+    input_ids = pa.ListArray.from_arrays(offsets, _array(tokens), type=schema.field("input_ids").type)
+    return pa.record_batch([input_ids, _lists(schema, np.array([len(starts)]), starts)], schema=schema)
+
+
+def _lists(schema: pa.Schema, lengths: npt.NDArray[np.int64], values: Offsets) -> pa.ListArray:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(
+        _array(offsets), _array(values.astype(np.int32)), type=schema.field("doc_starts").type
+    )
+
+
+def _array(values: npt.NDArray[Any]) -> pa.Array:
+    # pa.array() does the same and imports pandas, where that is installed, to ask whether `values` is its own.
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def _write_arrow(path: Path, batch: pa.RecordBatch) -> None:
+    # Through a Python file, so that a full disk is an OSError with its errno.
+    with write_file(path) as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)

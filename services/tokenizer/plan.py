@@ -1,0 +1,89 @@
+"""The plan of a corpus: its inputs, the splits that encode tasks read, and the id of what will come out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from services.common.artifacts.manifest import InputLink, write_durably
+from services.common.artifacts.store import artifact_id
+from services.common.recipe import Recipe, fingerprint
+from services.tokenizer.durable_file import TEMPORARY_SUFFIX
+from services.tokenizer.sources.documents import cut_file, list_inputs
+from services.tokenizer.sources.file_system import open_file
+from services.tokenizer.sources.piece import InputFile, InputSplit, Piece
+
+CONTENT_VERSION = 1
+"""Raised when the same recipe and inputs give other bytes."""
+
+PLAN = "plan.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    artifact_id: str
+    splits: tuple[InputSplit, ...]
+    links: tuple[InputLink, ...]
+    """Provenance: a line per source, and one for a given vocabulary."""
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(split.bytes for split in self.splits)
+
+    @property
+    def input_files(self) -> int:
+        return len({piece.file.uri for split in self.splits for piece in split.pieces})
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """List and digest the inputs and cut them into splits of about `corpus.split_bytes`."""
+    listed = [(source, list_inputs(source)) for source in recipe.corpus.sources]
+    links = [_link("text/1", source.uri, files) for source, files in listed]
+    if recipe.tokenizer.model:
+        links.append(_link_model(recipe.tokenizer.model))
+    pieces = [piece for _, files in listed for file in files for piece in cut_file(file, recipe.corpus.split_bytes)]
+    return Plan(
+        artifact_id=artifact_id(recipe, "corpus", CONTENT_VERSION, [link.content_digest for link in links]),
+        splits=tuple(_group(pieces, recipe.corpus.split_bytes)),
+        links=tuple(links),
+    )
+
+
+def begin_scratch(scratch: Path, plan: Plan) -> None:
+    """Write the plan into `scratch`, and discard there what killed writers left and what belongs to another plan."""
+    content = json.dumps([dataclasses.asdict(split) for split in plan.splits], indent=1).encode()
+    path = scratch / PLAN
+    is_same = path.exists() and path.read_bytes() == content
+    for stale in scratch.glob(f"*{TEMPORARY_SUFFIX}" if is_same else "*"):
+        stale.unlink(missing_ok=True)
+    if not is_same:
+        write_durably(path, content)
+
+
+def _group(pieces: list[Piece], split_bytes: int) -> list[InputSplit]:
+    """Consecutive pieces, together no larger than `split_bytes` unless one alone is."""
+    groups: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        if not groups or piece.bytes > room:
+            groups.append([])
+            room = split_bytes
+        groups[-1].append(piece)
+        room -= piece.bytes
+    return [InputSplit(index, tuple(group)) for index, group in enumerate(groups)]
+
+
+def _link(schema: str, uri: str, files: list[InputFile]) -> InputLink:
+    # A name decides the format, and in documentation the text too; so a renamed file is another input.
+    digest = fingerprint([[file.name, file.format, file.digest] for file in files])
+    return InputLink(schema_id=schema, path=uri, id=digest[:16], content_digest=digest)
+
+
+def _link_model(uri: str) -> InputLink:
+    with open_file(uri) as file:
+        digest = xxhash.xxh3_128_hexdigest(file.read())
+    return InputLink(schema_id="sentencepiece_model/1", path=uri, id=digest[:16], content_digest=digest)

@@ -1,0 +1,110 @@
+"""JSON lines: a line is an object, and one of its keys holds the document."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+
+from services.common.errors import ArtifactError, RecipeError
+from services.tokenizer.sources.file_system import is_compressed, open_file
+from services.tokenizer.sources.piece import InputFile, Piece, whole
+
+_SURROGATE_ESCAPED_IN_JSON = re.compile("[\ud800-\udfff]")
+
+
+def cut(file: InputFile, split_bytes: int) -> list[Piece]:
+    """Byte ranges of about `split_bytes`: a piece holds the lines that begin in its range.
+
+    Raises `RecipeError` when the file's first line has no such key.
+    """
+    _check_first_line(file)
+    if is_compressed(file.uri) or file.bytes <= split_bytes:
+        return [whole(file)]
+    count = -(-file.bytes // split_bytes)
+    borders = [index * file.bytes // count for index in range(count + 1)]
+    return [Piece(file, begin, end, end - begin) for begin, end in pairwise(borders)]
+
+
+def read(piece: Piece) -> Iterator[bytes]:
+    """Documents as UTF-8, or with the bytes that are not; `null` is an empty document, a blank line is none."""
+    uri, column = piece.file.uri, piece.file.column
+    for position, line in _read_lines(piece):
+        if not line.isspace():
+            yield _to_bytes(_parse(line, column, uri, position))
+
+
+def _read_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    end = float("inf") if is_compressed(piece.file.uri) else piece.end
+    with open_file(piece.file.uri) as file:
+        position = 0
+        if piece.begin:
+            file.seek(piece.begin - 1)
+            position = piece.begin - 1 + len(file.readline())
+        while position < end and (line := file.readline()):
+            yield position, line
+            position += len(line)
+
+
+def _parse(line: bytes, column: str, uri: str, position: int) -> str:
+    record = _parse_object(line, uri, position)
+    if column not in record:
+        raise ArtifactError(f"{_place(uri, position)}: no key {column!r}; its keys are {', '.join(record) or 'none'}.")
+    value = record[column]
+    if value is not None and not isinstance(value, str):
+        raise ArtifactError(f"{_place(uri, position)}: {column!r} is {type(value).__name__}, expected a string.")
+    return value or ""
+
+
+def _parse_object(line: bytes, uri: str, position: int) -> dict[str, object]:
+    try:
+        # Bytes that are not UTF-8 pass here, as lone surrogates: what becomes of them is the recipe's policy.
+        record = json.loads(line.decode("utf-8", "surrogateescape"))
+    except json.JSONDecodeError as error:
+        raise ArtifactError(
+            f"{_place(uri, position)}: not JSON: {error.msg} at character {error.pos + 1}. "
+            f"A jsonl file holds one JSON object a line."
+        ) from error
+    if not isinstance(record, dict):
+        raise ArtifactError(
+            f"{_place(uri, position)}: a JSON {type(record).__name__}, expected an object. "
+            f"A jsonl file holds one JSON object a line."
+        )
+    return record
+
+
+def _to_bytes(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        # "\ud800" in JSON is a character that UTF-8 cannot hold; the byte 0xFF stands for it, which UTF-8 never has.
+        escaped = _SURROGATE_ESCAPED_IN_JSON.sub(lambda match: _as_escaped_byte(match[0]), text)
+        return escaped.encode("utf-8", "surrogateescape")
+
+
+def _as_escaped_byte(surrogate: str) -> str:
+    return surrogate if "\udc80" <= surrogate <= "\udcff" else "\udcff"
+
+
+def _check_first_line(file: InputFile) -> None:
+    for position, line in _read_lines(whole(file)):
+        if line.isspace():
+            continue
+        record = _parse_object(line, file.uri, position)
+        if file.column not in record:
+            raise RecipeError(
+                f"{file.uri}: its first line has no key {file.column!r}; its keys are {', '.join(record) or 'none'}. "
+                f"Set `column` of this source to the one that holds the text."
+            )
+        return
+
+
+def _place(uri: str, position: int) -> str:
+    """The line's number, counted only now that somebody has to look at it."""
+    with open_file(uri) as file:
+        number, remaining = 1, position
+        while remaining > 0 and (block := file.read(min(remaining, 2**20))):
+            number += block.count(b"\n")
+            remaining -= len(block)
+    return f"{uri}:{number}"

@@ -1,0 +1,134 @@
+"""`pydoc://`: the documentation that ships with CPython. Everything is parsed with `ast`; nothing is imported.
+
+Two kinds of documents: the language reference that `help("if")` shows, a document per topic, and the
+standard library's docstrings, a document per module.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from textwrap import indent
+
+from services.common.artifacts.files import xxh3_of
+from services.common.errors import ArtifactError, DeviceError
+from services.tokenizer.sources.file_system import open_file
+from services.tokenizer.sources.piece import Format, InputFile, Piece, whole
+
+URI = "pydoc://"
+TOPICS = "pydoc_data/topics.py"
+
+# Not documentation of the language: other people's packages, tests, programs, and files that do not parse on purpose.
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
+)
+_INDENT = "    "
+
+
+def list_modules(library: Path | None = None) -> list[InputFile]:
+    """The reference's file, then the standard library's modules by path.
+
+    Raises `DeviceError` when this Python came without them.
+    """
+    library = library or Path(sysconfig.get_path("stdlib"))
+    names = sorted(
+        path.relative_to(library).as_posix()
+        for path in library.rglob("*.py")
+        if not _SKIPPED_FOLDERS.intersection(path.relative_to(library).parts)
+    )
+    if TOPICS not in names:
+        raise DeviceError(
+            f"{URI}: {library / TOPICS} is missing: this Python was installed without its documentation. "
+            f"Use another Python, or name text of your own in corpus.sources."
+        )
+    names.remove(TOPICS)
+    return [
+        _input_file(library, TOPICS, "python_topics"),
+        *(_input_file(library, name, "python_module") for name in names),
+    ]
+
+
+def cut(file: InputFile, split_bytes: int) -> list[Piece]:
+    return [whole(file)]
+
+
+def read_topics(piece: Piece) -> Iterator[bytes]:
+    for statement in _parse(piece.file).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="topics")], value=ast.Dict(values=values)):
+                for value in values:
+                    yield str(ast.literal_eval(value)).encode()
+
+
+def read_module(piece: Piece) -> Iterator[bytes]:
+    """One document, or none when nothing in the module has a docstring."""
+    name = _module_name(piece.file.name)
+    entries = list(_describe(_parse(piece.file), name))
+    if entries:
+        yield "\n\n".join([name, *entries, ""]).encode("utf-8", "replace")
+
+
+def _input_file(library: Path, name: str, file_format: Format) -> InputFile:
+    path = library / name
+    return InputFile(
+        uri=str(path), name=name, format=file_format, column="", bytes=path.stat().st_size, digest=xxh3_of(path)
+    )
+
+
+def _parse(file: InputFile) -> ast.Module:
+    with open_file(file.uri) as opened, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in old modules
+        try:
+            return ast.parse(opened.read())
+        except (SyntaxError, ValueError) as error:
+            raise ArtifactError(
+                f"{file.uri}: does not parse as Python, and {URI} reads all of the library: {error}"
+            ) from error
+
+
+def _module_name(path: str) -> str:
+    parts = PurePosixPath(path).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def _describe(node: ast.Module | ast.ClassDef, name: str) -> Iterator[str]:
+    """The docstring of a module or class, then those of what it defines, in source order."""
+    own = ast.get_docstring(node)
+    if own:
+        yield own
+    for definition in _definitions(node.body):
+        heading = _heading(definition, name)
+        if isinstance(definition, ast.ClassDef):
+            entries = list(_describe(definition, f"{name}.{definition.name}"))
+        else:
+            entries = [text for text in [ast.get_docstring(definition)] if text]
+        if entries:
+            yield heading
+            yield from (indent(entry, _INDENT) for entry in entries)
+
+
+def _definitions(body: Sequence[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Classes and functions of a body, also those behind `if` and `try`."""
+    for statement in body:
+        match statement:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield statement
+            case ast.If(body=inner, orelse=other):
+                yield from _definitions([*inner, *other])
+            case ast.Try(body=inner, handlers=handlers, orelse=other, finalbody=final):
+                caught = [line for handler in handlers for line in handler.body]
+                yield from _definitions([*inner, *caught, *other, *final])
+
+
+def _heading(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, owner: str) -> str:
+    match node:
+        case ast.ClassDef(bases=[]):
+            return f"class {owner}.{node.name}"
+        case ast.ClassDef(bases=bases):
+            return f"class {owner}.{node.name}({', '.join(map(ast.unparse, bases))})"
+    result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    kind = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
+    return f"{kind}{owner}.{node.name}({ast.unparse(node.args)}){result}"

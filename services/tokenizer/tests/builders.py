@@ -1,0 +1,158 @@
+"""Small real inputs, recipes and runs for the tests of this stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import sentencepiece
+
+from services.common.artifacts.corpus import CorpusManifest, Split
+from services.common.artifacts.store import Artifact, open_artifact
+from services.common.errors import exit_code_of
+from services.tokenizer.__main__ import main
+
+REPOSITORY = Path(__file__).parents[3]
+VOCAB_SIZE = 400
+_WORDS = (
+    *("the", "stream", "of", "tokens", "continues", "in", "every", "row", "while", "nothing", "gets", "lost"),
+    *("shards", "follow", "documents", "because", "training", "needs", "whole", "sequences", "and", "their", "targets"),
+)
+
+
+def write_recipe(folder: Path, *uris: str | Path, sources: str = "", **overrides: Any) -> Path:
+    """A recipe over `uris` (or over literal `[[corpus.sources]]` tables); overrides are dotted with `__`."""
+    tables = sources or "".join(f"[[corpus.sources]]\nuri = {json.dumps(str(uri))}\n" for uri in uris)
+    values: dict[str, dict[str, Any]] = {
+        "corpus": {"name": "test", "sequence_length": 16, "rows_per_shard": 8, "validation_fraction": 0.0},
+        "tokenizer": {},
+        "tokenizer.train": {"vocab_size": VOCAB_SIZE, "max_bytes": 200_000},
+        "model": {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+        | {"num_attention_heads": 2, "num_key_value_heads": 2},
+        "batch": {"micro_batch_size": 1, "global_batch_size": 1},
+        "optimizer": {"learning_rate": 1e-3, "min_learning_rate": 0.0, "warmup_steps": 1, "decay_steps": 10},
+        "train": {"max_steps": 10},
+    }
+    for dotted, value in overrides.items():
+        section, key = dotted.rsplit("__", 1)
+        values[section.replace("__", ".")][key] = value
+    if "model" in values["tokenizer"]:
+        del values["tokenizer.train"]
+    sections = [
+        f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in section.items())
+        for name, section in values.items()
+    ]
+    path = folder / "recipe.toml"
+    path.write_text('name = "test"\n' + "\n".join(sections) + tables, encoding="utf-8")
+    return path
+
+
+def write_documents(folder: Path, documents: Sequence[bytes]) -> Path:
+    """One .txt file per document, in order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, document in enumerate(documents):
+        (folder / f"{index:05d}.txt").write_bytes(document)
+    return folder
+
+
+def make_documents(count: int, *, mean_bytes: int = 400, seed: int = 0) -> list[bytes]:
+    """Distinct documents of varied length."""
+    chosen = random.Random(seed)
+    return [make_text(chosen.randint(1, 2 * mean_bytes), seed=seed * 1_000_003 + index) for index in range(count)]
+
+
+def make_text(size: int, *, seed: int = 0) -> bytes:
+    """`size` bytes of words with numbers and line ends in between, the same for the same seed."""
+    chosen = random.Random(seed)
+    parts: list[str] = [f"{seed} "]
+    length = len(parts[0])
+    while length < size:
+        part = chosen.choice(_WORDS) + chosen.choice([" ", " ", " ", ", ", ".\n", f" {chosen.randrange(10**6)} "])
+        parts.append(part)
+        length += len(part)
+    return "".join(parts).encode()[:size]
+
+
+def run(recipe: Path, root: Path, *arguments: str) -> int:
+    """The stage in this process, without Ray; its exit code."""
+    return exit_code_of(lambda: main(["--recipe", str(recipe), "--root", str(root), "--launch", "inline", *arguments]))
+
+
+def start(recipe: Path, root: Path, *arguments: str, launch: str = "inline") -> subprocess.Popen[str]:
+    """The stage as a user starts it, in a process of its own."""
+    command = [sys.executable, "-m", "services.tokenizer", "--recipe", str(recipe), "--root", str(root)]
+    return subprocess.Popen(
+        [*command, "--launch", launch, *arguments],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+    )
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 60) -> None:
+    """Wait for the condition, or for the process to end."""
+    deadline = time.monotonic() + seconds
+    while not condition() and process.poll() is None:
+        assert time.monotonic() < deadline, "the process made no progress"
+        time.sleep(0.002)
+
+
+def published(root: Path) -> Artifact[CorpusManifest]:
+    """The one corpus below `root`."""
+    manifests = [path for path in root.glob("corpus/*/*/manifest.json") if ".partial" not in path.parent.name]
+    assert len(manifests) == 1, manifests
+    return open_artifact(manifests[0].parent, CorpusManifest)
+
+
+def is_anything_published(root: Path) -> bool:
+    return any(".partial" not in path.parent.name for path in root.glob("corpus/*/*/manifest.json"))
+
+
+@dataclass(frozen=True)
+class StoredStream:
+    """A split as pyarrow alone reads it: all tokens, and the positions where documents begin."""
+
+    tokens: npt.NDArray[np.int64]
+    starts: list[int]
+
+    @property
+    def documents(self) -> list[list[int]]:
+        return [
+            self.tokens[begin:end].tolist()
+            for begin, end in zip(self.starts, [*self.starts[1:], len(self.tokens)], strict=True)
+        ]
+
+
+def read_stream(folder: Path, split: Split) -> StoredStream:
+    tokens: list[npt.NDArray[np.int64]] = []
+    starts: list[int] = []
+    num_tokens = 0
+    for path in [*sorted((folder / split).glob("*.arrow")), folder / split / "tail" / "tail.arrow"]:
+        rows = pa.ipc.open_file(str(path)).read_all()
+        for ids, doc_starts in zip(rows["input_ids"], rows["doc_starts"].to_pylist(), strict=True):
+            tokens.append(ids.values.to_numpy().astype(np.int64))
+            starts += [num_tokens + position for position in doc_starts]
+            num_tokens += len(ids)
+    return StoredStream(np.concatenate(tokens), starts)
+
+
+def decode_documents(folder: Path, split: Split) -> list[bytes]:
+    """The text of the stored documents, as SentencePiece alone decodes it, without BOS and EOS."""
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer" / "tokenizer.model"))
+    documents = read_stream(folder, split).documents
+    assert all(ids[0] == model.bos_id() and ids[-1] == model.eos_id() for ids in documents)
+    return [str(model.decode(ids[1:-1])).encode() for ids in documents]

@@ -1,0 +1,168 @@
+"""Whatever ends the stage half-way, the same command gives the corpus that an undisturbed run gives."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.store import find_artifact
+from services.common.recipe import load_recipe
+from services.tokenizer.tests.builders import (
+    is_anything_published,
+    make_documents,
+    make_text,
+    published,
+    run,
+    start,
+    wait_until,
+    write_documents,
+    write_recipe,
+)
+
+ALONE = "--tokenizer.num_workers=1"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A corpus of 900 kB in 12 splits."""
+    text = write_documents(tmp_path / "text", make_documents(600, mean_bytes=1_500))
+    return write_recipe(
+        tmp_path,
+        text,
+        corpus__validation_fraction=0.1,
+        corpus__split_bytes=80_000,
+        corpus__rows_per_shard=1_000,
+        tokenizer__num_workers=2,
+    )
+
+
+def kill_when(condition: Callable[[], object], process: subprocess.Popen[str]) -> bool:
+    """SIGKILL the stage, and the processes it started, once the condition holds; was it still running?"""
+    wait_until(condition, process)
+    was_running = process.poll() is None
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return was_running
+
+
+def test_kill_at_every_stage_then_the_same_command_gives_the_same_corpus(tmp_path: Path, recipe: Path) -> None:
+    root = tmp_path / "fsx"
+    milestones = ["plan.json", "000000.json", "000007.json", "shard-00001.arrow"]
+
+    killed = []
+    for milestone in milestones:
+        process = start(recipe, root)
+        killed.append(kill_when(lambda name=milestone: any(root.rglob(name)), process))  # type: ignore[misc]
+        assert not (killed[-1] and is_anything_published(root))
+
+    assert sum(killed) >= 3, killed
+    assert run(recipe, root, ALONE) == 0
+    assert run(recipe, tmp_path / "undisturbed", ALONE) == 0
+    assert published(root).manifest.content_digest == published(tmp_path / "undisturbed").manifest.content_digest
+    left = {path.name for path in published(root).path.parent.iterdir()}
+    assert left <= {published(root).path.name, "current.json"}
+
+
+def test_kill_at_a_random_moment_gives_the_same_corpus(tmp_path: Path, recipe: Path) -> None:
+    seed = random.randrange(10**6)
+    chosen = random.Random(seed)
+    for _ in range(3):
+        moment = time.monotonic() + chosen.uniform(0.5, 2.5)
+        kill_when(lambda at=moment: time.monotonic() > at, start(recipe, tmp_path / "fsx"))  # type: ignore[misc]
+    assert run(recipe, tmp_path / "fsx", ALONE) == 0, seed
+    assert run(recipe, tmp_path / "undisturbed", ALONE) == 0
+    found, expected = published(tmp_path / "fsx").manifest, published(tmp_path / "undisturbed").manifest
+    assert found.content_digest == expected.content_digest, seed
+
+
+def test_a_finished_split_is_not_encoded_again_and_a_damaged_one_is(tmp_path: Path, recipe: Path) -> None:
+    root = tmp_path / "fsx"
+    kill_when(lambda: len(list(root.rglob("00000[0-9].json"))) >= 4, start(recipe, root))
+    done = sorted(root.rglob("00000[0-9].json"))
+    assert len(done) >= 4
+    before = {path.name: path.stat().st_ino for path in done}
+    damaged = done[0].with_suffix(".train.tokens")
+    content = bytearray(damaged.read_bytes())
+    content[100] ^= 1
+    damaged.write_bytes(content)
+    torn = damaged.with_name(".000011.train.tokens.0123.tmp")
+    torn.write_bytes(b"left by a killed writer")
+
+    kill_when(lambda: any(root.rglob("shard-00000.arrow")), start(recipe, root))
+
+    after = {path.name: path.stat().st_ino for path in root.rglob("00000[0-9].json") if path.name in before}
+    assert not torn.exists()
+    assert [name for name in before if before[name] != after[name]] == [done[0].name]
+    assert run(recipe, root, ALONE) == 0
+    assert run(recipe, tmp_path / "undisturbed", ALONE) == 0
+    assert published(root).manifest.content_digest == published(tmp_path / "undisturbed").manifest.content_digest
+
+
+def test_work_for_another_plan_is_discarded(tmp_path: Path, recipe: Path) -> None:
+    """With other splits, a marker's number stands for other documents."""
+    root = tmp_path / "fsx"
+    kill_when(lambda: any(root.rglob("000003.json")), start(recipe, root))
+    assert run(recipe, root, "--corpus.split_bytes=250000", ALONE) == 0
+    assert run(recipe, tmp_path / "undisturbed", ALONE) == 0
+    assert published(root).manifest.content_digest == published(tmp_path / "undisturbed").manifest.content_digest
+
+
+def test_of_two_writers_one_builds_and_both_succeed(tmp_path: Path, recipe: Path) -> None:
+    writers = [start(recipe, tmp_path / "fsx") for _ in range(2)]
+    outputs = [writer.communicate(timeout=120)[0] for writer in writers]
+
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert sorted(output.split("  ")[0] for output in outputs) == ["already published", "published"]
+    assert published(tmp_path / "fsx").manifest.corpus.documents_read == 600
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize("milestone", ["plan.json", "000000.json"])
+def test_a_stopped_stage_says_so_and_publishes_nothing(
+    tmp_path: Path, number: signal.Signals, exit_code: int, milestone: str
+) -> None:
+    """While the vocabulary is trained, and while workers encode."""
+    text = write_documents(tmp_path / "text", [make_text(500_000, seed=index) for index in range(12)])
+    recipe = write_recipe(
+        tmp_path, text, corpus__split_bytes=1, tokenizer__train__max_bytes=6_000_000, tokenizer__num_workers=2
+    )
+    process = start(recipe, tmp_path / "fsx")
+    wait_until(lambda: any((tmp_path / "fsx").rglob(milestone)), process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == exit_code, errors
+    assert "same command continues" in errors
+    assert "Traceback" not in errors
+    assert not is_anything_published(tmp_path / "fsx")
+
+
+def test_a_second_run_finds_the_corpus_and_a_changed_input_makes_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = write_documents(tmp_path / "text", make_documents(40))
+    recipe, root = write_recipe(tmp_path, text), tmp_path / "fsx"
+    assert run(recipe, root) == 0
+    first = published(root)
+    assert capsys.readouterr().out.startswith(f"published  {first.path}\n")
+    assert run(recipe, root) == 0
+    assert capsys.readouterr().out.startswith(f"already published  {first.path}\n")
+
+    (text / "00007.txt").write_bytes(b"other text")
+    assert run(recipe, root) == 0
+    assert capsys.readouterr().out.startswith("published  ")
+    shutil.rmtree(first.path)
+    assert published(root).manifest.inputs != first.manifest.inputs
+    found = find_artifact(root, "corpus", "test", load_recipe(recipe), CorpusManifest, made_by="")
+    assert found.path == published(root).path

@@ -1,0 +1,135 @@
+"""What other programs see in a published folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from services.common.artifacts.corpus import TokenStream, arrow_schema, read_tail
+from services.tokenizer.tests.builders import (
+    make_documents,
+    make_text,
+    published,
+    read_stream,
+    run,
+    start,
+    write_documents,
+    write_recipe,
+)
+
+
+def make_corpus(folder: Path, **overrides: Any) -> Path:
+    """A recipe over 90 documents, 30 kB, whose corpus has several shards in both splits."""
+    text = write_documents(folder / "text", make_documents(90, mean_bytes=350))
+    return write_recipe(folder, text, corpus__validation_fraction=0.2, corpus__split_bytes=2_000, **overrides)
+
+
+def test_shards_follow_the_schema_and_open_with_pyarrow_alone(tmp_path: Path) -> None:
+    assert run(make_corpus(tmp_path), tmp_path / "fsx") == 0
+    corpus = published(tmp_path / "fsx")
+
+    for split, counts in corpus.manifest.corpus.splits.items():
+        assert len(counts.shards) > 2
+        files = [pa.ipc.open_file(str(corpus.path / shard)) for shard in counts.shards]
+        assert [file.num_record_batches for file in files] == [1] * len(files)
+        assert {file.schema for file in files} == {arrow_schema("uint16", 16)}
+        rows = [file.get_batch(0).num_rows for file in files]
+        assert set(rows[:-1]) == {8}
+        assert sum(rows) == counts.rows
+        tail = pa.ipc.open_file(str(corpus.path / split / "tail" / "tail.arrow"))
+        assert tail.get_batch(0).num_rows == 1
+        assert tail.schema.names == ["input_ids", "doc_starts"]
+        assert tail.schema.field("input_ids").type.value_type == pa.uint16()
+    assert sorted(path.name for path in corpus.path.iterdir()) == ["manifest.json", "tokenizer", "train", "validation"]
+
+
+def test_shards_open_with_datasets_without_our_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import datasets  # noqa: PLC0415
+
+    assert run(make_corpus(tmp_path), tmp_path / "fsx") == 0
+    folder = published(tmp_path / "fsx").path
+    loaded = datasets.load_dataset(
+        "arrow", data_files=str(folder / "train" / "*.arrow"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+
+    stream = read_stream(folder, "train")
+    rows = len(stream.tokens) // 16
+    assert loaded.num_rows == rows
+    assert loaded["input_ids"][:] == stream.tokens[: rows * 16].reshape(rows, 16).tolist()
+
+
+def test_doc_starts_are_where_documents_begin(tmp_path: Path) -> None:
+    """Positions are stored, because an author's text may look like anything; here they are checked against BOS."""
+    assert run(make_corpus(tmp_path), tmp_path / "fsx") == 0
+    stream = read_stream(published(tmp_path / "fsx").path, "train")
+    assert stream.starts == np.flatnonzero(stream.tokens == 1).tolist()
+
+
+def test_shards_are_the_same_bytes_for_any_number_of_workers_and_tasks(tmp_path: Path) -> None:
+    recipe = make_corpus(tmp_path)
+    runs = {
+        "one": ["--tokenizer.num_workers=1"],
+        "two": ["--tokenizer.num_workers=2"],
+        "three": ["--tokenizer.num_workers=3", "--corpus.split_bytes=700"],
+        "whole": ["--corpus.split_bytes=1000000000"],
+    }
+    assert [run(recipe, tmp_path / name, *arguments) for name, arguments in runs.items()] == [0, 0, 0, 0]
+
+    made = {name: published(tmp_path / name) for name in runs}
+    assert len({corpus.manifest.content_digest for corpus in made.values()}) == 1
+    assert len({corpus.manifest.id for corpus in made.values()}) == 1
+
+
+def test_ray_writes_the_same_bytes(tmp_path: Path) -> None:
+    recipe = make_corpus(tmp_path, tokenizer__num_workers=2)
+    process = start(recipe, tmp_path / "ray", launch="ray")
+    assert run(recipe, tmp_path / "inline", "--tokenizer.num_workers=1") == 0
+    _, errors = process.communicate(timeout=120)
+
+    assert process.returncode == 0, errors
+    assert published(tmp_path / "ray").manifest.content_digest == published(tmp_path / "inline").manifest.content_digest
+
+
+@pytest.mark.parametrize("tokens_beyond", [1, 2, 15, 16, 17, 33, 16 * 8, 16 * 8 + 1, 400])
+def test_the_reader_gives_the_samples_of_a_plain_concatenation(tmp_path: Path, tokens_beyond: int) -> None:
+    """Also where a sample's last target lies in the next row, the next shard, the tail, or nowhere."""
+    # A digit is a token, and the space in front of the first is one more: 16 + tokens_beyond with BOS and EOS.
+    digits = "".join(str(index % 7) for index in range(16 + tokens_beyond - 3)).encode()
+    text = write_documents(tmp_path / "text", [digits])
+    recipe = write_recipe(tmp_path, text, tokenizer__model=make_digit_model(tmp_path), model__vocab_size=300)
+    assert run(recipe, tmp_path / "fsx") == 0
+    corpus = published(tmp_path / "fsx")
+    plain = read_stream(corpus.path, "train").tokens
+    assert len(plain) == 16 + tokens_beyond
+
+    stream = TokenStream(corpus.path, corpus.manifest.corpus, "train")
+
+    expected = [plain[begin : begin + 17] for begin in range(0, len(plain) - 16, 16)]
+    assert stream.num_samples == len(expected) >= 1
+    np.testing.assert_array_equal(stream.read(range(len(expected))), np.stack(expected))
+    backwards = np.arange(len(expected))[::-1]
+    np.testing.assert_array_equal(stream.read(backwards), np.stack(expected)[::-1])
+
+
+def test_a_split_without_documents_has_a_tail_and_no_shards(tmp_path: Path) -> None:
+    text = write_documents(tmp_path / "text", [make_text(5_000)])
+    assert run(write_recipe(tmp_path, text), tmp_path / "fsx") == 0
+    corpus = published(tmp_path / "fsx")
+
+    counts = corpus.manifest.corpus.splits["validation"]
+    assert (counts.documents, counts.rows, counts.tail_tokens, counts.shards) == (0, 0, 0, ())
+    assert read_tail(corpus.path / "validation" / "tail" / "tail.arrow").tolist() == []
+    assert TokenStream(corpus.path, corpus.manifest.corpus, "validation").num_samples == 0
+
+
+def make_digit_model(folder: Path) -> str:
+    from services.tokenizer.vocabulary import train_vocabulary  # noqa: PLC0415
+
+    path = folder / "digits.model"
+    path.write_bytes(train_vocabulary([make_text(20_000)], 300))
+    return str(path)

@@ -1,0 +1,74 @@
+"""A file system that is full or read-only: the stage says so, publishes nothing, and finishes once it can."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.tokenizer.tests.builders import (
+    is_anything_published,
+    make_text,
+    published,
+    run,
+    write_documents,
+    write_recipe,
+)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command: list[str | Path] = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]
+    mount = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mount.returncode:
+        pytest.skip(f"this user cannot mount a small file system: {mount.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def remount(folder: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", folder], check=True)
+
+
+@pytest.mark.parametrize(
+    ("workers", "size", "phase"), [(1, "200k", "encode"), (2, "200k", "encode"), (1, "3m", "pack")]
+)
+def test_a_full_disk_stops_the_stage_and_space_lets_it_finish(
+    tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str], workers: int, size: str, phase: str
+) -> None:
+    """2.2 MB of tokens, written once as token files and once as shards."""
+    text = write_documents(tmp_path / "text", [make_text(300_000, seed=seed) for seed in range(7)])
+    recipe = write_recipe(
+        tmp_path, text, corpus__split_bytes=300_000, corpus__rows_per_shard=10_000, tokenizer__num_workers=workers
+    )
+    remount(small_disk, f"size={size}")
+
+    assert run(recipe, small_disk / "fsx") == 5
+
+    message = capsys.readouterr().err
+    assert "No space left on device" in message
+    assert str(small_disk) in message
+    assert not is_anything_published(small_disk / "fsx")
+    assert workers > 1 or not list(small_disk.rglob("*.tmp"))  # others are killed, and the next run cleans up
+    assert any(small_disk.rglob("*.partial/train")) == (phase == "pack")
+
+    remount(small_disk, "size=64m")
+    assert run(recipe, small_disk / "fsx", "--tokenizer.num_workers=1") == 0
+    assert run(recipe, tmp_path / "undisturbed", "--tokenizer.num_workers=1") == 0
+    expected = published(tmp_path / "undisturbed").manifest.content_digest
+    assert published(small_disk / "fsx").manifest.content_digest == expected
+
+
+def test_a_read_only_root_is_named(tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, write_documents(tmp_path / "text", [make_text(10_000)]))
+    remount(small_disk, "ro")
+
+    assert run(recipe, small_disk / "fsx") == 5
+
+    message = capsys.readouterr().err
+    assert "Read-only file system" in message
+    assert "--root" in message
