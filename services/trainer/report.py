@@ -13,12 +13,14 @@ from services.trainer.run import REPORT_FILE, Run, summarize
 
 _COLORS = {"tokenizer": "#4c78a8", "compiler": "#f58518", "trainer": "#54a24b"}
 _FADES = (1.0, 0.75, 0.55, 0.4, 0.85, 0.65)
+_LABELLED_SHARE = 0.04  # a narrower bar has no room for its name; hovering shows it
+_CONFIG = {"displaylogo": False, "displayModeBar": False}
 
 
 def write_report(run: Run, sample_text: str) -> Path:
     """Write `report.html` into the run's folder; it needs no network and no other file."""
-    curves = _curves(run).to_html(full_html=False, include_plotlyjs="inline")
-    timeline = _timeline(run).to_html(full_html=False, include_plotlyjs=False)
+    curves = _curves(run).to_html(full_html=False, include_plotlyjs="inline", config=_CONFIG)
+    timeline = _timeline(run).to_html(full_html=False, include_plotlyjs=False, config=_CONFIG)
     page = _PAGE.format(
         name=html.escape(run.folder.name),
         summary=html.escape(summarize(run)),
@@ -61,6 +63,7 @@ def _timeline(run: Run) -> go.Figure:
     """Seconds of work of each stage, one after the other: stages may have run days apart, so gaps are left out."""
     figure = go.Figure()
     start = 0.0
+    total_seconds = sum(phase.seconds for phases in run.phases().values() for phase in phases)
     for stage, phases in run.phases().items():
         for phase, fade in zip(phases, _FADES * len(phases), strict=False):
             figure.add_bar(
@@ -69,7 +72,9 @@ def _timeline(run: Run) -> go.Figure:
                 base=[start],
                 orientation="h",
                 marker={"color": _COLORS[stage], "opacity": fade},
-                text=phase.name if phase.seconds > 1 else None,
+                text=phase.name if phase.seconds > _LABELLED_SHARE * total_seconds else None,
+                textposition="inside",
+                insidetextanchor="middle",
                 hovertext=f"{stage}: {phase.name}, {phase.seconds:.1f} s from {phase.started_at:%Y-%m-%d %H:%M:%S} UTC",
                 hoverinfo="text",
                 showlegend=False,

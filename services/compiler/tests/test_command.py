@@ -1,0 +1,139 @@
+"""The compiler's command: signals, missing tools, a full disk.
+
+What it makes, also after a kill, is tested with the trainer in tests/integration: a compilation takes half a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+RECIPE = """
+name = "small"
+[corpus]
+name = "none"
+sequence_length = 16
+sources = [{ uri = "nowhere" }]
+[tokenizer.train]
+vocab_size = 300
+[model]
+vocab_size = 300
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 1
+[parallel]
+data_parallel_size = 2
+[batch]
+micro_batch_size = 2
+global_batch_size = 4
+[optimizer]
+learning_rate = 1e-2
+min_learning_rate = 1e-3
+warmup_steps = 2
+decay_steps = 20
+[train]
+max_steps = 20
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start the command; whatever is left of it ends with the test."""
+    (tmp_path / "small.toml").write_text(RECIPE, encoding="utf-8")
+    started: list[subprocess.Popen[str]] = []
+
+    def command(*options: str, root: Path | None = None, **environment: str) -> subprocess.Popen[str]:
+        recipe, where = str(tmp_path / "small.toml"), str(root or tmp_path / "fsx")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.compiler", "--recipe", recipe, "--root", where, *options],
+            cwd=REPOSITORY,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield command
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def _wait_until_compiling(process: subprocess.Popen[str], root: Path) -> list[psutil.Process]:
+    """Wait for the first compiled file; returns the processes that are at work."""
+    deadline = time.monotonic() + 120
+    while not any(root.glob("compile_cache/*/*.scratch/compile/cache/*/*")):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def _published(root: Path) -> list[Path]:
+    return [path for path in root.glob("compile_cache/*/*/manifest.json") if ".partial" not in str(path)]
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_publishes_nothing_and_leaves_no_process(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals, exit_code: int
+) -> None:
+    process = start()
+    at_work = _wait_until_compiling(process, tmp_path / "fsx")
+    os.killpg(process.pid, number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == exit_code, output
+    assert "Traceback" not in output
+    assert not _published(tmp_path / "fsx")
+    _, alive = psutil.wait_procs(at_work, timeout=30)
+    assert not alive
+
+
+def test_without_a_compiler_the_message_names_the_package(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = start(PATH=str(tmp_path))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 4
+    assert "apt-get install g++" in output
+    assert not (tmp_path / "fsx").exists()
+
+
+def test_a_recipe_that_compiles_nothing_publishes_nothing(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = start("--compile.enabled=false")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "nothing to compile" in output
+    assert not (tmp_path / "fsx").exists()
+
+
+def test_a_full_disk_exits_with_5_and_says_where(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=1m tmpfs '{disk}' 2>/dev/null") != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        process = start(root=disk)
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 5, output
+        assert str(disk) in output
+        assert not _published(disk)
+    finally:
+        os.system(f"umount '{disk}'")
