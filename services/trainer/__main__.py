@@ -28,6 +28,8 @@ from services.trainer.run import Run, open_run, summarize, write_run
 from services.trainer.sample import sample
 from services.trainer.supervise import supervise
 
+CLOSING_PROMPTS = ("If the", "Return a", "The method")
+
 
 def main(argv: list[str]) -> int:
     configure_logging("trainer")
@@ -93,8 +95,9 @@ def report_run(run: Run) -> Path:
 
 
 def closing_sample(run: Run) -> str:
-    """The same text in the summary and in the report."""
-    return sample(run, prompt="", num_tokens=160, temperature=0.7, seed=0)
+    """Three beginnings and what the model makes of them: the same text in the summary and in the report."""
+    written = [sample(run, prompt, num_tokens=60, temperature=0.7, seed=0) for prompt in CLOSING_PROMPTS]
+    return "\n\n".join(f"> {text.strip()}" for text in written)
 
 
 def _open_job(arguments: Namespace, recipe: Recipe) -> Job:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.artifacts.lease import Lease, hold_lease
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import ArtifactError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
@@ -20,27 +19,9 @@ from services.trainer.job import Job, completed_step
 from services.trainer.loop import train
 from services.trainer.metrics import read_metrics
 from services.trainer.stop import STOP_FILE
-from services.trainer.tests.builders import make_corpus, make_job, make_recipe
 from services.trainer.tests.runs import checkpoints, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
-
-
-@pytest.fixture
-def lease(tmp_path: Path) -> Iterator[Lease]:
-    with hold_lease(tmp_path / "run.lock") as held:
-        yield held
-
-
-@pytest.fixture
-def new_job(tmp_path: Path, lease: Lease) -> Callable[..., Job]:
-    """Build a job on a corpus under `root`; overrides as `train__max_steps="7"`."""
-
-    def build(root: str = "a", **overrides: str) -> Job:
-        recipe = make_recipe(tmp_path, **overrides)
-        return make_job(tmp_path / root, recipe, make_corpus(tmp_path / root, recipe), lease)
-
-    return build
 
 
 def _losses(job: Job) -> list[float]:

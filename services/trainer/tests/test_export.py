@@ -1,0 +1,63 @@
+"""What is made from a checkpoint: a Hugging Face folder with the same logits, and text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.common.errors import ArtifactError, RecipeError
+from services.common.launch.launcher import WorkerEnvironment
+from services.trainer.export import export
+from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.run import open_run
+from services.trainer.sample import load_model, sample
+
+ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+LLAMA_3_1 = {
+    "model__rope_theta": "500000.0",
+    "model__rope_scaling": "{factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, "
+    "original_max_position_embeddings = 8}",
+}
+
+
+@pytest.mark.parametrize("shape", [{}, LLAMA_3_1, {"model__tie_word_embeddings": "true"}], ids=["2", "3.1", "tied"])
+def test_an_exported_folder_gives_the_same_logits_through_from_pretrained(
+    tmp_path: Path, new_job: Callable[..., Job], shape: dict[str, str]
+) -> None:
+    job = new_job(train__max_steps="3", **shape)
+    train(job, ALONE)
+    run = open_run(job.root, job.run)
+    folder = export(run, tmp_path / "hugging-face")
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    tokens_BS = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(theirs(tokens_BS).logits, load_model(run).logits(tokens_BS))
+    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (1, 2)
+
+
+def test_an_export_never_overwrites(tmp_path: Path, new_job: Callable[..., Job]) -> None:
+    job = new_job(train__max_steps="1")
+    train(job, ALONE)
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(RecipeError, match="exists already"):
+        export(open_run(job.root, job.run), tmp_path / "taken")
+
+
+def test_a_sample_continues_the_prompt_and_is_the_same_for_the_same_seed(new_job: Callable[..., Job]) -> None:
+    job = new_job(train__max_steps="1")
+    train(job, ALONE)
+    run = open_run(job.root, job.run)
+    texts = [sample(run, "sentence 1", num_tokens=30, temperature=1.0, seed=seed) for seed in (0, 0, 1)]
+    assert texts[0].startswith("sentence 1")
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_run_without_a_checkpoint_is_refused(new_job: Callable[..., Job]) -> None:
+    job = new_job()
+    with pytest.raises(ArtifactError, match="no checkpoint yet"):
+        open_run(job.root, job.run)

@@ -1,0 +1,239 @@
+"""Text to a trained model through the three commands, meeting only in files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+RECIPE = """
+name = "small"
+[corpus]
+name = "notes"
+sequence_length = 32
+rows_per_shard = 64
+validation_fraction = 0.1
+sources = [{ uri = "%s" }]
+[tokenizer]
+num_workers = 2
+[tokenizer.train]
+vocab_size = 320
+[model]
+vocab_size = 320
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 2
+[parallel]
+data_parallel_size = 2
+[batch]
+micro_batch_size = 4
+global_batch_size = 64
+[optimizer]
+learning_rate = 1e-2
+min_learning_rate = 1e-3
+warmup_steps = 2
+decay_steps = 60
+[train]
+max_steps = 60
+evaluation_interval_steps = 15
+[checkpoint]
+interval_steps = 25
+"""
+
+
+def run(stage: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", f"services.{stage}", *options],
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """A recipe over a folder of notes, and the root that all stages share."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    (folder / "notes").mkdir()
+    for number in range(60):
+        lines = [f"Note {number}: entry {n} follows entry {n - 1} of the list." for n in range(1, 30)]
+        (folder / "notes" / f"{number:03d}.txt").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "small.toml").write_text(RECIPE % (folder / "notes"), encoding="utf-8")
+    return ("--recipe", str(folder / "small.toml"), "--root", str(folder / "fsx"))
+
+
+@pytest.fixture(scope="module")
+def pipeline(options: tuple[str, ...]) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Every stage run to its end: the tokenizer and the trainer on Ray, the compiler after an attempt that was killed
+    and the trainer after one that was told to stop.
+    """
+    done = {"tokenizer": run("tokenizer", *options)}
+    kill_while_compiling(options)
+    done["compiler"] = run("compiler", *options)
+    done["stopped trainer"] = stop_while_training(options)
+    done["trainer"] = run("trainer", *options)
+    return done
+
+
+def kill_while_compiling(options: tuple[str, ...]) -> None:
+    """kill -9 the compiler stage after its first compiled files; nothing of it lives on and nothing is published."""
+    shelf = Path(options[-1]) / "compile_cache" / "small"
+    command = [sys.executable, "-m", "services.compiler", *options]
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while not any(shelf.glob("*.scratch/compile/cache/*/*")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        at_work = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    _, alive = psutil.wait_procs(at_work, timeout=30)
+    assert not alive
+    assert not list(shelf.glob("*[0-9a-f]/manifest.json"))
+
+
+def stop_while_training(options: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """SIGTERM to the trainer's command after the first steps, as a scheduler does."""
+    command = [sys.executable, "-m", "services.trainer", *options]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 200
+        while not any(path.stat().st_size for path in Path(options[-1]).glob("run/*/metrics.jsonl")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.terminate()
+        output, errors = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+@pytest.fixture
+def root(options: tuple[str, ...], pipeline: dict[str, subprocess.CompletedProcess[str]]) -> Path:
+    expected = dict.fromkeys(pipeline, 0) | {"stopped trainer": 75}
+    assert {stage: done.returncode for stage, done in pipeline.items()} == expected, "\n".join(
+        done.stderr for done in pipeline.values()
+    )
+    return Path(options[-1])
+
+
+def test_the_three_commands_train_a_model_without_a_compile_miss(root: Path) -> None:
+    (run_folder,) = root.glob("run/*/")
+    records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    attempts = [json.loads(line) for line in (run_folder / "attempts.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 61))
+    assert records[-1]["loss"] < records[0]["loss"] - 1.5
+    assert "validation_loss" in records[-1]
+    assert list((run_folder / "tensorboard").iterdir())
+    for attempt in attempts:
+        assert (attempt["launch"], attempt["workers"]) == ("ray", 2)
+        assert (attempt["graphs_compiled"], attempt["new_cache_files"]) == (0, 0)
+
+
+def test_a_stopped_run_commits_the_step_at_which_all_workers_left_and_continues_there(root: Path) -> None:
+    (run_folder,) = root.glob("run/*/")
+    stopped, completed = [json.loads(line) for line in (run_folder / "attempts.jsonl").read_text().splitlines()]
+    assert stopped["ended_by"] == "sigterm"
+    assert 0 < stopped["last_step"] == completed["first_step"] < 60
+
+
+def test_the_report_is_one_page_that_needs_nothing_else(root: Path) -> None:
+    (report,) = root.glob("run/*/report.html")
+    page = report.read_text(encoding="utf-8")
+    assert page.count("<script") >= 3
+    assert '<script src="' not in page
+    assert "<link" not in page
+    for word in ("tokenizer", "compiler", "trainer", "learning rate", "tokens/s", "What the model writes"):
+        assert word in page
+
+
+def test_the_summary_tells_what_each_stage_made(root: Path, options: tuple[str, ...]) -> None:
+    summary = run("trainer", "summary", *options)
+    assert summary.returncode == 0, summary.stderr
+    for word in (
+        "corpus/notes",
+        "compile_cache/small",
+        "step-00000060",
+        "tokens/s",
+        "0 graphs compiled",
+        "report.html",
+    ):
+        assert word in summary.stdout
+
+
+def test_a_second_round_finds_everything_published(root: Path, options: tuple[str, ...]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("manifest.json")}
+    outputs = {stage: run(stage, *options).stdout for stage in ("tokenizer", "compiler", "trainer")}
+    assert "already published" in outputs["tokenizer"]
+    assert "already published" in outputs["compiler"]
+    assert "the run is complete" in outputs["trainer"]
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("manifest.json")} == before
+
+
+def test_every_artifact_verifies(root: Path) -> None:
+    verified = run("common.artifacts", "verify", str(root))
+    assert verified.returncode == 0, verified.stderr
+    assert verified.stdout.count("ok ") == 4  # corpus, cache, two checkpoints
+
+
+def test_inline_workers_and_one_worker_give_the_bits_of_ray(root: Path, options: tuple[str, ...]) -> None:
+    """Another root with the same artifacts, so that the run starts anew."""
+    other = root.with_name("other")
+    other.mkdir()
+    for kind in ("corpus", "compile_cache"):
+        (other / kind).symlink_to(root / kind)
+    alone = ("--launch", "inline", "--parallel.data_parallel_size=1", "--compile.require_warm=true")
+    done = run("trainer", *options[:2], "--root", str(other), *alone)
+    assert done.returncode == 0, done.stderr
+    (theirs,), (ours,) = (list(r.glob("checkpoint/*/step-00000060/weights.safetensors")) for r in (root, other))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_cache_of_another_program_is_refused_and_both_sides_are_shown(root: Path, options: tuple[str, ...]) -> None:
+    (cache,) = root.glob("compile_cache/small/*/")
+    refused = run("trainer", *options, f"--cache={cache}", "--batch.micro_batch_size=2")
+    assert refused.returncode == 3
+    assert "recipe.batch.micro_batch_size: cache 4, this run 2" in refused.stderr
+    assert "--allow-cold-compile" in refused.stderr
+
+
+def test_a_cache_of_another_instruction_set_is_refused(root: Path, options: tuple[str, ...]) -> None:
+    refused = run("trainer", *options, "--train.seed=1", ATEN_CPU_CAPABILITY="default")
+    assert refused.returncode == 3
+    assert "cpu_capability" in refused.stderr
+
+
+def test_a_cold_graph_stops_a_run_that_requires_a_warm_cache(root: Path, options: tuple[str, ...]) -> None:
+    cold = ("--batch.micro_batch_size=2", "--allow-cold-compile", "--compile.require_warm=true", "--launch", "inline")
+    stopped = run("trainer", *options, *cold)
+    assert stopped.returncode == 4, stopped.stderr
+    assert "not in the compile cache" in stopped.stderr
+    assert len(list(root.glob("checkpoint/*"))) == 1
+
+
+def test_a_flipped_byte_in_the_cache_is_found_before_a_worker_starts(root: Path, options: tuple[str, ...]) -> None:
+    (cache,) = root.glob("compile_cache/small/*/")
+    binary = next(path for path in sorted(cache.rglob("*.so")))
+    content = bytearray(binary.read_bytes())
+    content[len(content) // 2] ^= 1
+    binary.write_bytes(content)
+    try:
+        refused = run("trainer", *options, "--train.seed=2")
+    finally:
+        content[len(content) // 2] ^= 1
+        binary.write_bytes(content)
+    assert refused.returncode == 3
+    assert binary.name in refused.stderr

@@ -1,0 +1,59 @@
+"""A node that Ray is told to drain: every worker stops at one step with a committed checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray._raylet import GcsClient
+from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
+from services.trainer.tests.runs import REPOSITORY, checkpoints, read_run, wait_for
+
+DEADLINE_SECONDS = 60
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """A head without CPUs and two nodes of one worker each."""
+    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(2):
+        started.add_node(num_cpus=1)
+    yield started
+    started.shutdown()
+
+
+def test_a_preemption_notice_ends_the_run_with_one_checkpoint_and_75(tmp_path: Path, cluster: Cluster) -> None:
+    recipe, root = write_recipe(tmp_path), tmp_path / "fsx"
+    make_corpus(root, make_recipe(tmp_path))
+    slow = ("--batch.global_batch_size=256", "--train.max_steps=2000", "--optimizer.decay_steps=2000")
+    with subprocess.Popen(
+        [sys.executable, "-m", "services.trainer", "--recipe", str(recipe), "--root", str(root), *slow],
+        cwd=REPOSITORY,
+        env={**os.environ, "RAY_ADDRESS": cluster.address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        wait_for(lambda: read_run(root).records, process)
+        node = next(iter(cluster.worker_nodes))
+        deadline_ms = int((time.time() + DEADLINE_SECONDS) * 1000)
+        reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+        is_accepted, why_not = GcsClient(cluster.address).drain_node(node.node_id, reason, "spot notice", deadline_ms)
+        assert is_accepted, why_not
+        output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 75, output
+    assert "Stopped by preemption after step" in output
+    (attempts,) = root.glob("run/*/attempts.jsonl")
+    attempt = json.loads(attempts.read_text(encoding="utf-8"))
+    assert list(checkpoints(root))[-1] == f"step-{attempt['last_step']:08d}"
