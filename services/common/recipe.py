@@ -13,11 +13,12 @@ import json
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from services.common.errors import RecipeError
+from services.common.presets import MODEL_PRESETS
 
 Kind = Literal["corpus", "compile_cache", "checkpoint"]
 
@@ -102,49 +103,6 @@ class RopeScaling(Section):
 class Model(Section):
     """A Llama. Field names are those of a Hugging Face `config.json`."""
 
-    PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
-        "llama2-7b": {
-            "vocab_size": 32_000,
-            "hidden_size": 4_096,
-            "intermediate_size": 11_008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-        },
-        "llama2-13b": {
-            "vocab_size": 32_000,
-            "hidden_size": 5_120,
-            "intermediate_size": 13_824,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 40,
-        },
-        "llama3-8b": {
-            "vocab_size": 128_256,
-            "hidden_size": 4_096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "rope_theta": 500_000.0,
-        },
-        "llama3.1-8b": {
-            "vocab_size": 128_256,
-            "hidden_size": 4_096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "rope_theta": 500_000.0,
-            "rope_scaling": {
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8_192,
-            },
-        },
-    }
-
     preset: str | None = None
     """A named size whose values the other keys of this section override."""
     vocab_size: Annotated[int, Field(ge=2)]
@@ -166,9 +124,9 @@ class Model(Section):
         if not isinstance(values, dict) or not isinstance(values.get("preset"), str):
             return values
         preset = values["preset"]
-        if preset not in cls.PRESETS:
-            raise ValueError(f"unknown preset {preset!r}; known: {', '.join(cls.PRESETS)}")
-        return {**cls.PRESETS[preset], **values}
+        if preset not in MODEL_PRESETS:
+            raise ValueError(f"unknown preset {preset!r}; known: {', '.join(MODEL_PRESETS)}")
+        return {**MODEL_PRESETS[preset], **values}
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

@@ -85,6 +85,7 @@ def show_progress(title: str, total: float, unit: str) -> Iterator[Progress]:
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),
         rich.progress.TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit} {{task.fields[note]}}"),
+        rich.progress.TimeElapsedColumn(),
         rich.progress.TimeRemainingColumn(),
     )
     with rich.progress.Progress(*columns, console=console) as bars:

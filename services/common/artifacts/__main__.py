@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,14 +12,15 @@ from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import total_bytes, verify_files
-from services.common.artifacts.lease import is_live
-from services.common.artifacts.manifest import MANIFEST, Manifest
-from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, PARTIAL_SUFFIX, SCRATCH_SUFFIX
+from services.common.artifacts.lease import LEASE_SECONDS, age_seconds, hold_lease, is_live
+from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed
+from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, PARTIAL_SUFFIX, SCRATCH_SUFFIX, read_current
 from services.common.errors import ArtifactError, RecipeError, run_stage
 
 MANIFEST_TYPES: dict[str, type[Manifest]] = {
     each.SCHEMA.split("/")[0]: each for each in (CorpusManifest, CompileCacheManifest, CheckpointManifest)
 }
+RUNS = "run"
 
 
 def main(argv: list[str]) -> int:
@@ -59,17 +61,24 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def list_artifacts(arguments: argparse.Namespace) -> int:
-    """One line per published artifact below DIR, oldest first."""
-    published = [(folder, read_manifest(folder)) for folder in _find_published(arguments.dir)]
+    """One line per published artifact below DIR, oldest first; damaged manifests end with exit code 3."""
+    published, damaged = [], []
+    for folder in _find_published(arguments.dir):
+        try:
+            published.append((folder, read_manifest(folder)))
+        except ArtifactError as error:
+            damaged.append(str(error))
     for folder, manifest in sorted(published, key=lambda each: (each[1].created_at, str(each[0]))):
         size = total_bytes(manifest.files)
         made_by = f"{manifest.producer.service} {manifest.producer.version}"
         print(f"{manifest.created_at:%Y-%m-%d %H:%M}  {manifest.schema_id:<16} {size:>15,}  {made_by:<16} {folder}")
+    if damaged:
+        raise ArtifactError("\n".join(damaged))
     return 0
 
 
 def collect_garbage(arguments: argparse.Namespace) -> int:
-    """Remove what interrupted work left behind, and on request published artifacts that nothing refers to."""
+    """Remove what interrupted work left below the root DIR, and on request artifacts that nothing refers to."""
     doomed = _find_abandoned(arguments.dir)
     if arguments.unreferenced:
         doomed += _find_unreferenced(arguments.dir)
@@ -86,49 +95,101 @@ def collect_garbage(arguments: argparse.Namespace) -> int:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read a manifest of any known kind. Raises `ArtifactError` for an unknown one."""
-    try:
-        schema = str(json.loads((folder / MANIFEST).read_bytes()).get("schema"))
-    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
-        schema = ""  # Manifest.read explains what is wrong
-    return MANIFEST_TYPES.get(schema.split("/")[0], CorpusManifest).read(folder)
+    schema = str(read_sealed(folder).get("schema"))
+    manifest_type = MANIFEST_TYPES.get(schema.split("/", maxsplit=1)[0])
+    if manifest_type is None:
+        known = ", ".join(each.SCHEMA for each in MANIFEST_TYPES.values())
+        raise ArtifactError(f"{folder / MANIFEST}: schema {schema!r}, this program reads {known}.")
+    return manifest_type.read(folder)
 
 
 def _find_published(folder: Path) -> list[Path]:
-    return sorted(path.parent for path in folder.rglob(MANIFEST) if PARTIAL_SUFFIX not in path.parent.name)
+    found = []
+    for name, folders, files in os.walk(folder):
+        path = Path(name)
+        if path.suffix in (PARTIAL_SUFFIX, SCRATCH_SUFFIX):
+            folders.clear()
+        elif MANIFEST in files:
+            found.append(path)
+            folders.clear()
+    return sorted(found)
 
 
 def _find_abandoned(root: Path) -> list[Path]:
-    """Partial and scratch folders, locks and temporary files whose writer is gone."""
+    """Partial and scratch folders, locks and temporary files whose writer is gone.
+
+    Looks at the shelves alone: what is inside of an artifact is none of our business, also when it ends in `.lock`.
+    """
     abandoned = []
-    for lock in root.rglob(f"*{LOCK_SUFFIX}"):
-        if not is_live(lock):
-            abandoned.append(lock)
-    for suffix in (PARTIAL_SUFFIX, SCRATCH_SUFFIX):
-        for folder in root.rglob(f"*{suffix}"):
-            if not is_live(folder.with_name(folder.name.removesuffix(suffix) + LOCK_SUFFIX)):
-                abandoned.append(folder)
-    return sorted(abandoned)
+    for shelf in _shelves(root):
+        for path in sorted(shelf.iterdir()):
+            if path.name.startswith("."):
+                is_ours = path.suffix == ".tmp" or f"{LOCK_SUFFIX}." in path.name
+                if is_ours and age_seconds(path) > LEASE_SECONDS:
+                    abandoned.append(path)
+            elif path.suffix in (LOCK_SUFFIX, PARTIAL_SUFFIX, SCRATCH_SUFFIX) and not is_live(_lock_of(path)):
+                abandoned.append(path)
+    return abandoned
 
 
 def _find_unreferenced(root: Path) -> list[Path]:
     """Corpora and compile caches that no manifest, no run and no `current.json` names. Checkpoints are kept."""
     published = {folder: read_manifest(folder) for folder in _find_published(root)}
     named = {link.id for manifest in published.values() for link in manifest.inputs}
-    for current in root.rglob(CURRENT):
-        named.update(json.loads(current.read_text(encoding="utf-8")).values())
-    for run in root.rglob("run.json"):
-        named.update(json.loads(run.read_text(encoding="utf-8"))["artifacts"].values())
+    for shelf in _shelves(root):
+        if (shelf / CURRENT).exists():
+            named.update(read_current(shelf).values())
+    for run in (root / RUNS).glob("*/run.json"):
+        named.update(_artifacts_of(run))
     return [
-        folder for folder, manifest in published.items() if manifest.id not in named and manifest.kind != "checkpoint"
+        folder
+        for folder, manifest in published.items()
+        if manifest.id not in named and manifest.kind != "checkpoint" and not is_live(_lock_of(folder))
     ]
 
 
+def _artifacts_of(run: Path) -> list[str]:
+    try:
+        return list(json.loads(run.read_text(encoding="utf-8"))["artifacts"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(
+            f"{run}: damaged: it does not say which artifacts its run uses ({error}). "
+            f"Run the trainer's command again, which writes it anew, or move the run's folder away."
+        ) from error
+
+
+def _shelves(root: Path) -> list[Path]:
+    """The folders in which stages write and lock. Raises `RecipeError` when `root` is something else."""
+    kinds = [root / kind for kind in (*MANIFEST_TYPES, RUNS) if (root / kind).is_dir()]
+    if not kinds:
+        raise RecipeError(f"{root}: none of {', '.join((*MANIFEST_TYPES, RUNS))} is in it. Pass the --root of a stage.")
+    return [
+        shelf for kind in kinds for shelf in ([kind] if kind.name == RUNS else sorted(kind.iterdir())) if shelf.is_dir()
+    ]
+
+
+def _lock_of(path: Path) -> Path:
+    """The lock that guards something on a shelf. Checkpoints are written under the lock of their run."""
+    shelf = path.parent
+    if path.suffix == LOCK_SUFFIX:
+        return path
+    if shelf.parent.name == "checkpoint":
+        return shelf.parent.parent / RUNS / f"{shelf.name}{LOCK_SUFFIX}"
+    return shelf / (path.name.removesuffix(PARTIAL_SUFFIX).removesuffix(SCRATCH_SUFFIX) + LOCK_SUFFIX)
+
+
 def _remove(path: Path) -> None:
-    if path.is_dir():
-        (path / MANIFEST).unlink(missing_ok=True)  # first: a half-removed folder must not look published
-        shutil.rmtree(path)
-    else:
+    if path.name.startswith("."):
         path.unlink(missing_ok=True)
+        return
+    lock = _lock_of(path)
+    lock.parent.mkdir(exist_ok=True)
+    with hold_lease(lock):  # takes over from the dead writer; one that came back just now is waited for
+        if path == lock or path.name in read_current(path.parent).values():
+            return
+        if path.is_dir():
+            (path / MANIFEST).unlink(missing_ok=True)  # first: a half-removed folder must not look published
+            shutil.rmtree(path)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -81,15 +81,23 @@ def _try_acquire(lease: Lease) -> bool:
     draft = lease.path.with_name(f".{lease.path.name}.{lease.token}")
     try:
         draft.write_text(json.dumps(own), encoding="utf-8")
-        os.link(draft, lease.path)
-        return True
-    except FileExistsError:
+        if _link(draft, lease.path):
+            return True
         owner = _read_owner(lease.path)
-        if not _is_alive(owner, lease.path):
-            _discard_dead(lease, owner)
-        return False
+        if _is_alive(owner, lease.path):
+            return False
+        _discard_dead(lease, owner)
+        return _link(draft, lease.path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _link(draft: Path, path: Path) -> bool:
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _discard_dead(lease: Lease, dead: Owner | None) -> None:
@@ -119,16 +127,17 @@ def _read_owner(path: Path) -> Owner | None:
         owner = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
-    return owner if isinstance(owner, dict) and _OWNER_KEYS <= owner.keys() else None
+    return owner if isinstance(owner, dict) and owner.keys() >= _OWNER_KEYS else None
 
 
 def _is_alive(owner: Owner | None, path: Path) -> bool:
     if owner is not None and owner["node"] == _node():
         return _is_running(owner)
-    return _age_seconds(path) < LEASE_SECONDS
+    return age_seconds(path) < LEASE_SECONDS
 
 
-def _age_seconds(path: Path) -> float:
+def age_seconds(path: Path) -> float:
+    """Since the last change of a file; infinite for one that does not exist."""
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:

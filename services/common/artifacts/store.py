@@ -18,7 +18,16 @@ from typing import Any, Generic, TypeVar
 
 from services.common.artifacts.files import describe_files, verify_files
 from services.common.artifacts.lease import Lease, hold_lease
-from services.common.artifacts.manifest import MANIFEST, InputLink, Manifest, now, producer, read_sealed, sync_folder, write_durably
+from services.common.artifacts.manifest import (
+    MANIFEST,
+    InputLink,
+    Manifest,
+    now,
+    producer,
+    read_sealed,
+    sync_folder,
+    write_durably,
+)
 from services.common.errors import ArtifactError, naming_the_place
 from services.common.recipe import Kind, Recipe, fingerprint, identity
 
@@ -115,7 +124,7 @@ def publish_once(
             draft = build(workspace)
             manifest = commit(address, manifest_type, service, recipe, draft, lease)
         record_current(address, manifest.identity_key)
-        shutil.rmtree(workspace.scratch)
+        shutil.rmtree(workspace.scratch, ignore_errors=True)  # gc takes what an orphaned task still writes
     return Artifact(address.path, manifest), True
 
 
@@ -148,11 +157,10 @@ def commit(address: Address, manifest_type: type[M], service: str, recipe: Recip
 def record_current(address: Address, key: str) -> None:
     """Make `address` the artifact that stages find for recipes with this identity."""
     with hold_lease(address.shelf / f"{CURRENT}{LOCK_SUFFIX}"):
-        entries = read_current(address.shelf)
-        if entries.get(key) != address.id:
-            write_durably(
-                address.shelf / CURRENT, json.dumps({**entries, key: address.id}, indent=1, sort_keys=True).encode()
-            )
+        stored = _load_current(address.shelf)
+        if stored is None or stored.get(key) != address.id:
+            entries = {**read_current(address.shelf), key: address.id}
+            write_durably(address.shelf / CURRENT, json.dumps(entries, indent=1, sort_keys=True).encode())
 
 
 def find_artifact(
@@ -185,12 +193,20 @@ def read_current(shelf: Path) -> dict[str, str]:
 
     Raises `ArtifactError` when that needs a manifest that is damaged: passing over it could find an older artifact.
     """
-    try:
-        entries = json.loads((shelf / CURRENT).read_text(encoding="utf-8"))
-        if isinstance(entries, dict) and all((shelf / str(found) / MANIFEST).exists() for found in entries.values()):
-            return entries
-    except (FileNotFoundError, ValueError):
-        pass
+    stored = _load_current(shelf)
+    if stored is not None:
+        return stored
     manifests = [read_sealed(shelf / found) for found in published_ids(shelf)]
     manifests.sort(key=lambda manifest: manifest["created_at"])
     return {manifest["identity_key"]: manifest["id"] for manifest in manifests}
+
+
+def _load_current(shelf: Path) -> dict[str, str] | None:
+    """What `current.json` says; None when it is lost or torn, or names what is no longer there."""
+    try:
+        entries = json.loads((shelf / CURRENT).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    if isinstance(entries, dict) and all((shelf / str(found) / MANIFEST).exists() for found in entries.values()):
+        return entries
+    return None

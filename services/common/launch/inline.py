@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from services.common.errors import MillraceError, WorkersLost
-from services.common.launch.launcher import R, T, WorkerEnvironment
+from services.common.launch.launcher import LOOPBACK_INTERFACE, R, T, WorkerEnvironment, name_the_cause
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +43,10 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
                 for future in done:
                     yield running.pop(future), future.result()
         except BrokenProcessPool as error:
-            raise WorkersLost("an encode process was killed") from error
+            raise WorkersLost("a process of this machine was killed while it worked on a task") from error
         finally:
-            for future in running:
-                future.cancel()
+            if running:  # leaving early; the pool would wait for these tasks, which are idempotent and may take hours
+                _stop(list(pool._processes.values()))
 
 
 def run_workers(
@@ -56,15 +56,15 @@ def run_workers(
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         rendezvous = f"file://{folder}/rendezvous"
         workers: list[tuple[BaseProcess, Connection]] = []
-        for rank in range(num_workers):
-            receiver, sender = _CONTEXT.Pipe(duplex=False)
-            environment = WorkerEnvironment(rank, num_workers, "inline")
-            arguments = (function, argument, environment, rendezvous, threads_per_worker, sender)
-            process = _CONTEXT.Process(target=_work, args=arguments, name=f"rank-{rank}")
-            process.start()
-            sender.close()
-            workers.append((process, receiver))
         try:
+            for rank in range(num_workers):
+                receiver, sender = _CONTEXT.Pipe(duplex=False)
+                environment = WorkerEnvironment(rank, num_workers, "inline")
+                arguments = (function, argument, environment, rendezvous, threads_per_worker, sender)
+                process = _CONTEXT.Process(target=_work, args=arguments, name=f"rank-{rank}")
+                process.start()
+                sender.close()
+                workers.append((process, receiver))
             _wait_for_workers(workers)
         finally:
             _stop([process for process, _ in workers])
@@ -76,25 +76,30 @@ def is_preemption_noticed() -> bool:
 
 
 def _wait_for_workers(workers: list[tuple[BaseProcess, Connection]]) -> None:
-    pending: dict[Any, tuple[int, BaseProcess, Connection]] = {
-        process.sentinel: (rank, process, receiver) for rank, (process, receiver) in enumerate(workers)
-    }
+    pending = list(enumerate(workers))
     while pending:
-        ended = [pending.pop(sentinel) for sentinel in wait_for_any(list(pending))]
-        for rank, process, receiver in ended:
+        # Of a worker that fails, the message comes first: it may not fit into the pipe before somebody reads it.
+        ready = wait_for_any([each for _, (process, receiver) in pending for each in (receiver, process.sentinel)])
+        ended = [(rank, worker) for rank, worker in pending if worker[1] in ready or worker[0].sentinel in ready]
+        pending = [each for each in pending if each not in ended]
+        raised, lost = [], None
+        for rank, (process, receiver) in ended:
+            error = _receive(receiver)
+            if error is not None:
+                raised.append(error)
+                continue
             process.join()
-            raised = _receive(receiver)
-            if raised is not None:
-                raise raised
             if process.exitcode != 0:
-                raise WorkersLost(f"rank {rank} (pid {process.pid}) ended with {process.exitcode}")
+                lost = f"rank {rank} (pid {process.pid}) ended with {process.exitcode}"
+        if raised or lost:
+            raise name_the_cause(raised, lost)
 
 
 def _receive(receiver: Connection) -> Exception | None:
-    """What an ended worker raised; a worker that returned, or was killed, has sent nothing."""
+    """What an ended worker raised; a worker that returned, or was killed, has sent nothing, or not all of it."""
     try:
-        error: Exception = receiver.recv()
-    except EOFError:
+        error: Exception | None = receiver.recv() if receiver.poll() else None
+    except (EOFError, OSError):
         return None
     return error
 
@@ -110,7 +115,7 @@ def _work(
     _follow_parent()
     os.environ["OMP_NUM_THREADS"] = str(threads_per_worker)
     os.environ["MILLRACE_RENDEZVOUS"] = rendezvous
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
     try:
         function(argument, environment)
     except MillraceError as error:

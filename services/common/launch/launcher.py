@@ -6,12 +6,18 @@ Both start the same functions with the same arguments, and both raise what the f
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
+from services.common.errors import MillraceError, WorkersLost
+
 T = TypeVar("T")
 R = TypeVar("R")
+
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,8 @@ class Launcher(Protocol):
     def map_tasks(self, function: Callable[[T], R], items: Sequence[T], num_workers: int) -> Iterator[tuple[int, R]]:
         """Yield (index, function(item)) as tasks finish, with at most `num_workers` at a time.
 
-        `function` is importable and idempotent: a task whose process died runs again.
+        `function` is importable and idempotent: a task whose process died runs again, by Ray or, after the
+        `WorkersLost` that `inline` raises, by the next command.
         """
         ...
 
@@ -40,7 +47,8 @@ class Launcher(Protocol):
     ) -> None:
         """Run `function(argument, environment)` in `num_workers` processes that can form a process group.
 
-        Returns when all returned. Raises the `MillraceError` that a worker raised, or `WorkersLost`.
+        Returns when all returned. Raises the `MillraceError` that a worker raised, or `WorkersLost`; when several
+        failed, what the others failed of.
         """
         ...
 
@@ -49,6 +57,28 @@ class Launcher(Protocol):
         ...
 
 
+def name_the_cause(raised: Sequence[BaseException], lost: str | None) -> BaseException:
+    """One error for a group of failed workers; `lost` says which one died without raising anything, if one did.
+
+    When a worker fails the others fail too, in whatever they were waiting for it with: what they raise comes last.
+    """
+
+    def rank(error: BaseException) -> int:
+        if isinstance(error, WorkersLost):
+            return 3
+        if isinstance(error, MillraceError):
+            return 0
+        return 1 if isinstance(error, OSError) and not isinstance(error, ConnectionError) else 2
+
+    first = min(raised, key=rank, default=None)
+    if first is None or (lost is not None and rank(first) > 1):
+        return WorkersLost(lost or "a worker was lost")
+    return first
+
+
 def choose_launcher(name: str) -> Launcher:
     """The launcher called `name`; Ray is imported when it is the one asked for, so `inline` never needs it."""
+    if name == "ray" and "RAY_ADDRESS" not in os.environ:
+        # Ray reads this when it is imported. A cluster of this machine alone then listens on loopback only.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     return cast(Launcher, importlib.import_module(f"services.common.launch.{name}"))

@@ -20,12 +20,21 @@ import ray
 import ray.exceptions
 
 from services.common.errors import MillraceError, WorkersLost
-from services.common.launch.launcher import R, T, WorkerEnvironment
+from services.common.launch.launcher import LOOPBACK_INTERFACE, R, T, WorkerEnvironment, name_the_cause
 
 logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 128 * 2**20  # only small results travel through it
 GROUP_START_SECONDS = 600.0
+
+# A process or a node was lost, oftener than Ray runs a task again.
+_LOST = (
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.LocalRayletDiedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.ObjectLostError,
+)
 
 
 def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) -> Iterator[tuple[int, R]]:
@@ -44,7 +53,7 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
                 yield running.pop(reference), ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         raise _cause(error) from None
-    except ray.exceptions.WorkerCrashedError as error:
+    except _LOST as error:
         raise WorkersLost(str(error)) from error
     finally:
         for reference in running:
@@ -112,25 +121,20 @@ def _fit(trainer: Any, failures: list[BaseException]) -> None:
         trainer.fit()
     except ray.train.WorkerGroupError as error:
         failures.append(_explain_worker_failures(error))
+    except ray.train.ControllerError as error:
+        is_lost = isinstance(error.controller_failure, ray.exceptions.RayActorError)  # while the group was starting
+        failures.append(WorkersLost(f"Ray lost a worker: {error}") if is_lost else error)
     except Exception as error:  # noqa: BLE001 - handed to the main thread, which raises it
         failures.append(error)
 
 
 def _explain_worker_failures(error: Any) -> Exception:
-    """One error for the group: ours if a worker raised one, else a lost worker, else a bug with its traceback.
-
-    When a worker dies the others fail too, in whatever they were waiting for it with.
-    """
-    raised = [getattr(failure, "_base_exc", failure) for failure in error.worker_failures.values()]
-    ours = [each for each in raised if isinstance(each, MillraceError)]
-    if ours:
-        return min(ours, key=lambda each: isinstance(each, WorkersLost))
-    of_the_system = [each for each in raised if isinstance(each, OSError)]
-    if of_the_system:
-        return of_the_system[0]
-    if any(not hasattr(failure, "_base_exc") for failure in error.worker_failures.values()):
-        return WorkersLost(f"Ray lost a worker: {error}")
-    return RuntimeError(str(error))
+    """One error for the group. A bug comes with Ray's report, which has the worker's traceback."""
+    failures = error.worker_failures.values()
+    # What a worker raised comes as itself; for one that died Ray puts an error of its own.
+    raised = [failure for failure in failures if not type(failure).__module__.startswith("ray.")]
+    cause = name_the_cause(raised, f"Ray lost a worker: {error}" if len(raised) < len(failures) else None)
+    return cause if isinstance(cause, MillraceError | OSError) else RuntimeError(str(error))
 
 
 def _connect(num_cpus: int) -> None:
@@ -142,11 +146,13 @@ def _connect(num_cpus: int) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if "RAY_ADDRESS" not in os.environ:
+        # Else Ray replaces a loopback address by the one at which other machines reach this one.
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
         options |= {
+            "address": "local",  # else Ray joins one that it finds on this machine, such as another command's
             "num_cpus": max(num_cpus, os.cpu_count() or 1),
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
-            "_node_ip_address": "127.0.0.1",
         }
     ray.init(**options, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}})
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -154,7 +160,7 @@ def _connect(num_cpus: int) -> None:
 
 
 def _worker_variables() -> dict[str, str]:
-    return {} if "RAY_ADDRESS" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
+    return {} if "RAY_ADDRESS" in os.environ else {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
 
 
 def _cause(error: ray.exceptions.RayTaskError) -> BaseException:

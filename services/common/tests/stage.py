@@ -1,0 +1,79 @@
+"""A stage in small, run as a program: `python -m services.common.tests.stage BEHAVIOUR [ROOT RECIPE]`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from services.common.artifacts.store import Draft, Workspace
+from services.common.errors import run_stage
+from services.common.launch import inline
+from services.common.recipe import load_recipe
+from services.common.tests import work
+from services.common.tests.builders import fill, publish
+
+
+def main(argv: list[str]) -> int:
+    behaviour, *arguments = argv
+    behaviours = {
+        "publish": publish_much,
+        "wait": wait_for_signal,
+        "bug": bug,
+        "one-line": one_line,
+        "many-lines": many_lines,
+        "lost-pipe": lost_pipe,
+        "workers": workers,
+    }
+    return behaviours[behaviour](arguments)
+
+
+def publish_much(arguments: list[str]) -> int:
+    """Publish a megabyte under the root."""
+    root, recipe = Path(arguments[0]), load_recipe(Path(arguments[1]))
+    publish(root, recipe, build=_fill_with_a_megabyte)
+    return 0
+
+
+def _fill_with_a_megabyte(workspace: Workspace) -> Draft:
+    return fill(workspace, {"large.bin": bytes(2**20)})
+
+
+def wait_for_signal(arguments: list[str]) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
+    print("ready", flush=True)
+    while True:
+        time.sleep(60)
+
+
+def bug(arguments: list[str]) -> int:
+    return {"here": 1}["nowhere"]
+
+
+def one_line(arguments: list[str]) -> int:
+    print("a line")
+    return 0
+
+
+def many_lines(arguments: list[str]) -> int:
+    for number in range(100_000):
+        print("line", number)
+    return 0
+
+
+def lost_pipe(arguments: list[str]) -> int:
+    """Write to a process of our own that has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.write(writer, b"lost")
+    return 0
+
+
+def workers(arguments: list[str]) -> int:
+    inline.run_workers(work.block, Path(arguments[0]), 2, 1)
+    return 0
+
+
+if __name__ == "__main__":
+    run_stage(main)

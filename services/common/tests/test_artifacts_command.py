@@ -1,0 +1,303 @@
+"""`python -m services.common.artifacts verify|show|list|gc`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.common.artifacts.__main__ import main
+from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload
+from services.common.artifacts.lease import hold_lease
+from services.common.artifacts.manifest import MANIFEST
+from services.common.artifacts.store import (
+    CURRENT,
+    LOCK_SUFFIX,
+    PARTIAL_SUFFIX,
+    SCRATCH_SUFFIX,
+    Address,
+    Draft,
+    Workspace,
+    publish_once,
+)
+from services.common.errors import exit_code_of
+from services.common.recipe import Recipe, fingerprint
+from services.common.tests.builders import ID, REPOSITORY, address_in, fill, make_recipe, publish
+
+DEAD_OWNER = {"token": "t", "node": "another machine", "pid": 1, "started": 0.0}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return make_recipe(tmp_path)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "fsx"
+
+
+def run(*arguments: str | Path) -> int:
+    return exit_code_of(lambda: main([str(argument) for argument in arguments]))
+
+
+def leave_dead_lock(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(DEAD_OWNER), encoding="utf-8")
+    os.utime(path, (0, 0))
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "file").touch()
+    return path
+
+
+def publish_a_superseded_one(root: Path, recipe: Recipe) -> Path:
+    """Two artifacts for one recipe: `current.json` names the second."""
+    superseded, _ = publish(root, recipe, "a" * 16)
+    publish(root, recipe, "b" * 16)
+    return superseded.path
+
+
+def test_the_command_runs_as_a_module(root: Path, recipe: Recipe) -> None:
+    publish(root, recipe)
+
+    command = [sys.executable, "-m", "services.common.artifacts", "verify", str(root)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"ok       {address_in(root).path}  compile_cache/1  3 files, 602 bytes")
+
+
+def test_verify_ends_with_3_and_names_what_is_damaged(
+    root: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, _ = publish(root, recipe, "a" * 16)
+    torn, _ = publish(root, recipe, "b" * 16)
+    (torn.path / "three.json").write_bytes(b"[]")
+
+    assert run("verify", root) == 3
+
+    printed = capsys.readouterr()
+    assert f"ok       {whole.path}" in printed.out
+    assert f"DAMAGED  {torn.path}" in printed.out
+    assert "three.json: xxh3-128 is" in printed.err
+
+
+def test_verify_where_nothing_is_published_ends_with_3(tmp_path: Path) -> None:
+    assert run("verify", tmp_path) == 3
+
+
+def test_a_folder_that_does_not_exist_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("list", tmp_path / "nowhere") == 2
+    assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_show_prints_the_manifest_without_the_file_list(
+    root: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    artifact, _ = publish(root, recipe)
+
+    assert run("show", artifact.path) == 0
+
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["files"] == "3 files, 602 bytes"
+    assert shown["content_digest"] == artifact.manifest.content_digest
+    assert shown["recipe"]["name"] == "small"
+
+
+def test_an_artifact_of_an_unknown_kind_ends_with_3(
+    root: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    artifact, _ = publish(root, recipe)
+    raw = json.loads((artifact.path / MANIFEST).read_text()) | {"schema": "song/1"}
+    del raw["seal"]
+    (artifact.path / MANIFEST).write_text(json.dumps({**raw, "seal": fingerprint(raw)}))
+
+    assert run("show", artifact.path) == 3
+    assert "schema 'song/1', this program reads corpus/1, compile_cache/1, checkpoint/1" in capsys.readouterr().err
+
+
+def test_list_shows_what_is_published_and_nothing_else(
+    root: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    artifact, _ = publish(root, recipe)
+    partial = make_folder(artifact.path.with_name(f"f{PARTIAL_SUFFIX}"))
+    (partial / MANIFEST).write_bytes((artifact.path / MANIFEST).read_bytes())
+
+    assert run("list", root) == 0
+
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "compile_cache/1" in line
+    assert line.endswith(str(artifact.path))
+
+
+def test_list_shows_what_is_whole_beside_a_damaged_manifest(
+    root: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, _ = publish(root, recipe, "a" * 16)
+    torn, _ = publish(root, recipe, "b" * 16)
+    (torn.path / MANIFEST).write_bytes(b"{")
+
+    assert run("list", root) == 3
+
+    printed = capsys.readouterr()
+    assert printed.out.strip().endswith(str(whole.path))
+    assert str(torn.path) in printed.err
+
+
+def test_gc_removes_what_dead_writers_left(root: Path, recipe: Recipe) -> None:
+    artifact, _ = publish(root, recipe)
+    shelf = artifact.path.parent
+    left = [
+        make_folder(shelf / f"dead{PARTIAL_SUFFIX}"),
+        make_folder(shelf / f"dead{SCRATCH_SUFFIX}"),
+        make_folder(root / "checkpoint" / "run-1" / f"step-00000005{PARTIAL_SUFFIX}"),
+        shelf / f"dead{LOCK_SUFFIX}",
+        root / "run" / f"run-1{LOCK_SUFFIX}",
+        shelf / ".current.json.123.tmp",
+        shelf / f".dead{LOCK_SUFFIX}.0123",
+    ]
+    for path in left[3:]:
+        leave_dead_lock(path)
+
+    assert run("gc", root) == 0
+
+    assert [path for path in left if path.exists()] == []
+    assert sorted(path.name for path in shelf.iterdir()) == [ID, CURRENT]
+
+
+def test_gc_leaves_alone_what_a_live_lease_holds(root: Path, recipe: Recipe) -> None:
+    seen = []
+
+    def build(workspace: Workspace) -> Draft:
+        draft = fill(workspace)
+        (workspace.scratch / "work").touch()
+        assert run("gc", root) == 0
+        assert run("gc", root, "--unreferenced", "--yes") == 0
+        seen.append((workspace.scratch / "work").exists())
+        return draft
+
+    _, is_new = publish(root, recipe, build=build)
+
+    assert is_new
+    assert seen == [True]
+
+
+def test_gc_leaves_alone_the_checkpoint_that_a_live_run_is_writing(root: Path) -> None:
+    partial = make_folder(root / "checkpoint" / "run-1" / f"step-00000005{PARTIAL_SUFFIX}")
+    (root / "run").mkdir()
+    with hold_lease(root / "run" / f"run-1{LOCK_SUFFIX}"):
+        run("gc", root)
+
+        assert (partial / "file").exists()
+
+
+def test_gc_leaves_alone_what_is_inside_of_an_artifact(root: Path, recipe: Recipe) -> None:
+    """Compilers keep lock files in their caches."""
+    files = {f"graphs/locks/one{LOCK_SUFFIX}": b"", f"graphs/two{PARTIAL_SUFFIX}/three": b""}
+    artifact, _ = publish(root, recipe, build=lambda workspace: fill(workspace, files))
+    for name in files:
+        os.utime(artifact.path / name, (0, 0))
+
+    run("gc", root)
+
+    assert run("verify", root) == 0
+
+
+def test_gc_refuses_a_folder_that_is_no_root(tmp_path: Path) -> None:
+    leave_dead_lock(tmp_path / f"poetry{LOCK_SUFFIX}")
+
+    assert run("gc", tmp_path) == 2
+    assert (tmp_path / f"poetry{LOCK_SUFFIX}").exists()
+
+
+def test_gc_keeps_published_artifacts_unless_it_is_asked(root: Path, recipe: Recipe) -> None:
+    superseded = publish_a_superseded_one(root, recipe)
+
+    run("gc", root)
+
+    assert (superseded / MANIFEST).exists()
+
+
+def test_gc_of_the_unreferenced_first_shows_what_it_would_remove(
+    root: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    superseded = publish_a_superseded_one(root, recipe)
+
+    assert run("gc", root, "--unreferenced") == 0
+
+    assert f"would remove {superseded}\n" in capsys.readouterr().out
+    assert (superseded / MANIFEST).exists()
+
+
+def test_gc_of_the_unreferenced_keeps_what_current_json_names(root: Path, recipe: Recipe) -> None:
+    superseded = publish_a_superseded_one(root, recipe)
+
+    assert run("gc", root, "--unreferenced", "--yes") == 0
+
+    assert not superseded.exists()
+    assert (superseded.with_name("b" * 16) / MANIFEST).exists()
+
+
+def test_gc_keeps_what_another_manifest_is_made_from(root: Path, recipe: Recipe) -> None:
+    superseded, _ = publish(root, recipe, "a" * 16)
+    link = superseded.manifest.link(superseded.path)
+    publish(root, recipe, "b" * 16, build=lambda workspace: fill(workspace, inputs=(link,)))
+
+    run("gc", root, "--unreferenced", "--yes")
+
+    assert superseded.path.exists()
+
+
+def test_gc_keeps_what_a_run_uses(root: Path, recipe: Recipe) -> None:
+    superseded = publish_a_superseded_one(root, recipe)
+    run_file = make_folder(root / "run" / "run-1") / "run.json"
+    run_file.write_text(json.dumps({"artifacts": {"compile_cache": superseded.name}}), encoding="utf-8")
+
+    run("gc", root, "--unreferenced", "--yes")
+
+    assert superseded.exists()
+
+
+def test_gc_keeps_an_artifact_that_a_stage_holds(root: Path, recipe: Recipe) -> None:
+    superseded = publish_a_superseded_one(root, recipe)
+    with hold_lease(superseded.with_name(superseded.name + LOCK_SUFFIX)):
+        run("gc", root, "--unreferenced", "--yes")
+
+        assert superseded.exists()
+
+
+@pytest.mark.parametrize("damaged", ["manifest", "run.json"])
+def test_gc_removes_nothing_while_it_cannot_tell_what_is_referred_to(root: Path, recipe: Recipe, damaged: str) -> None:
+    superseded = publish_a_superseded_one(root, recipe)
+    run_file = make_folder(root / "run" / "run-1") / "run.json"
+    run_file.write_text('{"artifacts": {}}', encoding="utf-8")
+    torn = run_file if damaged == "run.json" else superseded.with_name("b" * 16) / MANIFEST
+    torn.write_bytes(b"{")
+
+    assert run("gc", root, "--unreferenced", "--yes") == 3
+
+    assert superseded.exists()
+
+
+def test_gc_keeps_checkpoints(root: Path, recipe: Recipe) -> None:
+    def build(workspace: Workspace) -> Draft:
+        fill(workspace)
+        payload = CheckpointPayload(
+            step=5, tokens=1, skipped_steps=0, data_parallel_size=1, program_fingerprint="eager", waivers=()
+        )
+        return Draft(payload)
+
+    address = Address(root, "checkpoint", "run-1", "step-00000005")
+    checkpoint, _ = publish_once(address, CheckpointManifest, "trainer", recipe, build)
+    (checkpoint.path.parent / CURRENT).unlink()
+
+    run("gc", root, "--unreferenced", "--yes")
+
+    assert run("verify", checkpoint.path) == 0

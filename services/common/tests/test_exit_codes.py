@@ -1,0 +1,163 @@
+"""How a program of ours ends, seen from outside: exit code and message."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.common.artifacts.store import published_ids
+from services.common.errors import (
+    ArtifactError,
+    DeviceError,
+    MillraceError,
+    RecipeError,
+    StorageError,
+    TryAgain,
+    WorkersLost,
+    exit_code_of,
+    explain_storage_error,
+)
+from services.common.tests.builders import REPOSITORY, address_in, write_recipe
+
+STAGE = [sys.executable, "-m", "services.common.tests.stage"]
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*STAGE, *map(str, arguments)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_with_mount(options: str, root: Path, *arguments: str | Path) -> tuple[int, str]:
+    """Exit code and stderr of the stage with a tmpfs mounted at `root`, which nobody else sees."""
+    unshare = ["unshare", "--map-root-user", "--mount"]
+    if not shutil.which("unshare") or subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs `unshare --map-root-user --mount`, to mount a small file system")
+    root.mkdir()
+    script = f'mount -t tmpfs -o {options} tmpfs "$0" && exec "$@"'
+    command = [*unshare, "sh", "-c", script, str(root), *STAGE, *map(str, arguments)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [(RecipeError, 2), (ArtifactError, 3), (DeviceError, 4), (StorageError, 5), (TryAgain, 75), (WorkersLost, 75)],
+)
+def test_every_error_has_its_exit_code_and_prints_its_message(
+    error: type[MillraceError], exit_code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> int:
+        raise error("what, where and the next command")
+
+    assert exit_code_of(work) == exit_code
+    assert capsys.readouterr().err == "millrace: what, where and the next command\n"
+
+
+def test_a_full_disk_ends_with_5_and_says_where(tmp_path: Path) -> None:
+    root, recipe = tmp_path / "full", write_recipe(tmp_path)
+
+    exit_code, printed = run_with_mount("size=512k", root, "publish", root, recipe)
+
+    assert exit_code == 5
+    assert "No space left on device" in printed
+    assert str(root) in printed
+    assert "Free some space or pass another --root" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_read_only_file_system_ends_with_5(tmp_path: Path) -> None:
+    root, recipe = tmp_path / "read-only", write_recipe(tmp_path)
+
+    exit_code, printed = run_with_mount("ro", root, "publish", root, recipe)
+
+    assert exit_code == 5
+    assert "Read-only file system" in printed
+    assert "Pass a --root that this user can write to" in printed
+
+
+def test_a_root_that_is_a_file_ends_with_5(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+
+    stage = start("publish", recipe / "fsx", recipe)
+    _, printed = stage.communicate()
+
+    assert stage.returncode == 5
+    assert "Not a directory" in printed
+
+
+def test_a_storage_error_below_a_folder_that_may_not_be_read_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "disk_usage", refuse)
+
+    error = explain_storage_error(PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "secret" / "file")))
+
+    assert str(error).startswith(f"{tmp_path}/secret/file: Permission denied.")
+
+
+def test_a_publishing_stage_ends_with_0(tmp_path: Path) -> None:
+    stage = start("publish", tmp_path / "fsx", write_recipe(tmp_path))
+    stage.communicate()
+
+    assert stage.returncode == 0
+    assert len(published_ids(address_in(tmp_path / "fsx").shelf)) == 1
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_has_its_exit_code_and_no_traceback(number: signal.Signals, exit_code: int) -> None:
+    stage = start("wait")
+    assert stage.stdout is not None
+    assert stage.stdout.readline() == "ready\n"
+    stage.send_signal(number)
+    _, printed = stage.communicate()
+
+    assert stage.returncode == exit_code
+    assert printed.startswith("millrace: ")
+    assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(("behaviour", "named"), [("bug", "KeyError: 'nowhere'"), ("lost-pipe", "BrokenPipeError")])
+def test_a_bug_keeps_its_traceback_and_ends_with_1(behaviour: str, named: str) -> None:
+    stage = start(behaviour)
+    _, printed = stage.communicate()
+
+    assert stage.returncode == 1
+    assert "Traceback" in printed
+    assert named in printed
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    stage = start("many-lines")
+    assert stage.stdout is not None
+    assert stage.stderr is not None
+    stage.stdout.readline()
+    stage.stdout.close()
+
+    assert stage.stderr.read() == ""
+    assert stage.wait() == 0
+
+
+def test_a_reader_that_has_gone_before_the_first_line_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    stage = subprocess.Popen([*STAGE, "one-line"], cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    _, printed = stage.communicate()
+
+    assert printed == b""
+    assert stage.returncode == 0

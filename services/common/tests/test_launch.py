@@ -1,0 +1,128 @@
+"""Tasks and workers: their results come back, their errors come back as themselves, and none outlives its parent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.common.errors import ArtifactError, TryAgain, WorkersLost
+from services.common.launch import inline
+from services.common.launch.launcher import choose_launcher, name_the_cause
+from services.common.tests import work
+from services.common.tests.builders import REPOSITORY, wait_until
+
+LOST = WorkersLost("a peer was lost")
+DAMAGE = ArtifactError("damage")
+BUG = KeyError("bug")
+DISK = OSError(28, "No space left on device")
+RESET = ConnectionResetError("by peer")
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_tasks_give_their_results_for_any_number_of_workers(num_workers: int) -> None:
+    results = dict(inline.map_tasks(work.square, range(5), num_workers))
+
+    assert results == {0: 0, 1: 1, 2: 4, 3: 9, 4: 16}
+
+
+def test_no_tasks_give_no_results() -> None:
+    assert list(inline.map_tasks(work.square, [], 2)) == []
+
+
+def test_the_error_of_a_task_comes_back_without_waiting_for_the_others() -> None:
+    with pytest.raises(ArtifactError, match="task 1 found damage"):
+        list(inline.map_tasks(work.fail_or_block, [0, 1], 2))
+
+
+def test_a_killed_task_is_a_lost_worker() -> None:
+    with pytest.raises(WorkersLost):
+        list(inline.map_tasks(work.die_or_square, [0, 1, 2], 2))
+
+
+def test_workers_know_their_rank(tmp_path: Path) -> None:
+    inline.run_workers(work.write_rank, tmp_path, 2, 1)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-of-2", "1-of-2"]
+
+
+@pytest.mark.parametrize("message", ["rank 1 found damage", "much " * 100_000])
+def test_the_error_of_a_worker_comes_back_as_itself(message: str) -> None:
+    with pytest.raises(ArtifactError) as caught:
+        inline.run_workers(work.raise_on_last_rank, message, 2, 1)
+
+    assert str(caught.value) == message
+
+
+def test_a_bug_of_a_worker_comes_back_as_itself() -> None:
+    with pytest.raises(KeyError, match="bug"):
+        inline.run_workers(work.fail_with_a_bug, None, 1, 1)
+
+
+def test_a_killed_worker_ends_the_group() -> None:
+    with pytest.raises(WorkersLost, match=r"rank 1 \(pid \d+\) ended with -9"):
+        inline.run_workers(work.die_on_last_rank, None, 2, 1)
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that has started two workers."""
+    command = [sys.executable, "-m", "services.common.tests.stage", "workers", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=REPOSITORY)
+    wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path, parent: subprocess.Popen[bytes]) -> None:
+    workers = [psutil.Process(int(path.name.removeprefix("pid-"))) for path in tmp_path.glob("pid-*")]
+    parent.kill()
+
+    wait_until(lambda: not any(worker.is_running() for worker in workers))
+
+
+@pytest.mark.parametrize(
+    ("raised", "lost", "expected"),
+    [
+        ([LOST, DAMAGE], None, DAMAGE),
+        ([LOST, BUG], None, BUG),
+        ([RESET, DISK], None, DISK),
+        ([BUG, DAMAGE], "rank 2", DAMAGE),
+        ([LOST], None, LOST),
+    ],
+)
+def test_of_several_failures_the_one_that_caused_the_others_is_raised(
+    raised: list[Exception], lost: str | None, expected: Exception
+) -> None:
+    assert name_the_cause(raised, lost) is expected
+
+
+@pytest.mark.parametrize("raised", [[], [LOST], [RESET], [RuntimeError("connection closed")]])
+def test_a_dead_worker_explains_what_its_peers_raise(raised: list[Exception]) -> None:
+    cause = name_the_cause(raised, "rank 1 ended with -9")
+
+    assert isinstance(cause, TryAgain)
+    assert str(cause) == "rank 1 ended with -9"
+
+
+def test_ray_keeps_the_same_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One test, because starting Ray takes longer than all the others."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    launcher = choose_launcher("ray")
+    try:
+        assert dict(launcher.map_tasks(work.square, range(3), 2)) == {0: 0, 1: 1, 2: 4}
+        assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
+        with pytest.raises(ArtifactError, match="task 1 found damage"):
+            list(launcher.map_tasks(work.fail_or_block, [0, 1], 2))
+        with pytest.raises(ArtifactError, match="a worker found damage"):
+            launcher.run_workers(work.raise_on_last_rank, "a worker found damage", 1, 1)
+        with pytest.raises(WorkersLost):
+            launcher.run_workers(work.die_on_last_rank, None, 1, 1)
+    finally:
+        ray.shutdown()

@@ -1,0 +1,358 @@
+"""A recipe is checked before anything runs, and its identity is what ids are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from services.common.artifacts.store import artifact_id
+from services.common.command_line import StageParser
+from services.common.derived import derive, describe
+from services.common.errors import RecipeError
+from services.common.presets import MODEL_PRESETS
+from services.common.recipe import Identity, Kind, Model, Recipe, identity, load_recipe
+from services.common.tests.builders import RECIPE, make_recipe, write_recipe
+
+KINDS: tuple[Kind, ...] = ("corpus", "compile_cache", "checkpoint")
+
+# For every field that an override can change: another legal value, and the kinds whose id it decides.
+FIELDS: dict[str, tuple[str, str]] = {
+    "name": ("other", ""),
+    "corpus.name": ("other", ""),
+    "corpus.sources": ('[{ uri = "elsewhere" }]', "corpus"),
+    "corpus.sequence_length": ("32", "corpus compile_cache checkpoint"),
+    "corpus.rows_per_shard": ("7", "corpus"),
+    "corpus.validation_fraction": ("0.5", "corpus"),
+    "corpus.invalid_utf8": ("reject", "corpus"),
+    "corpus.split_bytes": ("1000", ""),
+    "tokenizer.train.max_bytes": ("1000", "corpus"),
+    "tokenizer.num_workers": ("5", ""),
+    "model.preset": ("llama2-7b", ""),
+    "model.hidden_size": ("32", "compile_cache checkpoint"),
+    "model.intermediate_size": ("64", "compile_cache checkpoint"),
+    "model.num_hidden_layers": ("3", "compile_cache checkpoint"),
+    "model.num_attention_heads": ("4", "compile_cache checkpoint"),
+    "model.num_key_value_heads": ("2", "compile_cache checkpoint"),
+    "model.rms_norm_eps": ("1e-6", "compile_cache checkpoint"),
+    "model.rope_theta": ("5e5", "compile_cache checkpoint"),
+    "model.rope_scaling": (
+        "{ factor = 8, low_freq_factor = 1, high_freq_factor = 4, original_max_position_embeddings = 16 }",
+        "compile_cache checkpoint",
+    ),
+    "model.tie_word_embeddings": ("true", "compile_cache checkpoint"),
+    "model.initializer_range": ("0.1", "compile_cache checkpoint"),
+    "parallel.data_parallel_size": ("2", ""),
+    "parallel.threads_per_worker": ("2", "compile_cache"),
+    "batch.micro_batch_size": ("4", "compile_cache checkpoint"),
+    "batch.global_batch_size": ("16", "checkpoint"),
+    "batch.loss_chunk_tokens": ("8", "compile_cache checkpoint"),
+    "optimizer.learning_rate": ("0.5", "checkpoint"),
+    "optimizer.min_learning_rate": ("0", "checkpoint"),
+    "optimizer.warmup_steps": ("3", "checkpoint"),
+    "optimizer.decay_steps": ("30", "checkpoint"),
+    "optimizer.beta1": ("0.8", "compile_cache checkpoint"),
+    "optimizer.beta2": ("0.99", "compile_cache checkpoint"),
+    "optimizer.epsilon": ("1e-6", "compile_cache checkpoint"),
+    "optimizer.weight_decay": ("0", "compile_cache checkpoint"),
+    "optimizer.max_grad_norm": ("2", "compile_cache checkpoint"),
+    "compile.enabled": ("false", "checkpoint"),
+    "compile.require_warm": ("true", ""),
+    "train.max_steps": ("21", ""),
+    "train.seed": ("1", "checkpoint"),
+    "train.dtype": ("bfloat16", "compile_cache checkpoint"),
+    "train.reduction": ("fast", "checkpoint"),
+    "train.evaluation_interval_steps": ("7", ""),
+    "train.evaluation_batches": ("7", ""),
+    "train.time_limit_seconds": ("7", ""),
+    "train.max_restarts": ("7", ""),
+    "checkpoint.interval_steps": ("7", ""),
+    "checkpoint.keep_latest": ("7", ""),
+    "checkpoint.keep_interval_steps": ("7", ""),
+}
+# tensor_parallel_size has one legal value; the vocabulary's fields change together (below).
+NOT_ALONE = {
+    "parallel.tensor_parallel_size",
+    "tokenizer.model",
+    "tokenizer.train",
+    "tokenizer.train.vocab_size",
+    "model.vocab_size",
+}
+
+
+def load(folder: Path, overrides: dict[str, str], text: str = RECIPE) -> Recipe:
+    return load_recipe(write_recipe(folder, text), overrides)
+
+
+def all_fields(section: type[BaseModel] = Recipe, prefix: str = "") -> set[str]:
+    names = set()
+    for name, field in section.model_fields.items():
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        nested = [each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)]
+        if nested and name not in {"sources", "rope_scaling"}:
+            names |= all_fields(nested[0], f"{prefix}{name}.")
+            if name != "train" or not prefix:
+                continue
+        names.add(prefix + name)
+    return names
+
+
+def test_a_recipe_is_read_with_its_defaults(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+
+    assert (recipe.name, recipe.optimizer.learning_rate, recipe.corpus.rows_per_shard) == ("small", 1e-2, 32_768)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("train.max_steps", "500", 500),
+        ("optimizer.learning_rate", "3e-2", 3e-2),
+        ("optimizer.weight_decay", "0", 0.0),
+        ("compile.enabled", "false", False),
+        ("corpus.name", "other-corpus", "other-corpus"),
+        ("corpus.name", '"quoted"', "quoted"),
+        ("checkpoint.keep_interval_steps", "50", 50),
+    ],
+)
+def test_an_override_beats_the_file(tmp_path: Path, key: str, text: str, expected: object) -> None:
+    value = load(tmp_path, {key: text})
+    for part in key.split("."):
+        value = getattr(value, part)
+
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_the_environment_is_never_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = make_recipe(tmp_path)
+    for name in ("NAME", "name", "TRAIN__MAX_STEPS", "MILLRACE_NAME", "train.max_steps", "MAX_STEPS"):
+        monkeypatch.setenv(name, "999")
+
+    assert make_recipe(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("train.max_step", "unknown key 'train.max_step'. Did you mean 'train.max_steps'?"),
+        ("trian.max_steps", "unknown key 'trian'. Did you mean 'train'?"),
+        ("model.max_steps", "unknown key 'model.max_steps'. Did you mean 'train.max_steps'?"),
+        ("tokenizer.train.vocab_sizes", "Did you mean 'tokenizer.train.vocab_size'?"),
+        ("compile.zzz", "unknown key 'compile.zzz'. Known here: enabled, require_warm."),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(tmp_path: Path, key: str, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path, {key: "1"})
+
+    assert message in str(caught.value)
+    assert str(tmp_path / "small.toml") in str(caught.value)
+
+
+def test_an_unknown_key_of_a_source_names_the_nearest_known_one(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"unknown key 'corpus.sources.0.url'. Did you mean 'corpus.sources.0.uri'\?"):
+        load(tmp_path, {"corpus.sources": '[{ url = "nowhere" }]'})
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("train.max_steps", '"500"', "train.max_steps: got '500', expected: a valid integer"),
+        ("train.max_steps", "5.5", "train.max_steps: got 5.5, expected: a valid integer"),
+        ("train.max_steps", "0", "train.max_steps: got 0, expected: greater than 0"),
+        ("compile.enabled", "1", "compile.enabled: got 1, expected: a valid boolean"),
+        ("corpus.name", "2024", "corpus.name: got 2024, expected: a valid string"),
+        ("corpus.name", "../up", "corpus.name: got '../up', expected:"),
+        ("corpus.validation_fraction", "1", "expected: less than 1"),
+        ("optimizer.learning_rate", "inf", "optimizer.learning_rate: got inf, expected: a finite number"),
+        ("optimizer.learning_rate", "nan", "optimizer.learning_rate: got nan, expected: a finite number"),
+        ("train.dtype", "float16", "train.dtype: got 'float16', expected: 'float32' or 'bfloat16'"),
+        ("model.preset", '["llama2-7b"]', "model.preset: got ['llama2-7b'], expected: a valid string"),
+        ("corpus.sources", "[]", "corpus.sources: got [], expected:"),
+        ("corpus.sources.uri", "x", "--corpus.sources.uri: sources is a value, not a section."),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_shown_with_what_was_expected(
+    tmp_path: Path, key: str, text: str, message: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path, {key: text})
+
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"batch.global_batch_size": "7"}, "batch.global_batch_size 7 must be a multiple of batch.micro_batch_size 2"),
+        ({"parallel.data_parallel_size": "3"}, "4 micro-batches per step .* parallel.data_parallel_size 3"),
+        ({"batch.global_batch_size": "12", "parallel.data_parallel_size": "3"}, "needs a power of two of them, got 6"),
+        ({"tokenizer.train.vocab_size": "301"}, "tokenizer.train.vocab_size 301 and model.vocab_size 300 differ"),
+        ({"optimizer.min_learning_rate": "1"}, "optimizer.min_learning_rate 1.0 exceeds optimizer.learning_rate 0.01"),
+        ({"optimizer.warmup_steps": "20"}, "optimizer.warmup_steps 20 must be below optimizer.decay_steps 20"),
+        ({"tokenizer.model": "a.model"}, "give exactly one of tokenizer.model"),
+        ({"model.num_attention_heads": "3"}, "hidden_size 16 must be an even multiple of num_attention_heads 3"),
+        ({"model.num_attention_heads": "16"}, "hidden_size 16 must be an even multiple of num_attention_heads 16"),
+        (
+            {"model.num_attention_heads": "4", "model.num_key_value_heads": "3"},
+            "num_attention_heads 4 must be a multiple of num_key_value_heads 3",
+        ),
+        ({"model.preset": "llama9"}, "unknown preset 'llama9'; known: llama2-7b, llama2-13b, llama3-8b, llama3.1-8b"),
+    ],
+)
+def test_sections_that_disagree_are_refused_with_both_values(
+    tmp_path: Path, overrides: dict[str, str], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load(tmp_path, overrides)
+
+
+def test_the_fast_reduction_takes_any_number_of_micro_batches(tmp_path: Path) -> None:
+    overrides = {"batch.global_batch_size": "12", "parallel.data_parallel_size": "3", "train.reduction": "fast"}
+
+    assert load(tmp_path, overrides).batch.num_micro_batches == 6
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"name = ", "not a TOML file"),
+        (b"\xff", "not a TOML file"),
+        (b"", "name: missing. Every recipe needs it"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content)
+
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("absent.toml", "no such recipe"), (".", "cannot be read"), ("small.toml/x", "cannot be read")],
+)
+def test_a_path_that_cannot_be_read_is_a_recipe_error(tmp_path: Path, name: str, message: str) -> None:
+    write_recipe(tmp_path)
+
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(tmp_path / name)
+
+
+# The published sizes, of these repositories' config.json: meta-llama/Llama-2-7b-hf, -13b-hf, Meta-Llama-3-8B, 3.1-8B.
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [
+        ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3.1-8b", 8_030_261_248),
+    ],
+)
+def test_a_preset_has_the_published_number_of_parameters(preset: str, parameters: int) -> None:
+    assert Model.model_validate({"preset": preset}).num_parameters == parameters
+
+
+def test_a_key_beside_a_preset_overrides_it() -> None:
+    model = Model.model_validate({"preset": "llama2-7b", "num_hidden_layers": 2})
+
+    assert (model.num_hidden_layers, model.hidden_size) == (2, 4096)
+
+
+def test_every_field_is_either_tested_for_identity_or_excused() -> None:
+    assert all_fields() == FIELDS.keys() | NOT_ALONE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("key", FIELDS)
+def test_an_id_changes_with_its_marked_fields_alone(tmp_path: Path, key: str, kind: Kind) -> None:
+    text, decided = FIELDS[key]
+    before, after = load(tmp_path, {}), load(tmp_path, {key: text})
+    assert before != after
+
+    is_changed = artifact_id(before, kind, 1, []) != artifact_id(after, kind, 1, [])
+
+    assert is_changed == (kind in decided.split())
+
+
+def test_the_vocabulary_decides_the_corpus_and_the_program(tmp_path: Path) -> None:
+    before = load(tmp_path, {})
+    after = load(tmp_path, {"tokenizer.train.vocab_size": "400", "model.vocab_size": "400"})
+
+    assert all(identity(before, kind) != identity(after, kind) for kind in KINDS)
+
+
+def test_a_preset_and_its_values_written_out_are_one_identity(tmp_path: Path) -> None:
+    sizes = MODEL_PRESETS["llama2-7b"]
+    vocabulary = {"tokenizer.train.vocab_size": str(sizes["vocab_size"])}
+    head, rest = RECIPE.split("[model]\n")
+    recipe = head.replace("{", "{{").replace("}", "}}") + "[model]\n{}[batch]" + rest.split("[batch]")[1]
+
+    by_preset = load(tmp_path, vocabulary, recipe.format('preset = "llama2-7b"\n'))
+    written_out = load(tmp_path, vocabulary, recipe.format("".join(f"{key} = {sizes[key]}\n" for key in sizes)))
+
+    assert identity(by_preset, "checkpoint") == identity(written_out, "checkpoint")
+
+
+def test_an_integer_written_for_a_real_number_is_the_same_identity(tmp_path: Path) -> None:
+    one, other = load(tmp_path, {"optimizer.max_grad_norm": "2"}), load(tmp_path, {"optimizer.max_grad_norm": "2.0"})
+
+    assert artifact_id(one, "checkpoint", 1, []) == artifact_id(other, "checkpoint", 1, [])
+
+
+@pytest.mark.parametrize(("content_version", "inputs"), [(2, ["a"]), (1, ["b"]), (1, ["a", "b"])])
+def test_an_id_depends_on_inputs_and_content_version(tmp_path: Path, content_version: int, inputs: list[str]) -> None:
+    recipe = make_recipe(tmp_path)
+
+    assert artifact_id(recipe, "corpus", content_version, inputs) != artifact_id(recipe, "corpus", 1, ["a"])
+
+
+def test_every_identity_mark_names_known_kinds() -> None:
+    def marks(section: type[BaseModel]) -> list[Identity]:
+        found = []
+        for field in section.model_fields.values():
+            found += [mark for mark in field.metadata if isinstance(mark, Identity)]
+            for each in [field.annotation, *getattr(field.annotation, "__args__", ())]:
+                if isinstance(each, type) and issubclass(each, BaseModel):
+                    found += marks(each)
+        return found
+
+    assert {kind for mark in marks(Recipe) for kind in mark.kinds} == set(KINDS)
+
+
+def test_the_command_line_overrides_the_recipe(tmp_path: Path) -> None:
+    parser = StageParser("trainer", "Train.")
+
+    arguments, recipe = parser.parse(["--recipe", str(write_recipe(tmp_path)), "--train.max_steps=7", "--root=data"])
+
+    assert recipe.train.max_steps == 7
+    assert arguments.root == Path.cwd() / "data"
+
+
+@pytest.mark.parametrize("wrong", ["--train.max_steps", "train.max_steps=7", "--max_steps=7", "--rec=x"])
+def test_what_the_command_line_does_not_know_is_a_recipe_error(tmp_path: Path, wrong: str) -> None:
+    with pytest.raises(RecipeError, match=r"a recipe override reads --section.key=value"):
+        StageParser("trainer", "Train.").parse(["--recipe", str(write_recipe(tmp_path)), wrong])
+
+
+def test_a_command_line_without_a_recipe_is_a_recipe_error() -> None:
+    with pytest.raises(RecipeError, match="--recipe"):
+        StageParser("trainer", "Train.").parse([])
+
+
+def test_derived_numbers_follow_from_the_recipe(tmp_path: Path) -> None:
+    rows = derive(make_recipe(tmp_path, parallel__data_parallel_size="2"), None)
+
+    assert rows["tokens per step"] == "128"
+    assert rows["tokens in max_steps"] == "2,560"
+    assert rows["micro-batches per step"] == "4 (2 per worker)"
+
+
+def test_a_dry_run_shows_the_resolved_recipe(tmp_path: Path) -> None:
+    shown = describe(make_recipe(tmp_path), None)
+
+    assert '"rows_per_shard": 32768' in shown
+    assert "steps per epoch" in shown

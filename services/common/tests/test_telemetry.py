@@ -1,0 +1,103 @@
+"""What programs say while they work."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.common import telemetry
+from services.common.telemetry import JsonLines, Stopwatch, configure_logging, read_json_lines, show_progress
+
+
+@pytest.fixture
+def _logging_as_before() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("services")
+    handlers, levels = root.handlers[:], (root.level, ours.level)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+
+
+def test_records_are_read_as_they_were_appended(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "logs" / "metrics.jsonl")
+    records = [{"step": step, "note": "ü\n"} for step in range(3)]
+    for record in records:
+        lines.append(record)
+
+    assert read_json_lines(tmp_path / "logs" / "metrics.jsonl") == records
+    lines.close()
+
+
+def test_a_file_that_is_not_there_has_no_records(tmp_path: Path) -> None:
+    assert read_json_lines(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"step": 2}', b"\0\0\0"])
+def test_a_record_that_a_killed_writer_did_not_finish_is_not_read(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + torn)
+
+    assert read_json_lines(path) == [{"step": 1}]
+
+
+@pytest.mark.parametrize("before", [b"", b"{", b'{"step": 1}\n', b'{"step": 1}\n{"st'])
+def test_the_next_writer_continues_after_the_last_whole_record(tmp_path: Path, before: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(before)
+    lines = JsonLines(path)
+    lines.append({"step": 2})
+    lines.close()
+
+    assert read_json_lines(path) == ([{"step": 1}] if b"\n" in before else []) + [{"step": 2}]
+
+
+def test_without_a_terminal_progress_is_plain_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry, "PLAIN_PROGRESS_SECONDS", 0.0)
+    with show_progress("encode", 2_000, "bytes") as progress:
+        progress.advance_to(1_000, "half")
+        progress.advance_to(2_000)
+
+    assert capsys.readouterr().err == "encode: 1,000/2,000 bytes half\nencode: 2,000/2,000 bytes\n"
+
+
+def test_frequent_progress_is_one_line_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry, "PLAIN_PROGRESS_SECONDS", 1e9)
+    with show_progress("encode", 100, "bytes") as progress:
+        for done in range(101):
+            progress.advance_to(done)
+
+    assert capsys.readouterr().err == "encode: 100/100 bytes\n"
+
+
+def test_a_stopwatch_keeps_phases_in_order() -> None:
+    stopwatch = Stopwatch()
+    with stopwatch.phase("plan"):
+        pass
+    with stopwatch.phase("encode"):
+        pass
+
+    assert [phase.name for phase in stopwatch.phases] == ["plan", "encode"]
+
+
+@pytest.mark.usefixtures("_logging_as_before")
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(None, ["info", "warning"]), (0, ["info", "warning"]), (1, ["warning"])]
+)
+def test_ranks_other_than_0_report_warnings_alone(tmp_path: Path, rank: int | None, expected: list[str]) -> None:
+    configure_logging("trainer", rank=rank, file=tmp_path / "log")
+    logging.getLogger("services.trainer").info("info")
+    logging.getLogger("services.trainer").warning("warning")
+    logging.getLogger("third.party").info("chatter")
+
+    lines = (tmp_path / "log").read_text().splitlines()
+
+    assert [line.split()[-1] for line in lines] == expected
+    assert rank is None or f"trainer rank={rank}" in lines[0]

@@ -1,0 +1,54 @@
+"""What the tests let tasks and workers do; importable, so that other processes find it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+from services.common.errors import ArtifactError
+from services.common.launch.launcher import WorkerEnvironment
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def fail_or_block(number: int) -> int:
+    """Task 1 fails; the others would go on for ever."""
+    if number == 1:
+        raise ArtifactError("task 1 found damage")
+    threading.Event().wait()
+    return number
+
+
+def die_or_square(number: int) -> int:
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return square(number)
+
+
+def write_rank(folder: Path, environment: WorkerEnvironment) -> None:
+    (folder / f"{environment.rank}-of-{environment.world_size}").touch()
+
+
+def raise_on_last_rank(message: str, environment: WorkerEnvironment) -> None:
+    if environment.rank == environment.world_size - 1:
+        raise ArtifactError(message)
+    threading.Event().wait()
+
+
+def fail_with_a_bug(argument: None, environment: WorkerEnvironment) -> None:
+    raise KeyError("bug")
+
+
+def die_on_last_rank(argument: None, environment: WorkerEnvironment) -> None:
+    if environment.rank == environment.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+def block(folder: Path, environment: WorkerEnvironment) -> None:
+    (folder / f"pid-{os.getpid()}").touch()
+    threading.Event().wait()

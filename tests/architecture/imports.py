@@ -1,0 +1,65 @@
+"""Who imports what, read from the source with `ast`: nothing is imported to know it."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+
+# The launcher imports these by name, so that a program without Ray runs without it.
+CHOSEN_AT_RUN_TIME = {
+    "services.common.launch.launcher": {"services.common.launch.inline", "services.common.launch.ray"}
+}
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules_of(root: Path) -> dict[str, Path]:
+    """Every module below `services`, without the tests, by name."""
+    paths = sorted(path for path in (root / "services").rglob("*.py") if "tests" not in path.parts)
+    return {module_name(path, root): path for path in paths}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Full names that a file imports, also inside of functions: `from a import b` counts as `a.b`."""
+    found = set()
+    for node in _nodes_that_run(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def closure_of(modules: dict[str, Path], start: set[str]) -> set[str]:
+    """`start` and every first-party module that it imports, directly or through others."""
+    seen: set[str] = set()
+    waiting = set(start)
+    while waiting:
+        module = waiting.pop()
+        seen.add(module)
+        names = imports_of(modules[module])
+        imported = {name for full in names for name in (full, full.rpartition(".")[0]) if name in modules}
+        waiting |= (imported | CHOSEN_AT_RUN_TIME.get(module, set()) & modules.keys()) - seen
+    return seen
+
+
+def third_parties_of(path: Path) -> set[str]:
+    """Top-level names that a file imports and that are neither ours nor Python's."""
+    names = {full.split(".")[0] for full in imports_of(path)}
+    return names - {"services"} - set(sys.stdlib_module_names)
+
+
+def _nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but for those under `if TYPE_CHECKING:`."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield from _nodes_that_run(child)

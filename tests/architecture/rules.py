@@ -1,0 +1,111 @@
+"""The rules of the house, each as a function that returns what breaks it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.architecture.imports import closure_of, imports_of, modules_of, third_parties_of
+
+STAGES = ("tokenizer", "compiler", "trainer")
+NEURON = {"torch_neuronx", "neuronx_distributed", "neuronxcc", "libneuronxla", "torch_xla", "nki"}
+
+
+def stages_import_common_alone(root: Path) -> list[str]:
+    """A stage imports itself, services.common and third parties; common imports no stage."""
+    return [
+        f"{module} imports {name}"
+        for module, path in modules_of(root).items()
+        for name in sorted(imports_of(path))
+        if name.startswith("services.") and name.split(".")[1] not in (module.split(".")[1], "common")
+    ]
+
+
+def program_and_artifacts_ignore_each_other(root: Path) -> list[str]:
+    sides = {
+        "services.common.program": "services.common.artifacts",
+        "services.common.artifacts": "services.common.program",
+    }
+    return [
+        f"{module} imports {name}"
+        for module, path in modules_of(root).items()
+        for name in sorted(imports_of(path))
+        for side, other in sides.items()
+        if module.startswith(f"{side}.") and f"{name}.".startswith(f"{other}.")
+    ]
+
+
+def ray_is_imported_in_one_place(root: Path) -> list[str]:
+    return _who_imports(root, {"ray"}, but_for="services.common.launch.ray")
+
+
+def neuron_is_imported_nowhere(root: Path) -> list[str]:
+    return _who_imports(root, NEURON)
+
+
+def the_tokenizer_never_imports_torch(root: Path) -> list[str]:
+    modules = modules_of(root)
+    stage = {module for module in modules if module.startswith("services.tokenizer.")}
+    reached = sorted(closure_of(modules, stage))
+    return [f"{module} imports torch" for module in reached if "torch" in third_parties_of(modules[module])]
+
+
+def requirements_name_what_is_imported(root: Path, distributions: Mapping[str, Sequence[str]]) -> list[str]:
+    """Every third party in a stage's import closure is named by its requirements.txt or by common's.
+
+    `distributions` maps import names to distributions. One that is not installed is looked up under its own name.
+    """
+    modules = modules_of(root)
+    problems = []
+    for stage in STAGES:
+        named = requirements_of(root, stage) | requirements_of(root, "common")
+        reached = closure_of(modules, {module for module in modules if module.startswith(f"services.{stage}.")})
+        for module in sorted(reached):
+            for name in sorted(third_parties_of(modules[module])):
+                if not named & {_normal(each) for each in distributions.get(name, [name])}:
+                    problems.append(f"{module} imports {name}, which requirements.txt of {stage} does not name")
+    return problems
+
+
+def requirements_of(root: Path, service: str) -> set[str]:
+    lines = (root / "services" / service / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return {_normal(line) for line in lines if line.strip() and not line.startswith(("#", "-"))}
+
+
+def services_is_no_package(root: Path) -> list[str]:
+    """Images merge their folders below `services`; an `__init__.py` would belong to one of them."""
+    return [str(path) for path in [root / "services" / "__init__.py"] if path.exists()]
+
+
+def stages_have_their_papers(root: Path) -> list[str]:
+    papers = ("README.md", "CHANGELOG.md", "VERSION", "requirements.txt")
+    files = [root / "services" / stage / paper for stage in STAGES for paper in papers]
+    return [f"{path}: missing or empty" for path in files if not path.is_file() or not path.read_bytes().strip()]
+
+
+def versions_are_in_the_changelog(root: Path) -> list[str]:
+    problems = []
+    for stage in STAGES:
+        folder = root / "services" / stage
+        version = (folder / "VERSION").read_text(encoding="utf-8").strip()
+        if not re.fullmatch(r"\d+\.\d+\.\d+", version):
+            problems.append(f"{stage}: VERSION is {version!r}, expected MAJOR.MINOR.PATCH")
+        if version not in (folder / "CHANGELOG.md").read_text(encoding="utf-8"):
+            problems.append(f"{stage}: CHANGELOG.md does not mention {version}")
+    return problems
+
+
+def _who_imports(root: Path, names: set[str], but_for: str = "") -> list[str]:
+    return [
+        f"{module} imports {name}"
+        for module, path in modules_of(root).items()
+        for name in sorted(names & third_parties_of(path))
+        if module != but_for
+    ]
+
+
+def _normal(requirement: str) -> str:
+    """The name of a distribution as requirements and metadata both can be compared by."""
+    name = re.split(r"[\s\[<>=!~;#]", requirement.strip(), maxsplit=1)[0]
+    return re.sub(r"[-_.]+", "-", name).lower()

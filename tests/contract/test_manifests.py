@@ -1,0 +1,137 @@
+"""Manifests that were written once load for ever, and what is written today has exactly their structure.
+
+When a test here fails after a change of a schema: give the schema its next number, add a golden manifest of it,
+and read the old one through an upgrade function. Never edit a golden manifest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.artifacts.__main__ import MANIFEST_TYPES, read_manifest
+from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload
+from services.common.artifacts.manifest import MANIFEST
+from services.common.artifacts.store import Address, Draft, Workspace, publish_once
+from services.common.errors import ArtifactError, exit_code_of
+from services.common.recipe import load_recipe
+from services.common.tests.builders import RECIPE, fill, publish, write_recipe
+from services.tokenizer.__main__ import main as tokenizer
+
+GOLDEN = Path(__file__).parent / "manifests"
+# Their keys are the recipe's and the compiler's; the schema does not fix them.
+FREE = {"recipe", "facts"}
+
+
+def write_corpus(root: Path, recipe: Path) -> None:
+    texts = root.parent / "texts"
+    texts.mkdir()
+    for number in range(40):
+        words = " ".join(f"sentence {line} of text {number} has {line * number} words" for line in range(12))
+        (texts / f"{number}.txt").write_text(words, encoding="utf-8")
+    recipe.write_text(RECIPE.replace("nowhere", str(texts)), encoding="utf-8")
+    command = ["--recipe", str(recipe), "--root", str(root), "--launch", "inline"]
+    assert exit_code_of(lambda: tokenizer(command)) == 0
+
+
+def write_compile_cache(root: Path, recipe: Path) -> None:
+    def build(workspace: Workspace) -> Draft:
+        golden = read_golden("compile_cache-1", root.parent)
+        return Draft(fill(workspace).payload.model_copy(update={"phases": golden.compile_cache.phases}))
+
+    publish(root, load_recipe(recipe), build=build)
+
+
+def write_checkpoint(root: Path, recipe: Path) -> None:
+    payload = CheckpointPayload(
+        step=1, tokens=1, skipped_steps=0, data_parallel_size=1, program_fingerprint="eager", waivers=("--flag",)
+    )
+    inputs = read_golden("checkpoint-1", root.parent).inputs
+
+    def build(workspace: Workspace) -> Draft:
+        fill(workspace)
+        return Draft(payload, inputs)
+
+    address = Address(root, "checkpoint", "run-1", "step-00000001")
+    publish_once(address, CheckpointManifest, "trainer", load_recipe(recipe), build)
+
+
+WRITERS: dict[str, Callable[[Path, Path], None]] = {
+    "corpus-1": write_corpus,
+    "compile_cache-1": write_compile_cache,
+    "checkpoint-1": write_checkpoint,
+}
+
+
+def read_golden(name: str, folder: Path) -> Any:
+    (folder / MANIFEST).write_bytes((GOLDEN / f"{name}.json").read_bytes())
+    return read_manifest(folder)
+
+
+def structure(value: Any, key: str = "") -> Any:
+    """Keys and types of a JSON value. A list has the structure of its elements, which is the same for all."""
+    if isinstance(value, dict):
+        return {name: structure(each, name) for name, each in value.items()} if key not in FREE else "free"
+    if isinstance(value, list):
+        found = [structure(each) for each in value]
+        assert all(each == found[0] for each in found)
+        return found[:1]
+    return "number" if type(value) in (int, float) else type(value).__name__
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_golden_manifest_loads(tmp_path: Path, name: str) -> None:
+    manifest = read_golden(name, tmp_path)
+
+    assert manifest.schema_id == name.replace("-", "/")
+    assert manifest.files
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_writing_a_golden_manifest_again_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
+    manifest = read_golden(name, tmp_path)
+    manifest.write(tmp_path)
+
+    assert (tmp_path / MANIFEST).read_bytes() == (GOLDEN / f"{name}.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_todays_manifests_have_the_structure_of_the_golden_ones(tmp_path: Path, name: str) -> None:
+    root, recipe = tmp_path / "fsx", write_recipe(tmp_path)
+    WRITERS[name](root, recipe)
+
+    (written,) = root.glob(f"*/*/*/{MANIFEST}")
+
+    golden = json.loads((GOLDEN / f"{name}.json").read_bytes())
+    assert structure(json.loads(written.read_bytes())) == structure(golden)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"surprise": 1}, {"files": []}, {"producer": {"service": "x"}}, {"created_at": 5}],
+    ids=lambda c: next(iter(c)),
+)
+def test_a_change_of_structure_would_be_noticed(change: dict[str, Any]) -> None:
+    golden = json.loads((GOLDEN / "corpus-1.json").read_bytes())
+
+    assert structure({**golden, **change}) != structure(golden)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_an_edited_golden_manifest_is_refused(tmp_path: Path, name: str) -> None:
+    content = (GOLDEN / f"{name}.json").read_text(encoding="utf-8")
+    (tmp_path / MANIFEST).write_text(content.replace('"service": "', '"service": "un'), encoding="utf-8")
+
+    with pytest.raises(ArtifactError, match="the seal says"):
+        read_manifest(tmp_path)
+
+
+def test_every_schema_has_a_golden_manifest_and_a_writer_here() -> None:
+    current = {each.SCHEMA.replace("/", "-") for each in MANIFEST_TYPES.values()}
+
+    assert current <= {path.stem for path in GOLDEN.glob("*.json")}
+    assert current == set(WRITERS)
