@@ -23,8 +23,8 @@ demo: setup ## Tokenize, compile and train RECIPE under ROOT, then show the run.
 	$(python) -m services.trainer --recipe "$(RECIPE)" --root "$(ROOT)"
 	@$(python) -m services.trainer summary --recipe "$(RECIPE)" --root "$(ROOT)"
 
-test: setup ## Run the quick tests.
-	$(python) -m pytest
+test: setup ## Run the quick tests, two files at a time.
+	$(python) -m pytest -n 2 --dist loadfile
 
 test-slow: setup ## Run the slow tests.
 	$(python) -m pytest -m slow

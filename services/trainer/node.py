@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from services.common.artifacts.compile_cache import GRAPHS
 from services.common.artifacts.files import list_files, verify_files
@@ -47,7 +47,10 @@ def prepare_node(job: Job) -> None:
         shutil.rmtree(cache, ignore_errors=True)
         if job.cache:
             verify_files(job.cache.path, job.cache.manifest)
-            shutil.copytree(job.cache.path / GRAPHS, cache)
+            for entry in job.cache.manifest.files:  # what is listed, and so verified; not what else lies there
+                target = cache / PurePosixPath(entry.path).relative_to(GRAPHS)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(job.cache.path / entry.path, target)
         else:
             cache.mkdir()
         stamp.touch()

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for the whole pipeline
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 RECIPE = """

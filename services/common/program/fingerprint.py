@@ -79,7 +79,7 @@ def _source_digest() -> str:
     """SHA-256 over the program's own files: a changed step is another program."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(path for path in folder.rglob("*.py") if "tests" not in path.relative_to(folder).parts):
         digest.update(path.relative_to(folder).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -155,7 +155,8 @@ def test_a_reader_that_has_read_enough_is_no_error() -> None:
 def test_a_reader_that_has_gone_before_the_first_line_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    stage = subprocess.Popen([*STAGE, "one-line"], cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE)
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    stage = subprocess.Popen([*STAGE, "one-line"], cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, env=buffered)
     os.close(writer)
     _, printed = stage.communicate()
 

@@ -110,6 +110,7 @@ def test_a_dead_worker_explains_what_its_peers_raise(raised: list[Exception]) ->
     assert str(cause) == "rank 1 ended with -9"
 
 
+@pytest.mark.slow
 def test_ray_keeps_the_same_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     """One test, because starting Ray takes longer than all the others."""
     ray = pytest.importorskip("ray")

@@ -127,7 +127,7 @@ def test_a_recipe_that_compiles_nothing_publishes_nothing(
 def test_a_full_disk_exits_with_5_and_says_where(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=1m tmpfs '{disk}' 2>/dev/null") != 0:
+    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=200k tmpfs '{disk}' 2>/dev/null") != 0:
         pytest.skip("mounting a tmpfs needs root")
     try:
         process = start(root=disk)

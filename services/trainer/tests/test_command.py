@@ -25,8 +25,8 @@ from services.trainer.tests.runs import (
     wait_for,
 )
 
-# Steps of a third of a second, so that a signal arrives in the middle of a run. More micro-batches, same model.
-SLOW = ("--batch.global_batch_size=256", "--checkpoint.interval_steps=7")
+# Steps of a sixth of a second, so that a signal arrives in the middle of a run. More micro-batches, same model.
+SLOW = ("--batch.global_batch_size=128", "--checkpoint.interval_steps=7")
 
 
 @pytest.fixture
