@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,8 +20,9 @@ def lease(tmp_path: Path) -> Iterator[Lease]:
 
 
 @pytest.fixture
-def new_job(tmp_path: Path, lease: Lease) -> Callable[..., Job]:
+def new_job(tmp_path: Path, lease: Lease, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
     """Build a job on a corpus under `root`; overrides as `train__max_steps="7"`."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the node-local folder, which the command would remove
 
     def build(root: str = "a", **overrides: str) -> Job:
         recipe = make_recipe(tmp_path, **overrides)

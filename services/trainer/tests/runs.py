@@ -32,7 +32,7 @@ def start_trainer(recipe: Path, root: Path, *options: str, launch: str = "inline
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "TMPDIR": str(root.parent)},  # a killed command leaves its node-local folder
     )
 
 
