@@ -17,8 +17,10 @@ import rich.console
 import rich.progress
 
 from services.common.artifacts.manifest import Phase
+from services.common.errors import ArtifactError
 
 PLAIN_PROGRESS_SECONDS = 10.0
+_LAST_LINE_BYTES = 16_384
 
 
 def configure_logging(stage: str, *, rank: int | None = None, file: Path | None = None) -> None:
@@ -51,8 +53,29 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """All complete records of a JsonLines file; none when it does not exist."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ArtifactError(
+                f"{path}: line {number} is damaged: {error}. It holds no training state: move the file away."
+            ) from error
+    return records
+
+
+def read_last_json_line(path: Path) -> dict[str, Any] | None:
+    """The newest complete record of a JsonLines file that may be long; None when there is none that can be read."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_LINE_BYTES))
+        lines = file.read().split(b"\n")
+    try:
+        record: dict[str, Any] = json.loads(lines[-2])
+    except (IndexError, ValueError):
+        return None
+    return record
 
 
 class Stopwatch:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 from services.common.artifacts.compile_cache import GRAPHS, CompileCachePayload
 from services.common.artifacts.files import list_files
 from services.common.artifacts.store import Draft, Workspace
-from services.common.errors import DeviceError, StorageError
+from services.common.errors import DeviceError, StorageError, WorkersLost
 from services.common.recipe import Recipe, fingerprint
 from services.common.telemetry import Stopwatch, show_progress
 from services.compiler.trace import PHASES
@@ -40,7 +42,7 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace) 
         compiled = _trace(recipe, workspace.scratch / "compile", title="compiling")
         published = workspace.files / GRAPHS
         shutil.rmtree(published, ignore_errors=True)
-        shutil.copytree(workspace.scratch / "compile" / "cache", published)
+        _copy_files(workspace.scratch / "compile" / "cache", published)
     with stopwatch.phase("verify"):
         # Another path, as on a trainer's node: a cache that only works where it was made is not a cache.
         verified = _trace(recipe, workspace.scratch / "verify", title="verifying", warm_from=published)
@@ -67,10 +69,9 @@ def _trace(recipe: Recipe, folder: Path, title: str, warm_from: Path | None = No
     """Run `services.compiler.trace` in a process of its own with the cache directory `folder/cache`."""
     shutil.rmtree(folder, ignore_errors=True)  # what a killed attempt left is of unknown quality
     cache = folder / "cache"
+    cache.mkdir(parents=True)
     if warm_from:
-        shutil.copytree(warm_from, cache)
-    else:
-        cache.mkdir(parents=True)
+        _copy_files(warm_from, cache)
     before = set(list_files(cache))
     (folder / "recipe.json").write_text(recipe.model_dump_json(), encoding="utf-8")
     with _child(folder, cache) as child, show_progress(title, len(PHASES), "phases") as progress:
@@ -88,8 +89,10 @@ def _trace(recipe: Recipe, folder: Path, title: str, warm_from: Path | None = No
 def _child(folder: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
     """The tracing process; it ends when this one does, because its standard input then closes."""
     command = [sys.executable, "-m", "services.compiler.trace", str(folder)]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    with (folder / "log.txt").open("wb") as log:
+    with (folder / "log.txt").open("wb") as log, tempfile.TemporaryDirectory(prefix="millrace-") as short:
+        # Inductor splits its compiler's command line at spaces, and a root may have some.
+        (Path(short) / "cache").symlink_to(cache)
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(Path(short) / "cache")}
         child = subprocess.Popen(
             command,
             env=environment,
@@ -102,8 +105,16 @@ def _child(folder: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
         try:
             yield child
         finally:
-            child.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # the session: a running g++ would go on writing into the cache
             child.wait()
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copy a tree file by file: a full disk is then an OSError with its errno, unlike copytree's collected errors."""
+    for path in list_files(source):
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source / path, target / path)
 
 
 def _explain_failure(folder: Path, exit_code: int) -> Exception:
@@ -114,6 +125,8 @@ def _explain_failure(folder: Path, exit_code: int) -> Exception:
             f"{folder}: the disk filled up while compiling ({free_bytes:,} bytes free). "
             f"Free some space or pass another --root, and run the same command again."
         )
+    if exit_code < 0:
+        return WorkersLost(f"the compiling process was killed by signal {-exit_code}; its log is {folder}/log.txt")
     last_lines = "\n  ".join(log.strip().splitlines()[-12:])
     return DeviceError(
         f"compiling the train step failed (exit code {exit_code}). The whole log is {folder}/log.txt; it ends:\n"

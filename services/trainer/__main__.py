@@ -24,7 +24,7 @@ from services.trainer.export import export
 from services.trainer.job import ALLOW_COLD_COMPILE, Job, completed_step, open_cache, open_corpus, run_name
 from services.trainer.node import clean_node, prepare_node
 from services.trainer.report import write_report
-from services.trainer.run import Run, open_run, summarize, write_run
+from services.trainer.run import REPORT_FILE, Run, open_run, summarize, write_run
 from services.trainer.sample import sample
 from services.trainer.supervise import supervise
 
@@ -48,10 +48,12 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
     job.run_folder.mkdir(parents=True, exist_ok=True)
     with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as lease:
         step = completed_step(newest_checkpoint(job.checkpoint_shelf))
+        write_run(job)
         if step >= recipe.train.max_steps:
+            if not (job.run_folder / REPORT_FILE).exists():  # killed between the last commit and the report
+                report_run(open_run(job.root, job.run))
             print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_shelf}")
             return 0
-        write_run(job)
         try:
             prepare_node(job)
             with naming_the_place(job.root):

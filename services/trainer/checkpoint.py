@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -80,7 +81,7 @@ class CheckpointWriter:
                 file.write(safetensors.torch.save(dict(tensors), metadata={"format": "pt"}))
         commit(address, CheckpointManifest, "trainer", job.recipe, Draft(payload, inputs), job.lease)
         logger.info("committed checkpoint step=%d", payload.step)
-        discard_old(job.checkpoint_shelf, job.recipe.checkpoint)
+        discard_old(job.checkpoint_shelf, job.recipe.checkpoint, payload.step)
 
 
 def newest_checkpoint(shelf: Path) -> Artifact[CheckpointManifest] | None:
@@ -90,7 +91,7 @@ def newest_checkpoint(shelf: Path) -> Artifact[CheckpointManifest] | None:
     nothing would not be what the user meant.
     """
     damages = []
-    for name in reversed(published_ids(shelf)):
+    for name in reversed(_checkpoint_names(shelf)):
         try:
             checkpoint = _open_verified(shelf / name)
         except ArtifactError as error:
@@ -104,6 +105,11 @@ def newest_checkpoint(shelf: Path) -> Artifact[CheckpointManifest] | None:
             f"Restore one from a copy, or move {shelf} away to start this run from step 0."
         )
     return None
+
+
+def _checkpoint_names(shelf: Path) -> list[str]:
+    """Published checkpoints in the order of their steps; not what a person has renamed."""
+    return [name for name in published_ids(shelf) if re.fullmatch(r"step-\d{8}", name)]
 
 
 def _open_verified(folder: Path) -> Artifact[CheckpointManifest]:
@@ -126,10 +132,14 @@ def load_checkpoint(checkpoint: Artifact[CheckpointManifest], program: Program) 
     program.load(tensors | safetensors.torch.load_file(checkpoint.path / MOMENTS))
 
 
-def discard_old(shelf: Path, policy: Checkpoint) -> None:
-    """Remove all but the newest checkpoints and those that the policy keeps for good."""
-    for name in published_ids(shelf)[: -policy.keep_latest]:
-        step = int(name.removeprefix("step-"))
+def discard_old(shelf: Path, policy: Checkpoint, committed_step: int) -> None:
+    """Remove all but the newest checkpoints up to `committed_step` and those that the policy keeps for good.
+
+    Later ones are damaged, or the run would have continued from them; they must not push out intact ones.
+    """
+    steps = [int(name.removeprefix("step-")) for name in _checkpoint_names(shelf)]
+    for step in [step for step in steps if step <= committed_step][: -policy.keep_latest]:
+        name = f"step-{step:08d}"
         if policy.keep_interval_steps and step % policy.keep_interval_steps == 0:
             continue
         (shelf / name / MANIFEST).unlink()  # first: a half-removed checkpoint must not look published

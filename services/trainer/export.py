@@ -14,7 +14,7 @@ from services.common.artifacts.corpus import Vocabulary
 from services.common.artifacts.manifest import sync_folder, write_durably
 from services.common.errors import RecipeError
 from services.common.recipe import Recipe
-from services.trainer.run import Run
+from services.trainer.run import Run, vocabulary_file
 
 
 def export(run: Run, output: Path) -> Path:
@@ -32,7 +32,7 @@ def export(run: Run, output: Path) -> Path:
     weights = safetensors.torch.load_file(run.checkpoint.path / WEIGHTS)
     write_durably(partial / "model.safetensors", safetensors.torch.save(weights, metadata={"format": "pt"}))
     write_durably(partial / "config.json", json.dumps(hugging_face_config(run.recipe, vocabulary), indent=2).encode())
-    write_durably(partial / "tokenizer.model", (run.corpus.path / vocabulary.path).read_bytes())
+    write_durably(partial / "tokenizer.model", vocabulary_file(run).read_bytes())
     partial.rename(output)
     sync_folder(output.parent)
     return output

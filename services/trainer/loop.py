@@ -9,10 +9,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from services.common.artifacts.corpus import TokenStream
+from services.common.errors import ArtifactError, DeviceError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.torch_native import TorchNative
+from services.common.program.fingerprint import program_facts
 from services.common.program.optimizer import learning_rate
 from services.common.program.step import Program
+from services.common.recipe import fingerprint
 from services.common.telemetry import configure_logging
 from services.trainer.checkpoint import load_checkpoint, newest_checkpoint
 from services.trainer.data import micro_batches
@@ -37,6 +40,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     backend = form_group(job, environment)
     program = Program(recipe, backend)
     first_step, skipped_steps = resume(job, program)
+    require_same_step(job, backend, first_step)
     training = TokenStream(job.corpus.path, job.corpus.manifest.corpus, "train")
     stop_watch = StopWatch(job, environment)
     first_step_at = time.time()
@@ -82,15 +86,21 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
         }
         if recorder:
             recorder.record_attempt(attempt)
+    if reason and rank == 0:
+        clear_stop(job.run_folder)
+    backend.wait_for_all()  # a worker that ends with an error ends the group: rank 0 must have finished its duties
     backend.leave()
-    if reason:
-        if rank == 0:
-            clear_stop(job.run_folder)
+    if reason and done < recipe.train.max_steps:
         raise stopped(reason, done)
 
 
 def form_group(job: Job, environment: WorkerEnvironment) -> TorchNative:
     """This worker's backend, connected to the others and pointed at the node's copy of the compile cache."""
+    if job.cache and fingerprint(program_facts(job.recipe)) != job.program_fingerprint:
+        raise DeviceError(
+            f"rank {environment.rank} is on a node whose CPU, compiler or library versions differ from those of the "
+            f"command's node, for which {job.cache.path} was chosen. Run all workers on one kind of node."
+        )
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache_folder(job))
     backend = TorchNative(job.recipe.parallel.threads_per_worker)
     backend.join(environment.rank, environment.world_size)
@@ -116,6 +126,16 @@ def resume(job: Job, program: Program) -> tuple[int, int]:
         )
     logger.info("resuming after step=%d from %s", state.step, checkpoint.path)
     return state.step, state.skipped_steps
+
+
+def require_same_step(job: Job, backend: TorchNative, first_step: int) -> None:
+    """Raise `ArtifactError` when workers found different checkpoints: their weights would be mixed."""
+    newest, oldest = backend.maximum_over_workers(first_step), -backend.maximum_over_workers(-first_step)
+    if newest != oldest:
+        raise ArtifactError(
+            f"{job.checkpoint_shelf}: one worker resumes after step {newest}, another after step {oldest}: not all "
+            f"nodes can read the newest checkpoint. Run `python -m services.common.artifacts verify` on each of them."
+        )
 
 
 def count_compile_misses(job: Job, backend: TorchNative) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.files import total_bytes
+from services.common.artifacts.files import total_bytes, verify_files
 from services.common.artifacts.manifest import Phase, write_durably
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.errors import ArtifactError
@@ -70,16 +70,24 @@ def open_run(root: Path, name: str) -> Run:
     folder = run_folder(root, name)
     if not (folder / RUN_FILE).exists():
         raise ArtifactError(f"{folder}: no such run. Start it with `python -m services.trainer --recipe FILE`.")
-    described = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-    if described.get("schema") != SCHEMA:
-        raise ArtifactError(f"{folder / RUN_FILE}: schema {described.get('schema')!r}, this program reads {SCHEMA!r}.")
-    paths = {key: Path(value) for key, value in described["paths"].items()}
+    try:
+        described = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        schema = described["schema"]
+        paths = {key: Path(value) for key, value in described["paths"].items()}
+        recipe = Recipe.model_validate_json(json.dumps(described["recipe"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(
+            f"{folder / RUN_FILE}: damaged, or of another version: {error}. "
+            f"The trainer's command for this recipe writes it anew."
+        ) from error
+    if schema != SCHEMA:
+        raise ArtifactError(f"{folder / RUN_FILE}: schema {schema!r}, this program reads {SCHEMA!r}.")
     checkpoint = newest_checkpoint(paths["checkpoints"])
     if checkpoint is None:
         raise ArtifactError(f"{paths['checkpoints']}: the run has no checkpoint yet. Continue it, or wait for one.")
     return Run(
         folder=folder,
-        recipe=Recipe.model_validate_json(json.dumps(described["recipe"])),
+        recipe=recipe,
         corpus=open_artifact(paths["corpus"], CorpusManifest),
         cache=open_artifact(paths["compile_cache"], CompileCacheManifest) if "compile_cache" in paths else None,
         checkpoint=checkpoint,
@@ -88,17 +96,24 @@ def open_run(root: Path, name: str) -> Run:
     )
 
 
+def vocabulary_file(run: Run) -> Path:
+    """The vocabulary of the run's corpus, verified. Raises `ArtifactError` when it is damaged."""
+    manifest = run.corpus.manifest
+    wanted = manifest.corpus.vocabulary.path
+    listed = tuple(entry for entry in manifest.files if entry.path == wanted)
+    verify_files(run.corpus.path, manifest.model_copy(update={"files": listed}))
+    return run.corpus.path / wanted
+
+
 def summarize(run: Run) -> str:
     """A dozen lines: what each stage made, how long it took, and how training went."""
-    first, last = run.metrics[0], run.metrics[-1]
     validation = [record["validation_loss"] for record in run.metrics if "validation_loss" in record]
     made = {"tokenizer": run.corpus, "compiler": run.cache, "trainer": run.checkpoint}
     rows = [_stage_row(stage, artifact, run.phases()[stage]) for stage, artifact in made.items() if artifact]
     trained = run.checkpoint.manifest.checkpoint
     lines = [
         *rows,
-        f"loss          {first['loss']:.2f} at step {first['step']} -> {last['loss']:.2f} at step {last['step']}"
-        + (f" (validation {validation[-1]:.2f})" if validation else ""),
+        f"loss          {_describe_loss(run.metrics)}" + (f" (validation {validation[-1]:.2f})" if validation else ""),
         f"trained on    {trained.tokens:,} tokens, {mean_tokens_per_second(run.metrics):,.0f} tokens/s",
         f"misses        {describe_misses(run)}",
         f"report        {run.folder / REPORT_FILE}",
@@ -106,10 +121,19 @@ def summarize(run: Run) -> str:
     return "\n".join(lines)
 
 
+def _describe_loss(metrics: list[dict[str, Any]]) -> str:
+    if not metrics:
+        return "unknown: the run's metrics are lost"
+    first, last = metrics[0], metrics[-1]
+    return f"{first['loss']:.2f} at step {first['step']} -> {last['loss']:.2f} at step {last['step']}"
+
+
 def describe_misses(run: Run) -> str:
     """Compile misses as the workers counted them, over all attempts that ended by themselves."""
     if not run.recipe.compile.enabled:
         return "none possible: compile.enabled = false"
+    if not run.attempts:
+        return "not measured: no attempt of this run ended by itself"
     graphs = sum(attempt["graphs_compiled"] for attempt in run.attempts)
     files = sum(attempt["new_cache_files"] for attempt in run.attempts)
     return f"{graphs} graphs compiled and {files} files added to the compile cache while training"

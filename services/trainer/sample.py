@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.common.artifacts.checkpoint import WEIGHTS
 from services.common.program.llama import Llama
-from services.trainer.run import Run
+from services.trainer.run import Run, vocabulary_file
 
 TOP_TOKENS = 50
 
@@ -17,7 +17,7 @@ TOP_TOKENS = 50
 def sample(run: Run, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
     """The prompt and up to `num_tokens` tokens of the newest checkpoint's continuation, ending at a document's end."""
     vocabulary = run.corpus.manifest.corpus.vocabulary
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(run.corpus.path / vocabulary.path))
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(vocabulary_file(run)))
     model = load_model(run)
     generator = torch.Generator().manual_seed(seed)
     tokens = [vocabulary.bos_id, *(pieces.encode(prompt) if prompt else [])]

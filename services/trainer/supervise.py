@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from services.common.errors import Interrupted, TryAgain, WorkersLost
 from services.common.launch.launcher import choose_launcher
-from services.common.telemetry import Progress, read_json_lines, show_progress
+from services.common.telemetry import Progress, read_last_json_line, show_progress
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics import METRICS_FILE
@@ -62,7 +62,10 @@ def _signals_stop_the_run(job: Job) -> Iterator[None]:
         logger.warning(
             "%s: stopping at the next step with a checkpoint; once more to end at once", reasons[signal.Signals(signum)]
         )
-        request_stop(job.run_folder, reasons[signal.Signals(signum)])
+        try:
+            request_stop(job.run_folder, reasons[signal.Signals(signum)])
+        except OSError:  # a full disk takes neither the request nor a checkpoint
+            _end_at_once(signum)
 
     previous = {signum: signal.signal(signum, stop) for signum in reasons}
     try:
@@ -97,7 +100,6 @@ def _follow(job: Job, progress: Progress, stop: threading.Event) -> None:
     is_over = False
     while not is_over:
         is_over = stop.wait(PROGRESS_SECONDS)
-        records = read_json_lines(path)
-        if records and records[-1]["time"] >= job.started_at.timestamp():
-            last = records[-1]
+        last = read_last_json_line(path)
+        if last and last["time"] >= job.started_at.timestamp():
             progress.advance_to(last["step"], f"loss {last['loss']:.2f}, {last['tokens_per_second']:,.0f} tokens/s")

@@ -68,7 +68,7 @@ def run(stage: str, *options: str, **environment: str) -> subprocess.CompletedPr
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """A recipe over a folder of notes, and the root that all stages share."""
-    folder = tmp_path_factory.mktemp("pipeline")
+    folder = tmp_path_factory.mktemp("a pipeline")  # a space: paths are not for splitting
     (folder / "notes").mkdir()
     for number in range(60):
         lines = [f"Note {number}: entry {n} follows entry {n - 1} of the list." for n in range(1, 30)]

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +64,15 @@ def explain_difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
 
 def _compiler_version() -> str:
     """First line of `c++ --version` for the compiler that Inductor uses. Raises `DeviceError` without one."""
-    compiler = os.environ.get("CXX") or "g++"
+    command = shlex.split(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+    compiler = command[0]
     if shutil.which(compiler) is None:
         raise DeviceError(
             f"no C++ compiler: {compiler!r} is not on PATH, and Inductor compiles the train step with it. "
             f"Install it (Debian: apt-get install g++; macOS: xcode-select --install), set CXX, or run without "
             f"compiled graphs: --compile.enabled=false"
         )
-    shown = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    shown = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
     if shown.returncode != 0:
         raise DeviceError(f"{compiler} --version failed with {shown.returncode}: {shown.stderr.strip()[:300]}")
     return shown.stdout.splitlines()[0]

@@ -107,9 +107,12 @@ def test_a_second_command_says_that_the_run_is_complete(
 ) -> None:
     root = tmp_path / "fsx"
     assert run_trainer(recipe, root, "--parallel.data_parallel_size=1")[0] == 0
+    (report,) = root.glob("run/*/report.html")
+    report.unlink()  # as if killed before it was written
     exit_code, output = call_trainer(capfd, recipe, root)
     assert exit_code == 0
     assert "the run is complete: step 20 of 20" in output
+    assert report.exists()
 
 
 def test_a_missing_corpus_names_the_command_that_makes_one(

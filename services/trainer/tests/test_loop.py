@@ -14,7 +14,7 @@ from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import ArtifactError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.step import Program
-from services.trainer.checkpoint import newest_checkpoint
+from services.trainer.checkpoint import discard_old, newest_checkpoint
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import train
 from services.trainer.metrics import read_metrics
@@ -100,6 +100,20 @@ def test_the_newest_checkpoints_are_kept_and_those_at_the_long_interval(new_job:
     job = new_job(checkpoint__interval_steps="2", checkpoint__keep_interval_steps="6")
     train(job, ALONE)
     assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (6, 12, 18, 20)]
+
+
+def test_damaged_later_checkpoints_do_not_push_out_the_intact_ones(new_job: Callable[..., Job]) -> None:
+    job, shorter = new_job("a"), new_job("b", train__max_steps="10")
+    train(job, ALONE)
+    train(shorter, ALONE)
+    for step in (15, 20):
+        _flip_a_bit(job.checkpoint_address(step).path / "weights.safetensors")
+    for step in (5, 10):
+        shorter.checkpoint_address(step).path.rename(job.checkpoint_address(step).path)
+
+    discard_old(job.checkpoint_shelf, job.recipe.checkpoint, committed_step=10)
+
+    assert completed_step(newest_checkpoint(job.checkpoint_shelf)) == 10
 
 
 def test_a_poisoned_step_is_skipped_and_counted_and_the_run_goes_on(

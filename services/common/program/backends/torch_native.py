@@ -77,6 +77,10 @@ class TorchNative:
             _raise_peer_lost(error)
         return int(tensor.item())
 
+    def wait_for_all(self) -> None:
+        """Return once every worker has come here."""
+        self.maximum_over_workers(0)
+
     def autocast(self, dtype: str) -> AbstractContextManager[Any]:
         return torch.autocast(self.device, torch.bfloat16, enabled=dtype == "bfloat16")
 
