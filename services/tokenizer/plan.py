@@ -31,10 +31,6 @@ class Plan:
     """Provenance: a line per source, and one for a given vocabulary."""
 
     @property
-    def input_bytes(self) -> int:
-        return sum(split.bytes for split in self.splits)
-
-    @property
     def input_files(self) -> int:
         return len({piece.file.uri for split in self.splits for piece in split.pieces})
 

@@ -6,7 +6,6 @@ Both start the same functions with the same arguments, and both raise what the f
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -78,7 +77,4 @@ def name_the_cause(raised: Sequence[BaseException], lost: str | None) -> BaseExc
 
 def choose_launcher(name: str) -> Launcher:
     """The launcher called `name`; Ray is imported when it is the one asked for, so `inline` never needs it."""
-    if name == "ray" and "RAY_ADDRESS" not in os.environ:
-        # Ray reads this when it is imported. A cluster of this machine alone then listens on loopback only.
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     return cast(Launcher, importlib.import_module(f"services.common.launch.{name}"))

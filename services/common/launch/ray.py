@@ -146,7 +146,9 @@ def _connect(num_cpus: int) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if "RAY_ADDRESS" not in os.environ:
-        # Else Ray replaces a loopback address by the one at which other machines reach this one.
+        # Else Ray replaces a loopback address by the one at which other machines reach this one. It read the
+        # variable when it was imported, so this process needs the constant, and the processes it starts the variable.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
         options |= {
             "address": "local",  # else Ray joins one that it finds on this machine, such as another command's
