@@ -3,16 +3,17 @@
 RECIPE = recipes/tiny-cpu.toml
 ROOT = ./fsx
 
-stages := tokenizer compiler trainer
 python := .venv/bin/python
-# From the oldest Python on; "fewest" gives every Python the same pins.
-compile := ./bootstrap uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest \
-	--generate-hashes --annotation-style line --custom-compile-command "make lock" $(if $(UPGRADE),--upgrade)
+# The image tool reads its variables from the environment, so those given to make must get there.
+images = ./bootstrap python -m images
+export STAGE VARIANT PUSH REGISTRY RECIPE ROOT OPTIONS BUMP UPGRADE CA_BUNDLE BASE SLIM_BASE PYTHON_VERSION
+export TOKENIZER_TAG COMPILER_TAG TRAINER_TAG
 
-.PHONY: help setup demo test test-slow check format lock clean
+.PHONY: help setup demo test test-slow test-torch29 test-images check format lock clean \
+	base-image images demo-images pin release sbom
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Make .venv from the lockfile. TORCH=cpu: without CUDA, torch from TORCH_INDEX_URL or TORCH_FIND_LINKS.
 	@./bootstrap
@@ -29,23 +30,45 @@ test: setup ## Run the quick tests, two files at a time.
 test-slow: setup ## Run the slow tests.
 	$(python) -m pytest -m slow
 
+test-torch29: ## Run the program's tests on the Neuron variant's torch, in .venv-torch29.
+	./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-torch29
+	./bootstrap uv pip sync --quiet --python .venv-torch29/bin/python --require-hashes lockfiles/dev-neuron.txt
+	.venv-torch29/bin/python -m pytest -n 2 --dist loadfile services/common services/compiler services/trainer
+
+test-images: setup ## Run the tests that build and run images; they need Docker, root and debootstrap.
+	$(python) -m pytest -m images tests/images
+
+base-image: ## Make the slim Python base with debootstrap, where no image registry is reached.
+	@$(images) base
+
+images: ## Build the images: STAGE= (all), VARIANT=cpu|neuron, PUSH=registry.
+	@$(images) build
+
+demo-images: ## The demo with each stage in its container: STAGE= (all), TRAINER_TAG=... for another version of one.
+	@$(images) demo
+
+pin: ## Resolve the digests behind the base images' tags into images/platforms.toml.
+	@$(images) pin
+
+release: setup ## Release a stage: STAGE=trainer BUMP=major|minor|patch.
+	@$(python) -m images release
+
+sbom: ## Write a CycloneDX bill of materials per image into dist/sbom.
+	@$(images) sbom
+
 check: setup ## Lint, check the format and the types.
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
+	$(python) -m images check
 
 format: setup ## Fix what ruff can fix.
 	$(python) -m ruff check --fix-only .
 	$(python) -m ruff format .
 
 lock: ## Resolve the requirements into lockfiles/, keeping pins that fit. UPGRADE=1: take the newest.
-	echo uv | $(compile) - -o lockfiles/uv.txt
-	$(compile) $(sort $(wildcard services/*/requirements.txt)) requirements-dev.txt -o lockfiles/dev.txt
-	set -e; for stage in $(stages); do \
-		$(compile) services/common/requirements.txt services/$$stage/requirements.txt \
-			-c lockfiles/dev.txt -o lockfiles/$$stage.txt; \
-	done
+	$(images) lock
 
-clean: ## Remove .venv, .uv and caches; never ROOT.
-	rm -rf .venv .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache
-	find $(wildcard services tests) -name __pycache__ -type d -prune -exec rm -rf {} +
+clean: ## Remove .venv, .uv and caches; never ROOT, never images.
+	rm -rf .venv .venv-torch29 .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
+	find $(wildcard services tests images) -name __pycache__ -type d -prune -exec rm -rf {} +

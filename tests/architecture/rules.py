@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.architecture.imports import closure_of, imports_of, modules_of, third_parties_of
 
 STAGES = ("tokenizer", "compiler", "trainer")
+SERVICES = (*STAGES, "head")
 NEURON = {"torch_neuronx", "neuronx_distributed", "neuronxcc", "libneuronxla", "torch_xla", "nki"}
 
 
@@ -52,15 +53,17 @@ def the_tokenizer_never_imports_torch(root: Path) -> list[str]:
 
 
 def requirements_name_what_is_imported(root: Path, distributions: Mapping[str, Sequence[str]]) -> list[str]:
-    """Every third party in a stage's import closure is named by its requirements.txt or by common's.
+    """Every third party in a stage's import closure is named by its requirements.txt, or by common's or the program's.
 
     `distributions` maps import names to distributions. One that is not installed is looked up under its own name.
     """
     modules = modules_of(root)
     problems = []
     for stage in STAGES:
-        named = requirements_of(root, stage) | requirements_of(root, "common")
         reached = closure_of(modules, {module for module in modules if module.startswith(f"services.{stage}.")})
+        named = requirements_of(root, stage) | requirements_of(root, "common")
+        if any(module.startswith("services.common.program.") for module in reached):
+            named |= requirements_of(root, "common/program")
         for module in sorted(reached):
             for name in sorted(third_parties_of(modules[module])):
                 if not named & {_normal(each) for each in distributions.get(name, [name])}:
@@ -78,15 +81,15 @@ def services_is_no_package(root: Path) -> list[str]:
     return [str(path) for path in [root / "services" / "__init__.py"] if path.exists()]
 
 
-def stages_have_their_papers(root: Path) -> list[str]:
-    papers = ("README.md", "CHANGELOG.md", "VERSION", "requirements.txt")
-    files = [root / "services" / stage / paper for stage in STAGES for paper in papers]
+def services_have_their_papers(root: Path) -> list[str]:
+    papers = ("README.md", "CHANGELOG.md", "VERSION", "requirements.txt", "Dockerfile")
+    files = [root / "services" / service / paper for service in SERVICES for paper in papers]
     return [f"{path}: missing or empty" for path in files if not path.is_file() or not path.read_bytes().strip()]
 
 
 def versions_are_in_the_changelog(root: Path) -> list[str]:
     problems = []
-    for stage in STAGES:
+    for stage in SERVICES:
         folder = root / "services" / stage
         version = (folder / "VERSION").read_text(encoding="utf-8").strip()
         if not re.fullmatch(r"\d+\.\d+\.\d+", version):

@@ -28,7 +28,7 @@ RULES: list[Rule] = [
     rules.neuron_is_imported_nowhere,
     rules.the_tokenizer_never_imports_torch,
     rules.services_is_no_package,
-    rules.stages_have_their_papers,
+    rules.services_have_their_papers,
     rules.versions_are_in_the_changelog,
     requirements_name_what_is_imported,
 ]
@@ -84,7 +84,12 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
         "services.common.launch.inline imports torch",
     ),
     (rules.services_is_no_package, "services/__init__.py", "", "services/__init__.py"),
-    (rules.stages_have_their_papers, "services/compiler/VERSION", "\n", "services/compiler/VERSION: missing or empty"),
+    (
+        rules.services_have_their_papers,
+        "services/compiler/VERSION",
+        "\n",
+        "services/compiler/VERSION: missing or empty",
+    ),
     (rules.versions_are_in_the_changelog, "services/compiler/VERSION", "0.2.0", "CHANGELOG.md does not mention 0.2.0"),
     (rules.versions_are_in_the_changelog, "services/compiler/VERSION", "one", "VERSION is 'one'"),
     (
@@ -116,7 +121,8 @@ def house(tmp_path: Path) -> Path:
         "services/trainer/loop.py": "from services.common.launch.launcher import choose_launcher\nimport torch",
         "services/compiler/trace.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import some_stubs",
     }
-    for stage in rules.STAGES:
+    for stage in rules.SERVICES:
+        files[f"services/{stage}/Dockerfile"] = "FROM scratch\n"
         files[f"services/{stage}/README.md"] = stage
         files[f"services/{stage}/VERSION"] = "0.1.0\n"
         files[f"services/{stage}/CHANGELOG.md"] = "## 0.1.0\n"

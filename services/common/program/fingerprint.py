@@ -39,7 +39,7 @@ def program_facts(recipe: Recipe) -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}",
         "cxx": _compiler_version(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cpu_features": sorted(name for name, value in torch.cpu.get_capabilities().items() if value is True),
+        "cpu_features": _cpu_features(),
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
@@ -60,6 +60,14 @@ def explain_difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
         elif left != right:
             lines.append(f"{name}: cache {_short(left)}, this run {_short(right)}")
     return "\n".join(lines)
+
+
+def _cpu_features() -> list[str]:
+    if hasattr(torch.cpu, "get_capabilities"):
+        return sorted(name for name, value in torch.cpu.get_capabilities().items() if value is True)
+    # torch 2.9, the Neuron variant's, has one question per feature instead.
+    questions = {name: getattr(torch._C._cpu, name) for name in dir(torch._C._cpu) if name.startswith("_is_")}
+    return sorted(name for name, is_supported in questions.items() if is_supported())
 
 
 def _compiler_version() -> str:

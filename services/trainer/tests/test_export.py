@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from services.common.errors import ArtifactError, RecipeError
 from services.common.launch.launcher import WorkerEnvironment
@@ -16,6 +15,9 @@ from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.run import open_run
 from services.trainer.sample import load_model, sample
+
+# In no image: Pants runs the tests in an image's packages and leaves these out; `make test` has it.
+transformers = pytest.importorskip("transformers")
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 LLAMA_3_1 = {
@@ -34,7 +36,7 @@ def test_an_exported_folder_gives_the_same_logits_through_from_pretrained(
     run = open_run(job.root, job.run)
     folder = export(run, tmp_path / "hugging-face")
 
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokens_BS = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
     assert torch.equal(theirs(tokens_BS).logits, load_model(run).logits(tokens_BS))
     assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (1, 2)

@@ -1,0 +1,101 @@
+"""Builds, runs and releases the container images: `python -m images COMMAND`.
+
+The Makefile's targets call it and say which variables each takes; it reads them from the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from images.base import make_base_image
+from images.build import (
+    build_images,
+    print_environment,
+    print_sizes,
+    push_images,
+    require_service,
+    require_variant,
+)
+from images.check import differences
+from images.demo import STAGES, run_stages
+from images.lock import lock
+from images.pin import pin
+from images.platforms import REPOSITORY, SERVICES
+from images.release import release
+from images.sbom import write_sboms
+from services.common.errors import RecipeError, exit_code_of
+
+
+def main(argv: list[str]) -> int:
+    commands = {
+        "base": lambda: make_base_image(_variant()),
+        "build": build,
+        "check": check,
+        "demo": demo,
+        "environment": print_environment,
+        "lock": lambda: lock(upgrade=bool(os.environ.get("UPGRADE"))),
+        "pin": pin_bases,
+        "release": release_stage,
+        "sbom": sbom,
+    }
+    parser = argparse.ArgumentParser(prog="python -m images", description=__doc__)
+    parser.add_argument("command", choices=commands)
+    commands[parser.parse_args(argv).command]()
+    return 0
+
+
+def build() -> None:
+    """STAGE (all), VARIANT (cpu), PUSH=registry."""
+    images = build_images(_services(SERVICES), _variant())
+    print_sizes(images)
+    if os.environ.get("PUSH"):
+        push_images(images, os.environ["PUSH"])
+
+
+def check() -> None:
+    problems = differences()
+    if problems:
+        raise RecipeError("the images of a variant differ:\n  " + "\n  ".join(problems))
+    print("images: all of a variant have its pin")
+
+
+def demo() -> None:
+    """STAGE (all three), VARIANT (cpu), RECIPE, ROOT, OPTIONS, and <STAGE>_TAG for another version of a stage."""
+    recipe = Path(os.environ.get("RECIPE") or REPOSITORY / "recipes/tiny-cpu.toml")
+    root = Path(os.environ.get("ROOT") or "fsx")
+    run_stages(_services(STAGES), _variant(), recipe, root, shlex.split(os.environ.get("OPTIONS", "")))
+
+
+def pin_bases() -> None:
+    for image, digest in pin().items():
+        print(f"{image} is {digest}")
+
+
+def release_stage() -> None:
+    """STAGE and BUMP=major|minor|patch."""
+    if not os.environ.get("STAGE"):
+        raise RecipeError("make release releases one stage: make release STAGE=trainer BUMP=minor")
+    new = release(require_service(os.environ["STAGE"]), os.environ.get("BUMP", ""))
+    print(f"released {new.tag}, not pushed: git push --follow-tags, then make images STAGE={new.service} PUSH=registry")
+
+
+def sbom() -> None:
+    for path in write_sboms(_services(SERVICES), _variant()):
+        print(path)
+
+
+def _services(known: tuple[str, ...]) -> tuple[str, ...]:
+    stage = os.environ.get("STAGE")
+    return (require_service(stage, known),) if stage else known
+
+
+def _variant() -> str:
+    return require_variant(os.environ.get("VARIANT") or "cpu")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

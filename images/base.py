@@ -1,0 +1,68 @@
+"""A slim Python base image made with debootstrap, for machines that reach Debian's packages but no image registry."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from images.docker import require_engine
+from images.platforms import DebianBase, read_platforms
+from services.common.errors import DeviceError
+
+PACKAGES = ("python3", "python3-venv", "ca-certificates")
+# Nothing at run time reads these: 137 MB of 275 (Debian 12).
+LEFT_OUT = ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man", "usr/share/locale", "var/log")
+
+
+def make_base_image(variant: str) -> None:
+    """Make the variant's Debian base. Raises `DeviceError` when a tool is missing or Debian has another Python now."""
+    debian = read_platforms()[variant].debian
+    if debian is None:
+        raise DeviceError(f"the {variant} variant has no Debian base in images/platforms.toml: name one with BASE=...")
+    require_engine()
+    if shutil.which("debootstrap") is None or os.geteuid() != 0:
+        raise DeviceError(
+            "making a base image needs root and debootstrap (Debian: apt-get install debootstrap). "
+            f"Where an image registry is reached it is not needed: `make images` pulls {read_platforms()[variant].slim}"
+        )
+    with tempfile.TemporaryDirectory(prefix="millrace-base-") as folder:
+        root = Path(folder) / "root"
+        print(f"making {debian.slim} with debootstrap", flush=True)
+        _bootstrap(debian, root)
+        _require_python(debian, root)
+        _import(debian, root)
+    print(f"made {debian.slim}: `make images` uses it")
+
+
+def _bootstrap(debian: DebianBase, root: Path) -> None:
+    mirror = [os.environ["DEBIAN_MIRROR"]] if os.environ.get("DEBIAN_MIRROR") else []
+    command = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", debian.suite, str(root), *mirror]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        ending = "\n  ".join(made.stdout.splitlines()[-8:])
+        raise DeviceError(f"debootstrap failed:\n  {ending}\nDEBIAN_MIRROR=http://... names another mirror.")
+    for name in LEFT_OUT:
+        for entry in (root / name).iterdir():
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def _require_python(debian: DebianBase, root: Path) -> None:
+    command = ["chroot", str(root), "python3", "-c", "import platform; print(platform.python_version())"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if found != debian.python:
+        raise DeviceError(
+            f"Debian {debian.suite} has Python {found} now, images/platforms.toml pins {debian.python} for it. "
+            f"Change the pin and the tag there: every image of the variant moves with it."
+        )
+
+
+def _import(debian: DebianBase, root: Path) -> None:
+    archive = ["tar", "--directory", str(root), "--numeric-owner", "--sort=name", "--create", "."]
+    with subprocess.Popen(archive, stdout=subprocess.PIPE) as tar:
+        command = ["docker", "import", "--change", 'CMD ["python3"]', "--change", "ENV LANG=C.UTF-8", "-", debian.slim]
+        made = subprocess.run(command, stdin=tar.stdout, capture_output=True, text=True, check=False)
+    if made.returncode != 0 or tar.returncode != 0:
+        raise DeviceError(f"docker import failed: {made.stderr.strip()}")

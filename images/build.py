@@ -1,0 +1,202 @@
+"""Builds the images of one variant with `docker build`, one Dockerfile per service."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from images.docker import docker, docker_logged, has_image, inspect_image, require_engine
+from images.platforms import REPOSITORY, SERVICES, VARIANTS, Platform, read_digests, read_platforms
+from images.versions import Build, describe_build, is_released
+from services.common.errors import RecipeError
+
+LOGS = REPOSITORY / "dist/logs"
+CA_BUNDLE = REPOSITORY / "images/inputs/ca-bundle.crt"
+# Where other programs are told of a CA bundle; the build uses the same one.
+CA_VARIABLES = ("CA_BUNDLE", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+PASSED_ON = (
+    *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "TORCH_INDEX_URL", "TORCH_FIND_LINKS"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+)
+
+
+@dataclass(frozen=True)
+class Image:
+    """One image that was built."""
+
+    build: Build
+    names: tuple[str, ...]
+    """`registry/millrace/<service>:<tag>`, the commit's tag last."""
+    seconds: float
+
+
+def build_images(services: Sequence[str], variant: str) -> list[Image]:
+    """Build the images of `services`. Raises `DeviceError` when Docker, a base image or a package is out of reach."""
+    require_engine()
+    platform = choose_platform(variant)
+    place_ca_bundle()
+    return [build_image(service, platform) for service in services]
+
+
+def choose_platform(variant: str) -> Platform:
+    """The variant's pin, on the base of `make base-image` where that was made, or on the bases the environment names.
+
+    BASE and SLIM_BASE replace the base images, PYTHON_VERSION the Python they must have.
+    """
+    platform = read_platforms()[variant]
+    if platform.debian and not os.environ.get("BASE") and has_image(platform.debian.slim):
+        print(f"base: {platform.debian.slim}, made here by `make base-image`")
+        platform = platform.on_debian()
+    return replace(
+        platform,
+        platform=os.environ.get("BASE") or platform.platform,
+        slim=os.environ.get("SLIM_BASE") or (variant == "cpu" and os.environ.get("BASE")) or platform.slim,
+        python=os.environ.get("PYTHON_VERSION") or platform.python,
+    )
+
+
+def place_ca_bundle() -> None:
+    """Put the CA bundle that this machine uses where the builder stages read it."""
+    source = next((os.environ[name] for name in CA_VARIABLES if os.environ.get(name)), None)
+    if source is None:
+        CA_BUNDLE.unlink(missing_ok=True)
+    elif not Path(source).is_file():
+        raise RecipeError(f"CA_BUNDLE: {source} is no file. Name the PEM file that your package index is signed with.")
+    elif not CA_BUNDLE.exists() or CA_BUNDLE.read_bytes() != Path(source).read_bytes():
+        shutil.copyfile(source, CA_BUNDLE)
+
+
+def build_image(service: str, platform: Platform) -> Image:
+    build = describe_build(service, platform.variant)
+    names = tuple(f"{repository_of(service)}:{tag}" for tag in (build.tag, build.commit_tag))
+    print(f"building {names[-1]} on {base_of(service, platform)}", flush=True)
+    command = ["build", "--file", f"services/{service}/Dockerfile"]
+    for name in names:
+        command += ["--tag", name]
+    for name, value in build_arguments(build, platform).items():
+        command += ["--build-arg", f"{name}={value}"]
+    command += [flag for name in PASSED_ON if os.environ.get(name) for flag in ("--build-arg", name)]
+    started = time.monotonic()
+    docker_logged(
+        *command,
+        *shlex.split(os.environ.get("DOCKER_BUILD_FLAGS", "")),
+        str(REPOSITORY),
+        log=LOGS / f"{service}-{platform.variant}.log",
+        advice=_advice(service, platform),
+    )
+    return Image(build, names, time.monotonic() - started)
+
+
+def build_arguments(build: Build, platform: Platform) -> dict[str, str]:
+    """The ARGs of a Dockerfile, but for those of the package index."""
+    return {
+        "VARIANT": platform.variant,
+        "BASE": base_of(build.service, platform),
+        "PYTHON_VERSION": platform.python,
+        "RAY_VERSION": platform.ray,
+        "SDK_VERSION": platform.sdk or "none",
+        "STAGE_VERSION": build.version,
+        "GIT_SHA": build.git_sha,
+        "IMAGE": f"{repository_of(build.service)}:{build.commit_tag}",
+    }
+
+
+def base_of(service: str, platform: Platform) -> str:
+    """The base image, with the digest that `make pin` resolved."""
+    base = platform.base_of(service)
+    digest = read_digests().get(base)
+    return f"{base}@{digest}" if digest else base
+
+
+def repository_of(service: str) -> str:
+    registry = os.environ.get("REGISTRY", "").rstrip("/")
+    return f"{registry}/millrace/{service}" if registry else f"millrace/{service}"
+
+
+def print_sizes(images: Sequence[Image]) -> None:
+    """One line per image: what it weighs, what of that is code, and how long the build took."""
+    print(f"\n{'image':58} {'size':>10} {'code':>9} {'built in':>9}")
+    for image in images:
+        size = inspect_image(image.names[-1])["Size"]
+        code = sum(layer_bytes for made_by, layer_bytes in _layers(image.names[-1]) if "/app/services" in made_by)
+        print(f"{image.names[-1]:58} {_megabytes(size):>10} {_kilobytes(code):>9} {image.seconds:>7.0f} s")
+
+
+def print_environment() -> None:
+    """What BUILD files read with `env()`, one `NAME=value` a line, quoted for a shell."""
+    for variant in VARIANTS:
+        platform = _platform_without_engine(variant)
+        for service in SERVICES:
+            build = describe_build(service, variant)
+            values = {"TAG": build.tag, "COMMIT_TAG": build.commit_tag, **build_arguments(build, platform)}
+            for name, value in values.items():
+                print(f"export {service.upper()}_{variant.upper()}_{name}={shlex.quote(value)}")
+
+
+def _platform_without_engine(variant: str) -> Platform:
+    # Pants also lists and tests where there is no Docker.
+    return choose_platform(variant) if shutil.which("docker") else read_platforms()[variant]
+
+
+def _layers(name: str) -> list[tuple[str, int]]:
+    text = docker("history", "--no-trunc", "--human=false", "--format", "{{.Size}}\t{{.CreatedBy}}", name)
+    lines = [line.partition("\t") for line in text.splitlines()]
+    return [(made_by, int(size)) for size, _, made_by in lines]
+
+
+def _advice(service: str, platform: Platform) -> str:
+    base = platform.base_of(service)
+    if has_image(base):
+        return ""
+    if platform.debian:
+        return f"If {base} cannot be pulled here, `make base-image` makes a base without a registry."
+    other = f"make images VARIANT={platform.variant} BASE=... SLIM_BASE=..."
+    return f"If {base} cannot be pulled here, name one that can: {other}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"
+
+
+def _kilobytes(size: int) -> str:
+    return f"{size / 1e3:,.0f} kB"
+
+
+def push_images(images: Sequence[Image], registry: str) -> None:
+    """Push to `registry/millrace/<service>`: the commit's tag, and the version's where it is released at this state.
+
+    Raises `RecipeError` for sources that no commit has, `DeviceError` when the registry refuses.
+    """
+    dirty = [image.build.commit_tag for image in images if image.build.change or image.build.commit == "unknown"]
+    if dirty:
+        raise RecipeError(
+            f"not pushed, because no commit has these sources: {', '.join(dirty)}. Commit them, build again, push then."
+        )
+    for image in images:
+        build = image.build
+        tags = [build.commit_tag] + ([build.tag] if is_released(build) else [])
+        for tag in tags:
+            name = f"{registry.rstrip('/')}/millrace/{build.service}:{tag}"
+            docker("tag", image.names[-1], name)
+            advice = f"Is {registry} the right registry, does the repository exist, and did you `docker login`?"
+            docker("push", "--quiet", name, advice=advice)
+            print(f"pushed {name}")
+        if build.tag not in tags:
+            print(f"  not as {build.tag}: these sources are not those of {build.service}-v{build.version}")
+
+
+def require_service(name: str, services: Sequence[str] = SERVICES) -> str:
+    if name not in services:
+        raise RecipeError(f"there is no stage {name!r}: STAGE is one of {', '.join(services)}")
+    return name
+
+
+def require_variant(name: str) -> str:
+    if name not in VARIANTS:
+        raise RecipeError(f"there is no variant {name!r}: VARIANT is one of {', '.join(VARIANTS)}")
+    return name

@@ -1,0 +1,75 @@
+"""Holds every image of a variant to its pin: Dockerfiles, locks and base tags against `platforms.toml`.
+
+Reads files alone, so it runs where there is no Docker; a build checks the base image itself.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from images.lock import NEURON_BASE, locks_of, pins_of
+from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, Platform, read_platforms
+
+
+def differences(repository: Path = REPOSITORY) -> list[str]:
+    """What differs between two images of one variant, or between an image and the pin; empty when nothing does."""
+    platforms = read_platforms(repository / "images/platforms.toml")
+    problems = [
+        problem for service in SERVICES for problem in _dockerfile_differences(repository, service, platforms["cpu"])
+    ]
+    for platform in platforms.values():
+        problems += _tag_differences(platform) + _lock_differences(repository, platform)
+    return problems
+
+
+def _dockerfile_differences(repository: Path, service: str, cpu: Platform) -> list[str]:
+    path = repository / "services" / service / "Dockerfile"
+    head = path.read_text(encoding="utf-8").partition("\nFROM ")[0]
+    found = dict(re.findall(r"^ARG (\w+)=(.*)$", head, flags=re.MULTILINE))
+    wanted = {
+        "BASE": cpu.base_of(service),
+        "VARIANT": cpu.variant,
+        "PYTHON_VERSION": cpu.python,
+        "RAY_VERSION": cpu.ray,
+    }
+    return [
+        f"services/{service}/Dockerfile: ARG {name} is {found.get(name)}, images/platforms.toml says {value}"
+        for name, value in wanted.items()
+        if found.get(name) != value
+    ]
+
+
+def _tag_differences(platform: Platform) -> list[str]:
+    """A base's tag says its Python, and the Neuron image's its SDK: they must say what the pin says."""
+    minor = "".join(platform.python.split(".")[:2])
+    wanted = [(platform.slim, platform.python)]
+    wanted += [(platform.platform, f"py{minor}"), (platform.platform, f"sdk{platform.sdk}-")] if platform.sdk else []
+    wanted += [(platform.debian.slim, platform.debian.python)] if platform.debian else []
+    return [
+        f"images/platforms.toml, {platform.variant}: the base {image} is not tagged {part}"
+        for image, part in wanted
+        if part not in image
+    ]
+
+
+def _lock_differences(repository: Path, platform: Platform) -> list[str]:
+    problems = []
+    first_seen: dict[str, tuple[str, str]] = {}
+    base = pins_of(repository / NEURON_BASE.relative_to(REPOSITORY)) if platform.sdk else {}
+    for name in locks_of(platform.variant):
+        lock = pins_of(repository / "lockfiles" / f"{name}.txt")
+        for package, wanted in (("ray", platform.ray), ("torch", platform.torch)):
+            if package in lock and lock[package] != wanted:
+                problems.append(f"lockfiles/{name}.txt: {package} is {lock[package]}, the pin is {wanted}: make lock")
+        for package, version in lock.items():
+            other, theirs = first_seen.setdefault(package, (name, version))
+            if theirs != version:
+                problems.append(f"lockfiles/{name}.txt: {package} is {version}, {other}.txt has {theirs}: make lock")
+        stage = name.removesuffix(f"-{platform.variant}")
+        if stage in ("program", *STAGES_WITH_PROGRAM):
+            problems += [
+                f"lockfiles/{name}.txt: {package} would be installed over that of the Neuron image: make lock"
+                for package in sorted(lock.keys() & base.keys())
+            ]
+    return problems

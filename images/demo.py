@@ -1,0 +1,66 @@
+"""The demo with every stage in its own container: the same recipe, one shared folder, no network."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from images.build import repository_of
+from images.docker import inspect_image, require_engine
+from images.versions import describe_build
+from services.common.errors import MillraceError, RecipeError
+
+STAGES = ("tokenizer", "compiler", "trainer")
+IMAGE_USER = 10001
+
+
+class StageFailed(MillraceError):
+    """A stage's container failed; its exit code is ours."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def run_stages(stages: tuple[str, ...], variant: str, recipe: Path, root: Path, options: list[str]) -> None:
+    """Run each stage in its image, one after the other, on `root`. Raises with the exit code of the one that fails.
+
+    TOKENIZER_TAG, COMPILER_TAG and TRAINER_TAG choose other versions of an image than the working tree's.
+    """
+    require_engine()
+    if not recipe.is_file():
+        raise RecipeError(f"RECIPE: {recipe} is no file; recipes/ has those that are shipped")
+    images = {stage: _image_of(stage, variant) for stage in stages}
+    for image in images.values():
+        inspect_image(image)
+    root.mkdir(parents=True, exist_ok=True)
+    if os.geteuid() == 0 and root.stat().st_uid == 0:
+        os.chown(root, IMAGE_USER, IMAGE_USER)
+    for stage, image in images.items():
+        print(f"\n== {stage}: {image}", flush=True)
+        _run_container(stage, image, recipe, root, options)
+    if "trainer" in stages:
+        _run_container("trainer", images["trainer"], recipe, root, ["summary"])
+
+
+def _image_of(stage: str, variant: str) -> str:
+    tag = os.environ.get(f"{stage.upper()}_TAG") or describe_build(stage, variant).commit_tag
+    return f"{repository_of(stage)}:{tag}"
+
+
+def _run_container(stage: str, image: str, recipe: Path, root: Path, arguments: list[str]) -> None:
+    """`docker run` as a cluster would: a read-only root, no network, one scratch folder, no privileges."""
+    owner = root.stat()
+    command = [
+        *("docker", "run", "--rm", "--init", "--read-only", "--network", "none"),
+        *("--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+        *("--user", f"{owner.st_uid}:{owner.st_gid}"),
+        # Graphs are loaded from there as shared libraries, hence exec. Docker's own /dev/shm has 64 MB; Ray wants more.
+        *("--tmpfs", "/scratch:exec,mode=1777", "--shm-size", "2g"),
+        *("--volume", f"{root.resolve()}:/fsx", "--volume", f"{recipe.resolve()}:/recipe.toml:ro"),
+        *(image, *arguments, "--recipe", "/recipe.toml", "--root", "/fsx"),
+    ]
+    code = subprocess.run(command, check=False).returncode
+    if code != 0:
+        raise StageFailed(f"the {stage} container ended with exit code {code}; its message is above", code)

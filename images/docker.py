@@ -1,0 +1,66 @@
+"""The docker command, with errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import DeviceError
+
+
+def require_engine() -> None:
+    """Raises `DeviceError` when there is no docker command or no engine answers it."""
+    if shutil.which("docker") is None:
+        raise DeviceError(
+            "no docker command on PATH. Install Docker (Debian: apt-get install docker.io). "
+            "`make demo` and `make test` run without it."
+        )
+    answer = _run("version", "--format", "{{.Server.Version}}")
+    if answer.returncode != 0:
+        raise DeviceError(
+            f"no Docker engine answers: {_last_line(answer.stderr)} Start it (`systemctl start docker`, or `dockerd` "
+            f"as root where no service manager runs), or point DOCKER_HOST to one."
+        )
+
+
+def has_image(name: str) -> bool:
+    return _run("image", "inspect", name).returncode == 0
+
+
+def inspect_image(name: str) -> dict[str, Any]:
+    """What `docker image inspect` says of one image. Raises `DeviceError` when there is none of that name."""
+    answer = _run("image", "inspect", name)
+    if answer.returncode != 0:
+        raise DeviceError(f"no image {name} on this machine: `make images` builds it.")
+    return dict(json.loads(answer.stdout)[0])
+
+
+def docker(*arguments: str, advice: str = "", **options: Any) -> str:
+    """Standard output of a docker command. Raises `DeviceError` with docker's last words and `advice` when it fails."""
+    answer = _run(*arguments, **options)
+    if answer.returncode != 0:
+        raise DeviceError(f"docker {arguments[0]} failed: {_last_line(answer.stderr)} {advice}".strip())
+    return str(answer.stdout).strip()
+
+
+def docker_logged(*arguments: str, log: Path, advice: str = "") -> None:
+    """Run a long docker command with its output in `log`; raises `DeviceError` with the end of it on failure."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as file:
+        code = subprocess.run(["docker", *arguments], stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    if code != 0:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        ending = "\n  ".join(line for line in lines[-12:] if line.strip())
+        raise DeviceError(f"docker {arguments[0]} failed:\n  {ending}\nAll of its output: {log}. {advice}".strip())
+
+
+def _run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False, **options)
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it printed nothing."

@@ -1,0 +1,98 @@
+"""Resolves the requirements into `lockfiles/`: one lock per service and variant, and one union per variant.
+
+The union is resolved first and constrains the others, so one package has one version in all images of a variant and
+in the environment that its tests run in. Requirements style, hashes, no addresses of an index.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, VARIANTS, Platform, read_platforms
+
+LOCKS = REPOSITORY / "lockfiles"
+NEURON_BASE = REPOSITORY / "images/neuron-base.txt"
+UNION = {"cpu": LOCKS / "dev.txt", "neuron": LOCKS / "dev-neuron.txt"}
+# Tools that run in environments of their own: the installer, `make sbom`, and pytest under Pants.
+TOOLS = {
+    "uv": ("uv",),
+    "sbom": ("cyclonedx-bom",),
+    "pytest": ("pytest", "pytest-timeout", "pytest-xdist"),
+}
+# What torch's wheel for CUDA brings along. It goes where torch goes: the Neuron image has its own build.
+TORCH_COMPANIONS = ("triton", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit")
+
+
+def lock(upgrade: bool) -> None:
+    """Write every lock, keeping pins that still fit unless `upgrade`."""
+    newest = ["--upgrade"] if upgrade else []
+    platforms = read_platforms()
+    for variant in VARIANTS:
+        with tempfile.TemporaryDirectory() as folder:
+            pins = Path(folder) / "pins.txt"
+            pins.write_text(_pins(platforms[variant]))
+            _lock_variant(variant, ["--constraints", str(pins)], newest)
+    for name, packages in TOOLS.items():
+        _compile([], LOCKS / f"{name}.txt", options=newest, typed="\n".join(packages))
+
+
+def locks_of(variant: str) -> list[str]:
+    """Names of a variant's locks, the union first."""
+    return [UNION[variant].stem, *(f"{name}-{variant}" for name in _requirements())]
+
+
+def pins_of(lock: Path) -> dict[str, str]:
+    """Package to version, of everything that a lock or a constraints file pins with `==`."""
+    text = lock.read_text(encoding="utf-8")
+    return dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", text, flags=re.MULTILINE))
+
+
+def _lock_variant(variant: str, constraints: list[str], upgrade: list[str]) -> None:
+    union = UNION[variant]
+    if variant == "neuron":
+        constraints = [*constraints, "--constraints", str(NEURON_BASE)]
+    everything = [*sorted(REPOSITORY.glob("services/**/requirements.txt")), REPOSITORY / "requirements-dev.txt"]
+    _compile(everything, union, options=[*constraints, *upgrade])
+    for name, requirements in _requirements().items():
+        options = [*constraints, "--constraints", str(union)]
+        if variant == "neuron" and (name == "program" or name in STAGES_WITH_PROGRAM):
+            options += [f"--no-emit-package={package}" for package in _provided_by_the_platform(union)]
+        _compile(requirements, LOCKS / f"{name}-{variant}.txt", options=options)
+
+
+def _requirements() -> dict[str, list[Path]]:
+    """Name of a lock to the files that it resolves. The program's is what compiler and trainer share as a layer."""
+    services = REPOSITORY / "services"
+    common, program = services / "common/requirements.txt", services / "common/program/requirements.txt"
+    locks = {"program": [common, program]}
+    for service in SERVICES:
+        shared = [common, program] if service in STAGES_WITH_PROGRAM else [common]
+        locks[service] = [*shared, services / service / "requirements.txt"]
+    return locks
+
+
+def _pins(platform: Platform) -> str:
+    return f"ray=={platform.ray}\ntorch=={platform.torch}\n"
+
+
+def _provided_by_the_platform(union: Path) -> list[str]:
+    cuda = [name for name in pins_of(union) if name.startswith("nvidia-") or name in TORCH_COMPANIONS]
+    return [*pins_of(NEURON_BASE), *cuda]
+
+
+def _compile(requirements: Iterable[Path], output: Path, options: list[str], typed: str = "") -> None:
+    """`uv pip compile`, universal from the oldest Python on; "fewest" gives every Python the same pins."""
+    command = ["./bootstrap", "uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
+    command += ["--fork-strategy", "fewest", "--generate-hashes", "--annotation-style", "line"]
+    command += ["--custom-compile-command", "make lock", *options, "--output-file", _relative(output)]
+    command += [_relative(path) for path in requirements] or ["-"]
+    command = [_relative(Path(part)) if part.startswith(str(REPOSITORY)) else part for part in command]
+    subprocess.run(command, cwd=REPOSITORY, check=True, input=typed, text=True)
+
+
+def _relative(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))

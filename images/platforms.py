@@ -1,0 +1,66 @@
+"""The platform pins of `platforms.toml`: what all images of one variant share."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+PLATFORMS = REPOSITORY / "images/platforms.toml"
+
+SERVICES = ("tokenizer", "compiler", "trainer", "head")
+STAGES_WITH_PROGRAM = ("compiler", "trainer")
+VARIANTS = ("cpu", "neuron")
+
+
+@dataclass(frozen=True)
+class DebianBase:
+    """A slim Python base that `make base-image` makes where no image registry is reached."""
+
+    suite: str
+    python: str
+    slim: str
+
+
+@dataclass(frozen=True)
+class Platform:
+    """One variant's pin. `slim` carries the images without the program, `platform` those with it."""
+
+    variant: str
+    python: str
+    ray: str
+    torch: str
+    slim: str
+    platform: str
+    sdk: str = ""
+    debian: DebianBase | None = None
+
+    @property
+    def word(self) -> str:
+        """The pin in one word: images with different words never meet in one Ray cluster."""
+        return f"{self.variant}-python{self.python}-ray{self.ray}"
+
+    def base_of(self, service: str) -> str:
+        return self.platform if service in STAGES_WITH_PROGRAM else self.slim
+
+    def on_debian(self) -> Platform:
+        """The same variant on the base of `make base-image`, at Debian's Python."""
+        assert self.debian
+        return replace(self, python=self.debian.python, slim=self.debian.slim, platform=self.debian.slim)
+
+
+def read_platforms(path: Path = PLATFORMS) -> dict[str, Platform]:
+    """Every variant's pin by the variant's name."""
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    return {variant: _platform(variant, tables[variant]) for variant in VARIANTS}
+
+
+def read_digests(path: Path = PLATFORMS) -> dict[str, str]:
+    """Image tag to the digest that `make pin` resolved for it."""
+    return dict(tomllib.loads(path.read_text(encoding="utf-8"))["digests"])
+
+
+def _platform(variant: str, table: dict[str, object]) -> Platform:
+    debian = table.pop("debian", None)
+    return Platform(variant=variant, **table, debian=DebianBase(**debian) if debian else None)  # type: ignore[arg-type]

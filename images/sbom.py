@@ -1,0 +1,51 @@
+"""A CycloneDX bill of materials per image, from the lock that the image is made of."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from images.platforms import REPOSITORY, read_platforms
+from images.versions import describe_build
+from services.common.errors import DeviceError
+
+OUTPUT = REPOSITORY / "dist/sbom"
+TOOL = REPOSITORY / "lockfiles/sbom.txt"
+
+
+def write_sboms(services: Sequence[str], variant: str) -> list[Path]:
+    """Write `dist/sbom/<service>-<version>-<variant>.cdx.json` for each service and return the paths."""
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    return [_write(service, variant) for service in services]
+
+
+def _write(service: str, variant: str) -> Path:
+    build = describe_build(service, variant)
+    output = OUTPUT / f"{service}-{build.tag}.cdx.json"
+    with tempfile.NamedTemporaryFile(suffix=".txt") as installed:
+        _uv("pip", "compile", "--quiet", "--no-deps", "--generate-hashes", "--no-annotate", "--no-header",
+            # The lock is for every system; an image is Linux and one Python.
+            "--python-platform", "linux", "--python-version", read_platforms()[variant].python,
+            "--output-file", installed.name, f"lockfiles/{service}-{variant}.txt")  # fmt: skip
+        _uv("run", "--quiet", "--no-project", "--isolated", "--with-requirements", str(TOOL),
+            "cyclonedx-py", "requirements", "--output-reproducible", "--output-format", "JSON",
+            "--output-file", str(output), installed.name)  # fmt: skip
+    bill = json.loads(output.read_text(encoding="utf-8"))
+    bill["metadata"]["component"] = {
+        "type": "container",
+        "name": f"millrace/{service}",
+        "version": build.commit_tag,
+    }
+    output.write_text(json.dumps(bill, indent=2) + "\n", encoding="utf-8")
+    return output
+
+
+def _uv(*arguments: str) -> None:
+    done = subprocess.run(
+        ["./bootstrap", "uv", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise DeviceError(f"uv {arguments[0]} failed: {done.stderr.strip()}")
