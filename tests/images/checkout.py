@@ -1,0 +1,49 @@
+"""Builders: a small git repository of stages."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from images.platforms import REPOSITORY, SERVICES
+
+CHANGELOG = "# Changelog\n\n## [Unreleased]\n### Fixed\n- A thing that users see.\n\n## [0.1.0]\n### Added\n- All.\n"
+
+
+def git(repository: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=someone", "-c", "user.email=someone@example.com"]
+    command = ["git", "-C", str(repository), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def write(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content, encoding="utf-8")
+
+
+def make_checkout(folder: Path) -> Path:
+    """A committed repository with every service, real contracts, and pinned bases."""
+    repository = folder / "checkout"
+    ignored = shutil.ignore_patterns("tests", "__pycache__", "*.crt")
+    for name in ("services/common", "images"):
+        shutil.copytree(REPOSITORY / name, repository / name, ignore=ignored)
+    for service in SERVICES:
+        write(repository / "services" / service / "VERSION", "0.1.0\n")
+        write(repository / "services" / service / "CHANGELOG.md", CHANGELOG)
+        write(repository / "services" / service / "Dockerfile", "FROM scratch\n")
+        write(repository / "services" / service / "work.py", "print('one')\n")
+    platforms = repository / "images/platforms.toml"
+    neuron = "public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0-neuronx-py312-sdk2.29.1-ubuntu24.04"
+    digests = f'[digests]\n"{neuron}" = "sha256:{"0" * 64}"\n"python:3.12.11-slim-bookworm" = "sha256:{"0" * 64}"\n'
+    write(platforms, platforms.read_text(encoding="utf-8").partition("[digests]")[0] + digests)
+    git(repository, "init", "--quiet", "--initial-branch=main")
+    git(repository, "config", "user.name", "someone")
+    git(repository, "config", "user.email", "someone@example.com")
+    commit(repository, "Begin")
+    return repository
+
+
+def commit(repository: Path, message: str) -> None:
+    git(repository, "add", "--all")
+    git(repository, "commit", "--quiet", "--message", message)

@@ -1,0 +1,73 @@
+"""All images of a variant have one pin, and `make check` notices each way in which one can leave it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from images.check import differences
+from images.platforms import REPOSITORY, SERVICES
+from images.without_cuda import without_cuda
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A copy of the files that hold pins."""
+    for name in ("images", "lockfiles"):
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("*.crt", "__pycache__"))
+    for service in SERVICES:
+        (tmp_path / "services" / service).mkdir(parents=True)
+        shutil.copy(REPOSITORY / "services" / service / "Dockerfile", tmp_path / "services" / service)
+    return tmp_path
+
+
+def replace_in(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+def test_the_images_of_this_repository_have_their_pins() -> None:
+    assert differences() == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "told"),
+    [
+        (
+            "services/head/Dockerfile",
+            "ARG RAY_VERSION=2.60.0",
+            "ARG RAY_VERSION=2.59.0",
+            "services/head/Dockerfile: ARG RAY_VERSION is 2.59.0, images/platforms.toml says 2.60.0",
+        ),
+        ("services/tokenizer/Dockerfile", "slim-bookworm", "slim-trixie", "services/tokenizer/Dockerfile: ARG BASE is"),
+        ("lockfiles/head-cpu.txt", "ray==2.60.0", "ray==2.59.0", "lockfiles/head-cpu.txt: ray is 2.59.0"),
+        ("lockfiles/trainer-neuron.txt", "pyarrow==", "pyarrow==1", "dev-neuron.txt has"),
+        (
+            "lockfiles/compiler-neuron.txt",
+            "xxhash==",
+            "numpy==1.26.4\nxxhash==",
+            "numpy would be installed over that of the Neuron image",
+        ),
+        ("images/platforms.toml", 'python = "3.12.11"', 'python = "3.12.3"', "is not tagged 3.12.3"),
+        ("images/platforms.toml", 'sdk = "2.29.1"', 'sdk = "2.30.0"', "is not tagged sdk2.30.0-"),
+    ],
+)
+def test_an_image_that_leaves_the_pin_of_its_variant_is_named(
+    repository: Path, file: str, old: str, new: str, told: str
+) -> None:
+    assert differences(repository) == []
+    replace_in(repository / file, old, new)
+    assert told in "\n".join(differences(repository))
+
+
+def test_a_lock_without_cuda_keeps_all_but_torch_and_what_it_alone_needs() -> None:
+    lock = (REPOSITORY / "lockfiles/trainer-cpu.txt").read_text(encoding="utf-8")
+    kept = without_cuda(lock)
+    left_out = [line for line in lock.splitlines() if line not in kept and not line.startswith((" ", "#"))]
+    assert any(line.startswith("torch==") for line in left_out)
+    assert all(line.startswith(("torch==", "triton==", "nvidia-", "cuda-")) for line in left_out)
+    assert "sympy==" in kept
+    assert "--hash=sha256:" in kept
