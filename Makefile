@@ -7,7 +7,7 @@ python := .venv/bin/python
 # The image tool reads its variables from the environment, so those given to make must get there.
 images = ./bootstrap python -m images
 export STAGE VARIANT PUSH REGISTRY RECIPE ROOT OPTIONS BUMP UPGRADE CA_BUNDLE BASE SLIM_BASE PYTHON_VERSION
-export TOKENIZER_TAG COMPILER_TAG TRAINER_TAG
+export TOKENIZER_TAG COMPILER_TAG TRAINER_TAG AGAIN
 
 .PHONY: help setup demo test test-slow test-torch29 test-images check format lock clean \
 	base-image images demo-images pin release sbom
@@ -38,7 +38,7 @@ test-torch29: ## Run the program's tests on the Neuron variant's torch, in .venv
 test-images: setup ## Run the tests that build and run images; they need Docker, root and debootstrap.
 	$(python) -m pytest -m images tests/images
 
-base-image: ## Make the slim Python base with debootstrap, where no image registry is reached.
+base-image: ## Make the slim Python base with debootstrap, where no image registry is reached. AGAIN=1: anew.
 	@$(images) base
 
 images: ## Build the images: STAGE= (all), VARIANT=cpu|neuron, PUSH=registry.

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from images.docker import require_engine
+from images.docker import has_image, require_engine
 from images.platforms import DebianBase, read_platforms
 from services.common.errors import DeviceError
 
@@ -23,6 +23,10 @@ def make_base_image(variant: str) -> None:
     if debian is None:
         raise DeviceError(f"the {variant} variant has no Debian base in images/platforms.toml: name one with BASE=...")
     require_engine()
+    if has_image(debian.slim) and not os.environ.get("AGAIN"):
+        # Another base with the same content would still make every image anew.
+        print(f"{debian.slim} is there already; AGAIN=1 makes it anew, with Debian's updates")
+        return
     if shutil.which("debootstrap") is None or os.geteuid() != 0:
         raise DeviceError(
             "making a base image needs root and debootstrap (Debian: apt-get install debootstrap). "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ def choose_platform(variant: str) -> Platform:
     """
     platform = read_platforms()[variant]
     if platform.debian and not os.environ.get("BASE") and has_image(platform.debian.slim):
-        print(f"base: {platform.debian.slim}, made here by `make base-image`")
+        print(f"base: {platform.debian.slim}, made here by make base-image", file=sys.stderr)
         platform = platform.on_debian()
     return replace(
         platform,
@@ -128,12 +129,14 @@ def print_sizes(images: Sequence[Image]) -> None:
 
 
 def print_environment() -> None:
-    """What BUILD files read with `env()`, one `NAME=value` a line, quoted for a shell."""
+    """What BUILD files read with `env()`, one `export NAME=value` a line, quoted for a shell; nothing else on stdout."""
+    place_ca_bundle()
     for variant in VARIANTS:
         platform = _platform_without_engine(variant)
         for service in SERVICES:
             build = describe_build(service, variant)
-            values = {"TAG": build.tag, "COMMIT_TAG": build.commit_tag, **build_arguments(build, platform)}
+            arguments = " ".join(f"{name}={value}" for name, value in build_arguments(build, platform).items())
+            values = {"TAG": build.tag, "COMMIT_TAG": build.commit_tag, "BUILD_ARGS": arguments}
             for name, value in values.items():
                 print(f"export {service.upper()}_{variant.upper()}_{name}={shlex.quote(value)}")
 

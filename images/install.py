@@ -59,7 +59,7 @@ def _install(lock: Path) -> None:
         subprocess.run([*pip, "--require-hashes", "-r", str(BUILD / "uv.txt")], check=True, env=environment)
     install = [str(uv), "pip", "install", "--quiet", "--no-cache", "--python", str(VENV / "bin/python")]
     # Compiled here, because an image with a read-only root would compile all of torch again at every start.
-    install += ["--compile-bytecode", "--link-mode", "copy"]
+    install += ["--compile-bytecode"]
     torch_index, torch_links = os.environ.get("TORCH_INDEX_URL"), os.environ.get("TORCH_FIND_LINKS")
     if not (torch_index or torch_links) or not _torch_pin(lock):
         subprocess.run([*install, "--require-hashes", "-r", str(lock)], check=True, env=environment)

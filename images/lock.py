@@ -37,7 +37,8 @@ def lock(upgrade: bool) -> None:
             pins.write_text(_pins(platforms[variant]))
             _lock_variant(variant, ["--constraints", str(pins)], newest)
     for name, packages in TOOLS.items():
-        _compile([], LOCKS / f"{name}.txt", options=newest, typed="\n".join(packages))
+        options = ["--constraints", str(UNION["cpu"]), *newest]
+        _compile([], LOCKS / f"{name}.txt", options=options, typed="\n".join(packages))
 
 
 def locks_of(variant: str) -> list[str]:

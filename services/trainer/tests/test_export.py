@@ -16,9 +16,6 @@ from services.trainer.loop import train
 from services.trainer.run import open_run
 from services.trainer.sample import load_model, sample
 
-# In no image: Pants runs the tests in an image's packages and leaves these out; `make test` has it.
-transformers = pytest.importorskip("transformers")
-
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 LLAMA_3_1 = {
     "model__rope_theta": "500000.0",
@@ -31,6 +28,7 @@ LLAMA_3_1 = {
 def test_an_exported_folder_gives_the_same_logits_through_from_pretrained(
     tmp_path: Path, new_job: Callable[..., Job], shape: dict[str, str]
 ) -> None:
+    transformers = pytest.importorskip("transformers")  # in no image, so Pants leaves this test out
     job = new_job(train__max_steps="3", **shape)
     train(job, ALONE)
     run = open_run(job.root, job.run)

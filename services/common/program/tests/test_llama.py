@@ -11,9 +11,6 @@ from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
 from services.common.recipe import Model, RopeScaling
 
-# In no image: Pants runs the tests in an image's packages and leaves these out; `make test` has it.
-transformers = pytest.importorskip("transformers")
-
 LENGTH = 96
 
 LLAMA_2 = Model(
@@ -39,20 +36,22 @@ SHAPES = {"llama-2": LLAMA_2, "llama-3": LLAMA_3, "llama-3.1": LLAMA_3_1, "tied"
 
 @pytest.fixture(params=SHAPES, scope="module")
 def models(request: pytest.FixtureRequest) -> tuple[Llama, Any]:
+    # In no image: Pants runs the tests in an image's packages and leaves these out; `make test` has it.
+    transformers = pytest.importorskip("transformers")
     config = SHAPES[request.param]
     ours = Llama(config, LENGTH)
     initialize(ours, config, seed=7)
-    theirs = transformers.LlamaForCausalLM(_transformers_config(config))
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_transformers_fields(config)))
     theirs.load_state_dict(ours.state_dict(), strict=True)
     return ours, theirs
 
 
-def _transformers_config(config: Model) -> Any:
+def _transformers_fields(config: Model) -> dict[str, Any]:
     fields = config.model_dump(exclude={"preset", "rope_theta", "rope_scaling"})
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling:
         rope = {"rope_type": "llama3", "rope_theta": config.rope_theta, **config.rope_scaling.model_dump()}
-    return transformers.LlamaConfig(**fields, rope_parameters=rope, max_position_embeddings=LENGTH, use_cache=False)
+    return {**fields, "rope_parameters": rope, "max_position_embeddings": LENGTH, "use_cache": False}
 
 
 def _tokens(columns: int) -> torch.Tensor:

@@ -1,0 +1,332 @@
+"""The images as they run: with a read-only root, without a network, as a user without a name; swapped one by one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from images.build import CA_BUNDLE, choose_platform
+from images.docker import docker, inspect_image, require_engine
+from images.platforms import REPOSITORY, SERVICES
+from services.common.artifacts.manifest import read_sealed
+from services.common.errors import DeviceError
+from services.common.recipe import fingerprint
+from tests.images.checkout import commit, git
+
+pytestmark = [pytest.mark.images, pytest.mark.timeout(1800)]
+
+RECIPE = """
+name = "small"
+[corpus]
+name = "notes"
+sequence_length = 32
+rows_per_shard = 64
+validation_fraction = 0.1
+sources = [{ uri = "/fsx/notes" }]
+[tokenizer]
+num_workers = 1
+[tokenizer.train]
+vocab_size = 320
+[model]
+vocab_size = 320
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 2
+[parallel]
+data_parallel_size = 1
+[batch]
+micro_batch_size = 4
+global_batch_size = 8
+[optimizer]
+learning_rate = 1e-2
+min_learning_rate = 1e-3
+warmup_steps = 2
+decay_steps = 60
+[compile]
+enabled = false
+[train]
+max_steps = 3
+[checkpoint]
+interval_steps = 25
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone with what the working tree has, committed: building it neither sees nor dirties the real one."""
+    try:
+        require_engine()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    clone = tmp_path_factory.mktemp("images") / "checkout"
+    git(REPOSITORY, "clone", "--quiet", str(REPOSITORY), str(clone))
+    git(clone, "config", "user.name", "someone")
+    git(clone, "config", "user.email", "someone@example.com")
+    names = git(REPOSITORY, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+    for name in names:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        if (REPOSITORY / name).exists():
+            shutil.copy2(REPOSITORY / name, clone / name)
+        else:
+            (clone / name).unlink(missing_ok=True)
+    if git(clone, "status", "--porcelain"):
+        commit(clone, "Take the working tree")
+    if CA_BUNDLE.exists():
+        shutil.copy2(CA_BUNDLE, clone / "images/inputs")
+    return clone
+
+
+@pytest.fixture(scope="module")
+def images(checkout: Path) -> dict[str, str]:
+    """The name of each service's cpu image, built."""
+    return build(checkout)
+
+
+def run_images(checkout: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "REGISTRY": "localhost/millrace-test", **variables}
+    command_line = [sys.executable, "-m", "images", command]
+    return subprocess.run(command_line, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+
+
+def build(checkout: Path, **variables: str) -> dict[str, str]:
+    done = run_images(checkout, "build", **variables)
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.partition("built in")[2]
+    names = [line.split()[0] for line in table.splitlines() if line.startswith("localhost/")]
+    return {name.split("/")[3].partition(":")[0]: name for name in names}
+
+
+def run_stage(checkout: Path, stage: str, root: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    recipe = root.parent / "small.toml"
+    recipe.write_text(RECIPE, encoding="utf-8")
+    return run_images(checkout, "demo", STAGE=stage, ROOT=str(root), RECIPE=str(recipe), **variables)
+
+
+def write_notes(root: Path) -> Path:
+    (root / "notes").mkdir(parents=True)
+    for number in range(60):
+        lines = [f"Note {number}: entry {n} follows entry {n - 1} of the list." for n in range(1, 30)]
+        (root / "notes" / f"{number:03d}.txt").write_text("\n".join(lines), encoding="utf-8")
+    return root
+
+
+def layers_of(image: str) -> list[str]:
+    return list(inspect_image(image)["RootFS"]["Layers"])
+
+
+def labels_of(image: str) -> dict[str, str]:
+    return dict(inspect_image(image)["Config"]["Labels"])
+
+
+def tag_of(image: str) -> str:
+    return image.rpartition(":")[2]
+
+
+def test_labels_say_what_an_image_is_and_all_of_a_variant_have_one_pin(images: dict[str, str]) -> None:
+    assert images.keys() == set(SERVICES)
+    platform = choose_platform("cpu")
+    for service, image in images.items():
+        labels = labels_of(image)
+        assert labels["millrace.service"] == service
+        assert labels["millrace.platform"] == platform.word
+        assert labels["org.opencontainers.image.version"] == "0.1.0"
+        assert labels["org.opencontainers.image.revision"].startswith(tag_of(image).split("-")[1][1:])
+        inside = docker("run", "--rm", "--entrypoint", "python", image, "-c",
+                        "import platform, ray; print(platform.python_version(), ray.__version__)")  # fmt: skip
+        assert inside.split() == [labels["millrace.python"], labels["millrace.ray"]]
+
+
+def test_compiler_and_trainer_share_every_layer_but_their_own(images: dict[str, str]) -> None:
+    compiler, trainer = layers_of(images["compiler"]), layers_of(images["trainer"])
+    shared = [ours == theirs for ours, theirs in zip(compiler, trainer, strict=True)]
+    assert shared == [True] * 4 + [False] * (len(shared) - 4)
+
+
+def test_small_images_have_no_torch_and_no_compiler(images: dict[str, str]) -> None:
+    look = "command -v g++ gcc cc pip uv; ls /opt/venv/lib/python3*/site-packages | grep -ix 'torch\\|nvidia'; true"
+    for service in ("tokenizer", "head"):
+        assert docker("run", "--rm", "--entrypoint", "bash", images[service], "-c", look) == ""
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_login_shell_finds_ray_as_kuberay_starts_it(images: dict[str, str], service: str) -> None:
+    answer = docker("run", "--rm", "--entrypoint", "bash", images[service], "-lc", "ray --version; id -u; id -un")
+    assert answer.split() == ["ray,", "version", "2.60.0", "10001", "millrace"]
+
+
+def test_a_changed_line_changes_the_last_layer_and_the_tag_of_that_stage_alone(
+    checkout: Path, images: dict[str, str], tmp_path: Path
+) -> None:
+    root = write_notes(tmp_path / "fsx")
+    made = run_stage(checkout, "tokenizer", root)
+    assert made.returncode == 0, made.stderr
+    loop = checkout / "services/trainer/loop.py"
+    original = loop.read_text(encoding="utf-8")
+    loop.write_text(original + "\n# A changed line.\n", encoding="utf-8")
+    try:
+        commit(checkout, "Change the trainer")
+        changed = build(checkout)
+        assert {service for service in images if tag_of(images[service]) != tag_of(changed[service])} == {"trainer"}
+        assert layers_of(changed["trainer"])[:-1] == layers_of(images["trainer"])[:-1]
+        assert layers_of(changed["trainer"])[-1] != layers_of(images["trainer"])[-1]
+
+        trained = run_stage(checkout, "trainer", root)
+        assert trained.returncode == 0, trained.stderr
+        producers = {
+            kind: json.loads(next(root.glob(f"{kind}/*/*/manifest.json")).read_text())["producer"]
+            for kind in ("corpus", "checkpoint")
+        }
+        assert producers["corpus"]["image"] == images["tokenizer"]
+        assert producers["checkpoint"]["image"] == changed["trainer"]
+        assert producers["checkpoint"]["git_sha"] == git(checkout, "rev-parse", "HEAD")
+    finally:
+        git(checkout, "reset", "--quiet", "--hard", "HEAD~1")
+
+
+def test_a_stage_refuses_what_another_schema_wrote(checkout: Path, images: dict[str, str], tmp_path: Path) -> None:
+    root = write_notes(tmp_path / "fsx")
+    assert run_stage(checkout, "tokenizer", root).returncode == 0
+    manifest = next(root.glob("corpus/*/*/manifest.json"))
+    raw: dict[str, Any] = {**read_sealed(manifest.parent), "schema": "corpus/2"}
+    manifest.write_text(json.dumps({**raw, "seal": fingerprint(raw)}), encoding="utf-8")
+    refused = run_stage(checkout, "trainer", root)
+    assert refused.returncode == 3
+    assert "schema 'corpus/2', this program reads 'corpus/1'" in refused.stderr
+
+
+def test_any_user_can_run_a_stage_where_only_two_folders_can_be_written(images: dict[str, str], tmp_path: Path) -> None:
+    root = write_notes(tmp_path / "fsx")
+    (tmp_path / "small.toml").write_text(RECIPE, encoding="utf-8")
+    os.chown(root, 4321, 4321)
+    done = subprocess.run(
+        ["docker", "run", "--rm", "--read-only", "--network", "none", "--user", "4321:4321",
+         "--tmpfs", "/scratch:exec", "--shm-size", "1g", "--volume", f"{root}:/fsx",
+         "--volume", f"{tmp_path}/small.toml:/recipe.toml:ro", images["tokenizer"],
+         "--recipe", "/recipe.toml", "--root", "/fsx"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert next(root.glob("corpus/*/*/manifest.json")).stat().st_uid == 4321
+
+
+def test_no_layer_and_no_history_knows_the_index_or_its_token(checkout: Path) -> None:
+    if os.environ.get("PIP_INDEX_URL"):
+        pytest.skip("the packages come from an index of this machine's, and its address is needed to build")
+    index = "https://someone:s3cret-token@pypi.org/simple"
+    image = build(checkout, STAGE="tokenizer", PIP_INDEX_URL=index)["tokenizer"]
+    assert "s3cret-token" not in docker("history", "--no-trunc", image)
+    assert "s3cret-token" not in json.dumps(inspect_image(image))
+    saved = subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE)
+    found = subprocess.run(
+        ["grep", "--count", "s3cret-token"], stdin=saved.stdout, capture_output=True, text=True, check=False
+    )
+    assert found.stdout.strip() == "0"
+    contents = docker("run", "--rm", "--user", "0", "--entrypoint", "bash", image, "-c",
+                      "grep -rlE 's3cret-token' / --exclude-dir=proc --exclude-dir=sys; ls / /opt")  # fmt: skip
+    assert "s3cret" not in contents
+    assert "build" not in contents.split()
+
+
+def test_the_neuron_image_keeps_the_torch_of_its_base_and_says_that_neuron_is_absent(
+    checkout: Path, images: dict[str, str]
+) -> None:
+    platform = choose_platform("cpu")
+    stand_in = "localhost/millrace-test/neuron-stand-in:2.9.1"
+    docker("build", "--quiet", "--build-arg", f"BASE={platform.slim}", "--tag", stand_in,
+           str(REPOSITORY / "tests/images/stand_in"))  # fmt: skip
+    built = build(checkout, VARIANT="neuron", BASE=stand_in, SLIM_BASE=platform.slim, PYTHON_VERSION=platform.python)
+    assert built.keys() == set(SERVICES)
+    for service in ("compiler", "trainer"):
+        where = docker("run", "--rm", "--entrypoint", "python", built[service], "-c",
+                       "import torch; print(torch.__version__, torch.__file__)")  # fmt: skip
+        assert where.startswith("2.9.1 ")
+        assert "/opt/venv" not in where
+        smoke = subprocess.run(
+            ["docker", "run", "--rm", "--entrypoint", "python", built[service], "-m", "services.common.platform"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert smoke.returncode == 4
+        assert "torch_xla is absent on the neuron variant" in smoke.stderr
+        assert "make images VARIANT=neuron" in smoke.stderr
+    assert {labels_of(image)["millrace.neuron-sdk"] for image in built.values()} == {"2.29.1"}
+
+
+def test_a_base_of_another_python_is_refused(checkout: Path, images: dict[str, str]) -> None:
+    done = run_images(checkout, "build", STAGE="tokenizer", PYTHON_VERSION="3.11.99")
+    assert done.returncode == 4
+    assert "this variant is pinned to 3.11.99" in done.stderr
+    assert "Ray refuses to mix patch versions" in done.stderr
+
+
+def test_a_base_that_cannot_be_pulled_is_named_with_the_way_out(checkout: Path) -> None:
+    done = run_images(checkout, "build", STAGE="tokenizer", BASE="127.0.0.1:1/nothing:1")
+    assert done.returncode == 4
+    assert "127.0.0.1:1/nothing:1" in done.stderr
+    assert "make base-image" in done.stderr
+
+
+class Refusal(BaseHTTPRequestHandler):
+    """A registry that lets nobody push."""
+
+    def do_GET(self) -> None:
+        self._refuse()
+
+    def do_HEAD(self) -> None:
+        self._refuse()
+
+    def do_POST(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
+        self.send_response(200 if self.path == "/v2/" else 403)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def registry() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusal) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_registry_that_refuses_the_push_is_named(checkout: Path, images: dict[str, str], registry: str) -> None:
+    done = run_images(checkout, "build", STAGE="tokenizer", PUSH=registry)
+    assert done.returncode == 4
+    assert "docker push failed" in done.stderr
+    assert f"Is {registry} the right registry" in done.stderr
+
+
+def test_sources_that_no_commit_has_are_not_pushed(checkout: Path, images: dict[str, str]) -> None:
+    work = checkout / "services/tokenizer/plan.py"
+    original = work.read_text(encoding="utf-8")
+    work.write_text(original + "\n", encoding="utf-8")
+    try:
+        done = run_images(checkout, "build", STAGE="tokenizer", PUSH="127.0.0.1:1")
+    finally:
+        work.write_text(original, encoding="utf-8")
+    assert done.returncode == 2
+    assert "no commit has these sources" in done.stderr
+
+
+def test_plain_docker_build_makes_the_same_image(checkout: Path, images: dict[str, str]) -> None:
+    platform = choose_platform("cpu")
+    docker("build", "--quiet", "--file", "services/tokenizer/Dockerfile", "--tag", "localhost/millrace-test/plain:1",
+           "--build-arg", f"BASE={platform.slim}", "--build-arg", f"PYTHON_VERSION={platform.python}", ".",
+           cwd=checkout)  # fmt: skip
+    assert layers_of("localhost/millrace-test/plain:1") == layers_of(images["tokenizer"])

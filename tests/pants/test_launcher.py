@@ -1,0 +1,185 @@
+"""`./pants` finds the launcher or a Python 3.9, and never uses half of an installation.
+
+The programs that it runs are small scripts here: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+# A Python 3.9 as far as ./pants can tell. Its venv holds a pip that installs nothing, a pex and a pants.
+PYTHON = """
+case "$*" in
+*"-m venv"*)
+    mkdir -p "${!#}/bin"
+    cp "$0" "${!#}/bin/python"
+    cp "$PANTS" "${!#}/bin/pants"
+    cp "$PANTS" "${!#}/bin/pex"
+    chmod +x "${!#}"/bin/*
+    ;;
+*"-m pip"*install*) if [[ -n "${KILLED:-}" ]]; then kill -KILL "$PPID"; fi ;;
+*"-m pip"*freeze*) echo pex==1.2.3 ;;
+*pathlib*) echo "['known']" ;;
+esac
+"""
+PANTS = """
+echo "$0 $*"
+echo "configured by ${PANTS_CONFIG_FILES:-pants.toml alone}"
+echo "tag $TRAINER_CPU_TAG, PEX ${PANTS_PEX_CLI_KNOWN_VERSIONS:-}, packages ${PANTS_PYTHON_REPOS_INDEXES:-}"
+echo "build arguments $PANTS_DOCKER_BUILD_ARGS"
+"""
+BOOTSTRAP = """
+echo 'base: made by `touch made` here'
+echo "export TRAINER_CPU_TAG='1.0 cpu'"
+"""
+SHIM = "echo 'pyenv: python3.9: command not found' >&2; exit 127"
+
+
+class House:
+    """A repository with ./pants and little else, on a machine with few programs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.repository = folder / "repository"
+        self.path = folder / "bin"
+        self.pyenv = folder / "pyenv"
+        self.python = self.pyenv / "versions/3.9.18/bin/python"
+        self.repository.mkdir()
+        self.path.mkdir()
+        for name in ("pants", "pants.toml"):
+            shutil.copy(REPOSITORY / name, self.repository / name)
+        write_script(self.repository / "bootstrap", BOOTSTRAP)
+        write_script(folder / "pants", PANTS)
+        for name in (
+            "bash",
+            "cat",
+            "chmod",
+            "cp",
+            "dirname",
+            "grep",
+            "head",
+            "mkdir",
+            "mv",
+            "rm",
+            "sed",
+            "tail",
+            "touch",
+        ):
+            (self.path / name).symlink_to(shutil.which(name) or name)
+        self.environment = {
+            "PATH": str(self.path),
+            "HOME": str(folder),
+            "PYENV_ROOT": str(self.pyenv),
+            "PANTS": str(folder / "pants"),
+        }
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [str(self.path / "bash"), "./pants", *arguments]
+        return subprocess.run(
+            command,
+            cwd=self.repository,
+            env={**self.environment, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+
+def write_script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path)
+
+
+def test_without_python_3_9_it_says_what_is_missing_and_what_works(house: House) -> None:
+    done = house.run("test", "::")
+
+    assert done.returncode == 4
+    assert "no Python 3.9" in done.stderr
+    assert "make test" in done.stderr
+    assert not (house.repository / ".pants-bootstrap").exists()
+
+
+def test_a_python_3_9_that_only_prints_an_error_is_not_used(house: House) -> None:
+    write_script(house.path / "python3.9", SHIM)
+
+    assert house.run("test", "::").returncode == 4
+
+
+def test_the_python_3_9_that_runs_is_found_behind_one_that_does_not(house: House) -> None:
+    write_script(house.path / "python3.9", SHIM)
+    write_script(house.python, PYTHON)
+
+    done = house.run("test", "::")
+
+    assert done.returncode == 0, done.stderr
+    assert str(house.python) in done.stderr
+    assert ".pants-bootstrap/bin/pants test ::" in done.stdout
+    assert "configured by pants.offline.toml" in done.stdout
+    assert "PEX ['known']" in done.stdout
+
+
+def test_pants_is_installed_once(house: House) -> None:
+    write_script(house.python, PYTHON)
+
+    assert "installing" in house.run("list").stderr
+    assert "installing" not in house.run("list").stderr
+
+
+def test_an_installation_that_was_killed_is_made_anew(house: House) -> None:
+    write_script(house.python, PYTHON)
+    killed = house.run("list", KILLED="yes")
+    (house.repository / ".pants-bootstrap/left").touch()
+
+    done = house.run("list")
+
+    assert killed.returncode == -9
+    assert ".pants-bootstrap/bin/pants list" in done.stdout
+    assert not (house.repository / ".pants-bootstrap/left").exists()
+
+
+def test_another_version_of_pants_is_installed_anew(house: House) -> None:
+    write_script(house.python, PYTHON)
+    house.run("list")
+    config = house.repository / "pants.toml"
+    config.write_text(config.read_text(encoding="utf-8").replace('"2.17.1"', '"2.17.2"'), encoding="utf-8")
+
+    assert "installing pantsbuild.pants==2.17.2" in house.run("list").stderr
+
+
+def test_the_launcher_on_path_is_preferred(house: House) -> None:
+    write_script(house.python, PYTHON)
+    write_script(house.path / "pants", PANTS)
+
+    done = house.run("test", "::")
+
+    assert done.stdout.startswith(f"{house.path}/pants test ::")
+    assert "configured by pants.toml alone" in done.stdout
+
+
+def test_it_does_not_take_itself_for_the_launcher(house: House) -> None:
+    done = house.run("list", PATH=f"{house.repository}{os.pathsep}{house.path}")
+
+    assert done.returncode == 4
+
+
+def test_pants_sees_what_the_images_are_built_from(house: House) -> None:
+    write_script(house.path / "pants", PANTS)
+
+    done = house.run("list", PIP_INDEX_URL="https://one/simple", PIP_EXTRA_INDEX_URL="https://two https://three")
+
+    assert "tag 1.0 cpu" in done.stdout
+    assert not (house.repository / "made").exists()
+    assert "packages ['https://one/simple', 'https://two', 'https://three', ]" in done.stdout
+    assert "build arguments ['PIP_INDEX_URL', 'PIP_EXTRA_INDEX_URL', ]" in done.stdout
