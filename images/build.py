@@ -129,7 +129,7 @@ def print_sizes(images: Sequence[Image]) -> None:
 
 
 def print_environment() -> None:
-    """What BUILD files read with `env()`, one `export NAME=value` a line, quoted for a shell; nothing else on stdout."""
+    """Print what BUILD files read with `env()`: `export NAME=value` lines, quoted for a shell, and nothing else."""
     place_ca_bundle()
     for variant in VARIANTS:
         platform = _platform_without_engine(variant)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,10 +31,11 @@ def lock(upgrade: bool) -> None:
     newest = ["--upgrade"] if upgrade else []
     platforms = read_platforms()
     for variant in VARIANTS:
-        with tempfile.TemporaryDirectory() as folder:
-            pins = Path(folder) / "pins.txt"
-            pins.write_text(_pins(platforms[variant]))
-            _lock_variant(variant, ["--constraints", str(pins)], newest)
+        # Named in the locks' annotations, so always at this path.
+        pins = REPOSITORY / f"dist/pins-{variant}.txt"
+        pins.parent.mkdir(exist_ok=True)
+        pins.write_text(_pins(platforms[variant]), encoding="utf-8")
+        _lock_variant(variant, ["--constraints", str(pins)], newest)
     for name, packages in TOOLS.items():
         options = ["--constraints", str(UNION["cpu"]), *newest]
         _compile([], LOCKS / f"{name}.txt", options=options, typed="\n".join(packages))
