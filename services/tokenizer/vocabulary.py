@@ -69,11 +69,18 @@ def train_vocabulary(documents: Iterable[bytes], vocab_size: int) -> bytes:
     """
     model = io.BytesIO()
     failures: list[RuntimeError] = []
+    is_abandoned = threading.Event()
+
+    def read_lines() -> Iterator[str]:
+        for line in _read_lines(documents):
+            if is_abandoned.is_set():
+                raise RuntimeError("abandoned")
+            yield line
 
     def train() -> None:
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_read_lines(documents),
+                sentence_iterator=read_lines(),
                 model_writer=model,
                 vocab_size=vocab_size,
                 max_sentence_length=_LINE_BYTES,
@@ -87,8 +94,13 @@ def train_vocabulary(documents: Iterable[bytes], vocab_size: int) -> bytes:
     # Minutes of C++ for a large text: in a thread, so that Ctrl-C and SIGTERM still reach this one.
     thread = threading.Thread(target=train, name="train-vocabulary", daemon=True)
     thread.start()
-    while thread.is_alive():
-        thread.join(0.1)
+    try:
+        while thread.is_alive():
+            thread.join(0.1)
+    finally:
+        # While C++ asks for lines it runs Python below it, and a Python that ends then aborts the process (SIGABRT).
+        is_abandoned.set()
+        thread.join(1)
     if failures:
         raise _explain_failure(failures[0], vocab_size) from failures[0]
     return model.getvalue()
