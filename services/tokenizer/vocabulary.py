@@ -69,12 +69,12 @@ def train_vocabulary(documents: Iterable[bytes], vocab_size: int) -> bytes:
     """
     model = io.BytesIO()
     failures: list[RuntimeError] = []
-    is_abandoned = threading.Event()
+    is_abandoned, is_done = threading.Event(), threading.Event()
 
     def read_lines() -> Iterator[str]:
         for line in _read_lines(documents):
             if is_abandoned.is_set():
-                raise RuntimeError("abandoned")
+                return
             yield line
 
     def train() -> None:
@@ -90,17 +90,19 @@ def train_vocabulary(documents: Iterable[bytes], vocab_size: int) -> bytes:
             )
         except RuntimeError as error:
             failures.append(error)
+        finally:
+            is_done.set()
 
     # Minutes of C++ for a large text: in a thread, so that Ctrl-C and SIGTERM still reach this one.
-    thread = threading.Thread(target=train, name="train-vocabulary", daemon=True)
-    thread.start()
+    threading.Thread(target=train, name="train-vocabulary", daemon=True).start()
     try:
-        while thread.is_alive():
-            thread.join(0.1)
+        # Not join: interrupted by a signal, Python 3.11's takes the thread for ended.
+        while not is_done.wait(0.1):
+            pass
     finally:
         # While C++ asks for lines it runs Python below it, and a Python that ends then aborts the process (SIGABRT).
         is_abandoned.set()
-        thread.join(1)
+        is_done.wait(1)
     if failures:
         raise _explain_failure(failures[0], vocab_size) from failures[0]
     return model.getvalue()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,26 @@ def test_a_model_without_byte_pieces_is_warned_about(tmp_path: Path, capsys: pyt
     recipe = write_recipe(tmp_path, text, tokenizer__model=f"{prefix}.model", model__vocab_size=100)
     assert run(recipe, tmp_path / "fsx") == 0
     assert "no byte pieces" in capsys.readouterr().err
+
+
+INTERRUPTED_WHILE_READING = """
+import _thread, threading, time
+from services.tokenizer.vocabulary import train_vocabulary
+
+def read_slowly():
+    threading.Timer(0.3, _thread.interrupt_main).start()
+    for number in range(100_000):
+        time.sleep(0.001)
+        yield b"line %d of the text" % number
+
+try:
+    train_vocabulary(read_slowly(), 320)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_while_text_is_read_ends_the_process_in_order() -> None:
+    command = [sys.executable, "-c", INTERRUPTED_WHILE_READING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
