@@ -57,7 +57,8 @@ def _install(lock: Path) -> None:
         subprocess.run([sys.executable, "-m", "venv", str(BUILD / "uv")], check=True)
         pip = [str(BUILD / "uv/bin/pip"), "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check"]
         subprocess.run([*pip, "--require-hashes", "-r", str(BUILD / "uv.txt")], check=True, env=environment)
-    install = [str(uv), "pip", "install", "--quiet", "--no-cache", "--python", str(VENV / "bin/python")]
+    # A lock is complete, but for what the base of its variant brings.
+    install = [str(uv), "pip", "install", "--quiet", "--no-cache", "--no-deps", "--python", str(VENV / "bin/python")]
     # Compiled here, because an image with a read-only root would compile all of torch again at every start.
     install += ["--compile-bytecode"]
     torch_index, torch_links = os.environ.get("TORCH_INDEX_URL"), os.environ.get("TORCH_FIND_LINKS")
@@ -69,7 +70,7 @@ def _install(lock: Path) -> None:
         subprocess.run([*install, "--require-hashes", "-r", rest.name], check=True, env=environment)
     place = ["--index-url", torch_index] if torch_index else ["--no-index"]
     place += ["--find-links", torch_links] if torch_links else []
-    subprocess.run([*install, "--no-deps", *place, _torch_pin(lock)], check=True, env=environment)
+    subprocess.run([*install, *place, _torch_pin(lock)], check=True, env=environment)
 
 
 def _torch_pin(lock: Path) -> str:
