@@ -22,45 +22,12 @@ from services.common.artifacts.manifest import read_sealed
 from services.common.errors import DeviceError
 from services.common.recipe import fingerprint
 from tests.images.checkout import commit, git
+from tests.small import write_notes, write_small_recipe
 
 pytestmark = [pytest.mark.images, pytest.mark.timeout(1800)]
 
-RECIPE = """
-name = "small"
-[corpus]
-name = "notes"
-sequence_length = 32
-rows_per_shard = 64
-validation_fraction = 0.1
-sources = [{ uri = "/fsx/notes" }]
-[tokenizer]
-num_workers = 1
-[tokenizer.train]
-vocab_size = 320
-[model]
-vocab_size = 320
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 2
-[parallel]
-data_parallel_size = 1
-[batch]
-micro_batch_size = 4
-global_batch_size = 8
-[optimizer]
-learning_rate = 1e-2
-min_learning_rate = 1e-3
-warmup_steps = 2
-decay_steps = 60
-[compile]
-enabled = false
-[train]
-max_steps = 3
-[checkpoint]
-interval_steps = 25
-"""
+# One worker that compiles nothing: what is compiled and by how many is tested without containers.
+OPTIONS = "--tokenizer.num_workers=1 --parallel.data_parallel_size=1 --compile.enabled=false --train.max_steps=3"
 
 
 @pytest.fixture(scope="module")
@@ -108,18 +75,15 @@ def build(checkout: Path, **variables: str) -> dict[str, str]:
     return {name.split("/")[3].partition(":")[0]: name for name in names}
 
 
-def run_stage(checkout: Path, stage: str, root: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    recipe = root.parent / "small.toml"
-    recipe.write_text(RECIPE, encoding="utf-8")
-    return run_images(checkout, "demo", STAGE=stage, ROOT=str(root), RECIPE=str(recipe), **variables)
+def run_stage(checkout: Path, stage: str, root: Path) -> subprocess.CompletedProcess[str]:
+    recipe = write_small_recipe(root.parent / "small.toml", "/fsx/notes")
+    return run_images(checkout, "demo", STAGE=stage, ROOT=str(root), RECIPE=str(recipe), OPTIONS=OPTIONS)
 
 
-def write_notes(root: Path) -> Path:
-    (root / "notes").mkdir(parents=True)
-    for number in range(60):
-        lines = [f"Note {number}: entry {n} follows entry {n - 1} of the list." for n in range(1, 30)]
-        (root / "notes" / f"{number:03d}.txt").write_text("\n".join(lines), encoding="utf-8")
-    return root
+def make_root(folder: Path) -> Path:
+    """An artifact root that holds the text to be tokenized, so that containers see it."""
+    write_notes(folder / "notes")
+    return folder
 
 
 def layers_of(image: str) -> list[str]:
@@ -169,7 +133,7 @@ def test_a_login_shell_finds_ray_as_kuberay_starts_it(images: dict[str, str], se
 def test_a_changed_line_changes_the_last_layer_and_the_tag_of_that_stage_alone(
     checkout: Path, images: dict[str, str], tmp_path: Path
 ) -> None:
-    root = write_notes(tmp_path / "fsx")
+    root = make_root(tmp_path / "fsx")
     made = run_stage(checkout, "tokenizer", root)
     assert made.returncode == 0, made.stderr
     loop = checkout / "services/trainer/loop.py"
@@ -196,7 +160,7 @@ def test_a_changed_line_changes_the_last_layer_and_the_tag_of_that_stage_alone(
 
 
 def test_a_stage_refuses_what_another_schema_wrote(checkout: Path, images: dict[str, str], tmp_path: Path) -> None:
-    root = write_notes(tmp_path / "fsx")
+    root = make_root(tmp_path / "fsx")
     assert run_stage(checkout, "tokenizer", root).returncode == 0
     manifest = next(root.glob("corpus/*/*/manifest.json"))
     raw: dict[str, Any] = {**read_sealed(manifest.parent), "schema": "corpus/2"}
@@ -207,8 +171,8 @@ def test_a_stage_refuses_what_another_schema_wrote(checkout: Path, images: dict[
 
 
 def test_any_user_can_run_a_stage_where_only_two_folders_can_be_written(images: dict[str, str], tmp_path: Path) -> None:
-    root = write_notes(tmp_path / "fsx")
-    (tmp_path / "small.toml").write_text(RECIPE, encoding="utf-8")
+    root = make_root(tmp_path / "fsx")
+    write_small_recipe(tmp_path / "small.toml", "/fsx/notes")
     os.chown(root, 4321, 4321)
     done = subprocess.run(
         ["docker", "run", "--rm", "--read-only", "--network", "none", "--user", "4321:4321",

@@ -12,45 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.small import write_notes, write_small_recipe
+
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the whole pipeline
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-RECIPE = """
-name = "small"
-[corpus]
-name = "notes"
-sequence_length = 32
-rows_per_shard = 64
-validation_fraction = 0.1
-sources = [{ uri = "%s" }]
-[tokenizer]
-num_workers = 2
-[tokenizer.train]
-vocab_size = 320
-[model]
-vocab_size = 320
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 2
-[parallel]
-data_parallel_size = 2
-[batch]
-micro_batch_size = 4
-global_batch_size = 64
-[optimizer]
-learning_rate = 1e-2
-min_learning_rate = 1e-3
-warmup_steps = 2
-decay_steps = 60
-[train]
-max_steps = 60
-evaluation_interval_steps = 15
-[checkpoint]
-interval_steps = 25
-"""
 
 
 def run(stage: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -69,12 +35,8 @@ def run(stage: str, *options: str, **environment: str) -> subprocess.CompletedPr
 def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """A recipe over a folder of notes, and the root that all stages share."""
     folder = tmp_path_factory.mktemp("a pipeline")  # a space: paths are not for splitting
-    (folder / "notes").mkdir()
-    for number in range(60):
-        lines = [f"Note {number}: entry {n} follows entry {n - 1} of the list." for n in range(1, 30)]
-        (folder / "notes" / f"{number:03d}.txt").write_text("\n".join(lines), encoding="utf-8")
-    (folder / "small.toml").write_text(RECIPE % (folder / "notes"), encoding="utf-8")
-    return ("--recipe", str(folder / "small.toml"), "--root", str(folder / "fsx"))
+    recipe = write_small_recipe(folder / "small.toml", str(write_notes(folder / "notes")))
+    return ("--recipe", str(recipe), "--root", str(folder / "fsx"))
 
 
 @pytest.fixture(scope="module")
