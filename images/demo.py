@@ -41,7 +41,7 @@ def run_stages(stages: tuple[str, ...], variant: str, recipe: Path, root: Path, 
         print(f"\n== {stage}: {image}", flush=True)
         _run_container(stage, image, recipe, root, options)
     if "trainer" in stages:
-        _run_container("trainer", images["trainer"], recipe, root, ["summary"])
+        _run_container("trainer", images["trainer"], recipe, root, ["summary", *options])
 
 
 def _image_of(stage: str, variant: str) -> str:

@@ -15,7 +15,7 @@ from services.common.errors import DeviceError, run_stage
 
 LIBRARIES = {
     "cpu": ("torch", "ray"),
-    "neuron": ("torch", "ray", "torch_xla", "torch_neuronx", "libneuronxla", "neuronxcc", "neuronx_distributed"),
+    "neuron": ("torch", "torch_xla", "torch_neuronx", "libneuronxla", "neuronxcc", "neuronx_distributed", "ray"),
 }
 DISTRIBUTIONS = ("ray", "torch", "numpy", "torch-xla", "torch-neuronx", "neuronx-cc", "neuronx-distributed")
 
