@@ -4,10 +4,7 @@ RECIPE = recipes/tiny-cpu.toml
 ROOT = ./fsx
 
 python := .venv/bin/python
-# The image tool reads its variables from the environment, so those given to make must get there.
 images = ./bootstrap python -m images
-export STAGE VARIANT PUSH REGISTRY RECIPE ROOT OPTIONS BUMP UPGRADE CA_BUNDLE BASE SLIM_BASE PYTHON_VERSION
-export TOKENIZER_TAG COMPILER_TAG TRAINER_TAG AGAIN
 
 .PHONY: help setup demo test test-slow test-torch29 test-images check format lock clean \
 	base-image images demo-images pin release sbom

@@ -17,11 +17,13 @@ from images.build import (
     print_environment,
     print_sizes,
     push_images,
+    require_committed,
     require_service,
     require_variant,
 )
 from images.check import differences
 from images.demo import STAGES, run_stages
+from images.docker import require_engine
 from images.lock import lock
 from images.pin import pin
 from images.platforms import REPOSITORY, SERVICES
@@ -37,7 +39,7 @@ def main(argv: list[str]) -> int:
         "check": check,
         "demo": demo,
         "environment": print_environment,
-        "lock": lambda: lock(upgrade=bool(os.environ.get("UPGRADE"))),
+        "lock": lambda: lock(upgrade=os.environ.get("UPGRADE", "") not in ("", "0")),
         "pin": pin_bases,
         "release": release_stage,
         "sbom": sbom,
@@ -50,10 +52,14 @@ def main(argv: list[str]) -> int:
 
 def build() -> None:
     """STAGE (all), VARIANT (cpu), PUSH=registry."""
-    images = build_images(_services(SERVICES), _variant())
+    services, variant, registry = _services(SERVICES), _variant(), os.environ.get("PUSH")
+    require_engine()
+    if registry:
+        require_committed(services, variant)
+    images = build_images(services, variant)
     print_sizes(images)
-    if os.environ.get("PUSH"):
-        push_images(images, os.environ["PUSH"])
+    if registry:
+        push_images(images, registry)
 
 
 def check() -> None:
@@ -80,7 +86,8 @@ def release_stage() -> None:
     if not os.environ.get("STAGE"):
         raise RecipeError("make release releases one stage: make release STAGE=trainer BUMP=minor")
     new = release(require_service(os.environ["STAGE"]), os.environ.get("BUMP", ""))
-    print(f"released {new.tag}, not pushed: git push --follow-tags, then make images STAGE={new.service} PUSH=registry")
+    print(f"released {new.tag}, not pushed: git push --follow-tags, then for each VARIANT:")
+    print(f"  make images STAGE={new.service} VARIANT=cpu PUSH=registry")
 
 
 def sbom() -> None:

@@ -21,9 +21,12 @@ def make_base_image(variant: str) -> None:
     """Make the variant's Debian base. Raises `DeviceError` when a tool is missing or Debian has another Python now."""
     debian = read_platforms()[variant].debian
     if debian is None:
-        raise DeviceError(f"the {variant} variant has no Debian base in images/platforms.toml: name one with BASE=...")
+        raise DeviceError(
+            f"the {variant} variant has no Debian base in images/platforms.toml. Name bases that you have: "
+            f"make images VARIANT={variant} BASE=... SLIM_BASE=... PINNED_PYTHON=..."
+        )
     require_engine()
-    if has_image(debian.slim) and not os.environ.get("AGAIN"):
+    if has_image(debian.slim) and os.environ.get("AGAIN", "") in ("", "0"):
         # Another base with the same content would still make every image anew.
         print(f"{debian.slim} is there already; AGAIN=1 makes it anew, with Debian's updates")
         return

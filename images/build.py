@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from images.docker import docker, docker_logged, has_image, inspect_image, require_engine
+from images.docker import docker, docker_logged, has_image, inspect_image
 from images.platforms import REPOSITORY, SERVICES, VARIANTS, Platform, read_digests, read_platforms
 from images.versions import Build, describe_build, is_released
 from services.common.errors import RecipeError
@@ -38,7 +38,6 @@ class Image:
 
 def build_images(services: Sequence[str], variant: str) -> list[Image]:
     """Build the images of `services`. Raises `DeviceError` when Docker, a base image or a package is out of reach."""
-    require_engine()
     platform = choose_platform(variant)
     place_ca_bundle()
     return [build_image(service, platform) for service in services]
@@ -47,7 +46,7 @@ def build_images(services: Sequence[str], variant: str) -> list[Image]:
 def choose_platform(variant: str) -> Platform:
     """The variant's pin, on the base of `make base-image` where that was made, or on the bases the environment names.
 
-    BASE and SLIM_BASE replace the base images, PYTHON_VERSION the Python they must have.
+    BASE and SLIM_BASE replace the base images, PINNED_PYTHON the Python they must have.
     """
     platform = read_platforms()[variant]
     if platform.debian and not os.environ.get("BASE") and has_image(platform.debian.slim):
@@ -57,18 +56,19 @@ def choose_platform(variant: str) -> Platform:
         platform,
         platform=os.environ.get("BASE") or platform.platform,
         slim=os.environ.get("SLIM_BASE") or (variant == "cpu" and os.environ.get("BASE")) or platform.slim,
-        python=os.environ.get("PYTHON_VERSION") or platform.python,
+        python=os.environ.get("PINNED_PYTHON") or platform.python,
     )
 
 
 def place_ca_bundle() -> None:
     """Put the CA bundle that this machine uses where the builder stages read it."""
-    source = next((os.environ[name] for name in CA_VARIABLES if os.environ.get(name)), None)
-    if source is None:
-        CA_BUNDLE.unlink(missing_ok=True)
-    elif not Path(source).is_file():
-        raise RecipeError(f"CA_BUNDLE: {source} is no file. Name the PEM file that your package index is signed with.")
-    elif not CA_BUNDLE.exists() or CA_BUNDLE.read_bytes() != Path(source).read_bytes():
+    name = next((name for name in CA_VARIABLES if os.environ.get(name)), None)
+    if name is None:
+        return  # one that an earlier call placed stays: without it every layer would be made anew
+    source = os.environ[name]
+    if not Path(source).is_file():
+        raise RecipeError(f"{name}: {source} is no file. Name the PEM file that your package index is signed with.")
+    if not CA_BUNDLE.exists() or CA_BUNDLE.read_bytes() != Path(source).read_bytes():
         shutil.copyfile(source, CA_BUNDLE)
 
 
@@ -85,7 +85,6 @@ def build_image(service: str, platform: Platform) -> Image:
     started = time.monotonic()
     docker_logged(
         *command,
-        *shlex.split(os.environ.get("DOCKER_BUILD_FLAGS", "")),
         str(REPOSITORY),
         log=LOGS / f"{service}-{platform.variant}.log",
         advice=_advice(service, platform),
@@ -98,7 +97,7 @@ def build_arguments(build: Build, platform: Platform) -> dict[str, str]:
     return {
         "VARIANT": platform.variant,
         "BASE": base_of(build.service, platform),
-        "PYTHON_VERSION": platform.python,
+        "PINNED_PYTHON": platform.python,
         "RAY_VERSION": platform.ray,
         "SDK_VERSION": platform.sdk or "none",
         "STAGE_VERSION": build.version,
@@ -170,19 +169,25 @@ def _kilobytes(size: int) -> str:
     return f"{size / 1e3:,.0f} kB"
 
 
-def push_images(images: Sequence[Image], registry: str) -> None:
-    """Push to `registry/millrace/<service>`: the commit's tag, and the version's where it is released at this state.
-
-    Raises `RecipeError` for sources that no commit has, `DeviceError` when the registry refuses.
-    """
-    dirty = [image.build.commit_tag for image in images if image.build.change or image.build.commit == "unknown"]
-    if dirty:
+def require_committed(services: Sequence[str], variant: str) -> None:
+    """Raises `RecipeError` when a service's sources are in no commit: what is pushed must be found again."""
+    builds = [describe_build(service, variant) for service in services]
+    loose = [build.commit_tag for build in builds if build.change or build.commit == "unknown"]
+    if loose:
         raise RecipeError(
-            f"not pushed, because no commit has these sources: {', '.join(dirty)}. Commit them, build again, push then."
+            f"not built for a push, because no commit has these sources: {', '.join(loose)}. Commit first."
         )
+
+
+def push_images(images: Sequence[Image], registry: str) -> None:
+    """Push to `registry/millrace/<service>`: the commit's tag, and the version's where this is what was released.
+
+    A version stands for the pinned base, too. Raises `DeviceError` when the registry refuses.
+    """
     for image in images:
         build = image.build
-        tags = [build.commit_tag] + ([build.tag] if is_released(build) else [])
+        is_pinned = choose_platform(build.variant) == read_platforms()[build.variant]
+        tags = [build.commit_tag] + ([build.tag] if is_pinned and is_released(build) else [])
         for tag in tags:
             name = f"{registry.rstrip('/')}/millrace/{build.service}:{tag}"
             docker("tag", image.names[-1], name)
@@ -190,7 +195,8 @@ def push_images(images: Sequence[Image], registry: str) -> None:
             docker("push", "--quiet", name, advice=advice)
             print(f"pushed {name}")
         if build.tag not in tags:
-            print(f"  not as {build.tag}: these sources are not those of {build.service}-v{build.version}")
+            reason = f"the sources of {build.service}-v{build.version}" if is_pinned else "on the base of the pin"
+            print(f"  not as {build.tag}: this is not {reason}")
 
 
 def require_service(name: str, services: Sequence[str] = SERVICES) -> str:

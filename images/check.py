@@ -30,7 +30,7 @@ def _dockerfile_differences(repository: Path, service: str, cpu: Platform) -> li
     wanted = {
         "BASE": cpu.base_of(service),
         "VARIANT": cpu.variant,
-        "PYTHON_VERSION": cpu.python,
+        "PINNED_PYTHON": cpu.python,
         "RAY_VERSION": cpu.ray,
     }
     return [

@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 from images.build import repository_of
-from images.docker import inspect_image, require_engine
+from images.docker import has_image, require_engine
 from images.versions import describe_build
-from services.common.errors import MillraceError, RecipeError
+from services.common.errors import DeviceError, MillraceError, RecipeError
 
 STAGES = ("tokenizer", "compiler", "trainer")
 IMAGE_USER = 10001
@@ -32,11 +32,16 @@ def run_stages(stages: tuple[str, ...], variant: str, recipe: Path, root: Path, 
     if not recipe.is_file():
         raise RecipeError(f"RECIPE: {recipe} is no file; recipes/ has those that are shipped")
     images = {stage: _image_of(stage, variant) for stage in stages}
-    for image in images.values():
-        inspect_image(image)
-    root.mkdir(parents=True, exist_ok=True)
-    if os.geteuid() == 0 and root.stat().st_uid == 0:
-        os.chown(root, IMAGE_USER, IMAGE_USER)
+    for stage, image in images.items():
+        if not has_image(image):
+            raise DeviceError(
+                f"no image {image} on this machine. `make images STAGE={stage} VARIANT={variant}` builds that of the "
+                f"working tree; {stage.upper()}_TAG is a whole tag, such as 0.1.0-{variant}."
+            )
+    if not root.exists():
+        root.mkdir(parents=True)
+        if os.geteuid() == 0:
+            os.chown(root, IMAGE_USER, IMAGE_USER)
     for stage, image in images.items():
         print(f"\n== {stage}: {image}", flush=True)
         _run_container(stage, image, recipe, root, options)

@@ -20,10 +20,11 @@ def require_engine() -> None:
         )
     answer = _run("version", "--format", "{{.Server.Version}}")
     if answer.returncode != 0:
-        raise DeviceError(
-            f"no Docker engine answers: {_last_line(answer.stderr)} Start it (`systemctl start docker`, or `dockerd` "
-            f"as root where no service manager runs), or point DOCKER_HOST to one."
-        )
+        advice = "Start it (`systemctl start docker`, or `dockerd` as root where no service manager runs), or point "
+        advice += "DOCKER_HOST to one."
+        if "permission denied" in answer.stderr:
+            advice = "Run this as root, or as a member of the group that owns Docker's socket (`docker`)."
+        raise DeviceError(f"no Docker engine answers: {_last_line(answer.stderr)} {advice}")
 
 
 def has_image(name: str) -> bool:

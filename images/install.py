@@ -35,12 +35,12 @@ def main(arguments: list[str]) -> None:
 
 
 def _require_pinned_python() -> None:
-    wanted, base = os.environ["PYTHON_VERSION"], os.environ["BASE"]
+    wanted, base = os.environ["PINNED_PYTHON"], os.environ["BASE"]
     if platform.python_version() != wanted:
         sys.exit(
             f"install: the base image {base} has Python {platform.python_version()}, this variant is pinned to "
             f"{wanted} in images/platforms.toml, and Ray refuses to mix patch versions. Use a base with Python "
-            f"{wanted}, or build every image of the variant with PYTHON_VERSION={platform.python_version()}."
+            f"{wanted}, or build every image of the variant with PINNED_PYTHON={platform.python_version()}."
         )
 
 
@@ -61,6 +61,8 @@ def _install(lock: Path) -> None:
     install = [str(uv), "pip", "install", "--quiet", "--no-cache", "--no-deps", "--python", str(VENV / "bin/python")]
     # Compiled here, because an image with a read-only root would compile all of torch again at every start.
     install += ["--compile-bytecode"]
+    # As pip: any index may have the pinned version. The hashes decide whether it is the right file.
+    install += ["--index-strategy", "unsafe-best-match"]
     torch_index, torch_links = os.environ.get("TORCH_INDEX_URL"), os.environ.get("TORCH_FIND_LINKS")
     if not (torch_index or torch_links) or not _torch_pin(lock):
         subprocess.run([*install, "--require-hashes", "-r", str(lock)], check=True, env=environment)
@@ -68,9 +70,10 @@ def _install(lock: Path) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as rest:
         subprocess.run([sys.executable, str(BUILD / "without_cuda.py"), str(lock)], check=True, stdout=rest)
         subprocess.run([*install, "--require-hashes", "-r", rest.name], check=True, env=environment)
-    place = ["--index-url", torch_index] if torch_index else ["--no-index"]
+    place = ["--default-index", torch_index] if torch_index else ["--no-index"]
     place += ["--find-links", torch_links] if torch_links else []
-    subprocess.run([*install, *place, _torch_pin(lock)], check=True, env=environment)
+    alone = {name: value for name, value in environment.items() if name not in ("UV_DEFAULT_INDEX", "UV_INDEX")}
+    subprocess.run([*install, *place, _torch_pin(lock)], check=True, env=alone)
 
 
 def _torch_pin(lock: Path) -> str:

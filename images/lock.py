@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, VARIANTS, Platform, read_platforms
+from images.without_cuda import TORCH_AND_CUDA
+from services.common.errors import DeviceError
 
 LOCKS = REPOSITORY / "lockfiles"
 NEURON_BASE = REPOSITORY / "images/neuron-base.txt"
@@ -22,8 +24,6 @@ TOOLS = {
     "sbom": ("cyclonedx-bom",),
     "pytest": ("pytest", "pytest-timeout", "pytest-xdist"),
 }
-# What torch's wheel for CUDA brings along. It goes where torch goes: the Neuron image has its own build.
-TORCH_COMPANIONS = ("triton", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit")
 
 
 def lock(upgrade: bool) -> None:
@@ -35,9 +35,9 @@ def lock(upgrade: bool) -> None:
         pins = REPOSITORY / f"dist/pins-{variant}.txt"
         pins.parent.mkdir(exist_ok=True)
         pins.write_text(_pins(platforms[variant]), encoding="utf-8")
-        _lock_variant(variant, ["--constraints", str(pins)], newest)
+        _lock_variant(variant, ["--constraints", _relative(pins)], newest)
     for name, packages in TOOLS.items():
-        options = ["--constraints", str(UNION["cpu"]), *newest]
+        options = ["--constraints", _relative(UNION["cpu"]), *newest]
         _compile([], LOCKS / f"{name}.txt", options=options, typed="\n".join(packages))
 
 
@@ -55,11 +55,11 @@ def pins_of(lock: Path) -> dict[str, str]:
 def _lock_variant(variant: str, constraints: list[str], upgrade: list[str]) -> None:
     union = UNION[variant]
     if variant == "neuron":
-        constraints = [*constraints, "--constraints", str(NEURON_BASE)]
+        constraints = [*constraints, "--constraints", _relative(NEURON_BASE)]
     everything = [*sorted(REPOSITORY.glob("services/**/requirements.txt")), REPOSITORY / "requirements-dev.txt"]
     _compile(everything, union, options=[*constraints, *upgrade])
     for name, requirements in _requirements().items():
-        options = [*constraints, "--constraints", str(union)]
+        options = [*constraints, "--constraints", _relative(union)]
         if variant == "neuron" and (name == "program" or name in STAGES_WITH_PROGRAM):
             options += [f"--no-emit-package={package}" for package in _provided_by_the_platform(union)]
         _compile(requirements, LOCKS / f"{name}-{variant}.txt", options=options)
@@ -81,8 +81,9 @@ def _pins(platform: Platform) -> str:
 
 
 def _provided_by_the_platform(union: Path) -> list[str]:
-    cuda = [name for name in pins_of(union) if name.startswith("nvidia-") or name in TORCH_COMPANIONS]
-    return [*pins_of(NEURON_BASE), *cuda]
+    # What torch's wheel for CUDA brings along goes where torch goes: the Neuron image has a build of its own.
+    cuda = {name for name in pins_of(union) if TORCH_AND_CUDA.match(f"{name}==")}
+    return sorted(pins_of(NEURON_BASE).keys() | cuda)
 
 
 def _compile(requirements: Iterable[Path], output: Path, options: list[str], typed: str = "") -> None:
@@ -91,8 +92,11 @@ def _compile(requirements: Iterable[Path], output: Path, options: list[str], typ
     command += ["--fork-strategy", "fewest", "--generate-hashes", "--annotation-style", "line"]
     command += ["--custom-compile-command", "make lock", *options, "--output-file", _relative(output)]
     command += [_relative(path) for path in requirements] or ["-"]
-    command = [_relative(Path(part)) if part.startswith(str(REPOSITORY)) else part for part in command]
-    subprocess.run(command, cwd=REPOSITORY, check=True, input=typed, text=True)
+    done = subprocess.run(command, cwd=REPOSITORY, input=typed, text=True, check=False)
+    if done.returncode != 0:
+        raise DeviceError(
+            f"uv could not resolve {_relative(output)}; its message is above. No lock after it was written."
+        )
 
 
 def _relative(path: Path) -> str:

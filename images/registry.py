@@ -7,6 +7,7 @@ import re
 import urllib.error
 import urllib.parse
 import urllib.request
+from http.client import HTTPException
 
 from services.common.errors import DeviceError
 
@@ -32,9 +33,9 @@ def resolve_digest(image: str) -> str:
             raise _refusal(image, f"{registry} answered {error.code} {error.reason}") from error
         try:
             digest = _head(url, _anonymous_token(challenge))
-        except (OSError, ValueError, KeyError) as refused:
+        except (OSError, HTTPException, ValueError, KeyError) as refused:
             raise _refusal(image, f"{registry}: {refused}") from refused
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         raise _refusal(image, f"{registry}: {error}") from error
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         raise _refusal(image, f"{registry} answered without a digest")

@@ -16,6 +16,7 @@ from typing import Any
 
 from images.pin import unpinned_bases
 from images.platforms import REPOSITORY
+from images.versions import git
 from services.common.errors import DeviceError, RecipeError
 
 BUMPS = ("major", "minor", "patch")
@@ -33,10 +34,10 @@ class Release:
 
 
 def release(service: str, bump: str, repository: Path = REPOSITORY) -> Release:
-    """Bump VERSION, move the changelog's Unreleased section, commit, tag. Raises before anything is written.
+    """Bump VERSION, move the changelog's Unreleased section, commit, tag; all of it or nothing.
 
-    Refused: a dirty tree, a changelog without an entry, a tag that exists, a Neuron base without a digest, and an
-    artifact schema that changed under its old name since the last release of any service.
+    Refused: a shallow clone, a dirty tree, a changelog without an entry, a tag that exists, a base of the neuron
+    variant without a digest, and an artifact schema that changed under its old name since the last release of any.
     """
     folder = repository / "services" / service
     version_file, changelog = folder / "VERSION", folder / "CHANGELOG.md"
@@ -46,11 +47,16 @@ def release(service: str, bump: str, repository: Path = REPOSITORY) -> Release:
     moved = with_section(changelog.read_text(encoding="utf-8"), new.version, changelog)
     _require_pinned_base(repository, service)
     _require_schema_bump(repository)
-    version_file.write_text(f"{new.version}\n", encoding="utf-8")
-    changelog.write_text(moved, encoding="utf-8")
-    _git(repository, "add", str(version_file), str(changelog))
-    _git(repository, "commit", "--quiet", "--message", f"Release {service} {new.version}")
-    _git(repository, "tag", "--annotate", new.tag, "--message", f"{service} {new.version}")
+    before = git(repository, "rev-parse", "HEAD")
+    try:
+        version_file.write_text(f"{new.version}\n", encoding="utf-8")
+        changelog.write_text(moved, encoding="utf-8")
+        git(repository, "add", str(version_file), str(changelog))
+        git(repository, "commit", "--quiet", "--message", f"Release {service} {new.version}")
+        git(repository, "tag", "--annotate", new.tag, "--message", f"{service} {new.version}")
+    except (DeviceError, KeyboardInterrupt):
+        git(repository, "reset", "--quiet", "--hard", before)  # the tree was clean
+        raise
     return new
 
 
@@ -84,13 +90,15 @@ def changed_schemas(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _require_clean(repository: Path) -> None:
-    changes = _git(repository, "status", "--porcelain")
+    if git(repository, "rev-parse", "--is-shallow-repository") == "true":
+        raise DeviceError("a shallow clone does not know what was released before: git fetch --unshallow --tags")
+    changes = git(repository, "status", "--porcelain")
     if changes:
         raise RecipeError(f"the tree is dirty; commit or stash first, a release is a commit:\n{changes}")
 
 
 def _require_new_tag(repository: Path, new: Release) -> None:
-    if _git(repository, "tag", "--list", new.tag):
+    if git(repository, "tag", "--list", new.tag):
         raise RecipeError(
             f"the tag {new.tag} exists, and services/{new.service}/VERSION is older than it. Set VERSION to the newest "
             f"released version of {new.service}, commit, and release again."
@@ -101,18 +109,18 @@ def _require_pinned_base(repository: Path, service: str) -> None:
     missing = unpinned_bases(service, repository / "images/platforms.toml")
     if missing:
         raise DeviceError(
-            f"the Neuron base is pinned by tag alone: {', '.join(missing)}. A tag can move under a release: run "
-            f"`make pin` where that registry is reached, and commit images/platforms.toml."
+            f"the neuron variant's base is pinned by tag alone: {', '.join(missing)}. A tag can move under a release: "
+            f"run `make pin` where that registry is reached, and commit images/platforms.toml."
         )
 
 
 def _require_schema_bump(repository: Path) -> None:
-    tags = _git(repository, "tag", "--list", "*-v*.*.*", "--merged", "HEAD", "--sort=-creatordate").splitlines()
+    tags = git(repository, "tag", "--list", "*-v*.*.*", "--merged", "HEAD", "--sort=-creatordate").splitlines()
     if not tags:
         return
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder) / "released.tar"
-        _git(repository, "archive", "--output", str(archive), tags[0], "services/common")
+        git(repository, "archive", "--output", str(archive), tags[0], "services/common")
         shutil.unpack_archive(archive, folder)
         changed = changed_schemas(_schemas_of(Path(folder)), _schemas_of(repository))
     if changed:
@@ -128,7 +136,12 @@ import json
 from services.common.artifacts.__main__ import MANIFEST_TYPES
 def shape(value):
     if isinstance(value, dict):
-        return {key: shape(each) for key, each in value.items() if key not in ("title", "description")}
+        # Pydantic's own words about a field; a field of that name has a table here, not a text.
+        return {
+            key: shape(each)
+            for key, each in value.items()
+            if key not in ("title", "description") or not isinstance(each, str)
+        }
     return [shape(each) for each in value] if isinstance(value, list) else value
 print(json.dumps({each.SCHEMA: shape(each.model_json_schema()) for each in MANIFEST_TYPES.values()}))
 """
@@ -142,11 +155,3 @@ def _schemas_of(tree: Path) -> dict[str, Any]:
     if done.returncode != 0:
         raise DeviceError(f"the artifact schemas of {tree} could not be read:\n{done.stderr.strip()}")
     return dict(json.loads(done.stdout))
-
-
-def _git(repository: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(repository), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise DeviceError(f"git {arguments[0]} failed: {done.stderr.strip()}")
-    return done.stdout.strip()

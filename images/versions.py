@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from images.platforms import REPOSITORY, STAGES_WITH_PROGRAM
+from services.common.errors import DeviceError
 
 
 @dataclass(frozen=True)
@@ -41,22 +42,30 @@ class Build:
 
 
 def describe_build(service: str, variant: str, repository: Path = REPOSITORY) -> Build:
-    """The build that the working tree would make now."""
+    """The build that the working tree would make now.
+
+    Raises `DeviceError` when git does not answer, or has too little history to know the commit.
+    """
     version = (repository / "services" / service / "VERSION").read_text(encoding="utf-8").strip()
-    sources = sources_of(service, variant)
-    commit = _git(repository, "log", "-1", "--format=%H", "--", *sources)
-    if not commit:
+    if not (repository / ".git").exists():
         return Build(service, variant, version, "unknown", "")
-    is_changed = bool(_git(repository, "status", "--porcelain", "--", *sources))
-    return Build(service, variant, version, commit, _digest(repository, sources) if is_changed else "")
+    if git(repository, "rev-parse", "--is-shallow-repository") == "true":
+        raise DeviceError(
+            f"{repository} is a shallow clone, in which the last commit to a service cannot be known, and tags are "
+            f"made of it: git fetch --unshallow --tags"
+        )
+    sources = sources_of(service, variant)
+    commit = git(repository, "log", "-1", "--format=%H", "--", *sources)
+    is_changed = bool(git(repository, "status", "--porcelain", "--", *sources)) or not commit
+    return Build(service, variant, version, commit or "unknown", _digest(repository, sources) if is_changed else "")
 
 
 def is_released(build: Build, repository: Path = REPOSITORY) -> bool:
     """Are the image's sources those of the tag that released this version?"""
     tag = f"{build.service}-v{build.version}"
-    if build.change or not _git(repository, "tag", "--list", tag):
+    if build.change or build.commit == "unknown" or not git(repository, "tag", "--list", tag):
         return False
-    return not _git(repository, "diff", "--name-only", tag, "HEAD", "--", *sources_of(build.service, build.variant))
+    return not git(repository, "diff", "--name-only", tag, "HEAD", "--", *sources_of(build.service, build.variant))
 
 
 def sources_of(service: str, variant: str) -> list[str]:
@@ -71,12 +80,13 @@ def sources_of(service: str, variant: str) -> list[str]:
         "images/install.py",
         "images/without_cuda.py",
         "images/platforms.toml",
+        ".dockerignore",
         *(f"lockfiles/{lock}.txt" for lock in locks),
     ]
 
 
 def _digest(repository: Path, sources: list[str]) -> str:
-    names = _git(repository, "ls-files", "--cached", "--others", "--exclude-standard", "--", *sources).splitlines()
+    names = git(repository, "ls-files", "--cached", "--others", "--exclude-standard", "--", *sources).splitlines()
     digest = hashlib.sha256()
     for name in sorted(set(names)):
         path = repository / name
@@ -84,10 +94,12 @@ def _digest(repository: Path, sources: list[str]) -> str:
     return digest.hexdigest()[:7]
 
 
-def _git(repository: Path, *arguments: str) -> str:
-    """Output of a git command; empty where this is no checkout or there is no git."""
-    command = ["git", "-C", str(repository), *arguments]
+def git(repository: Path, *arguments: str) -> str:
+    """Output of a git command. Raises `DeviceError` with git's words when it fails, and when there is no git."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+        done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise DeviceError("no git on PATH, and an image's tag is made of a commit. Install git.") from error
+    if done.returncode != 0:
+        raise DeviceError(f"git {arguments[0]} failed: {done.stderr.strip()}")
+    return done.stdout.strip()

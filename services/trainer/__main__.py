@@ -21,7 +21,16 @@ from services.common.recipe import Recipe
 from services.common.telemetry import configure_logging
 from services.trainer.checkpoint import newest_checkpoint
 from services.trainer.export import export
-from services.trainer.job import ALLOW_COLD_COMPILE, Job, completed_step, open_cache, open_corpus, run_name
+from services.trainer.job import (
+    ALLOW_CHANGED_PROGRAM,
+    ALLOW_COLD_COMPILE,
+    Job,
+    completed_step,
+    continue_run,
+    open_cache,
+    open_corpus,
+    run_name,
+)
 from services.trainer.node import clean_node, prepare_node
 from services.trainer.report import write_report
 from services.trainer.run import REPORT_FILE, Run, open_run, summarize, write_run
@@ -47,7 +56,10 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
     job = _open_job(arguments, recipe)
     job.run_folder.mkdir(parents=True, exist_ok=True)
     with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as lease:
-        step = completed_step(newest_checkpoint(job.checkpoint_shelf))
+        checkpoint = newest_checkpoint(job.checkpoint_shelf)
+        step = completed_step(checkpoint)
+        if checkpoint and step < recipe.train.max_steps:
+            job = continue_run(job, checkpoint, arguments.allow_changed_program)
         write_run(job)
         if step >= recipe.train.max_steps:
             if not (job.run_folder / REPORT_FILE).exists():  # killed between the last commit and the report
@@ -138,6 +150,9 @@ def _parser(command: str) -> StageParser:
         parser.add_launch()
         parser.add_argument("--cache", type=Path, help="a compile cache folder (default: the one of this program)")
         parser.add_argument(ALLOW_COLD_COMPILE, action="store_true", help="compile here when there is no cache")
+        parser.add_argument(
+            ALLOW_CHANGED_PROGRAM, action="store_true", help="continue a checkpoint that another program made"
+        )
     if command == "sample":
         parser.add_argument("--prompt", default="", help="text to continue (default: begin a document)")
         parser.add_argument("--tokens", type=int, default=200)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from services.common.recipe import Recipe, fingerprint
 
 CONTENT_VERSION = 1
 ALLOW_COLD_COMPILE = "--allow-cold-compile"
+ALLOW_CHANGED_PROGRAM = "--allow-changed-program"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Job:
     """None when nothing is compiled, or when the user allows a cold start."""
     program_fingerprint: str
     waivers: tuple[str, ...]
+    """Flags that let this run go on where it would have been refused, this command's and earlier ones'."""
     launch: str
     started_at: datetime
     attempt: str
@@ -89,10 +91,10 @@ def open_cache(
 
     Raises `ArtifactError` when there is none, with what differs from the one that is there.
     """
-    if not recipe.compile.enabled:
-        return None, "eager"
     facts = program_facts(recipe)
     ours = fingerprint(facts)
+    if not recipe.compile.enabled:
+        return None, ours
     command = f"python -m services.compiler --recipe {recipe_path} --root {root}"
     exact = Address(root, "compile_cache", recipe.name, ours[:16])
     try:
@@ -118,6 +120,25 @@ def _require_same_program(cache: Artifact[CompileCacheManifest], facts: dict[str
             f"{cache.path}: compiled for program {theirs.program_fingerprint[:12]}, this run is {ours[:12]}. "
             f"They differ in\n  {difference}\nMake a cache for this program with `{command}`."
         )
+
+
+def continue_run(job: Job, checkpoint: Artifact[CheckpointManifest], allow_changed_program: bool) -> Job:
+    """The job, with the waivers that `checkpoint` was made under.
+
+    Raises `ArtifactError` when another program made it: the steps to come would not be bit for bit those it would take.
+    """
+    state, maker = checkpoint.manifest.checkpoint, checkpoint.manifest.producer
+    waivers = {*job.waivers, *state.waivers}
+    if state.program_fingerprint != job.program_fingerprint:
+        if not allow_changed_program:
+            raise ArtifactError(
+                f"{checkpoint.path}: made by program {state.program_fingerprint[:12]} (trainer {maker.version}, commit "
+                f"{maker.git_sha[:12]}, image {maker.image}), this one is {job.program_fingerprint[:12]}: torch, "
+                f"Python, the compiler, the CPU or services/common/program changed, and the bits may change with it. "
+                f"Continue with what made it, or pass {ALLOW_CHANGED_PROGRAM}, which the next checkpoints record."
+            )
+        waivers.add(ALLOW_CHANGED_PROGRAM)
+    return replace(job, waivers=tuple(sorted(waivers)))
 
 
 def completed_step(checkpoint: Artifact[CheckpointManifest] | None) -> int:

@@ -117,13 +117,6 @@ def resume(job: Job, program: Program) -> tuple[int, int]:
         return 0, 0
     load_checkpoint(checkpoint, program)
     state = checkpoint.manifest.checkpoint
-    if state.program_fingerprint != job.program_fingerprint:
-        logger.warning(
-            "%s was made by program %s, this is %s: the run goes on, but no longer bit for bit",
-            checkpoint.path,
-            state.program_fingerprint[:12],
-            job.program_fingerprint[:12],
-        )
     logger.info("resuming after step=%d from %s", state.step, checkpoint.path)
     return state.step, state.skipped_steps
 

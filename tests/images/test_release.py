@@ -8,7 +8,7 @@ import pytest
 
 from images.platforms import REPOSITORY
 from images.release import bumped, release
-from services.common.errors import MillraceError, RecipeError
+from services.common.errors import DeviceError, MillraceError, RecipeError
 from tests.images.checkout import CHANGELOG, commit, git, make_checkout, write
 
 
@@ -64,7 +64,7 @@ def forget_the_digests(repository: Path) -> None:
 def change_a_schema(repository: Path) -> None:
     git(repository, "tag", "tokenizer-v0.1.0")
     corpus = repository / "services/common/artifacts/corpus.py"
-    changed = corpus.read_text().replace("    rows: Count\n", "    rows: Count\n    lines: Count\n", 1)
+    changed = corpus.read_text().replace("    rows: Count\n", "    rows: Count\n    title: Count\n", 1)
     assert changed != corpus.read_text()
     write(corpus, changed)
     commit(repository, "Change the corpus schema")
@@ -76,7 +76,7 @@ def change_a_schema(repository: Path) -> None:
         (dirty_the_tree, "the tree is dirty"),
         (empty_the_changelog, r"nothing stands under '## \[Unreleased\]'"),
         (tag_the_version, "the tag trainer-v0.2.0 exists"),
-        (forget_the_digests, "the Neuron base is pinned by tag alone: public.ecr.aws/neuron/"),
+        (forget_the_digests, "the neuron variant's base is pinned by tag alone: public.ecr.aws/neuron/"),
         (change_a_schema, "corpus/1 changed its fields since tokenizer-v0.1.0 and kept its name"),
     ],
 )
@@ -89,6 +89,30 @@ def test_what_is_not_fit_for_a_release_is_refused_and_nothing_is_written(tmp_pat
     assert state(repository) == before
 
 
+@pytest.mark.parametrize("hook", ["pre-commit", "tag"])
+def test_a_release_that_fails_half_way_leaves_the_tree_as_it_was(tmp_path: Path, hook: str) -> None:
+    repository = make_checkout(tmp_path)
+    if hook == "tag":
+        git(repository, "config", "tag.gpgSign", "true")
+        git(repository, "config", "gpg.program", "false")
+    else:
+        write(repository / ".git/hooks/pre-commit", "#!/bin/sh\nexit 1\n")
+        (repository / ".git/hooks/pre-commit").chmod(0o755)
+    before = state(repository)
+    with pytest.raises(DeviceError, match=r"git (commit|tag) failed"):
+        release("trainer", "minor", repository)
+    assert state(repository) == before
+
+
+def test_a_shallow_clone_is_not_released(tmp_path: Path) -> None:
+    repository = make_checkout(tmp_path)
+    write(repository / "more.txt", "more")
+    commit(repository, "Go on")
+    git(tmp_path, "clone", "--quiet", "--depth", "1", f"file://{repository}", "shallow")
+    with pytest.raises(DeviceError, match="git fetch --unshallow"):
+        release("trainer", "minor", tmp_path / "shallow")
+
+
 def test_a_schema_with_the_next_number_may_have_other_fields(tmp_path: Path) -> None:
     repository = make_checkout(tmp_path)
     change_a_schema(repository)
@@ -98,6 +122,6 @@ def test_a_schema_with_the_next_number_may_have_other_fields(tmp_path: Path) -> 
     assert release("trainer", "minor", repository).tag == "trainer-v0.2.0"
 
 
-def test_the_changelogs_of_this_repository_can_be_released() -> None:
+def test_the_changelogs_of_this_repository_have_a_place_for_what_comes() -> None:
     for path in REPOSITORY.glob("services/*/CHANGELOG.md"):
         assert "## [Unreleased]\n" in path.read_text(encoding="utf-8")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from images.platforms import SERVICES
 from images.versions import describe_build, is_released
+from services.common.errors import DeviceError
 from tests.images.checkout import commit, git, make_checkout, write
 
 
@@ -75,3 +78,12 @@ def test_a_version_is_released_only_at_the_sources_of_its_tag(tmp_path: Path) ->
     assert not is_released(describe_build("trainer", "cpu", repository), repository)
     commit(repository, "Change the trainer")
     assert not is_released(describe_build("trainer", "cpu", repository), repository)
+
+
+def test_a_shallow_clone_is_told_to_fetch_its_history(tmp_path: Path) -> None:
+    repository = make_checkout(tmp_path)
+    write(repository / "services/tokenizer/work.py", "print('two')\n")
+    commit(repository, "Go on")
+    git(tmp_path, "clone", "--quiet", "--depth", "1", f"file://{repository}", "shallow")
+    with pytest.raises(DeviceError, match="git fetch --unshallow"):
+        describe_build("trainer", "cpu", tmp_path / "shallow")

@@ -31,13 +31,16 @@ _GRAPH_VARIABLES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "ATEN_CPU_CAPABILITY", "CX
 
 
 def program_facts(recipe: Recipe) -> dict[str, Any]:
-    """Everything that decides the graphs of this recipe on this machine, by name."""
+    """Everything that decides the graphs and the bits of this recipe's step on this machine, by name.
+
+    Raises `DeviceError` when the recipe compiles and there is no C++ compiler.
+    """
     return {
         "recipe": identity(recipe, "compile_cache"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        "cxx": _compiler_version(),
+        "cxx": _compiler_version() if recipe.compile.enabled else "none: nothing is compiled",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_features": _cpu_features(),
         "environment": {

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.manifest import read_sealed
 from services.common.artifacts.store import Artifact
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.runs import (
@@ -113,6 +114,32 @@ def test_a_second_command_says_that_the_run_is_complete(
     assert exit_code == 0
     assert "the run is complete: step 20 of 20" in output
     assert report.exists()
+
+
+def test_a_run_goes_on_under_another_program_only_when_told_and_remembers_it(
+    tmp_path: Path,
+    recipe: Path,
+    corpus: Artifact[CorpusManifest],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root, eager = tmp_path / "fsx", "--compile.enabled=false"
+    exit_code, output = run_trainer(recipe, root, eager, "--train.max_steps=2")
+    assert exit_code == 0, output
+    monkeypatch.setenv("DNNL_DEFAULT_FPMATH_MODE", "BF16")  # other bits from the same source
+
+    exit_code, output = call_trainer(capfd, recipe, root, eager, "--train.max_steps=4")
+    assert exit_code == 3
+    assert "step-00000002: made by program" in output
+    assert "pass --allow-changed-program" in output
+    assert list(checkpoints(root)) == ["step-00000002"]
+
+    exit_code, output = run_trainer(recipe, root, eager, "--train.max_steps=4", "--allow-changed-program")
+    assert exit_code == 0, output
+    exit_code, output = run_trainer(recipe, root, eager, "--train.max_steps=6")
+    assert exit_code == 0, output
+    waivers = [read_sealed(folder)["checkpoint"]["waivers"] for folder in checkpoints(root).values()]
+    assert waivers == [[], ["--allow-changed-program"], ["--allow-changed-program"]]
 
 
 def test_a_missing_corpus_names_the_command_that_makes_one(
