@@ -50,19 +50,25 @@ class Run:
 
 
 def write_run(job: Job) -> None:
-    """Name the artifacts that the run is made from."""
+    """Name the artifacts that the run is made from, by their place below the root: a root may be moved or mounted."""
     run: dict[str, Any] = {
         "schema": SCHEMA,
         "run": job.run,
         "recipe": job.recipe.model_dump(mode="json"),
         "artifacts": {"corpus": job.corpus.manifest.id},
-        "paths": {"corpus": str(job.corpus.path), "checkpoints": str(job.checkpoint_shelf)},
+        "paths": {"corpus": _below(job.root, job.corpus.path), "checkpoints": _below(job.root, job.checkpoint_shelf)},
     }
     if job.cache:
         run["artifacts"]["compile_cache"] = job.cache.manifest.id
-        run["paths"]["compile_cache"] = str(job.cache.path)
+        run["paths"]["compile_cache"] = _below(job.root, job.cache.path)
     (job.run_folder / "logs").mkdir(parents=True, exist_ok=True)
     write_durably(job.run_folder / RUN_FILE, json.dumps(run, indent=1).encode())
+
+
+def _below(root: Path, path: Path) -> str:
+    """`path` relative to the root; as it is where `--corpus` or `--cache` named a folder elsewhere."""
+    path, root = path.absolute(), root.absolute()
+    return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
 def open_run(root: Path, name: str) -> Run:
@@ -73,7 +79,7 @@ def open_run(root: Path, name: str) -> Run:
     try:
         described = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
         schema = described["schema"]
-        paths = {key: Path(value) for key, value in described["paths"].items()}
+        paths = {key: root / value for key, value in described["paths"].items()}
         recipe = Recipe.model_validate_json(json.dumps(described["recipe"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(

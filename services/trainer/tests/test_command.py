@@ -14,6 +14,8 @@ import pytest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import read_sealed
 from services.common.artifacts.store import Artifact
+from services.common.errors import exit_code_of
+from services.trainer.__main__ import main
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.runs import (
     call_trainer,
@@ -114,6 +116,16 @@ def test_a_second_command_says_that_the_run_is_complete(
     assert exit_code == 0
     assert "the run is complete: step 20 of 20" in output
     assert report.exists()
+
+
+def test_a_run_can_be_looked_at_where_its_root_was_moved_or_mounted(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "fsx"
+    assert run_trainer(recipe, root, "--parallel.data_parallel_size=1", "--train.max_steps=2")[0] == 0
+    moved = root.rename(tmp_path / "elsewhere")
+    assert exit_code_of(lambda: main(["summary", "--recipe", str(recipe), "--root", str(moved)])) == 0
+    assert str(moved / "corpus") in capfd.readouterr().out
 
 
 def test_a_run_goes_on_under_another_program_only_when_told_and_remembers_it(
