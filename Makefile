@@ -6,11 +6,11 @@ ROOT = ./fsx
 python := .venv/bin/python
 images = ./bootstrap python -m images
 
-.PHONY: help setup demo test test-slow test-torch29 test-images check format lock clean \
-	base-image images demo-images pin release sbom
+.PHONY: help setup demo test test-slow test-torch29 test-images test-cluster check format lock clean \
+	cluster-local cluster-local-down base-image images demo-images pin release sbom
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Make .venv from the lockfile. TORCH=cpu: without CUDA, torch from TORCH_INDEX_URL or TORCH_FIND_LINKS.
 	@./bootstrap
@@ -34,6 +34,15 @@ test-torch29: ## Run the program's tests on the Neuron variant's torch, in .venv
 
 test-images: setup ## Run the tests that build and run images; they need Docker, root and debootstrap.
 	$(python) -m pytest -m images tests/images
+
+test-cluster: setup ## Run the tests on a real Kubernetes that is started here; they need root, Go and Debian's packages.
+	$(python) -m pytest -m cluster tests/cluster
+
+cluster-local: setup ## Start a Kubernetes with Volcano and KubeRay on this machine, and leave it up.
+	@$(python) -m tests.cluster.kit up
+
+cluster-local-down: setup ## Stop it and remove what it made.
+	@$(python) -m tests.cluster.kit down
 
 base-image: ## Make the slim Python base with debootstrap, where no image registry is reached. AGAIN=1: anew.
 	@$(images) base

@@ -1,0 +1,400 @@
+"""A real one-node Kubernetes with Volcano and KubeRay, from Go modules: no image registry, no virtual machine.
+
+Kubernetes 1.34 (etcd, API server, controller manager, scheduler, kubelet on containerd, kube-proxy, CoreDNS), Volcano
+1.14 and the KubeRay operator 1.6 run as ordinary processes of this machine. The real node is called `node-a`; its
+Neuron devices and EFA cards are extended resources in its status, as a device plugin would report them.
+
+Everything that is made is below $CLUSTER_HOME (default .cluster), but for two bridges, and iptables chains of kubelet's
+that stay. Not covered: NetworkPolicy is accepted and not enforced (bridge CNI), there is no LoadBalancer, and one node
+is real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from images.docker import require_engine
+from services.common.errors import DeviceError
+
+HERE = Path(__file__).resolve().parent
+HOME = Path(os.environ.get("CLUSTER_HOME", ".cluster")).resolve()
+BIN, LOG, PKI, PID = (HOME / name for name in ("bin", "log", "pki", "pid"))
+KUBECONFIG = HOME / "kubeconfig"
+SOCKET = HOME / "containerd.sock"
+
+ADDRESS = "172.31.77.1"  # of the control plane, on a bridge of its own: EndpointSlices refuse loopback
+DNS_ADDRESS = "10.96.0.10"
+SERVICE_RANGE = "10.96.0.0/16"
+POD_RANGE = "10.250.0.0/24"
+
+# What the machine must have: a command or a file, and the Debian package that brings it.
+PREREQUISITES = {
+    "go": "golang, or Go 1.25 from go.dev",
+    "docker": "docker.io",
+    "containerd": "containerd",
+    "ctr": "containerd",
+    "runc": "runc",
+    "/usr/lib/cni/bridge": "containernetworking-plugins",
+    "iptables": "iptables",
+    "ip": "iproute2",
+    "conntrack": "conntrack",
+    "openssl": "openssl",
+    "gcc": "gcc libc6-dev",
+}
+
+KUBERNETES = "v1.34.4"
+PACKAGES = {  # binary -> package of the module in go.mod
+    "etcd": "./etcd",
+    "kube-apiserver": "k8s.io/kubernetes/cmd/kube-apiserver",
+    "kube-controller-manager": "k8s.io/kubernetes/cmd/kube-controller-manager",
+    "kube-scheduler": "k8s.io/kubernetes/cmd/kube-scheduler",
+    "kube-proxy": "k8s.io/kubernetes/cmd/kube-proxy",
+    "kubelet": "k8s.io/kubernetes/cmd/kubelet",
+    "kubectl": "k8s.io/kubernetes/cmd/kubectl",
+    "volcano-scheduler": "volcano.sh/volcano/cmd/scheduler",
+    "volcano-controller": "volcano.sh/volcano/cmd/controller-manager",
+    "kuberay-operator": "github.com/ray-project/kuberay/ray-operator",
+}
+TOOLS = {  # binary -> package@version with a module graph of its own
+    "coredns": "github.com/coredns/coredns@v1.12.4",
+    "kwok": "sigs.k8s.io/kwok/cmd/kwok@v0.8.0",
+}
+
+
+def require_prerequisites() -> None:
+    """Raises `DeviceError` with everything that is missing, and what to install."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        raise DeviceError("the cluster needs root on Linux: it starts a kubelet, containerd and network bridges.")
+    missing = {name: package for name, package in PREREQUISITES.items() if shutil.which(name) is None}
+    if missing:
+        listed = "".join(f"\n  - {name}; Debian: {package}" for name, package in missing.items())
+        raise DeviceError(f"the cluster needs what this machine lacks:{listed}")
+    require_engine()
+
+
+def run(*command: str | Path, quiet: bool = False, **kwargs: Any) -> str:
+    """Standard output of a command. Raises `DeviceError` with its last words when it fails, unless `quiet`."""
+    done = subprocess.run([str(c) for c in command], text=True, capture_output=True, check=False, **kwargs)
+    if done.returncode and not quiet:
+        said = done.stderr.strip()[-2000:]
+        raise DeviceError(f"{' '.join(str(c) for c in command)}: exit {done.returncode}\n{said}")
+    return done.stdout
+
+
+def kubectl(*arguments: str | Path, **kwargs: Any) -> str:
+    return run(BIN / "kubectl", "--kubeconfig", KUBECONFIG, *arguments, **kwargs)
+
+
+def start(name: str, *command: str | Path) -> None:
+    """Start a server in its own session, its output in log/<name>.log and its pid in pid/<name>."""
+    with (LOG / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [str(c) for c in command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    (PID / name).write_text(str(process.pid))
+
+
+def wait(what: str, is_ready: Callable[[], bool], timeout_seconds: float = 90) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while not is_ready():
+        if time.monotonic() > deadline:
+            raise DeviceError(f"{what} was not ready after {timeout_seconds:.0f} s. Its log is in {LOG}.")
+        time.sleep(0.2)
+
+
+def module_dir(module: str) -> Path:
+    return Path(json.loads(run("go", "list", "-m", "-json", module, cwd=HERE))["Dir"])
+
+
+def build() -> None:
+    """Compile the binaries: 9 minutes from nothing on 2 cores, then Go's cache has them."""
+    BIN.mkdir(parents=True, exist_ok=True)
+    version = "k8s.io/component-base/version"
+    flags = f"-s -w -X {version}.gitVersion={KUBERNETES} -X {version}.gitMajor=1 -X {version}.gitMinor=34"
+    for name, package in PACKAGES.items():
+        began = time.monotonic()
+        run("go", "build", "-trimpath", "-ldflags", flags, "-o", BIN / name, package, cwd=HERE)
+        print(f"{name:26s}{time.monotonic() - began:7.1f} s", flush=True)
+    for name, package in TOOLS.items():
+        began = time.monotonic()
+        run("go", "install", "-ldflags", "-s -w", package, env={**os.environ, "GOBIN": str(BIN)})
+        print(f"{name:26s}{time.monotonic() - began:7.1f} s", flush=True)
+
+
+def make_certificates() -> str:
+    if not (PKI / "api.crt").exists():
+        names = "kubernetes kubernetes.default kubernetes.default.svc kubernetes.default.svc.cluster.local localhost"
+        san = ",".join([f"DNS:{n}" for n in names.split()] + [f"IP:{a}" for a in ("127.0.0.1", ADDRESS, "10.96.0.1")])
+        run("openssl", "genrsa", "-out", PKI / "sa.key", "2048")
+        run("openssl", "rsa", "-in", PKI / "sa.key", "-pubout", "-out", PKI / "sa.pub")
+        run("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30", "-subj", "/CN=test-ca",
+            "-keyout", PKI / "ca.key", "-out", PKI / "ca.crt")  # fmt: skip
+        run("openssl", "req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=kube-apiserver",
+            "-keyout", PKI / "api.key", "-out", PKI / "api.csr")  # fmt: skip
+        (PKI / "san").write_text(f"subjectAltName={san}")
+        run("openssl", "x509", "-req", "-in", PKI / "api.csr", "-CA", PKI / "ca.crt", "-CAkey", PKI / "ca.key",
+            "-CAcreateserial", "-days", "30", "-extfile", PKI / "san", "-out", PKI / "api.crt")  # fmt: skip
+        (PKI / "tokens.csv").write_text(f"{secrets.token_hex(16)},admin,admin,system:masters\n")
+    return (PKI / "tokens.csv").read_text().split(",")[0]
+
+
+def write_configuration(token: str) -> None:
+    KUBECONFIG.touch(mode=0o600)
+    KUBECONFIG.write_text(json.dumps({
+        "apiVersion": "v1", "kind": "Config", "current-context": "test",
+        "clusters": [{"name": "test", "cluster": {"server": f"https://{ADDRESS}:6443",
+                                                  "certificate-authority": str(PKI / "ca.crt")}}],
+        "users": [{"name": "admin", "user": {"token": token}}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "admin"}}],
+    }, indent=1))  # fmt: skip
+    (HOME / "cni").mkdir(exist_ok=True)
+    (HOME / "cni" / "10-bridge.conflist").write_text(json.dumps({
+        "cniVersion": "1.0.0", "name": "test",
+        "plugins": [
+            {"type": "bridge", "bridge": "mrpods0", "isGateway": True, "ipMasq": True, "hairpinMode": True,
+             "ipam": {"type": "host-local", "dataDir": str(HOME / "ipam"), "ranges": [[{"subnet": POD_RANGE}]],
+                      "routes": [{"dst": "0.0.0.0/0"}]}},
+            {"type": "portmap", "capabilities": {"portMappings": True}},
+        ],
+    }))  # fmt: skip
+    # restrict_oom_score_adj: without CAP_SYS_RESOURCE runc cannot lower it and dies with
+    # "can't get final child's PID from pipe: EOF".
+    (HOME / "containerd.toml").write_text(f"""version = 2
+root = "{HOME}/containerd/root"
+state = "{HOME}/containerd/state"
+[grpc]
+  address = "{SOCKET}"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "millrace.test/pause:1"
+  restrict_oom_score_adj = true
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "/usr/lib/cni"
+    conf_dir = "{HOME}/cni"
+  [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+""")
+    (HOME / "kubelet.yaml").write_text(json.dumps({
+        "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
+        "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+        "authorization": {"mode": "AlwaysAllow"}, "address": ADDRESS, "healthzBindAddress": "127.0.0.1",
+        "cgroupDriver": "cgroupfs", "failCgroupV1": False, "failSwapOn": False,
+        "containerRuntimeEndpoint": f"unix://{SOCKET}", "clusterDNS": [DNS_ADDRESS], "clusterDomain": "cluster.local",
+        "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%"}, "imageGCHighThresholdPercent": 100,
+    }))  # fmt: skip
+    (HOME / "Corefile").write_text(f"""cluster.local:53 in-addr.arpa:53 {{
+  bind {DNS_ADDRESS}
+  errors
+  kubernetes cluster.local in-addr.arpa {{
+    kubeconfig {KUBECONFIG} test
+  }}
+}}
+""")
+
+
+def make_network() -> None:
+    if not Path("/sys/class/net/mrcontrol0").exists():
+        run("ip", "link", "add", "mrcontrol0", "type", "bridge")
+        for address in (ADDRESS, DNS_ADDRESS):
+            run("ip", "address", "add", f"{address}/32", "dev", "mrcontrol0")
+        run("ip", "link", "set", "mrcontrol0", "up")
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+    run("iptables", "-P", "FORWARD", "ACCEPT")  # Docker's engine sets DROP, which cuts pods off from services
+
+
+def start_control_plane() -> None:
+    start("etcd", BIN / "etcd", "--data-dir", HOME / "etcd", "--unsafe-no-fsync",
+          "--listen-client-urls=http://127.0.0.1:23790", "--advertise-client-urls=http://127.0.0.1:23790",
+          "--listen-peer-urls=http://127.0.0.1:23800")  # fmt: skip
+    start("kube-apiserver", BIN / "kube-apiserver", "--etcd-servers=http://127.0.0.1:23790",
+          "--bind-address=0.0.0.0", f"--advertise-address={ADDRESS}", "--secure-port=6443",
+          f"--tls-cert-file={PKI}/api.crt", f"--tls-private-key-file={PKI}/api.key",
+          f"--service-cluster-ip-range={SERVICE_RANGE}", "--service-account-issuer=https://kubernetes.default.svc",
+          f"--service-account-key-file={PKI}/sa.pub", f"--service-account-signing-key-file={PKI}/sa.key",
+          f"--token-auth-file={PKI}/tokens.csv", "--authorization-mode=Node,RBAC", "--allow-privileged=true",
+          "--kubelet-preferred-address-types=InternalIP")  # fmt: skip
+    wait("kube-apiserver", lambda: "ok" in kubectl("get", "--raw", "/readyz", quiet=True))
+    start("kube-controller-manager", BIN / "kube-controller-manager", f"--kubeconfig={KUBECONFIG}",
+          f"--service-account-private-key-file={PKI}/sa.key", f"--root-ca-file={PKI}/ca.crt",
+          "--leader-elect=false", "--bind-address=127.0.0.1")  # fmt: skip
+    start("kube-scheduler", BIN / "kube-scheduler", f"--kubeconfig={KUBECONFIG}", "--leader-elect=false",
+          "--bind-address=127.0.0.1")  # fmt: skip
+
+
+def start_node() -> None:
+    start("containerd", "containerd", "-c", HOME / "containerd.toml")
+    wait("containerd", lambda: "Server" in run("ctr", "-a", SOCKET, "version", quiet=True))
+    load_pause_image()
+    start("kubelet", BIN / "kubelet", f"--config={HOME}/kubelet.yaml", f"--kubeconfig={KUBECONFIG}",
+          f"--root-dir={HOME}/kubelet", f"--cert-dir={HOME}/kubelet/pki", "--hostname-override=node-a",
+          f"--node-ip={ADDRESS}")  # fmt: skip
+    start("kube-proxy", BIN / "kube-proxy", f"--kubeconfig={KUBECONFIG}", "--proxy-mode=iptables",
+          "--hostname-override=node-a", f"--cluster-cidr={POD_RANGE}", "--conntrack-max-per-core=0",
+          "--healthz-bind-address=127.0.0.1:10256", "--metrics-bind-address=127.0.0.1:10249")  # fmt: skip
+    start("coredns", BIN / "coredns", "-conf", HOME / "Corefile")
+    ready = 'jsonpath={.status.conditions[?(@.type=="Ready")].status}'
+    wait("node-a", lambda: kubectl("get", "node", "node-a", "-o", ready, quiet=True) == "True")
+    resources = {"aws.amazon.com/neuron": "64", "vpc.amazonaws.com/efa": "32"}
+    patch = [
+        {"op": "add", "path": f"/status/capacity/{name.replace('/', '~1')}", "value": amount}
+        for name, amount in resources.items()
+    ]
+    kubectl("patch", "node", "node-a", "--subresource=status", "--type=json", "-p", json.dumps(patch))
+
+
+def load_pause_image() -> None:
+    """Every pod sandbox needs a process that waits: one C file, linked statically."""
+    folder = HOME / "pause"
+    folder.mkdir(exist_ok=True)
+    (folder / "pause.c").write_text(
+        "#include <signal.h>\n#include <unistd.h>\n"
+        "static void leave(int s) { (void)s; _exit(0); }\n"
+        "int main(void) { signal(SIGTERM, leave); signal(SIGINT, leave); for (;;) pause(); }\n"
+    )
+    run("gcc", "-static", "-Os", "-o", folder / "pause", folder / "pause.c")
+    (folder / "Dockerfile").write_text('FROM scratch\nCOPY pause /pause\nENTRYPOINT ["/pause"]\n')
+    run("docker", "build", "-q", "-t", "millrace.test/pause:1", folder)
+    load("millrace.test/pause:1")
+
+
+def load(*images: str) -> None:
+    """One stream for all of them, so that layers they share travel once."""
+    saved = subprocess.Popen(["docker", "save", *images], stdout=subprocess.PIPE)
+    subprocess.run(
+        ["ctr", "-a", SOCKET, "-n", "k8s.io", "images", "import", "-"],
+        stdin=saved.stdout, stdout=subprocess.DEVNULL, check=True,
+    )  # fmt: skip
+    if saved.wait():
+        raise DeviceError(f"docker could not save {' '.join(images)}: `make images` builds the stages' images.")
+
+
+def start_operators() -> None:
+    """KubeRay without its own batch-scheduler integration: with it a RayJob that uses
+    clusterSelector never leaves Initializing (seen with KubeRay 1.6.1)."""
+    kuberay, volcano = module_dir("github.com/ray-project/kuberay/ray-operator"), module_dir("volcano.sh/volcano")
+    chart = volcano / "installer/helm/chart/volcano"
+    for folder in (kuberay / "config/crd/bases", chart / "crd/bases"):
+        kubectl("apply", "--server-side", "-f", folder)
+    established = ("get", "crd", "-o", 'jsonpath={.items[*].status.conditions[?(@.type=="Established")].status}')
+    names = ("get", "crd", "-o", "name")
+    wait("the CRDs", lambda: kubectl(*established, quiet=True).split().count("True") == len(kubectl(*names).split()))
+    kubectl("create", "namespace", "volcano-system", quiet=True)
+    shutil.copyfile(chart / "config/volcano-scheduler.conf", HOME / "volcano-scheduler.conf")
+    start("volcano-scheduler", BIN / "volcano-scheduler", f"--kubeconfig={KUBECONFIG}", "--leader-elect=false",
+          f"--scheduler-conf={HOME}/volcano-scheduler.conf", "--logtostderr", "-v=3")  # fmt: skip
+    start("volcano-controller", BIN / "volcano-controller", f"--kubeconfig={KUBECONFIG}", "--leader-elect=false",
+          "--controllers=pg-controller,queue-controller,gc-controller", "--logtostderr")  # fmt: skip
+    start("kuberay-operator", BIN / "kuberay-operator", f"-kubeconfig={KUBECONFIG}", "-enable-leader-election=false",
+          "-use-kubernetes-proxy", "-metrics-addr=127.0.0.1:18080",
+          "-health-probe-bind-address=127.0.0.1:18082")  # fmt: skip
+    queues = ("get", "queues.scheduling.volcano.sh", "default", "-o", "name")
+    wait("Volcano's default queue", lambda: bool(kubectl(*queues, quiet=True)))
+
+
+def fake(count: int) -> None:
+    """Nodes that exist only in the API: pods on them become Ready without a container.
+
+    Tainted like real Trainium nodes, so that only pods that tolerate it come here."""
+    stages = module_stages()
+    if not (PID / "kwok").exists():
+        start("kwok", BIN / "kwok", f"--kubeconfig={KUBECONFIG}", "--manage-nodes-with-label-selector=type=kwok",
+              "--node-lease-duration-seconds=40", f"--config={stages}")  # fmt: skip
+    resources = {"cpu": "128", "memory": "512Gi", "pods": "110"}
+    resources |= {"aws.amazon.com/neuron": "16", "vpc.amazonaws.com/efa": "8"}
+    nodes = [
+        {"apiVersion": "v1", "kind": "Node",
+         "metadata": {"name": f"trn1-{i}", "annotations": {"kwok.x-k8s.io/node": "fake"},
+                      "labels": {"type": "kwok", "kubernetes.io/hostname": f"trn1-{i}",
+                                 "node.kubernetes.io/instance-type": "trn1.32xlarge"}},
+         "spec": {"taints": [{"key": "aws.amazon.com/neuron", "value": "true", "effect": "NoSchedule"}]},
+         "status": {"capacity": resources, "allocatable": resources}}
+        for i in range(count)
+    ]  # fmt: skip
+    kubectl("apply", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": nodes}))
+
+
+def module_stages() -> Path:
+    module = Path(json.loads(run("go", "mod", "download", "-json", "sigs.k8s.io/kwok@v0.8.0"))["Dir"])
+    folders = ("pod/fast", "node/fast", "node/heartbeat-with-lease")
+    files = [f for folder in folders for f in sorted((module / "kustomize/stage" / folder).glob("*.yaml"))]
+    path = HOME / "kwok-stages.yaml"
+    path.write_text("\n---\n".join(f.read_text() for f in files if f.name != "kustomization.yaml"))
+    return path
+
+
+def is_up() -> bool:
+    return KUBECONFIG.exists() and "ok" in kubectl("get", "--raw", "/readyz", "--request-timeout=2s", quiet=True)
+
+
+def up() -> None:
+    """Start everything and return when the node is Ready. One that is up stays as it is; half of one is replaced."""
+    require_prerequisites()
+    if is_up():
+        return
+    if any(not (BIN / name).exists() for name in (*PACKAGES, *TOOLS)):
+        build()
+    down()
+    for folder in (LOG, PKI, PID):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        write_configuration(make_certificates())
+        make_network()
+        start_control_plane()
+        start_node()
+        start_operators()
+    except (DeviceError, KeyboardInterrupt):
+        down()
+        raise
+
+
+def stop(name: str, timeout_seconds: float = 10) -> None:
+    """End one server that `start` started, and forget it."""
+    file = PID / name
+    if not file.exists():
+        return
+    try:
+        server = psutil.Process(int(file.read_text()))
+        # Every server names a path below HOME. Without one this is another program, which has the number now.
+        if any(str(HOME) in argument for argument in server.cmdline()):
+            server.terminate()
+            try:
+                server.wait(timeout_seconds)
+            except psutil.TimeoutExpired:
+                server.kill()
+                server.wait(timeout_seconds)
+    except psutil.NoSuchProcess:
+        pass
+    file.unlink()
+
+
+def down() -> None:
+    """Stop everything and remove what `up` made; the binaries and the logs stay."""
+    if not HOME.exists():
+        return
+    # Controllers first: they would start again what is stopped after them.
+    operators = ("kuberay-operator", "volcano-controller", "volcano-scheduler")
+    for name in (*operators, "kube-controller-manager", "kwok", "kubelet", "kube-proxy"):
+        stop(name)
+    for task in run("ctr", "-a", SOCKET, "-n", "k8s.io", "tasks", "ls", "-q", quiet=True).split():
+        run("ctr", "-a", SOCKET, "-n", "k8s.io", "tasks", "rm", "-f", task, quiet=True)
+    run(BIN / "kube-proxy", "--cleanup", quiet=True)
+    for file in sorted(PID.glob("*")):
+        stop(file.name)
+    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    for mount in sorted((m for m in mounts if m.startswith(f"{HOME}/")), reverse=True):
+        run("umount", "-l", mount, quiet=True)
+    for link in ("mrcontrol0", "mrpods0"):
+        run("ip", "link", "delete", link, quiet=True)
+    for name in ("etcd", "kubelet", "containerd", "ipam", "pki", "pid", "pause"):
+        shutil.rmtree(HOME / name, ignore_errors=True)
+    KUBECONFIG.unlink(missing_ok=True)
