@@ -59,7 +59,7 @@ def build() -> None:
     images = build_images(services, variant)
     print_sizes(images)
     if registry:
-        push_images(images, registry)
+        push_images(images, variant, registry)
 
 
 def check() -> None:

@@ -179,19 +179,19 @@ def require_committed(services: Sequence[str], variant: str) -> None:
         )
 
 
-def push_images(images: Sequence[Image], registry: str) -> None:
+def push_images(images: Sequence[Image], variant: str, registry: str) -> None:
     """Push to `registry/millrace/<service>`: the commit's tag, and the version's where this is what was released.
 
     A version stands for the pinned base, too. Raises `DeviceError` when the registry refuses.
     """
+    is_pinned = choose_platform(variant) == read_platforms()[variant]
+    advice = f"Is {registry} the right registry, does the repository exist, and did you `docker login`?"
     for image in images:
         build = image.build
-        is_pinned = choose_platform(build.variant) == read_platforms()[build.variant]
         tags = [build.commit_tag] + ([build.tag] if is_pinned and is_released(build) else [])
         for tag in tags:
             name = f"{registry.rstrip('/')}/millrace/{build.service}:{tag}"
             docker("tag", image.names[-1], name)
-            advice = f"Is {registry} the right registry, does the repository exist, and did you `docker login`?"
             docker("push", "--quiet", name, advice=advice)
             print(f"pushed {name}")
         if build.tag not in tags:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from images.lock import NEURON_BASE, locks_of, pins_of
-from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, Platform, read_platforms
+from images.lock import LOCKS_ON_PLATFORM, NEURON_BASE, locks_of, pins_of
+from images.platforms import REPOSITORY, SERVICES, Platform, read_platforms
 
 
 def differences(repository: Path = REPOSITORY) -> list[str]:
@@ -66,8 +66,7 @@ def _lock_differences(repository: Path, platform: Platform) -> list[str]:
             other, theirs = first_seen.setdefault(package, (name, version))
             if theirs != version:
                 problems.append(f"lockfiles/{name}.txt: {package} is {version}, {other}.txt has {theirs}: make lock")
-        stage = name.removesuffix(f"-{platform.variant}")
-        if stage in ("program", *STAGES_WITH_PROGRAM):
+        if name.removesuffix(f"-{platform.variant}") in LOCKS_ON_PLATFORM:
             problems += [
                 f"lockfiles/{name}.txt: {package} would be installed over that of the Neuron image: make lock"
                 for package in sorted(lock.keys() & base.keys())

@@ -24,6 +24,8 @@ TOOLS = {
     "sbom": ("cyclonedx-bom",),
     "pytest": ("pytest", "pytest-timeout", "pytest-xdist"),
 }
+# Locks of what stands on the variant's platform image, and leaves out what that brings.
+LOCKS_ON_PLATFORM = ("program", *STAGES_WITH_PROGRAM)
 
 
 def lock(upgrade: bool) -> None:
@@ -60,7 +62,7 @@ def _lock_variant(variant: str, constraints: list[str], upgrade: list[str]) -> N
     _compile(everything, union, options=[*constraints, *upgrade])
     for name, requirements in _requirements().items():
         options = [*constraints, "--constraints", _relative(union)]
-        if variant == "neuron" and (name == "program" or name in STAGES_WITH_PROGRAM):
+        if variant == "neuron" and name in LOCKS_ON_PLATFORM:
             options += [f"--no-emit-package={package}" for package in _provided_by_the_platform(union)]
         _compile(requirements, LOCKS / f"{name}-{variant}.txt", options=options)
 

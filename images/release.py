@@ -16,7 +16,7 @@ from typing import Any
 
 from images.pin import unpinned_bases
 from images.platforms import REPOSITORY
-from images.versions import git
+from images.versions import git, require_full_history
 from services.common.errors import DeviceError, RecipeError
 
 BUMPS = ("major", "minor", "patch")
@@ -42,6 +42,7 @@ def release(service: str, bump: str, repository: Path = REPOSITORY) -> Release:
     folder = repository / "services" / service
     version_file, changelog = folder / "VERSION", folder / "CHANGELOG.md"
     new = Release(service, bumped(version_file.read_text(encoding="utf-8").strip(), bump))
+    require_full_history(repository)
     _require_clean(repository)
     _require_new_tag(repository, new)
     moved = with_section(changelog.read_text(encoding="utf-8"), new.version, changelog)
@@ -90,8 +91,6 @@ def changed_schemas(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _require_clean(repository: Path) -> None:
-    if git(repository, "rev-parse", "--is-shallow-repository") == "true":
-        raise DeviceError("a shallow clone does not know what was released before: git fetch --unshallow --tags")
     changes = git(repository, "status", "--porcelain")
     if changes:
         raise RecipeError(f"the tree is dirty; commit or stash first, a release is a commit:\n{changes}")

@@ -49,15 +49,20 @@ def describe_build(service: str, variant: str, repository: Path = REPOSITORY) ->
     version = (repository / "services" / service / "VERSION").read_text(encoding="utf-8").strip()
     if not (repository / ".git").exists():
         return Build(service, variant, version, "unknown", "")
-    if git(repository, "rev-parse", "--is-shallow-repository") == "true":
-        raise DeviceError(
-            f"{repository} is a shallow clone, in which the last commit to a service cannot be known, and tags are "
-            f"made of it: git fetch --unshallow --tags"
-        )
+    require_full_history(repository)
     sources = sources_of(service, variant)
     commit = git(repository, "log", "-1", "--format=%H", "--", *sources)
     is_changed = bool(git(repository, "status", "--porcelain", "--", *sources)) or not commit
     return Build(service, variant, version, commit or "unknown", _digest(repository, sources) if is_changed else "")
+
+
+def require_full_history(repository: Path) -> None:
+    """Raises `DeviceError` in a shallow clone: neither a service's last commit nor its last release can be known."""
+    if git(repository, "rev-parse", "--is-shallow-repository") == "true":
+        raise DeviceError(
+            f"{repository} is a shallow clone, in which the last commit to a service and its last release cannot be "
+            f"known: git fetch --unshallow --tags"
+        )
 
 
 def is_released(build: Build, repository: Path = REPOSITORY) -> bool:

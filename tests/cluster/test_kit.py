@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import psutil
 import pytest
 
 from services.common.errors import DeviceError
+from services.common.tests.builders import wait_until
 from tests.cluster.kit import cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -72,14 +72,6 @@ def bound(name: str) -> int:
 def conditions(name: str) -> str:
     """What Volcano says of the group; nothing until it has looked at it."""
     return " ".join(each["message"] for each in get("podgroup", name).get("status", {}).get("conditions", []))
-
-
-def wait_until(is_true: object, timeout_seconds: float = 60) -> None:
-    assert callable(is_true)
-    deadline = time.monotonic() + timeout_seconds
-    while not is_true():
-        assert time.monotonic() < deadline, cluster.kubectl("get", "pods,podgroups", "-o", "yaml")[-3000:]
-        time.sleep(0.2)
 
 
 def test_the_node_has_neuron_devices_and_the_operators_their_types() -> None:

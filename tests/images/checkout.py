@@ -44,6 +44,15 @@ def make_checkout(folder: Path) -> Path:
     return repository
 
 
+def make_shallow_checkout(folder: Path) -> Path:
+    """A clone of two commits that has the last one alone."""
+    repository = make_checkout(folder)
+    write(repository / "services/tokenizer/work.py", "print('two')\n")
+    commit(repository, "Go on")
+    git(folder, "clone", "--quiet", "--depth", "1", f"file://{repository}", "shallow")
+    return folder / "shallow"
+
+
 def commit(repository: Path, message: str) -> None:
     git(repository, "add", "--all")
     git(repository, "commit", "--quiet", "--message", message)

@@ -9,7 +9,7 @@ import pytest
 from images.platforms import REPOSITORY
 from images.release import bumped, release
 from services.common.errors import DeviceError, MillraceError, RecipeError
-from tests.images.checkout import CHANGELOG, commit, git, make_checkout, write
+from tests.images.checkout import CHANGELOG, commit, git, make_checkout, make_shallow_checkout, write
 
 
 def state(repository: Path) -> tuple[str, str, str]:
@@ -105,12 +105,8 @@ def test_a_release_that_fails_half_way_leaves_the_tree_as_it_was(tmp_path: Path,
 
 
 def test_a_shallow_clone_is_not_released(tmp_path: Path) -> None:
-    repository = make_checkout(tmp_path)
-    write(repository / "more.txt", "more")
-    commit(repository, "Go on")
-    git(tmp_path, "clone", "--quiet", "--depth", "1", f"file://{repository}", "shallow")
     with pytest.raises(DeviceError, match="git fetch --unshallow"):
-        release("trainer", "minor", tmp_path / "shallow")
+        release("trainer", "minor", make_shallow_checkout(tmp_path))
 
 
 def test_a_schema_with_the_next_number_may_have_other_fields(tmp_path: Path) -> None:

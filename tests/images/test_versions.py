@@ -9,7 +9,7 @@ import pytest
 from images.platforms import SERVICES
 from images.versions import describe_build, is_released
 from services.common.errors import DeviceError
-from tests.images.checkout import commit, git, make_checkout, write
+from tests.images.checkout import commit, git, make_checkout, make_shallow_checkout, write
 
 
 def tags(repository: Path) -> dict[str, str]:
@@ -81,9 +81,5 @@ def test_a_version_is_released_only_at_the_sources_of_its_tag(tmp_path: Path) ->
 
 
 def test_a_shallow_clone_is_told_to_fetch_its_history(tmp_path: Path) -> None:
-    repository = make_checkout(tmp_path)
-    write(repository / "services/tokenizer/work.py", "print('two')\n")
-    commit(repository, "Go on")
-    git(tmp_path, "clone", "--quiet", "--depth", "1", f"file://{repository}", "shallow")
     with pytest.raises(DeviceError, match="git fetch --unshallow"):
-        describe_build("trainer", "cpu", tmp_path / "shallow")
+        describe_build("trainer", "cpu", make_shallow_checkout(tmp_path))
