@@ -10,8 +10,8 @@ from services.common.errors import RecipeError
 from services.common.recipe import Recipe, load_recipe
 
 
-class StageParser(argparse.ArgumentParser):
-    """An argument parser with the shared options; what is wrong on the command line is a `RecipeError`."""
+class RecipeParser(argparse.ArgumentParser):
+    """An argument parser for a recipe and a root; what is wrong on the command line is a `RecipeError`."""
 
     def __init__(self, service: str, description: str) -> None:
         super().__init__(
@@ -22,15 +22,6 @@ class StageParser(argparse.ArgumentParser):
         )
         self.add_argument("--recipe", type=Path, required=True, metavar="FILE", help="the TOML file of the run")
         self.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
-        self.add_argument("--dry-run", action="store_true", help="print the recipe and what follows from it, and exit")
-
-    def add_launch(self) -> None:
-        self.add_argument(
-            "--launch",
-            choices=("ray", "inline"),
-            default="ray",
-            help="ray: a Ray cluster, started in place when none is given (default); inline: plain processes",
-        )
 
     def parse(self, argv: list[str]) -> tuple[argparse.Namespace, Recipe]:
         """Parse the options and load the recipe with its overrides; `--root` becomes absolute."""
@@ -46,3 +37,19 @@ class StageParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise RecipeError(f"{message}\n{self.format_usage()}".rstrip())
+
+
+class StageParser(RecipeParser):
+    """The options of a stage."""
+
+    def __init__(self, service: str, description: str) -> None:
+        super().__init__(service, description)
+        self.add_argument("--dry-run", action="store_true", help="print the recipe and what follows from it, and exit")
+
+    def add_launch(self) -> None:
+        self.add_argument(
+            "--launch",
+            choices=("ray", "inline"),
+            default="ray",
+            help="ray: a Ray cluster, started in place when none is given (default); inline: plain processes",
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from services.common.artifacts.corpus import CorpusPayload
-from services.common.recipe import Recipe
+from services.common.recipe import STAGES, Recipe, stage_nodes
 
 TRACED_GRAPHS = ("forward", "backward", "update", "evaluate")
 
@@ -33,6 +33,7 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
         "checkpoint size": f"{model.num_parameters * 12 / 2**20:,.0f} MiB",
         "graphs to compile": f"{len(TRACED_GRAPHS)} ({', '.join(TRACED_GRAPHS)})" if recipe.compile.enabled else "none",
         "CPU cores for training": f"{recipe.parallel.data_parallel_size * recipe.parallel.threads_per_worker}",
+        "nodes on a cluster": ", ".join(f"{stage} {stage_nodes(recipe, stage)}" for stage in STAGES),
     }
     if corpus is None:
         return rows | {"steps per epoch": "known once the tokenizer stage has published the corpus"}

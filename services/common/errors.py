@@ -67,6 +67,10 @@ class WorkersLost(TryAgain):
     """A worker process died (killed, out of memory, lost node). The group can be started again."""
 
 
+class NoRoomForWorkers(WorkersLost):
+    """The nodes that are up could not hold the workers, for as long as that was waited for: do not wait once more."""
+
+
 class Interrupted(MillraceError):
     """The user pressed Ctrl-C; what was committed before stays."""
 
@@ -108,6 +112,18 @@ def run_stage(main: Callable[[list[str]], int]) -> NoReturn:
     sys.exit(exit_code_of(lambda: main(sys.argv[1:])))
 
 
+@contextmanager
+def ending_at_once_on_sigterm() -> Iterator[None]:
+    """For imports that take seconds. What the usual handler raises would be swallowed there: libraries catch every
+    error of an import that they can do without.
+    """
+    handler = signal.signal(signal.SIGTERM, _end_at_once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
 def exit_code_of(work: Callable[[], int]) -> int:
     """Run `work` and translate what it raises into an exit code and a printed message."""
     try:
@@ -143,3 +159,8 @@ def _report(error: MillraceError) -> int:
 
 def _raise_terminated(signum: int, frame: object) -> NoReturn:
     raise TryAgain("Stopped by SIGTERM before publishing. The same command continues the work.")
+
+
+def _end_at_once(signum: int, frame: object) -> NoReturn:
+    os.write(2, b"millrace: Stopped by SIGTERM before any work. The same command begins it.\n")
+    os._exit(TryAgain.exit_code)

@@ -21,8 +21,8 @@ DISTRIBUTIONS = ("ray", "torch", "numpy", "torch-xla", "torch-neuronx", "neuronx
 
 
 def main(argv: list[str]) -> int:
-    variant = os.environ.get("MILLRACE_VARIANT", "cpu")
-    for name, found in {"variant": variant, **describe_platform()}.items():
+    variant = image_variant()
+    for name, found in describe_platform().items():
         print(f"{name:20} {found}")
     require_platform(variant)
     return 0
@@ -30,7 +30,13 @@ def main(argv: list[str]) -> int:
 
 def describe_platform() -> dict[str, str]:
     """Name to version of what decides whether two processes can work together; `absent` where there is none."""
-    return {"python": platform.python_version(), **{name: _version_of(name) for name in DISTRIBUTIONS}}
+    versions = {name: _version_of(name) for name in DISTRIBUTIONS}
+    return {"variant": image_variant(), "python": platform.python_version(), **versions}
+
+
+def image_variant() -> str:
+    """The variant of the image that this runs in; `cpu` outside of one."""
+    return os.environ.get("MILLRACE_VARIANT", "cpu")
 
 
 def require_platform(variant: str) -> None:

@@ -21,6 +21,8 @@ from services.common.errors import RecipeError
 from services.common.presets import MODEL_PRESETS
 
 Kind = Literal["corpus", "compile_cache", "checkpoint"]
+Stage = Literal["tokenizer", "compiler", "trainer"]
+STAGES: tuple[Stage, ...] = ("tokenizer", "compiler", "trainer")
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,17 @@ class Checkpoint(Section):
     """Checkpoints whose step is a multiple of this are kept for good."""
 
 
+class Cluster(Section):
+    """Where the stages run on a cluster: a node is a pod, and a node of Ray. Nothing of it matters on one machine."""
+
+    tokenizer_nodes: Positive = 1
+    """Nodes that share the tokenizer's tasks."""
+    compiler_nodes: Positive = 1
+    """Nodes of the compiler stage."""
+    trainer_workers_per_node: Positive = 1
+    """Of the parallel.data_parallel_size workers, those that share a node. The trainer's nodes follow from both."""
+
+
 class Recipe(Section):
     name: Name
     corpus: Corpus
@@ -233,6 +246,7 @@ class Recipe(Section):
     compile: Compile = Compile()
     train: Train
     checkpoint: Checkpoint = Checkpoint()
+    cluster: Cluster = Cluster()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -246,6 +260,12 @@ class Recipe(Section):
             raise ValueError(
                 f"{batch.num_micro_batches} micro-batches per step (batch.global_batch_size / batch.micro_batch_size) "
                 f"cannot be shared by parallel.data_parallel_size {workers}"
+            )
+        if workers % self.cluster.trainer_workers_per_node:
+            raise ValueError(
+                f"parallel.data_parallel_size {workers} must be a multiple of cluster.trainer_workers_per_node "
+                f"{self.cluster.trainer_workers_per_node}: every node has as many workers. Change one of the two, "
+                f"for example --cluster.trainer_workers_per_node=1"
             )
         if self.train.reduction == "exact" and batch.num_micro_batches & (batch.num_micro_batches - 1):
             raise ValueError(
@@ -290,6 +310,15 @@ def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
     except ValidationError as error:
         problems = [_explain(problem) for problem in error.errors()]
         raise RecipeError(f"{path}: " + ("\n  " if len(problems) > 1 else "") + "\n  ".join(problems)) from error
+
+
+def stage_nodes(recipe: Recipe, stage: Stage) -> int:
+    """Nodes of the stage's group on a cluster."""
+    return {
+        "tokenizer": recipe.cluster.tokenizer_nodes,
+        "compiler": recipe.cluster.compiler_nodes,
+        "trainer": recipe.parallel.data_parallel_size // recipe.cluster.trainer_workers_per_node,
+    }[stage]
 
 
 def identity(recipe: Recipe, kind: Kind) -> dict[str, Any]:

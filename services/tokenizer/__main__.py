@@ -1,67 +1,15 @@
-"""`python -m services.tokenizer`: text -> corpus/1.
-
-plan -> vocabulary -> encode -> pack -> publish
-"""
+"""`python -m services.tokenizer`; what it does is in `command`."""
 
 from __future__ import annotations
 
-import time
-
-from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.files import total_bytes
-from services.common.artifacts.store import Address, Artifact, publish_once
-from services.common.command_line import StageParser
-from services.common.derived import describe
-from services.common.errors import run_stage
-from services.common.launch.launcher import choose_launcher
-from services.common.telemetry import Stopwatch, configure_logging
-from services.tokenizer.build import build_corpus
-from services.tokenizer.plan import make_plan
+from services.common.errors import ending_at_once_on_sigterm, run_stage
 
 
 def main(argv: list[str]) -> int:
-    start = time.perf_counter()
-    parser = StageParser("tokenizer", "Turn text into a corpus of packed token rows.")
-    parser.add_launch()
-    arguments, recipe = parser.parse(argv)
-    configure_logging("tokenizer")
-    if arguments.dry_run:
-        print(describe(recipe, None))
-        return 0
-    stopwatch = Stopwatch()
-    with stopwatch.phase("plan"):
-        plan = make_plan(recipe)
-    corpus, is_new = publish_once(
-        Address(arguments.root, "corpus", recipe.corpus.name, plan.artifact_id),
-        CorpusManifest,
-        "tokenizer",
-        recipe,
-        lambda workspace: build_corpus(workspace, recipe, plan, choose_launcher(arguments.launch), stopwatch),
-    )
-    print(summarize(corpus, is_new, time.perf_counter() - start))
-    return 0
+    with ending_at_once_on_sigterm():
+        from services.tokenizer.command import main as command  # noqa: PLC0415 - takes seconds
 
-
-def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) -> str:
-    """What was made, or found, for people and for a glance in a log."""
-    payload, files = corpus.manifest.corpus, corpus.manifest.files
-    lines = [
-        f"{'published' if is_new else 'already published'}  {corpus.path}",
-        f"  size        {total_bytes(files):,} bytes in {len(files)} files, from {payload.text_bytes:,} bytes of text",
-    ]
-    for split, counts in payload.splits.items():
-        samples = max(0, (counts.tokens - 1) // payload.sequence_length)
-        lines.append(
-            f"  {split:<10}  {counts.tokens:,} tokens in {counts.documents:,} documents, "
-            f"{samples:,} samples of {payload.sequence_length:,}"
-        )
-    if payload.documents_empty or payload.documents_with_invalid_utf8:
-        lines.append(
-            f"  noted       {payload.documents_empty:,} empty documents dropped, "
-            f"{payload.documents_with_invalid_utf8:,} documents with invalid UTF-8 repaired"
-        )
-    spent = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in payload.phases) if is_new else "verified"
-    return "\n".join([*lines, f"  seconds     {seconds:.1f} ({spent})"])
+    return command(argv)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ class CheckpointWriter:
         self._data_parallel_size = data_parallel_size
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self.slowest_seconds = 0.0
+        """Of the checkpoints so far, from the first copy to the commit."""
 
     def save(self, program: Program, step: int, skipped_steps: int) -> float:
         """Stage the state after `step` steps; returns the seconds that training stood still for it.
@@ -52,7 +54,7 @@ class CheckpointWriter:
             program_fingerprint=self._job.program_fingerprint,
             waivers=self._job.waivers,
         )
-        self._pending = self._thread.submit(self._write, payload, weights, moments)
+        self._pending = self._thread.submit(self._write, payload, weights, moments, start)
         return time.perf_counter() - start
 
     def raise_failure(self) -> None:
@@ -66,7 +68,13 @@ class CheckpointWriter:
             pending, self._pending = self._pending, None
             pending.result()
 
-    def _write(self, payload: CheckpointPayload, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+    def _write(
+        self,
+        payload: CheckpointPayload,
+        weights: Mapping[str, Tensor],
+        moments: Mapping[str, Tensor],
+        started: float,
+    ) -> None:
         job, address = self._job, self._job.checkpoint_address(payload.step)
         if _is_intact(address.path):  # written by an attempt that was killed right after: the same bytes
             return
@@ -81,6 +89,7 @@ class CheckpointWriter:
                 file.write(safetensors.torch.save(dict(tensors), metadata={"format": "pt"}))
         commit(address, CheckpointManifest, "trainer", job.recipe, Draft(payload, inputs), job.lease)
         logger.info("committed checkpoint step=%d", payload.step)
+        self.slowest_seconds = max(self.slowest_seconds, time.perf_counter() - started)
         discard_old(job.checkpoint_shelf, job.recipe.checkpoint, payload.step)
 
 

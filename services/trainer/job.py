@@ -11,7 +11,8 @@ from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.lease import Lease
-from services.common.artifacts.store import Address, Artifact, artifact_id, find_artifact, open_artifact
+from services.common.artifacts.store import Address, Artifact, artifact_id, open_artifact
+from services.common.artifacts.upstream import find_cache, stage_command
 from services.common.errors import ArtifactError
 from services.common.program.fingerprint import explain_difference, program_facts
 from services.common.recipe import Recipe, fingerprint
@@ -62,28 +63,6 @@ def run_name(recipe: Recipe, corpus: Artifact[CorpusManifest]) -> str:
     return f"{recipe.name}-{digest[:8]}"
 
 
-def open_corpus(recipe: Recipe, recipe_path: Path, root: Path, explicit: Path | None) -> Artifact[CorpusManifest]:
-    """The corpus of this recipe, or the one at `explicit`, if the model can read it."""
-    if explicit:
-        corpus = open_artifact(explicit.absolute(), CorpusManifest)
-    else:
-        command = f"python -m services.tokenizer --recipe {recipe_path} --root {root}"
-        corpus = find_artifact(root, "corpus", recipe.corpus.name, recipe, CorpusManifest, command)
-    payload = corpus.manifest.corpus
-    if payload.vocabulary.vocab_size != recipe.model.vocab_size:
-        raise ArtifactError(
-            f"{corpus.path}: its vocabulary has {payload.vocabulary.vocab_size:,} pieces, model.vocab_size is "
-            f"{recipe.model.vocab_size:,}. Set --model.vocab_size={payload.vocabulary.vocab_size} or use the corpus "
-            f"of a vocabulary with {recipe.model.vocab_size:,} pieces."
-        )
-    if payload.sequence_length != recipe.corpus.sequence_length:
-        raise ArtifactError(
-            f"{corpus.path}: its rows have {payload.sequence_length:,} tokens, corpus.sequence_length is "
-            f"{recipe.corpus.sequence_length:,}. Run the tokenizer stage for this recipe."
-        )
-    return corpus
-
-
 def open_cache(
     recipe: Recipe, recipe_path: Path, root: Path, explicit: Path | None, allow_cold: bool
 ) -> tuple[Artifact[CompileCacheManifest] | None, str]:
@@ -95,7 +74,6 @@ def open_cache(
     ours = fingerprint(facts)
     if not recipe.compile.enabled:
         return None, ours
-    command = f"python -m services.compiler --recipe {recipe_path} --root {root}"
     exact = Address(root, "compile_cache", recipe.name, ours[:16])
     try:
         if explicit:
@@ -103,8 +81,8 @@ def open_cache(
         elif exact.path.exists():
             cache = open_artifact(exact.path, CompileCacheManifest)
         else:
-            cache = find_artifact(root, "compile_cache", recipe.name, recipe, CompileCacheManifest, command)
-        _require_same_program(cache, facts, command)
+            cache = find_cache(recipe, recipe_path, root)
+        _require_same_program(cache, facts, stage_command("compiler", recipe_path, root))
     except ArtifactError as error:
         if allow_cold:
             return None, ours

@@ -58,7 +58,7 @@ class Recorder:
         self._writer.wait()
 
     def record_attempt(self, attempt: dict[str, Any]) -> None:
-        self._metrics.log_attempt(attempt)
+        self._metrics.log_attempt(attempt | {"slowest_checkpoint_seconds": self._writer.slowest_seconds})
 
     def _evaluate(self, program: Program) -> dict[str, float]:
         """The loss on the first validation samples; nothing when the split is smaller than a micro-batch."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from services.common.errors import Interrupted, TryAgain, WorkersLost
+from services.common.errors import Interrupted, NoRoomForWorkers, TryAgain, WorkersLost
 from services.common.launch.launcher import choose_launcher
 from services.common.telemetry import Progress, read_last_json_line, show_progress
 from services.trainer.job import Job
@@ -37,8 +37,17 @@ def supervise(job: Job) -> None:
     with _signals_stop_the_run(job), _progress_of(job):
         for attempt in range(max_restarts + 1):
             try:
-                launcher.run_workers(train, job, parallel.data_parallel_size, parallel.threads_per_worker)
+                launcher.run_workers(
+                    train,
+                    job,
+                    parallel.data_parallel_size,
+                    parallel.threads_per_worker,
+                    job.recipe.cluster.trainer_workers_per_node,
+                    shared_folder=job.run_folder,
+                )
                 return
+            except NoRoomForWorkers:
+                raise
             except WorkersLost as error:
                 if attempt == max_restarts:
                     raise WorkersLost(

@@ -168,7 +168,7 @@ def find_artifact(
 ) -> Artifact[M]:
     """Open the newest artifact of this kind and name that was made for the recipe's identity fields.
 
-    Raises `ArtifactError` with the command that makes one when there is none.
+    Raises `ArtifactError` that says what makes one, `made_by`, when there is none.
     """
     shelf = root / kind / name
     found = read_current(shelf).get(identity_key(recipe, kind))
@@ -176,7 +176,7 @@ def find_artifact(
         return open_artifact(shelf / found, manifest_type)
     others = published_ids(shelf)
     seen = f" ({len(others)} there for other recipe settings: {', '.join(others[:4])})" if others else ""
-    raise ArtifactError(f"{shelf}: no {kind} for this recipe{seen}. Make it with `{made_by}`.")
+    raise ArtifactError(f"{shelf}: no {kind} for this recipe{seen}. Make it with {made_by}.")
 
 
 def open_artifact(path: Path, manifest_type: type[M]) -> Artifact[M]:

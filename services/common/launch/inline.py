@@ -15,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from services.common.errors import MillraceError, WorkersLost
@@ -50,7 +51,12 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
 
 
 def run_workers(
-    function: Callable[[Any, WorkerEnvironment], None], argument: Any, num_workers: int, threads_per_worker: int
+    function: Callable[[Any, WorkerEnvironment], None],
+    argument: Any,
+    num_workers: int,
+    threads_per_worker: int,
+    workers_per_node: int,
+    shared_folder: Path,
 ) -> None:
     """See `Launcher.run_workers`. Workers meet in a file, so no port is opened before the group forms."""
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:

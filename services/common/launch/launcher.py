@@ -9,6 +9,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from services.common.errors import MillraceError, WorkersLost
@@ -43,8 +44,13 @@ class Launcher(Protocol):
         argument: Any,
         num_workers: int,
         threads_per_worker: int,
+        workers_per_node: int,
+        shared_folder: Path,
     ) -> None:
         """Run `function(argument, environment)` in `num_workers` processes that can form a process group.
+
+        On a cluster no node gets more than `workers_per_node` of them, and the launcher keeps its own files below
+        `shared_folder`, which every node sees and no other command uses; they are gone when this returns.
 
         Returns when all returned. Raises the `MillraceError` that a worker raised, or `WorkersLost`; when several
         failed, what the others failed of.

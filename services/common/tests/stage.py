@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from services.common.artifacts.store import Draft, Workspace
-from services.common.errors import run_stage
+from services.common.errors import ending_at_once_on_sigterm, run_stage
 from services.common.launch import inline
 from services.common.recipe import load_recipe
 from services.common.tests import work
@@ -20,6 +21,7 @@ def main(argv: list[str]) -> int:
     behaviours = {
         "publish": publish_much,
         "wait": wait_for_signal,
+        "load": load,
         "bug": bug,
         "one-line": one_line,
         "many-lines": many_lines,
@@ -47,6 +49,13 @@ def wait_for_signal(arguments: list[str]) -> int:
         time.sleep(60)
 
 
+def load(arguments: list[str]) -> int:
+    """Import what catches every error of its own imports."""
+    with ending_at_once_on_sigterm(), suppress(Exception):
+        wait_for_signal(arguments)
+    return 0
+
+
 def bug(arguments: list[str]) -> int:
     return {"here": 1}["nowhere"]
 
@@ -71,7 +80,7 @@ def lost_pipe(arguments: list[str]) -> int:
 
 
 def workers(arguments: list[str]) -> int:
-    inline.run_workers(work.block, Path(arguments[0]), 2, 1)
+    inline.run_workers(work.block, Path(arguments[0]), 2, 1, 1, Path(arguments[0]))
     return 0
 
 

@@ -118,9 +118,12 @@ def test_a_publishing_stage_ends_with_0(tmp_path: Path) -> None:
     assert len(published_ids(address_in(tmp_path / "fsx").shelf)) == 1
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_signal_has_its_exit_code_and_no_traceback(number: signal.Signals, exit_code: int) -> None:
-    stage = start("wait")
+@pytest.mark.parametrize(
+    ("behaviour", "number", "exit_code"),
+    [("wait", signal.SIGINT, 130), ("wait", signal.SIGTERM, 75), ("load", signal.SIGTERM, 75)],
+)
+def test_a_signal_has_its_exit_code_and_no_traceback(behaviour: str, number: signal.Signals, exit_code: int) -> None:
+    stage = start(behaviour)
     assert stage.stdout is not None
     assert stage.stdout.readline() == "ready\n"
     stage.send_signal(number)

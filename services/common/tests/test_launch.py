@@ -45,27 +45,27 @@ def test_a_killed_task_is_a_lost_worker() -> None:
 
 
 def test_workers_know_their_rank(tmp_path: Path) -> None:
-    inline.run_workers(work.write_rank, tmp_path, 2, 1)
+    inline.run_workers(work.write_rank, tmp_path, 2, 1, 1, tmp_path)
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-of-2", "1-of-2"]
 
 
 @pytest.mark.parametrize("message", ["rank 1 found damage", "much " * 100_000])
-def test_the_error_of_a_worker_comes_back_as_itself(message: str) -> None:
+def test_the_error_of_a_worker_comes_back_as_itself(tmp_path: Path, message: str) -> None:
     with pytest.raises(ArtifactError) as caught:
-        inline.run_workers(work.raise_on_last_rank, message, 2, 1)
+        inline.run_workers(work.raise_on_last_rank, message, 2, 1, 1, tmp_path)
 
     assert str(caught.value) == message
 
 
-def test_a_bug_of_a_worker_comes_back_as_itself() -> None:
+def test_a_bug_of_a_worker_comes_back_as_itself(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="bug"):
-        inline.run_workers(work.fail_with_a_bug, None, 1, 1)
+        inline.run_workers(work.fail_with_a_bug, None, 1, 1, 1, tmp_path)
 
 
-def test_a_killed_worker_ends_the_group() -> None:
+def test_a_killed_worker_ends_the_group(tmp_path: Path) -> None:
     with pytest.raises(WorkersLost, match=r"rank 1 \(pid \d+\) ended with -9"):
-        inline.run_workers(work.die_on_last_rank, None, 2, 1)
+        inline.run_workers(work.die_on_last_rank, None, 2, 1, 1, tmp_path)
 
 
 @pytest.fixture
@@ -110,8 +110,17 @@ def test_a_dead_worker_explains_what_its_peers_raise(raised: list[Exception]) ->
     assert str(cause) == "rank 1 ended with -9"
 
 
+def test_a_ray_cluster_that_cannot_be_reached_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setattr("services.common.launch.ray.JOIN_SECONDS", 0.0)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+
+    with pytest.raises(TryAgain, match=r"no Ray cluster answers at RAY_ADDRESS=127.0.0.1:1 \(.*refused"):
+        list(choose_launcher("ray").map_tasks(work.square, range(2), 2))
+
+
 @pytest.mark.slow
-def test_ray_keeps_the_same_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_keeps_the_same_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One test, because starting Ray takes longer than all the others."""
     ray = pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -122,8 +131,8 @@ def test_ray_keeps_the_same_promises(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ArtifactError, match="task 1 found damage"):
             list(launcher.map_tasks(work.fail_or_block, [0, 1], 2))
         with pytest.raises(ArtifactError, match="a worker found damage"):
-            launcher.run_workers(work.raise_on_last_rank, "a worker found damage", 1, 1)
+            launcher.run_workers(work.raise_on_last_rank, "a worker found damage", 1, 1, 1, tmp_path)
         with pytest.raises(WorkersLost):
-            launcher.run_workers(work.die_on_last_rank, None, 1, 1)
+            launcher.run_workers(work.die_on_last_rank, None, 1, 1, 1, tmp_path)
     finally:
         ray.shutdown()

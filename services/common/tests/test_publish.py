@@ -258,7 +258,7 @@ def test_without_an_artifact_for_the_recipe_the_command_that_makes_one_is_named(
     publish(root, recipe)
     other = make_recipe(tmp_path, model__hidden_size="32")
 
-    with pytest.raises(ArtifactError, match=rf"1 there for other recipe settings: {ID}\). Make it with `make it`"):
+    with pytest.raises(ArtifactError, match=rf"1 there for other recipe settings: {ID}\). Make it with make it\."):
         find_artifact(root, "compile_cache", "small", other, CompileCacheManifest, "make it")
 
 

@@ -12,7 +12,7 @@ from services.common.command_line import StageParser
 from services.common.derived import derive, describe
 from services.common.errors import RecipeError
 from services.common.presets import MODEL_PRESETS
-from services.common.recipe import Identity, Kind, Model, Recipe, identity, load_recipe
+from services.common.recipe import Identity, Kind, Model, Recipe, identity, load_recipe, stage_nodes
 from services.common.tests.builders import RECIPE, make_recipe, write_recipe
 
 KINDS: tuple[Kind, ...] = ("corpus", "compile_cache", "checkpoint")
@@ -70,9 +70,12 @@ FIELDS: dict[str, tuple[str, str]] = {
     "checkpoint.interval_steps": ("7", ""),
     "checkpoint.keep_latest": ("7", ""),
     "checkpoint.keep_interval_steps": ("7", ""),
+    "cluster.tokenizer_nodes": ("7", ""),
+    "cluster.compiler_nodes": ("7", ""),
 }
-# tensor_parallel_size has one legal value; the vocabulary's fields change together (below).
+# tensor_parallel_size has one legal value; the vocabulary's fields change together, and those of the nodes (below).
 NOT_ALONE = {
+    "cluster.trainer_workers_per_node",
     "parallel.tensor_parallel_size",
     "tokenizer.model",
     "tokenizer.train",
@@ -189,6 +192,14 @@ def test_a_value_of_the_wrong_kind_is_shown_with_what_was_expected(
         ({"batch.global_batch_size": "7"}, "batch.global_batch_size 7 must be a multiple of batch.micro_batch_size 2"),
         ({"parallel.data_parallel_size": "3"}, "4 micro-batches per step .* parallel.data_parallel_size 3"),
         ({"batch.global_batch_size": "12", "parallel.data_parallel_size": "3"}, "needs a power of two of them, got 6"),
+        (
+            {"parallel.data_parallel_size": "4", "cluster.trainer_workers_per_node": "3"},
+            "parallel.data_parallel_size 4 must be a multiple of cluster.trainer_workers_per_node 3",
+        ),
+        (
+            {"parallel.data_parallel_size": "2", "cluster.trainer_workers_per_node": "4"},
+            "parallel.data_parallel_size 2 must be a multiple of cluster.trainer_workers_per_node 4",
+        ),
         ({"tokenizer.train.vocab_size": "301"}, "tokenizer.train.vocab_size 301 and model.vocab_size 300 differ"),
         ({"optimizer.min_learning_rate": "1"}, "optimizer.min_learning_rate 1.0 exceeds optimizer.learning_rate 0.01"),
         ({"optimizer.warmup_steps": "20"}, "optimizer.warmup_steps 20 must be below optimizer.decay_steps 20"),
@@ -349,6 +360,17 @@ def test_derived_numbers_follow_from_the_recipe(tmp_path: Path) -> None:
     assert rows["tokens per step"] == "128"
     assert rows["tokens in max_steps"] == "2,560"
     assert rows["micro-batches per step"] == "4 (2 per worker)"
+
+
+@pytest.mark.parametrize(("workers_per_node", "nodes"), [("1", 4), ("2", 2), ("4", 1)])
+def test_the_trainers_nodes_follow_from_its_workers(tmp_path: Path, workers_per_node: str, nodes: int) -> None:
+    workers = {"parallel.data_parallel_size": "4"}
+    one = load(tmp_path, workers)
+    other = load(tmp_path, {**workers, "cluster.trainer_workers_per_node": workers_per_node})
+
+    assert stage_nodes(other, "trainer") == nodes
+    assert derive(other, None)["nodes on a cluster"] == f"tokenizer 1, compiler 1, trainer {nodes}"
+    assert all(artifact_id(one, kind, 1, []) == artifact_id(other, kind, 1, []) for kind in KINDS)
 
 
 def test_a_dry_run_shows_the_resolved_recipe(tmp_path: Path) -> None:

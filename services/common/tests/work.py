@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 from services.common.errors import ArtifactError
@@ -31,6 +32,23 @@ def die_or_square(number: int) -> int:
 
 def write_rank(folder: Path, environment: WorkerEnvironment) -> None:
     (folder / f"{environment.rank}-of-{environment.world_size}").touch()
+
+
+def write_node(folder: Path, environment: WorkerEnvironment) -> None:
+    """Leave the id of the Ray node that this worker is on."""
+    (folder / f"rank-{environment.rank}").write_text(_ray_node(), encoding="utf-8")
+
+
+def name_node(number: int) -> str:
+    """The id of the Ray node that this task is on, taking its time so that several run at once."""
+    time.sleep(0.2)
+    return _ray_node()
+
+
+def _ray_node() -> str:
+    import ray  # noqa: PLC0415 - the other tests do without it
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def raise_on_last_rank(message: str, environment: WorkerEnvironment) -> None:

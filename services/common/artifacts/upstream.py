@@ -1,0 +1,50 @@
+"""What a stage is made from: found, opened, and held against the recipe before any work starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.common.artifacts.compile_cache import CompileCacheManifest
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.store import Artifact, find_artifact, open_artifact
+from services.common.errors import ArtifactError
+from services.common.recipe import Recipe, Stage
+
+
+def stage_command(stage: Stage, recipe_path: Path, root: Path) -> str:
+    return f"python -m services.{stage} --recipe {recipe_path} --root {root}"
+
+
+def open_corpus(
+    recipe: Recipe, recipe_path: Path, root: Path, explicit: Path | None = None
+) -> Artifact[CorpusManifest]:
+    """The corpus of this recipe, or the one at `explicit`, if the model can read it."""
+    if explicit:
+        corpus = open_artifact(explicit.absolute(), CorpusManifest)
+    else:
+        corpus = find_artifact(
+            root, "corpus", recipe.corpus.name, recipe, CorpusManifest, _made_by("tokenizer", recipe_path, root)
+        )
+    payload = corpus.manifest.corpus
+    if payload.vocabulary.vocab_size != recipe.model.vocab_size:
+        raise ArtifactError(
+            f"{corpus.path}: its vocabulary has {payload.vocabulary.vocab_size:,} pieces, model.vocab_size is "
+            f"{recipe.model.vocab_size:,}. Set --model.vocab_size={payload.vocabulary.vocab_size} or use the corpus "
+            f"of a vocabulary with {recipe.model.vocab_size:,} pieces."
+        )
+    if payload.sequence_length != recipe.corpus.sequence_length:
+        raise ArtifactError(
+            f"{corpus.path}: its rows have {payload.sequence_length:,} tokens, corpus.sequence_length is "
+            f"{recipe.corpus.sequence_length:,}. Run the tokenizer stage for this recipe."
+        )
+    return corpus
+
+
+def find_cache(recipe: Recipe, recipe_path: Path, root: Path) -> Artifact[CompileCacheManifest]:
+    """The newest compile cache of this recipe. Whether it fits the trainer's machine is known there alone."""
+    made_by = _made_by("compiler", recipe_path, root)
+    return find_artifact(root, "compile_cache", recipe.name, recipe, CompileCacheManifest, made_by)
+
+
+def _made_by(stage: Stage, recipe_path: Path, root: Path) -> str:
+    return f"the {stage} stage: `{stage_command(stage, recipe_path, root)}`"

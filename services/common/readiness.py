@@ -1,0 +1,83 @@
+"""Is everything there that a stage needs? Asked on a cluster before the stage is given its nodes.
+
+`python -m services.common.readiness --stage trainer --recipe FILE --root DIR` prints one JSON object: `platform`
+(variant, python, ray), `upstream` (the artifacts that the stage would read) and `problem` (null, or what a person has
+to do). It exits with 0, 3 when an artifact is missing or does not fit, or 5 when the root cannot be written. It reads
+manifests, not the files they list, and needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from services.common.artifacts.store import Artifact
+from services.common.artifacts.upstream import find_cache, open_corpus
+from services.common.command_line import RecipeParser
+from services.common.errors import STORAGE_ERRNOS, ArtifactError, StorageError, explain_storage_error, run_stage
+from services.common.platform import describe_platform
+from services.common.recipe import STAGES, Recipe, Stage
+
+
+def main(argv: list[str]) -> int:
+    parser = RecipeParser("common.readiness", "Is everything there that a stage needs?")
+    parser.add_argument("--stage", choices=STAGES, required=True)
+    arguments, recipe = parser.parse(argv)
+    upstream: list[dict[str, str]] = []
+    problem: ArtifactError | StorageError | None = None
+    try:
+        require_writable(arguments.root)
+        for artifact in upstream_of(arguments.stage, recipe, arguments.recipe, arguments.root):
+            upstream.append(_describe(artifact))
+    except (ArtifactError, StorageError) as error:
+        problem = error
+    report = {"platform": _platform(), "upstream": upstream, "problem": str(problem) if problem else None}
+    print(json.dumps(report))
+    return problem.exit_code if problem else 0
+
+
+def require_writable(root: Path) -> None:
+    """Raises `StorageError` unless this user can make folders and files below the root, which is made if absent."""
+    try:
+        with suppress(FileExistsError):
+            root.mkdir(parents=True)
+        with tempfile.TemporaryDirectory(prefix=".readiness-", dir=root) as folder:
+            (Path(folder) / "file").write_bytes(b"a few bytes, which a full file system refuses")
+    except OSError as error:
+        if error.errno in STORAGE_ERRNOS:
+            raise explain_storage_error(error) from error
+        raise
+
+
+def upstream_of(stage: Stage, recipe: Recipe, recipe_path: Path, root: Path) -> Iterator[Artifact[Any]]:
+    """The artifacts that the stage reads. Raises `ArtifactError` at the first that is missing or does not fit.
+
+    The tokenizer reads text, and the compiler the recipe alone.
+    """
+    if stage == "trainer":
+        yield open_corpus(recipe, recipe_path, root)
+        if recipe.compile.enabled:
+            yield find_cache(recipe, recipe_path, root)
+
+
+def _describe(artifact: Artifact[Any]) -> dict[str, str]:
+    manifest = artifact.manifest
+    return {
+        "schema": manifest.schema_id,
+        "name": manifest.name,
+        "id": manifest.id,
+        "content_digest": manifest.content_digest,
+    }
+
+
+def _platform() -> dict[str, str]:
+    found = describe_platform()
+    return {name: found[name] for name in ("variant", "python", "ray")}
+
+
+if __name__ == "__main__":
+    run_stage(main)

@@ -1,0 +1,172 @@
+"""A stage is given nodes when what it reads is there and fits, and when it can write."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.artifacts.corpus import SPLITS, CorpusManifest, CorpusPayload, SplitCounts, Vocabulary
+from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
+from services.common.errors import RecipeError, exit_code_of
+from services.common.readiness import main
+from services.common.tests.builders import REPOSITORY, make_recipe, publish, write_recipe
+
+NOTHING = SplitCounts(documents=0, document_tokens=0, bos=0, eos=0, rows=0, tail_tokens=0, shards=())
+
+
+def publish_corpus(
+    folder: Path, vocab_size: int = 300, sequence_length: int = 16, identifier: str = "c" * 16
+) -> Artifact[CorpusManifest]:
+    """A corpus without text, made for the small recipe."""
+
+    def build(workspace: Workspace) -> Draft:
+        (workspace.files / "name").write_text(identifier, encoding="utf-8")
+        payload = CorpusPayload(
+            vocabulary=Vocabulary(
+                kind="sentencepiece", path="m", sha256="0" * 64, vocab_size=vocab_size, bos_id=1, eos_id=2
+            ),
+            token_dtype="uint16",
+            sequence_length=sequence_length,
+            rows_per_shard=1,
+            documents_read=0,
+            documents_empty=0,
+            documents_with_invalid_utf8=0,
+            text_bytes=0,
+            splits=dict.fromkeys(SPLITS, NOTHING),
+            phases=(),
+        )
+        return Draft(payload)
+
+    address = Address(folder / "fsx", "corpus", "sentences", identifier)
+    return publish_once(address, CorpusManifest, "tokenizer", make_recipe(folder), build)[0]
+
+
+def ask(
+    capsys: pytest.CaptureFixture[str], folder: Path, stage: str, *options: str, root: Path | None = None
+) -> tuple[int, Any]:
+    """Exit code and the printed object."""
+    command = ["--stage", stage, "--recipe", str(write_recipe(folder)), "--root", str(root or folder / "fsx")]
+    exit_code = exit_code_of(lambda: main([*command, *options]))
+    return exit_code, json.loads(capsys.readouterr().out)
+
+
+def test_a_trainer_is_ready_when_corpus_and_compile_cache_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish_corpus(tmp_path, identifier="a" * 16)
+    corpus = publish_corpus(tmp_path)
+    cache, _ = publish(tmp_path / "fsx", make_recipe(tmp_path))
+
+    exit_code, report = ask(capsys, tmp_path, "trainer", "--train.max_steps=7")
+
+    assert (exit_code, report["problem"]) == (0, None)
+    assert [(link["schema"], link["name"]) for link in report["upstream"]] == [
+        ("corpus/1", "sentences"),
+        ("compile_cache/1", "small"),
+    ]
+    assert [(link["id"], link["content_digest"]) for link in report["upstream"]] == [
+        (made.manifest.id, made.manifest.content_digest) for made in (corpus, cache)
+    ]
+    assert sorted(path.name for path in (tmp_path / "fsx").iterdir()) == ["compile_cache", "corpus"]
+
+
+@pytest.mark.parametrize("stage", ["tokenizer", "compiler"])
+def test_the_first_stages_need_a_place_to_write_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str
+) -> None:
+    exit_code, report = ask(capsys, tmp_path, stage)
+
+    assert (exit_code, report["upstream"], report["problem"]) == (0, [], None)
+
+
+def test_the_platform_is_the_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_VARIANT", "neuron")
+
+    _, report = ask(capsys, tmp_path, "tokenizer")
+
+    assert report["platform"].keys() == {"variant", "python", "ray"}
+    assert report["platform"]["variant"] == "neuron"
+    assert report["platform"]["python"] == platform.python_version()
+
+
+def test_a_missing_corpus_names_the_stage_that_makes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish(tmp_path / "fsx", make_recipe(tmp_path))
+
+    exit_code, report = ask(capsys, tmp_path, "trainer")
+
+    assert (exit_code, report["upstream"]) == (3, [])
+    assert "no corpus for this recipe. Make it with the tokenizer stage: `python -m" in report["problem"]
+
+
+def test_a_missing_compile_cache_names_the_stage_that_makes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish_corpus(tmp_path)
+    publish(tmp_path / "fsx", make_recipe(tmp_path, batch__micro_batch_size="4"))
+
+    exit_code, report = ask(capsys, tmp_path, "trainer")
+
+    assert (exit_code, len(report["upstream"])) == (3, 1)
+    assert "1 there for other recipe settings" in report["problem"]
+    assert "Make it with the compiler stage: `python -m" in report["problem"]
+
+
+def test_eager_training_needs_no_compile_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish_corpus(tmp_path)
+
+    exit_code, report = ask(capsys, tmp_path, "trainer", "--compile.enabled=false")
+
+    assert (exit_code, len(report["upstream"])) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("corpus", "message"),
+    [
+        ({"vocab_size": 301}, "its vocabulary has 301 pieces, model.vocab_size is 300"),
+        ({"sequence_length": 8}, "its rows have 8 tokens, corpus.sequence_length is 16"),
+    ],
+)
+def test_a_corpus_that_does_not_fit_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], corpus: dict[str, int], message: str
+) -> None:
+    publish_corpus(tmp_path, corpus.get("vocab_size", 300), corpus.get("sequence_length", 16))
+
+    exit_code, report = ask(capsys, tmp_path, "trainer")
+
+    assert exit_code == 3
+    assert message in report["problem"]
+
+
+@pytest.mark.parametrize("root", ["file", "file/below"])
+def test_a_root_that_cannot_be_written_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], root: str
+) -> None:
+    (tmp_path / "file").touch()
+
+    exit_code, report = ask(capsys, tmp_path, "tokenizer", root=tmp_path / root)
+
+    assert exit_code == 5
+    assert "Pass a --root that this user can write to." in report["problem"]
+
+
+def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="invalid choice: 'head'"):
+        main(["--stage", "head", "--recipe", str(write_recipe(tmp_path))])
+
+
+def test_the_head_image_can_ask() -> None:
+    """It has no torch, and no stage."""
+    program = "import sys, services.common.readiness; print(*sorted(sys.modules), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+
+    loaded = done.stdout.split()
+    assert not {"torch", "ray"} & set(loaded)
+    assert not [name for name in loaded if name.startswith("services.") and not name.startswith("services.common")]

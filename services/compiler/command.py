@@ -1,0 +1,41 @@
+"""The compiler stage: recipe -> compile_cache/1.
+
+Traces the program's own train step through every phase a run has, compiles what it meets, and publishes the
+compile cache once a second process has found nothing left to compile.
+"""
+
+from __future__ import annotations
+
+from services.common.artifacts.compile_cache import CompileCacheManifest
+from services.common.artifacts.files import total_bytes
+from services.common.artifacts.store import Address, publish_once
+from services.common.command_line import StageParser
+from services.common.derived import describe
+from services.common.program.fingerprint import program_facts
+from services.common.recipe import fingerprint
+from services.common.telemetry import configure_logging
+from services.compiler.compile import compile_graphs
+
+
+def main(argv: list[str]) -> int:
+    configure_logging("compiler")
+    arguments, recipe = StageParser("compiler", "Fill the compile cache for a recipe.").parse(argv)
+    if arguments.dry_run:
+        print(describe(recipe, None))
+        return 0
+    if not recipe.compile.enabled:
+        print("nothing to compile: the recipe says compile.enabled = false")
+        return 0
+    facts = program_facts(recipe)
+    address = Address(arguments.root, "compile_cache", recipe.name, fingerprint(facts)[:16])
+    cache, is_new = publish_once(
+        address, CompileCacheManifest, "compiler", recipe, lambda workspace: compile_graphs(recipe, facts, workspace)
+    )
+    payload = cache.manifest.compile_cache
+    print(f"{'published' if is_new else 'already published'}: {cache.path}")
+    print(
+        f"  {payload.graphs_compiled} graphs, {total_bytes(cache.manifest.files):,} bytes, made in "
+        f"{sum(phase.seconds for phase in payload.phases):.0f} s; a second process compiled "
+        f"{payload.graphs_missed_by_verification}"
+    )
+    return 0

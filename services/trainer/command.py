@@ -1,0 +1,163 @@
+"""The trainer stage: corpus/1 + compile_cache/1 -> checkpoint/1 and run/1.
+
+`python -m services.trainer [train|summary|report|sample|export] --recipe FILE`; `train` is the default.
+"""
+
+from __future__ import annotations
+
+import uuid
+from argparse import Namespace
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from services.common.artifacts.corpus import CorpusPayload
+from services.common.artifacts.lease import hold_lease
+from services.common.artifacts.store import LOCK_SUFFIX
+from services.common.artifacts.upstream import open_corpus
+from services.common.command_line import StageParser
+from services.common.derived import describe
+from services.common.errors import ArtifactError, naming_the_place
+from services.common.recipe import Recipe
+from services.common.telemetry import configure_logging
+from services.trainer.checkpoint import newest_checkpoint
+from services.trainer.export import export
+from services.trainer.job import (
+    ALLOW_CHANGED_PROGRAM,
+    ALLOW_COLD_COMPILE,
+    Job,
+    completed_step,
+    continue_run,
+    open_cache,
+    run_name,
+)
+from services.trainer.node import clean_node, prepare_node
+from services.trainer.report import write_report
+from services.trainer.run import REPORT_FILE, Run, open_run, summarize, write_run
+from services.trainer.sample import sample
+from services.trainer.supervise import supervise
+
+CLOSING_PROMPTS = ("If the", "Return a", "The method")
+
+
+def main(argv: list[str]) -> int:
+    configure_logging("trainer")
+    commands = {"train": train, "summary": summary, "report": report, "sample": print_sample, "export": export_model}
+    command, options = (argv[0], argv[1:]) if argv and argv[0] in commands else ("train", argv)
+    arguments, recipe = _parser(command).parse(options)
+    return commands[command](arguments, recipe)
+
+
+def train(arguments: Namespace, recipe: Recipe) -> int:
+    """Train to the recipe's max_steps, continuing from the newest checkpoint."""
+    if arguments.dry_run:
+        print(describe(recipe, _published_corpus(arguments, recipe)))
+        return 0
+    job = _open_job(arguments, recipe)
+    job.run_folder.mkdir(parents=True, exist_ok=True)
+    with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as lease:
+        checkpoint = newest_checkpoint(job.checkpoint_shelf)
+        step = completed_step(checkpoint)
+        if checkpoint and step < recipe.train.max_steps:
+            job = continue_run(job, checkpoint, arguments.allow_changed_program)
+        write_run(job)
+        if step >= recipe.train.max_steps:
+            if not (job.run_folder / REPORT_FILE).exists():  # killed between the last commit and the report
+                report_run(open_run(job.root, job.run))
+            print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_shelf}")
+            return 0
+        try:
+            prepare_node(job)
+            with naming_the_place(job.root):
+                supervise(replace(job, lease=lease))
+        finally:
+            clean_node(job)
+    report_run(open_run(job.root, job.run))
+    print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_shelf}")
+    return 0
+
+
+def summary(arguments: Namespace, recipe: Recipe) -> int:
+    """Print what the three stages made, and a sample of the model's writing."""
+    run = _find_run(arguments, recipe)
+    print(summarize(run))
+    print(f"\nThe model writes:\n{closing_sample(run)}")
+    return 0
+
+
+def report(arguments: Namespace, recipe: Recipe) -> int:
+    """Write report.html into the run's folder."""
+    print(report_run(_find_run(arguments, recipe)))
+    return 0
+
+
+def print_sample(arguments: Namespace, recipe: Recipe) -> int:
+    """Let the newest checkpoint continue a prompt."""
+    run = _find_run(arguments, recipe)
+    print(sample(run, arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed))
+    return 0
+
+
+def export_model(arguments: Namespace, recipe: Recipe) -> int:
+    """Write a Hugging Face folder from the newest checkpoint."""
+    print(export(_find_run(arguments, recipe), arguments.output))
+    return 0
+
+
+def report_run(run: Run) -> Path:
+    return write_report(run, closing_sample(run))
+
+
+def closing_sample(run: Run) -> str:
+    """Three beginnings and what the model makes of them: the same text in the summary and in the report."""
+    written = [sample(run, prompt, num_tokens=60, temperature=0.7, seed=0) for prompt in CLOSING_PROMPTS]
+    return "\n\n".join(f"> {text.strip()}" for text in written)
+
+
+def _open_job(arguments: Namespace, recipe: Recipe) -> Job:
+    corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
+    cache, program = open_cache(recipe, arguments.recipe, arguments.root, arguments.cache, arguments.allow_cold_compile)
+    return Job(
+        recipe=recipe,
+        root=arguments.root,
+        run=run_name(recipe, corpus),
+        corpus=corpus,
+        cache=cache,
+        program_fingerprint=program,
+        waivers=(ALLOW_COLD_COMPILE,) if arguments.allow_cold_compile else (),
+        launch=arguments.launch,
+        started_at=datetime.now(UTC),
+        attempt=uuid.uuid4().hex,
+    )
+
+
+def _published_corpus(arguments: Namespace, recipe: Recipe) -> CorpusPayload | None:
+    try:
+        return open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus).manifest.corpus
+    except ArtifactError:
+        return None
+
+
+def _find_run(arguments: Namespace, recipe: Recipe) -> Run:
+    corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
+    return open_run(arguments.root, run_name(recipe, corpus))
+
+
+def _parser(command: str) -> StageParser:
+    parser = StageParser("trainer", "Train, and look at what was trained: [train|summary|report|sample|export].")
+    parser.add_argument("--corpus", type=Path, help="a corpus folder (default: the newest of this recipe)")
+    if command == "train":
+        parser.add_launch()
+        parser.add_argument("--cache", type=Path, help="a compile cache folder (default: the one of this program)")
+        parser.add_argument(ALLOW_COLD_COMPILE, action="store_true", help="compile here when there is no cache")
+        parser.add_argument(
+            ALLOW_CHANGED_PROGRAM, action="store_true", help="continue a checkpoint that another program made"
+        )
+    if command == "sample":
+        parser.add_argument("--prompt", default="", help="text to continue (default: begin a document)")
+        parser.add_argument("--tokens", type=int, default=200)
+        parser.add_argument("--temperature", type=float, default=0.7, help="0 always takes the likeliest token")
+        parser.add_argument("--seed", type=int, default=0)
+    if command == "export":
+        parser.add_argument("--output", type=Path, required=True, help="folder to make; it must not exist")
+    return parser
