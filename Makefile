@@ -1,13 +1,15 @@
 # `make` alone lists the targets. Variables: make demo RECIPE=recipes/other.toml ROOT=/data
 
-RECIPE = recipes/tiny-cpu.toml
-ROOT = ./fsx
+RECIPE ?= recipes/tiny-cpu.toml
+ROOT ?= ./fsx
 
 python := .venv/bin/python
+deploy = $(python) -m k8s.deploy
 images = ./bootstrap python -m images
 
-.PHONY: help setup demo test test-slow test-torch29 test-images test-cluster check format lock clean \
-	cluster-local cluster-local-down base-image images demo-images pin release sbom
+.PHONY: help setup demo test test-slow test-torch29 test-images test-cluster test-cluster-smoke check format lock clean \
+	cluster-local cluster-local-down load-images cluster-up cluster-down deploy-stage stage-status stage-logs stop-stage \
+	rollback-stage pipeline base-image images demo-images pin release sbom
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,11 +40,44 @@ test-images: setup ## Run the tests that build and run images; they need Docker,
 test-cluster: setup ## Run the tests on a real Kubernetes that is started here; they need root, Go and Debian's packages.
 	$(python) -m pytest -m cluster tests/cluster
 
-cluster-local: setup ## Start a Kubernetes with Volcano and KubeRay on this machine, and leave it up.
-	@$(python) -m tests.cluster.kit up
+test-cluster-smoke: setup ## The part of it that runs in CI: gangs, preflight and one real stage; 10 minutes.
+	$(python) -m pytest -m cluster tests/cluster/test_kit.py tests/cluster/test_smoke.py
 
-cluster-local-down: setup ## Stop it and remove what it made.
+cluster-local: setup ## Start a Kubernetes with Volcano and KubeRay on this machine, with images and a Ray head; it stays up.
+	@$(python) -m tests.cluster.kit up
+	@$(images) build
+	@$(MAKE) --no-print-directory load-images
+	@KUBECONFIG=.cluster/kubeconfig OVERLAY=local $(deploy) cluster-up
+
+cluster-local-down: setup ## Stop it and remove what it made; the artifacts in /var/lib/millrace/fsx stay.
 	@$(python) -m tests.cluster.kit down
+
+load-images: setup ## Bring the working tree's images to the node of cluster-local: STAGE= (all).
+	@$(python) -m tests.cluster.kit load $$($(images) names)
+
+cluster-up: setup ## Make the RayCluster and all around it: OVERLAY=local|eks|FOLDER, HEAD_TAG=.
+	@$(deploy) cluster-up
+
+cluster-down: setup ## Delete it; artifacts stay. OVERLAY=, FORCE=1 while a stage is deployed.
+	@$(deploy) cluster-down
+
+deploy-stage: setup ## Run a stage on the cluster: STAGE= [RECIPE= TAG= NODES= ARGS= MODE= RETRIES= KEEP=1 DRY_RUN=1 FOLLOW=0].
+	@$(deploy) deploy-stage
+
+stage-status: setup ## What is deployed, where it stands, how it ended.
+	@$(deploy) stage-status
+
+stage-logs: setup ## Follow a stage that is deployed: STAGE=.
+	@$(deploy) stage-logs
+
+stop-stage: setup ## Let a stage commit a checkpoint, and take it down: STAGE=.
+	@$(deploy) stop-stage
+
+rollback-stage: setup ## Deploy the last image with which a stage ended well: STAGE=.
+	@$(deploy) rollback-stage
+
+pipeline: setup ## Deploy the three stages, one after the other.
+	@$(deploy) pipeline
 
 base-image: ## Make the slim Python base with debootstrap, where no image registry is reached. AGAIN=1: anew.
 	@$(images) base

@@ -17,6 +17,7 @@ from images.build import (
     print_environment,
     print_sizes,
     push_images,
+    repository_of,
     require_committed,
     require_service,
     require_variant,
@@ -29,6 +30,7 @@ from images.pin import pin
 from images.platforms import REPOSITORY, SERVICES
 from images.release import release
 from images.sbom import write_sboms
+from images.versions import describe_build
 from services.common.errors import RecipeError, exit_code_of
 
 
@@ -40,6 +42,7 @@ def main(argv: list[str]) -> int:
         "demo": demo,
         "environment": print_environment,
         "lock": lambda: lock(upgrade=os.environ.get("UPGRADE", "") not in ("", "0")),
+        "names": print_names,
         "pin": pin_bases,
         "release": release_stage,
         "sbom": sbom,
@@ -74,6 +77,12 @@ def demo() -> None:
     recipe = Path(os.environ.get("RECIPE") or REPOSITORY / "recipes/tiny-cpu.toml")
     root = Path(os.environ.get("ROOT") or "fsx")
     run_stages(_services(STAGES), _variant(), recipe, root, shlex.split(os.environ.get("OPTIONS", "")))
+
+
+def print_names() -> None:
+    """The names that `build` gives: STAGE (all), VARIANT (cpu)."""
+    for service in _services(SERVICES):
+        print(f"{repository_of(service)}:{describe_build(service, _variant()).commit_tag}")
 
 
 def pin_bases() -> None:

@@ -1,13 +1,19 @@
-"""Asks an image registry for the digest behind a tag (OCI Distribution Specification 1.1, "Pulling manifests")."""
+"""Asks an image registry for the digest behind a tag, and for an image's labels (OCI Distribution Specification 1.1,
+"Pulling manifests")."""
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import re
+import subprocess
 import urllib.error
 import urllib.parse
 import urllib.request
+from email.message import Message
 from http.client import HTTPException
+from pathlib import Path
 
 from services.common.errors import DeviceError
 
@@ -22,40 +28,83 @@ TIMEOUT_SECONDS = 30
 
 def resolve_digest(image: str) -> str:
     """The digest that `image` (`[registry/]name:tag`) has now. Raises `DeviceError` when the registry does not say."""
-    registry, name, tag = split_name(image)
-    scheme = "http" if registry.partition(":")[0] in ("localhost", "127.0.0.1") else "https"
-    url = f"{scheme}://{registry}/v2/{name}/manifests/{tag}"
-    try:
-        digest = _head(url, token="")
-    except urllib.error.HTTPError as error:
-        challenge = error.headers.get("WWW-Authenticate", "")
-        if error.code != 401 or not challenge.lower().startswith("bearer "):
-            raise _refusal(image, f"{registry} answered {error.code} {error.reason}") from error
-        try:
-            digest = _head(url, _anonymous_token(challenge))
-        except (OSError, HTTPException, ValueError, KeyError) as refused:
-            raise _refusal(image, f"{registry}: {refused}") from refused
-    except (OSError, HTTPException) as error:
-        raise _refusal(image, f"{registry}: {error}") from error
+    headers, _ = _ask(image, "manifests", split_name(image)[2], "HEAD")
+    digest = headers.get("Docker-Content-Digest", "")
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
-        raise _refusal(image, f"{registry} answered without a digest")
+        raise _refusal(image, "its registry answered without a digest")
     return digest
 
 
+def read_labels(image: str) -> dict[str, str]:
+    """The labels of `image` (by tag or digest) for linux/amd64. Raises `DeviceError` when the registry does not say."""
+    reference = split_name(image)[2]
+    try:
+        manifest = json.loads(_ask(image, "manifests", reference, "GET")[1])
+        if "manifests" in manifest:
+            wanted = {"os": "linux", "architecture": "amd64"}
+            fits = [each for each in manifest["manifests"] if wanted.items() <= each.get("platform", {}).items()]
+            manifest = json.loads(_ask(image, "manifests", fits[0]["digest"], "GET")[1])
+        configuration = json.loads(_ask(image, "blobs", manifest["config"]["digest"], "GET")[1])
+    except (ValueError, KeyError, IndexError) as error:
+        raise _refusal(image, f"its registry has no image for linux/amd64 under that name: {error!r}") from error
+    return dict(configuration.get("config", {}).get("Labels") or {})
+
+
 def split_name(image: str) -> tuple[str, str, str]:
-    """Registry host, repository and tag, with Docker's defaults for what is left out."""
-    path, _, tag = image.rpartition(":") if ":" in image.rpartition("/")[2] else (image, "", "latest")
+    """Registry host, repository, and tag or digest, with Docker's defaults for what is left out."""
+    path, at, tag = image.rpartition("@")
+    if not at:
+        path, _, tag = image.rpartition(":") if ":" in image.rpartition("/")[2] else (image, "", "latest")
     host, _, rest = path.partition("/")
     if rest and ("." in host or ":" in host or host == "localhost"):
         return host, rest, tag
     return "registry-1.docker.io", path if "/" in path else f"library/{path}", tag
 
 
-def _head(url: str, token: str) -> str:
-    headers = {"Accept": ", ".join(MANIFEST_TYPES)} | ({"Authorization": f"Bearer {token}"} if token else {})
-    request = urllib.request.Request(url, method="HEAD", headers=headers)
+def _ask(image: str, what: str, reference: str, method: str) -> tuple[Message, bytes]:
+    """Headers and body of a manifest or a blob, with an anonymous token where the registry wants one."""
+    registry, name, _ = split_name(image)
+    scheme = "http" if registry.partition(":")[0] in ("localhost", "127.0.0.1") else "https"
+    url = f"{scheme}://{registry}/v2/{name}/{what}/{reference}"
+    try:
+        return _request(url, method, _login(registry))
+    except urllib.error.HTTPError as error:
+        challenge = error.headers.get("WWW-Authenticate", "")
+        if error.code != 401 or not challenge.lower().startswith("bearer "):
+            raise _refusal(image, f"{registry} answered {error.code} {error.reason}") from error
+        try:
+            return _request(url, method, f"Bearer {_anonymous_token(challenge)}")
+        except (OSError, HTTPException, ValueError, KeyError) as refused:
+            raise _refusal(image, f"{registry}: {refused}") from refused
+    except (OSError, HTTPException) as error:
+        raise _refusal(image, f"{registry}: {error}") from error
+
+
+def _login(registry: str) -> str:
+    """What `docker login` left for this registry (Amazon's ECR wants it): an Authorization header, or nothing."""
+    folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
+    try:
+        configuration = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    kept = (configuration.get("auths") or {}).get(registry, {}).get("auth")
+    store = (configuration.get("credHelpers") or {}).get(registry) or configuration.get("credsStore")
+    if not kept and store:
+        command = [f"docker-credential-{store}", "get"]
+        try:
+            done = subprocess.run(command, input=registry, capture_output=True, text=True, check=True)
+            answer = json.loads(done.stdout)
+        except (OSError, subprocess.CalledProcessError, ValueError):
+            return ""
+        kept = base64.b64encode(f"{answer['Username']}:{answer['Secret']}".encode()).decode()
+    return f"Basic {kept}" if kept else ""
+
+
+def _request(url: str, method: str, authorization: str) -> tuple[Message, bytes]:
+    headers = {"Accept": ", ".join(MANIFEST_TYPES)} | ({"Authorization": authorization} if authorization else {})
+    request = urllib.request.Request(url, method=method, headers=headers)
     with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
-        return str(answer.headers.get("Docker-Content-Digest", ""))
+        return answer.headers, answer.read()
 
 
 def _anonymous_token(challenge: str) -> str:
@@ -68,6 +117,6 @@ def _anonymous_token(challenge: str) -> str:
 
 def _refusal(image: str, reason: str) -> DeviceError:
     return DeviceError(
-        f"no digest for {image}: {reason}. Run `make pin` where that registry is reached, and check the name and the "
-        f"tag in images/platforms.toml. Nothing was changed."
+        f"nothing known of {image}: {reason}. Check the name and the tag, and run this where that registry is reached "
+        f"and you are logged in. Nothing was changed."
     )

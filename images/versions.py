@@ -76,6 +76,7 @@ def is_released(build: Build, repository: Path = REPOSITORY) -> bool:
 def sources_of(service: str, variant: str) -> list[str]:
     """Git pathspecs of everything that decides an image's content."""
     locks = ["uv", f"{service}-{variant}"] + ([f"program-{variant}"] if service in STAGES_WITH_PROGRAM else [])
+    deploy_tool = [":(glob)k8s/deploy/**/*.py", ":(exclude,glob)k8s/deploy/tests/**"] if service == "head" else []
     return [
         ":(glob)services/common/**/*.py",
         f":(glob)services/{service}/**/*.py",
@@ -86,6 +87,7 @@ def sources_of(service: str, variant: str) -> list[str]:
         "images/without_cuda.py",
         "images/platforms.toml",
         ".dockerignore",
+        *deploy_tool,
         *(f"lockfiles/{lock}.txt" for lock in locks),
     ]
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from services.common.errors import DeviceError
+from images.platforms import REPOSITORY
+from services.common.errors import DeviceError, TryAgain
 from services.common.tests.builders import wait_until
 from tests.cluster.kit import cluster
 
@@ -92,6 +96,30 @@ def test_a_gang_is_placed_whole_or_not_at_all() -> None:
     wait_until(lambda: bound("pair") == 2)
 
 
+def test_lost_nodes_are_gone_from_the_cluster() -> None:
+    cluster.fake(2, first=10)
+    resources = get("node", "trn1-11")["status"]["allocatable"]
+    assert (resources["hugepages-2Mi"], resources["ephemeral-storage"]) == ("10Gi", "1000Gi")
+    cluster.remove_fake(1, first=10)
+    names = {each["metadata"]["name"] for each in get("nodes")["items"]}
+    assert "trn1-10" not in names
+    assert "trn1-11" in names
+    cluster.remove_fake(1, first=11)
+
+
+def test_an_image_is_known_by_its_digest_and_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = cluster.references()["millrace.test/pause:1"]
+    monkeypatch.setattr(cluster, "copy", lambda images: pytest.fail("copied again") if images else None)
+    cluster.load("millrace.test/pause:1")
+    container = {"name": "work", "image": f"millrace.test/pause@{digest}", "imagePullPolicy": "Never"}
+
+    apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "exact"}, "spec": {"containers": [container]}})
+
+    wait_until(lambda: get("pod", "exact")["status"]["phase"] == "Running")
+    assert get("pod", "exact")["status"]["containerStatuses"][0]["imageID"].endswith(digest)
+    wait_until(lambda: digest in json.dumps(get("node", "node-a")["status"]["images"]))
+
+
 def test_up_again_changes_nothing() -> None:
     before = get("node", "node-a")["metadata"]["uid"]
     cluster.up()
@@ -101,9 +129,20 @@ def test_up_again_changes_nothing() -> None:
 def test_down_leaves_no_process_no_mount_and_no_bridge() -> None:
     cluster.up()
     cluster.down()
+    assert what_is_left() == []
+
+
+def test_a_start_that_is_told_to_stop_leaves_nothing() -> None:
+    starting = subprocess.Popen([sys.executable, "-m", "tests.cluster.kit", "up"], cwd=REPOSITORY)
+    wait_until((cluster.PID / "kube-apiserver").exists)
+    starting.send_signal(signal.SIGTERM)
+    assert starting.wait(60) == TryAgain.exit_code
+    assert what_is_left() == []
+
+
+def what_is_left() -> list[str]:
     mine = str(cluster.HOME)
     alive = [p.info for p in psutil.process_iter(["pid", "cmdline"]) if any(mine in a for a in p.info["cmdline"] or [])]
-    assert alive == []
-    assert mine not in Path("/proc/mounts").read_text(encoding="utf-8")
-    assert not Path("/sys/class/net/mrcontrol0").exists()
-    assert not cluster.KUBECONFIG.exists()
+    mounts = [line for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines() if mine in line]
+    made = [path for path in (Path("/sys/class/net/mrcontrol0"), cluster.KUBECONFIG) if path.exists()]
+    return [str(each) for each in (*alive, *mounts, *made)]

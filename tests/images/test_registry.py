@@ -73,7 +73,8 @@ def test_a_registry_that_does_not_know_changes_nothing(registry: str, tmp_path: 
     path = platforms_with(base.format(registry=registry), tmp_path / "platforms.toml")
     before = path.read_bytes()
     with pytest.raises(
-        DeviceError, match=r"no digest for 127\.0\.0\.1:\d+/neuron/base:.*make pin.*Nothing was changed"
+        DeviceError,
+        match=r"nothing known of 127\.0\.0\.1:\d+/neuron/base:.*Check the name and the tag.*Nothing was changed",
     ):
         pin(path)
     assert path.read_bytes() == before

@@ -1,4 +1,4 @@
-"""A node that Ray is told to drain: every worker stops at one step with a committed checkpoint."""
+"""A node that Ray is told to drain, a command that is told to end: all workers stop at one step with a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def cluster() -> Iterator[Cluster]:
     started.shutdown()
 
 
-def test_a_preemption_notice_ends_the_run_with_one_checkpoint_and_75(tmp_path: Path, cluster: Cluster) -> None:
+@pytest.fixture
+def command(tmp_path: Path, cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
+    """A trainer on the cluster that has made its first step."""
     recipe, root = write_recipe(tmp_path), tmp_path / "fsx"
     make_corpus(root, make_recipe(tmp_path))
     slow = ("--batch.global_batch_size=256", "--train.max_steps=2000", "--optimizer.decay_steps=2000")
@@ -45,15 +47,37 @@ def test_a_preemption_notice_ends_the_run_with_one_checkpoint_and_75(tmp_path: P
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
-        wait_for(lambda: read_run(root).records, process)
-        node = next(iter(cluster.worker_nodes))
-        deadline_ms = int((time.time() + DEADLINE_SECONDS) * 1000)
-        reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
-        is_accepted, why_not = GcsClient(cluster.address).drain_node(node.node_id, reason, "spot notice", deadline_ms)
-        assert is_accepted, why_not
-        output, _ = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 75, output
-    assert "Stopped by preemption after step" in output
+        try:
+            wait_for(lambda: read_run(root).records, process, timeout_seconds=240)
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_preemption_notice_ends_the_run_with_one_checkpoint_and_75(
+    tmp_path: Path, cluster: Cluster, command: subprocess.Popen[str]
+) -> None:
+    node = next(iter(cluster.worker_nodes))
+    deadline_ms = int((time.time() + DEADLINE_SECONDS) * 1000)
+    reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+    is_accepted, why_not = GcsClient(cluster.address).drain_node(node.node_id, reason, "spot notice", deadline_ms)
+    assert is_accepted, why_not
+
+    require_stop(command, tmp_path / "fsx", "preemption")
+
+
+def test_sigterm_ends_the_run_with_one_checkpoint_and_75(tmp_path: Path, command: subprocess.Popen[str]) -> None:
+    """As `ray job stop` sends it."""
+    command.terminate()
+
+    require_stop(command, tmp_path / "fsx", "sigterm")
+
+
+def require_stop(command: subprocess.Popen[str], root: Path, reason: str) -> None:
+    output, _ = command.communicate(timeout=DEADLINE_SECONDS)
+    assert command.returncode == 75, output
+    assert f"Stopped by {reason} after step" in output
     (attempts,) = root.glob("run/*/attempts.jsonl")
     attempt = json.loads(attempts.read_text(encoding="utf-8"))
     assert list(checkpoints(root))[-1] == f"step-{attempt['last_step']:08d}"
+    assert not list(root.glob("run/*/ray-train"))

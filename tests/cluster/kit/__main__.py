@@ -2,17 +2,28 @@
 
 build           compile the binaries
 up              start everything; prints the path of its kubeconfig when the node is Ready
-load IMAGE...   copy images from the local Docker engine into the node
-fake NUMBER     add fake trn1.32xlarge nodes: their pods become Ready without a container
+load IMAGE...   copy images from the local Docker engine into the node, which then knows their digests too
+fake N [FIRST]  add N fake trn1.32xlarge nodes, from trn1-FIRST (0) on: their pods become Ready without a container
+lose N [FIRST]  take fake nodes away
 down            stop everything and remove what `up` made
 """
 
 from __future__ import annotations
 
+import signal
 import sys
+from typing import NoReturn
 
-from services.common.errors import RecipeError, exit_code_of
+from services.common.errors import RecipeError, TryAgain, exit_code_of
 from tests.cluster.kit import cluster
+
+
+def are_count_and_first(words: list[str]) -> bool:
+    return len(words) in (1, 2) and all(word.isdecimal() for word in words)
+
+
+def end(signum: int, frame: object) -> NoReturn:
+    raise TryAgain("Ended by SIGTERM. What was started is taken down.")
 
 
 def main(argv: list[str]) -> int:
@@ -25,8 +36,10 @@ def main(argv: list[str]) -> int:
             print(cluster.KUBECONFIG)
         case ["load", *images] if images:
             cluster.load(*images)
-        case ["fake", number] if number.isdecimal():
-            cluster.fake(int(number))
+        case ["fake", *numbers] if are_count_and_first(numbers):
+            cluster.fake(*map(int, numbers))
+        case ["lose", *numbers] if are_count_and_first(numbers):
+            cluster.remove_fake(*map(int, numbers))
         case ["down"]:
             cluster.down()
         case _:
@@ -35,4 +48,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, end)
     sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

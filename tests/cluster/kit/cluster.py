@@ -4,27 +4,30 @@ Kubernetes 1.34 (etcd, API server, controller manager, scheduler, kubelet on con
 1.14 and the KubeRay operator 1.6 run as ordinary processes of this machine. The real node is called `node-a`; its
 Neuron devices and EFA cards are extended resources in its status, as a device plugin would report them.
 
-Everything that is made is below $CLUSTER_HOME (default .cluster), but for two bridges, and iptables chains of kubelet's
-that stay. Not covered: NetworkPolicy is accepted and not enforced (bridge CNI), there is no LoadBalancer, and one node
-is real.
+Everything that is made is below $CLUSTER_HOME (default .cluster), but for two bridges, iptables chains of kubelet's
+that stay, and the folder of the local overlay's volume, which stays because it holds artifacts. Not covered:
+NetworkPolicy is accepted and not enforced (bridge CNI), there is no LoadBalancer, and one node is real.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from images.docker import require_engine
+from images.docker import inspect_image, require_engine
 from services.common.errors import DeviceError
 
 HERE = Path(__file__).resolve().parent
@@ -32,15 +35,16 @@ HOME = Path(os.environ.get("CLUSTER_HOME", ".cluster")).resolve()
 BIN, LOG, PKI, PID = (HOME / name for name in ("bin", "log", "pki", "pid"))
 KUBECONFIG = HOME / "kubeconfig"
 SOCKET = HOME / "containerd.sock"
+ARTIFACTS = Path("/var/lib/millrace/fsx")  # the volume of k8s/overlays/local
+USER = 10001  # of every image
 
 ADDRESS = "172.31.77.1"  # of the control plane, on a bridge of its own: EndpointSlices refuse loopback
 DNS_ADDRESS = "10.96.0.10"
 SERVICE_RANGE = "10.96.0.0/16"
 POD_RANGE = "10.250.0.0/24"
 
-# What the machine must have: a command or a file, and the Debian package that brings it.
+# What the machine must have: a command or a file, and the Debian packages that bring it.
 PREREQUISITES = {
-    "go": "golang, or Go 1.25 from go.dev",
     "docker": "docker.io",
     "containerd": "containerd",
     "ctr": "containerd",
@@ -76,10 +80,12 @@ def require_prerequisites() -> None:
     """Raises `DeviceError` with everything that is missing, and what to install."""
     if sys.platform != "linux" or os.geteuid() != 0:
         raise DeviceError("the cluster needs root on Linux: it starts a kubelet, containerd and network bridges.")
-    missing = {name: package for name, package in PREREQUISITES.items() if shutil.which(name) is None}
-    if missing:
-        listed = "".join(f"\n  - {name}; Debian: {package}" for name, package in missing.items())
-        raise DeviceError(f"the cluster needs what this machine lacks:{listed}")
+    packages = {each for name, named in PREREQUISITES.items() if shutil.which(name) is None for each in named.split()}
+    advice = [f"apt-get install --yes {' '.join(sorted(packages))}"] if packages else []
+    if shutil.which("go") is None:
+        advice.append("Go 1.25 or newer on PATH: from https://go.dev/dl, which installs to /usr/local/go/bin")
+    if advice:
+        raise DeviceError("\n  ".join(["the cluster needs what this machine lacks:", *advice]))
     require_engine()
 
 
@@ -191,6 +197,7 @@ state = "{HOME}/containerd/state"
         "cgroupDriver": "cgroupfs", "failCgroupV1": False, "failSwapOn": False,
         "containerRuntimeEndpoint": f"unix://{SOCKET}", "clusterDNS": [DNS_ADDRESS], "clusterDomain": "cluster.local",
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%"}, "imageGCHighThresholdPercent": 100,
+        "nodeStatusMaxImages": -1,
     }))  # fmt: skip
     (HOME / "Corefile").write_text(f"""cluster.local:53 in-addr.arpa:53 {{
   bind {DNS_ADDRESS}
@@ -210,6 +217,12 @@ def make_network() -> None:
         run("ip", "link", "set", "mrcontrol0", "up")
     Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
     run("iptables", "-P", "FORWARD", "ACCEPT")  # Docker's engine sets DROP, which cuts pods off from services
+
+
+def make_artifacts_folder() -> None:
+    if not ARTIFACTS.exists():
+        ARTIFACTS.mkdir(parents=True)
+        os.chown(ARTIFACTS, USER, USER)
 
 
 def start_control_plane() -> None:
@@ -268,14 +281,85 @@ def load_pause_image() -> None:
 
 
 def load(*images: str) -> None:
+    """Copy images from the local Docker engine into the node, each under its name and as NAME@sha256:DIGEST.
+
+    One that is there already is not copied again.
+    """
+    ids = {image: inspect_image(image)["Id"] for image in images}
+    with exclusive("load"):
+        there = references()
+        copy([image for image, id in ids.items() if id not in there])
+        now = references()
+        for image, id in ids.items():
+            source = id if id in there else reference_of(image)
+            give_names(source, [reference_of(image), f"{repository_of(image)}@{now[source]}"])
+        drop_layers({references()[reference_of(image)] for image in images})
+
+
+def copy(images: list[str]) -> None:
     """One stream for all of them, so that layers they share travel once."""
+    if not images:
+        return
     saved = subprocess.Popen(["docker", "save", *images], stdout=subprocess.PIPE)
-    subprocess.run(
-        ["ctr", "-a", SOCKET, "-n", "k8s.io", "images", "import", "-"],
-        stdin=saved.stdout, stdout=subprocess.DEVNULL, check=True,
-    )  # fmt: skip
-    if saved.wait():
-        raise DeviceError(f"docker could not save {' '.join(images)}: `make images` builds the stages' images.")
+    try:
+        ctr("images", "import", "-", stdin=saved.stdout)
+    finally:
+        assert saved.stdout
+        saved.stdout.close()  # else a `docker save` that nobody reads from never ends
+        saved.wait()
+    if saved.returncode:
+        raise DeviceError(f"docker could not save {' '.join(images)}: its message is above.")
+
+
+def references() -> dict[str, str]:
+    """Every name of an image in the node, and the digest of its manifest. One name is Docker's image id."""
+    if not SOCKET.is_socket():
+        raise DeviceError("no node is up: `make cluster-local` starts one.")
+    rows = [line.split() for line in ctr("images", "ls").splitlines()[1:]]
+    return {row[0]: row[2] for row in rows}
+
+
+def give_names(source: str, names: Iterable[str]) -> None:
+    """`--force` moves a name that another image has."""
+    known = references()
+    for name in names:
+        if known.get(name) != known[source]:
+            ctr("images", "tag", "--force", source, name)
+
+
+def drop_layers(digests: Iterable[str]) -> None:
+    """Containers run from unpacked snapshots: the archives of the layers that were unpacked are dead weight."""
+    blobs = set(ctr("content", "ls", "-q").split())
+    manifests = [json.loads(ctr("content", "get", digest)) for digest in digests]
+    layers = {layer["digest"] for manifest in manifests for layer in manifest.get("layers", [])} & blobs
+    if layers:
+        ctr("content", "rm", *sorted(layers))
+
+
+def reference_of(image: str) -> str:
+    """The full name that Kubernetes looks an image up by: docker.io/millrace/head:1 for millrace/head:1."""
+    domain, slash, _ = image.partition("/")
+    if slash and ("." in domain or ":" in domain or domain == "localhost"):
+        return image
+    return f"docker.io/{image}" if slash else f"docker.io/library/{image}"
+
+
+def repository_of(image: str) -> str:
+    """Its full name without the tag."""
+    path, _, name = reference_of(image).rpartition("/")
+    return f"{path}/{name.partition(':')[0]}"
+
+
+def ctr(*arguments: str, **kwargs: Any) -> str:
+    return run("ctr", "-a", SOCKET, "-n", "k8s.io", *arguments, **kwargs)
+
+
+@contextmanager
+def exclusive(name: str) -> Iterator[None]:
+    """One process at a time, on this machine."""
+    with (HOME / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def start_operators() -> None:
@@ -294,33 +378,50 @@ def start_operators() -> None:
           f"--scheduler-conf={HOME}/volcano-scheduler.conf", "--logtostderr", "-v=3")  # fmt: skip
     start("volcano-controller", BIN / "volcano-controller", f"--kubeconfig={KUBECONFIG}", "--leader-elect=false",
           "--controllers=pg-controller,queue-controller,gc-controller", "--logtostderr")  # fmt: skip
-    start("kuberay-operator", BIN / "kuberay-operator", f"-kubeconfig={KUBECONFIG}", "-enable-leader-election=false",
-          "-use-kubernetes-proxy", "-metrics-addr=127.0.0.1:18080",
-          "-health-probe-bind-address=127.0.0.1:18082")  # fmt: skip
+    start_kuberay()
     queues = ("get", "queues.scheduling.volcano.sh", "default", "-o", "name")
     wait("Volcano's default queue", lambda: bool(kubectl(*queues, quiet=True)))
 
 
-def fake(count: int) -> None:
-    """Nodes that exist only in the API: pods on them become Ready without a container.
+def start_kuberay(*flags: str) -> None:
+    start("kuberay-operator", BIN / "kuberay-operator", f"-kubeconfig={KUBECONFIG}", "-enable-leader-election=false",
+          "-use-kubernetes-proxy", "-metrics-addr=127.0.0.1:18080", "-health-probe-bind-address=127.0.0.1:18082",
+          *flags)  # fmt: skip
 
-    Tainted like real Trainium nodes, so that only pods that tolerate it come here."""
-    stages = module_stages()
+
+def fake(count: int, first: int = 0) -> None:
+    """Nodes trn1-<first> and on that exist only in the API: pods on them become Ready without a container.
+
+    Tainted like real Trainium nodes, so that only pods that tolerate it come here.
+    """
     if not (PID / "kwok").exists():
         start("kwok", BIN / "kwok", f"--kubeconfig={KUBECONFIG}", "--manage-nodes-with-label-selector=type=kwok",
-              "--node-lease-duration-seconds=40", f"--config={stages}")  # fmt: skip
-    resources = {"cpu": "128", "memory": "512Gi", "pods": "110"}
-    resources |= {"aws.amazon.com/neuron": "16", "vpc.amazonaws.com/efa": "8"}
-    nodes = [
-        {"apiVersion": "v1", "kind": "Node",
-         "metadata": {"name": f"trn1-{i}", "annotations": {"kwok.x-k8s.io/node": "fake"},
-                      "labels": {"type": "kwok", "kubernetes.io/hostname": f"trn1-{i}",
-                                 "node.kubernetes.io/instance-type": "trn1.32xlarge"}},
-         "spec": {"taints": [{"key": "aws.amazon.com/neuron", "value": "true", "effect": "NoSchedule"}]},
-         "status": {"capacity": resources, "allocatable": resources}}
-        for i in range(count)
-    ]  # fmt: skip
+              "--node-lease-duration-seconds=40", f"--config={module_stages()}")  # fmt: skip
+    nodes = [fake_node(name) for name in fake_names(count, first)]
     kubectl("apply", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": nodes}))
+
+
+def remove_fake(count: int, first: int = 0) -> None:
+    """Take these nodes away, as when machines are lost: their pods are deleted within a minute."""
+    kubectl("delete", "node", "--ignore-not-found", *fake_names(count, first))
+
+
+def fake_names(count: int, first: int) -> list[str]:
+    return [f"trn1-{number}" for number in range(first, first + count)]
+
+
+def fake_node(name: str) -> dict[str, Any]:
+    resources = {"cpu": "128", "memory": "512Gi", "ephemeral-storage": "1000Gi", "hugepages-2Mi": "10Gi", "pods": "110"}
+    resources |= {"aws.amazon.com/neuron": "16", "vpc.amazonaws.com/efa": "8"}
+    labels = {"type": "kwok", "kubernetes.io/hostname": name, "topology.kubernetes.io/zone": "local-a"}
+    labels |= {"node.kubernetes.io/instance-type": "trn1.32xlarge"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "annotations": {"kwok.x-k8s.io/node": "fake"}, "labels": labels},
+        "spec": {"taints": [{"key": "aws.amazon.com/neuron", "value": "true", "effect": "NoSchedule"}]},
+        "status": {"capacity": resources, "allocatable": resources},
+    }
 
 
 def module_stages() -> Path:
@@ -337,7 +438,10 @@ def is_up() -> bool:
 
 
 def up() -> None:
-    """Start everything and return when the node is Ready. One that is up stays as it is; half of one is replaced."""
+    """Start everything and return when the node is Ready. One that is up stays as it is; half of one is replaced.
+
+    What ends it early, also Ctrl-C, takes down what was started.
+    """
     require_prerequisites()
     if is_up():
         return
@@ -349,12 +453,24 @@ def up() -> None:
     try:
         write_configuration(make_certificates())
         make_network()
+        make_artifacts_folder()
         start_control_plane()
         start_node()
         start_operators()
-    except (DeviceError, KeyboardInterrupt):
+    except BaseException:
         down()
         raise
+
+
+@contextmanager
+def unstoppable() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait until the end, also for the commands that are run here."""
+    stops = {signal.SIGINT, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def stop(name: str, timeout_seconds: float = 10) -> None:
@@ -377,16 +493,17 @@ def stop(name: str, timeout_seconds: float = 10) -> None:
     file.unlink()
 
 
+@unstoppable()
 def down() -> None:
-    """Stop everything and remove what `up` made; the binaries and the logs stay."""
+    """Stop everything and remove what `up` made; the binaries, the logs and the artifacts stay."""
     if not HOME.exists():
         return
     # Controllers first: they would start again what is stopped after them.
     operators = ("kuberay-operator", "volcano-controller", "volcano-scheduler")
     for name in (*operators, "kube-controller-manager", "kwok", "kubelet", "kube-proxy"):
         stop(name)
-    for task in run("ctr", "-a", SOCKET, "-n", "k8s.io", "tasks", "ls", "-q", quiet=True).split():
-        run("ctr", "-a", SOCKET, "-n", "k8s.io", "tasks", "rm", "-f", task, quiet=True)
+    for task in ctr("tasks", "ls", "-q", quiet=True).split():
+        ctr("tasks", "rm", "-f", task, quiet=True)
     run(BIN / "kube-proxy", "--cleanup", quiet=True)
     for file in sorted(PID.glob("*")):
         stop(file.name)

@@ -1,0 +1,119 @@
+"""Deploys stages on a KubeRay cluster: `python -m k8s.deploy COMMAND`.
+
+The Makefile's targets call it and say which variables each takes; it reads them from the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import cast
+
+from k8s.deploy.api import connect
+from k8s.deploy.client import deploy_stage, rollback_stage, run_pipeline, show_log, stop_stage
+from k8s.deploy.deployment import Mode
+from k8s.deploy.overlay import choose_overlay, cluster_down, cluster_up
+from k8s.deploy.stage import require_stage_name
+from k8s.deploy.status import describe_status
+from k8s.deploy.wish import Wish
+from services.common.errors import RecipeError, exit_code_of
+
+START_TIMEOUT_SECONDS = 1800
+
+
+def main(argv: list[str]) -> int:
+    commands = {
+        "cluster-up": up,
+        "cluster-down": down,
+        "deploy-stage": deploy,
+        "stage-status": status,
+        "stage-logs": logs,
+        "stop-stage": stop,
+        "rollback-stage": rollback,
+        "pipeline": pipeline,
+    }
+    parser = argparse.ArgumentParser(prog="python -m k8s.deploy", description=__doc__)
+    parser.add_argument("command", choices=commands)
+    return commands[parser.parse_args(argv).command]()
+
+
+def up() -> int:
+    """OVERLAY (local), HEAD_TAG (the working tree's)."""
+    return cluster_up(connect(), choose_overlay(os.environ.get("OVERLAY") or "local"), os.environ.get("HEAD_TAG", ""))
+
+
+def down() -> int:
+    """OVERLAY (local), FORCE=1."""
+    return cluster_down(connect(), choose_overlay(os.environ.get("OVERLAY") or "local"), _is_set("FORCE"))
+
+
+def deploy() -> int:
+    """STAGE, RECIPE, TAG, NODES, MODE=shared|isolated, ARGS, RETRIES, WAIT, DRAIN, KEEP=1, DRY_RUN=1, FOLLOW=0."""
+    return deploy_stage(connect(), _wish(_stage()))
+
+
+def status() -> int:
+    print(describe_status(connect()))
+    return 0
+
+
+def logs() -> int:
+    """STAGE."""
+    return show_log(connect(), _stage())
+
+
+def stop() -> int:
+    """STAGE."""
+    return stop_stage(connect(), _stage())
+
+
+def rollback() -> int:
+    """STAGE, and all that `deploy-stage` takes but TAG; default: as it was deployed last."""
+    return rollback_stage(connect(), _wish(_stage()))
+
+
+def pipeline() -> int:
+    """All that `deploy-stage` takes but STAGE, TAG and NODES."""
+    return run_pipeline(connect(), _wish("tokenizer"))
+
+
+def _wish(stage: str) -> Wish:
+    mode, recipe, arguments = os.environ.get("MODE"), os.environ.get("RECIPE"), os.environ.get("ARGS")
+    if mode not in (None, "", "shared", "isolated"):
+        raise RecipeError(f"MODE={mode}: shared or isolated")
+    return Wish(
+        stage=stage,
+        recipe=Path(recipe) if recipe else None,
+        tag=os.environ.get("TAG", ""),
+        nodes=_number("NODES", 1) if os.environ.get("NODES") else None,
+        mode=cast(Mode, mode) if mode else None,
+        arguments=tuple(shlex.split(arguments)) if arguments is not None else None,
+        retries=_number("RETRIES", 3),
+        start_timeout_seconds=_number("WAIT", START_TIMEOUT_SECONDS),
+        drain_seconds=_number("DRAIN", 0),
+        keep=_is_set("KEEP"),
+        dry_run=_is_set("DRY_RUN"),
+        follow=os.environ.get("FOLLOW", "1") != "0",
+    )
+
+
+def _stage() -> str:
+    return require_stage_name(os.environ.get("STAGE", ""))
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable) or str(default)
+    if not text.isdecimal():
+        raise RecipeError(f"{variable}={text}: a whole number is expected")
+    return int(text)
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "") not in ("", "0")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

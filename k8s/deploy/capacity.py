@@ -1,0 +1,114 @@
+"""Is there room: in the group, in the queue, on the nodes? What does not fit is named by its resource."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from k8s.deploy.api import Api, Object
+from k8s.deploy.stage import Stage, quantity
+
+
+def check_size(stage: Stage, nodes: int) -> str:
+    most = stage.group["maxReplicas"]
+    if nodes <= most:
+        return ""
+    return (
+        f"NODES={nodes}, but worker group {stage.name} has maxReplicas {most}; "
+        f"raise it in k8s/stages/{stage.name} (and the queue with it), then: make cluster-up"
+    )
+
+
+def check_queue(api: Api, stage: Stage, nodes: int) -> str:
+    queue = api.find("Queue", stage.queue)
+    if queue is None:
+        return f"queue {stage.queue} does not exist: k8s/base/queue.yaml makes it, make cluster-up"
+    state = (queue.get("status") or {}).get("state", "Open")
+    if state != "Open":
+        return f"queue {stage.queue} is {state}, so no gang enters it"
+    capability = {name: quantity(each) for name, each in (queue["spec"].get("capability") or {}).items()}
+    short = [
+        f"{name}: {_told(amount * nodes)} asked, {_told(capability[name])} in the queue"
+        for name, amount in stage.requests.items()
+        if name in capability and amount * nodes > capability[name]
+    ]
+    if not short:
+        return ""
+    return (
+        f"queue {stage.queue} is too small for {nodes} {stage.name} pods ({'; '.join(short)}): "
+        f"raise its capability in the overlay, or deploy with fewer NODES"
+    )
+
+
+def check_nodes(api: Api, stage: Stage, nodes: int) -> str:
+    """Are there enough nodes that one pod each could ever go to?"""
+    present = api.find_all("Node")
+    selector = stage.pod.get("nodeSelector") or {}
+    labelled = [node for node in present if selector.items() <= (node["metadata"].get("labels") or {}).items()]
+    if not labelled:
+        return (
+            f"no node has the labels that {stage.name} pods select ({_labels(selector)}); instance types here: "
+            f"{', '.join(sorted({_instance_type(node) for node in present}))}"
+        )
+    open_to_us = [node for node in labelled if not _refusing_taints(node, stage)]
+    if not open_to_us:
+        taints = sorted({taint for node in labelled for taint in _refusing_taints(node, stage)})
+        return f"every node that {stage.name} pods select has a taint that they do not tolerate: {', '.join(taints)}"
+    room = sum(_pods_that_fit(node, stage) for node in open_to_us)
+    if room >= nodes:
+        return ""
+    lacking = _lacking(open_to_us, stage)
+    return (
+        f"{len(open_to_us)} nodes could take {stage.name} pods, with room for {room} of {nodes}"
+        + (f": none has enough {', '.join(lacking)}" if lacking else "")
+        + ". Add nodes, or deploy with fewer NODES"
+    )
+
+
+def _pods_that_fit(node: Object, stage: Stage) -> int:
+    """By the node's whole size: what runs there now may leave."""
+    allocatable = node["status"].get("allocatable") or {}
+    fits = [
+        int(quantity(allocatable.get(name, "0")) // amount) for name, amount in stage.requests.items() if amount > 0
+    ]
+    return min(fits, default=0)
+
+
+def _lacking(nodes: list[Object], stage: Stage) -> list[str]:
+    """Resources of which no node has enough for one pod."""
+    allocatable = [node["status"].get("allocatable") or {} for node in nodes]
+    return [
+        name
+        for name, amount in stage.requests.items()
+        if all(quantity(each.get(name, "0")) < amount for each in allocatable)
+    ]
+
+
+def _refusing_taints(node: Object, stage: Stage) -> list[str]:
+    taints = node["spec"].get("taints") or []
+    tolerations = stage.pod.get("tolerations") or []
+    return [
+        f"{taint['key']}:{taint['effect']}"
+        for taint in taints
+        if taint["effect"] != "PreferNoSchedule" and not any(_tolerates(each, taint) for each in tolerations)
+    ]
+
+
+def _tolerates(toleration: Object, taint: Object) -> bool:
+    if toleration.get("effect") not in (None, "", taint["effect"]):
+        return False
+    if toleration.get("operator") == "Exists":
+        return toleration.get("key") in (None, "", taint["key"])
+    return toleration.get("key") == taint["key"] and toleration.get("value", "") == taint.get("value", "")
+
+
+def _instance_type(node: Object) -> str:
+    return str((node["metadata"].get("labels") or {}).get("node.kubernetes.io/instance-type", "unknown"))
+
+
+def _labels(selector: dict[str, str]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in selector.items()) or "any"
+
+
+def _told(number: Decimal) -> str:
+    """Bytes in GiB, everything else plainly."""
+    return f"{number / 2**30:,.0f} GiB" if number >= 2**30 else f"{number:g}"

@@ -1,0 +1,261 @@
+"""The commands of a person or of CI: deploy a stage, stop it, go back, run all three.
+
+Everything that lasts happens in the deploy Job; a client only checks, shows, asks and watches.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from k8s.deploy.api import Api, Conflict
+from k8s.deploy.deployment import Deployment, Record, ask_to_stop, read_record
+from k8s.deploy.following import follow
+from k8s.deploy.names import STAGE_LABEL, job_name, lease_name
+from k8s.deploy.objects import DRAIN_MARGIN_SECONDS, deploy_job, recipe_config_map
+from k8s.deploy.plan import describe_plan
+from k8s.deploy.preflight import Problem, check_cluster, check_in_pod, describe_topology
+from k8s.deploy.release import drop_rayjobs, release_pods
+from k8s.deploy.stage import Stage, read_stage
+from k8s.deploy.wish import Wanted, Wish, previous_wish, resolve, user_name
+from services.common.errors import DeviceError, MillraceError, RecipeError
+from services.common.recipe import STAGES
+
+POLL_SECONDS = 1.0
+STOP_MARGIN_SECONDS = 300.0
+
+
+class NotDeployed(MillraceError):
+    """Preflight found reasons not to."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def deploy_stage(api: Api, wish: Wish) -> int:
+    """Preflight, diff, deploy Job, follow. A stage that is being deployed just so is followed, not deployed again.
+
+    Returns the stage's exit code, or 0 at once with FOLLOW=0 or DRY_RUN=1.
+    """
+    stage = read_stage(api, wish.stage)
+    wanted = resolve(api, stage, wish)
+    running = _running(api, wish.stage)
+    if running and (running.stop or running.outcome or running.is_deleted):
+        print(f"waiting for the deployment of {wish.stage} before to go down", flush=True)
+        _wait_until_over(api, stage, running)
+        stage = read_stage(api, wish.stage)
+    elif running:
+        return _attach(api, running, wanted.deployment, wish)
+    deployment = _check(api, stage, wanted)
+    if wish.dry_run:
+        print("\nDRY_RUN=1: nothing was changed")
+        return 0
+    _send(api, stage, deployment, wanted.recipe_text)
+    return _follow(api, deployment, wish)
+
+
+def stop_stage(api: Api, stage_name: str) -> int:
+    """Let the stage commit a checkpoint and take it down; where no deploy Job does it, take it down from here."""
+    stage = read_stage(api, stage_name)
+    record = read_record(api, stage_name)
+    if record and not record.is_over:
+        print(f"stopping {stage_name}: its driver gets SIGTERM, which the trainer turns into a checkpoint", flush=True)
+        ask_to_stop(api, stage_name, user_name())
+        if not _wait_until_over(api, stage, record):
+            print(f"Job {job_name(stage_name)} does not answer: taking {stage_name} down from here", flush=True)
+            api.delete("Job", job_name(stage_name), uid=record.uid)
+    if _release(api, stage, record.uid if record else ""):
+        print(f"{stage_name} is down: no pods, no gang")
+    return 0
+
+
+def rollback_stage(api: Api, wish: Wish) -> int:
+    """Deploy the stage as it was deployed last, with the image before, of those with which it ended well.
+
+    What runs is stopped once the other is known to be able to run.
+    """
+    stage = read_stage(api, wish.stage)
+    record = read_record(api, wish.stage)
+    present = record.deployment.image if record else stage.image
+    image = _image_before(stage, present)
+    print(f"rolling {wish.stage} back: {present} -> {image}", flush=True)
+    again = replace(previous_wish(api, stage, wish, record), tag=image)
+    if record and not record.is_over and not wish.dry_run:
+        _check(api, stage, resolve(api, stage, again))
+        stop_stage(api, wish.stage)
+    elif record and not record.is_over:
+        _check(api, stage, resolve(api, stage, again))
+        return 0
+    return deploy_stage(api, again)
+
+
+def run_pipeline(api: Api, wish: Wish) -> int:
+    """The three stages, one after the other; stops at the first that fails."""
+    if not wish.follow or wish.keep:
+        raise RecipeError("pipeline waits for each stage and takes it down before the next: no FOLLOW=0, no KEEP=1")
+    for stage in STAGES:
+        print(f"\n== {stage}", flush=True)
+        try:
+            # Image and number of nodes are each stage's own.
+            code = deploy_stage(api, replace(wish, stage=stage, tag="", nodes=None))
+        except NotDeployed as error:
+            if not (wish.dry_run and error.exit_code == 3 and stage != STAGES[0]):
+                raise
+            print(f"{error}\nwhich the stages before may bring")
+            code = 0
+        if code != 0:
+            return code
+    return 0
+
+
+def show_log(api: Api, stage_name: str) -> int:
+    """Follow a stage that is deployed; of one that ended, print what its Job said."""
+    record = read_record(api, stage_name)
+    if record is None:
+        raise DeviceError(
+            f"{stage_name} has no deployment; the logs of earlier ones are in log/{stage_name} of the root"
+        )
+    follow(api, stage_name, record.deployment.id)
+    return 0
+
+
+def _check(api: Api, stage: Stage, wanted: Wanted) -> Deployment:
+    """Show the plan; the deployment, completed by what was seen. Raises `NotDeployed` with every problem found."""
+    deployment = wanted.deployment
+    topology = describe_topology(wanted.recipe, stage.name, deployment.nodes)
+    print(describe_plan(stage, deployment, wanted.recipe, topology), flush=True)
+    problems = check_cluster(api, stage, deployment)
+    if not problems:  # a short pod needs the claim and the account that were just looked for
+        found = check_in_pod(api, stage, deployment, wanted.recipe_text)
+        problems = found.problems
+        deployment = replace(deployment, ray_version=found.ray_version)
+        for artifact in found.upstream:
+            print(f"reads       {artifact['schema']} {artifact['name']}/{artifact['id']}", flush=True)
+    if problems:
+        raise NotDeployed(_listed(stage.name, problems), min(problem.exit_code for problem in problems))
+    return deployment
+
+
+def _listed(stage: str, problems: list[Problem]) -> str:
+    lines = "".join(f"\n  - {problem.text}" for problem in problems)
+    return f"{stage} is not deployed, nothing was changed:{lines}"
+
+
+def _send(api: Api, stage: Stage, deployment: Deployment, recipe_text: str) -> None:
+    """Create recipe and Job. The Job's fixed name makes the API server the judge between two clients."""
+    with suppress(Conflict):  # its name says its content
+        api.create(recipe_config_map(stage.name, recipe_text, deployment.recipe_digest))
+    before = read_record(api, stage.name)
+    if before and before.is_over:
+        api.delete("Job", job_name(stage.name), uid=before.uid)
+        _wait_until_gone(api, stage.name, before.uid)
+    try:
+        api.create(deploy_job(stage, deployment))
+    except Conflict as error:
+        raise DeviceError(
+            f"somebody else began to deploy {stage.name} at this moment: make stage-status shows what; "
+            f"the same command follows it when it is the same"
+        ) from error
+    _forget_recipes(api, stage, deployment, before)
+
+
+def _attach(api: Api, running: Record, deployment: Deployment, wish: Wish) -> int:
+    differences = running.deployment.differences(deployment)
+    if differences:
+        raise NotDeployed(
+            f"{wish.stage} is being deployed by {running.deployment.user} since {running.created_at}, and you ask for "
+            f"another: {'; '.join(differences)}. Wait for it (make stage-logs STAGE={wish.stage}) or end it first "
+            f"(make stop-stage STAGE={wish.stage}).",
+            4,
+        )
+    print(f"{wish.stage} is being deployed just so since {running.created_at}: following it", flush=True)
+    return 0 if wish.dry_run else _follow(api, running.deployment, wish)
+
+
+def _follow(api: Api, deployment: Deployment, wish: Wish) -> int:
+    if not wish.follow:
+        print(f"{deployment.stage} is being deployed; make stage-logs STAGE={deployment.stage} follows it")
+        return 0
+    try:
+        return follow(api, deployment.stage, deployment.id)
+    except KeyboardInterrupt:
+        print(
+            f"\n{deployment.stage} goes on without you: make stage-logs STAGE={deployment.stage} follows it again, "
+            f"make stop-stage STAGE={deployment.stage} ends it"
+        )
+        raise
+
+
+def _image_before(stage: Stage, present: str) -> str:
+    good = stage.good_images
+    digests = [image.rpartition("@")[2] for image in good]
+    digest = present.rpartition("@")[2]
+    earlier = good[: digests.index(digest)] if digest in digests else good
+    if not earlier:
+        known = f"only {present} is known to be good" if good else "no image of it has ended well here yet"
+        raise DeviceError(
+            f"{stage.name} cannot go back: {known}. make deploy-stage STAGE={stage.name} TAG=... takes any"
+        )
+    return earlier[-1]
+
+
+def _forget_recipes(api: Api, stage: Stage, deployment: Deployment, before: Record | None) -> None:
+    """Remove recipes of older deployments; a pod template names one until it is changed, a rollback takes the last."""
+    digests = {each.recipe_digest for each in (deployment, before.deployment if before else None) if each}
+    kept = {recipe_config_map(stage.name, "", digest)["metadata"]["name"] for digest in digests} | {stage.recipe}
+    for recipe in api.find_all("ConfigMap", f"{STAGE_LABEL}={stage.name}"):
+        if recipe["metadata"]["name"] not in kept:
+            api.delete("ConfigMap", recipe["metadata"]["name"])
+
+
+def _running(api: Api, stage: str) -> Record | None:
+    record = read_record(api, stage)
+    return record if record and not record.is_over else None
+
+
+def _release(api: Api, stage: Stage, uid: str) -> bool:
+    """Take down what no deploy Job holds any more; False when somebody deployed the stage anew meanwhile."""
+    deadline = time.monotonic() + _patience(stage)
+    while True:
+        running = _running(api, stage.name)
+        if running and running.uid != uid:
+            print(f"{stage.name} was deployed anew by {running.deployment.user}: that one is left alone")
+            return False
+        try:
+            left = drop_rayjobs(api, f"{STAGE_LABEL}={stage.name}") or release_pods(api, read_stage(api, stage.name))
+        except Conflict:
+            left = 1  # the operator wrote in between
+        if left == 0:
+            api.delete("Lease", lease_name(stage.name))
+            return True
+        if time.monotonic() > deadline:
+            raise DeviceError(f"{stage.name} does not go down: kubectl -n {api.namespace} get pods,rayjobs -o wide")
+        time.sleep(POLL_SECONDS)
+
+
+def _wait_until_over(api: Api, stage: Stage, record: Record) -> bool:
+    """False when the Job goes on longer than a stage may take to stop."""
+    deadline = time.monotonic() + max(_patience(stage), 2 * record.deployment.drain_seconds + STOP_MARGIN_SECONDS)
+    while time.monotonic() < deadline:
+        now = _running(api, stage.name)
+        if now is None or now.uid != record.uid:
+            return True
+        time.sleep(POLL_SECONDS)
+    return False
+
+
+def _wait_until_gone(api: Api, stage: str, uid: str) -> None:
+    deadline = time.monotonic() + STOP_MARGIN_SECONDS
+    while time.monotonic() < deadline:
+        record = read_record(api, stage)
+        if record is None or record.uid != uid:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _patience(stage: Stage) -> float:
+    """A notice to the driver, then one to the pods."""
+    grace = int(stage.pod.get("terminationGracePeriodSeconds", DRAIN_MARGIN_SECONDS))
+    return 2 * grace + STOP_MARGIN_SECONDS

@@ -1,0 +1,326 @@
+"""The deploy Job's work: gang, pods, RayJob, follow, retry, and down again.
+
+It is level-triggered: each `_advance` reads the cluster, does the one next thing and remembers nothing that it could
+not read again. So it may be killed between any two lines and started anew; only deadlines begin again.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from k8s.deploy.api import Api, Object
+from k8s.deploy.deployment import (
+    EXIT_AGAIN,
+    Attempt,
+    Deployment,
+    Outcome,
+    Record,
+    read_record,
+    write_attempt,
+    write_outcome,
+)
+from k8s.deploy.driver_log import DriverLog
+from k8s.deploy.lease import LeaseHeld, StageLease
+from k8s.deploy.names import CLUSTER, STAGE_LABEL
+from k8s.deploy.objects import LOG_FOLDER, desired_group, isolated_rayjob, pod_group, rayjob
+from k8s.deploy.placement import explain_placement, newest_event, pods_of
+from k8s.deploy.ray_jobs import DriverState, RayJobs, RayUnreachable
+from k8s.deploy.release import drop_rayjobs, release_pods, replace_group, scale_down
+from k8s.deploy.remembering import remember_checkpoint_seconds, remember_good_image
+from k8s.deploy.stage import Stage, read_stage
+from k8s.deploy.verdict import exit_code_of_driver, exit_code_of_rayjob, has_ended
+from services.common.errors import EXIT_BUG, MillraceError
+
+POLL_SECONDS = 2.0
+PENDING_SECONDS = 300.0  # KubeRay and Ray leave a job that finds no resource PENDING for ever
+SUBMIT_SECONDS = 300.0  # also what the operator may take to submit again after a lost head
+HEAD_LOST_SECONDS = 600.0
+LOG_SECONDS = 20.0
+
+
+class Conductor:
+    """Brings one deployment about, or goes on with one that an earlier process began."""
+
+    def __init__(self, api: Api, deployment: Deployment, pod: str) -> None:
+        self._api = api
+        self._deployment = deployment
+        self._stage_name = deployment.stage
+        self._lease = StageLease(api, deployment.stage, f"{deployment.id}/{pod}")
+        self._has_lease = False
+        self._terminated = threading.Event()
+        self._said = ""
+        self._wait: tuple[str, float] = ("", 0.0)  # what is waited for, and since when
+        self._log: DriverLog | None = None
+        self._submission: tuple[str, int] | None = None  # the one whose log is followed
+        self._stopped: tuple[str, int] | None = None  # the one that was told to stop
+
+    def run(self) -> Outcome | None:
+        """Until the deployment is over and its pods are gone. None when another process goes on with it."""
+        signal.signal(signal.SIGTERM, lambda *_: self._terminated.set())
+        while True:
+            try:
+                if self._terminated.is_set() and self._is_ours():
+                    self._lease.release()
+                    self._say("told to leave; the Job starts again and goes on")
+                    return None
+                self._lease.hold()
+                self._has_lease = True
+                outcome = self._advance()
+                if outcome:
+                    self._lease.release()
+                    self._say(f"{outcome.message} (exit code {outcome.exit_code})")
+                    return outcome
+            except LeaseHeld as error:
+                if self._has_lease:
+                    self._say(f"{error}: this process leaves")
+                    return None
+                self._say(f"waiting: {error}")
+            except MillraceError as error:
+                # The API is away, somebody wrote in between, a right is missing for a moment: nodes may be held, so
+                # this process stays until they are not.
+                self._say(f"again in {POLL_SECONDS:.0f} s: {error}")
+            except Exception as error:  # noqa: BLE001 - a bug must not leave nodes held either
+                traceback.print_exc()
+                self._end_with_bug(error)
+            self._pause()
+
+    def _advance(self) -> Outcome | None:
+        """Do the next thing; the outcome once everything is down."""
+        record = self._read_record()
+        if record.outcome:
+            return record.outcome if self._release(record) else None
+        if record.attempts and not self._may_try_again(record):
+            last = record.attempts[-1]
+            self._end(record, last.exit_code, last.message)
+            return None
+        attempt = len(record.attempts) + 1
+        job = self._api.find("RayJob", self._deployment.rayjob(attempt))
+        if job is None and record.stop:
+            self._end(record, EXIT_AGAIN, f"stopped by {record.stop}; the same command continues")
+        elif job is None:
+            self._start(record, attempt)
+        else:
+            self._watch(record, job)
+        return None
+
+    def _may_try_again(self, record: Record) -> bool:
+        is_left = len(record.attempts) <= self._deployment.retries
+        return record.attempts[-1].exit_code == EXIT_AGAIN and is_left and not record.stop
+
+    def _start(self, record: Record, attempt: int) -> None:
+        """Place the gang; when it stands, create the RayJob."""
+        # Any that is there is older, of an attempt or a deployment that was cut short: two would write one run.
+        if drop_rayjobs(self._api, f"{STAGE_LABEL}={self._stage_name}"):
+            self._say("waiting for an earlier attempt's RayJob to go")
+            return
+        stage = read_stage(self._api, self._stage_name)
+        missing = self._place(stage)
+        if missing:
+            self._say(missing)
+            if self._waits_for("the gang") > self._deployment.start_timeout_seconds:
+                self._end(record, EXIT_AGAIN, f"not up after {self._deployment.start_timeout_seconds} s: {missing}")
+            return
+        make = isolated_rayjob if self._deployment.mode == "isolated" else rayjob
+        self._api.create(make(stage, self._deployment, attempt))
+        self._say(f"attempt {attempt}: RayJob {self._deployment.rayjob(attempt)} runs {self._deployment.image}")
+
+    def _place(self, stage: Stage) -> str:
+        """Bring the gang closer to N Ray nodes with the deployment's image; what is missing still."""
+        nodes, is_shared = self._deployment.nodes, self._deployment.mode == "shared"
+        group = desired_group(stage, self._deployment)
+        is_same = is_shared and group["template"] == stage.group["template"]
+        # Only at 0: else pods of one group run different images, and KubeRay chooses which pods of too many go.
+        if (not is_same or stage.replicas > nodes) and (stage.replicas or pods_of(self._api, stage.name)):
+            scale_down(self._api, stage)
+            return f"waiting for the {stage.name} pods of the deployment before to leave"
+        self._ensure_pod_group(stage)
+        if not is_shared:
+            return ""
+        if not is_same or stage.replicas != nodes:
+            replace_group(self._api, stage, group | {"replicas": nodes})
+            return f"{stage.name}: {stage.replicas} -> {nodes} pods of {self._deployment.image}"
+        missing = explain_placement(self._api, stage, nodes)
+        if missing:
+            return missing
+        try:
+            joined = self._ray(CLUSTER).count_nodes(stage.routing_resource)
+        except RayUnreachable as error:
+            return f"waiting for the Ray head: {error}"
+        return f"{joined} of {nodes} {stage.name} pods have joined Ray" if joined < nodes else ""
+
+    def _ensure_pod_group(self, stage: Stage) -> None:
+        wanted = pod_group(stage, self._deployment.nodes)
+        group = self._api.find("PodGroup", stage.pod_group)
+        if group is None:
+            self._api.create(wanted)
+        elif group["spec"].get("minMember") != self._deployment.nodes:
+            self._api.merge("PodGroup", stage.pod_group, {"spec": wanted["spec"]})
+
+    def _watch(self, record: Record, job: Object) -> None:
+        """Follow the attempt until Ray or the operator says how it ended. Ray's word comes first."""
+        name = job["metadata"]["name"]
+        ray = self._ray((job.get("status") or {}).get("rayClusterName") or CLUSTER)
+        try:
+            driver = ray.find(name)
+            if driver:
+                self._watch_driver(record, ray, name, driver)
+                return
+            unreachable = ""
+        except RayUnreachable as error:
+            unreachable = str(error)
+        if has_ended(job):
+            self._end_attempt(record, *exit_code_of_rayjob(job))
+        elif record.stop and not self._log:
+            self._end_attempt(record, EXIT_AGAIN, f"stopped by {record.stop} before its driver ran")
+        elif self._deployment.mode == "isolated" and not self._log:
+            self._watch_isolated_start(record, job)
+        elif unreachable:
+            self._watch_lost_head(record, unreachable)
+        else:
+            self._watch_submission(record, job)
+
+    def _watch_driver(self, record: Record, ray: RayJobs, name: str, driver: DriverState) -> None:
+        self._follow_log(ray, name, driver)
+        if driver.status.is_terminal():
+            self._end_attempt(record, *exit_code_of_driver(driver, record.stop))
+        elif record.stop:
+            self._say(f"stopping for {record.stop}: the driver has its notice")
+            # Once per submission: after a lost head the operator submits the job again, which starts without it.
+            if self._stopped != (name, driver.started_at_ms):
+                ray.stop(name)
+                self._stopped = (name, driver.started_at_ms)
+        elif driver.status == "PENDING":
+            self._watch_pending(record, ray, name)
+        else:
+            self._waits_for("")
+            self._say(f"attempt {len(record.attempts) + 1} is {driver.status.lower()}")
+
+    def _watch_lost_head(self, record: Record, error: str) -> None:
+        if self._waits_for("the head") > HEAD_LOST_SECONDS:
+            self._end_attempt(record, EXIT_AGAIN, f"the Ray head was lost: {error}")
+        else:
+            self._say("the Ray head does not answer; a new one runs this attempt again by itself")
+
+    def _watch_isolated_start(self, record: Record, job: Object) -> None:
+        """Its own head and pods are being placed."""
+        name = (job.get("status") or {}).get("rayClusterName")
+        cluster = self._api.find("RayCluster", name) if name else None
+        stage = read_stage(self._api, self._stage_name)
+        refused = newest_event(self._api, cluster) if cluster else ""
+        missing = explain_placement(self._api, stage, self._deployment.nodes) or "its Ray head is starting"
+        self._say(f"{missing} {f'({refused})' if refused else ''}".strip())
+        if self._waits_for("its cluster") > self._deployment.start_timeout_seconds:
+            seconds = self._deployment.start_timeout_seconds
+            self._end_attempt(record, EXIT_AGAIN, f"not up after {seconds} s: {missing} {refused}".strip())
+
+    def _watch_submission(self, record: Record, job: Object) -> None:
+        """Ray does not know the job: not yet, or not any more, since the operator submits it again to a new head."""
+        if self._waits_for("submission") > SUBMIT_SECONDS:
+            state = (job.get("status") or {}).get("jobDeploymentStatus") or "nothing"
+            self._end_attempt(
+                record,
+                EXIT_AGAIN,
+                f"the operator did not submit the job within {SUBMIT_SECONDS:.0f} s; its RayJob says {state}. Does the "
+                f"operator run, without a batch scheduler of its own (k8s/README.md)?",
+            )
+        else:
+            self._say("waiting for the operator to submit the job")
+
+    def _watch_pending(self, record: Record, ray: RayJobs, name: str) -> None:
+        stage = read_stage(self._api, self._stage_name)
+        missing = explain_placement(self._api, stage, self._deployment.nodes) or "all pods are ready"
+        self._say(f"the job is pending; {missing}")
+        if self._waits_for("a resource") > PENDING_SECONDS:
+            ray.stop(name)
+            self._end_attempt(
+                record,
+                EXIT_AGAIN,
+                f"the job was pending for {PENDING_SECONDS:.0f} s: no live Ray node has {stage.routing_resource} to "
+                f"give; {missing}",
+            )
+
+    def _end_attempt(self, record: Record, exit_code: int, message: str) -> None:
+        """Record how it ended before anything of it is removed."""
+        if self._log:
+            self._log.close(LOG_SECONDS)
+            self._log = self._submission = None
+        stage = read_stage(self._api, self._stage_name)
+        if exit_code == 0:
+            remember_good_image(self._api, stage, self._deployment.image)
+        remember_checkpoint_seconds(self._api, stage)
+        number = len(record.attempts) + 1
+        # The Job was written to by those who ask it to stop; what was tried is ours alone.
+        write_attempt(self._api, self._read_record(), Attempt(exit_code, message))
+        self._api.delete("RayJob", self._deployment.rayjob(number))
+        self._waits_for("")
+        self._say(f"attempt {number} ended with exit code {exit_code}: {message}")
+
+    def _end(self, record: Record, exit_code: int, message: str) -> None:
+        tried = f" after {len(record.attempts)} attempts" if len(record.attempts) > 1 else ""
+        write_outcome(self._api, record, Outcome(exit_code, message + tried))
+
+    def _end_with_bug(self, error: Exception) -> None:
+        try:
+            record = self._read_record()
+            if not record.outcome:
+                self._end(record, EXIT_BUG, f"a bug in the deploy tool: {error!r}")
+        except MillraceError as away:
+            self._say(f"again in {POLL_SECONDS:.0f} s: {away}")
+
+    def _release(self, record: Record) -> bool:
+        """RayJobs, pods and gang down, in this order; True once they are gone."""
+        if drop_rayjobs(self._api, f"{STAGE_LABEL}={self._stage_name}"):
+            return False
+        # Pods that never stood are no use to anybody, and would take nodes as soon as there are some.
+        if self._deployment.keep and record.attempts:
+            return True
+        left = release_pods(self._api, read_stage(self._api, self._stage_name))
+        if left:
+            self._say(f"waiting for {left} {self._stage_name} pods to leave")
+        return left == 0
+
+    def _follow_log(self, ray: RayJobs, name: str, driver: DriverState) -> None:
+        submission = (name, driver.started_at_ms)
+        if driver.status == "PENDING" or self._submission == submission:
+            return
+        if self._log:
+            self._log.abandon()
+        folder = Path(read_stage(self._api, self._stage_name).root) / LOG_FOLDER / self._stage_name
+        self._submission = submission
+        self._log = DriverLog(ray, name, driver.started_at_ms, folder)
+        self._say(f"the driver's log goes to {self._log.path}")
+
+    def _read_record(self) -> Record:
+        """The deployment's record. A Job that somebody deleted has none any more: its stage is stopped."""
+        record = read_record(self._api, self._stage_name)
+        if record and record.deployment.id == self._deployment.id and not record.is_deleted:
+            return record
+        outcome = Outcome(EXIT_AGAIN, "stopped, because its Job was deleted; the same command continues")
+        return Record(self._deployment, "", "", (), outcome, "", False, True, "")
+
+    def _is_ours(self) -> bool:
+        """Is the Job still there, so that it starts another process after this one?"""
+        record = read_record(self._api, self._stage_name)
+        return record is not None and record.deployment.id == self._deployment.id and not record.is_deleted
+
+    def _ray(self, cluster: str) -> RayJobs:
+        return RayJobs(cluster, self._api.namespace)
+
+    def _waits_for(self, what: str) -> float:
+        """Seconds for which this, and nothing else, has been waited for."""
+        if self._wait[0] != what:
+            self._wait = (what, time.monotonic())
+        return time.monotonic() - self._wait[1]
+
+    def _pause(self) -> None:
+        # A process that was told to leave, but has a stage to bring down, goes on in the same rhythm.
+        time.sleep(POLL_SECONDS) if self._terminated.is_set() else self._terminated.wait(POLL_SECONDS)
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            print(f"deploy: {text}", flush=True)
+            self._said = text

@@ -1,0 +1,47 @@
+"""What a deploy Job runs, in the cluster: `python -m k8s.deploy.job DEPLOYMENT`.
+
+Its exit code is the deployment's, which ends the Job, only when the deployment is over. On everything else Kubernetes
+starts it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+
+from k8s.deploy.api import Api, connect
+from k8s.deploy.conductor import Conductor
+from k8s.deploy.deployment import Deployment
+from k8s.deploy.objects import EXITS_THAT_END_A_DEPLOYMENT
+from services.common.errors import EXIT_BUG, DeviceError
+
+EXIT_START_AGAIN = 143
+CONNECT_SECONDS = 120.0
+
+
+def main(text: str) -> int:
+    logging.getLogger("ray").setLevel(logging.WARNING)  # it says at each end of a log stream that it ended
+    outcome = Conductor(_connect(), Deployment.from_json(text), os.environ["POD_NAME"]).run()
+    if outcome is None:
+        return EXIT_START_AGAIN
+    # A stage may end with any code; its outcome has it, and the Job has to end.
+    return outcome.exit_code if outcome.exit_code in (0, *EXITS_THAT_END_A_DEPLOYMENT) else EXIT_BUG
+
+
+def _connect() -> Api:
+    """A pod's network may come a moment after the pod."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            return connect()
+        except DeviceError as error:
+            print(f"deploy: {error}", file=sys.stderr, flush=True)
+            if time.monotonic() > deadline:
+                sys.exit(EXIT_START_AGAIN)
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,64 @@
+"""One holder per stage: a Lease of the Kubernetes API, renewed while the deploy Job works."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from k8s.deploy.api import Api, Conflict, Object
+from k8s.deploy.names import STAGE_LABEL, lease_name
+
+LEASE_SECONDS = 30
+
+
+class LeaseHeld(Exception):
+    """Another process holds the stage, or took it over."""
+
+
+class StageLease:
+    """The lease of one stage, for one holder. `hold` takes it or renews it."""
+
+    def __init__(self, api: Api, stage: str, holder: str) -> None:
+        self._api, self._stage, self._holder = api, stage, holder
+
+    def hold(self) -> None:
+        """Take or renew. Raises `LeaseHeld` while another holder renews it."""
+        lease = self._api.find("Lease", lease_name(self._stage))
+        try:
+            if lease is None:
+                self._api.create(self._body({}))
+                return
+            holder = lease["spec"].get("holderIdentity")
+            if holder not in (None, "", self._holder) and not _is_expired(lease):
+                raise LeaseHeld(f"{holder} holds the lease of {self._stage}")
+            self._api.replace(self._body(lease))
+        except Conflict as error:
+            raise LeaseHeld(str(error)) from error
+
+    def release(self) -> None:
+        lease = self._api.find("Lease", lease_name(self._stage))
+        if lease and lease["spec"].get("holderIdentity") == self._holder:
+            self._api.delete("Lease", lease_name(self._stage), uid=lease["metadata"]["uid"])
+
+    def _body(self, lease: Object) -> Object:
+        metadata: dict[str, Any] = {"name": lease_name(self._stage), "labels": {STAGE_LABEL: self._stage}}
+        if lease:
+            metadata["resourceVersion"] = lease["metadata"]["resourceVersion"]
+        return {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": metadata,
+            "spec": {
+                "holderIdentity": self._holder,
+                "leaseDurationSeconds": LEASE_SECONDS,
+                "renewTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            },
+        }
+
+
+def _is_expired(lease: Object) -> bool:
+    renewed = lease["spec"].get("renewTime")
+    if not renewed:
+        return True
+    age = datetime.now(UTC) - datetime.fromisoformat(renewed)
+    return age.total_seconds() > lease["spec"].get("leaseDurationSeconds", LEASE_SECONDS)

@@ -1,0 +1,172 @@
+"""The objects that a deployment makes: recipe, PodGroup, RayJob, deploy Job. All follow from the worker group."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shlex
+from decimal import ROUND_UP, Decimal
+
+from k8s.deploy.api import Object
+from k8s.deploy.deployment import EXIT_AGAIN, Deployment
+from k8s.deploy.names import (
+    CLUSTER,
+    COMPONENT_LABEL,
+    DEPLOYER,
+    DEPLOYMENT_LABEL,
+    STAGE_LABEL,
+    job_name,
+    recipe_name,
+)
+from k8s.deploy.stage import ENTRYPOINT_SHARE, Stage
+from services.common.errors import EXIT_BUG
+
+LOG_FOLDER = "log"
+JOB_MARGIN_SECONDS = 120
+EXITS_THAT_END_A_DEPLOYMENT = (EXIT_BUG, 2, 3, 4, 5, EXIT_AGAIN, 130)
+DRAIN_MARGIN_SECONDS = 30  # KubeRay's and Ray's own way down
+DRAIN_VARIABLES = ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "RAY_JOB_STOP_WAIT_TIME_S")
+
+
+def recipe_config_map(stage: str, text: str, digest: str) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": recipe_name(stage, digest), "labels": {STAGE_LABEL: stage}},
+        "immutable": True,
+        "data": {"recipe.toml": text},
+    }
+
+
+def pod_group(stage: Stage, nodes: int) -> Object:
+    """All N pods or none. Made with a deployment and deleted after it: an empty one holds room in its queue."""
+    return {
+        "apiVersion": "scheduling.volcano.sh/v1beta1",
+        "kind": "PodGroup",
+        "metadata": {"name": stage.pod_group, "labels": {STAGE_LABEL: stage.name}},
+        "spec": {
+            "minMember": nodes,
+            "queue": stage.queue,
+            "priorityClassName": stage.pod["priorityClassName"],
+            "minResources": {name: _amount(each * nodes) for name, each in stage.requests.items()},
+        },
+    }
+
+
+def rayjob(stage: Stage, deployment: Deployment, attempt: int) -> Object:
+    """A RayJob on the shared cluster: submitted over HTTP, its driver on one of the stage's pods."""
+    job = _rayjob(stage, deployment, attempt)
+    job["spec"]["clusterSelector"] = {"ray.io/cluster": CLUSTER}
+    return job
+
+
+def isolated_rayjob(stage: Stage, deployment: Deployment, attempt: int) -> Object:
+    """A RayJob with a cluster of its own, whose head too runs the stage's image: its Ray and Python may differ."""
+    spec = copy.deepcopy(stage.cluster["spec"])
+    spec.pop("upgradeStrategy", None)  # refused in a RayJob's cluster
+    spec["rayVersion"] = deployment.ray_version or spec["rayVersion"]
+    spec["authOptions"] = spec.get("authOptions", {}) | {"secretName": CLUSTER}
+    head = spec["headGroupSpec"]["template"]
+    head["metadata"].setdefault("labels", {})[COMPONENT_LABEL] = "isolated-head"  # outside of the head's PDB
+    head["spec"]["containers"][0]["image"] = deployment.image
+    group = desired_group(stage, deployment)
+    group["replicas"] = deployment.nodes
+    spec["workerGroupSpecs"] = [group]
+    job = _rayjob(stage, deployment, attempt)
+    job["spec"] |= {"rayClusterSpec": spec, "shutdownAfterJobFinishes": True}
+    return job
+
+
+def desired_group(stage: Stage, deployment: Deployment) -> Object:
+    """The worker group with the deployment's image, recipe and drain."""
+    group = copy.deepcopy(stage.group)
+    pod = group["template"]["spec"]
+    pod["containers"][0]["image"] = deployment.image
+    pod["volumes"][stage.recipe_index]["configMap"]["name"] = recipe_name(stage.name, deployment.recipe_digest)
+    for variable in pod["containers"][0]["env"]:
+        if variable["name"] in DRAIN_VARIABLES:
+            variable["value"] = str(deployment.drain_seconds)
+    pod["terminationGracePeriodSeconds"] = deployment.drain_seconds + DRAIN_MARGIN_SECONDS
+    return group
+
+
+def deploy_job(stage: Stage, deployment: Deployment) -> Object:
+    """The Job that does the work in the cluster, from the head's image: a closed laptop holds no nodes."""
+    head = stage.cluster["spec"]["headGroupSpec"]["template"]["spec"]
+    container = head["containers"][0]
+    labels = {STAGE_LABEL: stage.name, DEPLOYMENT_LABEL: deployment.id, COMPONENT_LABEL: "deploy"}
+    token = {"secretKeyRef": {"name": CLUSTER, "key": "auth_token"}}
+    pod = {
+        "serviceAccountName": DEPLOYER,
+        "restartPolicy": "Never",
+        # A Job that is deleted takes its stage down: a notice to the driver, then one to the pods.
+        "terminationGracePeriodSeconds": 2 * deployment.drain_seconds + DRAIN_MARGIN_SECONDS + JOB_MARGIN_SECONDS,
+        "securityContext": head["securityContext"],
+        "volumes": head["volumes"],
+        "nodeSelector": head.get("nodeSelector", {}),
+        "tolerations": head.get("tolerations", []),
+        "containers": [
+            {
+                "name": "deploy",
+                "image": container["image"],
+                "imagePullPolicy": container["imagePullPolicy"],
+                "command": ["python", "-m", "k8s.deploy.job"],
+                "args": [deployment.to_json()],
+                "env": [
+                    {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+                    {"name": "RAY_AUTH_MODE", "value": "token"},
+                    {"name": "RAY_AUTH_TOKEN", "valueFrom": token},
+                ],
+                "resources": {
+                    "requests": {"cpu": "100m", "memory": "256Mi"},
+                    "limits": {"memory": "1Gi"},
+                },
+                "securityContext": container["securityContext"],
+                "volumeMounts": container["volumeMounts"],
+            }
+        ],
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": job_name(stage.name), "labels": labels},
+        "spec": {
+            # A pod that is deleted, evicted or lost comes back and goes on; one that ended a deployment does not.
+            "backoffLimit": 50,
+            "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {
+                "rules": [
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                    {
+                        "action": "FailJob",
+                        "onExitCodes": {"operator": "In", "values": list(EXITS_THAT_END_A_DEPLOYMENT)},
+                    },
+                ]
+            },
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+
+
+def _rayjob(stage: Stage, deployment: Deployment, attempt: int) -> Object:
+    name = deployment.rayjob(attempt)
+    metadata = {"stage": stage.name, "deployment": deployment.id, "image": deployment.image}
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": name, "labels": {STAGE_LABEL: stage.name, DEPLOYMENT_LABEL: deployment.id}},
+        "spec": {
+            "jobId": name,
+            "submissionMode": "HTTPMode",  # no submitter pod whose loss would fail a healthy run
+            "entrypoint": shlex.join(stage.entrypoint(list(deployment.arguments))),
+            "entrypointResources": json.dumps({stage.routing_resource: ENTRYPOINT_SHARE}),
+            "metadata": metadata,
+            # No deadline and no backoffLimit: with clusterSelector the one leaves the Ray job running and the other is
+            # refused. Retries and deadlines are the deploy Job's.
+        },
+    }
+
+
+def _amount(number: Decimal) -> str:
+    """A quantity as the API takes it: whole numbers plainly, fractions in thousandths."""
+    return str(int(number)) if number == int(number) else f"{int((number * 1000).to_integral_value(ROUND_UP))}m"

@@ -1,0 +1,231 @@
+"""The cluster itself: render an overlay, apply it, wait for the head; and take everything away again."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+
+from k8s.deploy.api import Api, Conflict, Object
+from k8s.deploy.deployment import read_record
+from k8s.deploy.names import CLUSTER, VARIANT_ANNOTATION
+from k8s.deploy.objects import DRAIN_VARIABLES
+from k8s.deploy.placement import explain_start, is_ready, newest_event
+from k8s.deploy.stage import Stage, read_cluster, stage_of
+from k8s.deploy.stage_image import choose_image
+from services.common.errors import DeviceError, RecipeError, TryAgain
+from services.common.recipe import STAGES
+
+OVERLAYS = Path(__file__).parents[1] / "overlays"
+PLACEHOLDER = "CHANGE-ME"
+POLL_SECONDS = 1.0
+HEAD_SECONDS = 900.0
+DOWN_SECONDS = 600.0
+APPLY_ATTEMPTS = 10
+# Whatever needs the operator or holds a volume goes before what it needs.
+DOWN_FIRST = ("Job", "RayJob", "RayCluster")
+
+
+def render(overlay: Path) -> list[Object]:
+    """The overlay's objects, as kustomize writes them. Raises `DeviceError` with kustomize's words when it cannot."""
+    if not (overlay / "kustomization.yaml").is_file():
+        known = ", ".join(sorted(each.name for each in OVERLAYS.iterdir() if each.is_dir()))
+        raise RecipeError(f"OVERLAY={overlay}: no kustomization there. Known: {known}, or a folder of your own")
+    done = subprocess.run([find_kubectl(), "kustomize", str(overlay)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise DeviceError(f"{overlay} cannot be rendered: {done.stderr.strip()}")
+    return [each for each in yaml.safe_load_all(done.stdout) if each and not _is_local(each)]
+
+
+def find_kubectl() -> str:
+    """kubectl of PATH, or the one that `make cluster-local` compiled. Only for its kustomize."""
+    found = shutil.which("kubectl") or shutil.which(".cluster/bin/kubectl")
+    if found is None:
+        raise DeviceError(
+            "no kubectl on PATH; the overlays are rendered with its kustomize: install kubectl 1.27 or newer"
+        )
+    return str(Path(found).absolute())
+
+
+def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
+    """Apply the overlay and wait for the head. What deployments changed in it (images, replicas) stays theirs."""
+    objects = render(overlay)
+    _require_filled_in(overlay, objects)
+    for each in _in_order(objects):
+        if each["kind"] == "RayCluster":
+            _set_head_image(api, each, head_tag)
+            _apply_cluster(api, each)
+        else:
+            api.apply(each)
+        print(f"applied     {each['kind']} {each['metadata']['name']}", flush=True)
+    head, image = _await_head(api)
+    if _image_of(head["spec"]) != image:
+        print(
+            f"the head goes on with {_image_of(head['spec'])}; for {image} delete its pod when no stage runs: "
+            f"kubectl -n {api.namespace} delete pod -l ray.io/node-type=head"
+        )
+    print(f"RayCluster {CLUSTER} is up at {api.server}: make deploy-stage STAGE=tokenizer")
+    return 0
+
+
+def cluster_down(api: Api, overlay: Path, is_forced: bool) -> int:
+    """Delete what the overlay made, RayCluster first, volumes' data never. Refuses while a stage is deployed."""
+    objects = render(overlay)
+    running = [stage for stage in STAGES if (record := read_record(api, stage)) and not record.is_over]
+    if running and not is_forced:
+        raise DeviceError(
+            f"{', '.join(running)} is deployed: make stop-stage STAGE={running[0]} first, or make cluster-down "
+            f"FORCE=1, which loses the steps since the newest checkpoint"
+        )
+    for kind in DOWN_FIRST:
+        for each in api.find_all(kind):
+            api.delete(kind, each["metadata"]["name"])
+        _await_gone(api, kind)
+    for each in reversed(_in_order(objects)):
+        api.delete_object(each)
+        print(f"deleted     {each['kind']} {each['metadata']['name']}", flush=True)
+    deadline = time.monotonic() + DOWN_SECONDS
+    while api.find("Namespace", api.namespace):
+        if time.monotonic() > deadline:
+            raise TryAgain(
+                f"namespace {api.namespace} is still terminating: kubectl get namespace {api.namespace} -o yaml"
+            )
+        time.sleep(POLL_SECONDS)
+    print("nothing is left but the artifacts")
+    return 0
+
+
+def choose_overlay(name: str) -> Path:
+    """A name of k8s/overlays, or any folder."""
+    known = OVERLAYS / name
+    return known if known.is_dir() else Path(name)
+
+
+def _set_head_image(api: Api, rendered: Object, head_tag: str) -> None:
+    head = rendered["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    variant = rendered["metadata"]["annotations"][VARIANT_ANNOTATION]
+    head["image"] = choose_image(api, "head", variant, head, head_tag)
+
+
+def _apply_cluster(api: Api, rendered: Object) -> None:
+    """Apply the RayCluster, with what deployments set in the live one, as long as nobody deploys in between."""
+    for _ in range(APPLY_ATTEMPTS):
+        live = api.find("RayCluster", CLUSTER)
+        merged = _merged(rendered, live)
+        _require_groups_down(merged, live)
+        try:
+            api.apply(merged)
+            return
+        except Conflict:
+            time.sleep(POLL_SECONDS)
+    raise TryAgain(f"RayCluster {CLUSTER} is being changed all the time: run the same command again")
+
+
+def _merged(rendered: Object, live: Object | None) -> Object:
+    """The rendered RayCluster with each live group's replicas, image, recipe and drain, which are its deployment's."""
+    if live is None:
+        return rendered
+    cluster = copy.deepcopy(rendered)
+    cluster["metadata"]["resourceVersion"] = live["metadata"]["resourceVersion"]
+    was_there = {group["groupName"] for group in live["spec"].get("workerGroupSpecs") or []}
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        if group["groupName"] in was_there:
+            _keep_deployment(group, stage_of(live, group["groupName"]))
+    return cluster
+
+
+def _keep_deployment(group: Object, was: Stage) -> None:
+    pod = group["template"]["spec"]
+    container = pod["containers"][0]
+    group["replicas"] = was.replicas
+    container["image"] = was.image
+    pod["volumes"] = [was.pod["volumes"][was.recipe_index] if v["name"] == "recipe" else v for v in pod["volumes"]]
+    if was.replicas:  # between deployments the manifests' own
+        pod["terminationGracePeriodSeconds"] = was.pod["terminationGracePeriodSeconds"]
+        drains = {v["name"]: v for v in was.container["env"] if v["name"] in DRAIN_VARIABLES}
+        container["env"] = [drains.get(variable["name"], variable) for variable in container["env"]]
+
+
+def _require_groups_down(wanted: Object, live: Object | None) -> None:
+    """A pod that is made again in a running group would differ from its neighbours."""
+    for group in (live or {}).get("spec", {}).get("workerGroupSpecs") or []:
+        others = [each for each in wanted["spec"]["workerGroupSpecs"] if each["groupName"] == group["groupName"]]
+        if group.get("replicas") and (not others or not _contains(group["template"], others[0]["template"])):
+            raise DeviceError(
+                f"worker group {group['groupName']} runs, and the manifests change its pods: wait for the stage, or "
+                f"make stop-stage STAGE={group['groupName']}. Objects before the RayCluster were applied."
+            )
+
+
+def _contains(live: object, wanted: object) -> bool:
+    """Does the live object have everything that is wanted? The API server adds defaults."""
+    if isinstance(wanted, dict) and isinstance(live, dict):
+        return all(key in live and _contains(live[key], value) for key, value in wanted.items())
+    if isinstance(wanted, list) and isinstance(live, list):
+        return len(wanted) == len(live) and all(map(_contains, live, wanted))
+    return live == wanted
+
+
+def _require_filled_in(overlay: Path, objects: Iterable[Object]) -> None:
+    left = sorted({f"{each['kind']} {each['metadata']['name']}" for each in objects if PLACEHOLDER in yaml.dump(each)})
+    if left:
+        raise RecipeError(f"{overlay}: {PLACEHOLDER} is still in {', '.join(left)}: write your own values there")
+
+
+def _await_head(api: Api) -> tuple[Object, str]:
+    """The ready head's pod, and the image that a new one would run."""
+    image = _image_of(read_cluster(api)["spec"]["headGroupSpec"]["template"]["spec"])
+    deadline = time.monotonic() + HEAD_SECONDS
+    said = ""
+    while True:
+        heads = api.find_all("Pod", f"ray.io/cluster={CLUSTER},ray.io/node-type=head")
+        if ready := [head for head in heads if is_ready(head)]:
+            return ready[0], image
+        if heads and _image_of(heads[0]["spec"]) != image and _never_ran(heads[0]):
+            # The operator replaces no pod whose template changed.
+            api.delete("Pod", heads[0]["metadata"]["name"], uid=heads[0]["metadata"]["uid"])
+        state = explain_start(api, heads[0]) if heads else _cluster_events(api)
+        if state != said:
+            print(f"the Ray head is not ready: {state}", flush=True)
+            said = state
+        if time.monotonic() > deadline:
+            raise TryAgain(f"the Ray head was not ready after {HEAD_SECONDS:.0f} s: {state}")
+        time.sleep(POLL_SECONDS)
+
+
+def _never_ran(pod: Object) -> bool:
+    """Waits for its image, so that nothing is lost with it."""
+    containers = pod["status"].get("containerStatuses") or []
+    return all("waiting" in each["state"] and not each.get("restartCount") for each in containers)
+
+
+def _cluster_events(api: Api) -> str:
+    warning = newest_event(api, read_cluster(api))
+    return warning or "the operator has made no pod yet. Does the KubeRay operator run?"
+
+
+def _await_gone(api: Api, kind: str) -> None:
+    deadline = time.monotonic() + DOWN_SECONDS
+    while left := api.find_all(kind):
+        if time.monotonic() > deadline:
+            names = ", ".join(each["metadata"]["name"] for each in left)
+            raise TryAgain(f"{kind} {names} does not go away. Does the KubeRay operator run?")
+        time.sleep(POLL_SECONDS)
+
+
+def _in_order(objects: list[Object]) -> list[Object]:
+    """As kustomize sorts them, but the RayCluster last: its pods need everything else."""
+    return sorted(objects, key=lambda each: each["kind"] == "RayCluster")
+
+
+def _image_of(pod: Object) -> str:
+    return str(pod["containers"][0]["image"])
+
+
+def _is_local(each: Object) -> bool:
+    return (each["metadata"].get("annotations") or {}).get("config.kubernetes.io/local-config") == "true"

@@ -1,0 +1,59 @@
+"""What a deployment will change, in words, before it does."""
+
+from __future__ import annotations
+
+from k8s.deploy.api import Object
+from k8s.deploy.deployment import Deployment
+from k8s.deploy.objects import desired_group
+from k8s.deploy.stage import Stage
+from services.common.recipe import Recipe
+
+
+def describe_plan(stage: Stage, deployment: Deployment, recipe: Recipe, topology: str) -> str:
+    """Lines of what changes, what restarts, and what it holds."""
+    lines = [
+        f"stage       {stage.name}: {topology}",
+        f"image       {_change(stage.image, deployment.image)}",
+        f"recipe      {recipe.name}, ConfigMap {_change(stage.recipe, _recipe_of(desired_group(stage, deployment)))}",
+        f"arguments   {' '.join(deployment.arguments) or 'none'}",
+        f"restarts    {_restarts(stage, deployment)}",
+        f"holds       {_holds(stage, deployment, recipe)}",
+        f"retries     {deployment.retries}, from the newest checkpoint, after exit code 75 or a lost head",
+    ]
+    measured = f"; its slowest checkpoint took {stage.checkpoint_seconds} s" if stage.checkpoint_seconds else ""
+    lines.append(f"notice      {deployment.drain_seconds} s before a pod ends{measured}")
+    if deployment.keep:
+        lines.append("afterwards  KEEP=1: the pods stay up, and hold their nodes, until make stop-stage")
+    return "\n".join(lines)
+
+
+def _restarts(stage: Stage, deployment: Deployment) -> str:
+    if deployment.mode == "isolated":
+        return "nothing: a Ray cluster of its own starts, and ends with the stage"
+    others = [name for name in _groups(stage.cluster) if name != stage.name]
+    kept = f"the head and {' and '.join(others)} keep their pods"
+    if stage.replicas and desired_group(stage, deployment)["template"] != stage.group["template"]:
+        return f"{stage.replicas} {stage.name} pods that an earlier deployment left up; {kept}"
+    return f"nothing: {stage.replicas} -> {deployment.nodes} {stage.name} pods; {kept}"
+
+
+def _holds(stage: Stage, deployment: Deployment, recipe: Recipe) -> str:
+    selector = stage.pod.get("nodeSelector") or {}
+    kind = selector.get("node.kubernetes.io/instance-type", "any node")
+    limit = recipe.train.time_limit_seconds if stage.name == "trainer" else None
+    attempts = deployment.retries + 1
+    most = f", at most {deployment.nodes * limit * attempts / 3600:.1f} in {attempts} attempts" if limit else ""
+    return f"{deployment.nodes} x {kind} from now until the stage ends: {deployment.nodes} node-hours an hour{most}"
+
+
+def _groups(cluster: Object) -> list[str]:
+    return [str(group["groupName"]) for group in cluster["spec"]["workerGroupSpecs"]]
+
+
+def _recipe_of(group: Object) -> str:
+    volumes = group["template"]["spec"]["volumes"]
+    return str(next(volume["configMap"]["name"] for volume in volumes if volume["name"] == "recipe"))
+
+
+def _change(before: str, after: str) -> str:
+    return f"{after} (as it is)" if before == after else f"{before} -> {after}"

@@ -1,0 +1,250 @@
+"""What would keep a deployment from running, found before anything is sent. Each names what does not match."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from k8s.deploy.api import Api, ApiUnreachable, Object
+from k8s.deploy.capacity import check_nodes, check_queue, check_size
+from k8s.deploy.deployment import Deployment, read_record
+from k8s.deploy.names import CLUSTER, DEPLOYER
+from k8s.deploy.placement import is_ready
+from k8s.deploy.probe import probe
+from k8s.deploy.stage import Stage
+from k8s.deploy.stage_image import read_platform_labels
+from k8s.deploy.wish import recipe_overrides
+from services.common.errors import DeviceError
+from services.common.recipe import Recipe
+
+NEURON = "aws.amazon.com/neuron"
+# What the API server accepts and the operator refuses later, in the RayJob's status alone.
+RAYJOB_NAME_CHARACTERS = 47
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason not to deploy, and the exit code it stands for."""
+
+    text: str
+    exit_code: int = 4
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a short pod saw."""
+
+    problems: list[Problem]
+    upstream: list[dict[str, Any]]
+    ray_version: str
+    """Of the stage's image; empty where it could not be seen."""
+
+
+def check_cluster(api: Api, stage: Stage, deployment: Deployment) -> list[Problem]:
+    """Everything that the Kubernetes API can tell. What may not be looked at is a problem of its own."""
+    checks: list[Callable[[], Iterable[str]]] = [
+        lambda: _check_rights(api),
+        lambda: [_check_head(api, stage)],
+        lambda: [_check_token(api)],
+        lambda: [_check_operator(api)],
+        lambda: [check_size(stage, deployment.nodes)],
+        lambda: [check_queue(api, stage, deployment.nodes)],
+        lambda: _check_claims(api, stage),
+        lambda: _check_accounts(api, stage),
+        lambda: [_check_priority(api, stage)],
+        lambda: [check_nodes(api, stage, deployment.nodes)],
+        lambda: [stage.routing_resource and ""],
+        lambda: [_check_other_stages(api, stage)],
+        lambda: [_check_names(deployment)],
+    ]
+    return [Problem(text) for check in checks for text in _found(check) if text]
+
+
+def check_in_pod(api: Api, stage: Stage, deployment: Deployment, recipe: str) -> Seen:
+    """What a short pod sees: problems, and the upstream artifacts that the stage will read.
+
+    An image that is on the nodes looks for itself. One that would have to be pulled has its platform read from the
+    registry, and the head's image, which is on a node, looks at the artifacts.
+    """
+    head = str(stage.cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["image"])
+    images = {"head": head} | ({"stage": deployment.image} if stage.is_image_on_nodes else {})
+    overrides = [f"--{key}={value}" for key, value in recipe_overrides(deployment.arguments).items()]
+    results = probe(api, stage, images, recipe, overrides)
+    looked = results.get("stage", results["head"])
+    problems = [Problem(looked.problem, looked.exit_code)] if looked.problem else []
+    ours = looked.platform if "stage" in results else read_platform_labels(deployment.image)
+    if deployment.mode == "shared" and results["head"].platform and ours:
+        problems += [Problem(text) for text in _compare_platforms(deployment.image, ours, results["head"].platform)]
+    return Seen(problems, looked.upstream, ours.get("ray", ""))
+
+
+def _found(check: Callable[[], Iterable[str]]) -> list[str]:
+    try:
+        return list(check())
+    except ApiUnreachable:
+        raise
+    except DeviceError as error:
+        return [str(error)]
+
+
+def describe_topology(recipe: Recipe, stage: str, nodes: int) -> str:
+    """What NODES makes of the recipe."""
+    if stage != "trainer":
+        return f"{nodes} pods"
+    workers = nodes * recipe.cluster.trainer_workers_per_node
+    micro_batches = recipe.batch.num_micro_batches // workers
+    return (
+        f"{nodes} pods x {recipe.cluster.trainer_workers_per_node} workers: data-parallel degree {workers}, "
+        f"{micro_batches} micro-batches of {recipe.batch.micro_batch_size} per worker and step"
+    )
+
+
+def _check_head(api: Api, stage: Stage) -> str:
+    heads = api.find_all("Pod", f"ray.io/cluster={CLUSTER},ray.io/node-type=head")
+    wanted = stage.cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["image"]
+    for pod in filter(is_ready, heads):
+        runs = pod["spec"]["containers"][0]["image"]
+        if runs == wanted:
+            return ""
+        return (
+            f"the Ray head still runs {runs}, the cluster is to have {wanted}: when no stage runs, "
+            f"kubectl -n {api.namespace} delete pod {pod['metadata']['name']}"
+        )
+    state = heads[0]["status"].get("phase", "unknown") if heads else "absent"
+    return f"the Ray head is not ready ({state}): kubectl -n {api.namespace} describe pods -l ray.io/node-type=head"
+
+
+def _check_token(api: Api) -> str:
+    if api.find("Secret", CLUSTER):
+        return ""
+    return f"Secret {CLUSTER} (the Ray token) is missing; the operator makes it with the RayCluster: make cluster-up"
+
+
+def _check_operator(api: Api) -> str:
+    """An operator with a batch scheduler makes a PodGroup for every RayCluster."""
+    group = f"ray-{CLUSTER}-pg"
+    if api.find("PodGroup", group) is None:
+        return ""
+    return (
+        f"the KubeRay operator runs with its own batch scheduler (it made PodGroup {group}): a RayJob on this cluster "
+        f"would stay Initializing for ever. Start it without (Helm: batchScheduler.name unset), delete that PodGroup, "
+        f"then: make cluster-down cluster-up"
+    )
+
+
+def _check_claims(api: Api, stage: Stage) -> list[str]:
+    problems = []
+    for claim in stage.claims.values():
+        found = api.find("PersistentVolumeClaim", claim)
+        if found is None:
+            others = [each["metadata"]["name"] for each in api.find_all("PersistentVolumeClaim")]
+            problems.append(
+                f"claim {claim}, which worker group {stage.name} mounts, does not exist (there is "
+                f"{', '.join(others) or 'none'}): make cluster-up, or mend the name in k8s/stages/{stage.name}"
+            )
+        elif found["status"].get("phase") != "Bound":
+            volume = found["spec"].get("volumeName", "any")
+            problems.append(
+                f"claim {claim} is {found['status'].get('phase')}, not Bound: its volume {volume} does not exist, is "
+                f"taken, or is smaller than asked"
+            )
+    return problems
+
+
+def _check_accounts(api: Api, stage: Stage) -> list[str]:
+    wanted = (stage.pod["serviceAccountName"], DEPLOYER)
+    return [
+        f"service account {name} does not exist: make cluster-up"
+        for name in wanted
+        if api.find("ServiceAccount", name) is None
+    ]
+
+
+def _check_priority(api: Api, stage: Stage) -> str:
+    name = stage.pod["priorityClassName"]
+    if api.find("PriorityClass", name):
+        return ""
+    return f"PriorityClass {name}, which worker group {stage.name} names, does not exist: make cluster-up"
+
+
+def _check_other_stages(api: Api, stage: Stage) -> str:
+    """Two stages that take whole Trainium nodes run one after the other."""
+    if NEURON not in stage.requests:
+        return ""
+    for group in stage.cluster["spec"]["workerGroupSpecs"]:
+        name = group["groupName"]
+        requests = group["template"]["spec"]["containers"][0].get("resources", {}).get("requests", {})
+        if name == stage.name or NEURON not in requests:
+            continue
+        record = read_record(api, name)
+        if record and not record.is_over:
+            return (
+                f"stage {name} is deployed by {record.deployment.user} and holds {record.deployment.nodes} Trainium "
+                f"nodes: wait for it (make stage-status), or make stop-stage STAGE={name}"
+            )
+        if group.get("replicas"):
+            return (
+                f"stage {name} left {group['replicas']} pods up (KEEP=1), which hold Trainium nodes: "
+                f"make stop-stage STAGE={name}"
+            )
+    return ""
+
+
+def _check_rights(api: Api) -> list[str]:
+    """May we make what a deployment needs, and may the deploy Job do its part?"""
+    ours = [
+        ("create", "batch", "jobs"),
+        ("create", "", "configmaps"),
+        ("get", "ray.io", "rayclusters"),
+        ("get", "", "pods"),
+    ]
+    theirs = [
+        ("patch", "ray.io", "rayclusters", CLUSTER),
+        ("create", "ray.io", "rayjobs", ""),
+        ("create", "scheduling.volcano.sh", "podgroups", ""),
+        ("create", "coordination.k8s.io", "leases", ""),
+        ("patch", "batch", "jobs", ""),
+        ("list", "", "pods", ""),
+    ]
+    problems = [
+        f"you may not {verb} {resource} in namespace {api.namespace}; ask for the rights of k8s/README.md"
+        for verb, group, resource in ours
+        if not _may(api, "SelfSubjectAccessReview", {}, verb, group, resource, "")
+    ]
+    user = {"user": f"system:serviceaccount:{api.namespace}:{DEPLOYER}"}
+    problems += [
+        f"the deploy Job's account may not {verb} {resource}: k8s/base/deployer.yaml grants it, make cluster-up"
+        for verb, group, resource, name in theirs
+        if not _may(api, "SubjectAccessReview", user, verb, group, resource, name)
+    ]
+    return problems
+
+
+def _compare_platforms(image: str, ours: dict[str, str], heads: dict[str, str]) -> list[str]:
+    """Ray refuses a node of another Ray version or of another Python patch version."""
+    return [
+        f"image {image} has {what} {ours.get(what)}, the Ray head has {heads.get(what)}, and Ray joins equals alone. "
+        f"Build both on one pin (make images), or give the stage a cluster of its own: MODE=isolated"
+        for what in ("variant", "python", "ray")
+        if ours.get(what) != heads.get(what)
+    ]
+
+
+def _check_names(deployment: Deployment) -> str:
+    name = deployment.rayjob(99)
+    return (
+        f"RayJob name {name} exceeds {RAYJOB_NAME_CHARACTERS} characters" if len(name) > RAYJOB_NAME_CHARACTERS else ""
+    )
+
+
+def _may(api: Api, kind: str, subject: Object, verb: str, group: str, resource: str, name: str) -> bool:
+    attributes: dict[str, Any] = {"namespace": api.namespace, "verb": verb, "group": group, "resource": resource}
+    if name:
+        attributes["name"] = name
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": kind,
+        "spec": subject | {"resourceAttributes": attributes},
+    }
+    return bool(api.create(review | {"metadata": {}})["status"]["allowed"])

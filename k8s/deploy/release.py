@@ -1,0 +1,41 @@
+"""Taking a stage down: by its deploy Job, or by a person where there is no Job any more."""
+
+from __future__ import annotations
+
+from k8s.deploy.api import Api, Object
+from k8s.deploy.placement import pods_of
+from k8s.deploy.stage import Stage
+
+
+def drop_rayjobs(api: Api, selector: str) -> int:
+    """Delete RayJobs; the operator stops what still runs of them. The number that is left."""
+    jobs = api.find_all("RayJob", selector)
+    for job in jobs:
+        api.delete("RayJob", job["metadata"]["name"])
+    return len(jobs)
+
+
+def release_pods(api: Api, stage: Stage) -> int:
+    """Scale the group to 0 and, once its pods are gone, delete the gang. The number of pods that are left."""
+    scale_down(api, stage)
+    left = len(pods_of(api, stage.name))
+    if left == 0:
+        api.delete("PodGroup", stage.pod_group)
+    return left
+
+
+def scale_down(api: Api, stage: Stage) -> None:
+    if stage.replicas:
+        replace_group(api, stage, stage.group | {"replicas": 0})
+
+
+def replace_group(api: Api, stage: Stage, group: Object) -> None:
+    """Write a worker group in one piece, if the RayCluster is still the one that was read.
+
+    The list of groups has no key, so server-side apply cannot own one of them. Raises `Conflict`.
+    """
+    groups = list(stage.cluster["spec"]["workerGroupSpecs"])
+    groups[stage.index] = group
+    metadata = stage.cluster["metadata"]
+    lock = {"resourceVersion": metadata["resourceVersion"]}
+    api.merge("RayCluster", metadata["name"], {"metadata": lock, "spec": {"workerGroupSpecs": groups}})

@@ -1,0 +1,43 @@
+"""What a deployment leaves for the next one, as annotations of the RayCluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from k8s.deploy.api import Api
+from k8s.deploy.names import checkpoint_annotation, good_images_annotation
+from k8s.deploy.placement import pods_of
+from k8s.deploy.stage import Stage
+from services.common.telemetry import read_last_json_line
+
+GOOD_IMAGES_KEPT = 5
+
+
+def remember_good_image(api: Api, stage: Stage, image: str) -> None:
+    """Add the image to those with which the stage ended well, by digest where it has one."""
+    image = image if "@sha256:" in image else _digest_of_pods(api, stage) or image
+    known = stage.good_images
+    if image not in known:  # one that was rolled back to keeps its place in the order
+        _annotate(api, stage, good_images_annotation(stage.name), json.dumps([*known, image][-GOOD_IMAGES_KEPT:]))
+
+
+def remember_checkpoint_seconds(api: Api, stage: Stage) -> None:
+    """What the newest run of the root measured: the next drain must be longer. The trainer alone has runs."""
+    if stage.name != "trainer":
+        return
+    files = sorted(Path(stage.root).glob("run/*/attempts.jsonl"), key=lambda file: file.stat().st_mtime)
+    last = read_last_json_line(files[-1]) if files else None
+    if last and last.get("slowest_checkpoint_seconds"):
+        _annotate(api, stage, checkpoint_annotation(stage.name), f"{last['slowest_checkpoint_seconds']:.1f}")
+
+
+def _digest_of_pods(api: Api, stage: Stage) -> str:
+    """The digest that the pods really ran; a tag may have moved."""
+    pods = pods_of(api, stage.name)
+    found = [status["imageID"] for pod in pods for status in pod.get("status", {}).get("containerStatuses") or []]
+    return next((image for image in found if "@sha256:" in image), "")
+
+
+def _annotate(api: Api, stage: Stage, annotation: str, text: str) -> None:
+    api.merge("RayCluster", stage.cluster["metadata"]["name"], {"metadata": {"annotations": {annotation: text}}})

@@ -1,0 +1,202 @@
+"""A stage as the live RayCluster describes it: its worker group is what names its image, its claim and its queue."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from kubernetes.utils import parse_quantity
+
+from k8s.deploy.api import Api, Object
+from k8s.deploy.names import (
+    CLUSTER,
+    DRAIN_ANNOTATION,
+    GROUP_ANNOTATION,
+    QUEUE_ANNOTATION,
+    VARIANT_ANNOTATION,
+    checkpoint_annotation,
+    good_images_annotation,
+)
+from services.common.errors import DeviceError, RecipeError
+from services.common.recipe import STAGES
+from services.common.recipe import Stage as StageName
+
+ENTRYPOINT_SHARE = 0.01  # of a pod's routing resource: it places the driver, and leaves the rest to its workers
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One worker group of one RayCluster."""
+
+    name: str
+    cluster: Object
+    index: int
+    """Of the group in the RayCluster's list, which has no key."""
+
+    @property
+    def group(self) -> Object:
+        return dict(self.cluster["spec"]["workerGroupSpecs"][self.index])
+
+    @property
+    def pod(self) -> Object:
+        return dict(self.group["template"]["spec"])
+
+    @property
+    def container(self) -> Object:
+        return dict(self.pod["containers"][0])
+
+    @property
+    def image(self) -> str:
+        return str(self.container["image"])
+
+    @property
+    def repository(self) -> str:
+        """The image's name without tag and digest."""
+        return repository_of(self.image)
+
+    @property
+    def is_image_on_nodes(self) -> bool:
+        """Is the image never pulled, but brought to the nodes beforehand?"""
+        return self.container.get("imagePullPolicy") == "Never"
+
+    @property
+    def replicas(self) -> int:
+        return int(self.group.get("replicas") or 0)
+
+    @property
+    def variant(self) -> str:
+        return str(self._annotation(self.cluster, VARIANT_ANNOTATION, f"RayCluster {CLUSTER}"))
+
+    @property
+    def queue(self) -> str:
+        return str(self._annotation(self.cluster, QUEUE_ANNOTATION, f"RayCluster {CLUSTER}"))
+
+    @property
+    def pod_group(self) -> str:
+        return str(self._annotation(self.group["template"], GROUP_ANNOTATION, f"worker group {self.name}"))
+
+    @property
+    def routing_resource(self) -> str:
+        """The Ray resource that only this group's pods declare."""
+        declared = self.group.get("resources") or {}
+        name = f"stage_{self.name}"
+        if name not in declared:
+            raise DeviceError(
+                f"worker group {self.name} does not declare the Ray resource {name} (it has "
+                f"{', '.join(declared) or 'none'}), so no job can be sent to its pods. "
+                f"Mend k8s/stages/{self.name}/worker-group.yaml, then: make cluster-up"
+            )
+        return name
+
+    @property
+    def good_images(self) -> list[str]:
+        """Images with which the stage ended well, oldest first."""
+        annotations = self.cluster["metadata"].get("annotations") or {}
+        return list(json.loads(annotations.get(good_images_annotation(self.name), "[]")))
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        """What the slowest checkpoint of the newest deployment took; 0 when none was measured."""
+        annotations = self.cluster["metadata"].get("annotations") or {}
+        return float(annotations.get(checkpoint_annotation(self.name), 0))
+
+    @property
+    def drain_seconds(self) -> int:
+        """Between a pod's notice and the end of its work, as the manifests have it."""
+        return int(self._annotation(self.group["template"], DRAIN_ANNOTATION, f"worker group {self.name}"))
+
+    @property
+    def requests(self) -> dict[str, Decimal]:
+        """What one pod asks of Kubernetes, in each resource's own unit."""
+        requests = self.container.get("resources", {}).get("requests", {})
+        return {name: quantity(amount) for name, amount in requests.items()}
+
+    @property
+    def claims(self) -> dict[str, str]:
+        """Volume name to claim name."""
+        volumes = self.pod.get("volumes", [])
+        return {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v}
+
+    @property
+    def root(self) -> str:
+        """Where the artifacts are, in a pod of the stage."""
+        return self._mount_of("fsx")
+
+    @property
+    def recipe_folder(self) -> str:
+        return self._mount_of("recipe")
+
+    @property
+    def recipe(self) -> str:
+        """The ConfigMap that the group's pods mount."""
+        return str(self.pod["volumes"][self.recipe_index]["configMap"]["name"])
+
+    @property
+    def recipe_index(self) -> int:
+        return next(index for index, volume in enumerate(self.pod["volumes"]) if volume["name"] == "recipe")
+
+    def entrypoint(self, arguments: list[str]) -> list[str]:
+        """The stage's command: the same on a laptop, in a container and here."""
+        recipe = f"{self.recipe_folder}/recipe.toml"
+        # exec: else a stop's SIGTERM ends the shell around it, the stage's process is left to process 1 of the pod,
+        # which reaps nothing, and Ray waits for the zombie until its patience ends.
+        return ["exec", "python", "-m", f"services.{self.name}", "--recipe", recipe, "--root", self.root, *arguments]
+
+    def _mount_of(self, volume: str) -> str:
+        for mount in self.container.get("volumeMounts", []):
+            if mount["name"] == volume:
+                return str(mount["mountPath"])
+        raise DeviceError(
+            f"worker group {self.name} mounts no volume {volume!r}. Mend k8s/stages/{self.name}/worker-group.yaml, "
+            f"then: make cluster-up"
+        )
+
+    def _annotation(self, thing: Object, annotation: str, what: str) -> Any:
+        annotations = thing["metadata"].get("annotations") or {}
+        if annotation not in annotations:
+            raise DeviceError(
+                f"{what} has no annotation {annotation}. Mend the manifests in k8s/, then: make cluster-up"
+            )
+        return annotations[annotation]
+
+
+def require_stage_name(name: str) -> StageName:
+    if name not in STAGES:
+        raise RecipeError(f"STAGE={name or 'nothing'}: a stage is one of {', '.join(STAGES)}")
+    return name
+
+
+def read_cluster(api: Api) -> Object:
+    """The live RayCluster. Raises `DeviceError` when there is none."""
+    cluster = api.find("RayCluster", CLUSTER)
+    if cluster is None:
+        raise DeviceError(f"{api.server} has no RayCluster {CLUSTER} in namespace {api.namespace}: make cluster-up")
+    return cluster
+
+
+def read_stage(api: Api, name: str) -> Stage:
+    """The stage's worker group as it is now. Raises `DeviceError` when the cluster or the group is absent."""
+    return stage_of(read_cluster(api), name)
+
+
+def stage_of(cluster: Object, name: str) -> Stage:
+    groups = [group["groupName"] for group in cluster["spec"].get("workerGroupSpecs") or []]
+    if name not in groups:
+        raise DeviceError(
+            f"RayCluster {CLUSTER} has no worker group {name}; it has {', '.join(groups) or 'none'}. "
+            f"k8s/stages/{name} brings it: make cluster-up"
+        )
+    return Stage(name, cluster, groups.index(name))
+
+
+def quantity(text: str) -> Decimal:
+    """A Kubernetes quantity (`200m`, `4Gi`) as a number."""
+    return Decimal(parse_quantity(text))
+
+
+def repository_of(image: str) -> str:
+    path = image.partition("@")[0]
+    folder, slash, last = path.rpartition("/")
+    return folder + slash + last.partition(":")[0]

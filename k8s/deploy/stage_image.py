@@ -1,0 +1,62 @@
+"""Which image a deployment runs: TAG, or what the working tree builds, by digest where one is known."""
+
+from __future__ import annotations
+
+import re
+
+from images.registry import read_labels, resolve_digest
+from images.versions import describe_build
+from k8s.deploy.api import Api, Object
+from k8s.deploy.stage import repository_of
+from services.common.errors import DeviceError
+
+
+def choose_image(api: Api, service: str, variant: str, container: Object, tag: str) -> str:
+    """Full name of the image for a container of the RayCluster, by digest where the registry or a node tells one.
+
+    `tag` may be empty (the working tree's), a tag, a digest, or a whole image name. Raises `DeviceError` when it is
+    nowhere to be had.
+    """
+    image = _named(repository_of(container["image"]), tag or describe_build(service, variant).commit_tag)
+    if "@sha256:" in image:
+        return image
+    if container.get("imagePullPolicy") == "Never":
+        return _on_nodes(api, service, variant, image)
+    return f"{repository_of(image)}@{resolve_digest(image)}"
+
+
+def read_platform_labels(image: str) -> dict[str, str]:
+    """Variant, Python and Ray of an image in a registry, from its labels."""
+    labels = read_labels(image)
+    return {what: labels.get(f"millrace.{what}", "unlabelled") for what in ("variant", "python", "ray")}
+
+
+def _named(repository: str, tag: str) -> str:
+    if "/" in tag:
+        return tag
+    if re.fullmatch(r"sha256:[0-9a-f]{64}", tag):
+        return f"{repository}@{tag}"
+    return f"{repository}:{tag}"
+
+
+def _on_nodes(api: Api, service: str, variant: str, image: str) -> str:
+    """An image that is never pulled must be on a node already; its kubelet lists the digest beside the tag."""
+    repository = _full_name(repository_of(image))
+    held = [listed.get("names") or [] for node in api.find_all("Node") for listed in node["status"].get("images") or []]
+    for names in held:
+        if _full_name(image) in map(_full_name, names):
+            digests = [name for name in names if _full_name(name).startswith(f"{repository}@sha256:")]
+            return digests[0] if digests else image
+    tags = sorted({name for names in held for name in names if _full_name(name).startswith(f"{repository}:")})
+    raise DeviceError(
+        f"no node has the image {image}, and it is never pulled (imagePullPolicy: Never). The nodes have "
+        f"{', '.join(tags) or f'none of {repository}'}. Build it (make images STAGE={service} VARIANT={variant}) and "
+        f"bring it there (make load-images STAGE={service}, or kind load docker-image), or name another with TAG=."
+    )
+
+
+def _full_name(image: str) -> str:
+    """With the registry that a name without one means."""
+    host = image.partition("/")[0]
+    is_host = "/" in image and ("." in host or ":" in host or host == "localhost")
+    return image if is_host else f"docker.io/{image}"

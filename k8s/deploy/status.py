@@ -1,0 +1,62 @@
+"""What is deployed, where it stands, and how the last deployment of each stage ended."""
+
+from __future__ import annotations
+
+from k8s.deploy.api import Api
+from k8s.deploy.deployment import Record, read_record
+from k8s.deploy.names import CLUSTER
+from k8s.deploy.placement import explain_placement, is_ready, pods_of
+from k8s.deploy.stage import Stage, read_cluster, stage_of
+from services.common.recipe import STAGES
+
+
+def describe_status(api: Api) -> str:
+    """A paragraph per stage."""
+    cluster = read_cluster(api)
+    heads = api.find_all("Pod", f"ray.io/cluster={CLUSTER},ray.io/node-type=head")
+    head = "ready" if any(map(is_ready, heads)) else "not ready"
+    paragraphs = [f"cluster     {api.server}, namespace {api.namespace}, Ray head {head}"]
+    paragraphs += [_describe_stage(api, stage_of(cluster, name)) for name in STAGES]
+    return "\n\n".join(paragraphs)
+
+
+def _describe_stage(api: Api, stage: Stage) -> str:
+    record = read_record(api, stage.name)
+    pods = pods_of(api, stage.name)
+    lines = [
+        f"{stage.name}",
+        f"  image     {stage.image}",
+        f"  pods      {sum(map(is_ready, pods))} ready, {len(pods)} there, {stage.replicas} wanted",
+    ]
+    if record:
+        lines += _describe_record(api, stage, record)
+    if pods and (record is None or (record.is_over and not record.deployment.keep)):
+        lines.append(
+            f"  orphaned  {len(pods)} pods are there and no deployment holds them: make stop-stage STAGE={stage.name}"
+        )
+    if stage.good_images:
+        lines.append(f"  good      {stage.good_images[-1]}")
+    return "\n".join(lines)
+
+
+def _describe_record(api: Api, stage: Stage, record: Record) -> list[str]:
+    deployment = record.deployment
+    lines = [
+        f"  deployed  by {deployment.user} at {record.created_at}, {deployment.nodes} nodes, {deployment.mode} cluster"
+    ]
+    lines += [
+        f"  attempt   {number} ended with exit code {attempt.exit_code}: {attempt.message}"
+        for number, attempt in enumerate(record.attempts, start=1)
+    ]
+    if record.outcome:
+        lines.append(f"  outcome   exit code {record.outcome.exit_code}: {record.outcome.message}")
+    elif not record.is_over:
+        number = len(record.attempts) + 1
+        job = api.find("RayJob", deployment.rayjob(number))
+        state = (job.get("status") or {}).get("jobStatus") or "not submitted yet" if job else "pods are being placed"
+        lines.append(
+            f"  now       attempt {number}: {state.lower()}" + (f", stopping for {record.stop}" if record.stop else "")
+        )
+        missing = explain_placement(api, stage, deployment.nodes) if deployment.mode == "shared" else ""
+        lines += [f"  waits     {missing}"] if missing else []
+    return lines

@@ -1,0 +1,138 @@
+"""What was typed, and what it comes to: an image, a recipe, a number of nodes."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import math
+import secrets
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from k8s.deploy.api import Api
+from k8s.deploy.deployment import Deployment, Mode, Record
+from k8s.deploy.names import recipe_name
+from k8s.deploy.stage import Stage, require_stage_name
+from k8s.deploy.stage_image import choose_image
+from services.common.errors import DeviceError, RecipeError
+from services.common.recipe import Recipe, load_recipe, stage_nodes
+
+DEFAULT_RECIPE = Path("recipes/tiny-cpu.toml")
+CHECKPOINTS_PER_DRAIN = 3
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A command's variables; None where one was not given."""
+
+    stage: str
+    recipe: Path | None
+    tag: str
+    nodes: int | None
+    mode: Mode | None
+    arguments: tuple[str, ...] | None
+    retries: int
+    start_timeout_seconds: int
+    drain_seconds: int
+    keep: bool
+    dry_run: bool
+    follow: bool
+    recipe_text: str = ""
+    """Instead of a file."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a wish comes to."""
+
+    deployment: Deployment
+    recipe: Recipe
+    recipe_text: str
+
+
+def resolve(api: Api, stage: Stage, wish: Wish) -> Wanted:
+    """Raises `RecipeError` for what cannot be, `DeviceError` for an image that is nowhere."""
+    text = wish.recipe_text or _read(wish.recipe or DEFAULT_RECIPE)
+    arguments = wish.arguments or ()
+    name = require_stage_name(wish.stage)
+    recipe = _load(wish, text, arguments)
+    nodes = wish.nodes if wish.nodes is not None else stage_nodes(recipe, name)
+    if nodes < 1:
+        raise RecipeError(f"NODES={nodes}: a stage needs at least one")
+    if wish.mode == "isolated" and wish.keep:
+        raise RecipeError("KEEP=1 with MODE=isolated: a Ray cluster of a stage's own ends with the stage")
+    if name == "trainer" and nodes != stage_nodes(recipe, name):
+        workers = nodes * recipe.cluster.trainer_workers_per_node
+        arguments = (*arguments, f"--parallel.data_parallel_size={workers}")
+        recipe = _load(wish, text, arguments)
+    deployment = Deployment(
+        stage=name,
+        id=secrets.token_hex(3),
+        image=choose_image(api, name, stage.variant, stage.container, wish.tag),
+        nodes=nodes,
+        mode=wish.mode or "shared",
+        recipe_digest=hashlib.sha256(text.encode()).hexdigest(),
+        arguments=arguments,
+        retries=wish.retries,
+        keep=wish.keep,
+        user=user_name(),
+        start_timeout_seconds=wish.start_timeout_seconds,
+        drain_seconds=wish.drain_seconds or _needed_drain(stage),
+    )
+    return Wanted(deployment, recipe, text)
+
+
+def previous_wish(api: Api, stage: Stage, wish: Wish, record: Record | None) -> Wish:
+    """The wish, with recipe, options, nodes and mode of the stage's newest deployment where they were not typed."""
+    if record is None:
+        return wish
+    before = record.deployment
+    wish = replace(wish, mode=wish.mode or before.mode, nodes=wish.nodes if wish.nodes is not None else before.nodes)
+    if wish.arguments is None:
+        wish = replace(wish, arguments=before.arguments)
+    if wish.recipe is None:
+        name = recipe_name(stage.name, before.recipe_digest)
+        kept = api.find("ConfigMap", name)
+        if kept is None:
+            raise DeviceError(f"the recipe of the deployment before (ConfigMap {name}) is gone: name one with RECIPE=")
+        wish = replace(wish, recipe_text=kept["data"]["recipe.toml"])
+    return wish
+
+
+def recipe_overrides(arguments: tuple[str, ...]) -> dict[str, str]:
+    """Those of a stage's options that override the recipe: `--train.max_steps=500`."""
+    overrides = {}
+    for argument in arguments:
+        key, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and equals and "." in key:
+            overrides[key] = value
+    return overrides
+
+
+def user_name() -> str:
+    return getpass.getuser()
+
+
+def _load(wish: Wish, text: str, arguments: tuple[str, ...]) -> Recipe:
+    """From the file that was named, so that an error names it; from the text where there is no file."""
+    overrides = recipe_overrides(arguments)
+    if not wish.recipe_text:
+        return load_recipe(wish.recipe or DEFAULT_RECIPE, overrides)
+    with tempfile.TemporaryDirectory(prefix="millrace-recipe-") as folder:
+        file = Path(folder) / "recipe.toml"
+        file.write_text(text, encoding="utf-8")
+        return load_recipe(file, overrides)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        load_recipe(path)  # says what is wrong with the file
+        raise
+
+
+def _needed_drain(stage: Stage) -> int:
+    """What the manifests say, or three times what the slowest checkpoint took where that is more."""
+    return max(stage.drain_seconds, math.ceil(CHECKPOINTS_PER_DRAIN * stage.checkpoint_seconds))

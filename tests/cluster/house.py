@@ -1,0 +1,197 @@
+"""What the cluster tests do over and over: build and load images, type a command, look at the cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from images.build import build_images
+from images.demo import IMAGE_USER
+from images.platforms import REPOSITORY
+from images.versions import describe_build
+from k8s.deploy.api import Api, Object
+from k8s.deploy.deployment import Record, read_record
+from k8s.deploy.names import CLUSTER
+from k8s.deploy.placement import is_ready, pods_of
+from k8s.deploy.stage import Stage, read_stage
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.store import open_artifact
+from services.common.tests.builders import wait_until
+from tests.cluster.kit import cluster
+from tests.small import write_notes, write_small_recipe
+
+COMMAND_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that ended."""
+
+    code: int
+    said: str
+
+
+@dataclass(frozen=True)
+class House:
+    """A RayCluster on the kit, an artifact root of this machine behind its claim, and a small recipe."""
+
+    api: Api
+    overlay: Path
+    root: Path
+    recipe: Path
+
+    def run(self, command: str, **variables: str) -> Done:
+        """A command of the deploy tool, as `make` calls it."""
+        process = self.start(command, **variables)
+        said, _ = process.communicate(timeout=COMMAND_SECONDS)
+        return Done(process.returncode, said)
+
+    def start(self, command: str, **variables: str) -> subprocess.Popen[str]:
+        environment = os.environ | {"OVERLAY": str(self.overlay), "RECIPE": str(self.recipe)} | variables
+        return subprocess.Popen(
+            [sys.executable, "-m", "k8s.deploy", command],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # so that it can be killed with its children
+        )
+
+    def stage(self, name: str) -> Stage:
+        return read_stage(self.api, name)
+
+    def record(self, stage: str) -> Record:
+        record = read_record(self.api, stage)
+        assert record is not None, f"{stage} is not deployed"
+        return record
+
+    def pods(self, stage: str) -> list[Object]:
+        return pods_of(self.api, stage)
+
+    def bound(self, stage: str) -> list[str]:
+        """Nodes that the stage's pods are on."""
+        return sorted(pod["spec"]["nodeName"] for pod in self.pods(stage) if pod["spec"].get("nodeName"))
+
+    def ready(self, stage: str) -> list[Object]:
+        return [pod for pod in self.pods(stage) if is_ready(pod)]
+
+    def head(self) -> Object:
+        heads = self.api.find_all("Pod", f"ray.io/cluster={CLUSTER},ray.io/node-type=head")
+        return next(head for head in heads if "deletionTimestamp" not in head["metadata"])
+
+    def is_down(self, stage: str) -> bool:
+        """No pods, no gang, no lease, no RayJob."""
+        group = self.stage(stage)
+        return (
+            group.replicas == 0
+            and not self.pods(stage)
+            and self.api.find("PodGroup", group.pod_group) is None
+            and self.api.find("Lease", f"stage-{stage}") is None
+            and not self.api.find_all("RayJob", f"millrace.dev/stage={stage}")
+        )
+
+    def stop(self, stage: str) -> None:
+        done = self.run("stop-stage", STAGE=stage)
+        assert done.code == 0, done.said
+        assert self.is_down(stage)
+
+    def log_of(self, stage: str) -> str:
+        """Everything that the stage's drivers wrote, from below the artifact root."""
+        files = sorted((self.root / "log" / stage).glob("*.log"), key=lambda file: file.stat().st_mtime)
+        return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def load_images(*services: str) -> None:
+    """Build the working tree's cpu images and bring them to the node."""
+    build_images(services, "cpu")
+    cluster.load(*(name_of(service) for service in services))
+    wanted = {f"docker.io/{name_of(service)}" for service in services}
+    wait_until(lambda: wanted <= held_images(), seconds=120)  # kubelet looks every few seconds
+
+
+def name_of(service: str) -> str:
+    return f"millrace/{service}:{describe_build(service, 'cpu').commit_tag}"
+
+
+def held_images() -> set[str]:
+    node = json.loads(cluster.kubectl("get", "node", "node-a", "-o", "json"))
+    return {name for image in node["status"].get("images") or [] for name in image.get("names") or []}
+
+
+def write_overlay(base: Path, folder: Path, root: Path) -> Path:
+    """An overlay on `base` whose volume is `root`."""
+    folder.mkdir(parents=True)
+    patch: list[dict[str, Any]] = [{"op": "replace", "path": "/spec/hostPath/path", "value": str(root)}]
+    (folder / "kustomization.yaml").write_text(
+        json.dumps(
+            {
+                "apiVersion": "kustomize.config.k8s.io/v1beta1",
+                "kind": "Kustomization",
+                "resources": [os.path.relpath(base, folder)],
+                "patches": [{"target": {"kind": "PersistentVolume"}, "patch": json.dumps(patch)}],
+            }
+        ),
+        encoding="utf-8",
+    )
+    return folder
+
+
+def make_house(api: Api, folder: Path, base: Path) -> House:
+    """The RayCluster of an overlay, up, over an empty root with a little text. The head's image must be on the node."""
+    root = folder / "fsx"
+    write_notes(root / "notes")
+    give_to_stages(root)
+    house = House(
+        api,
+        write_overlay(base, folder / "overlay", root),
+        root,
+        write_small_recipe(folder / "small.toml", "/fsx/notes"),
+    )
+    done = house.run("cluster-up")
+    assert done.code == 0, done.said
+    return house
+
+
+def give_to_stages(folder: Path) -> None:
+    """The stages' user owns it, and can reach it."""
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, IMAGE_USER, IMAGE_USER)
+    for parent in folder.parents:
+        if parent.stat().st_uid == os.getuid() and parent != Path("/"):
+            parent.chmod(parent.stat().st_mode | 0o011)
+
+
+def forget_training(house: House) -> None:
+    """As if the run had never begun: its checkpoints and its folder are removed."""
+    for kind in ("checkpoint", "run"):
+        shutil.rmtree(house.root / kind, ignore_errors=True)
+
+
+def corpus_digest(root: Path) -> str:
+    return open_artifact(one(root, "corpus/*/[0-9a-f]*/manifest.json"), CorpusManifest).manifest.content_digest
+
+
+def one(root: Path, pattern: str) -> Path:
+    """The folder of the one manifest that fits."""
+    (manifest,) = root.glob(pattern)
+    return manifest.parent
+
+
+def publish_corpus(house: House) -> None:
+    """Tokenize the house's recipe on this machine, into the root that the cluster's claim shows."""
+    command = [sys.executable, "-m", "services.tokenizer", "--recipe", str(house.recipe), "--root", str(house.root)]
+    subprocess.run([*command, "--launch", "inline"], cwd=REPOSITORY, check=True)
+    give_to_stages(house.root)

@@ -1,0 +1,286 @@
+"""Stages on fake trn1 nodes: gangs, queues, who may deploy what, and what happens to whoever is killed.
+
+The head, the operator, Volcano and the deploy Jobs are real; the stages' pods become Ready without a container, so
+their Ray nodes never join, and a deployment waits at that step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from images.platforms import REPOSITORY
+from k8s.deploy.api import Api
+from k8s.deploy.deployment import EXIT_AGAIN
+from services.common.tests.builders import wait_until
+from tests.cluster.house import House, kill_group, load_images, make_house, name_of, publish_corpus
+from tests.cluster.kit import cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+
+NODES = 16
+DEVICES = {"aws.amazon.com/neuron": "16"}
+MINUTE = 60.0
+
+
+@pytest.fixture(scope="module")
+def house(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    load_images("head")
+    cluster.fake(NODES)
+    made = make_house(kit, tmp_path_factory.mktemp("gangs"), REPOSITORY / "tests/cluster/overlays/fake")
+    made = replace(made, recipe=REPOSITORY / "recipes/tiny-cpu.toml")  # over text that this machine has, too
+    yield made
+    done = made.run("cluster-down", FORCE="1")
+    assert done.code == 0, done.said
+    cluster.remove_fake(NODES)
+
+
+@pytest.fixture(autouse=True)
+def nothing_deployed(house: House) -> Iterator[None]:
+    yield
+    for stage in ("compiler", "trainer"):
+        house.stop(stage)
+
+
+def deploy(house: House, stage: str = "compiler", nodes: int = 2, **variables: str) -> str:
+    """Deploy without waiting; what it said. The compiler reads no artifact, so it is there from the start."""
+    done = house.run("deploy-stage", STAGE=stage, NODES=str(nodes), TAG=name_of("head"), FOLLOW="0", **variables)
+    assert done.code == 0, done.said
+    return done.said
+
+
+def refused(house: House, stage: str = "compiler", nodes: int = 2, **variables: str) -> str:
+    """What `deploy-stage` says when it refuses. It has changed nothing."""
+    variables = {"TAG": name_of("head"), **variables}
+    done = house.run("deploy-stage", STAGE=stage, NODES=str(nodes), DRY_RUN="1", **variables)
+    assert done.code != 0, done.said
+    assert "Traceback" not in done.said
+    return done.said
+
+
+def occupy(name: str, count: int = 1) -> None:
+    """Pods of somebody else's, each on a whole trn1 node."""
+    pods = [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": f"{name}-{number}", "namespace": "default", "labels": {"of": name}},
+            "spec": {
+                "nodeSelector": {"type": "kwok"},
+                "tolerations": [{"operator": "Exists"}],
+                "containers": [{"name": "c", "image": "any", "resources": {"requests": DEVICES, "limits": DEVICES}}],
+            },
+        }
+        for number in range(count)
+    ]
+    cluster.kubectl("apply", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": pods}))
+    wait_until(lambda: occupied(name) == count)
+
+
+def occupied(name: str) -> int:
+    pods = json.loads(cluster.kubectl("-n", "default", "get", "pods", "-l", f"of={name}", "-o", "json"))["items"]
+    return sum("nodeName" in pod["spec"] for pod in pods)
+
+
+def leave(name: str) -> None:
+    cluster.kubectl("-n", "default", "delete", "pods", "-l", f"of={name}", "--grace-period=0", "--force")
+
+
+def status(house: House) -> str:
+    return house.run("stage-status").said
+
+
+def test_two_pods_are_placed_when_both_fit_and_none_before(house: House) -> None:
+    occupy("neighbour", NODES - 1)
+    deploy(house, nodes=2)
+    wait_until(lambda: "Insufficient aws.amazon.com/neuron" in status(house), MINUTE)
+    assert "0 of 2 compiler pods are ready" in status(house)
+    assert house.bound("compiler") == []
+    leave("neighbour")
+    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
+    wait_until(lambda: "0 of 2 compiler pods have joined Ray" in cluster_log(house, "compiler"), MINUTE)
+
+
+def cluster_log(house: House, stage: str) -> str:
+    """What the deploy Job said."""
+    pods = house.api.find_all("Pod", f"millrace.dev/component=deploy,millrace.dev/stage={stage}")
+    return "".join(cluster.kubectl("-n", "millrace", "logs", pod["metadata"]["name"], quiet=True) for pod in pods)
+
+
+def test_the_trainer_takes_the_nodes_that_the_compiler_has_left(house: House) -> None:
+    occupy("neighbour", NODES - 2)
+    deploy(house, "compiler")
+    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
+    nodes = house.bound("compiler")
+    head = house.head()["metadata"]["uid"]
+    assert "stage compiler is deployed by" in refused(house, "trainer", ARGS="--compile.enabled=false")
+    house.stop("compiler")
+    publish_corpus(house)
+    deploy(house, "trainer", ARGS="--compile.enabled=false")
+    wait_until(lambda: house.bound("trainer") == nodes, MINUTE)
+    assert house.head()["metadata"]["uid"] == head
+    leave("neighbour")
+
+
+def test_sixteen_nodes_are_a_gang_and_seventeen_are_refused(house: House) -> None:
+    publish_corpus(house)
+    said = refused(
+        house, "trainer", 17, ARGS="--compile.enabled=false --batch.global_batch_size=136 --train.reduction=fast"
+    )
+    assert "maxReplicas 16" in said
+    assert "room for 16 of 17" in said
+    arguments = "--compile.enabled=false --batch.global_batch_size=64"
+    said = deploy(house, "trainer", 16, ARGS=arguments)
+    assert "data-parallel degree 16" in said
+    wait_until(lambda: len(house.ready("trainer")) == 16, MINUTE)
+    assert len(set(house.bound("trainer"))) == 16
+
+
+def test_the_queue_caps_neuron_devices(house: House) -> None:
+    """Whoever asks, and although nodes are free."""
+    set_queue(house, {"aws.amazon.com/neuron": "32"})
+    try:
+        assert "aws.amazon.com/neuron: 48 asked, 32 in the queue" in refused(house, nodes=3)
+        deploy(house, nodes=2)
+        wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
+        stray_gang(house)
+        wait_until(lambda: "queue resource quota insufficient" in group_says(house, "stray"), MINUTE)
+        assert (
+            json.loads(cluster.kubectl("-n", "millrace", "get", "pod", "stray", "-o", "json"))["spec"].get("nodeName")
+            is None
+        )
+    finally:
+        cluster.kubectl("-n", "millrace", "delete", "pod/stray", "podgroup/stray", "--ignore-not-found", "--force")
+        set_queue(house, {"aws.amazon.com/neuron": "256"})
+
+
+def set_queue(house: House, capability: dict[str, str]) -> None:
+    house.api.merge("Queue", "millrace", {"spec": {"capability": capability}})
+
+
+def stray_gang(house: House) -> None:
+    group = {
+        "apiVersion": "scheduling.volcano.sh/v1beta1",
+        "kind": "PodGroup",
+        "metadata": {"name": "stray", "namespace": "millrace"},
+        "spec": {"minMember": 1, "queue": "millrace", "minResources": DEVICES},
+    }
+    container = house.stage("trainer").container
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": "stray",
+            "namespace": "millrace",
+            "annotations": {"scheduling.k8s.io/group-name": "stray"},
+        },
+        "spec": {
+            "schedulerName": "volcano",
+            "nodeSelector": {"type": "kwok"},
+            "tolerations": [{"operator": "Exists"}],
+            "securityContext": house.stage("trainer").pod["securityContext"],
+            "containers": [
+                {
+                    "name": "c",
+                    "image": "any",
+                    "resources": {"requests": DEVICES, "limits": DEVICES},
+                    "securityContext": container["securityContext"],
+                }
+            ],
+        },
+    }
+    cluster.kubectl("apply", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": [group, pod]}))
+
+
+def group_says(house: House, name: str) -> str:
+    group = house.api.find("PodGroup", name) or {}
+    return " ".join(str(each.get("message")) for each in group.get("status", {}).get("conditions") or [])
+
+
+def test_of_two_people_who_deploy_at_once_one_is_refused(house: House) -> None:
+    both = [
+        house.start("deploy-stage", STAGE="compiler", NODES=str(nodes), TAG=name_of("head"), FOLLOW="0")
+        for nodes in (1, 2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 4], said
+    loser = said[0] if both[0].returncode else said[1]
+    assert "is being deployed by" in loser or "somebody else began to deploy" in loser
+    wanted = house.record("compiler").deployment.nodes
+    wait_until(lambda: len(house.ready("compiler")) == wanted, MINUTE)
+
+
+def test_a_second_call_follows_the_first_and_another_wish_is_named(house: House) -> None:
+    deploy(house)
+    assert "being deployed just so" in deploy(house)
+    said = refused(house, nodes=1)
+    assert "nodes 1 instead of 2" in said
+    assert "make stop-stage STAGE=compiler" in said
+
+
+@pytest.mark.parametrize("moment", ["sent", "placing", "placed"])
+def test_whoever_is_killed_the_deployment_goes_on(house: House, moment: str) -> None:
+    """The client for good, the deploy Job's pod with and without notice."""
+    occupy("neighbour", NODES - 1)
+    client = house.start("deploy-stage", STAGE="compiler", NODES="2", TAG=name_of("head"))
+    if moment == "sent":
+        wait_until(lambda: house.api.find("Job", "deploy-compiler"), MINUTE)
+    else:
+        wait_until(lambda: len(house.pods("compiler")) == 2, MINUTE)
+    if moment == "placed":
+        leave("neighbour")
+        wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
+    kill_group(client)
+    for force in ((), ("--grace-period=0", "--force")):
+        pod = deploy_pod(house)
+        cluster.kubectl("-n", "millrace", "delete", "pod", pod, *force)
+        wait_until(lambda gone=pod: deploy_pod(house) not in ("", gone), 2 * MINUTE)
+    leave("neighbour")
+    wait_until(lambda: len(house.ready("compiler")) == 2, 2 * MINUTE)
+    uids = {pod["metadata"]["uid"] for pod in house.pods("compiler")}
+    wait_until(lambda: "have joined Ray" in cluster_log(house, "compiler"), 2 * MINUTE)
+    assert {pod["metadata"]["uid"] for pod in house.pods("compiler")} == uids
+    assert house.record("compiler").attempts == ()
+
+
+def deploy_pod(house: House) -> str:
+    """The deploy Job's running pod."""
+    pods = house.api.find_all("Pod", "millrace.dev/component=deploy,millrace.dev/stage=compiler")
+    running = [
+        pod for pod in pods if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
+    ]
+    return str(running[0]["metadata"]["name"]) if running else ""
+
+
+def test_a_deployment_that_finds_no_room_in_time_goes_down_by_itself(house: House) -> None:
+    occupy("neighbour", NODES)
+    done = house.run("deploy-stage", STAGE="compiler", NODES="1", TAG=name_of("head"), WAIT="15", RETRIES="0")
+    assert done.code == EXIT_AGAIN
+    assert "not up after 15 s" in done.said
+    assert "Insufficient aws.amazon.com/neuron" in done.said
+    assert house.is_down("compiler")
+    assert "exit code 75: not up after 15 s" in status(house)
+    leave("neighbour")
+
+
+def test_a_stage_whose_job_is_deleted_goes_down(house: House) -> None:
+    deploy(house)
+    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
+    wait_until(lambda: deploy_pod(house), MINUTE)
+    cluster.kubectl("-n", "millrace", "delete", "job", "deploy-compiler", "--wait=false")
+    wait_until(lambda: house.is_down("compiler"), 2 * MINUTE)
+
+
+def test_the_job_may_do_its_work_and_no_more(house: House) -> None:
+    account = "--as=system:serviceaccount:millrace:deployer"
+
+    def may(*what: str) -> bool:
+        return "yes" in cluster.kubectl("-n", "millrace", "auth", "can-i", *what, account, quiet=True)
+
+    assert may("patch", "rayclusters.ray.io/millrace")
+    assert not may("patch", "rayclusters.ray.io/another")
+    for what in (("get", "secrets"), ("create", "pods"), ("delete", "pods"), ("create", "jobs"), ("get", "configmaps")):
+        assert not may(*what), what

@@ -1,0 +1,259 @@
+"""Each way in which a deployment cannot run, made to happen: the message names it, and nothing is sent."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from images.platforms import REPOSITORY
+from k8s.deploy.api import Api, Object
+from k8s.deploy.release import replace_group
+from services.common.tests.builders import wait_until
+from tests.cluster.house import House, load_images, make_house, name_of
+from tests.cluster.kit import cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def house(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    load_images("head")
+    cluster.fake(2)
+    made = make_house(kit, tmp_path_factory.mktemp("preflight"), REPOSITORY / "tests/cluster/overlays/fake")
+    yield made
+    done = made.run("cluster-down", FORCE="1")
+    assert done.code == 0, done.said
+    cluster.remove_fake(2)
+
+
+def refused(house: House, stage: str = "compiler", **variables: str) -> tuple[int, str]:
+    """Exit code and words of a deployment that is not to be."""
+    variables = {"TAG": name_of("head"), "NODES": "2", **variables}
+    done = house.run("deploy-stage", STAGE=stage, **variables)
+    assert done.code != 0, done.said
+    assert "Traceback" not in done.said
+    assert house.api.find("Job", f"deploy-{stage}") is None
+    return done.code, done.said
+
+
+@contextmanager
+def group_changed(house: House, change: Callable[[Object], None], stage: str = "compiler") -> Iterator[None]:
+    """A worker group as a broken manifest would make it."""
+    before = house.stage(stage)
+    broken = copy.deepcopy(before.group)
+    change(broken)
+    replace_group(house.api, before, broken)
+    try:
+        yield
+    finally:
+        replace_group(house.api, house.stage(stage), before.group)
+
+
+@contextmanager
+def without(house: House, kind: str, name: str) -> Iterator[None]:
+    """An object is missing, and comes back."""
+    thing = house.api.find(kind, name)
+    assert thing is not None
+    house.api.delete(kind, name)
+    wait_until(lambda: house.api.find(kind, name) is None)
+    try:
+        yield
+    finally:
+        for field in ("uid", "resourceVersion", "creationTimestamp", "managedFields"):
+            thing["metadata"].pop(field, None)
+        house.api.create(thing)
+
+
+def test_everything_fits(house: House) -> None:
+    done = house.run("deploy-stage", STAGE="compiler", NODES="2", TAG=name_of("head"), DRY_RUN="1")
+    assert done.code == 0, done.said
+    assert "2 x trn1.32xlarge" in done.said
+    assert "the head and tokenizer and trainer keep their pods" in done.said
+    assert house.api.find("Job", "deploy-compiler") is None
+    assert house.api.find_all("ConfigMap", "millrace.dev/stage=compiler") == []
+
+
+def test_a_claim_that_does_not_exist(house: House) -> None:
+    def rename(group: Object) -> None:
+        group["template"]["spec"]["volumes"][1]["persistentVolumeClaim"]["claimName"] = "fsx-claim"
+
+    with group_changed(house, rename):
+        code, said = refused(house)
+    assert code == 4
+    assert "claim fsx-claim, which worker group compiler mounts, does not exist (there is fsx)" in said
+
+
+def test_a_claim_that_is_not_bound(house: House) -> None:
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "unbound"},
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "storageClassName": "",
+            "volumeName": "nowhere",
+            "resources": {"requests": {"storage": "1Gi"}},
+        },
+    }
+    house.api.create(claim)
+
+    def rename(group: Object) -> None:
+        group["template"]["spec"]["volumes"][1]["persistentVolumeClaim"]["claimName"] = "unbound"
+
+    try:
+        with group_changed(house, rename):
+            _, said = refused(house)
+    finally:
+        house.api.delete("PersistentVolumeClaim", "unbound")
+    assert "claim unbound is Pending, not Bound: its volume nowhere" in said
+
+
+def test_a_label_that_no_node_has(house: House) -> None:
+    def select(group: Object) -> None:
+        group["template"]["spec"]["nodeSelector"] = {"instance-type": "trn1-32xl"}
+
+    with group_changed(house, select):
+        _, said = refused(house)
+    assert "no node has the labels that compiler pods select (instance-type=trn1-32xl)" in said
+    assert "trn1.32xlarge" in said
+
+
+def test_a_taint_that_is_not_tolerated(house: House) -> None:
+    def forget(group: Object) -> None:
+        group["template"]["spec"]["tolerations"] = []
+
+    with group_changed(house, forget):
+        _, said = refused(house)
+    assert "has a taint that they do not tolerate: aws.amazon.com/neuron:NoSchedule" in said
+
+
+def test_a_resource_that_no_node_has(house: House) -> None:
+    def misspell(group: Object) -> None:
+        resources = group["template"]["spec"]["containers"][0]["resources"]
+        for each in resources.values():
+            each["aws.amazon.com/neurondevice"] = each.pop("aws.amazon.com/neuron")
+
+    with group_changed(house, misspell):
+        _, said = refused(house)
+    assert "none has enough aws.amazon.com/neurondevice" in said
+
+
+def test_a_routing_resource_that_is_not_declared(house: House) -> None:
+    def forget(group: Object) -> None:
+        group["resources"].pop("stage_compiler")
+
+    with group_changed(house, forget):
+        _, said = refused(house)
+    assert "worker group compiler does not declare the Ray resource stage_compiler" in said
+
+
+def test_more_pods_than_there_are_nodes(house: House) -> None:
+    _, said = refused(house, NODES="3")
+    assert "2 nodes could take compiler pods, with room for 2 of 3" in said
+
+
+def test_a_queue_that_is_missing_closed_or_too_small(house: House) -> None:
+    with without(house, "Queue", "millrace"):
+        assert "queue millrace does not exist" in refused(house)[1]
+    wait_until(lambda: (house.api.find("Queue", "millrace") or {}).get("status", {}).get("state") == "Open")
+    house.api.merge("Queue", "millrace", {"spec": {"capability": {"vpc.amazonaws.com/efa": "8"}}})
+    said = refused(house)[1]
+    house.api.merge("Queue", "millrace", {"spec": {"capability": {"vpc.amazonaws.com/efa": "128"}}})
+    assert "queue millrace is too small for 2 compiler pods (vpc.amazonaws.com/efa: 16 asked, 8 in the queue)" in said
+
+
+def test_an_image_that_no_node_has(house: House) -> None:
+    code, said = refused(house, TAG="9.9.9-cpu")
+    assert code == 4
+    assert "no node has the image millrace/head:9.9.9-cpu" in said
+    assert name_of("head") in said
+
+
+def test_an_artifact_that_is_missing(house: House) -> None:
+    code, said = refused(house, "trainer", RECIPE=str(REPOSITORY / "recipes/tiny-cpu.toml"))
+    assert code == 3
+    assert "services.tokenizer" in said or "STAGE=tokenizer" in said
+
+
+def test_a_root_that_the_stages_cannot_write(house: House) -> None:
+    house.root.chmod(0o555)
+    cluster.run("chown", "0:0", house.root)
+    try:
+        code, said = refused(house)
+    finally:
+        cluster.run("chown", "10001:10001", house.root)
+        house.root.chmod(0o755)
+    assert code in (3, 5)
+    assert "/fsx" in said
+
+
+def test_a_secret_that_is_missing(house: House) -> None:
+    with without(house, "Secret", "millrace"):
+        code, said = refused(house)
+    assert code == 4
+    assert "Secret millrace (the Ray token) is missing" in said
+
+
+def test_a_priority_class_and_an_account_that_are_missing(house: House) -> None:
+    with without(house, "ServiceAccount", "compiler"):
+        assert "service account compiler does not exist" in refused(house)[1]
+
+    def misname(group: Object) -> None:
+        group["template"]["spec"]["priorityClassName"] = "urgent"
+
+    with group_changed(house, misname):
+        assert "PriorityClass urgent, which worker group compiler names, does not exist" in refused(house)[1]
+
+
+def test_a_job_without_its_rights(house: House) -> None:
+    binding = json.loads(cluster.kubectl("-n", "millrace", "get", "rolebinding", "deployer", "-o", "json"))
+    cluster.kubectl("-n", "millrace", "delete", "rolebinding", "deployer")
+    try:
+        _, said = refused(house)
+    finally:
+        for field in ("uid", "resourceVersion", "creationTimestamp"):
+            binding["metadata"].pop(field)
+        cluster.kubectl("create", "-f", "-", input=json.dumps(binding))
+    assert "the deploy Job's account may not create rayjobs: k8s/base/deployer.yaml grants it" in said
+
+
+def test_a_person_without_rights(house: House) -> None:
+    """A user whom no role knows is told what is missing, not shown a traceback."""
+    config = house.root.parent / "nobody.kubeconfig"
+    text = json.loads(cluster.KUBECONFIG.read_text())
+    text["users"][0]["user"] |= {"as": "nobody"}
+    config.write_text(json.dumps(text))
+    done = house.run("stage-status", KUBECONFIG=str(config))
+    assert done.code == 4
+    assert "nobody" in done.said
+    assert "Traceback" not in done.said
+
+
+def test_an_operator_with_a_batch_scheduler_of_its_own(house: House) -> None:
+    cluster.stop("kuberay-operator")
+    cluster.start_kuberay("-batch-scheduler=volcano")
+    try:
+        wait_until(lambda: house.api.find("PodGroup", "ray-millrace-pg"), 60)
+        _, said = refused(house)
+    finally:
+        cluster.stop("kuberay-operator")
+        cluster.start_kuberay()
+        house.api.delete("PodGroup", "ray-millrace-pg")
+    assert "the KubeRay operator runs with its own batch scheduler" in said
+
+
+def test_a_stage_a_cluster_and_a_recipe_that_do_not_exist(house: House) -> None:
+    assert house.run("deploy-stage", STAGE="trainr").code == 2
+    assert house.run("deploy-stage", STAGE="trainer", RECIPE="recipes/none.toml").code == 2
+    nowhere = house.root.parent / "nowhere.kubeconfig"
+    text = json.loads(cluster.KUBECONFIG.read_text())
+    text["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
+    nowhere.write_text(json.dumps(text))
+    done = house.run("stage-status", KUBECONFIG=str(nowhere))
+    assert done.code == 4
+    assert "does not answer" in done.said
+    assert "Traceback" not in done.said

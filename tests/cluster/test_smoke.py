@@ -1,0 +1,61 @@
+"""The shortest way through all of it: a real stage on a real cluster makes what its container makes elsewhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from images.platforms import REPOSITORY
+from k8s.deploy.api import Api
+from tests.cluster.house import House, corpus_digest, give_to_stages, load_images, make_house
+from tests.small import write_notes, write_small_recipe
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def house(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    load_images("head", "tokenizer")
+    made = make_house(kit, tmp_path_factory.mktemp("smoke"), REPOSITORY / "k8s/overlays/local")
+    yield made
+    done = made.run("cluster-down", FORCE="1")
+    assert done.code == 0, done.said
+    assert kit.find("Namespace", "millrace") is None
+    assert kit.find("Queue", "millrace") is None
+
+
+def test_a_dry_run_changes_nothing(house: House) -> None:
+    done = house.run("deploy-stage", STAGE="tokenizer", DRY_RUN="1")
+    assert done.code == 0, done.said
+    assert "0 -> 1 tokenizer pods; the head and compiler and trainer keep their pods" in done.said
+    assert house.api.find("Job", "deploy-tokenizer") is None
+    assert house.is_down("tokenizer")
+
+
+def test_a_stage_on_the_cluster_makes_what_its_container_makes(house: House, tmp_path: Path) -> None:
+    write_notes(tmp_path / "fsx/notes")
+    give_to_stages(tmp_path / "fsx")
+    recipe = write_small_recipe(tmp_path / "small.toml", "/fsx/notes")
+    environment = os.environ | {"STAGE": "tokenizer", "RECIPE": str(recipe), "ROOT": str(tmp_path / "fsx")}
+    subprocess.run([sys.executable, "-m", "images", "demo"], cwd=REPOSITORY, env=environment, check=True)
+
+    head = house.head()["metadata"]["uid"]
+    done = house.run("deploy-stage", STAGE="tokenizer")
+    assert done.code == 0, done.said
+    assert house.is_down("tokenizer")
+    assert house.head()["metadata"]["uid"] == head
+    assert corpus_digest(house.root) == corpus_digest(tmp_path / "fsx")
+    assert "published" in house.log_of("tokenizer")
+    assert "outcome   exit code 0" in house.run("stage-status").said
+
+
+def test_a_stage_that_cannot_run_is_refused_with_the_next_command(house: House) -> None:
+    done = house.run("deploy-stage", STAGE="trainer", TAG=house.stage("tokenizer").image)
+    assert done.code == 3
+    assert "tokenizer" in done.said or "compile" in done.said
+    assert house.is_down("trainer")

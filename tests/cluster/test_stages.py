@@ -1,0 +1,264 @@
+"""The three stages for real: real images, real gangs, and what a run survives.
+
+One reference is made with plain containers (`make demo-images`); whatever happens on the cluster has to end with the
+same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from images.platforms import REPOSITORY
+from k8s.deploy.api import Api
+from k8s.deploy.deployment import EXIT_AGAIN
+from services.common.artifacts.checkpoint import CheckpointManifest
+from services.common.artifacts.store import open_artifact
+from services.common.tests.builders import wait_until
+from tests.cluster.house import (
+    House,
+    corpus_digest,
+    forget_training,
+    give_to_stages,
+    kill_group,
+    load_images,
+    make_house,
+    name_of,
+    one,
+)
+from tests.cluster.kit import cluster
+from tests.small import write_notes, write_small_recipe
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+
+STAGES = ("tokenizer", "compiler", "trainer")
+MINUTE = 60.0
+STEPS = 600  # long enough to be disturbed: a minute
+ARGUMENTS = f"--train.max_steps={STEPS} --train.evaluation_interval_steps=200 --checkpoint.interval_steps=200"
+
+
+@pytest.fixture(scope="module")
+def house(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    load_images("head", *STAGES)
+    made = make_house(kit, tmp_path_factory.mktemp("stages"), REPOSITORY / "k8s/overlays/local")
+    yield made
+    done = made.run("cluster-down", FORCE="1")
+    assert done.code == 0, done.said
+
+
+@pytest.fixture(scope="module")
+def reference(house: House, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Content digests of corpus and weights, from the same images as plain containers."""
+    folder = tmp_path_factory.mktemp("reference")
+    write_notes(folder / "fsx/notes")
+    give_to_stages(folder / "fsx")
+    recipe = write_small_recipe(folder / "small.toml", "/fsx/notes")
+    environment = os.environ | {"RECIPE": str(recipe), "ROOT": str(folder / "fsx"), "OPTIONS": ARGUMENTS}
+    subprocess.run([sys.executable, "-m", "images", "demo"], cwd=REPOSITORY, env=environment, check=True)
+    return {"corpus": corpus_digest(folder / "fsx"), "weights": weights_digest(folder / "fsx")}
+
+
+@pytest.fixture(scope="module")
+def prepared(house: House) -> House:
+    """Corpus and compile cache are published."""
+    for stage in STAGES[:2]:
+        deploy(house, stage)
+    return house
+
+
+@pytest.fixture
+def untrained(prepared: House) -> House:
+    forget_training(prepared)
+    return prepared
+
+
+def deploy(house: House, stage: str = "trainer", **variables: str) -> str:
+    """Deploy a stage to its good end; what it said."""
+    done = house.run("deploy-stage", STAGE=stage, **{"ARGS": ARGUMENTS, **variables})
+    assert done.code == 0, done.said
+    assert house.is_down(stage)
+    return done.said
+
+
+def train(house: House, **variables: str) -> subprocess.Popen[str]:
+    """Begin to train, and return when steps are taken."""
+    client = house.start("deploy-stage", STAGE="trainer", **{"ARGS": ARGUMENTS, **variables})
+    wait_until(lambda: len(steps(house)) > 20 or client.poll() is not None, 4 * MINUTE)
+    assert client.poll() is None, client.communicate()[0]
+    return client
+
+
+def ended(client: subprocess.Popen[str]) -> str:
+    said, _ = client.communicate(timeout=600)
+    assert client.returncode == 0, said
+    return said
+
+
+def weights_digest(root: Path) -> str:
+    folder = one(root, f"checkpoint/*/step-{STEPS:08d}/manifest.json")
+    return open_artifact(folder, CheckpointManifest).manifest.content_digest
+
+
+def steps(house: House) -> list[int]:
+    """Every step that was recorded, in the order in which it was taken."""
+    files = list((house.root / "run").glob("*/metrics.jsonl"))
+    lines = files[0].read_text(encoding="utf-8").splitlines() if files else []
+    return [json.loads(line)["step"] for line in lines if line.endswith("}")]
+
+
+def driver_pod(house: House) -> str:
+    """The trainer pod that runs the driver."""
+    for pod in house.ready("trainer"):
+        name = str(pod["metadata"]["name"])
+        told = cluster.kubectl(
+            "-n", "millrace", "exec", name, "-c", "trainer", "--", "sh", "-c", "cat /proc/*/cmdline", quiet=True
+        )
+        if "-m\0services.trainer" in told:
+            return name
+    raise AssertionError("no pod runs the driver")
+
+
+def other_pod(house: House) -> str:
+    driver = driver_pod(house)
+    return next(str(pod["metadata"]["name"]) for pod in house.ready("trainer") if pod["metadata"]["name"] != driver)
+
+
+def test_three_stages_make_what_plain_containers_make(house: House, reference: dict[str, str]) -> None:
+    forget_training(house)
+    head = house.head()["metadata"]["uid"]
+    for stage in STAGES:
+        said = deploy(house, stage)
+        assert "keep their pods" in said
+    assert {"corpus": corpus_digest(house.root), "weights": weights_digest(house.root)} == reference
+    assert house.head()["metadata"]["uid"] == head
+    assert f"trained to step {STEPS}" in house.log_of("trainer")
+    assert "already published" in deploy(house, "tokenizer")
+
+
+def test_a_worker_pod_is_killed_and_the_weights_are_the_same(untrained: House, reference: dict[str, str]) -> None:
+    client = train(untrained)
+    cluster.kubectl("-n", "millrace", "delete", "pod", other_pod(untrained), "--grace-period=0", "--force")
+    ended(client)
+    assert weights_digest(untrained.root) == reference["weights"]
+
+
+def test_the_driver_s_pod_is_killed_and_the_weights_are_the_same(untrained: House, reference: dict[str, str]) -> None:
+    client = train(untrained)
+    cluster.kubectl("-n", "millrace", "delete", "pod", driver_pod(untrained), "--grace-period=0", "--force")
+    said = ended(client)
+    assert "attempt 1 ended with exit code 75" in said
+    assert weights_digest(untrained.root) == reference["weights"]
+
+
+@pytest.mark.parametrize("which", [driver_pod, other_pod])
+def test_an_evicted_pod_loses_no_step(untrained: House, reference: dict[str, str], which: object) -> None:
+    client = train(untrained)
+    evict(untrained, which(untrained))  # type: ignore[operator]
+    said = ended(client)
+    assert "Stopped by preemption" in said
+    assert steps(untrained) == list(range(1, STEPS + 1)), "a step was taken twice, or not at all"
+    assert weights_digest(untrained.root) == reference["weights"]
+
+
+def evict(house: House, pod: str) -> None:
+    eviction = {
+        "apiVersion": "policy/v1",
+        "kind": "Eviction",
+        "metadata": {"name": pod, "namespace": "millrace"},
+    }
+    file = house.root.parent / "eviction.json"
+    file.write_text(json.dumps(eviction), encoding="utf-8")
+    cluster.kubectl("create", "--raw", f"/api/v1/namespaces/millrace/pods/{pod}/eviction", "-f", file)
+
+
+def test_the_head_is_deleted_and_the_run_ends_well(untrained: House, reference: dict[str, str]) -> None:
+    client = train(untrained)
+    head = untrained.head()["metadata"]
+    cluster.kubectl("-n", "millrace", "delete", "pod", head["name"], "--wait=false")
+    wait_until(lambda: len(untrained.api.find_all("RayJob")) <= 1 or client.poll() is not None, 1)
+    ended(client)
+    assert untrained.head()["metadata"]["uid"] != head["uid"]
+    assert weights_digest(untrained.root) == reference["weights"]
+
+
+def test_client_and_deploy_job_are_killed_while_it_trains(untrained: House, reference: dict[str, str]) -> None:
+    kill_group(train(untrained))
+    again = untrained.start("deploy-stage", STAGE="trainer", ARGS=ARGUMENTS)
+    pods = untrained.api.find_all("Pod", "millrace.dev/component=deploy,millrace.dev/stage=trainer")
+    cluster.kubectl("-n", "millrace", "delete", "pod", pods[0]["metadata"]["name"], "--grace-period=0", "--force")
+    said = ended(again)
+    assert "being deployed just so" in said
+    record = untrained.record("trainer")
+    assert [attempt.exit_code for attempt in record.attempts] == [0], "it was submitted twice"
+    assert steps(untrained) == list(range(1, STEPS + 1))
+    assert weights_digest(untrained.root) == reference["weights"]
+
+
+def test_a_person_s_ctrl_c_leaves_the_stage_and_stop_stage_ends_it(untrained: House) -> None:
+    client = train(untrained)
+    os.killpg(client.pid, signal.SIGINT)
+    said, _ = client.communicate(timeout=60)
+    assert client.returncode == 130
+    assert "goes on without you" in said
+    at = len(steps(untrained))
+    wait_until(lambda: len(steps(untrained)) > at)
+    untrained.stop("trainer")
+    taken = steps(untrained)
+    committed = sorted((untrained.root / "checkpoint").glob("*/step-*/manifest.json"))
+    assert f"step-{taken[-1]:08d}" == committed[-1].parent.name, "steps after the newest checkpoint are lost"
+    assert untrained.record("trainer").outcome.exit_code == EXIT_AGAIN  # type: ignore[union-attr]
+
+
+def test_a_new_trainer_is_swapped_in_and_rolled_back(untrained: House) -> None:
+    """Only its own pods are new: the head's UID and the other groups are as they were."""
+    deploy(untrained, ARGS="--train.max_steps=40")
+    swapped = another_version("trainer")
+    head, others = untrained.head()["metadata"]["uid"], [untrained.stage(name).group for name in STAGES[:2]]
+    first = untrained.stage("trainer").image
+    deploy(untrained, ARGS="--train.max_steps=80", TAG=swapped)
+    second = untrained.stage("trainer").image
+    assert second != first
+    assert untrained.head()["metadata"]["uid"] == head
+    assert [untrained.stage(name).group for name in STAGES[:2]] == others
+    done = untrained.run("rollback-stage", STAGE="trainer", ARGS="--train.max_steps=120")
+    assert done.code == 0, done.said
+    assert untrained.stage("trainer").image == first
+    assert steps(untrained)[-1] == 120
+    done = untrained.run("rollback-stage", STAGE="trainer", DRY_RUN="1")
+    assert done.code == 0, done.said
+
+
+def another_version(stage: str) -> str:
+    """The same program in an image of another digest."""
+    name = f"millrace/{stage}:swapped-cpu"
+    dockerfile = f"FROM {name_of(stage)}\nLABEL swapped=yes\n"
+    subprocess.run(["docker", "build", "-q", "-t", name, "-"], input=dockerfile, text=True, check=True)
+    cluster.load(name)
+    wait_until(lambda: name in " ".join(house_images()), 120)
+    return name
+
+
+def house_images() -> list[str]:
+    node = json.loads(cluster.kubectl("get", "node", "node-a", "-o", "json"))
+    return [name for image in node["status"]["images"] for name in image.get("names") or []]
+
+
+def test_a_stage_with_a_cluster_of_its_own(untrained: House) -> None:
+    said = deploy(untrained, MODE="isolated", ARGS="--train.max_steps=40")
+    assert "a Ray cluster of its own" in said
+    assert steps(untrained)[-1] == 40
+    wait_until(lambda: len(untrained.api.find_all("RayCluster")) == 1, 2 * MINUTE)
+
+
+def test_a_wrong_recipe_ends_with_its_code_and_its_words(untrained: House) -> None:
+    done = untrained.run("deploy-stage", STAGE="trainer", ARGS="--train.learning=1")
+    assert done.code == 2
+    assert "learning" in done.said
+    assert untrained.is_down("trainer")

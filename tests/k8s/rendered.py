@@ -1,0 +1,104 @@
+"""The manifests as `kubectl apply -k` would send them, and short ways to what is in them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from images.platforms import REPOSITORY
+
+OVERLAYS = {"local": REPOSITORY / "k8s/overlays/local", "eks": REPOSITORY / "k8s/overlays/eks"}
+OLDEST_KUSTOMIZE = 5  # components, labels and replacements as the manifests use them; kubectl has it from 1.27 on
+REMOVED = object()
+
+Thing = dict[str, Any]  # a Kubernetes object, or a part of one
+
+
+def find_kubectl() -> Path | None:
+    """The one on PATH, else the test cluster's; None when neither is new enough."""
+    on_path = shutil.which("kubectl")
+    candidates = [*([Path(on_path)] if on_path else []), REPOSITORY / ".cluster/bin/kubectl"]
+    return next((each for each in candidates if each.exists() and _kustomize_of(each) >= OLDEST_KUSTOMIZE), None)
+
+
+def render(kubectl: Path, overlay: Path) -> list[Thing]:
+    done = subprocess.run([kubectl, "kustomize", overlay], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{overlay}: {done.stderr}"
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def changed(things: list[Thing], name: str, pointer: str, value: object) -> list[Thing]:
+    """A copy in which one field of the object KIND/NAME has another value, or is `REMOVED`. `pointer` is RFC 6901's."""
+    result = copy.deepcopy(things)
+    part: Any = next(thing for thing in result if name_of(thing) == name)
+    *path, last = [word.replace("~1", "/") for word in pointer.split("/")[1:]]
+    for word in path:
+        part = part[int(word)] if isinstance(part, list) else part[word]
+    key = int(last) if isinstance(part, list) else last
+    if value is REMOVED:
+        del part[key]
+    else:
+        part[key] = value
+    return result
+
+
+def name_of(thing: Thing) -> str:
+    return f"{thing['kind']}/{thing['metadata']['name']}"
+
+
+def of_kind(things: list[Thing], kind: str) -> dict[str, Thing]:
+    """Objects of a kind by their names."""
+    return {thing["metadata"]["name"]: thing for thing in things if thing["kind"] == kind}
+
+
+def cluster_of(things: list[Thing]) -> Thing:
+    [cluster] = of_kind(things, "RayCluster").values()
+    return cluster
+
+
+def groups_of(things: list[Thing]) -> dict[str, Thing]:
+    return {group["groupName"]: group for group in cluster_of(things)["spec"]["workerGroupSpecs"]}
+
+
+def pods_of(things: list[Thing]) -> dict[str, Thing]:
+    """The pod templates of the head and the groups."""
+    head = cluster_of(things)["spec"]["headGroupSpec"]["template"]
+    return {"head": head} | {name: group["template"] for name, group in groups_of(things).items()}
+
+
+def containers_of(pod: Thing) -> list[Thing]:
+    return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+
+
+def environment_of(container: Thing) -> dict[str, str]:
+    return {each["name"]: each.get("value", "") for each in container.get("env", [])}
+
+
+def labels_of(things: list[Thing]) -> dict[str, dict[str, str]]:
+    """The labels with which KubeRay makes the pods of the head and the groups (labelPod in controllers/ray/common)."""
+    cluster = cluster_of(things)["metadata"]["name"]
+    return {
+        name: {
+            "ray.io/is-ray-node": "yes",
+            "ray.io/cluster": cluster,
+            "ray.io/node-type": "head" if name == "head" else "worker",
+            "ray.io/group": "headgroup" if name == "head" else name,
+            "app.kubernetes.io/name": "kuberay",
+            "app.kubernetes.io/created-by": "kuberay-operator",
+            **pod["metadata"].get("labels", {}),
+        }
+        for name, pod in pods_of(things).items()
+    }
+
+
+def _kustomize_of(kubectl: Path) -> int:
+    """The major version of kustomize that it has inside; 0 for a kubectl that does not tell."""
+    done = subprocess.run([kubectl, "version", "--client", "-o", "json"], capture_output=True, text=True, check=False)
+    version = json.loads(done.stdout).get("kustomizeVersion", "") if done.returncode == 0 else ""
+    return int(version.lstrip("v").partition(".")[0] or 0)

@@ -1,0 +1,369 @@
+"""What the manifests promise, each rule as a function that returns what breaks it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+from kubernetes.utils.quantity import parse_quantity
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
+from images.platforms import read_platforms
+from tests.architecture.rules import STAGES
+from tests.k8s.rendered import (
+    Thing,
+    cluster_of,
+    containers_of,
+    environment_of,
+    groups_of,
+    labels_of,
+    of_kind,
+    pods_of,
+)
+
+Rule = Callable[[list[Thing]], list[str]]
+
+OUTSIDE_OF_NAMESPACES = {"Namespace", "PriorityClass", "PersistentVolume"}
+NEURON = "aws.amazon.com/neuron"
+CORES_OF_A_DEVICE = 2  # of trn1
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+STOP = "RAY_JOB_STOP_WAIT_TIME_S"
+# Pods that no manifest here describes: the deploy tool's, and the operator's, however it was installed.
+DEPLOY_JOB = {"millrace.dev/component": "deploy"}
+OPERATOR = {"app.kubernetes.io/component": "kuberay-operator"}
+LONGEST_CLUSTER_NAME = 53  # the operator refuses a longer one
+LONGEST_POD_PREFIX = 50  # the operator cuts <cluster>-<group> there, so that two groups' pods could be called the same
+
+
+def every_stage_has_a_group(things: list[Thing]) -> list[str]:
+    return [] if list(groups_of(things)) == list(STAGES) else [f"groups are {list(groups_of(things))}, not {STAGES}"]
+
+
+def a_stage_has_one_name(things: list[Thing]) -> list[str]:
+    """The group's name is in everything that belongs to the stage: the deploy tool and the operators go by it."""
+    cluster = cluster_of(things)["metadata"]["name"]
+    return [
+        f"{stage}: {what} is {found!r}, not {expected!r}"
+        for stage, group in groups_of(things).items()
+        for what, found, expected in _names_of(stage, group, cluster)
+        if found != expected
+    ]
+
+
+def _names_of(stage: str, group: Thing, cluster: str) -> list[tuple[str, Any, Any]]:
+    """What is called after a stage: what it is, what it is called, and what it should be called."""
+    meta, spec = group["template"]["metadata"], group["template"]["spec"]
+    annotations = meta.get("annotations", {})
+    recipes = [volume["configMap"]["name"] for volume in spec["volumes"] if "configMap" in volume]
+    routes = {name: amount for name, amount in group.get("resources", {}).items() if name.startswith("stage_")}
+    return [
+        ("Ray's label", group.get("labels"), {"stage": stage}),
+        ("the resource that routes", routes, {f"stage_{stage}": "1"}),
+        ("the component", meta.get("labels", {}).get("millrace.dev/component"), stage),
+        ("the PodGroup", annotations.get("scheduling.k8s.io/group-name"), f"{cluster}-{stage}"),
+        ("Volcano's task", annotations.get("volcano.sh/task-spec"), stage),
+        ("the service account", spec.get("serviceAccountName"), stage),
+        ("the recipe", recipes, [f"{stage}-recipe"]),
+        ("the containers", [each["name"] for each in spec["containers"]], [stage]),
+        ("the image", re.findall(r"millrace/[^:@]+", spec["containers"][0]["image"]), [f"millrace/{stage}"]),
+    ]
+
+
+def what_pods_name_is_there(things: list[Thing]) -> list[str]:
+    wanted = {f"{name}: {each}" for name, pod in pods_of(things).items() for each in _named_by(pod)}
+    wanted |= {f"the gangs: Queue {cluster_of(things)['metadata'].get('annotations', {}).get('volcano.sh/queue-name')}"}
+    there = {f"{thing['kind']} {thing['metadata']['name']}" for thing in things}
+    return sorted(f"{each} is not there" for each in wanted if each.partition(": ")[2] not in there)
+
+
+def _named_by(pod: Thing) -> set[str]:
+    spec = pod["spec"]
+    claims = [volume["persistentVolumeClaim"] for volume in spec["volumes"] if "persistentVolumeClaim" in volume]
+    return {
+        f"ServiceAccount {spec.get('serviceAccountName')}",
+        f"PriorityClass {spec.get('priorityClassName')}",
+        *(f"PersistentVolumeClaim {claim['claimName']}" for claim in claims),
+    }
+
+
+def every_pod_mounts_the_file_system(things: list[Thing]) -> list[str]:
+    problems = []
+    for name, pod in pods_of(things).items():
+        mounts = {mount["mountPath"]: mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        if "persistentVolumeClaim" not in volumes.get(mounts.get("/fsx", ""), {}):
+            problems.append(f"{name}: no claim is mounted at /fsx")
+        problems += [f"{name}: no volume {each}" for each in mounts.values() if each not in volumes]
+    return problems
+
+
+def a_claim_and_its_volume_hold_each_other(things: list[Thing]) -> list[str]:
+    """Else another claim takes the volume, or deleting the claim deletes the artifacts."""
+    problems = []
+    for name, claim in of_kind(things, "PersistentVolumeClaim").items():
+        volume = of_kind(things, "PersistentVolume").get(claim["spec"]["volumeName"], {"spec": {}})["spec"]
+        if volume.get("claimRef") != {"namespace": claim["metadata"]["namespace"], "name": name}:
+            problems.append(f"{name}: its volume does not name it")
+        if volume.get("persistentVolumeReclaimPolicy") != "Retain":
+            problems.append(f"{name}: its volume is not retained")
+    return problems
+
+
+def everything_is_in_one_namespace(things: list[Thing]) -> list[str]:
+    """kustomize writes it into the Queue too, which has none; an API server takes it out again."""
+    [namespace] = of_kind(things, "Namespace")
+    return [
+        f"{thing['kind']} {thing['metadata']['name']} is in {thing['metadata'].get('namespace')}"
+        for thing in things
+        if thing["metadata"].get("namespace") != (None if thing["kind"] in OUTSIDE_OF_NAMESPACES else namespace)
+    ]
+
+
+def names_fit_into_pods_names(things: list[Thing]) -> list[str]:
+    cluster = cluster_of(things)["metadata"]["name"]
+    prefixes = [f"{cluster}-{group}" for group in groups_of(things)]
+    problems = [f"{each}: longer than {LONGEST_POD_PREFIX}" for each in prefixes if len(each) > LONGEST_POD_PREFIX]
+    if len(cluster) > LONGEST_CLUSTER_NAME or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", cluster):
+        problems.append(f"{cluster}: no name for a RayCluster")
+    return problems
+
+
+def ray_is_the_pinned_version(things: list[Thing]) -> list[str]:
+    said = cluster_of(things)["spec"].get("rayVersion")
+    pins = {variant: platform.ray for variant, platform in read_platforms().items()}
+    return [f"rayVersion is {said}, {variant} images have {ray}" for variant, ray in pins.items() if ray != said]
+
+
+def ray_reads_the_groups_as_meant(things: list[Thing]) -> list[str]:
+    types = node_types_that_ray_reads(things)
+    problems = [] if types["headgroup"]["resources"]["CPU"] == 0 else ["the head has CPUs for work"]
+    for stage, group in groups_of(things).items():
+        found = types[stage]
+        if found["max_workers"] != group["maxReplicas"]:
+            problems.append(f"{stage}: Ray reads {found['max_workers']} as the most workers")
+        if found["labels"] != {"stage": stage} or found["resources"].get(f"stage_{stage}") != 1:
+            problems.append(f"{stage}: Ray cannot route to it by {found['labels']} and {found['resources']}")
+        cores = CORES_OF_A_DEVICE * int(_limits_of(group["template"]).get(NEURON, 0))
+        if found["resources"].get("neuron_cores", 0) != cores:
+            problems.append(f"{stage}: Ray does not count {cores} neuron_cores")
+    return problems
+
+
+def node_types_that_ray_reads(things: list[Thing]) -> dict[str, Any]:
+    """The head's and the groups' nodes as Ray's own reader of a RayCluster, its autoscaler's, counts them."""
+    return dict(_derive_autoscaling_config_from_ray_cr(cluster_of(things))["available_node_types"])
+
+
+def policies_select_pods_that_there_are(things: list[Thing]) -> list[str]:
+    """A selector that matches no pod, or one too many, is accepted without a word."""
+    pods = [*labels_of(things).values(), DEPLOY_JOB]
+    problems = []
+    for name, policy in of_kind(things, "NetworkPolicy").items():
+        spec = policy["spec"]
+        peers = [peer for rule in spec.get("ingress", []) for peer in rule.get("from", [])]
+        peers += [peer for rule in spec.get("egress", []) for peer in rule.get("to", [])]
+        here = [spec["podSelector"], *(peer["podSelector"] for peer in peers if "namespaceSelector" not in peer)]
+        far = [peer["podSelector"] for peer in peers if "namespaceSelector" in peer and "podSelector" in peer]
+        problems += [f"{name}: no pod has {each}" for each in here if not any(_selects(each, pod) for pod in pods)]
+        problems += [f"{name}: {each} is not the operator" for each in far if not _selects(each, OPERATOR)]
+        problems += [f"{name}: {each} is also a Ray pod" for each in far if any(_selects(each, pod) for pod in pods)]
+    for name, budget in of_kind(things, "PodDisruptionBudget").items():
+        if not _selects(budget["spec"]["selector"], labels_of(things)["head"]):
+            problems.append(f"{name}: the head is not what the budget keeps")
+    return problems
+
+
+def _selects(selector: Thing, labels: dict[str, str]) -> bool:
+    return selector.get("matchLabels", {}).items() <= labels.items()
+
+
+def the_deployer_may_touch_this_cluster_alone(things: list[Thing]) -> list[str]:
+    problems = []
+    for name, role in of_kind(things, "Role").items():
+        for rule in role["rules"]:
+            resources = set(rule["resources"])
+            if "rayclusters" in resources and rule.get("resourceNames") != [cluster_of(things)["metadata"]["name"]]:
+                problems.append(f"{name}: every RayCluster")
+            if resources & {"*", "secrets"} or "*" in (*rule["verbs"], *rule["apiGroups"]):
+                problems.append(f"{name}: {sorted(resources)}")
+    for name, binding in of_kind(things, "RoleBinding").items():
+        accounts = [subject["name"] for subject in binding["subjects"]]
+        if binding["roleRef"]["name"] not in of_kind(things, "Role"):
+            problems.append(f"{name}: no role {binding['roleRef']['name']}")
+        problems += [f"{name}: no account {each}" for each in accounts if each not in of_kind(things, "ServiceAccount")]
+    return problems
+
+
+def the_queue_has_room_for_each_gang(things: list[Thing]) -> list[str]:
+    """Every resource is capped, because one that is not named has no cap, and no gang is larger than the cap."""
+    [queue] = of_kind(things, "Queue").values()
+    caps = queue["spec"]["capability"]
+    problems = []
+    for stage, group in groups_of(things).items():
+        for resource, amount in _requests_of(group["template"]).items():
+            whole = amount * group["maxReplicas"]
+            if resource not in caps:
+                problems.append(f"{stage}: {resource} is not capped")
+            elif parse_quantity(caps[resource]) < whole:
+                problems.append(f"{stage}: {group['maxReplicas']} pods need {whole} {resource}, above the cap")
+    return problems
+
+
+def the_operator_leaves_the_cluster_alone(things: list[Thing]) -> list[str]:
+    """Only a deployment scales a group, and nothing restarts pods because an image has changed."""
+    spec = cluster_of(things)["spec"]
+    unwanted = ("enableInTreeAutoscaling", "autoscalerOptions", "gcsFaultToleranceOptions", "suspend")
+    problems = [f"{field} is set" for field in unwanted if field in spec]
+    if spec.get("upgradeStrategy") != {"type": "None"}:
+        problems.append(f"upgradeStrategy is {spec.get('upgradeStrategy')}")
+    return problems
+
+
+def ray_asks_for_a_token(things: list[Thing]) -> list[str]:
+    options = cluster_of(things)["spec"].get("authOptions")
+    return [] if options == {"mode": "token"} else [f"authOptions is {options}"]
+
+
+def groups_wait_at_zero(things: list[Thing]) -> list[str]:
+    return [
+        f"{stage}: {field} is {group.get(field)}"
+        for stage, group in groups_of(things).items()
+        for field in ("replicas", "minReplicas")
+        if group.get(field) != 0
+    ]
+
+
+def gangs_are_volcanos(things: list[Thing]) -> list[str]:
+    """The head is no member of a gang: it is there before and after all of them."""
+    expected = dict.fromkeys(groups_of(things), "volcano") | {"head": None}
+    found = {name: pod["spec"].get("schedulerName") for name, pod in pods_of(things).items()}
+    return [f"{name}: {found[name]} places it" for name in expected if found[name] != expected[name]]
+
+
+def pods_may_do_nothing_else(things: list[Thing]) -> list[str]:
+    """The pod security standard `restricted`, a read-only root, and no token of the Kubernetes API."""
+    problems = []
+    for name, pod in pods_of(things).items():
+        spec, context = pod["spec"], pod["spec"].get("securityContext", {})
+        rules = {
+            "it may run as root": context.get("runAsNonRoot") is not True or context.get("runAsUser") == 0,
+            "no seccomp profile": context.get("seccompProfile") != {"type": "RuntimeDefault"},
+            "it has a token of the Kubernetes API": spec.get("automountServiceAccountToken") is not False,
+            "it mounts a folder of the node": any("hostPath" in volume for volume in spec["volumes"]),
+            "it shares the node's namespaces": any(spec.get(f"host{each}") for each in ("Network", "PID", "IPC")),
+        }
+        problems += [f"{name}: {rule}" for rule, is_broken in rules.items() if is_broken]
+        problems += [f"{name}: {each}" for container in containers_of(pod) for each in _liberties_of(container)]
+    return problems
+
+
+def _liberties_of(container: Thing) -> list[str]:
+    context = container.get("securityContext", {})
+    rules = {
+        "privileged": context.get("privileged") is True,
+        "its root is writable": context.get("readOnlyRootFilesystem") is not True,
+        "it may gain privileges": context.get("allowPrivilegeEscalation") is not False,
+        "it keeps capabilities": context.get("capabilities") != {"drop": ["ALL"]},
+        "it overrides the pod's user": bool({"runAsUser", "runAsNonRoot"} & context.keys()),
+    }
+    return [rule for rule, is_broken in rules.items() if is_broken]
+
+
+def a_notice_becomes_a_checkpoint(things: list[Thing]) -> list[str]:
+    """A pod that is told to leave drains first; a job that is told to stop is not killed after Ray's 3 s."""
+    problems = []
+    for stage, group in groups_of(things).items():
+        spec = group["template"]["spec"]
+        environment = environment_of(spec["containers"][0])
+        grace_seconds, drain_seconds = spec.get("terminationGracePeriodSeconds", 30), int(environment.get(DRAIN, 0))
+        if not 0 < drain_seconds < grace_seconds:
+            problems.append(f"{stage}: it drains for {drain_seconds} s of the {grace_seconds} s that it has")
+        if int(environment.get(STOP, 0)) < drain_seconds:
+            problems.append(f"{stage}: {STOP} is {environment.get(STOP)}")
+    return problems
+
+
+def requests_are_limits(things: list[Thing]) -> list[str]:
+    """Ray counts the limits and the schedulers the requests."""
+    sizes = {name: pod["spec"]["containers"][0]["resources"] for name, pod in pods_of(things).items()}
+    return [f"{name}: requests and limits differ" for name, size in sizes.items() if size["requests"] != size["limits"]]
+
+
+def ray_counts_the_pods_cpus(things: list[Thing]) -> list[str]:
+    return [
+        f"{stage}: Ray counts {group['resources'].get('CPU')} CPUs, the pod has {_limits_of(group['template'])['cpu']}"
+        for stage, group in groups_of(things).items()
+        if parse_quantity(group["resources"].get("CPU", 0)) != _limits_of(group["template"])["cpu"]
+    ]
+
+
+def scratch_is_within_the_pods_storage(things: list[Thing]) -> list[str]:
+    """A pod that fills an unbounded folder is evicted, and its node's other pods before it."""
+    problems = []
+    for name, pod in pods_of(things).items():
+        limit = _limits_of(pod).get("ephemeral-storage", Decimal(0))
+        for volume in pod["spec"]["volumes"]:
+            size = volume.get("emptyDir", {"sizeLimit": "0"}).get("sizeLimit")
+            if size is None or parse_quantity(size) > limit:
+                problems.append(f"{name}: {volume['name']} may grow to {size}, the pod to {limit}")
+    return problems
+
+
+def trainium_pods_reach_trainium_nodes(things: list[Thing]) -> list[str]:
+    """Whole nodes: no scheduler extension that picks devices acts on pods that Volcano places."""
+    problems = []
+    for stage, group in groups_of(things).items():
+        spec, limits = group["template"]["spec"], _limits_of(group["template"])
+        tolerated = {each["key"] for each in spec.get("tolerations", [])}
+        wanted = {NEURON: 16, "vpc.amazonaws.com/efa": 8} if NEURON in limits else {}
+        problems += [f"{stage}: {limits.get(each)} of {each}" for each in wanted if limits.get(each) != wanted[each]]
+        if NEURON in limits and NEURON not in tolerated:
+            problems.append(f"{stage}: the taint {NEURON} keeps it away")
+        if NEURON in limits and not spec.get("nodeSelector", {}).get("node.kubernetes.io/instance-type"):
+            problems.append(f"{stage}: no instance type is selected")
+    return problems
+
+
+def _limits_of(pod: Thing) -> dict[str, Decimal]:
+    return _quantities(pod["spec"]["containers"][0]["resources"]["limits"])
+
+
+def _requests_of(pod: Thing) -> dict[str, Decimal]:
+    """What schedulers count; a limit without a request is the request."""
+    resources = pod["spec"]["containers"][0]["resources"]
+    return _quantities(resources["limits"] | resources["requests"])
+
+
+def _quantities(resources: Thing) -> dict[str, Decimal]:
+    return {name: parse_quantity(amount) for name, amount in resources.items()}
+
+
+EVERYWHERE: list[Rule] = [
+    every_stage_has_a_group,
+    a_stage_has_one_name,
+    what_pods_name_is_there,
+    every_pod_mounts_the_file_system,
+    a_claim_and_its_volume_hold_each_other,
+    everything_is_in_one_namespace,
+    names_fit_into_pods_names,
+    ray_is_the_pinned_version,
+    ray_reads_the_groups_as_meant,
+    policies_select_pods_that_there_are,
+    the_deployer_may_touch_this_cluster_alone,
+    the_queue_has_room_for_each_gang,
+    the_operator_leaves_the_cluster_alone,
+    ray_asks_for_a_token,
+    groups_wait_at_zero,
+    gangs_are_volcanos,
+    pods_may_do_nothing_else,
+    a_notice_becomes_a_checkpoint,
+]
+# The local overlay asks its one small node for less than Ray may count.
+IN_PRODUCTION: list[Rule] = [
+    requests_are_limits,
+    ray_counts_the_pods_cpus,
+    scratch_is_within_the_pods_storage,
+    trainium_pods_reach_trainium_nodes,
+]

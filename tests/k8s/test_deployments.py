@@ -1,0 +1,218 @@
+"""What a deployment sends, and what it makes of answers, without a cluster."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from ray.job_submission import JobStatus
+
+from k8s.deploy.capacity import check_nodes, check_queue, check_size
+from k8s.deploy.deployment import Attempt, Deployment, Outcome, record_of
+from k8s.deploy.objects import deploy_job, isolated_rayjob, pod_group, rayjob, recipe_config_map
+from k8s.deploy.plan import describe_plan
+from k8s.deploy.ray_jobs import DriverState
+from k8s.deploy.stage import Stage, repository_of, stage_of
+from k8s.deploy.verdict import exit_code_of_driver, exit_code_of_rayjob
+from services.common.recipe import load_recipe
+from tests.k8s.rendered import OVERLAYS, Thing, cluster_of, find_kubectl, render
+from tests.k8s.schemas import Kind, NoSchemas, Schema, problems_of, read_schemas
+
+DIGEST = "0" * 64
+
+
+@pytest.fixture(scope="module")
+def clusters() -> dict[str, Thing]:
+    """The RayCluster of each overlay."""
+    kubectl = find_kubectl()
+    if kubectl is None:
+        pytest.skip("no kubectl with kustomize 5: install kubectl 1.27 or newer")
+    return {name: cluster_of(render(kubectl, overlay)) for name, overlay in OVERLAYS.items()}
+
+
+@pytest.fixture(scope="module")
+def schemas() -> dict[Kind, Schema]:
+    try:
+        return read_schemas()
+    except NoSchemas as error:
+        pytest.skip(str(error))
+
+
+def deployment_of(stage: str = "trainer", **changes: Any) -> Deployment:
+    fields: dict[str, Any] = {
+        "stage": stage,
+        "id": "abc123",
+        "image": f"millrace/{stage}@sha256:{DIGEST}",
+        "nodes": 2,
+        "mode": "shared",
+        "recipe_digest": DIGEST,
+        "arguments": ("--train.max_steps=5", "--corpus=/fsx/a folder"),
+        "retries": 3,
+        "keep": False,
+        "user": "someone",
+        "start_timeout_seconds": 60,
+        "drain_seconds": 60,
+    }
+    return Deployment(**fields | changes)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("stage", ["tokenizer", "compiler", "trainer"])
+def test_everything_that_is_sent_fits_the_api(
+    clusters: dict[str, Thing], schemas: dict[Kind, Schema], overlay: str, stage: str
+) -> None:
+    worker = stage_of(clusters[overlay], stage)
+    deployment = deployment_of(stage)
+    sent = [
+        recipe_config_map(stage, "name = 'x'", DIGEST),
+        pod_group(worker, 2),
+        rayjob(worker, deployment, 1),
+        isolated_rayjob(worker, deployment_of(stage, mode="isolated"), 1),
+        deploy_job(worker, deployment),
+    ]
+    assert [problem for thing in sent for problem in problems_of(thing, schemas)] == []
+
+
+def test_what_is_wanted_survives_the_job_that_carries_it(clusters: dict[str, Thing]) -> None:
+    deployment = deployment_of()
+    job = deploy_job(stage_of(clusters["eks"], "trainer"), deployment)
+    job["metadata"] |= {"uid": "u", "resourceVersion": "1", "creationTimestamp": "now"}
+    record = record_of(job)
+    assert record.deployment == deployment
+    assert (record.attempts, record.outcome, record.is_over) == ((), None, False)
+    job["metadata"]["annotations"] = {
+        "millrace.dev/attempts": '[{"exit_code": 75, "message": "m"}]',
+        "millrace.dev/outcome": '{"exit_code": 0, "message": "done"}',
+    }
+    assert record_of(job).attempts == (Attempt(75, "m"),)
+    assert record_of(job).outcome == Outcome(0, "done")
+
+
+def test_a_gang_reserves_whole_nodes(clusters: dict[str, Thing]) -> None:
+    spec = pod_group(stage_of(clusters["eks"], "trainer"), 16)["spec"]
+    assert spec["minMember"] == 16
+    assert spec["minResources"]["aws.amazon.com/neuron"] == "256"
+    assert spec["minResources"]["cpu"] == "1920"
+    local = pod_group(stage_of(clusters["local"], "tokenizer"), 3)["spec"]["minResources"]
+    assert local["cpu"] == "600m"
+
+
+def test_a_drain_reaches_pod_and_ray(clusters: dict[str, Thing]) -> None:
+    job = isolated_rayjob(stage_of(clusters["eks"], "trainer"), deployment_of(drain_seconds=500, mode="isolated"), 1)
+    pod = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
+    environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
+    assert environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == environment["RAY_JOB_STOP_WAIT_TIME_S"] == "500"
+    assert pod["terminationGracePeriodSeconds"] > 500
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (DriverState(JobStatus.SUCCEEDED, 0, "", 1), (0, "done")),
+        (DriverState(JobStatus.FAILED, 3, "log\nmillrace: no corpus\n", 1), (3, "no corpus")),
+        (DriverState(JobStatus.FAILED, 75, "millrace: Stopped by preemption", 1), (75, "Stopped by preemption")),
+        (DriverState(JobStatus.FAILED, None, "actor died", 1), (75, "the driver was lost: actor died")),
+        (DriverState(JobStatus.FAILED, -9, "killed", 1), (75, "the driver was lost: killed")),
+        (DriverState(JobStatus.STOPPED, None, "", 1), (75, "stopped by ann; the same command continues")),
+    ],
+)
+def test_how_a_driver_ended(state: DriverState, expected: tuple[int, str]) -> None:
+    assert exit_code_of_driver(state, "ann") == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        ({"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}, 0),
+        ({"jobDeploymentStatus": "ValidationFailed", "message": "backoffLimit"}, 4),
+        ({"jobDeploymentStatus": "Failed", "message": "entrypoint command failed with exit code 5, logs"}, 5),
+        ({"jobDeploymentStatus": "Failed", "message": "the cluster was lost"}, 75),
+    ],
+)
+def test_how_a_rayjob_ended_when_ray_cannot_be_asked(status: Thing, code: int) -> None:
+    assert exit_code_of_rayjob({"status": status})[0] == code
+
+
+def node(name: str, changes: Thing | None = None) -> Thing:
+    made = {
+        "metadata": {"name": name, "labels": {"node.kubernetes.io/instance-type": "trn1.32xlarge"}},
+        "spec": {"taints": [{"key": "aws.amazon.com/neuron", "value": "true", "effect": "NoSchedule"}]},
+        "status": {
+            "allocatable": {
+                "cpu": "127",
+                "memory": "500Gi",
+                "ephemeral-storage": "1000Gi",
+                "hugepages-2Mi": "10256Mi",
+                "aws.amazon.com/neuron": "16",
+                "vpc.amazonaws.com/efa": "8",
+            }
+        },
+    }
+    return made | (changes or {})
+
+
+class Listing:
+    """Answers as the API would: the only calls that these checks make."""
+
+    def __init__(self, **objects: Any) -> None:
+        self._objects = objects
+
+    def find_all(self, kind: str) -> list[Thing]:
+        return list(self._objects[kind])
+
+    def find(self, kind: str, name: str) -> Thing | None:
+        return dict(self._objects[kind]) if self._objects.get(kind) else None
+
+
+@pytest.fixture
+def trainer(clusters: dict[str, Thing]) -> Stage:
+    return stage_of(copy.deepcopy(clusters["eks"]), "trainer")
+
+
+def test_room_on_nodes(trainer: Stage) -> None:
+    def check(*nodes: Thing, pods: int = 2) -> str:
+        return check_nodes(Listing(Node=nodes), trainer, pods)  # type: ignore[arg-type]
+
+    assert check(node("a"), node("b")) == ""
+    assert "room for 1 of 2" in check(node("a"))
+    other = {"metadata": {"labels": {"node.kubernetes.io/instance-type": "m7i.large"}}}
+    assert "instance types here: m7i.large" in check(node("a", other))
+    tainted = {"spec": {"taints": [{"key": "maintenance", "effect": "NoSchedule"}]}}
+    assert "maintenance:NoSchedule" in check(node("a", tainted), node("b", tainted))
+    without_efa = node("a")
+    del without_efa["status"]["allocatable"]["vpc.amazonaws.com/efa"]
+    assert "none has enough vpc.amazonaws.com/efa" in check(without_efa)
+
+
+def test_room_in_group_and_queue(trainer: Stage) -> None:
+    assert "maxReplicas 16" in check_size(trainer, 17)
+    queue = {"spec": {"capability": {"memory": "800Gi"}}, "status": {"state": "Open"}}
+    assert "memory: 880 GiB asked, 800 GiB in the queue" in check_queue(Listing(Queue=queue), trainer, 2)  # type: ignore[arg-type]
+    assert check_queue(Listing(Queue=queue), trainer, 1) == ""  # type: ignore[arg-type]
+    assert "does not exist" in check_queue(Listing(), trainer, 1)  # type: ignore[arg-type]
+
+
+def test_the_plan_says_what_restarts_and_what_it_costs(trainer: Stage) -> None:
+    recipe = load_recipe(OVERLAYS["local"].parents[2] / "recipes/tiny-cpu.toml", {"train.time_limit_seconds": "7200"})
+    said = describe_plan(trainer, deployment_of(), recipe, "2 pods")
+    assert "0 -> 2 trainer pods; the head and tokenizer and compiler keep their pods" in said
+    assert "2 x trn1.32xlarge" in said
+    assert "at most 16.0 in 4 attempts" in said
+    trainer.cluster["spec"]["workerGroupSpecs"][2]["replicas"] = 2
+    assert "2 trainer pods that an earlier deployment left up" in describe_plan(trainer, deployment_of(), recipe, "")
+
+
+@pytest.mark.parametrize(
+    ("image", "repository"),
+    [
+        ("millrace/trainer:0.1.0", "millrace/trainer"),
+        ("localhost:5000/millrace/trainer", "localhost:5000/millrace/trainer"),
+        (
+            f"123.dkr.ecr.us-west-2.amazonaws.com/millrace/trainer@sha256:{DIGEST}",
+            "123.dkr.ecr.us-west-2.amazonaws.com/millrace/trainer",
+        ),
+    ],
+)
+def test_an_image_s_name_without_its_version(image: str, repository: str) -> None:
+    assert repository_of(image) == repository

@@ -1,0 +1,267 @@
+"""Both overlays are what the API servers take, what Ray reads, and what the house promises; each check can fail.
+
+Nothing is started: kubectl renders, and the schemas come from the modules that the test cluster is compiled from.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.k8s import rules
+from tests.k8s.rendered import OVERLAYS, REMOVED, Thing, changed, find_kubectl, name_of, render
+from tests.k8s.rules import Rule
+from tests.k8s.schemas import WITHOUT_SCHEMA, Kind, NoSchemas, Schema, problems_of, read_schemas
+
+Breach = tuple[Rule, str, str, object, str]
+
+ALL_RULES: list[Rule] = [*rules.EVERYWHERE, *rules.IN_PRODUCTION]
+RULES_OF: dict[str, list[Rule]] = {"local": rules.EVERYWHERE, "eks": ALL_RULES}
+
+CLUSTER, QUEUE = "RayCluster/millrace", "Queue/millrace"
+HEAD = "/spec/headGroupSpec"
+TRAINER = "/spec/workerGroupSpecs/2"
+POD = f"{TRAINER}/template/spec"
+CONTAINER = f"{POD}/containers/0"
+LIMITS = f"{CONTAINER}/resources/limits"
+OPERATOR = "/spec/ingress/0/from/1/podSelector/matchLabels"
+
+# (the rule, the object of the overlay eks, the field, its value, what is reported)
+BREACHES: list[Breach] = [
+    (rules.every_stage_has_a_group, CLUSTER, TRAINER, REMOVED, "groups are ['tokenizer', 'compiler']"),
+    (rules.a_stage_has_one_name, CLUSTER, f"{TRAINER}/resources/stage_trainer", REMOVED, "routes is {}"),
+    (rules.a_stage_has_one_name, CLUSTER, f"{TRAINER}/resources/stage_tokenizer", "1", "routes is"),
+    (rules.a_stage_has_one_name, CLUSTER, f"{TRAINER}/labels/stage", "train", "Ray's label is"),
+    (rules.a_stage_has_one_name, CLUSTER, f"{POD}/volumes/2/configMap/name", "recipe", "the recipe is"),
+    (rules.a_stage_has_one_name, CLUSTER, f"{CONTAINER}/image", "millrace/compiler:1", "the image is"),
+    (
+        rules.a_stage_has_one_name,
+        CLUSTER,
+        f"{TRAINER}/template/metadata/annotations/scheduling.k8s.io~1group-name",
+        "trainer",
+        "the PodGroup is 'trainer', not 'millrace-trainer'",
+    ),
+    (rules.what_pods_name_is_there, "PersistentVolumeClaim/fsx", "/metadata/name", "fs", "PersistentVolumeClaim fsx"),
+    (rules.what_pods_name_is_there, "PriorityClass/millrace-head", "/metadata/name", "head", "head: PriorityClass"),
+    (rules.what_pods_name_is_there, CLUSTER, f"{POD}/serviceAccountName", REMOVED, "trainer: ServiceAccount None"),
+    (rules.what_pods_name_is_there, QUEUE, "/metadata/name", "other", "Queue millrace is not there"),
+    (rules.every_pod_mounts_the_file_system, CLUSTER, f"{POD}/volumes/1", REMOVED, "trainer: no claim"),
+    (rules.every_pod_mounts_the_file_system, CLUSTER, f"{CONTAINER}/volumeMounts/2/name", "ini", "no volume ini"),
+    (
+        rules.a_claim_and_its_volume_hold_each_other,
+        "PersistentVolume/millrace-fsx",
+        "/spec/claimRef/name",
+        "other",
+        "does not name it",
+    ),
+    (
+        rules.a_claim_and_its_volume_hold_each_other,
+        "PersistentVolume/millrace-fsx",
+        "/spec/persistentVolumeReclaimPolicy",
+        "Delete",
+        "is not retained",
+    ),
+    (rules.everything_is_in_one_namespace, CLUSTER, "/metadata/namespace", "default", "is in default"),
+    (rules.names_fit_into_pods_names, CLUSTER, "/metadata/name", "m" * 43, "longer than 50"),
+    (rules.names_fit_into_pods_names, CLUSTER, "/metadata/name", "1-millrace", "no name for a RayCluster"),
+    (rules.ray_is_the_pinned_version, CLUSTER, "/spec/rayVersion", "2.59.0", "neuron images have 2.60.0"),
+    (rules.ray_reads_the_groups_as_meant, CLUSTER, f"{TRAINER}/resources/neuron_cores", REMOVED, "32 neuron_cores"),
+    (rules.ray_reads_the_groups_as_meant, CLUSTER, f"{TRAINER}/resources/stage_trainer", REMOVED, "cannot route"),
+    (rules.ray_reads_the_groups_as_meant, CLUSTER, f"{HEAD}/rayStartParams/num-cpus", REMOVED, "the head has CPUs"),
+    (
+        rules.policies_select_pods_that_there_are,
+        "NetworkPolicy/ray",
+        "/spec/podSelector/matchLabels",
+        {"ray.io/node": "yes"},
+        "ray: no pod has",
+    ),
+    (
+        rules.policies_select_pods_that_there_are,
+        "NetworkPolicy/jobs-api",
+        OPERATOR,
+        {"app.kubernetes.io/created-by": "kuberay-operator"},
+        "is also a Ray pod",
+    ),
+    (
+        rules.policies_select_pods_that_there_are,
+        "PodDisruptionBudget/head",
+        "/spec/selector/matchLabels",
+        {"millrace.dev/component": "heads"},
+        "the head is not",
+    ),
+    (
+        rules.the_deployer_may_touch_this_cluster_alone,
+        "Role/deployer",
+        "/rules/0/resourceNames",
+        ["other"],
+        "every RayCluster",
+    ),
+    (
+        rules.the_deployer_may_touch_this_cluster_alone,
+        "Role/deployer",
+        "/rules/5/resources",
+        ["secrets"],
+        "deployer: ['secrets']",
+    ),
+    (
+        rules.the_deployer_may_touch_this_cluster_alone,
+        "RoleBinding/deployer",
+        "/subjects/0/name",
+        "default",
+        "no account default",
+    ),
+    (
+        rules.the_queue_has_room_for_each_gang,
+        QUEUE,
+        "/spec/capability/vpc.amazonaws.com~1efa",
+        REMOVED,
+        "trainer: vpc.amazonaws.com/efa is not capped",
+    ),
+    (
+        rules.the_queue_has_room_for_each_gang,
+        CLUSTER,
+        f"{TRAINER}/maxReplicas",
+        17,
+        "trainer: 17 pods need 272 aws.amazon.com/neuron, above the cap",
+    ),
+    (rules.the_operator_leaves_the_cluster_alone, CLUSTER, "/spec/upgradeStrategy/type", "Recreate", "Recreate"),
+    (rules.the_operator_leaves_the_cluster_alone, CLUSTER, "/spec/enableInTreeAutoscaling", True, "is set"),
+    (rules.ray_asks_for_a_token, CLUSTER, "/spec/authOptions", REMOVED, "authOptions is None"),
+    (rules.groups_wait_at_zero, CLUSTER, f"{TRAINER}/replicas", 1, "trainer: replicas is 1"),
+    (rules.groups_wait_at_zero, CLUSTER, f"{TRAINER}/minReplicas", REMOVED, "minReplicas is None"),
+    (rules.gangs_are_volcanos, CLUSTER, f"{POD}/schedulerName", REMOVED, "trainer: None places it"),
+    (rules.gangs_are_volcanos, CLUSTER, f"{HEAD}/template/spec/schedulerName", "volcano", "head: volcano places it"),
+    (rules.pods_may_do_nothing_else, CLUSTER, f"{POD}/securityContext/runAsNonRoot", False, "run as root"),
+    (rules.pods_may_do_nothing_else, CLUSTER, f"{POD}/volumes/0", {"hostPath": {}}, "a folder of the node"),
+    (rules.pods_may_do_nothing_else, CLUSTER, f"{POD}/hostNetwork", True, "the node's namespaces"),
+    (
+        rules.pods_may_do_nothing_else,
+        CLUSTER,
+        f"{CONTAINER}/securityContext/readOnlyRootFilesystem",
+        REMOVED,
+        "its root is writable",
+    ),
+    (rules.pods_may_do_nothing_else, CLUSTER, f"{CONTAINER}/securityContext/capabilities", {}, "keeps capabilities"),
+    (rules.a_notice_becomes_a_checkpoint, CLUSTER, f"{POD}/terminationGracePeriodSeconds", 300, "300 s of the 300 s"),
+    (rules.a_notice_becomes_a_checkpoint, CLUSTER, f"{CONTAINER}/env/0", REMOVED, "it drains for 0 s"),
+    (rules.a_notice_becomes_a_checkpoint, CLUSTER, f"{CONTAINER}/env/1", REMOVED, "RAY_JOB_STOP_WAIT_TIME_S is None"),
+    (rules.requests_are_limits, CLUSTER, f"{LIMITS}/memory", "441Gi", "trainer: requests and limits differ"),
+    (rules.ray_counts_the_pods_cpus, CLUSTER, f"{TRAINER}/resources/CPU", "128", "counts 128 CPUs, the pod has 120"),
+    (rules.scratch_is_within_the_pods_storage, CLUSTER, f"{POD}/volumes/0/emptyDir", {}, "may grow to None"),
+    (rules.scratch_is_within_the_pods_storage, CLUSTER, f"{POD}/volumes/0/emptyDir/sizeLimit", "1Ti", "grow to 1Ti"),
+    (rules.trainium_pods_reach_trainium_nodes, CLUSTER, f"{POD}/tolerations", REMOVED, "the taint"),
+    (rules.trainium_pods_reach_trainium_nodes, CLUSTER, f"{POD}/nodeSelector", REMOVED, "no instance type"),
+    (rules.trainium_pods_reach_trainium_nodes, CLUSTER, f"{LIMITS}/aws.amazon.com~1neuron", "8", "trainer: 8 of aws"),
+]
+
+# (the object of the overlay eks, the field, its value, what is reported)
+MISSPELLED: list[tuple[str, str, object, str]] = [
+    (CLUSTER, "/spec/rayversion", "2.60.0", "'rayversion' was unexpected"),
+    (CLUSTER, f"{TRAINER}/minReplica", 0, "'minReplica' was unexpected"),
+    (CLUSTER, f"{POD}/priorityclassName", "any", "'priorityclassName' was unexpected"),
+    (CLUSTER, f"{CONTAINER}/volumeMounts/0/readonly", True, "'readonly' was unexpected"),
+    (CLUSTER, f"{TRAINER}/template/metadata/anotations", {}, "'anotations' was unexpected"),
+    (CLUSTER, "/metadata/label", {}, "'label' was unexpected"),
+    (CLUSTER, f"{TRAINER}/replicas", "0", "is not of type 'integer'"),
+    (CLUSTER, f"{LIMITS}/memory", "440GiB", "does not match"),
+    (CLUSTER, f"{HEAD}/template/spec/containers", REMOVED, "'containers' is a required property"),
+    (CLUSTER, "/spec/authOptions/mode", "password", "is not one of"),
+    (QUEUE, "/spec/capabilities", {}, "'capabilities' was unexpected"),
+    (QUEUE, "/spec/reclaimable", "no", "is not of type 'boolean'"),
+    ("PersistentVolumeClaim/fsx", "/spec/accessMode", "any", "'accessMode' was unexpected"),
+    ("PersistentVolumeClaim/fsx", "/spec/resources/requests/storage", "1200 Gi", "does not match"),
+    ("NetworkPolicy/ray", "/spec/ingress/0/from/0/podselector", {}, "'podselector' was unexpected"),
+    ("NetworkPolicy/dns", "/spec/egress/0/ports/0/port", [53], "is not of type"),
+    ("Role/deployer", "/rules/0/resourceName", ["millrace"], "'resourceName' was unexpected"),
+    ("PriorityClass/millrace-head", "/value", REMOVED, "'value' is a required property"),
+    ("PriorityClass/millrace-head", "/apiVersion", "scheduling.k8s.io/v2", "has no such kind"),
+]
+
+
+def word_for(part: object) -> str | None:
+    return part.rpartition("/")[2] if isinstance(part, str) else getattr(part, "__name__", None)
+
+
+@pytest.fixture(scope="session")
+def overlays() -> dict[str, list[Thing]]:
+    kubectl = find_kubectl()
+    if kubectl is None:
+        pytest.skip(
+            "no kubectl of 1.27 or newer on PATH or in .cluster/bin renders the manifests: install one, or compile it "
+            "with `.venv/bin/python -m tests.cluster.kit build`"
+        )
+    return {name: render(kubectl, folder) for name, folder in OVERLAYS.items()}
+
+
+@pytest.fixture(scope="session")
+def schemas() -> dict[Kind, Schema]:
+    try:
+        return read_schemas()
+    except NoSchemas as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_api_servers_know_every_field(
+    overlays: dict[str, list[Thing]], schemas: dict[Kind, Schema], overlay: str
+) -> None:
+    known = [thing for thing in overlays[overlay] if thing["kind"] not in WITHOUT_SCHEMA]
+
+    assert [problem for thing in known for problem in problems_of(thing, schemas)] == []
+
+
+@pytest.mark.parametrize(("name", "pointer", "value", "reported"), MISSPELLED)
+def test_a_field_that_they_do_not_know_is_noticed(
+    overlays: dict[str, list[Thing]],
+    schemas: dict[Kind, Schema],
+    name: str,
+    pointer: str,
+    value: object,
+    reported: str,
+) -> None:
+    [thing] = [each for each in changed(overlays["eks"], name, pointer, value) if name_of(each) == name]
+
+    assert any(reported in problem for problem in problems_of(thing, schemas))
+
+
+def test_the_kinds_that_a_deployment_makes_are_known(schemas: dict[Kind, Schema]) -> None:
+    group = {"apiVersion": "scheduling.volcano.sh/v1beta1", "kind": "PodGroup", "metadata": {"name": "gang"}}
+
+    assert problems_of(group | {"spec": {"minMember": 2, "queue": "millrace"}}, schemas) == []
+    assert "'minMembers' was unexpected" in problems_of(group | {"spec": {"minMembers": 2}}, schemas)[0]
+    assert {("ray.io/v1", "RayJob"), ("batch/v1", "Job"), ("coordination.k8s.io/v1", "Lease")} <= schemas.keys()
+
+
+@pytest.mark.parametrize(
+    ("overlay", "rule"), [(overlay, rule) for overlay in OVERLAYS for rule in RULES_OF[overlay]], ids=word_for
+)
+def test_the_manifests_keep_the_rules(overlays: dict[str, list[Thing]], overlay: str, rule: Rule) -> None:
+    assert rule(overlays[overlay]) == []
+
+
+@pytest.mark.parametrize(("rule", "name", "pointer", "value", "reported"), BREACHES, ids=word_for)
+def test_a_broken_rule_is_noticed(
+    overlays: dict[str, list[Thing]], rule: Rule, name: str, pointer: str, value: object, reported: str
+) -> None:
+    before = rule(overlays["eks"])
+
+    after = rule(changed(overlays["eks"], name, pointer, value))
+
+    assert any(reported in problem for problem in after if problem not in before)
+
+
+def test_every_rule_has_a_test_that_breaks_it() -> None:
+    assert {rule for rule, *_ in BREACHES} == set(ALL_RULES)
+
+
+def test_ray_sees_the_neuron_cores_of_a_trainium_node(overlays: dict[str, list[Thing]]) -> None:
+    """From the limit aws.amazon.com/neuron alone it would see none."""
+    types = rules.node_types_that_ray_reads(overlays["eks"])
+
+    for stage in ("compiler", "trainer"):
+        resources = types[stage]["resources"]
+        assert {name: resources[name] for name in ("CPU", "neuron_cores", f"stage_{stage}")} == {
+            "CPU": 120,
+            "neuron_cores": 32,
+            f"stage_{stage}": 1,
+        }
+    assert "neuron_cores" not in types["tokenizer"]["resources"]
