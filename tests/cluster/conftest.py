@@ -36,3 +36,8 @@ def kit(api: Api) -> Api:
     if api.server != f"https://{cluster.ADDRESS}:6443":
         pytest.skip("fake nodes and folders of this machine are the kit's: run it without KUBECONFIG")
     return api
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of the kit's own ups and downs come last: they end with no cluster."""
+    items.sort(key=lambda item: item.path.name == "test_kit.py")

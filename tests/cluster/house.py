@@ -24,7 +24,7 @@ from k8s.deploy.stage import Stage, read_stage
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import open_artifact
 from services.common.tests.builders import wait_until
-from tests.cluster.kit import cluster
+from tests.cluster.kit import cluster, node_images
 from tests.small import write_notes, write_small_recipe
 
 COMMAND_SECONDS = 900
@@ -117,7 +117,7 @@ def kill_group(process: subprocess.Popen[str]) -> None:
 def load_images(*services: str) -> None:
     """Build the working tree's cpu images and bring them to the node."""
     build_images(services, "cpu")
-    cluster.load(*(name_of(service) for service in services))
+    node_images.load(*(name_of(service) for service in services))
     wanted = {f"docker.io/{name_of(service)}" for service in services}
     wait_until(lambda: wanted <= held_images(), seconds=120)  # kubelet looks every few seconds
 

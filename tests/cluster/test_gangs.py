@@ -17,7 +17,7 @@ from k8s.deploy.api import Api
 from k8s.deploy.deployment import EXIT_AGAIN
 from services.common.tests.builders import wait_until
 from tests.cluster.house import House, kill_group, load_images, make_house, name_of, publish_corpus
-from tests.cluster.kit import cluster
+from tests.cluster.kit import cluster, fake_nodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -29,13 +29,13 @@ MINUTE = 60.0
 @pytest.fixture(scope="module")
 def house(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     load_images("head")
-    cluster.fake(NODES)
+    fake_nodes.fake(NODES)
     made = make_house(kit, tmp_path_factory.mktemp("gangs"), REPOSITORY / "tests/cluster/overlays/fake")
     made = replace(made, recipe=REPOSITORY / "recipes/tiny-cpu.toml")  # over text that this machine has, too
     yield made
     done = made.run("cluster-down", FORCE="1")
     assert done.code == 0, done.said
-    cluster.remove_fake(NODES)
+    fake_nodes.remove_fake(NODES)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import pytest
 from images.platforms import REPOSITORY
 from services.common.errors import DeviceError, TryAgain
 from services.common.tests.builders import wait_until
-from tests.cluster.kit import cluster
+from tests.cluster.kit import cluster, fake_nodes, node_images
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -86,31 +86,31 @@ def test_the_node_has_neuron_devices_and_the_operators_their_types() -> None:
 
 
 def test_a_gang_is_placed_whole_or_not_at_all() -> None:
-    cluster.fake(1)
+    fake_nodes.fake(1)
     apply(*gang("pair", 2))
     wait_until(
         lambda: "Insufficient aws.amazon.com/neuron" in conditions("pair") or "unschedulable" in conditions("pair")
     )
     assert bound("pair") == 0
-    cluster.fake(2)
+    fake_nodes.fake(2)
     wait_until(lambda: bound("pair") == 2)
 
 
 def test_lost_nodes_are_gone_from_the_cluster() -> None:
-    cluster.fake(2, first=10)
+    fake_nodes.fake(2, first=10)
     resources = get("node", "trn1-11")["status"]["allocatable"]
     assert (resources["hugepages-2Mi"], resources["ephemeral-storage"]) == ("10Gi", "1000Gi")
-    cluster.remove_fake(1, first=10)
+    fake_nodes.remove_fake(1, first=10)
     names = {each["metadata"]["name"] for each in get("nodes")["items"]}
     assert "trn1-10" not in names
     assert "trn1-11" in names
-    cluster.remove_fake(1, first=11)
+    fake_nodes.remove_fake(1, first=11)
 
 
 def test_an_image_is_known_by_its_digest_and_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = cluster.references()["millrace.test/pause:1"]
+    digest = node_images.references()["millrace.test/pause:1"]
     monkeypatch.setattr(cluster, "copy", lambda images: pytest.fail("copied again") if images else None)
-    cluster.load("millrace.test/pause:1")
+    node_images.load("millrace.test/pause:1")
     container = {"name": "work", "image": f"millrace.test/pause@{digest}", "imagePullPolicy": "Never"}
 
     apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "exact"}, "spec": {"containers": [container]}})

@@ -33,7 +33,7 @@ from tests.cluster.house import (
     name_of,
     one,
 )
-from tests.cluster.kit import cluster
+from tests.cluster.kit import cluster, node_images
 from tests.small import write_notes, write_small_recipe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -240,7 +240,7 @@ def another_version(stage: str) -> str:
     name = f"millrace/{stage}:swapped-cpu"
     dockerfile = f"FROM {name_of(stage)}\nLABEL swapped=yes\n"
     subprocess.run(["docker", "build", "-q", "-t", name, "-"], input=dockerfile, text=True, check=True)
-    cluster.load(name)
+    node_images.load(name)
     wait_until(lambda: name in " ".join(house_images()), 120)
     return name
 

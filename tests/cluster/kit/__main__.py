@@ -15,7 +15,7 @@ import sys
 from typing import NoReturn
 
 from services.common.errors import RecipeError, TryAgain, exit_code_of
-from tests.cluster.kit import cluster
+from tests.cluster.kit import cluster, fake_nodes, node_images
 
 
 def are_count_and_first(words: list[str]) -> bool:
@@ -35,11 +35,11 @@ def main(argv: list[str]) -> int:
             cluster.up()
             print(cluster.KUBECONFIG)
         case ["load", *images] if images:
-            cluster.load(*images)
+            node_images.load(*images)
         case ["fake", *numbers] if are_count_and_first(numbers):
-            cluster.fake(*map(int, numbers))
+            fake_nodes.fake(*map(int, numbers))
         case ["lose", *numbers] if are_count_and_first(numbers):
-            cluster.remove_fake(*map(int, numbers))
+            fake_nodes.remove_fake(*map(int, numbers))
         case ["down"]:
             cluster.down()
         case _:

@@ -11,33 +11,38 @@ NetworkPolicy is accepted and not enforced (bridge CNI), there is no LoadBalance
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import psutil
-
-from images.docker import inspect_image, require_engine
+from images.docker import require_engine
 from services.common.errors import DeviceError
+from tests.cluster.kit.node_images import ctr, load
+from tests.cluster.kit.processes import (
+    ARTIFACTS,
+    BIN,
+    HOME,
+    KUBECONFIG,
+    LOG,
+    PID,
+    PKI,
+    SOCKET,
+    USER,
+    kubectl,
+    run,
+    start,
+    stop,
+    wait,
+)
 
 HERE = Path(__file__).resolve().parent
-HOME = Path(os.environ.get("CLUSTER_HOME", ".cluster")).resolve()
-BIN, LOG, PKI, PID = (HOME / name for name in ("bin", "log", "pki", "pid"))
-KUBECONFIG = HOME / "kubeconfig"
-SOCKET = HOME / "containerd.sock"
-ARTIFACTS = Path("/var/lib/millrace/fsx")  # the volume of k8s/overlays/local
-USER = 10001  # of every image
-
 ADDRESS = "172.31.77.1"  # of the control plane, on a bridge of its own: EndpointSlices refuse loopback
 DNS_ADDRESS = "10.96.0.10"
 SERVICE_RANGE = "10.96.0.0/16"
@@ -87,36 +92,6 @@ def require_prerequisites() -> None:
     if advice:
         raise DeviceError("\n  ".join(["the cluster needs what this machine lacks:", *advice]))
     require_engine()
-
-
-def run(*command: str | Path, quiet: bool = False, **kwargs: Any) -> str:
-    """Standard output of a command. Raises `DeviceError` with its last words when it fails, unless `quiet`."""
-    done = subprocess.run([str(c) for c in command], text=True, capture_output=True, check=False, **kwargs)
-    if done.returncode and not quiet:
-        said = done.stderr.strip()[-2000:]
-        raise DeviceError(f"{' '.join(str(c) for c in command)}: exit {done.returncode}\n{said}")
-    return done.stdout
-
-
-def kubectl(*arguments: str | Path, **kwargs: Any) -> str:
-    return run(BIN / "kubectl", "--kubeconfig", KUBECONFIG, *arguments, **kwargs)
-
-
-def start(name: str, *command: str | Path) -> None:
-    """Start a server in its own session, its output in log/<name>.log and its pid in pid/<name>."""
-    with (LOG / f"{name}.log").open("ab") as log:
-        process = subprocess.Popen(
-            [str(c) for c in command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-    (PID / name).write_text(str(process.pid))
-
-
-def wait(what: str, is_ready: Callable[[], bool], timeout_seconds: float = 90) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while not is_ready():
-        if time.monotonic() > deadline:
-            raise DeviceError(f"{what} was not ready after {timeout_seconds:.0f} s. Its log is in {LOG}.")
-        time.sleep(0.2)
 
 
 def module_dir(module: str) -> Path:
@@ -280,88 +255,6 @@ def load_pause_image() -> None:
     load("millrace.test/pause:1")
 
 
-def load(*images: str) -> None:
-    """Copy images from the local Docker engine into the node, each under its name and as NAME@sha256:DIGEST.
-
-    One that is there already is not copied again.
-    """
-    ids = {image: inspect_image(image)["Id"] for image in images}
-    with exclusive("load"):
-        there = references()
-        copy([image for image, id in ids.items() if id not in there])
-        now = references()
-        for image, id in ids.items():
-            source = id if id in there else reference_of(image)
-            give_names(source, [reference_of(image), f"{repository_of(image)}@{now[source]}"])
-        drop_layers({references()[reference_of(image)] for image in images})
-
-
-def copy(images: list[str]) -> None:
-    """One stream for all of them, so that layers they share travel once."""
-    if not images:
-        return
-    saved = subprocess.Popen(["docker", "save", *images], stdout=subprocess.PIPE)
-    try:
-        ctr("images", "import", "-", stdin=saved.stdout)
-    finally:
-        assert saved.stdout
-        saved.stdout.close()  # else a `docker save` that nobody reads from never ends
-        saved.wait()
-    if saved.returncode:
-        raise DeviceError(f"docker could not save {' '.join(images)}: its message is above.")
-
-
-def references() -> dict[str, str]:
-    """Every name of an image in the node, and the digest of its manifest. One name is Docker's image id."""
-    if not SOCKET.is_socket():
-        raise DeviceError("no node is up: `make cluster-local` starts one.")
-    rows = [line.split() for line in ctr("images", "ls").splitlines()[1:]]
-    return {row[0]: row[2] for row in rows}
-
-
-def give_names(source: str, names: Iterable[str]) -> None:
-    """`--force` moves a name that another image has."""
-    known = references()
-    for name in names:
-        if known.get(name) != known[source]:
-            ctr("images", "tag", "--force", source, name)
-
-
-def drop_layers(digests: Iterable[str]) -> None:
-    """Containers run from unpacked snapshots: the archives of the layers that were unpacked are dead weight."""
-    blobs = set(ctr("content", "ls", "-q").split())
-    manifests = [json.loads(ctr("content", "get", digest)) for digest in digests]
-    layers = {layer["digest"] for manifest in manifests for layer in manifest.get("layers", [])} & blobs
-    if layers:
-        ctr("content", "rm", *sorted(layers))
-
-
-def reference_of(image: str) -> str:
-    """The full name that Kubernetes looks an image up by: docker.io/millrace/head:1 for millrace/head:1."""
-    domain, slash, _ = image.partition("/")
-    if slash and ("." in domain or ":" in domain or domain == "localhost"):
-        return image
-    return f"docker.io/{image}" if slash else f"docker.io/library/{image}"
-
-
-def repository_of(image: str) -> str:
-    """Its full name without the tag."""
-    path, _, name = reference_of(image).rpartition("/")
-    return f"{path}/{name.partition(':')[0]}"
-
-
-def ctr(*arguments: str, **kwargs: Any) -> str:
-    return run("ctr", "-a", SOCKET, "-n", "k8s.io", *arguments, **kwargs)
-
-
-@contextmanager
-def exclusive(name: str) -> Iterator[None]:
-    """One process at a time, on this machine."""
-    with (HOME / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def start_operators() -> None:
     """KubeRay without its own batch-scheduler integration: with it a RayJob that uses
     clusterSelector never leaves Initializing (seen with KubeRay 1.6.1)."""
@@ -387,50 +280,6 @@ def start_kuberay(*flags: str) -> None:
     start("kuberay-operator", BIN / "kuberay-operator", f"-kubeconfig={KUBECONFIG}", "-enable-leader-election=false",
           "-use-kubernetes-proxy", "-metrics-addr=127.0.0.1:18080", "-health-probe-bind-address=127.0.0.1:18082",
           *flags)  # fmt: skip
-
-
-def fake(count: int, first: int = 0) -> None:
-    """Nodes trn1-<first> and on that exist only in the API: pods on them become Ready without a container.
-
-    Tainted like real Trainium nodes, so that only pods that tolerate it come here.
-    """
-    if not (PID / "kwok").exists():
-        start("kwok", BIN / "kwok", f"--kubeconfig={KUBECONFIG}", "--manage-nodes-with-label-selector=type=kwok",
-              "--node-lease-duration-seconds=40", f"--config={module_stages()}")  # fmt: skip
-    nodes = [fake_node(name) for name in fake_names(count, first)]
-    kubectl("apply", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": nodes}))
-
-
-def remove_fake(count: int, first: int = 0) -> None:
-    """Take these nodes away, as when machines are lost: their pods are deleted within a minute."""
-    kubectl("delete", "node", "--ignore-not-found", *fake_names(count, first))
-
-
-def fake_names(count: int, first: int) -> list[str]:
-    return [f"trn1-{number}" for number in range(first, first + count)]
-
-
-def fake_node(name: str) -> dict[str, Any]:
-    resources = {"cpu": "128", "memory": "512Gi", "ephemeral-storage": "1000Gi", "hugepages-2Mi": "10Gi", "pods": "110"}
-    resources |= {"aws.amazon.com/neuron": "16", "vpc.amazonaws.com/efa": "8"}
-    labels = {"type": "kwok", "kubernetes.io/hostname": name, "topology.kubernetes.io/zone": "local-a"}
-    labels |= {"node.kubernetes.io/instance-type": "trn1.32xlarge"}
-    return {
-        "apiVersion": "v1",
-        "kind": "Node",
-        "metadata": {"name": name, "annotations": {"kwok.x-k8s.io/node": "fake"}, "labels": labels},
-        "spec": {"taints": [{"key": "aws.amazon.com/neuron", "value": "true", "effect": "NoSchedule"}]},
-        "status": {"capacity": resources, "allocatable": resources},
-    }
-
-
-def module_stages() -> Path:
-    module = Path(json.loads(run("go", "mod", "download", "-json", "sigs.k8s.io/kwok@v0.8.0"))["Dir"])
-    folders = ("pod/fast", "node/fast", "node/heartbeat-with-lease")
-    files = [f for folder in folders for f in sorted((module / "kustomize/stage" / folder).glob("*.yaml"))]
-    path = HOME / "kwok-stages.yaml"
-    path.write_text("\n---\n".join(f.read_text() for f in files if f.name != "kustomization.yaml"))
-    return path
 
 
 def is_up() -> bool:
@@ -471,26 +320,6 @@ def unstoppable() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def stop(name: str, timeout_seconds: float = 10) -> None:
-    """End one server that `start` started, and forget it."""
-    file = PID / name
-    if not file.exists():
-        return
-    try:
-        server = psutil.Process(int(file.read_text()))
-        # Every server names a path below HOME. Without one this is another program, which has the number now.
-        if any(str(HOME) in argument for argument in server.cmdline()):
-            server.terminate()
-            try:
-                server.wait(timeout_seconds)
-            except psutil.TimeoutExpired:
-                server.kill()
-                server.wait(timeout_seconds)
-    except psutil.NoSuchProcess:
-        pass
-    file.unlink()
 
 
 @unstoppable()

@@ -14,7 +14,7 @@ import pytest
 from images.platforms import REPOSITORY
 from services.common.errors import DeviceError, RecipeError
 from tests.cluster.kit import __main__ as command
-from tests.cluster.kit import cluster
+from tests.cluster.kit import cluster, fake_nodes, node_images
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ from tests.cluster.kit import cluster
     ],
 )
 def test_an_image_has_the_full_name_that_kubernetes_looks_for(image: str, reference: str, repository: str) -> None:
-    assert cluster.reference_of(image) == reference
-    assert cluster.repository_of(image) == repository
+    assert node_images.reference_of(image) == reference
+    assert node_images.repository_of(image) == repository
 
 
 def test_what_is_missing_is_one_line_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,10 +48,10 @@ def test_what_is_missing_is_one_line_to_install(monkeypatch: pytest.MonkeyPatch)
 def test_a_load_without_a_node_names_the_command_that_starts_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cluster, "SOCKET", tmp_path / "containerd.sock")
+    monkeypatch.setattr(node_images, "SOCKET", tmp_path / "containerd.sock")
 
     with pytest.raises(DeviceError, match="make cluster-local"):
-        cluster.references()
+        node_images.references()
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, DeviceError, OSError])
@@ -108,11 +108,11 @@ def test_a_command_that_there_is_not_prints_those_that_there_are(words: list[str
 
 def test_fake_nodes_are_counted_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
-    monkeypatch.setattr(cluster, "fake", lambda *numbers: calls.append(numbers))
-    monkeypatch.setattr(cluster, "remove_fake", lambda *numbers: calls.append(numbers))
+    monkeypatch.setattr(fake_nodes, "fake", lambda *numbers: calls.append(numbers))
+    monkeypatch.setattr(fake_nodes, "remove_fake", lambda *numbers: calls.append(numbers))
 
     command.main(["fake", "2"])
     command.main(["lose", "1", "5"])
 
     assert calls == [(2,), (1, 5)]
-    assert cluster.fake_names(2, 5) == ["trn1-5", "trn1-6"]
+    assert fake_nodes.fake_names(2, 5) == ["trn1-5", "trn1-6"]

@@ -1,0 +1,96 @@
+"""Images in the node: copied from the local Docker engine, known by name and by digest."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from images.docker import inspect_image
+from services.common.errors import DeviceError
+from tests.cluster.kit.processes import HOME, SOCKET, run
+
+
+def load(*images: str) -> None:
+    """Copy images from the local Docker engine into the node, each under its name and as NAME@sha256:DIGEST.
+
+    One that is there already is not copied again.
+    """
+    ids = {image: inspect_image(image)["Id"] for image in images}
+    with exclusive("load"):
+        there = references()
+        copy([image for image, id in ids.items() if id not in there])
+        now = references()
+        for image, id in ids.items():
+            source = id if id in there else reference_of(image)
+            give_names(source, [reference_of(image), f"{repository_of(image)}@{now[source]}"])
+        drop_layers({references()[reference_of(image)] for image in images})
+
+
+def copy(images: list[str]) -> None:
+    """One stream for all of them, so that layers they share travel once."""
+    if not images:
+        return
+    saved = subprocess.Popen(["docker", "save", *images], stdout=subprocess.PIPE)
+    try:
+        ctr("images", "import", "-", stdin=saved.stdout)
+    finally:
+        assert saved.stdout
+        saved.stdout.close()  # else a `docker save` that nobody reads from never ends
+        saved.wait()
+    if saved.returncode:
+        raise DeviceError(f"docker could not save {' '.join(images)}: its message is above.")
+
+
+def references() -> dict[str, str]:
+    """Every name of an image in the node, and the digest of its manifest. One name is Docker's image id."""
+    if not SOCKET.is_socket():
+        raise DeviceError("no node is up: `make cluster-local` starts one.")
+    rows = [line.split() for line in ctr("images", "ls").splitlines()[1:]]
+    return {row[0]: row[2] for row in rows}
+
+
+def give_names(source: str, names: Iterable[str]) -> None:
+    """`--force` moves a name that another image has."""
+    known = references()
+    for name in names:
+        if known.get(name) != known[source]:
+            ctr("images", "tag", "--force", source, name)
+
+
+def drop_layers(digests: Iterable[str]) -> None:
+    """Containers run from unpacked snapshots: the archives of the layers that were unpacked are dead weight."""
+    blobs = set(ctr("content", "ls", "-q").split())
+    manifests = [json.loads(ctr("content", "get", digest)) for digest in digests]
+    layers = {layer["digest"] for manifest in manifests for layer in manifest.get("layers", [])} & blobs
+    if layers:
+        ctr("content", "rm", *sorted(layers))
+
+
+def reference_of(image: str) -> str:
+    """The full name that Kubernetes looks an image up by: docker.io/millrace/head:1 for millrace/head:1."""
+    domain, slash, _ = image.partition("/")
+    if slash and ("." in domain or ":" in domain or domain == "localhost"):
+        return image
+    return f"docker.io/{image}" if slash else f"docker.io/library/{image}"
+
+
+def repository_of(image: str) -> str:
+    """Its full name without the tag."""
+    path, _, name = reference_of(image).rpartition("/")
+    return f"{path}/{name.partition(':')[0]}"
+
+
+def ctr(*arguments: str, **kwargs: Any) -> str:
+    return run("ctr", "-a", SOCKET, "-n", "k8s.io", *arguments, **kwargs)
+
+
+@contextmanager
+def exclusive(name: str) -> Iterator[None]:
+    """One process at a time, on this machine."""
+    with (HOME / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
