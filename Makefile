@@ -38,12 +38,15 @@ test-images: setup ## Run the tests that build and run images; they need Docker,
 	$(python) -m pytest -m images tests/images
 
 test-cluster: setup ## Run the tests on a real Kubernetes that is started here; they need root, Go and Debian's packages.
+	@$(images) base
 	$(python) -m pytest -m cluster tests/cluster
 
-test-cluster-smoke: setup ## The part of it that runs in CI: gangs, preflight and one real stage; 10 minutes.
+test-cluster-smoke: setup ## The part of it that runs in CI: the kit itself, and one real stage on it.
+	@$(images) base
 	$(python) -m pytest -m cluster tests/cluster/test_kit.py tests/cluster/test_smoke.py
 
 cluster-local: setup ## Start a Kubernetes with Volcano and KubeRay on this machine, with images and a Ray head; it stays up.
+	@$(images) base
 	@$(python) -m tests.cluster.kit up
 	@$(images) build
 	@$(MAKE) --no-print-directory load-images

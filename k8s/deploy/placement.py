@@ -51,9 +51,17 @@ def _explain_unplaced(api: Api, stage: Stage, pods: list[Object]) -> str:
             f"`make stop-stage STAGE={stage.name}`, then deploy it again"
         )
     said = Counter(filter(None, (_scheduling_message(pod) for pod in pods)))
-    parts = [*_counted(said), _newest_message(group)]
+    parts = [*_queue_messages(api, group), *_counted(said), _newest_message(group)]
     unknown = f"Volcano has not looked at them yet (PodGroup phase {group.get('status', {}).get('phase', 'none')})"
     return "; ".join(dict.fromkeys(filter(None, parts))) or unknown
+
+
+def _queue_messages(api: Api, group: Object) -> list[str]:
+    """A full queue is told by an event of the gang alone, and by none of its conditions."""
+    if group.get("status", {}).get("phase") != "Pending":
+        return []
+    events = api.find_all("Event", fields=f"involvedObject.uid={group['metadata']['uid']}")
+    return sorted({each["message"] for each in events if each["message"].startswith("queue ")})
 
 
 def _scheduling_message(pod: Object) -> str:

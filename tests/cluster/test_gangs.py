@@ -196,8 +196,8 @@ def stray_gang(house: House) -> None:
 
 
 def group_says(house: House, name: str) -> str:
-    group = house.api.find("PodGroup", name) or {}
-    return " ".join(str(each.get("message")) for each in group.get("status", {}).get("conditions") or [])
+    events = house.api.find_all("Event", fields=f"involvedObject.kind=PodGroup,involvedObject.name={name}")
+    return " ".join(str(each.get("message")) for each in events)
 
 
 def test_of_two_people_who_deploy_at_once_one_is_refused(house: House) -> None:
@@ -235,6 +235,7 @@ def test_whoever_is_killed_the_deployment_goes_on(house: House, moment: str) -> 
         wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
     kill_group(client)
     for force in ((), ("--grace-period=0", "--force")):
+        wait_until(lambda: deploy_pod(house), MINUTE)
         pod = deploy_pod(house)
         cluster.kubectl("-n", "millrace", "delete", "pod", pod, *force)
         wait_until(lambda gone=pod: deploy_pod(house) not in ("", gone), 2 * MINUTE)

@@ -40,8 +40,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 STAGES = ("tokenizer", "compiler", "trainer")
 MINUTE = 60.0
-STEPS = 600  # long enough to be disturbed: a minute
-ARGUMENTS = f"--train.max_steps={STEPS} --train.evaluation_interval_steps=200 --checkpoint.interval_steps=200"
+STEPS = 2000  # long enough to be disturbed
+ARGUMENTS = f"--train.max_steps={STEPS} --train.evaluation_interval_steps=500 --checkpoint.interval_steps=500"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,54 @@
+"""On a cluster that is given (kind, EKS): the way through that needs nothing of this machine but a kubeconfig.
+
+    KUBECONFIG=... OVERLAY=eks|FOLDER TAG=0.1.0-cpu HEAD_TAG=0.1.0-cpu make test-cluster
+
+Its nodes must be able to get the images. What is in its namespace `millrace` is replaced and taken down.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from images.platforms import REPOSITORY
+from k8s.deploy.api import Api
+from k8s.deploy.overlay import choose_overlay
+from tests.cluster.house import House
+from tests.cluster.kit import cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module")
+def house(api: Api) -> Iterator[House]:
+    if api.server == f"https://{cluster.ADDRESS}:6443":
+        pytest.skip("the kit's cluster: the other files say more of it")
+    overlay = choose_overlay(os.environ.get("OVERLAY") or "local").resolve()
+    made = House(api, overlay, Path("/fsx"), REPOSITORY / "recipes/tiny-cpu.toml")
+    done = made.run("cluster-up")
+    assert done.code == 0, done.said
+    yield made
+    done = made.run("cluster-down", FORCE="1")
+    assert done.code == 0, done.said
+    assert api.find("Namespace", "millrace") is None
+
+
+def test_a_stage_is_deployed_and_taken_down(house: House) -> None:
+    head = house.head()["metadata"]["uid"]
+    done = house.run("deploy-stage", STAGE="tokenizer", DRY_RUN="1")
+    assert done.code == 0, done.said
+    done = house.run("deploy-stage", STAGE="tokenizer")
+    assert done.code == 0, done.said
+    assert "published" in done.said
+    assert house.is_down("tokenizer")
+    assert house.head()["metadata"]["uid"] == head
+    assert "outcome   exit code 0" in house.run("stage-status").said
+
+
+def test_what_cannot_run_is_refused(house: House) -> None:
+    done = house.run("deploy-stage", STAGE="trainer", NODES="100000")
+    assert done.code == 2 or "maxReplicas" in done.said
+    assert house.is_down("trainer")
