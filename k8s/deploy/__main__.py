@@ -52,7 +52,8 @@ def down() -> int:
 
 def deploy() -> int:
     """STAGE, RECIPE, TAG, NODES, MODE=shared|isolated, ARGS, RETRIES, WAIT, DRAIN, KEEP=1, DRY_RUN=1, FOLLOW=0."""
-    return deploy_stage(connect(), _wish(_stage()))
+    wish = _wish(_stage())
+    return deploy_stage(connect(), wish)
 
 
 def status() -> int:
@@ -62,17 +63,20 @@ def status() -> int:
 
 def logs() -> int:
     """STAGE."""
-    return show_log(connect(), _stage())
+    stage = _stage()
+    return show_log(connect(), stage)
 
 
 def stop() -> int:
     """STAGE."""
-    return stop_stage(connect(), _stage())
+    stage = _stage()
+    return stop_stage(connect(), stage)
 
 
 def rollback() -> int:
     """STAGE, and all that `deploy-stage` takes but TAG; default: as it was deployed last."""
-    return rollback_stage(connect(), _wish(_stage()))
+    wish = _wish(_stage())
+    return rollback_stage(connect(), wish)
 
 
 def pipeline() -> int:
@@ -90,7 +94,7 @@ def _wish(stage: str) -> Wish:
         tag=os.environ.get("TAG", ""),
         nodes=_number("NODES", 1) if os.environ.get("NODES") else None,
         mode=cast(Mode, mode) if mode else None,
-        arguments=tuple(shlex.split(arguments)) if arguments is not None else None,
+        arguments=_split(arguments) if arguments is not None else None,
         retries=_number("RETRIES", 3),
         start_timeout_seconds=_number("WAIT", START_TIMEOUT_SECONDS),
         drain_seconds=_number("DRAIN", 0),
@@ -98,6 +102,13 @@ def _wish(stage: str) -> Wish:
         dry_run=_is_set("DRY_RUN"),
         follow=os.environ.get("FOLLOW", "1") != "0",
     )
+
+
+def _split(arguments: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(arguments))
+    except ValueError as error:
+        raise RecipeError(f"ARGS={arguments}: {error}") from error
 
 
 def _stage() -> str:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import kubernetes
+import urllib3
 import urllib3.exceptions
+import yaml
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 from kubernetes.dynamic import DynamicClient
@@ -40,7 +42,9 @@ API_VERSIONS = {
     "Queue": "scheduling.volcano.sh/v1beta1",
 }
 LOCAL_KUBECONFIG = Path(".cluster/kubeconfig")  # while `make cluster-local` is up
-TIMEOUT_SECONDS = 30
+TIMEOUT_SECONDS = 30.0
+CONNECT_SECONDS = 10.0
+SILENCE_SECONDS = 600.0  # of a log: then it is asked for again
 FIELD_MANAGER = "millrace"
 
 
@@ -74,9 +78,9 @@ class Api:
         except _Absent:
             return None
 
-    def find_all(self, kind: str, selector: str = "", fields: str = "", everywhere: bool = False) -> list[Object]:
+    def find_all(self, kind: str, selector: str = "", fields: str = "") -> list[Object]:
         """Objects by label selector and field selector."""
-        scope = {} if everywhere else self._scope(kind)
+        scope = self._scope(kind)
         with _explained(f"list {kind}"):
             found = self._resource(kind).get(label_selector=selector, field_selector=fields, **scope)
         return list(_plain(found)["items"])
@@ -142,7 +146,13 @@ class Api:
         core = kubernetes.client.CoreV1Api(self._client)
         with _explained(f"read the log of pod {pod}"):
             stream = core.read_namespaced_pod_log(
-                pod, self.namespace, container=container, follow=True, timestamps=True, _preload_content=False
+                pod,
+                self.namespace,
+                container=container,
+                follow=True,
+                timestamps=True,
+                _preload_content=False,
+                _request_timeout=(CONNECT_SECONDS, SILENCE_SECONDS),
             )
             rest = b""
             for chunk in cast(Any, stream).stream():
@@ -165,7 +175,7 @@ class Api:
 
     def _scope(self, kind: str) -> dict[str, Any]:
         namespaced = kind not in API_VERSIONS or self._resource(kind).namespaced
-        return {"namespace": self.namespace, "_request_timeout": TIMEOUT_SECONDS} if namespaced else {}
+        return {"namespace": self.namespace} if namespaced else {}
 
 
 def connect() -> Api:
@@ -176,13 +186,21 @@ def connect() -> Api:
     try:
         if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
             kubernetes.config.load_incluster_config()
-            return Api(kubernetes.client.ApiClient())
+            return Api(_patient(kubernetes.client.ApiClient()))
         file = os.environ.get("KUBECONFIG") or (str(LOCAL_KUBECONFIG) if LOCAL_KUBECONFIG.exists() else None)
-        return Api(kubernetes.config.new_client_from_config(config_file=file))
-    except ConfigException as error:
+        return Api(_patient(kubernetes.config.new_client_from_config(config_file=file)))
+    except (ConfigException, OSError, yaml.YAMLError, TypeError, KeyError) as error:
         raise DeviceError(
             f"no Kubernetes cluster is configured ({error}). Set KUBECONFIG, or start one here: make cluster-local"
         ) from error
+
+
+def _patient(client: kubernetes.client.ApiClient) -> kubernetes.client.ApiClient:
+    """With a time limit on every call, discovery too: a network that drops packets ends in words."""
+    pool = client.rest_client.pool_manager.connection_pool_kw
+    pool["timeout"] = urllib3.Timeout(connect=CONNECT_SECONDS, read=TIMEOUT_SECONDS)
+    pool["retries"] = urllib3.Retry(1, backoff_factor=0.5)
+    return client
 
 
 class _Absent(DeviceError):

@@ -44,7 +44,8 @@ def deploy_stage(api: Api, wish: Wish) -> int:
     running = _running(api, wish.stage)
     if running and (running.stop or running.outcome or running.is_deleted):
         print(f"waiting for the deployment of {wish.stage} before to go down", flush=True)
-        _wait_until_over(api, stage, running)
+        if not _wait_until_over(api, running):
+            raise DeviceError(f"it does not go down: make stop-stage STAGE={wish.stage} takes it down from here")
         stage = read_stage(api, wish.stage)
     elif running:
         return _attach(api, running, wanted.deployment, wish)
@@ -56,18 +57,18 @@ def deploy_stage(api: Api, wish: Wish) -> int:
     return _follow(api, deployment, wish)
 
 
-def stop_stage(api: Api, stage_name: str) -> int:
+def stop_stage(api: Api, stage: str) -> int:
     """Let the stage commit a checkpoint and take it down; where no deploy Job does it, take it down from here."""
-    stage = read_stage(api, stage_name)
-    record = read_record(api, stage_name)
+    record = read_record(api, stage)
     if record and not record.is_over:
-        print(f"stopping {stage_name}: its driver gets SIGTERM, which the trainer turns into a checkpoint", flush=True)
-        ask_to_stop(api, stage_name, user_name())
-        if not _wait_until_over(api, stage, record):
-            print(f"Job {job_name(stage_name)} does not answer: taking {stage_name} down from here", flush=True)
-            api.delete("Job", job_name(stage_name), uid=record.uid)
-    if _release(api, stage, record.uid if record else ""):
-        print(f"{stage_name} is down: no pods, no gang")
+        print(f"stopping {stage}: its driver gets SIGTERM, which the trainer turns into a checkpoint", flush=True)
+        with suppress(Conflict):  # it ended in between
+            ask_to_stop(api, record, user_name())
+        if not _wait_until_over(api, record):
+            print(f"Job {job_name(stage)} does not answer: taking {stage} down from here", flush=True)
+            api.delete("Job", job_name(stage), uid=record.uid)
+    if _release(api, stage, record):
+        print(f"{stage} is down: no pods, no gang")
     return 0
 
 
@@ -82,12 +83,12 @@ def rollback_stage(api: Api, wish: Wish) -> int:
     image = _image_before(stage, present)
     print(f"rolling {wish.stage} back: {present} -> {image}", flush=True)
     again = replace(previous_wish(api, stage, wish, record), tag=image)
-    if record and not record.is_over and not wish.dry_run:
+    if record and not record.is_over:
         _check(api, stage, resolve(api, stage, again))
+        if wish.dry_run:
+            print(f"\nDRY_RUN=1: nothing was changed; {wish.stage} would be stopped first")
+            return 0
         stop_stage(api, wish.stage)
-    elif record and not record.is_over:
-        _check(api, stage, resolve(api, stage, again))
-        return 0
     return deploy_stage(api, again)
 
 
@@ -95,11 +96,12 @@ def run_pipeline(api: Api, wish: Wish) -> int:
     """The three stages, one after the other; stops at the first that fails."""
     if not wish.follow or wish.keep:
         raise RecipeError("pipeline waits for each stage and takes it down before the next: no FOLLOW=0, no KEEP=1")
+    if wish.tag or wish.nodes is not None:
+        raise RecipeError("TAG and NODES are one stage's: make deploy-stage STAGE=... for each, or NODES in the recipe")
     for stage in STAGES:
         print(f"\n== {stage}", flush=True)
         try:
-            # Image and number of nodes are each stage's own.
-            code = deploy_stage(api, replace(wish, stage=stage, tag="", nodes=None))
+            code = deploy_stage(api, replace(wish, stage=stage))
         except NotDeployed as error:
             if not (wish.dry_run and error.exit_code == 3 and stage != STAGES[0]):
                 raise
@@ -134,7 +136,7 @@ def _check(api: Api, stage: Stage, wanted: Wanted) -> Deployment:
         for artifact in found.upstream:
             print(f"reads       {artifact['schema']} {artifact['name']}/{artifact['id']}", flush=True)
     if problems:
-        raise NotDeployed(_listed(stage.name, problems), min(problem.exit_code for problem in problems))
+        raise NotDeployed(_listed(stage.name, problems), max(problem.exit_code for problem in problems))
     return deployment
 
 
@@ -215,31 +217,34 @@ def _running(api: Api, stage: str) -> Record | None:
     return record if record and not record.is_over else None
 
 
-def _release(api: Api, stage: Stage, uid: str) -> bool:
+def _release(api: Api, stage: str, record: Record | None) -> bool:
     """Take down what no deploy Job holds any more; False when somebody deployed the stage anew meanwhile."""
-    deadline = time.monotonic() + _patience(stage)
+    deadline = time.monotonic() + (_patience(record) if record else STOP_MARGIN_SECONDS)
     while True:
-        running = _running(api, stage.name)
-        if running and running.uid != uid:
-            print(f"{stage.name} was deployed anew by {running.deployment.user}: that one is left alone")
+        running = _running(api, stage)
+        if running and (record is None or running.uid != record.uid):
+            print(f"{stage} was deployed anew by {running.deployment.user}: that one is left alone")
             return False
         try:
-            left = drop_rayjobs(api, f"{STAGE_LABEL}={stage.name}") or release_pods(api, read_stage(api, stage.name))
+            left = drop_rayjobs(api, stage) or release_pods(api, stage)
         except Conflict:
             left = 1  # the operator wrote in between
         if left == 0:
-            api.delete("Lease", lease_name(stage.name))
+            api.delete("Lease", lease_name(stage))
             return True
         if time.monotonic() > deadline:
-            raise DeviceError(f"{stage.name} does not go down: kubectl -n {api.namespace} get pods,rayjobs -o wide")
+            raise DeviceError(
+                f"{stage} does not go down: kubectl -n {api.namespace} get pods,rayjobs -o wide shows what is left. "
+                f"Pods of a lost node go with kubectl delete pod --force"
+            )
         time.sleep(POLL_SECONDS)
 
 
-def _wait_until_over(api: Api, stage: Stage, record: Record) -> bool:
+def _wait_until_over(api: Api, record: Record) -> bool:
     """False when the Job goes on longer than a stage may take to stop."""
-    deadline = time.monotonic() + max(_patience(stage), 2 * record.deployment.drain_seconds + STOP_MARGIN_SECONDS)
+    deadline = time.monotonic() + _patience(record)
     while time.monotonic() < deadline:
-        now = _running(api, stage.name)
+        now = _running(api, record.deployment.stage)
         if now is None or now.uid != record.uid:
             return True
         time.sleep(POLL_SECONDS)
@@ -255,7 +260,6 @@ def _wait_until_gone(api: Api, stage: str, uid: str) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _patience(stage: Stage) -> float:
+def _patience(record: Record) -> float:
     """A notice to the driver, then one to the pods."""
-    grace = int(stage.pod.get("terminationGracePeriodSeconds", DRAIN_MARGIN_SECONDS))
-    return 2 * grace + STOP_MARGIN_SECONDS
+    return 2 * (record.deployment.drain_seconds + DRAIN_MARGIN_SECONDS) + STOP_MARGIN_SECONDS

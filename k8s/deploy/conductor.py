@@ -12,12 +12,11 @@ import time
 import traceback
 from pathlib import Path
 
-from k8s.deploy.api import Api, Object
+from k8s.deploy.api import Api, ApiUnreachable, Conflict, Object
 from k8s.deploy.deployment import (
     EXIT_AGAIN,
-    Attempt,
     Deployment,
-    Outcome,
+    Ending,
     Record,
     read_record,
     write_attempt,
@@ -25,14 +24,14 @@ from k8s.deploy.deployment import (
 )
 from k8s.deploy.driver_log import DriverLog
 from k8s.deploy.lease import LeaseHeld, StageLease
-from k8s.deploy.names import CLUSTER, STAGE_LABEL
+from k8s.deploy.names import CLUSTER
 from k8s.deploy.objects import LOG_FOLDER, desired_group, isolated_rayjob, pod_group, rayjob
 from k8s.deploy.placement import explain_placement, newest_event, pods_of
 from k8s.deploy.ray_jobs import DriverState, RayJobs, RayUnreachable
 from k8s.deploy.release import drop_rayjobs, release_pods, replace_group, scale_down
 from k8s.deploy.remembering import remember_checkpoint_seconds, remember_good_image
 from k8s.deploy.stage import Stage, read_stage
-from k8s.deploy.verdict import exit_code_of_driver, exit_code_of_rayjob, has_ended
+from k8s.deploy.verdict import exit_code_of_driver, exit_code_of_rayjob, has_ended, has_run
 from services.common.errors import EXIT_BUG, MillraceError
 
 POLL_SECONDS = 2.0
@@ -53,12 +52,13 @@ class Conductor:
         self._has_lease = False
         self._terminated = threading.Event()
         self._said = ""
+        self._refused_since: float | None = None
         self._wait: tuple[str, float] = ("", 0.0)  # what is waited for, and since when
         self._log: DriverLog | None = None
         self._submission: tuple[str, int] | None = None  # the one whose log is followed
         self._stopped: tuple[str, int] | None = None  # the one that was told to stop
 
-    def run(self) -> Outcome | None:
+    def run(self) -> Ending | None:
         """Until the deployment is over and its pods are gone. None when another process goes on with it."""
         signal.signal(signal.SIGTERM, lambda *_: self._terminated.set())
         while True:
@@ -70,6 +70,7 @@ class Conductor:
                 self._lease.hold()
                 self._has_lease = True
                 outcome = self._advance()
+                self._refused_since = None
                 if outcome:
                     self._lease.release()
                     self._say(f"{outcome.message} (exit code {outcome.exit_code})")
@@ -83,12 +84,13 @@ class Conductor:
                 # The API is away, somebody wrote in between, a right is missing for a moment: nodes may be held, so
                 # this process stays until they are not.
                 self._say(f"again in {POLL_SECONDS:.0f} s: {error}")
+                self._end_after_long_refusal(error)
             except Exception as error:  # noqa: BLE001 - a bug must not leave nodes held either
                 traceback.print_exc()
                 self._end_with_bug(error)
             self._pause()
 
-    def _advance(self) -> Outcome | None:
+    def _advance(self) -> Ending | None:
         """Do the next thing; the outcome once everything is down."""
         record = self._read_record()
         if record.outcome:
@@ -114,8 +116,10 @@ class Conductor:
     def _start(self, record: Record, attempt: int) -> None:
         """Place the gang; when it stands, create the RayJob."""
         # Any that is there is older, of an attempt or a deployment that was cut short: two would write one run.
-        if drop_rayjobs(self._api, f"{STAGE_LABEL}={self._stage_name}"):
-            self._say("waiting for an earlier attempt's RayJob to go")
+        if drop_rayjobs(self._api, self._stage_name):
+            self._say("waiting for an earlier attempt's RayJob to go. Does the KubeRay operator run?")
+            if self._waits_for("a RayJob to go") > self._deployment.start_timeout_seconds:
+                self._end(record, EXIT_AGAIN, "an earlier attempt's RayJob does not go")
             return
         stage = read_stage(self._api, self._stage_name)
         missing = self._place(stage)
@@ -174,9 +178,9 @@ class Conductor:
             unreachable = str(error)
         if has_ended(job):
             self._end_attempt(record, *exit_code_of_rayjob(job))
-        elif record.stop and not self._log:
+        elif record.stop and not has_run(job):
             self._end_attempt(record, EXIT_AGAIN, f"stopped by {record.stop} before its driver ran")
-        elif self._deployment.mode == "isolated" and not self._log:
+        elif self._deployment.mode == "isolated" and not has_run(job):
             self._watch_isolated_start(record, job)
         elif unreachable:
             self._watch_lost_head(record, unreachable)
@@ -251,34 +255,48 @@ class Conductor:
         stage = read_stage(self._api, self._stage_name)
         if exit_code == 0:
             remember_good_image(self._api, stage, self._deployment.image)
-        remember_checkpoint_seconds(self._api, stage)
+        try:
+            remember_checkpoint_seconds(self._api, stage)
+        except (OSError, ValueError, AttributeError) as error:  # a run's folder may be removed at any time
+            self._say(f"no checkpoint time is remembered: {error}")
         number = len(record.attempts) + 1
         # The Job was written to by those who ask it to stop; what was tried is ours alone.
-        write_attempt(self._api, self._read_record(), Attempt(exit_code, message))
+        write_attempt(self._api, self._read_record(), Ending(exit_code, message))
         self._api.delete("RayJob", self._deployment.rayjob(number))
         self._waits_for("")
         self._say(f"attempt {number} ended with exit code {exit_code}: {message}")
 
     def _end(self, record: Record, exit_code: int, message: str) -> None:
         tried = f" after {len(record.attempts)} attempts" if len(record.attempts) > 1 else ""
-        write_outcome(self._api, record, Outcome(exit_code, message + tried))
+        write_outcome(self._api, record, Ending(exit_code, message + tried))
+
+    def _end_after_long_refusal(self, error: MillraceError) -> None:
+        """Nodes are not held for longer than a start may take by an API that says no."""
+        self._refused_since = self._refused_since or time.monotonic()
+        seconds = self._deployment.start_timeout_seconds
+        if isinstance(error, ApiUnreachable | Conflict) or time.monotonic() - self._refused_since < seconds:
+            return
+        self._end_at_once(Ending(error.exit_code, f"refused for {seconds} s: {error}"))
 
     def _end_with_bug(self, error: Exception) -> None:
+        self._end_at_once(Ending(EXIT_BUG, f"a bug in the deploy tool: {error!r}"))
+
+    def _end_at_once(self, outcome: Ending) -> None:
         try:
             record = self._read_record()
             if not record.outcome:
-                self._end(record, EXIT_BUG, f"a bug in the deploy tool: {error!r}")
+                write_outcome(self._api, record, outcome)
         except MillraceError as away:
             self._say(f"again in {POLL_SECONDS:.0f} s: {away}")
 
     def _release(self, record: Record) -> bool:
         """RayJobs, pods and gang down, in this order; True once they are gone."""
-        if drop_rayjobs(self._api, f"{STAGE_LABEL}={self._stage_name}"):
+        if drop_rayjobs(self._api, self._stage_name):
             return False
         # Pods that never stood are no use to anybody, and would take nodes as soon as there are some.
         if self._deployment.keep and record.attempts:
             return True
-        left = release_pods(self._api, read_stage(self._api, self._stage_name))
+        left = release_pods(self._api, self._stage_name)
         if left:
             self._say(f"waiting for {left} {self._stage_name} pods to leave")
         return left == 0
@@ -299,7 +317,7 @@ class Conductor:
         record = read_record(self._api, self._stage_name)
         if record and record.deployment.id == self._deployment.id and not record.is_deleted:
             return record
-        outcome = Outcome(EXIT_AGAIN, "stopped, because its Job was deleted; the same command continues")
+        outcome = Ending(EXIT_AGAIN, "stopped, because its Job was deleted; the same command continues")
         return Record(self._deployment, "", "", (), outcome, "", False, True, "")
 
     def _is_ours(self) -> bool:

@@ -9,8 +9,9 @@ from typing import Literal, Self
 
 from k8s.deploy.api import Api, Conflict, Object
 from k8s.deploy.names import ATTEMPTS_ANNOTATION, OUTCOME_ANNOTATION, STOP_ANNOTATION, job_name
+from services.common.errors import TryAgain
 
-EXIT_AGAIN = 75
+EXIT_AGAIN = TryAgain.exit_code
 
 Mode = Literal["shared", "isolated"]
 
@@ -61,16 +62,8 @@ class Deployment:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One RayJob that has ended."""
-
-    exit_code: int
-    message: str
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a deployment ended."""
+class Ending:
+    """How an attempt, which is one RayJob, or the whole deployment ended."""
 
     exit_code: int
     message: str
@@ -84,8 +77,8 @@ class Record:
     uid: str
     version: str
     """The Job's resourceVersion: what is written about it is written about this Job as it was read."""
-    attempts: tuple[Attempt, ...]
-    outcome: Outcome | None
+    attempts: tuple[Ending, ...]
+    outcome: Ending | None
     stop: str
     """Who wants it stopped; empty when nobody does."""
     is_over: bool
@@ -109,8 +102,8 @@ def record_of(job: Object) -> Record:
         deployment=Deployment.from_json(job["spec"]["template"]["spec"]["containers"][0]["args"][-1]),
         uid=metadata["uid"],
         version=metadata.get("resourceVersion", ""),
-        attempts=tuple(Attempt(**each) for each in json.loads(annotations.get(ATTEMPTS_ANNOTATION, "[]"))),
-        outcome=Outcome(**json.loads(outcome)) if outcome else None,
+        attempts=tuple(Ending(**each) for each in json.loads(annotations.get(ATTEMPTS_ANNOTATION, "[]"))),
+        outcome=Ending(**json.loads(outcome)) if outcome else None,
         stop=annotations.get(STOP_ANNOTATION, ""),
         is_over=any(each["type"] in ("Complete", "Failed") and each["status"] == "True" for each in conditions),
         is_deleted="deletionTimestamp" in metadata,
@@ -118,18 +111,19 @@ def record_of(job: Object) -> Record:
     )
 
 
-def ask_to_stop(api: Api, stage: str, user: str) -> None:
-    """Leave the wish that the stage stop at its deploy Job, which looks for it."""
-    api.merge("Job", job_name(stage), {"metadata": {"annotations": {STOP_ANNOTATION: user}}})
+def ask_to_stop(api: Api, record: Record, user: str) -> None:
+    """Leave the wish that the stage stop at its deploy Job, which looks for it. Raises `Conflict` for another Job."""
+    metadata = {"uid": record.uid, "annotations": {STOP_ANNOTATION: user}}
+    api.merge("Job", job_name(record.deployment.stage), {"metadata": metadata})
 
 
-def write_attempt(api: Api, record: Record, attempt: Attempt) -> None:
+def write_attempt(api: Api, record: Record, attempt: Ending) -> None:
     """Add an attempt to those of the record. Raises `Conflict` when its Job is another by now, or was changed."""
     attempts = [asdict(each) for each in (*record.attempts, attempt)]
     _annotate(api, record, {ATTEMPTS_ANNOTATION: json.dumps(attempts)})
 
 
-def write_outcome(api: Api, record: Record, outcome: Outcome) -> None:
+def write_outcome(api: Api, record: Record, outcome: Ending) -> None:
     """Raises `Conflict` when the record's Job is another by now, or was changed."""
     _annotate(api, record, {OUTCOME_ANNOTATION: json.dumps(asdict(outcome))})
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from k8s.deploy.api import Api, ApiUnreachable
+from k8s.deploy.api import Api, ApiUnreachable, Object
 from k8s.deploy.deployment import EXIT_AGAIN, Record, read_record
 from k8s.deploy.names import DEPLOYMENT_LABEL, job_name
 from k8s.deploy.placement import explain_start
@@ -30,7 +30,12 @@ def follow(api: Api, stage: str, deployment_id: str) -> int:
             print(f"deploy: {error}; the stage goes on without us", file=sys.stderr)
             time.sleep(POLL_SECONDS)
             continue
-        if record is None or record.deployment.id != deployment_id:
+        if record and record.deployment.id != deployment_id:
+            raise DeviceError(
+                f"{stage} was deployed anew by {record.deployment.user} meanwhile, so how this deployment ended is not "
+                f"known any more: make stage-status shows that one"
+            )
+        if record is None:
             raise DeviceError(
                 f"Job {job_name(stage)} is gone: somebody deleted it, and its stage is taken down. "
                 f"make stage-status shows what is left"
@@ -69,13 +74,19 @@ class _Output(threading.Thread):
             is_last = self._is_over.is_set()
             try:
                 for pod in self._api.find_all("Pod", self._selector):
-                    if pod["status"].get("phase") != "Pending":
-                        self._copy(pod["metadata"]["name"])
-                    else:
-                        self._say(f"the deploy Job's pod has not begun: {explain_start(self._api, pod)}")
-            except DeviceError:
-                pass  # of no consequence: asked again, and the outcome comes from the Job
+                    self._show(pod)
+            except DeviceError as error:
+                self._say(f"{error}; the stage goes on")
             self._is_over.wait(POLL_SECONDS)
+
+    def _show(self, pod: Object) -> None:
+        if pod["status"].get("phase") == "Pending":
+            self._say(f"the deploy Job's pod has not begun: {explain_start(self._api, pod)}")
+            return
+        try:
+            self._copy(pod["metadata"]["name"])
+        except DeviceError as error:  # the outcome comes from the Job
+            self._say(f"{error}; the stage goes on")
 
     def _say(self, text: str) -> None:
         if text != self._said:

@@ -1,7 +1,7 @@
 """What a deploy Job runs, in the cluster: `python -m k8s.deploy.job DEPLOYMENT`.
 
-Its exit code is the deployment's, which ends the Job, only when the deployment is over. On everything else Kubernetes
-starts it again.
+It ends the Job, with 0 or 64, only when the deployment is over; its exit code is in the outcome. On everything else
+Kubernetes starts it again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from k8s.deploy.api import Api, connect
 from k8s.deploy.conductor import Conductor
 from k8s.deploy.deployment import Deployment
-from k8s.deploy.objects import EXITS_THAT_END_A_DEPLOYMENT
-from services.common.errors import EXIT_BUG, DeviceError
+from k8s.deploy.objects import EXIT_ENDED_BADLY
+from services.common.errors import DeviceError
 
 EXIT_START_AGAIN = 143
 CONNECT_SECONDS = 120.0
@@ -26,8 +26,7 @@ def main(text: str) -> int:
     outcome = Conductor(_connect(), Deployment.from_json(text), os.environ["POD_NAME"]).run()
     if outcome is None:
         return EXIT_START_AGAIN
-    # A stage may end with any code; its outcome has it, and the Job has to end.
-    return outcome.exit_code if outcome.exit_code in (0, *EXITS_THAT_END_A_DEPLOYMENT) else EXIT_BUG
+    return 0 if outcome.exit_code == 0 else EXIT_ENDED_BADLY
 
 
 def _connect() -> Api:

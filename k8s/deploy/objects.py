@@ -8,7 +8,7 @@ import shlex
 from decimal import ROUND_UP, Decimal
 
 from k8s.deploy.api import Object
-from k8s.deploy.deployment import EXIT_AGAIN, Deployment
+from k8s.deploy.deployment import Deployment
 from k8s.deploy.names import (
     CLUSTER,
     COMPONENT_LABEL,
@@ -19,11 +19,12 @@ from k8s.deploy.names import (
     recipe_name,
 )
 from k8s.deploy.stage import ENTRYPOINT_SHARE, Stage
-from services.common.errors import EXIT_BUG
 
 LOG_FOLDER = "log"
 JOB_MARGIN_SECONDS = 120
-EXITS_THAT_END_A_DEPLOYMENT = (EXIT_BUG, 2, 3, 4, 5, EXIT_AGAIN, 130)
+# Of the deploy Job's process, when the outcome is written and everything is down. Whatever else it ends with, such as
+# Python's own 1 and 2, makes Kubernetes start it again.
+EXIT_ENDED_BADLY = 64
 DRAIN_MARGIN_SECONDS = 30  # KubeRay's and Ray's own way down
 DRAIN_VARIABLES = ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "RAY_JOB_STOP_WAIT_TIME_S")
 
@@ -139,7 +140,7 @@ def deploy_job(stage: Stage, deployment: Deployment) -> Object:
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                     {
                         "action": "FailJob",
-                        "onExitCodes": {"operator": "In", "values": list(EXITS_THAT_END_A_DEPLOYMENT)},
+                        "onExitCodes": {"operator": "In", "values": [EXIT_ENDED_BADLY]},
                     },
                 ]
             },

@@ -27,6 +27,7 @@ POLL_SECONDS = 1.0
 HEAD_SECONDS = 900.0
 DOWN_SECONDS = 600.0
 APPLY_ATTEMPTS = 10
+UNSET = ":unset"  # an image that no deployment has chosen yet
 # Whatever needs the operator or holds a volume goes before what it needs.
 DOWN_FIRST = ("Job", "RayJob", "RayCluster")
 
@@ -143,7 +144,8 @@ def _keep_deployment(group: Object, was: Stage) -> None:
     pod = group["template"]["spec"]
     container = pod["containers"][0]
     group["replicas"] = was.replicas
-    container["image"] = was.image
+    if not was.image.endswith(UNSET):
+        container["image"] = was.image
     pod["volumes"] = [was.pod["volumes"][was.recipe_index] if v["name"] == "recipe" else v for v in pod["volumes"]]
     if was.replicas:  # between deployments the manifests' own
         pod["terminationGracePeriodSeconds"] = was.pod["terminationGracePeriodSeconds"]

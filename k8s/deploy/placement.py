@@ -37,7 +37,7 @@ def explain_placement(api: Api, stage: Stage, nodes: int) -> str:
     if unplaced:
         return f"{count}: {_explain_unplaced(api, stage, unplaced)}"
     if len(pods) < nodes:
-        why = newest_event(api, stage.cluster) or "the operator makes them"
+        why = newest_event(api, stage.cluster) or "the KubeRay operator has to make them; does it run?"
         return f"{count}: {nodes - len(pods)} do not exist yet; {why}"
     reasons = Counter(explain_start(api, pod) for pod in waiting)
     return f"{count}: " + "; ".join(_counted(reasons))

@@ -14,7 +14,6 @@ from k8s.deploy.placement import is_ready
 from k8s.deploy.probe import probe
 from k8s.deploy.stage import Stage
 from k8s.deploy.stage_image import read_platform_labels
-from k8s.deploy.wish import recipe_overrides
 from services.common.errors import DeviceError
 from services.common.recipe import Recipe
 
@@ -54,7 +53,7 @@ def check_cluster(api: Api, stage: Stage, deployment: Deployment) -> list[Proble
         lambda: _check_accounts(api, stage),
         lambda: [_check_priority(api, stage)],
         lambda: [check_nodes(api, stage, deployment.nodes)],
-        lambda: [stage.routing_resource and ""],
+        lambda: _check_routing(stage),
         lambda: [_check_other_stages(api, stage)],
         lambda: [_check_names(deployment)],
     ]
@@ -69,8 +68,7 @@ def check_in_pod(api: Api, stage: Stage, deployment: Deployment, recipe: str) ->
     """
     head = str(stage.cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["image"])
     images = {"head": head} | ({"stage": deployment.image} if stage.is_image_on_nodes else {})
-    overrides = [f"--{key}={value}" for key, value in recipe_overrides(deployment.arguments).items()]
-    results = probe(api, stage, images, recipe, overrides)
+    results = probe(api, stage, images, recipe, list(deployment.arguments))
     looked = results.get("stage", results["head"])
     problems = [Problem(looked.problem, looked.exit_code)] if looked.problem else []
     ours = looked.platform if "stage" in results else read_platform_labels(deployment.image)
@@ -166,6 +164,11 @@ def _check_priority(api: Api, stage: Stage) -> str:
     if api.find("PriorityClass", name):
         return ""
     return f"PriorityClass {name}, which worker group {stage.name} names, does not exist: make cluster-up"
+
+
+def _check_routing(stage: Stage) -> list[str]:
+    _ = stage.routing_resource  # says itself what is wrong with it
+    return []
 
 
 def _check_other_stages(api: Api, stage: Stage) -> str:

@@ -14,9 +14,11 @@ from k8s.deploy.deployment import EXIT_AGAIN
 from k8s.deploy.names import COMPONENT_LABEL, STAGE_LABEL
 from k8s.deploy.placement import explain_start
 from k8s.deploy.stage import Stage
+from services.common.errors import DeviceError
 
 POLL_SECONDS = 0.5
 TIMEOUT_SECONDS = 600.0  # the head's image may have to be pulled
+HOPELESS = ("ErrImageNeverPull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
 LEFTOVER_SECONDS = 300  # a probe whose client was killed goes by itself
 
 
@@ -25,7 +27,7 @@ class ProbeResult:
     platform: dict[str, str]
     upstream: list[dict[str, Any]]
     problem: str | None
-    exit_code: int = EXIT_AGAIN
+    exit_code: int = DeviceError.exit_code
 
 
 def probe(api: Api, stage: Stage, images: dict[str, str], recipe: str, arguments: list[str]) -> dict[str, ProbeResult]:
@@ -87,9 +89,14 @@ def _await_results(api: Api, name: str, containers: list[str]) -> dict[str, Prob
         for pod in api.find_all("Pod", f"job-name={name}"):
             if pod["status"]["phase"] in ("Succeeded", "Failed"):
                 return {container: _read_result(api, pod, container) for container in containers}
-            waits = explain_start(api, pod)
+            now = explain_start(api, pod)
+            if now != waits:
+                print(f"looking at the artifacts: {now}", flush=True)
+            waits = now
+            if any(reason in waits for reason in HOPELESS):
+                return dict.fromkeys(containers, ProbeResult({}, [], waits))
         time.sleep(POLL_SECONDS)
-    failed = ProbeResult({}, [], f"the short pod that looks at the artifacts did not end: {waits}")
+    failed = ProbeResult({}, [], f"the short pod that looks at the artifacts did not end: {waits}", EXIT_AGAIN)
     return dict.fromkeys(containers, failed)
 
 

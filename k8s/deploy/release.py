@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from k8s.deploy.api import Api, Object
+from k8s.deploy.names import CLUSTER, STAGE_LABEL
 from k8s.deploy.placement import pods_of
-from k8s.deploy.stage import Stage
+from k8s.deploy.stage import Stage, stage_of
 
 
-def drop_rayjobs(api: Api, selector: str) -> int:
-    """Delete RayJobs; the operator stops what still runs of them. The number that is left."""
-    jobs = api.find_all("RayJob", selector)
+def drop_rayjobs(api: Api, stage: str) -> int:
+    """Delete the stage's RayJobs; the operator stops what still runs of them. The number that is left."""
+    jobs = api.find_all("RayJob", f"{STAGE_LABEL}={stage}")
     for job in jobs:
         api.delete("RayJob", job["metadata"]["name"])
     return len(jobs)
 
 
-def release_pods(api: Api, stage: Stage) -> int:
-    """Scale the group to 0 and, once its pods are gone, delete the gang. The number of pods that are left."""
-    scale_down(api, stage)
-    left = len(pods_of(api, stage.name))
+def release_pods(api: Api, stage: str) -> int:
+    """Scale the group to 0 and, once its pods are gone, delete the gang. The number of pods that are left.
+
+    Also where somebody deleted the RayCluster, whose pods go with it.
+    """
+    cluster = api.find("RayCluster", CLUSTER)
+    if cluster:
+        scale_down(api, stage_of(cluster, stage))
+    left = len(pods_of(api, stage))
     if left == 0:
-        api.delete("PodGroup", stage.pod_group)
+        for group in api.find_all("PodGroup", f"{STAGE_LABEL}={stage}"):
+            api.delete("PodGroup", group["metadata"]["name"])
     return left
 
 

@@ -18,7 +18,8 @@ def remember_good_image(api: Api, stage: Stage, image: str) -> None:
     """Add the image to those with which the stage ended well, by digest where it has one."""
     image = image if "@sha256:" in image else _digest_of_pods(api, stage) or image
     known = stage.good_images
-    if image not in known:  # one that was rolled back to keeps its place in the order
+    digests = [each.rpartition("@")[2] for each in known]
+    if image.rpartition("@")[2] not in digests:  # one that was rolled back to keeps its place in the order
         _annotate(api, stage, good_images_annotation(stage.name), json.dumps([*known, image][-GOOD_IMAGES_KEPT:]))
 
 

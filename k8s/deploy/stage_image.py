@@ -28,7 +28,12 @@ def choose_image(api: Api, service: str, variant: str, container: Object, tag: s
 def read_platform_labels(image: str) -> dict[str, str]:
     """Variant, Python and Ray of an image in a registry, from its labels."""
     labels = read_labels(image)
-    return {what: labels.get(f"millrace.{what}", "unlabelled") for what in ("variant", "python", "ray")}
+    platform = {what: labels.get(f"millrace.{what}", "") for what in ("variant", "python", "ray")}
+    if not all(platform.values()):
+        raise DeviceError(
+            f"image {image} has no labels millrace.variant, millrace.python and millrace.ray: make images"
+        )
+    return platform
 
 
 def _named(repository: str, tag: str) -> str:

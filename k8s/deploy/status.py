@@ -34,6 +34,8 @@ def _describe_stage(api: Api, stage: Stage) -> str:
         lines.append(
             f"  orphaned  {len(pods)} pods are there and no deployment holds them: make stop-stage STAGE={stage.name}"
         )
+    if record and record.is_over and record.deployment.keep and pods:
+        lines.append(f"  kept      {len(pods)} pods hold their nodes (KEEP=1): make stop-stage STAGE={stage.name}")
     if stage.good_images:
         lines.append(f"  good      {stage.good_images[-1]}")
     return "\n".join(lines)

@@ -41,6 +41,11 @@ def has_ended(job: Object) -> bool:
     return (job.get("status") or {}).get("jobDeploymentStatus") in RAYJOB_ENDS
 
 
+def has_run(job: Object) -> bool:
+    """Did the operator see the job in Ray once?"""
+    return bool((job.get("status") or {}).get("jobStatus"))
+
+
 def last_words(message: str) -> str:
     """A stage's own error line where there is one, else the end of what was said."""
     lines = [line for line in message.strip().splitlines() if line.strip()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import hashlib
 import math
+import os
 import secrets
 import tempfile
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from services.common.recipe import Recipe, load_recipe, stage_nodes
 
 DEFAULT_RECIPE = Path("recipes/tiny-cpu.toml")
 CHECKPOINTS_PER_DRAIN = 3
+RESERVED_OPTIONS = ("--recipe", "--root", "--launch", "--dry-run")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def resolve(api: Api, stage: Stage, wish: Wish) -> Wanted:
     text = wish.recipe_text or _read(wish.recipe or DEFAULT_RECIPE)
     arguments = wish.arguments or ()
     name = require_stage_name(wish.stage)
+    _require_free(arguments)
     recipe = _load(wish, text, arguments)
     nodes = wish.nodes if wish.nodes is not None else stage_nodes(recipe, name)
     if nodes < 1:
@@ -86,6 +89,10 @@ def resolve(api: Api, stage: Stage, wish: Wish) -> Wanted:
 def previous_wish(api: Api, stage: Stage, wish: Wish, record: Record | None) -> Wish:
     """The wish, with recipe, options, nodes and mode of the stage's newest deployment where they were not typed."""
     if record is None:
+        if wish.recipe is None:
+            raise DeviceError(
+                f"{stage.name} has no deployment any more whose recipe could be taken over: RECIPE= (and ARGS=, NODES=)"
+            )
         return wish
     before = record.deployment
     wish = replace(wish, mode=wish.mode or before.mode, nodes=wish.nodes if wish.nodes is not None else before.nodes)
@@ -100,6 +107,16 @@ def previous_wish(api: Api, stage: Stage, wish: Wish, record: Record | None) -> 
     return wish
 
 
+def _require_free(arguments: tuple[str, ...]) -> None:
+    """Raises `RecipeError` for options that the deployment itself gives."""
+    for argument in arguments:
+        option = argument.partition("=")[0]
+        if option in RESERVED_OPTIONS:
+            raise RecipeError(f"ARGS: {option} is the deployment's own; RECIPE=, NODES=, DRY_RUN=1 say what you mean")
+        if "." in option and option.startswith("--") and "=" not in argument:
+            raise RecipeError(f"ARGS: {argument!r}: a recipe override reads --section.key=value")
+
+
 def recipe_overrides(arguments: tuple[str, ...]) -> dict[str, str]:
     """Those of a stage's options that override the recipe: `--train.max_steps=500`."""
     overrides = {}
@@ -111,7 +128,10 @@ def recipe_overrides(arguments: tuple[str, ...]) -> dict[str, str]:
 
 
 def user_name() -> str:
-    return getpass.getuser()
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return f"uid {os.getuid()}"
 
 
 def _load(wish: Wish, text: str, arguments: tuple[str, ...]) -> Recipe:

@@ -10,28 +10,35 @@ from __future__ import annotations
 
 import json
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from services.common.artifacts.store import Artifact
+from services.common.artifacts.compile_cache import CompileCacheManifest
+from services.common.artifacts.store import Artifact, open_artifact
 from services.common.artifacts.upstream import find_cache, open_corpus
 from services.common.command_line import RecipeParser
 from services.common.errors import STORAGE_ERRNOS, ArtifactError, StorageError, explain_storage_error, run_stage
 from services.common.platform import describe_platform
-from services.common.recipe import STAGES, Recipe, Stage
+from services.common.recipe import STAGES, Recipe
 
 
 def main(argv: list[str]) -> int:
     parser = RecipeParser("common.readiness", "Is everything there that a stage needs?")
     parser.add_argument("--stage", choices=STAGES, required=True)
+    # The trainer's own options, which change what it reads.
+    parser.add_argument("--corpus", type=Path)
+    parser.add_argument("--cache", type=Path)
+    parser.add_argument("--allow-cold-compile", action="store_true")
+    parser.add_argument("--allow-changed-program", action="store_true")
     arguments, recipe = parser.parse(argv)
     upstream: list[dict[str, str]] = []
     problem: ArtifactError | StorageError | None = None
     try:
         require_writable(arguments.root)
-        for artifact in upstream_of(arguments.stage, recipe, arguments.recipe, arguments.root):
+        for artifact in upstream_of(arguments, recipe):
             upstream.append(_describe(artifact))
     except (ArtifactError, StorageError) as error:
         problem = error
@@ -53,15 +60,17 @@ def require_writable(root: Path) -> None:
         raise
 
 
-def upstream_of(stage: Stage, recipe: Recipe, recipe_path: Path, root: Path) -> Iterator[Artifact[Any]]:
+def upstream_of(arguments: Namespace, recipe: Recipe) -> Iterator[Artifact[Any]]:
     """The artifacts that the stage reads. Raises `ArtifactError` at the first that is missing or does not fit.
 
     The tokenizer reads text, and the compiler the recipe alone.
     """
-    if stage == "trainer":
-        yield open_corpus(recipe, recipe_path, root)
-        if recipe.compile.enabled:
-            yield find_cache(recipe, recipe_path, root)
+    if arguments.stage == "trainer":
+        yield open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
+        if arguments.cache:
+            yield open_artifact(arguments.cache.absolute(), CompileCacheManifest)
+        elif recipe.compile.enabled and not arguments.allow_cold_compile:
+            yield find_cache(recipe, arguments.recipe, arguments.root)
 
 
 def _describe(artifact: Artifact[Any]) -> dict[str, str]:

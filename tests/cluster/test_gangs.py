@@ -282,6 +282,7 @@ def test_the_job_may_do_its_work_and_no_more(house: House) -> None:
         return "yes" in cluster.kubectl("-n", "millrace", "auth", "can-i", *what, account, quiet=True)
 
     assert may("patch", "rayclusters.ray.io/millrace")
+    assert may("get", "rayclusters.ray.io/another")
     assert not may("patch", "rayclusters.ray.io/another")
     for what in (("get", "secrets"), ("create", "pods"), ("delete", "pods"), ("create", "jobs"), ("get", "configmaps")):
         assert not may(*what), what

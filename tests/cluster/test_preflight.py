@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,8 +14,8 @@ from images.platforms import REPOSITORY
 from k8s.deploy.api import Api, Object
 from k8s.deploy.release import replace_group
 from services.common.tests.builders import wait_until
-from tests.cluster.house import House, load_images, make_house, name_of
-from tests.cluster.kit import cluster, fake_nodes
+from tests.cluster.house import House, held_images, load_images, make_house, name_of
+from tests.cluster.kit import cluster, fake_nodes, node_images
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -173,6 +174,18 @@ def test_an_image_that_no_node_has(house: House) -> None:
     assert code == 4
     assert "no node has the image millrace/head:9.9.9-cpu" in said
     assert name_of("head") in said
+
+
+def test_an_image_of_another_platform(house: House) -> None:
+    """Ray would refuse its nodes one by one, after they were paid for."""
+    name = "millrace/head:other-platform"
+    dockerfile = f"FROM {name_of('head')}\nENV MILLRACE_VARIANT=neuron\n"
+    subprocess.run(["docker", "build", "-q", "-t", name, "-"], input=dockerfile, text=True, check=True)
+    node_images.load(name)
+    wait_until(lambda: f"docker.io/{name}" in held_images(), seconds=120)
+    _, said = refused(house, TAG=name)
+    assert "has variant neuron, the Ray head has cpu" in said
+    assert "MODE=isolated" in said
 
 
 def test_an_artifact_that_is_missing(house: House) -> None:

@@ -27,6 +27,7 @@ from tests.cluster.house import (
     corpus_digest,
     forget_training,
     give_to_stages,
+    held_images,
     kill_group,
     load_images,
     make_house,
@@ -241,13 +242,8 @@ def another_version(stage: str) -> str:
     dockerfile = f"FROM {name_of(stage)}\nLABEL swapped=yes\n"
     subprocess.run(["docker", "build", "-q", "-t", name, "-"], input=dockerfile, text=True, check=True)
     node_images.load(name)
-    wait_until(lambda: name in " ".join(house_images()), 120)
+    wait_until(lambda: f"docker.io/{name}" in held_images(), 120)
     return name
-
-
-def house_images() -> list[str]:
-    node = json.loads(cluster.kubectl("get", "node", "node-a", "-o", "json"))
-    return [name for image in node["status"]["images"] for name in image.get("names") or []]
 
 
 def test_a_stage_with_a_cluster_of_its_own(untrained: House) -> None:

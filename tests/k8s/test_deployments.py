@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ray.job_submission import JobStatus
 
 from k8s.deploy.capacity import check_nodes, check_queue, check_size
-from k8s.deploy.deployment import Attempt, Deployment, Outcome, record_of
+from k8s.deploy.deployment import Deployment, Ending, record_of
 from k8s.deploy.objects import deploy_job, isolated_rayjob, pod_group, rayjob, recipe_config_map
 from k8s.deploy.plan import describe_plan
 from k8s.deploy.ray_jobs import DriverState
 from k8s.deploy.stage import Stage, repository_of, stage_of
 from k8s.deploy.verdict import exit_code_of_driver, exit_code_of_rayjob
+from k8s.deploy.wish import Wish, resolve
+from services.common.errors import RecipeError
 from services.common.recipe import load_recipe
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of, find_kubectl, render
 from tests.k8s.schemas import Kind, NoSchemas, Schema, problems_of, read_schemas
@@ -85,8 +88,8 @@ def test_what_is_wanted_survives_the_job_that_carries_it(clusters: dict[str, Thi
         "millrace.dev/attempts": '[{"exit_code": 75, "message": "m"}]',
         "millrace.dev/outcome": '{"exit_code": 0, "message": "done"}',
     }
-    assert record_of(job).attempts == (Attempt(75, "m"),)
-    assert record_of(job).outcome == Outcome(0, "done")
+    assert record_of(job).attempts == (Ending(75, "m"),)
+    assert record_of(job).outcome == Ending(0, "done")
 
 
 def test_a_gang_reserves_whole_nodes(clusters: dict[str, Thing]) -> None:
@@ -132,6 +135,35 @@ def test_how_a_driver_ended(state: DriverState, expected: tuple[int, str]) -> No
 )
 def test_how_a_rayjob_ended_when_ray_cannot_be_asked(status: Thing, code: int) -> None:
     assert exit_code_of_rayjob({"status": status})[0] == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--train.max_steps", "5"), "a recipe override reads --section.key=value"),
+        (("--root", "/tmp"), "--root is the deployment's own"),
+        (("--dry-run",), "DRY_RUN=1"),
+        (("--train.max_stps=5",), "train.max_steps"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_is_asked(
+    trainer: Stage, arguments: tuple[str, ...], said: str
+) -> None:
+    wish = Wish("trainer", None, f"a/b@sha256:{DIGEST}", None, None, arguments, 3, 60, 0, False, False, True)
+    with pytest.raises(RecipeError, match=said):
+        resolve(Listing(), trainer, wish)  # type: ignore[arg-type]
+
+
+def test_nodes_decide_the_data_parallel_degree(trainer: Stage) -> None:
+    wish = Wish("trainer", None, f"a/b@sha256:{DIGEST}", 1, None, (), 3, 60, 0, False, False, True)
+    wanted = resolve(Listing(), trainer, wish)  # type: ignore[arg-type]
+    assert wanted.recipe.parallel.data_parallel_size == 1
+    assert wanted.deployment.arguments == ("--parallel.data_parallel_size=1",)
+    assert wanted.deployment.drain_seconds == 300
+    trainer.cluster["metadata"]["annotations"]["millrace.dev/trainer-checkpoint-seconds"] = "200.5"
+    assert resolve(Listing(), trainer, wish).deployment.drain_seconds == 602  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="cannot be shared"):
+        resolve(Listing(), trainer, replace(wish, nodes=3))  # type: ignore[arg-type]
 
 
 def node(name: str, changes: Thing | None = None) -> Thing:

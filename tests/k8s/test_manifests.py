@@ -91,14 +91,14 @@ BREACHES: list[Breach] = [
     (
         rules.the_deployer_may_touch_this_cluster_alone,
         "Role/deployer",
-        "/rules/0/resourceNames",
+        "/rules/1/resourceNames",
         ["other"],
         "every RayCluster",
     ),
     (
         rules.the_deployer_may_touch_this_cluster_alone,
         "Role/deployer",
-        "/rules/5/resources",
+        "/rules/6/resources",
         ["secrets"],
         "deployer: ['secrets']",
     ),
