@@ -13,7 +13,7 @@ import yaml
 
 from k8s.deploy.api import Api, Conflict, Object
 from k8s.deploy.deployment import read_record
-from k8s.deploy.names import CLUSTER, VARIANT_ANNOTATION
+from k8s.deploy.names import CLUSTER, COMPONENT_LABEL, VARIANT_ANNOTATION
 from k8s.deploy.objects import DRAIN_VARIABLES
 from k8s.deploy.placement import explain_start, is_ready, newest_event
 from k8s.deploy.stage import Stage, read_cluster, stage_of
@@ -87,6 +87,8 @@ def cluster_down(api: Api, overlay: Path, is_forced: bool) -> int:
         for each in api.find_all(kind):
             api.delete(kind, each["metadata"]["name"])
         _await_gone(api, kind)
+        # A deploy Job's process takes its stage down when its Job is deleted, and needs its rights and the RayCluster.
+        _await_gone(api, "Pod", f"{COMPONENT_LABEL}=deploy")
     for each in reversed(_in_order(objects)):
         api.delete_object(each)
         print(f"deleted     {each['kind']} {each['metadata']['name']}", flush=True)
@@ -211,9 +213,9 @@ def _cluster_events(api: Api) -> str:
     return warning or "the operator has made no pod yet. Does the KubeRay operator run?"
 
 
-def _await_gone(api: Api, kind: str) -> None:
+def _await_gone(api: Api, kind: str, selector: str = "") -> None:
     deadline = time.monotonic() + DOWN_SECONDS
-    while left := api.find_all(kind):
+    while left := api.find_all(kind, selector):
         if time.monotonic() > deadline:
             names = ", ".join(each["metadata"]["name"] for each in left)
             raise TryAgain(f"{kind} {names} does not go away. Does the KubeRay operator run?")
