@@ -122,6 +122,16 @@ def load_images(*services: str) -> None:
     wait_until(lambda: wanted <= held_images(), seconds=120)  # kubelet looks every few seconds
 
 
+def another_version(stage: str) -> str:
+    """The same program in an image of another digest, on the node."""
+    name = f"millrace/{stage}:swapped-cpu"
+    dockerfile = f"FROM {name_of(stage)}\nLABEL swapped=yes\n"
+    subprocess.run(["docker", "build", "-q", "-t", name, "-"], input=dockerfile, text=True, check=True)
+    node_images.load(name)
+    wait_until(lambda: f"docker.io/{name}" in held_images(), 120)
+    return name
+
+
 def name_of(service: str) -> str:
     return f"millrace/{service}:{describe_build(service, 'cpu').commit_tag}"
 

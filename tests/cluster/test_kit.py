@@ -109,7 +109,7 @@ def test_lost_nodes_are_gone_from_the_cluster() -> None:
 
 def test_an_image_is_known_by_its_digest_and_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = node_images.references()["millrace.test/pause:1"]
-    monkeypatch.setattr(cluster, "copy", lambda images: pytest.fail("copied again") if images else None)
+    monkeypatch.setattr(node_images, "copy", lambda images: pytest.fail("copied again") if images else None)
     node_images.load("millrace.test/pause:1")
     container = {"name": "work", "image": f"millrace.test/pause@{digest}", "imagePullPolicy": "Never"}
 

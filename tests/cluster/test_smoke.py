@@ -12,7 +12,8 @@ import pytest
 
 from images.platforms import REPOSITORY
 from k8s.deploy.api import Api
-from tests.cluster.house import House, corpus_digest, give_to_stages, load_images, make_house
+from services.common.tests.builders import wait_until
+from tests.cluster.house import House, another_version, corpus_digest, give_to_stages, load_images, make_house
 from tests.small import write_notes, write_small_recipe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -52,6 +53,36 @@ def test_a_stage_on_the_cluster_makes_what_its_container_makes(house: House, tmp
     assert corpus_digest(house.root) == corpus_digest(tmp_path / "fsx")
     assert "published" in house.log_of("tokenizer")
     assert "outcome   exit code 0" in house.run("stage-status").said
+
+
+def test_an_image_is_swapped_in_and_rolled_back(house: House) -> None:
+    """Nobody else's pods notice: the head's UID and the other groups are as they were."""
+    deploy(house)
+    first, head = house.stage("tokenizer").image, house.head()["metadata"]["uid"]
+    others = [house.stage(name).group for name in ("compiler", "trainer")]
+    deploy(house, TAG=another_version("tokenizer"))
+    second = house.stage("tokenizer").image
+    assert second != first
+    assert "@sha256:" in second
+    done = house.run("rollback-stage", STAGE="tokenizer")
+    assert done.code == 0, done.said
+    assert house.stage("tokenizer").image == first
+    assert house.head()["metadata"]["uid"] == head
+    assert [house.stage(name).group for name in ("compiler", "trainer")] == others
+    assert "cannot go back" in house.run("rollback-stage", STAGE="tokenizer").said
+
+
+def test_a_stage_with_a_ray_cluster_of_its_own(house: House) -> None:
+    said = deploy(house, MODE="isolated")
+    assert "a Ray cluster of its own starts" in said
+    wait_until(lambda: len(house.api.find_all("RayCluster")) == 1, 120)
+
+
+def deploy(house: House, **variables: str) -> str:
+    done = house.run("deploy-stage", STAGE="tokenizer", **variables)
+    assert done.code == 0, done.said
+    assert house.is_down("tokenizer")
+    return done.said
 
 
 def test_a_stage_that_cannot_run_is_refused_with_the_next_command(house: House) -> None:

@@ -24,17 +24,16 @@ from services.common.artifacts.store import open_artifact
 from services.common.tests.builders import wait_until
 from tests.cluster.house import (
     House,
+    another_version,
     corpus_digest,
     forget_training,
     give_to_stages,
-    held_images,
     kill_group,
     load_images,
     make_house,
-    name_of,
     one,
 )
-from tests.cluster.kit import cluster, node_images
+from tests.cluster.kit import cluster
 from tests.small import write_notes, write_small_recipe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -234,16 +233,6 @@ def test_a_new_trainer_is_swapped_in_and_rolled_back(untrained: House) -> None:
     assert steps(untrained)[-1] == 120
     done = untrained.run("rollback-stage", STAGE="trainer", DRY_RUN="1")
     assert done.code == 0, done.said
-
-
-def another_version(stage: str) -> str:
-    """The same program in an image of another digest."""
-    name = f"millrace/{stage}:swapped-cpu"
-    dockerfile = f"FROM {name_of(stage)}\nLABEL swapped=yes\n"
-    subprocess.run(["docker", "build", "-q", "-t", name, "-"], input=dockerfile, text=True, check=True)
-    node_images.load(name)
-    wait_until(lambda: f"docker.io/{name}" in held_images(), 120)
-    return name
 
 
 def test_a_stage_with_a_cluster_of_its_own(untrained: House) -> None:

@@ -171,7 +171,9 @@ state = "{HOME}/containerd/state"
         "authorization": {"mode": "AlwaysAllow"}, "address": ADDRESS, "healthzBindAddress": "127.0.0.1",
         "cgroupDriver": "cgroupfs", "failCgroupV1": False, "failSwapOn": False,
         "containerRuntimeEndpoint": f"unix://{SOCKET}", "clusterDNS": [DNS_ADDRESS], "clusterDomain": "cluster.local",
-        "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%"}, "imageGCHighThresholdPercent": 100,
+        "imageGCHighThresholdPercent": 100,
+        # Not 1%: while images are loaded a disk may be nearly full, and kubelet would remove the sandboxes' own image.
+        "evictionHard": {"memory.available": "100Mi", "nodefs.available": "10Mi", "imagefs.available": "10Mi"},
         "nodeStatusMaxImages": -1,
     }))  # fmt: skip
     (HOME / "Corefile").write_text(f"""cluster.local:53 in-addr.arpa:53 {{
