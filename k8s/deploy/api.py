@@ -74,47 +74,46 @@ class Api:
         """The object, or None where there is none."""
         try:
             with _explained(f"get {kind} {name}"):
-                return _plain(self._resource(kind).get(name=name, **self._scope(kind)))
+                resource = self._resource(kind)
+                return _plain(resource.get(name=name, **self._scope(resource)))
         except _Absent:
             return None
 
     def find_all(self, kind: str, selector: str = "", fields: str = "") -> list[Object]:
         """Objects by label selector and field selector."""
-        scope = self._scope(kind)
         with _explained(f"list {kind}"):
-            found = self._resource(kind).get(label_selector=selector, field_selector=fields, **scope)
+            resource = self._resource(kind)
+            found = resource.get(label_selector=selector, field_selector=fields, **self._scope(resource))
         return list(_plain(found)["items"])
 
     def create(self, body: Object) -> Object:
         """Raises `Conflict` when an object of that name exists."""
         kind = body["kind"]
         with _explained(f"create {kind} {body['metadata'].get('name', '')}"):
-            return _plain(self._resource(kind, body["apiVersion"]).create(body=body, **self._scope(kind)))
+            resource = self._resource(kind, body["apiVersion"])
+            return _plain(resource.create(body=body, **self._scope(resource)))
 
     def replace(self, body: Object) -> Object:
         """Raises `Conflict` when the object is no longer the one that was read (its resourceVersion)."""
         kind = body["kind"]
         with _explained(f"update {kind} {body['metadata']['name']}"):
-            return _plain(self._resource(kind).replace(body=body, **self._scope(kind)))
+            resource = self._resource(kind)
+            return _plain(resource.replace(body=body, **self._scope(resource)))
 
     def merge(self, kind: str, name: str, patch: Object) -> Object:
         """JSON merge patch. With the resourceVersion that was read in it, raises `Conflict` when it is another now."""
         with _explained(f"patch {kind} {name}"):
-            return _plain(
-                self._resource(kind).patch(
-                    body=patch, name=name, content_type="application/merge-patch+json", **self._scope(kind)
-                )
-            )
+            resource = self._resource(kind)
+            content_type = "application/merge-patch+json"
+            return _plain(resource.patch(body=patch, name=name, content_type=content_type, **self._scope(resource)))
 
     def apply(self, body: Object) -> Object:
         """Server-side apply: fields that others own stay theirs."""
         kind = body["kind"]
         with _explained(f"apply {kind} {body['metadata']['name']}"):
             resource = self._resource(kind, body["apiVersion"])
-            scope = self._scope(kind) if resource.namespaced else {}
-            return _plain(
-                resource.server_side_apply(body=body, field_manager=FIELD_MANAGER, force_conflicts=True, **scope)
-            )
+            options = {"field_manager": FIELD_MANAGER, "force_conflicts": True}
+            return _plain(resource.server_side_apply(body=body, **options, **self._scope(resource)))
 
     def delete(self, kind: str, name: str, uid: str | None = None) -> None:
         """Also what the object owns. One that is gone is fine; with `uid`, so is another of the same name."""
@@ -123,7 +122,8 @@ class Api:
             body["preconditions"] = {"uid": uid}
         try:
             with _explained(f"delete {kind} {name}"):
-                self._resource(kind).delete(name=name, body=body, **self._scope(kind))
+                resource = self._resource(kind)
+                resource.delete(name=name, body=body, **self._scope(resource))
         except _Absent:
             return
         except Conflict:
@@ -136,8 +136,7 @@ class Api:
         try:
             with _explained(f"delete {kind} {name}"):
                 resource = self._resource(kind, body["apiVersion"])
-                scope = {"namespace": self.namespace} if resource.namespaced else {}
-                resource.delete(name=name, body={"propagationPolicy": "Background"}, **scope)
+                resource.delete(name=name, body={"propagationPolicy": "Background"}, **self._scope(resource))
         except (_Absent, KindAbsent):
             return
 
@@ -173,9 +172,8 @@ class Api:
                 f"install its operator first; k8s/README.md lists what a cluster needs."
             ) from error
 
-    def _scope(self, kind: str) -> dict[str, Any]:
-        namespaced = kind not in API_VERSIONS or self._resource(kind).namespaced
-        return {"namespace": self.namespace} if namespaced else {}
+    def _scope(self, resource: Any) -> dict[str, str]:
+        return {"namespace": self.namespace} if resource.namespaced else {}
 
 
 def connect() -> Api:

@@ -6,20 +6,21 @@ Everything that lasts happens in the deploy Job; a client only checks, shows, as
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
 from k8s.deploy.api import Api, Conflict
-from k8s.deploy.deployment import Deployment, Record, ask_to_stop, read_record
+from k8s.deploy.deployment import Deployment, Record, ask_to_stop, read_record, read_running_record
 from k8s.deploy.following import follow
-from k8s.deploy.names import STAGE_LABEL, job_name, lease_name
+from k8s.deploy.names import STAGE_LABEL, job_name, lease_name, recipe_name
 from k8s.deploy.objects import DRAIN_MARGIN_SECONDS, deploy_job, recipe_config_map
 from k8s.deploy.plan import describe_plan
 from k8s.deploy.preflight import Problem, check_cluster, check_in_pod, describe_topology
 from k8s.deploy.release import drop_rayjobs, release_pods
 from k8s.deploy.stage import Stage, read_stage
 from k8s.deploy.wish import Wanted, Wish, previous_wish, resolve, user_name
-from services.common.errors import DeviceError, MillraceError, RecipeError
+from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
 from services.common.recipe import STAGES
 
 POLL_SECONDS = 1.0
@@ -41,7 +42,7 @@ def deploy_stage(api: Api, wish: Wish) -> int:
     """
     stage = read_stage(api, wish.stage)
     wanted = resolve(api, stage, wish)
-    running = _running(api, wish.stage)
+    running = read_running_record(api, wish.stage)
     if running and (running.stop or running.outcome or running.is_deleted):
         print(f"waiting for the deployment of {wish.stage} before to go down", flush=True)
         if not _wait_until_over(api, running):
@@ -103,7 +104,7 @@ def run_pipeline(api: Api, wish: Wish) -> int:
         try:
             code = deploy_stage(api, replace(wish, stage=stage))
         except NotDeployed as error:
-            if not (wish.dry_run and error.exit_code == 3 and stage != STAGES[0]):
+            if not (wish.dry_run and error.exit_code == ArtifactError.exit_code and stage != STAGES[0]):
                 raise
             print(f"{error}\nwhich the stages before may bring")
             code = 0
@@ -152,7 +153,7 @@ def _send(api: Api, stage: Stage, deployment: Deployment, recipe_text: str) -> N
     before = read_record(api, stage.name)
     if before and before.is_over:
         api.delete("Job", job_name(stage.name), uid=before.uid)
-        _wait_until_gone(api, stage.name, before.uid)
+        _wait_until_gone(api, before)
     try:
         api.create(deploy_job(stage, deployment))
     except Conflict as error:
@@ -170,7 +171,7 @@ def _attach(api: Api, running: Record, deployment: Deployment, wish: Wish) -> in
             f"{wish.stage} is being deployed by {running.deployment.user} since {running.created_at}, and you ask for "
             f"another: {'; '.join(differences)}. Wait for it (make stage-logs STAGE={wish.stage}) or end it first "
             f"(make stop-stage STAGE={wish.stage}).",
-            4,
+            DeviceError.exit_code,
         )
     print(f"{wish.stage} is being deployed just so since {running.created_at}: following it", flush=True)
     return 0 if wish.dry_run else _follow(api, running.deployment, wish)
@@ -206,22 +207,17 @@ def _image_before(stage: Stage, present: str) -> str:
 def _forget_recipes(api: Api, stage: Stage, deployment: Deployment, before: Record | None) -> None:
     """Remove recipes of older deployments; a pod template names one until it is changed, a rollback takes the last."""
     digests = {each.recipe_digest for each in (deployment, before.deployment if before else None) if each}
-    kept = {recipe_config_map(stage.name, "", digest)["metadata"]["name"] for digest in digests} | {stage.recipe}
+    kept = {recipe_name(stage.name, digest) for digest in digests} | {stage.recipe}
     for recipe in api.find_all("ConfigMap", f"{STAGE_LABEL}={stage.name}"):
         if recipe["metadata"]["name"] not in kept:
             api.delete("ConfigMap", recipe["metadata"]["name"])
-
-
-def _running(api: Api, stage: str) -> Record | None:
-    record = read_record(api, stage)
-    return record if record and not record.is_over else None
 
 
 def _release(api: Api, stage: str, record: Record | None) -> bool:
     """Take down what no deploy Job holds any more; False when somebody deployed the stage anew meanwhile."""
     deadline = time.monotonic() + (_patience(record) if record else STOP_MARGIN_SECONDS)
     while True:
-        running = _running(api, stage)
+        running = read_running_record(api, stage)
         if running and (record is None or running.uid != record.uid):
             print(f"{stage} was deployed anew by {running.deployment.user}: that one is left alone")
             return False
@@ -242,22 +238,23 @@ def _release(api: Api, stage: str, record: Record | None) -> bool:
 
 def _wait_until_over(api: Api, record: Record) -> bool:
     """False when the Job goes on longer than a stage may take to stop."""
-    deadline = time.monotonic() + _patience(record)
+    return _wait_for_end(record, lambda: read_running_record(api, record.deployment.stage), _patience(record))
+
+
+def _wait_until_gone(api: Api, record: Record) -> bool:
+    """False when the Job that was deleted is still there."""
+    return _wait_for_end(record, lambda: read_record(api, record.deployment.stage), STOP_MARGIN_SECONDS)
+
+
+def _wait_for_end(record: Record, read: Callable[[], Record | None], seconds: float) -> bool:
+    """Until what is read is this record's no more; False when that takes longer."""
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        now = _running(api, record.deployment.stage)
+        now = read()
         if now is None or now.uid != record.uid:
             return True
         time.sleep(POLL_SECONDS)
     return False
-
-
-def _wait_until_gone(api: Api, stage: str, uid: str) -> None:
-    deadline = time.monotonic() + STOP_MARGIN_SECONDS
-    while time.monotonic() < deadline:
-        record = read_record(api, stage)
-        if record is None or record.uid != uid:
-            return
-        time.sleep(POLL_SECONDS)
 
 
 def _patience(record: Record) -> float:

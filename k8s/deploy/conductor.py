@@ -12,6 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
+from k8s.deploy.announcements import Announcements
 from k8s.deploy.api import Api, ApiUnreachable, Conflict, Object
 from k8s.deploy.deployment import (
     EXIT_AGAIN,
@@ -51,7 +52,7 @@ class Conductor:
         self._lease = StageLease(api, deployment.stage, f"{deployment.id}/{pod}")
         self._has_lease = False
         self._terminated = threading.Event()
-        self._said = ""
+        self._say = Announcements("deploy").say
         self._refused_since: float | None = None
         self._wait: tuple[str, float] = ("", 0.0)  # what is waited for, and since when
         self._log: DriverLog | None = None
@@ -63,7 +64,7 @@ class Conductor:
         signal.signal(signal.SIGTERM, lambda *_: self._terminated.set())
         while True:
             try:
-                if self._terminated.is_set() and self._is_ours():
+                if self._terminated.is_set() and self._own_record():
                     self._lease.release()
                     self._say("told to leave; the Job starts again and goes on")
                     return None
@@ -87,7 +88,7 @@ class Conductor:
                 self._end_after_long_refusal(error)
             except Exception as error:  # noqa: BLE001 - a bug must not leave nodes held either
                 traceback.print_exc()
-                self._end_with_bug(error)
+                self._end_at_once(Ending(EXIT_BUG, f"a bug in the deploy tool: {error!r}"))
             self._pause()
 
     def _advance(self) -> Ending | None:
@@ -278,9 +279,6 @@ class Conductor:
             return
         self._end_at_once(Ending(error.exit_code, f"refused for {seconds} s: {error}"))
 
-    def _end_with_bug(self, error: Exception) -> None:
-        self._end_at_once(Ending(EXIT_BUG, f"a bug in the deploy tool: {error!r}"))
-
     def _end_at_once(self, outcome: Ending) -> None:
         try:
             record = self._read_record()
@@ -314,16 +312,14 @@ class Conductor:
 
     def _read_record(self) -> Record:
         """The deployment's record. A Job that somebody deleted has none any more: its stage is stopped."""
-        record = read_record(self._api, self._stage_name)
-        if record and record.deployment.id == self._deployment.id and not record.is_deleted:
-            return record
         outcome = Ending(EXIT_AGAIN, "stopped, because its Job was deleted; the same command continues")
-        return Record(self._deployment, "", "", (), outcome, "", False, True, "")
+        return self._own_record() or Record(self._deployment, "", "", (), outcome, "", False, True, "")
 
-    def _is_ours(self) -> bool:
-        """Is the Job still there, so that it starts another process after this one?"""
+    def _own_record(self) -> Record | None:
+        """None when the Job is gone, is being deleted, or is another deployment's."""
         record = read_record(self._api, self._stage_name)
-        return record is not None and record.deployment.id == self._deployment.id and not record.is_deleted
+        is_ours = record and record.deployment.id == self._deployment.id and not record.is_deleted
+        return record if is_ours else None
 
     def _ray(self, cluster: str) -> RayJobs:
         return RayJobs(cluster, self._api.namespace)
@@ -337,8 +333,3 @@ class Conductor:
     def _pause(self) -> None:
         # A process that was told to leave, but has a stage to bring down, goes on in the same rhythm.
         time.sleep(POLL_SECONDS) if self._terminated.is_set() else self._terminated.wait(POLL_SECONDS)
-
-    def _say(self, text: str) -> None:
-        if text != self._said:
-            print(f"deploy: {text}", flush=True)
-            self._said = text

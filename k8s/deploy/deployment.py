@@ -93,6 +93,12 @@ def read_record(api: Api, stage: str) -> Record | None:
     return record_of(job) if job else None
 
 
+def read_running_record(api: Api, stage: str) -> Record | None:
+    """The stage's deployment while its Job goes on; None between deployments."""
+    record = read_record(api, stage)
+    return record if record and not record.is_over else None
+
+
 def record_of(job: Object) -> Record:
     metadata = job["metadata"]
     annotations: dict[str, str] = metadata.get("annotations") or {}

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+from k8s.deploy.announcements import Announcements
 from k8s.deploy.api import Api, ApiUnreachable, Object
 from k8s.deploy.deployment import EXIT_AGAIN, Record, read_record
 from k8s.deploy.names import DEPLOYMENT_LABEL, job_name
@@ -61,7 +62,7 @@ class _Output(threading.Thread):
         self._api, self._selector = api, f"{DEPLOYMENT_LABEL}={deployment_id}"
         self._printed: dict[str, str] = {}  # pod to the time stamp of its last line
         self._is_over = threading.Event()
-        self._said = ""
+        self._say = Announcements("deploy").say
 
     def finish(self) -> None:
         """Take the last lines, and stop."""
@@ -87,11 +88,6 @@ class _Output(threading.Thread):
             self._copy(pod["metadata"]["name"])
         except DeviceError as error:  # the outcome comes from the Job
             self._say(f"{error}; the stage goes on")
-
-    def _say(self, text: str) -> None:
-        if text != self._said:
-            print(f"deploy: {text}", flush=True)
-            self._said = text
 
     def _copy(self, pod: str) -> None:
         for line in self._api.log(pod, "deploy"):

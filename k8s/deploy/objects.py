@@ -18,7 +18,8 @@ from k8s.deploy.names import (
     job_name,
     recipe_name,
 )
-from k8s.deploy.stage import ENTRYPOINT_SHARE, Stage
+from k8s.deploy.stage import Stage
+from services.common.launch.launcher import DRIVER_SHARE
 
 LOG_FOLDER = "log"
 JOB_MARGIN_SECONDS = 120
@@ -93,7 +94,7 @@ def desired_group(stage: Stage, deployment: Deployment) -> Object:
 
 def deploy_job(stage: Stage, deployment: Deployment) -> Object:
     """The Job that does the work in the cluster, from the head's image: a closed laptop holds no nodes."""
-    head = stage.cluster["spec"]["headGroupSpec"]["template"]["spec"]
+    head = stage.head_pod
     container = head["containers"][0]
     labels = {STAGE_LABEL: stage.name, DEPLOYMENT_LABEL: deployment.id, COMPONENT_LABEL: "deploy"}
     token = {"secretKeyRef": {"name": CLUSTER, "key": "auth_token"}}
@@ -160,7 +161,7 @@ def _rayjob(stage: Stage, deployment: Deployment, attempt: int) -> Object:
             "jobId": name,
             "submissionMode": "HTTPMode",  # no submitter pod whose loss would fail a healthy run
             "entrypoint": shlex.join(stage.entrypoint(list(deployment.arguments))),
-            "entrypointResources": json.dumps({stage.routing_resource: ENTRYPOINT_SHARE}),
+            "entrypointResources": json.dumps({stage.routing_resource: DRIVER_SHARE}),
             "metadata": metadata,
             # No deadline and no backoffLimit: with clusterSelector the one leaves the Ray job running and the other is
             # refused. Retries and deadlines are the deploy Job's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 import subprocess
 import time
@@ -11,17 +12,20 @@ from pathlib import Path
 
 import yaml
 
+from k8s.deploy.announcements import Announcements
 from k8s.deploy.api import Api, Conflict, Object
-from k8s.deploy.deployment import read_record
+from k8s.deploy.deployment import read_running_record
 from k8s.deploy.names import CLUSTER, COMPONENT_LABEL, VARIANT_ANNOTATION
 from k8s.deploy.objects import DRAIN_VARIABLES
-from k8s.deploy.placement import explain_start, is_ready, newest_event
-from k8s.deploy.stage import Stage, read_cluster, stage_of
+from k8s.deploy.placement import explain_start, heads_of, is_ready, newest_event
+from k8s.deploy.stage import Stage, head_pod_of, image_of, read_cluster, stage_of
 from k8s.deploy.stage_image import choose_image
 from services.common.errors import DeviceError, RecipeError, TryAgain
 from services.common.recipe import STAGES
 
 OVERLAYS = Path(__file__).parents[1] / "overlays"
+LOCAL_KUBECTL = Path(__file__).parents[2] / ".cluster/bin/kubectl"
+OLDEST_KUSTOMIZE = 5  # components, labels and replacements as the manifests use them; kubectl has it from 1.27 on
 PLACEHOLDER = "CHANGE-ME"
 POLL_SECONDS = 1.0
 HEAD_SECONDS = 900.0
@@ -37,20 +41,26 @@ def render(overlay: Path) -> list[Object]:
     if not (overlay / "kustomization.yaml").is_file():
         known = ", ".join(sorted(each.name for each in OVERLAYS.iterdir() if each.is_dir()))
         raise RecipeError(f"OVERLAY={overlay}: no kustomization there. Known: {known}, or a folder of your own")
-    done = subprocess.run([find_kubectl(), "kustomize", str(overlay)], capture_output=True, text=True, check=False)
+    done = subprocess.run([find_kubectl(), "kustomize", overlay], capture_output=True, text=True, check=False)
     if done.returncode:
         raise DeviceError(f"{overlay} cannot be rendered: {done.stderr.strip()}")
     return [each for each in yaml.safe_load_all(done.stdout) if each and not _is_local(each)]
 
 
-def find_kubectl() -> str:
-    """kubectl of PATH, or the one that `make cluster-local` compiled. Only for its kustomize."""
-    found = shutil.which("kubectl") or shutil.which(".cluster/bin/kubectl")
-    if found is None:
-        raise DeviceError(
-            "no kubectl on PATH; the overlays are rendered with its kustomize: install kubectl 1.27 or newer"
-        )
-    return str(Path(found).absolute())
+def find_kubectl() -> Path:
+    """kubectl of PATH, else the one that `make cluster-local` compiled; only for its kustomize.
+
+    Raises `DeviceError` when neither is new enough.
+    """
+    on_path = shutil.which("kubectl")
+    candidates = [*([Path(on_path)] if on_path else []), LOCAL_KUBECTL]
+    for kubectl in candidates:
+        if kubectl.exists() and _kustomize_of(kubectl) >= OLDEST_KUSTOMIZE:
+            return kubectl
+    raise DeviceError(
+        f"no kubectl of 1.27 or newer on PATH or in {LOCAL_KUBECTL.parent} renders the manifests: install one, or "
+        f"compile it with `.venv/bin/python -m tests.cluster.kit build`"
+    )
 
 
 def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
@@ -65,9 +75,9 @@ def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
             api.apply(each)
         print(f"applied     {each['kind']} {each['metadata']['name']}", flush=True)
     head, image = _await_head(api)
-    if _image_of(head["spec"]) != image:
+    if image_of(head["spec"]) != image:
         print(
-            f"the head goes on with {_image_of(head['spec'])}; for {image} delete its pod when no stage runs: "
+            f"the head goes on with {image_of(head['spec'])}; for {image} delete its pod when no stage runs: "
             f"kubectl -n {api.namespace} delete pod -l ray.io/node-type=head"
         )
     print(f"RayCluster {CLUSTER} is up at {api.server}: make deploy-stage STAGE=tokenizer")
@@ -77,7 +87,7 @@ def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
 def cluster_down(api: Api, overlay: Path, is_forced: bool) -> int:
     """Delete what the overlay made, RayCluster first, volumes' data never. Refuses while a stage is deployed."""
     objects = render(overlay)
-    running = [stage for stage in STAGES if (record := read_record(api, stage)) and not record.is_over]
+    running = [stage for stage in STAGES if read_running_record(api, stage)]
     if running and not is_forced:
         raise DeviceError(
             f"{', '.join(running)} is deployed: make stop-stage STAGE={running[0]} first, or make cluster-down "
@@ -110,7 +120,7 @@ def choose_overlay(name: str) -> Path:
 
 
 def _set_head_image(api: Api, rendered: Object, head_tag: str) -> None:
-    head = rendered["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    head = head_pod_of(rendered)["containers"][0]
     variant = rendered["metadata"]["annotations"][VARIANT_ANNOTATION]
     head["image"] = choose_image(api, "head", variant, head, head_tag)
 
@@ -183,20 +193,18 @@ def _require_filled_in(overlay: Path, objects: Iterable[Object]) -> None:
 
 def _await_head(api: Api) -> tuple[Object, str]:
     """The ready head's pod, and the image that a new one would run."""
-    image = _image_of(read_cluster(api)["spec"]["headGroupSpec"]["template"]["spec"])
+    image = image_of(head_pod_of(read_cluster(api)))
     deadline = time.monotonic() + HEAD_SECONDS
-    said = ""
+    announcements = Announcements("the Ray head is not ready")
     while True:
-        heads = api.find_all("Pod", f"ray.io/cluster={CLUSTER},ray.io/node-type=head")
+        heads = heads_of(api)
         if ready := [head for head in heads if is_ready(head)]:
             return ready[0], image
-        if heads and _image_of(heads[0]["spec"]) != image and _never_ran(heads[0]):
+        if heads and image_of(heads[0]["spec"]) != image and _never_ran(heads[0]):
             # The operator replaces no pod whose template changed.
             api.delete("Pod", heads[0]["metadata"]["name"], uid=heads[0]["metadata"]["uid"])
         state = explain_start(api, heads[0]) if heads else _cluster_events(api)
-        if state != said:
-            print(f"the Ray head is not ready: {state}", flush=True)
-            said = state
+        announcements.say(state)
         if time.monotonic() > deadline:
             raise TryAgain(f"the Ray head was not ready after {HEAD_SECONDS:.0f} s: {state}")
         time.sleep(POLL_SECONDS)
@@ -227,9 +235,12 @@ def _in_order(objects: list[Object]) -> list[Object]:
     return sorted(objects, key=lambda each: each["kind"] == "RayCluster")
 
 
-def _image_of(pod: Object) -> str:
-    return str(pod["containers"][0]["image"])
-
-
 def _is_local(each: Object) -> bool:
     return (each["metadata"].get("annotations") or {}).get("config.kubernetes.io/local-config") == "true"
+
+
+def _kustomize_of(kubectl: Path) -> int:
+    """The major version of kustomize that it has inside; 0 for a kubectl that does not tell."""
+    done = subprocess.run([kubectl, "version", "--client", "-o", "json"], capture_output=True, text=True, check=False)
+    version = json.loads(done.stdout).get("kustomizeVersion", "") if done.returncode == 0 else ""
+    return int(version.lstrip("v").partition(".")[0] or 0)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from k8s.deploy.api import Api, Object
-from k8s.deploy.names import COMPONENT_LABEL
+from k8s.deploy.names import CLUSTER, COMPONENT_LABEL
 from k8s.deploy.stage import Stage
 
 # A container that waits for one of these waits for a person; `PodInitializing` and `ContainerCreating` pass.
@@ -17,6 +17,11 @@ TELLING_EVENTS = ("FailedMount", "FailedAttachVolume", "FailedScheduling", "Fail
 def pods_of(api: Api, stage: str) -> list[Object]:
     """The stage's worker pods, in a shared or an isolated cluster, those on their way out too."""
     return api.find_all("Pod", f"{COMPONENT_LABEL}={stage},ray.io/node-type=worker")
+
+
+def heads_of(api: Api) -> list[Object]:
+    """The shared cluster's head; two of them while one replaces the other."""
+    return api.find_all("Pod", f"ray.io/cluster={CLUSTER},ray.io/node-type=head")
 
 
 def is_ready(pod: Object) -> bool:

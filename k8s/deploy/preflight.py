@@ -8,11 +8,11 @@ from typing import Any
 
 from k8s.deploy.api import Api, ApiUnreachable, Object
 from k8s.deploy.capacity import check_nodes, check_queue, check_size
-from k8s.deploy.deployment import Deployment, read_record
+from k8s.deploy.deployment import Deployment, read_running_record
 from k8s.deploy.names import CLUSTER, DEPLOYER
-from k8s.deploy.placement import is_ready
+from k8s.deploy.placement import heads_of, is_ready
 from k8s.deploy.probe import probe
-from k8s.deploy.stage import Stage
+from k8s.deploy.stage import Stage, image_of
 from k8s.deploy.stage_image import read_platform_labels
 from services.common.errors import DeviceError
 from services.common.recipe import Recipe
@@ -27,7 +27,7 @@ class Problem:
     """One reason not to deploy, and the exit code it stands for."""
 
     text: str
-    exit_code: int = 4
+    exit_code: int = DeviceError.exit_code
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def check_in_pod(api: Api, stage: Stage, deployment: Deployment, recipe: str) ->
     An image that is on the nodes looks for itself. One that would have to be pulled has its platform read from the
     registry, and the head's image, which is on a node, looks at the artifacts.
     """
-    head = str(stage.cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["image"])
+    head = image_of(stage.head_pod)
     images = {"head": head} | ({"stage": deployment.image} if stage.is_image_on_nodes else {})
     results = probe(api, stage, images, recipe, list(deployment.arguments))
     looked = results.get("stage", results["head"])
@@ -99,10 +99,10 @@ def describe_topology(recipe: Recipe, stage: str, nodes: int) -> str:
 
 
 def _check_head(api: Api, stage: Stage) -> str:
-    heads = api.find_all("Pod", f"ray.io/cluster={CLUSTER},ray.io/node-type=head")
-    wanted = stage.cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["image"]
+    heads = heads_of(api)
+    wanted = image_of(stage.head_pod)
     for pod in filter(is_ready, heads):
-        runs = pod["spec"]["containers"][0]["image"]
+        runs = image_of(pod["spec"])
         if runs == wanted:
             return ""
         return (
@@ -180,8 +180,8 @@ def _check_other_stages(api: Api, stage: Stage) -> str:
         requests = group["template"]["spec"]["containers"][0].get("resources", {}).get("requests", {})
         if name == stage.name or NEURON not in requests:
             continue
-        record = read_record(api, name)
-        if record and not record.is_over:
+        record = read_running_record(api, name)
+        if record:
             return (
                 f"stage {name} is deployed by {record.deployment.user} and holds {record.deployment.nodes} Trainium "
                 f"nodes: wait for it (make stage-status), or make stop-stage STAGE={name}"

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from k8s.deploy.announcements import Announcements
 from k8s.deploy.api import Api, Object
 from k8s.deploy.deployment import EXIT_AGAIN
 from k8s.deploy.names import COMPONENT_LABEL, STAGE_LABEL
@@ -41,7 +42,7 @@ def probe(api: Api, stage: Stage, images: dict[str, str], recipe: str, arguments
 
 
 def _job(name: str, stage: Stage, images: dict[str, str], recipe: str, arguments: list[str]) -> Object:
-    head = stage.cluster["spec"]["headGroupSpec"]["template"]["spec"]
+    head = stage.head_pod
     labels = {STAGE_LABEL: stage.name, COMPONENT_LABEL: "preflight"}
     script = (
         'printf %s "$RECIPE" > "$TMPDIR/$$.toml" && exec python -m services.common.readiness '
@@ -84,15 +85,14 @@ def _job(name: str, stage: Stage, images: dict[str, str], recipe: str, arguments
 
 def _await_results(api: Api, name: str, containers: list[str]) -> dict[str, ProbeResult]:
     deadline = time.monotonic() + TIMEOUT_SECONDS
+    announcements = Announcements("looking at the artifacts")
     waits = "no pod was made"
     while time.monotonic() < deadline:
         for pod in api.find_all("Pod", f"job-name={name}"):
             if pod["status"]["phase"] in ("Succeeded", "Failed"):
                 return {container: _read_result(api, pod, container) for container in containers}
-            now = explain_start(api, pod)
-            if now != waits:
-                print(f"looking at the artifacts: {now}", flush=True)
-            waits = now
+            waits = explain_start(api, pod)
+            announcements.say(waits)
             if any(reason in waits for reason in HOPELESS):
                 return dict.fromkeys(containers, ProbeResult({}, [], waits))
         time.sleep(POLL_SECONDS)

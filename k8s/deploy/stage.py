@@ -20,10 +20,9 @@ from k8s.deploy.names import (
     good_images_annotation,
 )
 from services.common.errors import DeviceError, RecipeError
+from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
 from services.common.recipe import STAGES
 from services.common.recipe import Stage as StageName
-
-ENTRYPOINT_SHARE = 0.01  # of a pod's routing resource: it places the driver, and leaves the rest to its workers
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,12 @@ class Stage:
 
     @property
     def image(self) -> str:
-        return str(self.container["image"])
+        return image_of(self.pod)
 
     @property
-    def repository(self) -> str:
-        """The image's name without tag and digest."""
-        return repository_of(self.image)
+    def head_pod(self) -> Object:
+        """What the cluster's head is to be."""
+        return head_pod_of(self.cluster)
 
     @property
     def is_image_on_nodes(self) -> bool:
@@ -81,7 +80,7 @@ class Stage:
     def routing_resource(self) -> str:
         """The Ray resource that only this group's pods declare."""
         declared = self.group.get("resources") or {}
-        name = f"stage_{self.name}"
+        name = f"{STAGE_RESOURCE_PREFIX}{self.name}"
         if name not in declared:
             raise DeviceError(
                 f"worker group {self.name} does not declare the Ray resource {name} (it has "
@@ -189,6 +188,16 @@ def stage_of(cluster: Object, name: str) -> Stage:
             f"k8s/stages/{name} brings it: make cluster-up"
         )
     return Stage(name, cluster, groups.index(name))
+
+
+def head_pod_of(cluster: Object) -> Object:
+    """The head's pod as the RayCluster describes it."""
+    return dict(cluster["spec"]["headGroupSpec"]["template"]["spec"])
+
+
+def image_of(pod: Object) -> str:
+    """The image of a Ray pod's own container."""
+    return str(pod["containers"][0]["image"])
 
 
 def quantity(text: str) -> Decimal:

@@ -46,13 +46,13 @@ def _named(repository: str, tag: str) -> str:
 
 def _on_nodes(api: Api, service: str, variant: str, image: str) -> str:
     """An image that is never pulled must be on a node already; its kubelet lists the digest beside the tag."""
-    repository = _full_name(repository_of(image))
+    repository = full_name(repository_of(image))
     held = [listed.get("names") or [] for node in api.find_all("Node") for listed in node["status"].get("images") or []]
     for names in held:
-        if _full_name(image) in map(_full_name, names):
-            digests = [name for name in names if _full_name(name).startswith(f"{repository}@sha256:")]
+        if full_name(image) in map(full_name, names):
+            digests = [name for name in names if full_name(name).startswith(f"{repository}@sha256:")]
             return digests[0] if digests else image
-    tags = sorted({name for names in held for name in names if _full_name(name).startswith(f"{repository}:")})
+    tags = sorted({name for names in held for name in names if full_name(name).startswith(f"{repository}:")})
     raise DeviceError(
         f"no node has the image {image}, and it is never pulled (imagePullPolicy: Never). The nodes have "
         f"{', '.join(tags) or f'none of {repository}'}. Build it (make images STAGE={service} VARIANT={variant}) and "
@@ -60,8 +60,9 @@ def _on_nodes(api: Api, service: str, variant: str, image: str) -> str:
     )
 
 
-def _full_name(image: str) -> str:
-    """With the registry that a name without one means."""
-    host = image.partition("/")[0]
-    is_host = "/" in image and ("." in host or ":" in host or host == "localhost")
-    return image if is_host else f"docker.io/{image}"
+def full_name(image: str) -> str:
+    """As Kubernetes looks it up: docker.io/millrace/head:1 for millrace/head:1."""
+    domain, slash, _ = image.partition("/")
+    if slash and ("." in domain or ":" in domain or domain == "localhost"):
+        return image
+    return f"docker.io/{image}" if slash else f"docker.io/library/{image}"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from k8s.deploy.api import Api
 from k8s.deploy.deployment import Record, read_record
-from k8s.deploy.names import CLUSTER
-from k8s.deploy.placement import explain_placement, is_ready, pods_of
+from k8s.deploy.placement import explain_placement, heads_of, is_ready, pods_of
 from k8s.deploy.stage import Stage, read_cluster, stage_of
 from services.common.recipe import STAGES
 
@@ -13,7 +12,7 @@ from services.common.recipe import STAGES
 def describe_status(api: Api) -> str:
     """A paragraph per stage."""
     cluster = read_cluster(api)
-    heads = api.find_all("Pod", f"ray.io/cluster={CLUSTER},ray.io/node-type=head")
+    heads = heads_of(api)
     head = "ready" if any(map(is_ready, heads)) else "not ready"
     paragraphs = [f"cluster     {api.server}, namespace {api.namespace}, Ray head {head}"]
     paragraphs += [_describe_stage(api, stage_of(cluster, name)) for name in STAGES]

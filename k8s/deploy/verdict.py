@@ -9,6 +9,7 @@ from ray.job_submission import JobStatus
 from k8s.deploy.api import Object
 from k8s.deploy.deployment import EXIT_AGAIN
 from k8s.deploy.ray_jobs import DriverState
+from services.common.errors import DeviceError
 
 RAYJOB_ENDS = ("Complete", "Failed", "ValidationFailed")
 MESSAGE_CHARACTERS = 500
@@ -30,7 +31,7 @@ def exit_code_of_rayjob(job: Object) -> tuple[int, str]:
     status = job.get("status") or {}
     message = str(status.get("message") or status.get("reason") or "no message")
     if status.get("jobDeploymentStatus") == "ValidationFailed":
-        return 4, f"the operator refuses the RayJob: {message}"
+        return DeviceError.exit_code, f"the operator refuses the RayJob: {message}"
     if status.get("jobStatus") == "SUCCEEDED":
         return 0, "done"
     told = re.search(r"failed with exit code (\d+)", message)

@@ -16,6 +16,7 @@ from k8s.deploy.deployment import Deployment, Mode, Record
 from k8s.deploy.names import recipe_name
 from k8s.deploy.stage import Stage, require_stage_name
 from k8s.deploy.stage_image import choose_image
+from services.common.command_line import read_override
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe import Recipe, load_recipe, stage_nodes
 
@@ -119,12 +120,7 @@ def _require_free(arguments: tuple[str, ...]) -> None:
 
 def recipe_overrides(arguments: tuple[str, ...]) -> dict[str, str]:
     """Those of a stage's options that override the recipe: `--train.max_steps=500`."""
-    overrides = {}
-    for argument in arguments:
-        key, equals, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--") and equals and "." in key:
-            overrides[key] = value
-    return overrides
+    return dict(filter(None, map(read_override, arguments)))
 
 
 def user_name() -> str:

@@ -10,6 +10,12 @@ from services.common.errors import RecipeError
 from services.common.recipe import Recipe, load_recipe
 
 
+def read_override(argument: str) -> tuple[str, str] | None:
+    """Key and value of a recipe override, `--section.key=value`; None for any other argument."""
+    key, equals, value = argument.removeprefix("--").partition("=")
+    return (key, value) if argument.startswith("--") and equals and "." in key else None
+
+
 class RecipeParser(argparse.ArgumentParser):
     """An argument parser for a recipe and a root; what is wrong on the command line is a `RecipeError`."""
 
@@ -28,9 +34,10 @@ class RecipeParser(argparse.ArgumentParser):
         arguments, rest = self.parse_known_args(argv)
         overrides = {}
         for item in rest:
-            key, equals, value = item.removeprefix("--").partition("=")
-            if not item.startswith("--") or "." not in key or not equals:
+            override = read_override(item)
+            if override is None:
                 self.error(f"unrecognized argument {item!r}; a recipe override reads --section.key=value")
+            key, value = override
             overrides[key] = value
         arguments.root = arguments.root.absolute()
         return arguments, load_recipe(arguments.recipe, overrides)

@@ -18,8 +18,7 @@ from images.platforms import REPOSITORY
 from images.versions import describe_build
 from k8s.deploy.api import Api, Object
 from k8s.deploy.deployment import Record, read_record
-from k8s.deploy.names import CLUSTER
-from k8s.deploy.placement import is_ready, pods_of
+from k8s.deploy.placement import heads_of, is_ready, pods_of
 from k8s.deploy.stage import Stage, read_stage
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import open_artifact
@@ -84,7 +83,7 @@ class House:
         return [pod for pod in self.pods(stage) if is_ready(pod)]
 
     def head(self) -> Object:
-        heads = self.api.find_all("Pod", f"ray.io/cluster={CLUSTER},ray.io/node-type=head")
+        heads = heads_of(self.api)
         return next(head for head in heads if "deletionTimestamp" not in head["metadata"])
 
     def is_down(self, stage: str) -> bool:

@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from images.platforms import REPOSITORY
 
 OVERLAYS = {"local": REPOSITORY / "k8s/overlays/local", "eks": REPOSITORY / "k8s/overlays/eks"}
-OLDEST_KUSTOMIZE = 5  # components, labels and replacements as the manifests use them; kubectl has it from 1.27 on
 REMOVED = object()
 
 Thing = dict[str, Any]  # a Kubernetes object, or a part of one
-
-
-def find_kubectl() -> Path | None:
-    """The one on PATH, else the test cluster's; None when neither is new enough."""
-    on_path = shutil.which("kubectl")
-    candidates = [*([Path(on_path)] if on_path else []), REPOSITORY / ".cluster/bin/kubectl"]
-    return next((each for each in candidates if each.exists() and _kustomize_of(each) >= OLDEST_KUSTOMIZE), None)
-
-
-def render(kubectl: Path, overlay: Path) -> list[Thing]:
-    done = subprocess.run([kubectl, "kustomize", overlay], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{overlay}: {done.stderr}"
-    return list(yaml.safe_load_all(done.stdout))
 
 
 def changed(things: list[Thing], name: str, pointer: str, value: object) -> list[Thing]:
@@ -95,10 +75,3 @@ def labels_of(things: list[Thing]) -> dict[str, dict[str, str]]:
         }
         for name, pod in pods_of(things).items()
     }
-
-
-def _kustomize_of(kubectl: Path) -> int:
-    """The major version of kustomize that it has inside; 0 for a kubectl that does not tell."""
-    done = subprocess.run([kubectl, "version", "--client", "-o", "json"], capture_output=True, text=True, check=False)
-    version = json.loads(done.stdout).get("kustomizeVersion", "") if done.returncode == 0 else ""
-    return int(version.lstrip("v").partition(".")[0] or 0)

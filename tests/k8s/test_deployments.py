@@ -19,27 +19,16 @@ from k8s.deploy.verdict import exit_code_of_driver, exit_code_of_rayjob
 from k8s.deploy.wish import Wish, resolve
 from services.common.errors import RecipeError
 from services.common.recipe import load_recipe
-from tests.k8s.rendered import OVERLAYS, Thing, cluster_of, find_kubectl, render
-from tests.k8s.schemas import Kind, NoSchemas, Schema, problems_of, read_schemas
+from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
+from tests.k8s.schemas import Kind, Schema, problems_of
 
 DIGEST = "0" * 64
 
 
 @pytest.fixture(scope="module")
-def clusters() -> dict[str, Thing]:
+def clusters(overlays: dict[str, list[Thing]]) -> dict[str, Thing]:
     """The RayCluster of each overlay."""
-    kubectl = find_kubectl()
-    if kubectl is None:
-        pytest.skip("no kubectl with kustomize 5: install kubectl 1.27 or newer")
-    return {name: cluster_of(render(kubectl, overlay)) for name, overlay in OVERLAYS.items()}
-
-
-@pytest.fixture(scope="module")
-def schemas() -> dict[Kind, Schema]:
-    try:
-        return read_schemas()
-    except NoSchemas as error:
-        pytest.skip(str(error))
+    return {name: cluster_of(things) for name, things in overlays.items()}
 
 
 def deployment_of(stage: str = "trainer", **changes: Any) -> Deployment:

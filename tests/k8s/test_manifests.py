@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 
 from tests.k8s import rules
-from tests.k8s.rendered import OVERLAYS, REMOVED, Thing, changed, find_kubectl, name_of, render
+from tests.k8s.rendered import OVERLAYS, REMOVED, Thing, changed, name_of
 from tests.k8s.rules import Rule
-from tests.k8s.schemas import WITHOUT_SCHEMA, Kind, NoSchemas, Schema, problems_of, read_schemas
+from tests.k8s.schemas import WITHOUT_SCHEMA, Kind, Schema, problems_of
 
 Breach = tuple[Rule, str, str, object, str]
 
@@ -179,25 +179,6 @@ MISSPELLED: list[tuple[str, str, object, str]] = [
 
 def word_for(part: object) -> str | None:
     return part.rpartition("/")[2] if isinstance(part, str) else getattr(part, "__name__", None)
-
-
-@pytest.fixture(scope="session")
-def overlays() -> dict[str, list[Thing]]:
-    kubectl = find_kubectl()
-    if kubectl is None:
-        pytest.skip(
-            "no kubectl of 1.27 or newer on PATH or in .cluster/bin renders the manifests: install one, or compile it "
-            "with `.venv/bin/python -m tests.cluster.kit build`"
-        )
-    return {name: render(kubectl, folder) for name, folder in OVERLAYS.items()}
-
-
-@pytest.fixture(scope="session")
-def schemas() -> dict[Kind, Schema]:
-    try:
-        return read_schemas()
-    except NoSchemas as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

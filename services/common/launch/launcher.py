@@ -19,6 +19,11 @@ R = TypeVar("R")
 
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
+# On a cluster a Ray node declares one unit of its stage's resource, of which the job that runs the stage's command
+# takes a share: that places the driver, and leaves the rest to its workers.
+STAGE_RESOURCE_PREFIX = "stage_"
+DRIVER_SHARE = 0.01
+
 
 @dataclass(frozen=True)
 class WorkerEnvironment:

@@ -29,7 +29,15 @@ import ray
 import ray.exceptions
 
 from services.common.errors import MillraceError, NoRoomForWorkers, TryAgain, WorkersLost
-from services.common.launch.launcher import LOOPBACK_INTERFACE, R, T, WorkerEnvironment, name_the_cause
+from services.common.launch.launcher import (
+    DRIVER_SHARE,
+    LOOPBACK_INTERFACE,
+    STAGE_RESOURCE_PREFIX,
+    R,
+    T,
+    WorkerEnvironment,
+    name_the_cause,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +46,6 @@ GROUP_START_SECONDS = 600.0
 JOIN_SECONDS = 60.0
 POLL_SECONDS = 1.0
 
-STAGE_RESOURCE_PREFIX = "stage_"  # a node of a stage declares one of these
-DRIVER_SHARE = 0.01  # what the job that runs the stage's command takes of it
 TASK_SHARE = 0.001
 _RESOURCE_UNITS = 10_000  # Ray counts resources in ten-thousandths
 

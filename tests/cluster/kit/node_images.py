@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from images.docker import inspect_image
+from k8s.deploy.stage import repository_of
+from k8s.deploy.stage_image import full_name
 from services.common.errors import DeviceError
 from tests.cluster.kit.processes import HOME, SOCKET, run
 
@@ -25,9 +27,9 @@ def load(*images: str) -> None:
         copy([image for image, id in ids.items() if id not in there])
         now = references()
         for image, id in ids.items():
-            source = id if id in there else reference_of(image)
-            give_names(source, [reference_of(image), f"{repository_of(image)}@{now[source]}"])
-        drop_layers({references()[reference_of(image)] for image in images})
+            source = id if id in there else full_name(image)
+            give_names(source, [full_name(image), f"{repository_of(full_name(image))}@{now[source]}"])
+        drop_layers({references()[full_name(image)] for image in images})
 
 
 def copy(images: list[str]) -> None:
@@ -68,20 +70,6 @@ def drop_layers(digests: Iterable[str]) -> None:
     layers = {layer["digest"] for manifest in manifests for layer in manifest.get("layers", [])} & blobs
     if layers:
         ctr("content", "rm", *sorted(layers))
-
-
-def reference_of(image: str) -> str:
-    """The full name that Kubernetes looks an image up by: docker.io/millrace/head:1 for millrace/head:1."""
-    domain, slash, _ = image.partition("/")
-    if slash and ("." in domain or ":" in domain or domain == "localhost"):
-        return image
-    return f"docker.io/{image}" if slash else f"docker.io/library/{image}"
-
-
-def repository_of(image: str) -> str:
-    """Its full name without the tag."""
-    path, _, name = reference_of(image).rpartition("/")
-    return f"{path}/{name.partition(':')[0]}"
 
 
 def ctr(*arguments: str, **kwargs: Any) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from images.platforms import REPOSITORY
+from k8s.deploy.stage import repository_of
+from k8s.deploy.stage_image import full_name
 from services.common.errors import DeviceError, RecipeError
 from tests.cluster.kit import __main__ as command
 from tests.cluster.kit import cluster, fake_nodes, node_images
@@ -28,8 +30,8 @@ from tests.cluster.kit import cluster, fake_nodes, node_images
     ],
 )
 def test_an_image_has_the_full_name_that_kubernetes_looks_for(image: str, reference: str, repository: str) -> None:
-    assert node_images.reference_of(image) == reference
-    assert node_images.repository_of(image) == repository
+    assert full_name(image) == reference
+    assert repository_of(full_name(image)) == repository
 
 
 def test_what_is_missing_is_one_line_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

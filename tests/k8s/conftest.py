@@ -1,0 +1,27 @@
+"""What the tests of this folder read once: the rendered overlays and the API's schemas."""
+
+from __future__ import annotations
+
+import pytest
+
+from k8s.deploy.overlay import find_kubectl, render
+from services.common.errors import DeviceError
+from tests.k8s.rendered import OVERLAYS, Thing
+from tests.k8s.schemas import Kind, NoSchemas, Schema, read_schemas
+
+
+@pytest.fixture(scope="session")
+def overlays() -> dict[str, list[Thing]]:
+    try:
+        find_kubectl()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    return {name: render(folder) for name, folder in OVERLAYS.items()}
+
+
+@pytest.fixture(scope="session")
+def schemas() -> dict[Kind, Schema]:
+    try:
+        return read_schemas()
+    except NoSchemas as error:
+        pytest.skip(str(error))
