@@ -50,11 +50,34 @@ class Source(Section):
     """Where documents come from, in the order in which they enter the corpus."""
 
     uri: str
-    """`pydoc://` (the documentation that ships with CPython), or a local or fsspec path, folder or glob."""
-    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """`auto` goes by the file name's ending; `text` makes each file one document."""
+    """`pydoc://` (the documentation that ships with CPython), a local or fsspec path, folder or glob, or
+    `datasets://NAME`, a data set on the Hugging Face hub or in a folder.
+    """
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "wikicorpus"] = "auto"
+    """`auto` goes by the file name's ending; `text` makes each file one document; `wikicorpus` is the format of the
+    original `raw.en.tgz`.
+    """
     column: str = "text"
-    """The jsonl key or parquet column that holds the document."""
+    """The jsonl key, or the parquet or arrow column, that holds the document."""
+    revision: str | None = None
+    """Of a repository on the Hugging Face hub: a commit, or a branch that `make pin` turns into one."""
+    subset: str | None = None
+    """Of `datasets://`: the configuration's name."""
+    split: str = "train"
+    """Of `datasets://`."""
+    weight: Annotated[float, Field(gt=0, le=100)] = 1.0
+    """How often each document enters the corpus, on average: 0.25 takes a quarter, chosen by the documents' hashes, and
+    2.5 takes every document twice and half of them once more.
+    """
+
+    @model_validator(mode="after")
+    def _keys_fit_the_uri(self) -> Self:
+        is_dataset = self.uri.startswith("datasets://")
+        if self.subset is not None and not is_dataset:
+            raise ValueError(f"subset is a key of datasets:// sources, and this one is {self.uri}")
+        if self.revision is not None and not (is_dataset or self.uri.startswith("hf://")):
+            raise ValueError(f"revision is a key of hf:// and datasets:// sources, and this one is {self.uri}")
+        return self
 
 
 class Corpus(Section):
@@ -65,8 +88,12 @@ class Corpus(Section):
     rows_per_shard: Annotated[Positive, CORPUS] = 32_768
     validation_fraction: Annotated[float, Field(ge=0, lt=1), CORPUS] = 0.01
     """Share of the documents, chosen by their hash, that training never sees."""
+    min_document_bytes: Annotated[int, Field(ge=0), CORPUS] = 0
+    """Shorter documents are dropped and counted."""
     invalid_utf8: Annotated[Literal["replace", "reject"], CORPUS] = "replace"
     """`replace` puts U+FFFD where bytes are not UTF-8 and counts the documents; `reject` stops."""
+    control_text: Annotated[Literal["text"], CORPUS] = "text"
+    """What `</s>` typed in a document becomes: `text` is the tokens of its characters, never the special token."""
     split_bytes: Positive = 64 * 2**20
     """Input bytes that one encode task reads. Changes the number of tasks, never the corpus."""
 
@@ -81,8 +108,14 @@ class VocabularyTraining(Section):
 
 class Tokenizer(Section):
     model: Annotated[str | None, CORPUS] = None
-    """Path of a SentencePiece model. When absent, `train` says how to make one."""
+    """Path of a SentencePiece model, a `tokenizer.json` or a tiktoken file. When absent, `train` makes a model."""
     train: Annotated[VocabularyTraining | None, CORPUS] = None
+    bos_token: Annotated[str | None, CORPUS] = None
+    """Of a `tokenizer.json`: the special token before each document. Known for Llama 2 and 3."""
+    eos_token: Annotated[str | None, CORPUS] = None
+    """Of a `tokenizer.json`: the special token after each document. Known for Llama 2 and 3."""
+    encoder: Literal["auto", "reference"] = "auto"
+    """`auto` takes the fastest that gives the reference's ids; `reference` is the library that defines them."""
     num_workers: Positive = 1
     """Encode tasks that run at the same time."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.common.artifacts.corpus import SPLITS, CorpusPayload
+from services.common.artifacts.corpus import SPLITS, CorpusPayload, SourceCounts
 from services.common.artifacts.manifest import write_durably
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import ArtifactError
@@ -14,10 +16,13 @@ from services.common.launch.launcher import Launcher
 from services.common.recipe import Recipe
 from services.common.telemetry import Stopwatch, show_progress
 from services.tokenizer.encode_task import EncodedSplit, EncodeTask, encode_split
-from services.tokenizer.encoder import token_dtype
+from services.tokenizer.encoding.encoder import token_dtype
+from services.tokenizer.encoding.vocabulary_file import explain_choice, reference_name
 from services.tokenizer.pack import Layout, pack_split
 from services.tokenizer.plan import Plan, begin_scratch
-from services.tokenizer.vocabulary import MODEL_IN_CORPUS, provide_vocabulary
+from services.tokenizer.vocabulary import provide_vocabulary
+
+logger = logging.getLogger(__name__)
 
 
 def build_corpus(workspace: Workspace, recipe: Recipe, plan: Plan, launcher: Launcher, stopwatch: Stopwatch) -> Draft:
@@ -25,13 +30,17 @@ def build_corpus(workspace: Workspace, recipe: Recipe, plan: Plan, launcher: Lau
     begin_scratch(workspace.scratch, plan)
     with stopwatch.phase("vocabulary"):
         vocabulary_path, vocabulary = provide_vocabulary(recipe, plan, workspace.scratch)
+    logger.info("%s", explain_choice(vocabulary_path.read_bytes(), vocabulary, recipe.tokenizer.encoder))
     tasks = [
         EncodeTask(
             split=split,
             scratch=workspace.scratch,
             vocabulary_path=vocabulary_path,
             vocabulary=vocabulary,
+            encoder=recipe.tokenizer.encoder,
+            weight=recipe.corpus.sources[split.source].weight,
             validation_fraction=recipe.corpus.validation_fraction,
+            min_document_bytes=recipe.corpus.min_document_bytes,
             invalid_utf8=recipe.corpus.invalid_utf8,
         )
         for split in plan.splits
@@ -41,7 +50,7 @@ def build_corpus(workspace: Workspace, recipe: Recipe, plan: Plan, launcher: Lau
     _require_a_sample(encoded, recipe.corpus.sequence_length)
     with stopwatch.phase("pack"):
         _empty(workspace.files)
-        _copy_vocabulary(vocabulary_path, workspace.files)
+        _copy_vocabulary(vocabulary_path, workspace.files / vocabulary.path)
         layout = Layout(
             token_dtype=token_dtype(vocabulary.vocab_size),
             sequence_length=recipe.corpus.sequence_length,
@@ -53,26 +62,59 @@ def build_corpus(workspace: Workspace, recipe: Recipe, plan: Plan, launcher: Lau
         token_dtype=layout.token_dtype,
         sequence_length=layout.sequence_length,
         rows_per_shard=layout.rows_per_shard,
-        documents_read=sum(each.documents_read for each in encoded),
-        documents_empty=sum(each.documents_empty for each in encoded),
-        documents_with_invalid_utf8=sum(each.documents_with_invalid_utf8 for each in encoded),
-        text_bytes=sum(each.text_bytes for each in encoded),
+        encoder=", ".join(sorted({each.encoder for each in encoded})),
+        reference=reference_name(vocabulary),
+        control_text=recipe.corpus.control_text,
+        **{count: sum(getattr(each, count) for each in encoded) for count in _SUMMED},
+        sources=_count_sources(recipe, plan, encoded),
         splits=counts,
         phases=tuple(stopwatch.phases),
     )
     return Draft(payload, plan.links)
 
 
+# Counts of splits that add up to the corpus's.
+_SUMMED = (
+    "documents_checked",
+    "documents_read",
+    "documents_empty",
+    "documents_too_short",
+    "documents_not_sampled",
+    "documents_with_invalid_utf8",
+    "text_bytes",
+)
+
+
 def _encode(tasks: Sequence[EncodeTask], launcher: Launcher, num_workers: int) -> list[EncodedSplit]:
     """Results in the order of the tasks, whichever finishes first."""
     encoded: dict[int, EncodedSplit] = {}
-    done_bytes = 0
+    done_bytes = tokens = 0
+    begin = time.perf_counter()
     with show_progress("encode", sum(task.split.bytes for task in tasks), "bytes") as progress:
         for index, result in launcher.map_tasks(encode_split, tasks, num_workers):
             encoded[index] = result
             done_bytes += tasks[index].split.bytes
-            progress.advance_to(done_bytes)
+            tokens += result.tokens
+            seconds = time.perf_counter() - begin
+            progress.advance_to(
+                done_bytes, f"{done_bytes / seconds / 1e6:,.1f} MB/s, {tokens / seconds / 1e6:,.2f} M tokens/s"
+            )
     return [encoded[index] for index in range(len(tasks))]
+
+
+def _count_sources(recipe: Recipe, plan: Plan, encoded: Sequence[EncodedSplit]) -> tuple[SourceCounts, ...]:
+    all_tokens = sum(each.tokens for each in encoded)
+    counts = []
+    for number, source in enumerate(recipe.corpus.sources):
+        mine = [each for split, each in zip(plan.splits, encoded, strict=True) if split.source == number]
+        tokens = sum(each.tokens for each in mine)
+        documents = sum(part.documents for each in mine for part in each.parts.values())
+        counts.append(
+            SourceCounts(
+                uri=source.uri, weight=source.weight, documents=documents, tokens=tokens, share=tokens / all_tokens
+            )
+        )
+    return tuple(counts)
 
 
 def _require_a_sample(encoded: Sequence[EncodedSplit], sequence_length: int) -> None:
@@ -92,7 +134,6 @@ def _empty(folder: Path) -> None:
     folder.mkdir()
 
 
-def _copy_vocabulary(path: Path, folder: Path) -> None:
-    target = folder / MODEL_IN_CORPUS
+def _copy_vocabulary(path: Path, target: Path) -> None:
     target.parent.mkdir()
     write_durably(target, path.read_bytes())

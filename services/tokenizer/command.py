@@ -1,4 +1,4 @@
-"""`python -m services.tokenizer`: text -> corpus/1.
+"""`python -m services.tokenizer`: text -> corpus/2.
 
 plan -> vocabulary -> encode -> pack -> publish
 """
@@ -54,10 +54,23 @@ def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) ->
             f"  {split:<10}  {counts.tokens:,} tokens in {counts.documents:,} documents, "
             f"{samples:,} samples of {payload.sequence_length:,}"
         )
-    if payload.documents_empty or payload.documents_with_invalid_utf8:
-        lines.append(
-            f"  noted       {payload.documents_empty:,} empty documents dropped, "
-            f"{payload.documents_with_invalid_utf8:,} documents with invalid UTF-8 repaired"
-        )
+    noted = {
+        "empty documents dropped": payload.documents_empty,
+        "shorter than corpus.min_document_bytes dropped": payload.documents_too_short,
+        "left out by their source's weight": payload.documents_not_sampled,
+        "documents with invalid UTF-8 repaired": payload.documents_with_invalid_utf8,
+    }
+    if any(noted.values()):
+        lines.append("  noted       " + ", ".join(f"{count:,} {what}" for what, count in noted.items() if count))
+    if len(payload.sources) > 1:
+        lines += [
+            f"  {source.share:>10.1%}  {source.tokens:,} tokens in {source.documents:,} documents of {source.uri}, "
+            f"weight {source.weight:g}"
+            for source in payload.sources
+        ]
+    lines.append(
+        f"  ids         by {payload.encoder}, the same as {payload.reference}'s for {payload.documents_checked:,} "
+        f"documents that both encoded"
+    )
     spent = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in payload.phases) if is_new else "verified"
     return "\n".join([*lines, f"  seconds     {seconds:.1f} ({spent})"])

@@ -7,13 +7,13 @@ done again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 from pydantic import ValidationError
 
@@ -21,13 +21,11 @@ from services.common.artifacts.corpus import SPLITS, Split, Vocabulary
 from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import Record, write_durably
 from services.tokenizer.durable_file import write_file
-from services.tokenizer.encoder import BOS_AND_EOS, Offsets, TokenIds, load_encoder
-from services.tokenizer.sources.documents import Document, read_documents
+from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
+from services.tokenizer.encoding.vocabulary_file import EncoderChoice, load_encoder
+from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.piece import InputSplit
-from services.tokenizer.split_assignment import assign_split
-
-BATCH_BYTES = 4 * 2**20
-"""Text handed to the encoder at a time, or one document when that is larger."""
+from services.tokenizer.split_assignment import are_for_validation, are_sampled
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,11 @@ class EncodeTask:
     scratch: Path
     vocabulary_path: Path
     vocabulary: Vocabulary
+    encoder: EncoderChoice
+    weight: float
+    """Of the split's source."""
     validation_fraction: float
+    min_document_bytes: int
     invalid_utf8: Literal["replace", "reject"]
 
     def tokens_path(self, split: Split) -> Path:
@@ -68,12 +70,21 @@ class EncodedSplit(Record):
     """The result of a task, and its marker."""
 
     vocabulary_sha256: str
+    encoder: str
+    documents_checked: int
+    """By the process that did the task, since it did the one before."""
     documents_read: int
     documents_empty: int
+    documents_too_short: int
+    documents_not_sampled: int
     documents_with_invalid_utf8: int
     text_bytes: int
     """Of the documents that were kept."""
     parts: dict[Split, EncodedPart]
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts.values())
 
 
 def encode_split(task: EncodeTask) -> EncodedSplit:
@@ -93,49 +104,41 @@ def _read_marker(task: EncodeTask) -> EncodedSplit | None:
 
 
 def _encode(task: EncodeTask) -> EncodedSplit:
-    encoder = load_encoder(task.vocabulary_path, task.vocabulary)
-    read = empty = invalid = text_bytes = 0
+    encoder = load_encoder(task.vocabulary_path, task.vocabulary, task.encoder)
+    read = empty = too_short = not_sampled = invalid = text_bytes = 0
     with ExitStack() as stack:
         writers = {split: _PartWriter.open(task, split, stack) for split in SPLITS}
-        for batch in _batches(read_documents(task.split.pieces, task.invalid_utf8)):
+        for batch in read_documents(task.split.pieces, task.invalid_utf8):
             read += len(batch)
-            invalid += sum(document.was_repaired for document in batch)
-            for split, texts in _by_split(batch, task.validation_fraction).items():
-                ids, doc_offsets = encoder.encode(texts)
-                is_kept = np.diff(doc_offsets) > 0
-                empty += len(texts) - int(is_kept.sum())
-                text_bytes += sum(len(text) for text, kept in zip(texts, is_kept.tolist(), strict=True) if kept)
-                writers[split].append(ids, doc_offsets[:-1][is_kept])
+            invalid += batch.num_repaired
+            long_enough = batch.select(batch.sizes >= task.min_document_bytes)
+            too_short += len(batch) - len(long_enough)
+            is_for_validation = are_for_validation(long_enough, task.validation_fraction)
+            is_wanted = are_sampled(long_enough, task.weight, task.split.pass_number)
+            if task.split.pass_number > 0:
+                is_wanted &= ~is_for_validation  # to see one twice tells nothing more
+            wanted, is_for_validation = long_enough.select(is_wanted), is_for_validation[is_wanted]
+            not_sampled += len(long_enough) - len(wanted)
+            ids, offsets = encoder.encode(wanted)
+            is_kept = np.diff(offsets) > 0
+            empty += len(wanted) - int(is_kept.sum())
+            text_bytes += int(wanted.sizes[is_kept].sum())
+            writers["validation"].append(ids, offsets, is_kept & is_for_validation)
+            writers["train"].append(ids, offsets, is_kept & ~is_for_validation)
     encoded = EncodedSplit(
         vocabulary_sha256=task.vocabulary.sha256,
+        encoder=encoder.name,
+        documents_checked=encoder.take_documents_checked(),
         documents_read=read,
         documents_empty=empty,
+        documents_too_short=too_short,
+        documents_not_sampled=not_sampled,
         documents_with_invalid_utf8=invalid,
         text_bytes=text_bytes,
         parts={split: writer.describe() for split, writer in writers.items()},
     )
     write_durably(task.marker_path, encoded.model_dump_json().encode())
     return encoded
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    batch_bytes = 0
-    for document in documents:
-        batch.append(document)
-        batch_bytes += len(document.text)
-        if batch_bytes >= BATCH_BYTES:
-            yield batch
-            batch, batch_bytes = [], 0
-    if batch:
-        yield batch
-
-
-def _by_split(batch: list[Document], validation_fraction: float) -> dict[Split, list[bytes]]:
-    texts: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
-    for document in batch:
-        texts[assign_split(document.text, validation_fraction)].append(document.text)
-    return texts
 
 
 @dataclass
@@ -154,15 +157,20 @@ class _PartWriter:
         tokens_file = stack.enter_context(write_file(task.tokens_path(split)))
         return cls(tokens_file, stack.enter_context(write_file(task.starts_path(split))))
 
-    def append(self, ids: TokenIds, starts: Offsets) -> None:
-        for file, hasher, values in (
-            (self.tokens_file, self.tokens_hash, ids),
-            (self.starts_file, self.starts_hash, starts + self.tokens),
-        ):
-            file.write(values.data)
-            hasher.update(values.data)
-        self.documents += len(starts)
-        self.tokens += len(ids)
+    def append(self, ids: TokenIds, offsets: Offsets, is_mine: npt.NDArray[np.bool_]) -> None:
+        """Add the documents that are marked, each `ids[offsets[i]:offsets[i + 1]]`."""
+        borders = np.flatnonzero(np.diff(is_mine, prepend=False, append=False))
+        for first, last in borders.reshape(-1, 2).tolist():  # runs of documents
+            run = ids[offsets[first] : offsets[last]]
+            self._write(self.tokens_file, self.tokens_hash, run)
+            self._write(self.starts_file, self.starts_hash, offsets[first:last] - offsets[first] + self.tokens)
+            self.documents += last - first
+            self.tokens += len(run)
+
+    @staticmethod
+    def _write(file: BinaryIO, hasher: xxhash.xxh3_128, values: npt.NDArray[Any]) -> None:
+        file.write(values.data)
+        hasher.update(values.data)
 
     def describe(self) -> EncodedPart:
         return EncodedPart(

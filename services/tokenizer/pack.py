@@ -1,4 +1,4 @@
-"""Token files to the shards of corpus/1: prefix sums over the input splits in plan order, and copies."""
+"""Token files to the shards of corpus/2: prefix sums over the input splits in plan order, and copies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 from services.common.artifacts.corpus import Split, SplitCounts, arrow_schema
 from services.tokenizer.durable_file import write_file
 from services.tokenizer.encode_task import EncodedSplit, EncodeTask
-from services.tokenizer.encoder import Offsets, TokenIds
+from services.tokenizer.encoding.encoder import Offsets, TokenIds
 
 
 @dataclass(frozen=True)

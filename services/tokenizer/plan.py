@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,15 +37,33 @@ class Plan:
 
 
 def make_plan(recipe: Recipe) -> Plan:
-    """List and digest the inputs and cut them into splits of about `corpus.split_bytes`."""
+    """List and digest the inputs and cut them into splits of about `corpus.split_bytes`.
+
+    Sources with a weight above 1 are read again after all sources were read once, so that a training sequence does not
+    hold a document twice.
+    """
     listed = [(source, list_inputs(source)) for source in recipe.corpus.sources]
     links = [_link("text/1", source.uri, files) for source, files in listed]
     if recipe.tokenizer.model:
-        links.append(_link_model(recipe.tokenizer.model))
-    pieces = [piece for _, files in listed for file in files for piece in cut_file(file, recipe.corpus.split_bytes)]
+        links.append(_link_vocabulary(recipe.tokenizer.model))
+    split_bytes = recipe.corpus.split_bytes
+    groups = [
+        _group([piece for file in files for piece in cut_file(file, split_bytes)], split_bytes) for _, files in listed
+    ]
+    passes = [math.ceil(source.weight) for source, _ in listed]
+    order = [
+        (number, pass_number, group)
+        for pass_number in range(max(passes))
+        for number, source_groups in enumerate(groups)
+        if pass_number < passes[number]
+        for group in source_groups
+    ]
     return Plan(
         artifact_id=artifact_id(recipe, "corpus", CONTENT_VERSION, [link.content_digest for link in links]),
-        splits=tuple(_group(pieces, recipe.corpus.split_bytes)),
+        splits=tuple(
+            InputSplit(index, source=number, pass_number=pass_number, pieces=group)
+            for index, (number, pass_number, group) in enumerate(order)
+        ),
         links=tuple(links),
     )
 
@@ -60,7 +79,7 @@ def begin_scratch(scratch: Path, plan: Plan) -> None:
         write_durably(path, content)
 
 
-def _group(pieces: list[Piece], split_bytes: int) -> list[InputSplit]:
+def _group(pieces: list[Piece], split_bytes: int) -> list[tuple[Piece, ...]]:
     """Consecutive pieces, together no larger than `split_bytes` unless one alone is."""
     groups: list[list[Piece]] = []
     room = 0
@@ -70,7 +89,7 @@ def _group(pieces: list[Piece], split_bytes: int) -> list[InputSplit]:
             room = split_bytes
         groups[-1].append(piece)
         room -= piece.bytes
-    return [InputSplit(index, tuple(group)) for index, group in enumerate(groups)]
+    return [tuple(group) for group in groups]
 
 
 def _link(schema: str, uri: str, files: list[InputFile]) -> InputLink:
@@ -79,7 +98,7 @@ def _link(schema: str, uri: str, files: list[InputFile]) -> InputLink:
     return InputLink(schema_id=schema, path=uri, id=digest[:16], content_digest=digest)
 
 
-def _link_model(uri: str) -> InputLink:
+def _link_vocabulary(uri: str) -> InputLink:
     with open_file(uri) as file:
         digest = xxhash.xxh3_128_hexdigest(file.read())
-    return InputLink(schema_id="sentencepiece_model/1", path=uri, id=digest[:16], content_digest=digest)
+    return InputLink(schema_id="vocabulary/1", path=uri, id=digest[:16], content_digest=digest)

@@ -1,4 +1,4 @@
-"""The trainer stage: corpus/1 + compile_cache/1 -> checkpoint/1 and run/1.
+"""The trainer stage: corpus/2 + compile_cache/1 -> checkpoint/1 and run/1.
 
 `python -m services.trainer [train|summary|report|sample|export] --recipe FILE`; `train` is the default.
 """

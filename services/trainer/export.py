@@ -18,10 +18,10 @@ from services.trainer.run import Run, vocabulary_file
 
 
 def export(run: Run, output: Path) -> Path:
-    """Make `output` with config.json, model.safetensors (float32) and tokenizer.model; complete or absent.
+    """Make `output` with config.json, model.safetensors (float32) and the vocabulary's file; complete or absent.
 
-    The vocabulary is SentencePiece's own file: encode with `sentencepiece`. AutoTokenizer in transformers 5
-    rebuilds merges from it by id instead of by score and gives other ids for runs of spaces.
+    Encode with the library whose file it is. AutoTokenizer in transformers 5 rebuilds merges from a SentencePiece model
+    by id instead of by score and gives other ids for runs of spaces.
     """
     if output.exists():
         raise RecipeError(f"{output}: exists already. Name a folder that does not, or remove this one first.")
@@ -32,7 +32,7 @@ def export(run: Run, output: Path) -> Path:
     weights = safetensors.torch.load_file(run.checkpoint.path / WEIGHTS)
     write_durably(partial / "model.safetensors", safetensors.torch.save(weights, metadata={"format": "pt"}))
     write_durably(partial / "config.json", json.dumps(hugging_face_config(run.recipe, vocabulary), indent=2).encode())
-    write_durably(partial / "tokenizer.model", vocabulary_file(run).read_bytes())
+    write_durably(partial / Path(vocabulary.path).name, vocabulary_file(run).read_bytes())
     partial.rename(output)
     sync_folder(output.parent)
     return output

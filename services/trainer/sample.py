@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from services.common.artifacts.checkpoint import WEIGHTS
+from services.common.errors import RecipeError
 from services.common.program.llama import Llama
 from services.trainer.run import Run, vocabulary_file
 
@@ -17,6 +18,11 @@ TOP_TOKENS = 50
 def sample(run: Run, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
     """The prompt and up to `num_tokens` tokens of the newest checkpoint's continuation, ending at a document's end."""
     vocabulary = run.corpus.manifest.corpus.vocabulary
+    if vocabulary.kind != "sentencepiece":
+        raise RecipeError(
+            f"{run.corpus.path}: its vocabulary is a {vocabulary.kind}, and this reads SentencePiece models. "
+            f"Export the run, and open the folder with transformers."
+        )
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(vocabulary_file(run)))
     model = load_model(run)
     generator = torch.Generator().manual_seed(seed)

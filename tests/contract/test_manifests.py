@@ -15,6 +15,7 @@ import pytest
 
 from services.common.artifacts.__main__ import MANIFEST_TYPES, read_manifest
 from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload
+from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import Address, Draft, Workspace, publish_once
 from services.common.errors import ArtifactError, exit_code_of
@@ -61,7 +62,7 @@ def write_checkpoint(root: Path, recipe: Path) -> None:
 
 
 WRITERS: dict[str, Callable[[Path, Path], None]] = {
-    "corpus-1": write_corpus,
+    "corpus-2": write_corpus,
     "compile_cache-1": write_compile_cache,
     "checkpoint-1": write_checkpoint,
 }
@@ -91,6 +92,15 @@ def test_a_golden_manifest_loads(tmp_path: Path, name: str) -> None:
     assert manifest.files
 
 
+def test_a_manifest_of_the_schema_before_loads_as_one_of_today(tmp_path: Path) -> None:
+    manifest = read_golden("corpus-1", tmp_path)
+
+    assert isinstance(manifest, CorpusManifest)
+    assert manifest.schema_id == "corpus/2"
+    assert (manifest.corpus.documents_read, manifest.corpus.splits["train"].rows) == (40, 741)
+    assert (manifest.corpus.encoder, manifest.corpus.sources) == ("sentencepiece", ())
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_writing_a_golden_manifest_again_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
     manifest = read_golden(name, tmp_path)
@@ -116,7 +126,7 @@ def test_todays_manifests_have_the_structure_of_the_golden_ones(tmp_path: Path, 
     ids=lambda c: next(iter(c)),
 )
 def test_a_change_of_structure_would_be_noticed(change: dict[str, Any]) -> None:
-    golden = json.loads((GOLDEN / "corpus-1.json").read_bytes())
+    golden = json.loads((GOLDEN / "corpus-2.json").read_bytes())
 
     assert structure({**golden, **change}) != structure(golden)
 

@@ -164,11 +164,11 @@ def test_a_stage_refuses_what_another_schema_wrote(checkout: Path, images: dict[
     root = make_root(tmp_path / "fsx")
     assert run_stage(checkout, "tokenizer", root).returncode == 0
     manifest = next(root.glob("corpus/*/*/manifest.json"))
-    raw: dict[str, Any] = {**read_sealed(manifest.parent), "schema": "corpus/2"}
+    raw: dict[str, Any] = {**read_sealed(manifest.parent), "schema": "corpus/3"}
     manifest.write_text(json.dumps({**raw, "seal": fingerprint(raw)}), encoding="utf-8")
     refused = run_stage(checkout, "trainer", root)
     assert refused.returncode == 3
-    assert "schema 'corpus/2', this program reads 'corpus/1'" in refused.stderr
+    assert "schema 'corpus/3', this program reads 'corpus/2'" in refused.stderr
 
 
 def test_any_user_can_run_a_stage_where_only_two_folders_can_be_written(images: dict[str, str], tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def change_a_schema(repository: Path) -> None:
         (empty_the_changelog, r"nothing stands under '## \[Unreleased\]'"),
         (tag_the_version, "the tag trainer-v0.2.0 exists"),
         (forget_the_digests, "the neuron variant's base is pinned by tag alone: public.ecr.aws/neuron/"),
-        (change_a_schema, "corpus/1 changed its fields since tokenizer-v0.1.0 and kept its name"),
+        (change_a_schema, "corpus/2 changed its fields since tokenizer-v0.1.0 and kept its name"),
     ],
 )
 def test_what_is_not_fit_for_a_release_is_refused_and_nothing_is_written(tmp_path: Path, spoil, told: str) -> None:  # type: ignore[no-untyped-def]
@@ -113,7 +113,7 @@ def test_a_schema_with_the_next_number_may_have_other_fields(tmp_path: Path) -> 
     repository = make_checkout(tmp_path)
     change_a_schema(repository)
     corpus = repository / "services/common/artifacts/corpus.py"
-    write(corpus, corpus.read_text().replace('"corpus/1"', '"corpus/2"'))
+    write(corpus, corpus.read_text().replace('"corpus/2"', '"corpus/3"'))
     commit(repository, "Give the corpus schema its next number")
     assert release("trainer", "minor", repository).tag == "trainer-v0.2.0"
 

@@ -1,4 +1,4 @@
-"""corpus/1: packed token rows in Arrow files, and the reader that cuts training samples from them.
+"""corpus/2: packed token rows in Arrow files, and the reader that cuts training samples from them.
 
 A split of T tokens is one stream: document after document, each BOS + tokens + EOS. It is stored as rows
 of L tokens in `<split>/shard-*.arrow` (columns `input_ids`, `doc_starts`), and the T mod L last tokens in
@@ -24,9 +24,9 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
 class Vocabulary(Record):
-    kind: Literal["sentencepiece"]
+    kind: Literal["sentencepiece", "tokenizer_json", "tiktoken"]
     path: str
-    """The model file, relative to the artifact's folder."""
+    """The file, relative to the artifact's folder."""
     sha256: Sha256
     vocab_size: Annotated[int, Field(ge=2)]
     bos_id: Count
@@ -48,15 +48,40 @@ class SplitCounts(Record):
         return self.document_tokens + self.bos + self.eos
 
 
+class SourceCounts(Record):
+    """What a source of the recipe became."""
+
+    uri: str
+    weight: float
+    documents: Count
+    """Kept, once for each time that a weight above 1 keeps them."""
+    tokens: Count
+    """With BOS and EOS."""
+    share: Annotated[float, Field(ge=0, le=1)]
+    """Of the corpus's tokens."""
+
+
 class CorpusPayload(Record):
     vocabulary: Vocabulary
     token_dtype: Literal["uint16", "uint32"]
     sequence_length: Annotated[int, Field(ge=1)]
     rows_per_shard: Annotated[int, Field(ge=1)]
+    encoder: str
+    """What made the ids."""
+    reference: str
+    """The library that defines them."""
+    documents_checked: Count
+    """Encoded by both, with the same ids: documents of this corpus, and fuzz."""
+    control_text: Literal["text"]
     documents_read: Count
+    """Once for each time that a source's weight above 1 reads them."""
     documents_empty: Count
     """Documents without a token, dropped."""
+    documents_too_short: Count
+    documents_not_sampled: Count
+    """Left out by their source's weight."""
     documents_with_invalid_utf8: Count
+    sources: tuple[SourceCounts, ...]
     text_bytes: Count
     """UTF-8 bytes of the documents that were kept."""
     splits: dict[Split, SplitCounts]
@@ -69,15 +94,33 @@ class CorpusPayload(Record):
             if counts.tokens != stored:
                 raise ValueError(f"{name}: {counts.tokens:,} tokens were encoded and {stored:,} are stored")
         kept = sum(counts.documents for counts in self.splits.values())
-        if kept + self.documents_empty != self.documents_read:
-            raise ValueError(f"{self.documents_read:,} documents read, {kept:,} kept, {self.documents_empty:,} empty")
+        dropped = self.documents_empty + self.documents_too_short + self.documents_not_sampled
+        if kept + dropped != self.documents_read:
+            raise ValueError(f"{self.documents_read:,} documents read, {kept:,} kept, {dropped:,} dropped")
         return self
 
 
 class CorpusManifest(Manifest):
-    SCHEMA: ClassVar[str] = "corpus/1"
+    SCHEMA: ClassVar[str] = "corpus/2"
 
     corpus: CorpusPayload
+
+    @classmethod
+    def upgrade(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """corpus/1 had no other encoder than SentencePiece, and took every document of every source."""
+        if raw["schema"] != "corpus/1":
+            return raw
+        payload = raw["corpus"]
+        younger = {
+            "encoder": "sentencepiece",
+            "reference": "sentencepiece",
+            "documents_checked": 0,
+            "control_text": "text",
+            "documents_too_short": 0,
+            "documents_not_sampled": 0,
+            "sources": (),
+        }
+        return {**raw, "schema": cls.SCHEMA, "corpus": {**younger, **payload}}
 
 
 class TokenStream:

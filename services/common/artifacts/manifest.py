@@ -95,7 +95,7 @@ class Manifest(Record):
 
         The check covers the manifest itself; `verify_files` covers what it lists.
         """
-        path, raw = folder / MANIFEST, read_sealed(folder)
+        path, raw = folder / MANIFEST, cls.upgrade(read_sealed(folder))
         if raw.get("schema") != cls.SCHEMA:
             raise ArtifactError(
                 f"{path}: schema {raw.get('schema')!r}, this program reads {cls.SCHEMA!r}. "
@@ -105,6 +105,11 @@ class Manifest(Record):
             return cls.model_validate(raw)
         except ValidationError as error:
             raise ArtifactError(f"{path}: does not follow {cls.SCHEMA}: {error}") from error
+
+    @classmethod
+    def upgrade(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """The same manifest with today's fields, when its schema is the one before today's."""
+        return raw
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json` in one atomic step, durable when this returns."""

@@ -34,9 +34,16 @@ def publish_corpus(
             token_dtype="uint16",
             sequence_length=sequence_length,
             rows_per_shard=1,
+            encoder="none",
+            reference="none",
+            documents_checked=0,
+            control_text="text",
             documents_read=0,
             documents_empty=0,
+            documents_too_short=0,
+            documents_not_sampled=0,
             documents_with_invalid_utf8=0,
+            sources=(),
             text_bytes=0,
             splits=dict.fromkeys(SPLITS, NOTHING),
             phases=(),
@@ -67,7 +74,7 @@ def test_a_trainer_is_ready_when_corpus_and_compile_cache_are_there(
 
     assert (exit_code, report["problem"]) == (0, None)
     assert [(link["schema"], link["name"]) for link in report["upstream"]] == [
-        ("corpus/1", "sentences"),
+        ("corpus/2", "sentences"),
         ("compile_cache/1", "small"),
     ]
     assert [(link["id"], link["content_digest"]) for link in report["upstream"]] == [

@@ -25,9 +25,13 @@ FIELDS: dict[str, tuple[str, str]] = {
     "corpus.sequence_length": ("32", "corpus compile_cache checkpoint"),
     "corpus.rows_per_shard": ("7", "corpus"),
     "corpus.validation_fraction": ("0.5", "corpus"),
+    "corpus.min_document_bytes": ("7", "corpus"),
     "corpus.invalid_utf8": ("reject", "corpus"),
     "corpus.split_bytes": ("1000", ""),
     "tokenizer.train.max_bytes": ("1000", "corpus"),
+    "tokenizer.bos_token": ("<s>", "corpus"),
+    "tokenizer.eos_token": ("</s>", "corpus"),
+    "tokenizer.encoder": ("reference", ""),
     "tokenizer.num_workers": ("5", ""),
     "model.preset": ("llama2-7b", ""),
     "model.hidden_size": ("32", "compile_cache checkpoint"),
@@ -73,8 +77,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "cluster.tokenizer_nodes": ("7", ""),
     "cluster.compiler_nodes": ("7", ""),
 }
-# tensor_parallel_size has one legal value; the vocabulary's fields change together, and those of the nodes (below).
+# tensor_parallel_size and control_text have one legal value; the vocabulary's fields change together, and those of the
+# nodes (below).
 NOT_ALONE = {
+    "corpus.control_text",
     "cluster.trainer_workers_per_node",
     "parallel.tensor_parallel_size",
     "tokenizer.model",

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
 
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe import Source
-from services.tokenizer.sources import jsonl, parquet, python_docs, text
-from services.tokenizer.sources.file_system import list_files
+from services.tokenizer.sources import arrow, hub, jsonl, parquet, python_docs, text, wikicorpus
+from services.tokenizer.sources.file_system import list_files, require_unchanged
 from services.tokenizer.sources.piece import Format, InputFile, Piece
+from services.tokenizer.text_batch import TextBatch, join_small
 
 
 @dataclass(frozen=True)
 class DocumentFormat:
     cut: Callable[[InputFile, int], list[Piece]]
     """Pieces of about so many bytes, in the file's order."""
-    read: Callable[[Piece], Iterator[bytes]]
+    read: Callable[[Piece], Iterator[TextBatch]]
     """The documents of a piece, in the file's order, as UTF-8 unless the input is broken."""
 
 
@@ -25,48 +29,78 @@ FORMATS: dict[Format, DocumentFormat] = {
     "text": DocumentFormat(text.cut, text.read),
     "jsonl": DocumentFormat(jsonl.cut, jsonl.read),
     "parquet": DocumentFormat(parquet.cut, parquet.read),
+    "arrow": DocumentFormat(arrow.cut, arrow.read),
+    "wikicorpus": DocumentFormat(wikicorpus.cut, wikicorpus.read),
     "python_module": DocumentFormat(python_docs.cut, python_docs.read_module),
     "python_topics": DocumentFormat(python_docs.cut, python_docs.read_topics),
 }
 
 
-class Document(NamedTuple):
-    text: bytes
-    """Valid UTF-8."""
-    was_repaired: bool
-    """U+FFFD stands where the input was not UTF-8."""
-
-
 def list_inputs(source: Source) -> list[InputFile]:
     """The files of a source, in the order in which their documents enter the corpus."""
-    if not source.uri.startswith(python_docs.URI):
-        return list_files(source)
-    if source.uri != python_docs.URI or source.format != "auto":
-        raise RecipeError(f"{source.uri}: {python_docs.URI} takes no path and no format.")
-    return python_docs.list_modules()
+    if source.uri.startswith(python_docs.URI):
+        if source.uri != python_docs.URI or source.format != "auto":
+            raise RecipeError(f"{source.uri}: {python_docs.URI} takes no path and no format.")
+        return python_docs.list_modules()
+    if source.uri.startswith(hub.DATASETS):
+        return hub.list_dataset(source)
+    return list_files(source.model_copy(update={"uri": hub.with_revision(source.uri, source.revision)}))
 
 
 def cut_file(file: InputFile, split_bytes: int) -> list[Piece]:
     return FORMATS[file.format].cut(file, split_bytes)
 
 
-def read_documents(pieces: Iterable[Piece], invalid_utf8: Literal["replace", "reject"]) -> Iterator[Document]:
-    """The documents of some pieces, in order. Raises `ArtifactError` for what is not UTF-8 under "reject"."""
+def read_documents(pieces: Iterable[Piece], invalid_utf8: Literal["replace", "reject"]) -> Iterator[TextBatch]:
+    """The documents of some pieces, in order, as valid UTF-8. Raises `ArtifactError` for what is not UTF-8 under
+    "reject", and for a file that is no longer the one that was listed.
+    """
+    return join_small(_read_pieces(pieces, invalid_utf8))
+
+
+def _read_pieces(pieces: Iterable[Piece], invalid_utf8: Literal["replace", "reject"]) -> Iterator[TextBatch]:
     for piece in pieces:
-        for number, raw in enumerate(FORMATS[piece.file.format].read(piece)):
-            try:
-                raw.decode()
-            except UnicodeDecodeError as error:
-                if invalid_utf8 == "reject":
-                    raise ArtifactError(_explain_invalid(piece, number, error)) from error
-                yield Document(raw.decode("utf-8", "replace").encode(), was_repaired=True)
-            else:
-                yield Document(raw, was_repaired=False)
+        number = 0
+        with require_unchanged(piece.file):
+            for batch in FORMATS[piece.file.format].read(piece):
+                if _is_utf8(batch):
+                    yield batch
+                elif invalid_utf8 == "replace":
+                    yield _repair(batch)
+                else:
+                    raise ArtifactError(_explain_invalid(piece, number, batch))
+                number += len(batch)
 
 
-def _explain_invalid(piece: Piece, number: int, error: UnicodeDecodeError) -> str:
-    part = "" if piece.begin == 0 else f" of the part from {piece.begin:,} on"
-    return (
-        f"{piece.file.uri}: document {number + 1:,}{part} is not UTF-8: byte 0x{error.object[error.start]:02x} at "
-        f'{error.start:,} ({error.reason}). Repair it, or set corpus.invalid_utf8 = "replace".'
-    )
+def _is_utf8(batch: TextBatch) -> bool:
+    """Arrow's check, at 15 GB/s."""
+    offsets = np.append(batch.begins, batch.ends[-1:])
+    if not np.array_equal(offsets[1:], batch.ends):
+        raise ValueError("documents of a source lie one after another")
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(batch.text)]
+    try:
+        pa.Array.from_buffers(pa.large_binary(), len(batch), buffers).cast(pa.large_string())
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _repair(batch: TextBatch) -> TextBatch:
+    broken = batch.documents()
+    repaired = [document.decode("utf-8", "replace").encode() for document in broken]
+    changed = sum(before != after for before, after in zip(broken, repaired, strict=True))
+    return TextBatch.of(repaired, changed)
+
+
+def _explain_invalid(piece: Piece, number: int, batch: TextBatch) -> str:
+    for document in batch.documents():
+        number += 1
+        try:
+            document.decode()
+        except UnicodeDecodeError as error:
+            part = "" if piece.begin == 0 else f" of the part from {piece.begin:,} on"
+            return (
+                f"{piece.file.uri}: document {number:,}{part} is not UTF-8: byte 0x{document[error.start]:02x} at "
+                f'{error.start:,} ({error.reason}). Repair it, or set corpus.invalid_utf8 = "replace".'
+            )
+    raise AssertionError("only asked about a batch that is not UTF-8")

@@ -10,6 +10,7 @@ from itertools import pairwise
 from services.common.errors import ArtifactError, RecipeError
 from services.tokenizer.sources.file_system import is_compressed, open_file
 from services.tokenizer.sources.piece import InputFile, Piece, whole
+from services.tokenizer.text_batch import TextBatch, in_batches
 
 _SURROGATE_ESCAPED_IN_JSON = re.compile("[\ud800-\udfff]")
 
@@ -27,8 +28,12 @@ def cut(file: InputFile, split_bytes: int) -> list[Piece]:
     return [Piece(file, begin, end, end - begin) for begin, end in pairwise(borders)]
 
 
-def read(piece: Piece) -> Iterator[bytes]:
+def read(piece: Piece) -> Iterator[TextBatch]:
     """Documents as UTF-8, or with the bytes that are not; `null` is an empty document, a blank line is none."""
+    return in_batches(_read_documents(piece))
+
+
+def _read_documents(piece: Piece) -> Iterator[bytes]:
     uri, column = piece.file.uri, piece.file.column
     for position, line in _read_lines(piece):
         if not line.isspace():

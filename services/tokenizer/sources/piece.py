@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Format = Literal["text", "jsonl", "parquet", "python_module", "python_topics"]
+Format = Literal["text", "jsonl", "parquet", "arrow", "wikicorpus", "python_module", "python_topics"]
 
 
 @dataclass(frozen=True)
@@ -15,17 +15,19 @@ class InputFile:
     """Relative to the source that it was listed by."""
     format: Format
     column: str
-    """The jsonl key or parquet column that holds the document."""
+    """The jsonl key, or the parquet or arrow column, that holds the document."""
     bytes: int
     digest: str
     """Changes when the file's content does."""
+    stamp: str
+    """Changes when the file is written, and costs no reading."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """The part of a file that holds the documents from `begin` on and before `end`.
 
-    The unit is the format's own: row groups in parquet, bytes elsewhere.
+    The unit is the format's own: row groups in parquet, record batches in arrow, bytes elsewhere.
     """
 
     file: InputFile
@@ -36,9 +38,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class InputSplit:
-    """The pieces that one encode task reads, in the corpus's order."""
+    """The pieces of one source that one encode task reads, in the corpus's order."""
 
     index: int
+    source: int
+    """Its number in the recipe."""
+    pass_number: int
+    """0, or how often the source's weight has had these pieces read before."""
     pieces: tuple[Piece, ...]
 
     @property

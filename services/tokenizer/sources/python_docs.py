@@ -15,8 +15,9 @@ from textwrap import indent
 
 from services.common.artifacts.files import xxh3_of
 from services.common.errors import ArtifactError, DeviceError
-from services.tokenizer.sources.file_system import open_file
+from services.tokenizer.sources.file_system import open_file, stamp_of_file
 from services.tokenizer.sources.piece import Format, InputFile, Piece, whole
+from services.tokenizer.text_batch import TextBatch, in_batches
 
 URI = "pydoc://"
 TOPICS = "pydoc_data/topics.py"
@@ -55,26 +56,31 @@ def cut(file: InputFile, split_bytes: int) -> list[Piece]:
     return [whole(file)]
 
 
-def read_topics(piece: Piece) -> Iterator[bytes]:
+def read_topics(piece: Piece) -> Iterator[TextBatch]:
     for statement in _parse(piece.file).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id="topics")], value=ast.Dict(values=values)):
-                for value in values:
-                    yield str(ast.literal_eval(value)).encode()
+                yield from in_batches(str(ast.literal_eval(value)).encode() for value in values)
 
 
-def read_module(piece: Piece) -> Iterator[bytes]:
+def read_module(piece: Piece) -> Iterator[TextBatch]:
     """One document, or none when nothing in the module has a docstring."""
     name = _module_name(piece.file.name)
     entries = list(_describe(_parse(piece.file), name))
     if entries:
-        yield "\n\n".join([name, *entries, ""]).encode("utf-8", "replace")
+        yield TextBatch.of(["\n\n".join([name, *entries, ""]).encode("utf-8", "replace")])
 
 
 def _input_file(library: Path, name: str, file_format: Format) -> InputFile:
     path = library / name
     return InputFile(
-        uri=str(path), name=name, format=file_format, column="", bytes=path.stat().st_size, digest=xxh3_of(path)
+        uri=str(path),
+        name=name,
+        format=file_format,
+        column="",
+        bytes=path.stat().st_size,
+        digest=xxh3_of(path),
+        stamp=stamp_of_file(path),
     )
 
 

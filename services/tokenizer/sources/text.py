@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from services.tokenizer.sources.file_system import open_file
 from services.tokenizer.sources.piece import InputFile, Piece, whole
+from services.tokenizer.text_batch import TextBatch
 
 
 def cut(file: InputFile, split_bytes: int) -> list[Piece]:
     return [whole(file)]
 
 
-def read(piece: Piece) -> Iterator[bytes]:
+def read(piece: Piece) -> Iterator[TextBatch]:
     with open_file(piece.file.uri) as file:
-        yield file.read()
+        yield TextBatch.of([file.read()])

@@ -12,7 +12,8 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 from services.common.artifacts.files import verify_files
-from services.tokenizer.encoder import SentencePieceEncoder, token_dtype
+from services.tokenizer.encoding.encoder import token_dtype
+from services.tokenizer.encoding.reference import SentencePieceEncoder
 from services.tokenizer.tests.builders import (
     VOCAB_SIZE,
     decode_documents,
@@ -24,7 +25,8 @@ from services.tokenizer.tests.builders import (
     write_documents,
     write_recipe,
 )
-from services.tokenizer.vocabulary import train_vocabulary
+from services.tokenizer.text_batch import TextBatch
+from services.tokenizer.vocabulary_training import train_vocabulary
 
 NASTY = [
     b"",
@@ -117,7 +119,7 @@ def test_invalid_utf8_is_rejected_where_the_recipe_says_so(tmp_path: Path, capsy
 def test_control_text_stays_text() -> None:
     """`</s>` typed by an author must not end a document."""
     encoder = SentencePieceEncoder(train_vocabulary(make_documents(50), VOCAB_SIZE))
-    ids, offsets = encoder.encode([b"<s> </s> <unk>", b"<0x0A>"])
+    ids, offsets = encoder.encode(TextBatch.of([b"<s> </s> <unk>", b"<0x0A>"]))
 
     assert offsets.tolist() == [0, offsets[1], len(ids)]
     for begin, end in pairwise(offsets):
@@ -127,12 +129,12 @@ def test_control_text_stays_text() -> None:
 
 def test_documents_without_a_token_take_no_room() -> None:
     encoder = SentencePieceEncoder(train_vocabulary(make_documents(50), VOCAB_SIZE))
-    ids, offsets = encoder.encode([b"", b"a", b"", b"b", b""])
+    ids, offsets = encoder.encode(TextBatch.of([b"", b"a", b"", b"b", b""]))
 
     lengths = np.diff(offsets)
     assert (lengths[[0, 2, 4]] == 0).all()
     assert lengths.sum() == len(ids) > 0
-    assert encoder.encode([])[1].tolist() == [0]
+    assert encoder.encode(TextBatch.of([]))[1].tolist() == [0]
 
 
 def test_a_vocabulary_above_65536_is_stored_in_32_bits(tmp_path: Path) -> None:

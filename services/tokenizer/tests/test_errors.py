@@ -19,7 +19,7 @@ from services.tokenizer.tests.builders import (
     write_documents,
     write_recipe,
 )
-from services.tokenizer.vocabulary import train_vocabulary
+from services.tokenizer.vocabulary_training import train_vocabulary
 
 GOOD_LINE = b'{"text": "good"}\n'
 
@@ -101,7 +101,7 @@ def test_wrong_inputs(
     [
         ({"tokenizer__train__vocab_size": 9_000, "model__vocab_size": 9_000}, 2, ["9,000", "too large", "at most"]),
         ({"tokenizer__model": "missing.model"}, 3, ["missing.model"]),
-        ({"tokenizer__model": __file__}, 3, ["test_errors.py", "Not a SentencePiece model"]),
+        ({"tokenizer__model": __file__}, 3, ["test_errors.py", "neither a SentencePiece model"]),
         ({"tokenizer__model": "given.model", "model__vocab_size": 500}, 2, ["400 pieces", "500"]),
     ],
 )

@@ -15,9 +15,10 @@ from services.tokenizer.sources.documents import cut_file, list_inputs, read_doc
 
 def read_library(library: Path) -> dict[str, str]:
     return {
-        file.name: document.text.decode()
+        file.name: document.decode()
         for file in python_docs.list_modules(library)
-        for document in read_documents(cut_file(file, 2**20), "reject")
+        for batch in read_documents(cut_file(file, 2**20), "reject")
+        for document in batch.documents()
     }
 
 
@@ -33,10 +34,11 @@ def test_this_python_has_more_than_a_megabyte_of_documentation() -> None:
     before = set(sys.modules)
     files = list_inputs(Source(uri="pydoc://"))
     documents = [
-        document.text.decode()
+        document.decode()
         for file in files
         for piece in cut_file(file, 2**20)
-        for document in read_documents([piece], "reject")
+        for batch in read_documents([piece], "reject")
+        for document in batch.documents()
     ]
 
     assert sum(map(len, documents)) > 1_000_000
@@ -90,10 +92,8 @@ else:
 
 def test_topics_are_documents_of_their_own(tmp_path: Path) -> None:
     files = python_docs.list_modules(write_library(tmp_path / "lib"))
-    assert [document.text for document in read_documents(cut_file(files[0], 1), "reject")] == [
-        b"The if statement",
-        b"nothing",
-    ]
+    [batch] = read_documents(cut_file(files[0], 1), "reject")
+    assert batch.documents() == [b"The if statement", b"nothing"]
 
 
 def test_packages_and_tests_are_not_the_library(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_every_format_gives_every_document_once_and_in_order(
     files = list_inputs(Source(uri=str(tmp_path)))
     pieces = [piece for file in files for piece in cut_file(file, split_bytes)]
 
-    documents = [document.text.decode() for document in read_documents(pieces, "reject")]
+    documents = [document.decode() for batch in read_documents(pieces, "reject") for document in batch.documents()]
 
     assert documents == DOCUMENTS
 
@@ -126,10 +126,11 @@ def test_bytes_that_are_not_utf8_in_json_are_repaired_one_by_one(tmp_path: Path)
         b'{"text": "caf\xe9"}\n{"text": "lone \\ud800 surrogate"}\n{"text": "pair \\ud83d\\ude00"}\n'
     )
     files = list_inputs(Source(uri=str(tmp_path)))
-    documents = list(read_documents(cut_file(files[0], 10**6), "replace"))
+    [batch] = read_documents(cut_file(files[0], 10**6), "replace")
 
-    assert [document.text.decode() for document in documents] == ["caf\ufffd", "lone \ufffd surrogate", "pair 😀"]
-    assert [document.was_repaired for document in documents] == [True, True, False]
+    expected = ["caf\ufffd", "lone \ufffd surrogate", "pair 😀"]
+    assert [document.decode() for document in batch.documents()] == expected
+    assert batch.num_repaired == 2
 
 
 def test_other_file_systems_are_read_through_fsspec(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sentencepiece
 
-from services.tokenizer.split_assignment import assign_split
+from services.tokenizer.encoding.sentencepiece_model import load_model
+from services.tokenizer.split_assignment import are_for_validation
 from services.tokenizer.tests.builders import (
     VOCAB_SIZE,
     make_documents,
@@ -20,7 +22,8 @@ from services.tokenizer.tests.builders import (
     write_documents,
     write_recipe,
 )
-from services.tokenizer.vocabulary import load_model, train_vocabulary
+from services.tokenizer.text_batch import TextBatch
+from services.tokenizer.vocabulary_training import train_vocabulary
 
 
 def pieces_of(model: bytes) -> list[str]:
@@ -55,7 +58,7 @@ def test_no_line_is_left_out(line: bytes) -> None:
 
 def test_validation_text_is_not_in_the_vocabulary(tmp_path: Path) -> None:
     candidates = [f"{'qwertz ' * 200}{index}".encode() for index in range(100)]
-    held_out = next(text for text in candidates if assign_split(text, 0.2) == "validation")
+    held_out = candidates[int(np.argmax(are_for_validation(TextBatch.of(candidates), 0.2)))]
     text = write_documents(tmp_path / "text", [held_out, *make_documents(200)])
     knows_word = {}
     for fraction in (0.0, 0.2):
@@ -86,7 +89,7 @@ def test_a_given_model_goes_into_the_corpus_and_counts_as_an_input(tmp_path: Pat
         stored = (corpus.path / "tokenizer" / "tokenizer.model").read_bytes()
         assert stored == model.read_bytes()
         assert corpus.manifest.corpus.vocabulary.sha256 == hashlib.sha256(stored).hexdigest()
-        assert [link.schema_id for link in corpus.manifest.inputs] == ["text/1", "sentencepiece_model/1"]
+        assert [link.schema_id for link in corpus.manifest.inputs] == ["text/1", "vocabulary/1"]
         ids.add(corpus.manifest.id)
     assert len(ids) == 2
 
@@ -105,7 +108,7 @@ def test_a_model_without_byte_pieces_is_warned_about(tmp_path: Path, capsys: pyt
 
 INTERRUPTED_WHILE_READING = """
 import _thread, threading, time
-from services.tokenizer.vocabulary import train_vocabulary
+from services.tokenizer.vocabulary_training import train_vocabulary
 
 def read_slowly():
     threading.Timer(0.3, _thread.interrupt_main).start()

@@ -1,0 +1,104 @@
+"""Byte-level BPE such as Llama 3's: a regular expression cuts text into words, bytes are merged within a word.
+
+Two kinds of file hold such a vocabulary. A `tokenizer.json` is complete. A tiktoken file holds ranks alone, so its
+regular expression and its special tokens are Llama 3's (github.com/meta-llama/llama3, llama/tokenizer.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import importlib.metadata
+import tempfile
+from pathlib import Path
+
+import fastokens
+import numpy as np
+import tiktoken
+
+from services.common.errors import ArtifactError
+from services.tokenizer.encoding.encoder import Offsets, TokenIds, join_documents, token_dtype
+from services.tokenizer.text_batch import TextBatch
+
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_SPECIAL_TOKENS = 256
+"""Above the ranks: `<|begin_of_text|>`, then `<|end_of_text|>`, then others."""
+
+
+class FastokensEncoder:
+    """fastokens (Apache-2.0): 6 times tiktoken's speed, on all cores of the machine at once."""
+
+    def __init__(self, tokenizer: fastokens.Tokenizer, bos_id: int, eos_id: int, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._bos_id, self._eos_id = bos_id, eos_id
+        self._dtype = np.dtype(token_dtype(vocab_size))
+        self.name = f"fastokens {importlib.metadata.version('fastokens')}"
+
+    @classmethod
+    def from_json(cls, tokenizer: bytes, bos_id: int, eos_id: int, vocab_size: int) -> FastokensEncoder:
+        loaded = fastokens.Tokenizer.from_json_str(tokenizer.decode())
+        loaded.no_truncation()
+        loaded.no_padding()
+        return cls(loaded, bos_id, eos_id, vocab_size)
+
+    @classmethod
+    def from_tiktoken(cls, ranks: bytes, bos_id: int, eos_id: int, vocab_size: int) -> FastokensEncoder:
+        with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
+            path = Path(folder) / "tokenizer.tiktoken"
+            path.write_bytes(ranks)
+            return cls(
+                fastokens.Tokenizer.from_tiktoken(str(path), pattern=LLAMA3_PATTERN, special_tokens={}),
+                bos_id,
+                eos_id,
+                vocab_size,
+            )
+
+    def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
+        """See `Encoder.encode`."""
+        texts = [document.decode() for document in batch.documents()]
+        flat, ends = self._tokenizer.encode_batch_flat(texts, split_special_tokens=True)
+        ids, offsets = np.frombuffer(flat, np.uint32), np.frombuffer(ends, np.uint64).astype(np.int64)
+        return join_documents(np.split(ids, offsets[1:-1]) if texts else [], self._bos_id, self._eos_id, self._dtype)
+
+
+class TiktokenEncoder:
+    """The reference for tiktoken files."""
+
+    def __init__(self, ranks: bytes, bos_id: int, eos_id: int, vocab_size: int) -> None:
+        self._encoding = tiktoken.Encoding(
+            "tokenizer", pat_str=LLAMA3_PATTERN, mergeable_ranks=read_ranks(ranks), special_tokens={}
+        )
+        self._bos_id, self._eos_id = bos_id, eos_id
+        self._dtype = np.dtype(token_dtype(vocab_size))
+        self.name = f"tiktoken {importlib.metadata.version('tiktoken')}"
+
+    def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
+        """See `Encoder.encode`."""
+        encoded = [
+            self._encoding.encode_to_numpy(document.decode(), disallowed_special=()) for document in batch.documents()
+        ]
+        return join_documents(encoded, self._bos_id, self._eos_id, self._dtype)
+
+
+def read_ranks(content: bytes) -> dict[bytes, int]:
+    """Token to rank, of a tiktoken file: a line is a token in base64, a space and its rank.
+
+    Raises `ArtifactError` for another kind of file, or when a byte has no token.
+    """
+    ranks = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise ArtifactError(
+                f"Not a tiktoken file: line {number} is not a token in base64, a space and its rank."
+            ) from error
+    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
+        raise ArtifactError("Not a whole tiktoken file: its ranks have gaps, or a byte is no token.")
+    return ranks

@@ -1,0 +1,119 @@
+"""SentencePiece's ids from the chunk-dictionary kernel, for vocabularies that it may encode for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.tokenizer.encoding.chunk_kernel import (
+    BLOCK_BYTES,
+    CACHED_BYTES,
+    PADDING_BYTES,
+    ChunkCache,
+    LongChunk,
+    Scratch,
+    encode_documents,
+    rehash,
+)
+from services.tokenizer.encoding.chunk_tables import build_tables, find_obstacle
+from services.tokenizer.encoding.encoder import Offsets, TokenIds, token_dtype
+from services.tokenizer.encoding.sentencepiece_model import load_model, read_settings
+from services.tokenizer.text_batch import TextBatch
+
+_ENTRY_BYTES = 32
+_FIRST_ENTRIES = 2**17
+_MOST_ENTRIES = 2**22
+_GROWTH = 4
+_LONG_CHUNKS_BYTES = 32 * 2**20
+_LONG_IDS = 8 * 2**20
+_LONG_CHUNK_BYTES = 2**16
+
+
+def obstacle_to_chunks(model: bytes) -> str | None:
+    """Why `ChunkEncoder` must not be used for this model; None when it gives SentencePiece's ids."""
+    return find_obstacle(load_model(model), read_settings(model))
+
+
+class ChunkEncoder:
+    """Keeps up to 4 million chunks (168 MB) from batch to batch."""
+
+    name = "chunk kernel"
+
+    def __init__(self, model: bytes) -> None:
+        processor = load_model(model)
+        self._tables = build_tables(processor)
+        self._adds_prefix = read_settings(model).adds_dummy_prefix
+        self._bos_id, self._eos_id = processor.bos_id(), processor.eos_id()
+        self._dtype = np.dtype(token_dtype(processor.vocab_size()))
+        self._cache = _empty_cache(_FIRST_ENTRIES, self._dtype)
+        self._ids: npt.NDArray[Any] = np.empty(0, self._dtype)
+        self._scratch = _scratch(0)
+
+    def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
+        """See `Encoder.encode`."""
+        self._make_room(batch)
+        offsets = np.empty(len(batch) + 1, np.int64)
+        while (count := self._encode(batch, offsets)) < 0:
+            self._scratch = self._scratch._replace(long=_long_chunk(-count))
+        return self._ids[:count].copy(), offsets
+
+    def _encode(self, batch: TextBatch, offsets: Offsets) -> int:
+        return int(
+            encode_documents(
+                batch.text,
+                batch.begins,
+                batch.ends,
+                self._bos_id,
+                self._eos_id,
+                self._tables,
+                self._adds_prefix,
+                self._cache,
+                self._scratch,
+                self._ids,
+                offsets,
+            )
+        )
+
+    def _make_room(self, batch: TextBatch) -> None:
+        most_ids = batch.text_bytes + 3 * len(batch) + PADDING_BYTES
+        if len(self._ids) < most_ids:
+            self._ids = np.empty(most_ids, self._dtype)
+        longest = int(batch.sizes.max(initial=0))
+        if len(self._scratch.text) < longest + 1 + PADDING_BYTES:
+            self._scratch = _scratch(longest)._replace(long=self._scratch.long)
+        num_entries, used = self._cache.entries.nbytes // _ENTRY_BYTES, int(self._cache.used[0])
+        if 2 * used > num_entries:
+            if num_entries < _MOST_ENTRIES:
+                entries = np.zeros(len(self._cache.entries) * _GROWTH, np.uint64)
+                rehash(self._cache.entries, entries)
+                self._cache = self._cache._replace(entries=entries)
+            elif 4 * used > 3 * num_entries - 4:
+                self._cache.entries[:] = 0
+                self._cache.used[:] = 0
+
+
+def _empty_cache(num_entries: int, dtype: np.dtype[Any]) -> ChunkCache:
+    return ChunkCache(
+        entries=np.zeros(num_entries * _ENTRY_BYTES // 8, np.uint64),
+        long_chunks=np.zeros(_LONG_CHUNKS_BYTES, np.uint8),
+        long_ids=np.zeros(_LONG_IDS, dtype),
+        used=np.zeros(3, np.int64),
+    )
+
+
+def _scratch(longest_document: int) -> Scratch:
+    return Scratch(
+        text=np.zeros(longest_document + 1 + PADDING_BYTES, np.uint8),
+        borders=np.empty(BLOCK_BYTES + 1, np.uint32),
+        symbols=np.empty(CACHED_BYTES + 2, np.int32),
+        symbol_begins=np.empty(CACHED_BYTES + 2, np.int32),
+        merges=np.empty(CACHED_BYTES + 2, np.int64),
+        long=_long_chunk(_LONG_CHUNK_BYTES),
+    )
+
+
+def _long_chunk(chunk_bytes: int) -> LongChunk:
+    symbols, begins, following, preceding = (np.empty(chunk_bytes + 1, np.int32) for _ in range(4))
+    return LongChunk(symbols, begins, following, preceding, heap=np.empty(2 * chunk_bytes, np.int64))

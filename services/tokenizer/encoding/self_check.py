@@ -1,0 +1,141 @@
+"""Is an encoder the same as its reference, on this machine, for this vocabulary? Asked before its ids are used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.common.errors import DeviceError
+from services.tokenizer.encoding.encoder import Encoder, Offsets, TokenIds
+from services.tokenizer.text_batch import TextBatch
+
+FUZZ_DOCUMENTS = 400
+SAMPLED_DOCUMENTS = 2_000
+SAMPLED_BYTES = 2**20
+"""0.2 s of SentencePiece."""
+
+_SHOWN_IDS = 60
+_CONTROL_TEXT = ("<s>", "</s>", "<unk>", "<pad>", "<0x0A>", "[INST]", "<|begin_of_text|>", "<|end_of_text|>")
+_SPACES = (" ", "  ", "   ", " " * 15, " " * 16, " " * 33)
+_WHITESPACE = (*_SPACES, "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u2581", "\u2581\u2581")
+# Latin with accents, Greek, Cyrillic, Hebrew, Arabic, Devanagari, Thai, kana, Han, Hangul, symbols, emoji, planes
+# beyond the first, combining marks, and what is no character at all.
+_SCRIPTS = (
+    *((0x20, 0x7F), (0xC0, 0x24F), (0x370, 0x3FF), (0x400, 0x4FF), (0x5D0, 0x5EA), (0x621, 0x64A), (0x905, 0x939)),
+    *((0xE01, 0xE3A), (0x3041, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x2000, 0x2BFF), (0x1F300, 0x1FAFF)),
+    *((0x10000, 0x1FFFF), (0x300, 0x36F), (0x0, 0x1F), (0xE000, 0xFFFD), (0xFDD0, 0xFDEF), (0x10FFF0, 0x10FFFF)),
+)
+
+
+class CheckedEncoder:
+    """An encoder that is compared with its reference before it is used: on fuzz when it is made, and on the first
+    documents that it meets. One difference raises `DeviceError`.
+    """
+
+    def __init__(self, encoder: Encoder, reference: Encoder, pieces: Sequence[str]) -> None:
+        self._encoder, self._reference = encoder, reference
+        self.name = encoder.name
+        self._documents_checked = 0
+        self._documents_left, self._bytes_left = SAMPLED_DOCUMENTS, SAMPLED_BYTES
+        self._check(TextBatch.of(fuzz_documents(pieces, FUZZ_DOCUMENTS)))
+
+    def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
+        """See `Encoder.encode`."""
+        if self._documents_left > 0 and self._bytes_left > 0:
+            is_sampled = np.cumsum(batch.sizes) - batch.sizes < self._bytes_left
+            is_sampled[self._documents_left :] = False
+            sample = batch.select(is_sampled)
+            self._check(sample)
+            self._documents_left -= len(sample)
+            self._bytes_left -= sample.text_bytes
+        return self._encoder.encode(batch)
+
+    def take_documents_checked(self) -> int:
+        """How many were compared since this was asked the last time."""
+        checked, self._documents_checked = self._documents_checked, 0
+        return checked
+
+    def _check(self, batch: TextBatch) -> None:
+        different = find_difference(self._encoder, self._reference, batch)
+        if different is not None:
+            raise DeviceError(_explain(self._encoder, self._reference, different))
+        self._documents_checked += len(batch)
+
+
+def find_difference(encoder: Encoder, reference: Encoder, batch: TextBatch) -> bytes | None:
+    """The first document of the batch that the two encode differently."""
+    ids, offsets = encoder.encode(batch)
+    expected_ids, expected_offsets = reference.encode(batch)
+    if np.array_equal(offsets, expected_offsets) and np.array_equal(ids, expected_ids):
+        return None
+    for index, document in enumerate(batch.views()):
+        found = ids[offsets[index] : offsets[index + 1]]
+        if not np.array_equal(found, expected_ids[expected_offsets[index] : expected_offsets[index + 1]]):
+            return bytes(document)
+    return None
+
+
+def fuzz_documents(pieces: Sequence[str], count: int, seed: int = 0) -> list[bytes]:
+    """Documents of what goes wrong in tokenizers: pieces of the vocabulary put together at random, any script, unknown
+    characters, runs of anything, control text. The same for the same arguments.
+    """
+    chosen = random.Random(seed)
+    return [_fuzz(pieces, chosen).encode() for _ in range(count)]
+
+
+def _fuzz(pieces: Sequence[str], chosen: random.Random) -> str:
+    parts: list[str] = []
+    script = chosen.choice(_SCRIPTS)
+    for _ in range(chosen.choice((0, 1, 2, 5, 10, 30))):
+        match chosen.randrange(8):
+            case 0 | 1 | 2 if pieces:
+                part = chosen.choice(pieces).replace("\u2581", chosen.choice((" ", "", "\u2581")))
+            case 3:
+                part = chosen.choice(_CONTROL_TEXT)
+            case 4:
+                part = chosen.choice(_WHITESPACE)
+            case 5:
+                script = chosen.choice(_SCRIPTS)
+                part = chr(chosen.randint(*script))
+            case 6:
+                part = str(chosen.randrange(10 ** chosen.randint(1, 12)))
+            case _:
+                part = "".join(chr(chosen.randint(*script)) for _ in range(chosen.randint(1, 6)))
+        parts.append(part * chosen.choice((1, 1, 1, 1, 1, 2, 3, 40)))
+    return "".join(parts)
+
+
+def _explain(encoder: Encoder, reference: Encoder, document: bytes) -> str:
+    document = _shrink(encoder, reference, document)
+    batch = TextBatch.of([document])
+    (found, _), (expected, _) = encoder.encode(batch), reference.encode(batch)
+    return (
+        f"{encoder.name} gives other ids than {reference.name}, so nothing was encoded with it.\n"
+        f"  document  {document.decode()!r}\n"
+        f"  found     {_show(found)}\n"
+        f"  expected  {_show(expected)}\n"
+        f'Set tokenizer.encoder = "reference" to encode with {reference.name}, and report this document.'
+    )
+
+
+def _shrink(encoder: Encoder, reference: Encoder, document: bytes) -> bytes:
+    """A small document that still differs: as long as either half does, or the whole without an end of it."""
+    text = document.decode()
+    step = len(text) // 2
+    while step:
+        shorter = [text[:-step], text[step:]]
+        batch = TextBatch.of([each.encode() for each in shorter])
+        different = find_difference(encoder, reference, batch)
+        if different is None:
+            step //= 2
+        else:
+            text = different.decode()
+            step = min(step, len(text) // 2)
+    return text.encode()
+
+
+def _show(ids: TokenIds) -> str:
+    shown = ids[:_SHOWN_IDS].tolist()
+    return f"{shown}" if len(ids) <= _SHOWN_IDS else f"{str(shown)[:-1]}, ... {len(ids):,} in all]"

@@ -1,0 +1,98 @@
+"""A SentencePiece model: loading it, and the settings in its file that decide how text becomes ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import sentencepiece
+
+from services.common.errors import ArtifactError
+
+# Field numbers of sentencepiece_model.proto. The Python classes that sentencepiece brings for it want a newer protobuf
+# than the Neuron images have, and nine fields need no generated code.
+_PIECE, _TRAINER_SPEC, _NORMALIZER_SPEC = 1, 2, 3
+_PIECE_TYPE = 3
+_MODEL_TYPE, _WHITESPACE_AS_SUFFIX = 3, 24
+_CHARSMAP, _DUMMY_PREFIX, _REMOVE_WHITESPACES, _ESCAPE_WHITESPACES, _RULE_TSV = 2, 3, 4, 5, 6
+_BPE = 2
+_USER_DEFINED = 4
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+@dataclass(frozen=True)
+class SentencePieceSettings:
+    """The file's settings, with the defaults of sentencepiece_model.proto for what it leaves out."""
+
+    is_bpe: bool
+    changes_characters: bool
+    """A table of the normaliser replaces characters."""
+    adds_dummy_prefix: bool
+    removes_extra_whitespaces: bool
+    escapes_whitespaces: bool
+    puts_whitespace_last: bool
+    has_user_defined_pieces: bool
+    """Pieces that are cut out of the text before anything is merged."""
+
+
+def load_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
+    """Raises `ArtifactError` for bytes that are no SentencePiece model."""
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=model)
+    except (RuntimeError, ValueError) as error:
+        raise ArtifactError(f"Not a SentencePiece model ({error}).") from error
+
+
+def read_settings(model: bytes) -> SentencePieceSettings:
+    """The settings of a model that `load_model` has accepted."""
+    trainer: dict[int, int | bytes] = {}
+    normalizer: dict[int, int | bytes] = {}
+    has_user_defined_pieces = False
+    for number, value in _fields(model):
+        if isinstance(value, bytes):
+            if number == _TRAINER_SPEC:
+                trainer = dict(_fields(value))
+            elif number == _NORMALIZER_SPEC:
+                normalizer = dict(_fields(value))
+            elif number == _PIECE:
+                has_user_defined_pieces |= (_PIECE_TYPE, _USER_DEFINED) in _fields(value)
+    return SentencePieceSettings(
+        is_bpe=trainer.get(_MODEL_TYPE, 1) == _BPE,
+        changes_characters=bool(normalizer.get(_CHARSMAP) or normalizer.get(_RULE_TSV)),
+        adds_dummy_prefix=bool(normalizer.get(_DUMMY_PREFIX, 1)),
+        removes_extra_whitespaces=bool(normalizer.get(_REMOVE_WHITESPACES, 1)),
+        escapes_whitespaces=bool(normalizer.get(_ESCAPE_WHITESPACES, 1)),
+        puts_whitespace_last=bool(trainer.get(_WHITESPACE_AS_SUFFIX, 0)),
+        has_user_defined_pieces=has_user_defined_pieces,
+    )
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of each field of a protobuf message (protobuf.dev/programming-guides/encoding)."""
+    at = 0
+    while at < len(message):
+        tag, at = _read_varint(message, at)
+        value: int | bytes
+        match tag & 7:
+            case wire_type if wire_type == _VARINT:
+                value, at = _read_varint(message, at)
+            case wire_type if wire_type == _BYTES:
+                size, at = _read_varint(message, at)
+                value, at = message[at : at + size], at + size
+            case wire_type if wire_type in (_FIXED32, _FIXED64):
+                size = 4 if wire_type == _FIXED32 else 8
+                value, at = message[at : at + size], at + size
+            case wire_type:
+                raise ArtifactError(f"Not a SentencePiece model (wire type {wire_type} at byte {at:,}).")
+        yield tag >> 3, value
+
+
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at

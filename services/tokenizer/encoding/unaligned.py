@@ -1,0 +1,45 @@
+"""Eight bytes at any place of an array as one word: what numba cannot say without LLVM's help.
+
+Nothing checks the bounds: the caller keeps eight bytes after `index` inside the array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_WORD = ir.IntType(64)
+_BYTE = ir.IntType(8)
+
+
+@intrinsic
+def load_word(typing_context: Any, array: Any, index: Any) -> Any:
+    """The word that begins at item `index`, as uint64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(_address(context, builder, signature, arguments), align=1)
+
+    return types.uint64(array, types.intp), generate
+
+
+@intrinsic
+def store_word(typing_context: Any, array: Any, index: Any, word: Any) -> Any:
+    """Write the word over the eight bytes that begin at item `index`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[2], _address(context, builder, signature, arguments), align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.uint64), generate
+
+
+def _address(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    array_type = signature.args[0]
+    array = context.make_array(array_type)(context, builder, arguments[0])
+    item_bytes = context.get_abi_sizeof(context.get_data_type(array_type.dtype))
+    offset = builder.mul(arguments[1], ir.Constant(arguments[1].type, item_bytes))
+    begin = builder.bitcast(array.data, _BYTE.as_pointer())
+    return builder.bitcast(builder.gep(begin, [offset]), _WORD.as_pointer())

@@ -1,0 +1,172 @@
+"""The three kinds of file that hold a vocabulary, told apart by their content, and the encoder for each."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from services.common.artifacts.corpus import Vocabulary
+from services.common.errors import ArtifactError
+from services.common.recipe import Tokenizer
+from services.tokenizer.encoding.encoder import Encoder
+from services.tokenizer.encoding.self_check import CheckedEncoder
+from services.tokenizer.encoding.sentencepiece_model import load_model
+
+logger = logging.getLogger(__name__)
+
+EncoderChoice = Literal["auto", "reference"]
+
+PATH_IN_CORPUS = {
+    "sentencepiece": "tokenizer/tokenizer.model",
+    "tokenizer_json": "tokenizer/tokenizer.json",
+    "tiktoken": "tokenizer/tokenizer.tiktoken",
+}
+# The special tokens around a document, where a tokenizer.json does not say which they are: Llama 3's and Llama 2's.
+_KNOWN_BORDERS = (("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"))
+
+
+def describe_vocabulary(content: bytes, settings: Tokenizer) -> Vocabulary:
+    """Raises `ArtifactError` for what is no vocabulary, or has no tokens to put around a document."""
+    kind: Literal["sentencepiece", "tokenizer_json", "tiktoken"]
+    if content.lstrip()[:1] == b"{":
+        kind = "tokenizer_json"
+        vocab_size, bos_id, eos_id = _describe_json(content, settings)
+    elif _looks_like_tiktoken(content):
+        kind = "tiktoken"
+        vocab_size, bos_id, eos_id = _describe_tiktoken(content)
+    else:
+        kind = "sentencepiece"
+        vocab_size, bos_id, eos_id = _describe_sentencepiece(content)
+    return Vocabulary(
+        kind=kind,
+        path=PATH_IN_CORPUS[kind],
+        sha256=hashlib.sha256(content).hexdigest(),
+        vocab_size=vocab_size,
+        bos_id=bos_id,
+        eos_id=eos_id,
+    )
+
+
+@lru_cache(maxsize=1)
+def load_encoder(path: Path, vocabulary: Vocabulary, choice: EncoderChoice) -> CheckedEncoder:
+    """The encoder of a vocabulary, checked against its reference; loaded once per process.
+
+    Raises `DeviceError` with a document and both lists of ids when the two differ.
+    """
+    content = path.read_bytes()
+    fast, reference = _encoders(content, vocabulary)
+    is_fast = choice == "auto" and fast is not None
+    return CheckedEncoder(fast if is_fast and fast is not None else reference, reference, _pieces(content, vocabulary))
+
+
+def explain_choice(content: bytes, vocabulary: Vocabulary, choice: EncoderChoice) -> str:
+    """Which encoder `load_encoder` takes and why, in a line."""
+    if choice == "reference":
+        return 'the reference encodes: tokenizer.encoder = "reference"'
+    if vocabulary.kind != "sentencepiece":
+        return "fastokens encodes"
+    from services.tokenizer.encoding.chunk_encoder import obstacle_to_chunks  # noqa: PLC0415 - numba takes 0.3 s
+
+    obstacle = obstacle_to_chunks(content)
+    return f"sentencepiece itself encodes, because {obstacle}" if obstacle else "the chunk kernel encodes"
+
+
+def reference_name(vocabulary: Vocabulary) -> str:
+    """The library that defines the ids, and its version."""
+    package = {"sentencepiece": "sentencepiece", "tokenizer_json": "tokenizers", "tiktoken": "tiktoken"}[
+        vocabulary.kind
+    ]
+    return f"{package} {importlib.metadata.version(package)}"
+
+
+def _encoders(content: bytes, vocabulary: Vocabulary) -> tuple[Encoder | None, Encoder]:
+    """The fast encoder, where one may be used, and the reference."""
+    bos_id, eos_id, vocab_size = vocabulary.bos_id, vocabulary.eos_id, vocabulary.vocab_size
+    # Each kind loads its own libraries, and no other's.
+    match vocabulary.kind:
+        case "sentencepiece":
+            from services.tokenizer.encoding.chunk_encoder import ChunkEncoder, obstacle_to_chunks  # noqa: PLC0415
+            from services.tokenizer.encoding.reference import SentencePieceEncoder  # noqa: PLC0415
+
+            is_fit = obstacle_to_chunks(content) is None
+            return ChunkEncoder(content) if is_fit else None, SentencePieceEncoder(content)
+        case "tokenizer_json":
+            from services.tokenizer.encoding.byte_level import FastokensEncoder  # noqa: PLC0415
+            from services.tokenizer.encoding.reference import TokenizersEncoder  # noqa: PLC0415
+
+            return (
+                FastokensEncoder.from_json(content, bos_id, eos_id, vocab_size),
+                TokenizersEncoder(content, bos_id, eos_id),
+            )
+        case "tiktoken":
+            from services.tokenizer.encoding.byte_level import FastokensEncoder, TiktokenEncoder  # noqa: PLC0415
+
+            return (
+                FastokensEncoder.from_tiktoken(content, bos_id, eos_id, vocab_size),
+                TiktokenEncoder(content, bos_id, eos_id, vocab_size),
+            )
+
+
+def _describe_sentencepiece(content: bytes) -> tuple[int, int, int]:
+    try:
+        processor = load_model(content)
+    except ArtifactError as error:
+        raise ArtifactError(
+            "no vocabulary: neither a SentencePiece model, nor a tokenizer.json, nor a tiktoken file. "
+            "tokenizer.model names one of the three."
+        ) from error
+    if min(processor.bos_id(), processor.eos_id()) < 0:
+        raise ArtifactError("has no BOS or no EOS piece, and every document is stored between the two.")
+    if not any(processor.is_byte(piece) for piece in range(processor.vocab_size())):
+        logger.warning("the vocabulary has no byte pieces: characters it does not know become <unk> and are lost")
+    return processor.vocab_size(), processor.bos_id(), processor.eos_id()
+
+
+def _describe_json(content: bytes, settings: Tokenizer) -> tuple[int, int, int]:
+    try:
+        fields = json.loads(content)
+        vocab, added = fields["model"]["vocab"], fields.get("added_tokens") or []
+        ids: dict[str, int] = {token["content"]: token["id"] for token in added}
+        used = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab))), *ids.values()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"JSON, but not a tokenizer.json of Hugging Face ({error!r}).") from error
+    known = [pair for pair in _KNOWN_BORDERS if ids.keys() >= set(pair)]
+    bos, eos = (
+        (settings.bos_token, settings.eos_token)
+        if settings.bos_token and settings.eos_token
+        else (known or [("", "")])[0]
+    )
+    if bos not in ids or eos not in ids:
+        raise ArtifactError(
+            f"every document is stored between two special tokens, and which is not known here. "
+            f"Set tokenizer.bos_token and tokenizer.eos_token to two of its special tokens: "
+            f"{', '.join(list(ids)[:20]) or 'it has none'}."
+        )
+    return max(used) + 1, ids[bos], ids[eos]
+
+
+def _looks_like_tiktoken(content: bytes) -> bool:
+    fields = content[: content.find(b"\n")].split()
+    return len(fields) == 2 and fields[1].isdigit()
+
+
+def _describe_tiktoken(content: bytes) -> tuple[int, int, int]:
+    from services.tokenizer.encoding.byte_level import LLAMA3_SPECIAL_TOKENS, read_ranks  # noqa: PLC0415
+
+    num_ranks = len(read_ranks(content))
+    return num_ranks + LLAMA3_SPECIAL_TOKENS, num_ranks, num_ranks + 1
+
+
+def _pieces(content: bytes, vocabulary: Vocabulary) -> list[str]:
+    """What fuzz is made of."""
+    if vocabulary.kind == "sentencepiece":
+        processor = load_model(content)
+        return [str(processor.id_to_piece(index)) for index in range(vocabulary.vocab_size)]
+    fields: dict[str, Any] = json.loads(content) if vocabulary.kind == "tokenizer_json" else {}
+    vocab = fields.get("model", {}).get("vocab", {})
+    return list(vocab) if isinstance(vocab, dict) else []

@@ -1,0 +1,90 @@
+"""Documents as one buffer of bytes: what sources hand to encoders, without a Python object per document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+BATCH_BYTES = 4 * 2**20
+"""Text handed on at a time, or one document when that is larger."""
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Document i is `text[begins[i]:ends[i]]`: UTF-8, once `sources.documents` has passed it on."""
+
+    text: npt.NDArray[np.uint8]
+    begins: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    num_repaired: int = 0
+    """Documents in which U+FFFD stands where the input was not UTF-8."""
+
+    @classmethod
+    def of(cls, documents: Sequence[bytes], num_repaired: int = 0) -> TextBatch:
+        sizes = np.fromiter(map(len, documents), np.int64, len(documents))
+        ends = np.cumsum(sizes)
+        return cls(np.frombuffer(b"".join(documents), np.uint8), ends - sizes, ends, num_repaired)
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Bytes of each document."""
+        return self.ends - self.begins
+
+    @property
+    def text_bytes(self) -> int:
+        return int(self.sizes.sum())
+
+    def select(self, is_wanted: npt.NDArray[np.bool_]) -> TextBatch:
+        """Some of the documents; no text is copied."""
+        return TextBatch(self.text, self.begins[is_wanted], self.ends[is_wanted], self.num_repaired)
+
+    def views(self) -> Iterator[memoryview]:
+        """The documents one by one, without a copy."""
+        view = memoryview(self.text.data)
+        for begin, end in zip(self.begins.tolist(), self.ends.tolist(), strict=True):
+            yield view[begin:end]
+
+    def documents(self) -> list[bytes]:
+        return [bytes(view) for view in self.views()]
+
+
+def in_batches(documents: Iterable[bytes]) -> Iterator[TextBatch]:
+    batch: list[bytes] = []
+    batch_bytes = 0
+    for document in documents:
+        batch.append(document)
+        batch_bytes += len(document)
+        if batch_bytes >= BATCH_BYTES:
+            yield TextBatch.of(batch)
+            batch, batch_bytes = [], 0
+    if batch:
+        yield TextBatch.of(batch)
+
+
+def join_small(batches: Iterable[TextBatch]) -> Iterator[TextBatch]:
+    """The same documents in batches of about BATCH_BYTES: a folder of small files comes as a batch for each."""
+    waiting: list[TextBatch] = []
+    waiting_bytes = 0
+    for batch in batches:
+        waiting.append(batch)
+        waiting_bytes += batch.text_bytes
+        if waiting_bytes >= BATCH_BYTES:
+            yield _join(waiting)
+            waiting, waiting_bytes = [], 0
+    if waiting:
+        yield _join(waiting)
+
+
+def _join(batches: list[TextBatch]) -> TextBatch:
+    if len(batches) == 1:
+        return batches[0]
+    texts = [batch.text[batch.begins[0] : batch.ends[-1]] for batch in batches if len(batch)]
+    ends = np.cumsum(np.concatenate([batch.sizes for batch in batches]))
+    num_repaired = sum(batch.num_repaired for batch in batches)
+    return TextBatch(np.concatenate(texts), np.append(0, ends[:-1]), ends, num_repaired)
