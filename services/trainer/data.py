@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.common.artifacts.corpus import TokenStream
+from services.common.artifacts.token_stream import TokenStream
 from services.common.recipe import Batch
 
 _ROUNDS = 6

@@ -8,7 +8,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from services.common.artifacts.corpus import TokenStream
+from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import ArtifactError, DeviceError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.torch_native import TorchNative

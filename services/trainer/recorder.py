@@ -7,7 +7,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
-from services.common.artifacts.corpus import TokenStream
+from services.common.artifacts.token_stream import TokenStream
 from services.common.program.step import Program
 from services.trainer.checkpoint import CheckpointWriter
 from services.trainer.data import evaluation_batches

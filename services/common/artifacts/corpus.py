@@ -1,4 +1,4 @@
-"""corpus/2: packed token rows in Arrow files, and the reader that cuts training samples from them.
+"""corpus/2: packed token rows in Arrow files; `token_stream` cuts training samples from them.
 
 A split of T tokens is one stream: document after document, each BOS + tokens + EOS. It is stored as rows
 of L tokens in `<split>/shard-*.arrow` (columns `input_ids`, `doc_starts`), and the T mod L last tokens in
@@ -8,16 +8,13 @@ so there are floor((T - 1) / L) samples and no target is lost at a row's or a sh
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from pydantic import Field, model_validator
 
 from services.common.artifacts.manifest import Count, Manifest, Phase, Record, Sha256
-from services.common.errors import ArtifactError
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -123,35 +120,6 @@ class CorpusManifest(Manifest):
         return {**raw, "schema": cls.SCHEMA, "corpus": {**younger, **payload}}
 
 
-class TokenStream:
-    """Random access to the samples of one split; shards stay memory-mapped, nothing is read ahead."""
-
-    def __init__(self, folder: Path, corpus: CorpusPayload, split: Split) -> None:
-        counts = corpus.splits[split]
-        self.sequence_length = corpus.sequence_length
-        self.num_samples = max(0, (counts.tokens - 1) // corpus.sequence_length)
-        self._rows_per_shard = corpus.rows_per_shard
-        self._shards = [_map_rows(folder / path, corpus.sequence_length) for path in counts.shards]
-        self._tail = read_tail(folder / split / "tail" / "tail.arrow")
-
-    def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Samples as int64 [len(indices), L + 1]; columns [:-1] are inputs and [1:] the targets."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        samples = np.empty((len(wanted), self.sequence_length + 1), dtype=np.int64)
-        for position, index in enumerate(wanted.tolist()):
-            shard, row = divmod(index, self._rows_per_shard)
-            samples[position, :-1] = self._shards[shard][row]
-            samples[position, -1] = self._token_after(shard, row)
-        return samples
-
-    def _token_after(self, shard: int, row: int) -> Any:
-        if row + 1 < len(self._shards[shard]):
-            return self._shards[shard][row + 1, 0]
-        if shard + 1 < len(self._shards):
-            return self._shards[shard + 1][0, 0]
-        return self._tail[0]
-
-
 def arrow_schema(token_dtype: str, sequence_length: int) -> pa.Schema:
     token = pa.from_numpy_dtype(np.dtype(token_dtype))
     return pa.schema(
@@ -160,25 +128,3 @@ def arrow_schema(token_dtype: str, sequence_length: int) -> pa.Schema:
             pa.field("doc_starts", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
         ]
     )
-
-
-def read_tail(path: Path) -> npt.NDArray[np.integer[Any]]:
-    """The last tokens of a split, fewer than a row."""
-    tokens = _open_arrow(path).column("input_ids").chunk(0).values
-    return np.asarray(tokens.to_numpy(zero_copy_only=True))
-
-
-def _map_rows(path: Path, sequence_length: int) -> npt.NDArray[np.integer[Any]]:
-    """The rows of a shard as a read-only view [rows, L] of the mapped file."""
-    rows = _open_arrow(path).column("input_ids").chunk(0)
-    return np.asarray(rows.values.to_numpy(zero_copy_only=True)).reshape(-1, sequence_length)
-
-
-def _open_arrow(path: Path) -> pa.Table:
-    try:
-        return pa.ipc.open_file(pa.memory_map(str(path), "r")).read_all()
-    except (pa.ArrowInvalid, FileNotFoundError) as error:
-        raise ArtifactError(
-            f"{path}: cannot be read as an Arrow file: {error}. "
-            f"Check the corpus with `python -m services.common.artifacts verify {path.parents[1]}`."
-        ) from error

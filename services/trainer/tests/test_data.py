@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.artifacts.corpus import TokenStream
+from services.common.artifacts.token_stream import TokenStream
 from services.trainer.data import evaluation_batches, micro_batches, permute, sample_indices
 from services.trainer.tests.builders import make_corpus, make_recipe
 
