@@ -9,7 +9,7 @@ images = ./bootstrap python -m images
 
 .PHONY: help setup demo test test-slow test-torch29 test-images test-cluster test-cluster-smoke check format lock clean \
 	cluster-local cluster-local-down load-images cluster-up cluster-down deploy-stage stage-status stage-logs stop-stage \
-	rollback-stage pipeline base-image images demo-images pin release sbom
+	rollback-stage pipeline base-image images demo-images pin release sbom benchmark-tokenizer
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,8 +91,12 @@ images: ## Build the images: STAGE= (all), VARIANT=cpu|neuron, PUSH=registry.
 demo-images: ## The demo with each stage in its container: STAGE= (all), TRAINER_TAG=... for another version of one.
 	@$(images) demo
 
-pin: ## Resolve the digests behind the base images' tags into images/platforms.toml.
+pin: setup ## Write the digests behind base images into images/platforms.toml, the commits behind data sets into recipes.
 	@$(images) pin
+	@$(python) -m services.tokenizer pin recipes/*.toml
+
+benchmark-tokenizer: setup ## Measure the tokenizer beside its alternatives; ARGS= options, such as "--megabytes 300".
+	@$(python) -m benchmarks.tokenizer $(ARGS)
 
 release: setup ## Release a stage: STAGE=trainer BUMP=major|minor|patch.
 	@$(python) -m images release

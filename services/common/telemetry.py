@@ -126,6 +126,7 @@ class _BarProgress:
 class _PlainProgress:
     def __init__(self, title: str, total: float, unit: str) -> None:
         self._title, self._total, self._unit = title, total, unit
+        self._began_at = time.monotonic()
         self._state: tuple[float, str] = (0.0, "")
         self._printed: tuple[float, str] | None = None
         self._printed_at = time.monotonic()
@@ -135,15 +136,20 @@ class _PlainProgress:
         if time.monotonic() - self._printed_at >= PLAIN_PROGRESS_SECONDS:
             self._print()
 
+    def _remaining(self, done: float) -> str:
+        if not 0 < done < self._total:
+            return ""
+        seconds = (time.monotonic() - self._began_at) * (self._total - done) / done
+        return f"{seconds:,.0f} s left"
+
     def finish(self) -> None:
         if self._state != self._printed:
             self._print()
 
     def _print(self) -> None:
         done, note = self._state
-        print(
-            f"{self._title}: {done:,.0f}/{self._total:,.0f} {self._unit} {note}".rstrip(), file=sys.stderr, flush=True
-        )
+        parts = [f"{self._title}: {done:,.0f}/{self._total:,.0f} {self._unit}", note, self._remaining(done)]
+        print(", ".join(filter(None, parts)), file=sys.stderr, flush=True)
         self._printed, self._printed_at = self._state, time.monotonic()
 
 

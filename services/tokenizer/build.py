@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.common.artifacts.corpus import SPLITS, CorpusPayload, SourceCounts
+from services.common.artifacts.corpus import SPLITS, CorpusPayload, SourceCounts, Vocabulary
 from services.common.artifacts.manifest import write_durably
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import ArtifactError
@@ -31,20 +31,7 @@ def build_corpus(workspace: Workspace, recipe: Recipe, plan: Plan, launcher: Lau
     with stopwatch.phase("vocabulary"):
         vocabulary_path, vocabulary = provide_vocabulary(recipe, plan, workspace.scratch)
     logger.info("%s", explain_choice(vocabulary_path.read_bytes(), vocabulary, recipe.tokenizer.encoder))
-    tasks = [
-        EncodeTask(
-            split=split,
-            scratch=workspace.scratch,
-            vocabulary_path=vocabulary_path,
-            vocabulary=vocabulary,
-            encoder=recipe.tokenizer.encoder,
-            weight=recipe.corpus.sources[split.source].weight,
-            validation_fraction=recipe.corpus.validation_fraction,
-            min_document_bytes=recipe.corpus.min_document_bytes,
-            invalid_utf8=recipe.corpus.invalid_utf8,
-        )
-        for split in plan.splits
-    ]
+    tasks = make_tasks(recipe, plan, vocabulary_path, vocabulary, workspace.scratch)
     with stopwatch.phase("encode"):
         encoded = _encode(tasks, launcher, recipe.tokenizer.num_workers)
     _require_a_sample(encoded, recipe.corpus.sequence_length)
@@ -71,6 +58,25 @@ def build_corpus(workspace: Workspace, recipe: Recipe, plan: Plan, launcher: Lau
         phases=tuple(stopwatch.phases),
     )
     return Draft(payload, plan.links)
+
+
+def make_tasks(
+    recipe: Recipe, plan: Plan, vocabulary_path: Path, vocabulary: Vocabulary, scratch: Path
+) -> list[EncodeTask]:
+    return [
+        EncodeTask(
+            split=split,
+            scratch=scratch,
+            vocabulary_path=vocabulary_path,
+            vocabulary=vocabulary,
+            encoder=recipe.tokenizer.encoder,
+            weight=recipe.corpus.sources[split.source].weight,
+            validation_fraction=recipe.corpus.validation_fraction,
+            min_document_bytes=recipe.corpus.min_document_bytes,
+            invalid_utf8=recipe.corpus.invalid_utf8,
+        )
+        for split in plan.splits
+    ]
 
 
 # Counts of splits that add up to the corpus's.

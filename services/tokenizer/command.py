@@ -1,27 +1,59 @@
-"""`python -m services.tokenizer`: text -> corpus/2.
+"""`python -m services.tokenizer --recipe FILE`: text -> corpus/2.
 
 plan -> vocabulary -> encode -> pack -> publish
+
+`python -m services.tokenizer inspect|diff|train-vocab|pin` are the stage's tools.
 """
 
 from __future__ import annotations
 
+import argparse
+import io
+import sys
 import time
+from collections.abc import Callable
 
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.store import Address, Artifact, publish_once
 from services.common.command_line import StageParser
 from services.common.derived import describe
+from services.common.errors import RecipeError
 from services.common.launch.launcher import choose_launcher
 from services.common.telemetry import Stopwatch, configure_logging
 from services.tokenizer.build import build_corpus
 from services.tokenizer.plan import make_plan
+from services.tokenizer.tools.comparison import diff
+from services.tokenizer.tools.inspection import inspect
+from services.tokenizer.tools.pinning import pin
+from services.tokenizer.tools.vocabulary_tool import train_vocab
+
+TOOLS: dict[str, Callable[[list[str]], int]] = {
+    "inspect": inspect,
+    "diff": diff,
+    "train-vocab": train_vocab,
+    "pin": pin,
+}
 
 
 def main(argv: list[str]) -> int:
+    if argv and argv[0] in TOOLS:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # text of a corpus, on a terminal of any encoding
+        return TOOLS[argv[0]](argv[1:])
+    if argv and not argv[0].startswith("-"):
+        raise RecipeError(
+            f"{argv[0]!r}: no such tool; they are {', '.join(TOOLS)}. Without one, pass --recipe FILE to make a corpus."
+        )
+    return make_corpus(argv)
+
+
+def make_corpus(argv: list[str]) -> int:
+    """The stage itself."""
     start = time.perf_counter()
     parser = StageParser("tokenizer", "Turn text into a corpus of packed token rows.")
     parser.add_launch()
+    _mention_tools(parser)
     arguments, recipe = parser.parse(argv)
     configure_logging("tokenizer")
     if arguments.dry_run:
@@ -74,3 +106,11 @@ def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) ->
     )
     spent = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in payload.phases) if is_new else "verified"
     return "\n".join([*lines, f"  seconds     {seconds:.1f} ({spent})"])
+
+
+def _mention_tools(parser: argparse.ArgumentParser) -> None:
+    lines = [f"  {name:<12} {(tool.__doc__ or '').splitlines()[0]}" for name, tool in TOOLS.items()]
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(
+        [f"{parser.epilog}\n", f"tools, each with a --help of its own: {parser.prog} TOOL ...", *lines]
+    )

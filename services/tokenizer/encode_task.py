@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from services.common.artifacts.corpus import SPLITS, Split, Vocabulary
 from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import Record, write_durably
-from services.tokenizer.durable_file import write_file
+from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
 from services.tokenizer.encoding.vocabulary_file import EncoderChoice, load_encoder
 from services.tokenizer.sources.documents import read_documents

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from services.common.artifacts.corpus import Split, SplitCounts, arrow_schema
-from services.tokenizer.durable_file import write_file
+from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encode_task import EncodedSplit, EncodeTask
 from services.tokenizer.encoding.encoder import Offsets, TokenIds
 

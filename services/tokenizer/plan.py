@@ -13,7 +13,7 @@ import xxhash
 from services.common.artifacts.manifest import InputLink, write_durably
 from services.common.artifacts.store import artifact_id
 from services.common.recipe import Recipe, fingerprint
-from services.tokenizer.durable_file import TEMPORARY_SUFFIX
+from services.tokenizer.atomic_file import TEMPORARY_SUFFIX
 from services.tokenizer.sources.documents import cut_file, list_inputs
 from services.tokenizer.sources.file_system import open_file
 from services.tokenizer.sources.piece import InputFile, InputSplit, Piece
@@ -29,7 +29,7 @@ class Plan:
     artifact_id: str
     splits: tuple[InputSplit, ...]
     links: tuple[InputLink, ...]
-    """Provenance: a line per source, and one for a given vocabulary."""
+    """Provenance: a line per source, and at the end one for a given vocabulary."""
 
     @property
     def input_files(self) -> int:
@@ -89,7 +89,19 @@ def _group(pieces: list[Piece], split_bytes: int) -> list[tuple[Piece, ...]]:
             room = split_bytes
         groups[-1].append(piece)
         room -= piece.bytes
-    return [tuple(group) for group in groups]
+    return [_join_neighbours(group) for group in groups]
+
+
+def _join_neighbours(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """Ranges of a file that follow each other as one, for which the file is opened once."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        if joined and (joined[-1].file, joined[-1].end) == (piece.file, piece.begin):
+            first = joined.pop()
+            joined.append(Piece(piece.file, first.begin, piece.end, first.bytes + piece.bytes))
+        else:
+            joined.append(piece)
+    return tuple(joined)
 
 
 def _link(schema: str, uri: str, files: list[InputFile]) -> InputLink:

@@ -44,6 +44,14 @@ class TextBatch:
         """Some of the documents; no text is copied."""
         return TextBatch(self.text, self.begins[is_wanted], self.ends[is_wanted], self.num_repaired)
 
+    def begins_of_documents(self, max_bytes: int) -> TextBatch:
+        """Each document up to so many bytes, cut between two characters."""
+        ends = np.minimum(self.ends, self.begins + max_bytes)
+        for index in np.flatnonzero(ends < self.ends).tolist():
+            while self.text[ends[index]] & 0xC0 == 0x80:
+                ends[index] -= 1
+        return TextBatch(self.text, self.begins, ends)
+
     def views(self) -> Iterator[memoryview]:
         """The documents one by one, without a copy."""
         view = memoryview(self.text.data)
@@ -72,11 +80,11 @@ def join_small(batches: Iterable[TextBatch]) -> Iterator[TextBatch]:
     waiting: list[TextBatch] = []
     waiting_bytes = 0
     for batch in batches:
-        waiting.append(batch)
-        waiting_bytes += batch.text_bytes
-        if waiting_bytes >= BATCH_BYTES:
+        if waiting and waiting_bytes + batch.text_bytes > BATCH_BYTES:
             yield _join(waiting)
             waiting, waiting_bytes = [], 0
+        waiting.append(batch)
+        waiting_bytes += batch.text_bytes
     if waiting:
         yield _join(waiting)
 

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import xxhash
+
 from services.common.artifacts.corpus import Vocabulary
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import ArtifactError, RecipeError
@@ -31,7 +33,9 @@ def provide_vocabulary(recipe: Recipe, plan: Plan, scratch: Path) -> tuple[Path,
     path = scratch / VOCABULARY
     if not path.exists():
         content = (
-            _train_on_corpus(recipe, recipe.tokenizer.train, plan) if recipe.tokenizer.train else _read_given(recipe)
+            _train_on_corpus(recipe, recipe.tokenizer.train, plan)
+            if recipe.tokenizer.train
+            else _read_given(recipe, plan)
         )
         write_durably(path, content)
     return path, describe_vocabulary(path.read_bytes(), recipe.tokenizer)
@@ -57,17 +61,19 @@ def _read_training_text(recipe: Recipe, training: VocabularyTraining, plan: Plan
             is_for_training = ~are_for_validation(batch, recipe.corpus.validation_fraction)
             is_for_training &= batch.sizes >= recipe.corpus.min_document_bytes
             is_for_training &= are_sampled(batch, recipe.corpus.sources[split.source].weight, split.pass_number)
-            for document in batch.select(is_for_training).documents():
-                yield document[:room].decode("utf-8", "ignore").encode()
+            for document in batch.select(is_for_training).views():
+                yield bytes(document[:room]).decode("utf-8", "ignore").encode()
                 room -= len(document)
                 if room <= 0:
                     return
 
 
-def _read_given(recipe: Recipe) -> bytes:
+def _read_given(recipe: Recipe, plan: Plan) -> bytes:
     uri = str(recipe.tokenizer.model)
     with open_file(uri) as file:
         content = file.read()
+    if xxhash.xxh3_128_hexdigest(content) != plan.links[-1].content_digest:
+        raise ArtifactError(f"{uri}: changed since the corpus was planned. Run the same command again.")
     try:
         vocabulary = describe_vocabulary(content, recipe.tokenizer)
     except ArtifactError as error:

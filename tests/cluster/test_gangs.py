@@ -235,7 +235,7 @@ def test_whoever_is_killed_the_deployment_goes_on(house: House, moment: str) -> 
         wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
     kill_group(client)
     for force in ((), ("--grace-period=0", "--force")):
-        wait_until(lambda: deploy_pod(house), MINUTE)
+        wait_until(lambda: deploy_pod(house), 3 * MINUTE)  # the Job controller waits longer before each next pod
         pod = deploy_pod(house)
         cluster.kubectl("-n", "millrace", "delete", "pod", pod, *force)
         wait_until(lambda gone=pod: deploy_pod(house) not in ("", gone), 2 * MINUTE)

@@ -186,6 +186,28 @@ def test_any_user_can_run_a_stage_where_only_two_folders_can_be_written(images: 
     assert next(root.glob("corpus/*/*/manifest.json")).stat().st_uid == 4321
 
 
+WITH_STATISTICS = """
+import sys
+from services.tokenizer.command import main
+code = main(sys.argv[1:])
+from services.tokenizer.encoding.chunk_kernel import encode_documents
+statistics = encode_documents.stats
+print(code, sum(statistics.cache_hits.values()), sum(statistics.cache_misses.values()))
+"""
+
+
+def test_the_kernel_comes_compiled_and_is_used_under_a_read_only_root(images: dict[str, str], tmp_path: Path) -> None:
+    write_small_recipe(tmp_path / "small.toml", "/fsx/notes")
+    done = subprocess.run(
+        ["docker", "run", "--rm", "--read-only", "--network", "none", "--user", "4321:4321", "--tmpfs", "/scratch:exec",
+         "--volume", f"{make_root(tmp_path / 'fsx')}:/fsx:ro", "--volume", f"{tmp_path}/small.toml:/recipe.toml:ro",
+         "--entrypoint", "python", images["tokenizer"], "-c", WITH_STATISTICS,
+         "--recipe", "/recipe.toml", "--root", "/scratch/fsx", "--launch", "inline"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["0 1 0"], done.stderr  # exit code, found compiled, compiled
+
+
 def test_no_layer_and_no_history_knows_the_index_or_its_token(checkout: Path) -> None:
     if os.environ.get("PIP_INDEX_URL"):
         pytest.skip("the packages come from an index of this machine's, and its address is needed to build")

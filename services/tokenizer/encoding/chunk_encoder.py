@@ -17,7 +17,7 @@ from services.tokenizer.encoding.chunk_kernel import (
     encode_documents,
     rehash,
 )
-from services.tokenizer.encoding.chunk_tables import build_tables, find_obstacle
+from services.tokenizer.encoding.chunk_tables import ChunkTables, build_tables
 from services.tokenizer.encoding.encoder import Offsets, TokenIds, token_dtype
 from services.tokenizer.encoding.sentencepiece_model import load_model, read_settings
 from services.tokenizer.text_batch import TextBatch
@@ -31,25 +31,29 @@ _LONG_IDS = 8 * 2**20
 _LONG_CHUNK_BYTES = 2**16
 
 
-def obstacle_to_chunks(model: bytes) -> str | None:
-    """Why `ChunkEncoder` must not be used for this model; None when it gives SentencePiece's ids."""
-    return find_obstacle(load_model(model), read_settings(model))
-
-
 class ChunkEncoder:
     """Keeps up to 4 million chunks (168 MB) from batch to batch."""
 
     name = "chunk kernel"
 
-    def __init__(self, model: bytes) -> None:
-        processor = load_model(model)
-        self._tables = build_tables(processor)
-        self._adds_prefix = read_settings(model).adds_dummy_prefix
-        self._bos_id, self._eos_id = processor.bos_id(), processor.eos_id()
-        self._dtype = np.dtype(token_dtype(processor.vocab_size()))
-        self._cache = _empty_cache(_FIRST_ENTRIES, self._dtype)
-        self._ids: npt.NDArray[Any] = np.empty(0, self._dtype)
+    def __init__(self, tables: ChunkTables, bos_id: int, eos_id: int, adds_prefix: bool, dtype: np.dtype[Any]) -> None:
+        self._tables = tables
+        self._bos_id, self._eos_id, self._adds_prefix = bos_id, eos_id, adds_prefix
+        self._dtype = dtype
+        self._cache = _empty_cache(_FIRST_ENTRIES, dtype)
+        self._ids: npt.NDArray[Any] = np.empty(0, dtype)
         self._scratch = _scratch(0)
+
+    @classmethod
+    def from_model(cls, model: bytes) -> ChunkEncoder:
+        processor = load_model(model)
+        return cls(
+            build_tables(processor),
+            processor.bos_id(),
+            processor.eos_id(),
+            read_settings(model).adds_dummy_prefix,
+            np.dtype(token_dtype(processor.vocab_size())),
+        )
 
     def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
         """See `Encoder.encode`."""
@@ -62,9 +66,7 @@ class ChunkEncoder:
     def _encode(self, batch: TextBatch, offsets: Offsets) -> int:
         return int(
             encode_documents(
-                batch.text,
-                batch.begins,
-                batch.ends,
+                *map(_read_only, (batch.text, batch.begins, batch.ends)),
                 self._bos_id,
                 self._eos_id,
                 self._tables,
@@ -92,6 +94,27 @@ class ChunkEncoder:
             elif 4 * used > 3 * num_entries - 4:
                 self._cache.entries[:] = 0
                 self._cache.used[:] = 0
+
+
+def compile_kernels(dtype: np.dtype[Any]) -> None:
+    """Have numba compile, and keep, all that an encoder with this type of ids needs."""
+    tables = ChunkTables(
+        is_soft=np.zeros(0, np.uint8),
+        pairs_of_characters=np.zeros(0, np.int64),
+        merge_keys=np.zeros(0, np.int64),
+        merge_values=np.zeros(0, np.int64),
+        id_of_code_point=np.zeros(0, np.int32),
+        id_of_byte=np.zeros(0, np.int32),
+    )
+    ChunkEncoder(tables, bos_id=0, eos_id=0, adds_prefix=True, dtype=dtype).encode(TextBatch.of([]))
+    rehash(np.zeros(0, np.uint64), np.zeros(_ENTRY_BYTES // 8, np.uint64))
+
+
+def _read_only(values: Any) -> npt.NDArray[Any]:
+    """A view that always has the same type for numba, which compiles for each: some arrays come from Arrow's memory."""
+    view = np.ascontiguousarray(values).view()
+    view.flags.writeable = False
+    return view
 
 
 def _empty_cache(num_entries: int, dtype: np.dtype[Any]) -> ChunkCache:

@@ -9,6 +9,7 @@ encode(left + right) = encode(left) + encode(right), and what a chunk between tw
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import sentencepiece
 
-from services.tokenizer.encoding.sentencepiece_model import SentencePieceSettings
+from services.tokenizer.encoding.sentencepiece_model import load_model, read_settings
 
 SPACE_PIECE = "\u2581"
 """How SentencePiece writes a space. The kernel keeps it as the byte of a space."""
@@ -44,8 +45,10 @@ class ChunkTables(NamedTuple):
     """[256] the piece of a byte, for characters without a piece."""
 
 
-def find_obstacle(processor: sentencepiece.SentencePieceProcessor, settings: SentencePieceSettings) -> str | None:
-    """Why the kernel must not encode for this vocabulary, in words that finish "because ..."; None when it may."""
+@lru_cache(maxsize=1)
+def obstacle_to_chunks(model: bytes) -> str | None:
+    """Why the kernel must not encode for this model, in words that finish "because ..."; None when it gives its ids."""
+    processor, settings = load_model(model), read_settings(model)
     ids = range(processor.vocab_size())
     pieces = {str(processor.id_to_piece(index)) for index in _normal_ids(processor)}
     characters = {character for piece in pieces for character in piece}
@@ -55,11 +58,11 @@ def find_obstacle(processor: sentencepiece.SentencePieceProcessor, settings: Sen
         (not settings.removes_extra_whitespaces, "its normaliser removes extra spaces"),
         (settings.escapes_whitespaces, "it does not escape spaces"),
         (not settings.puts_whitespace_last, "it writes spaces at the end of words"),
+        (not settings.has_user_defined_pieces, "it has user-defined pieces"),
         (not any(processor.is_unused(index) for index in ids), "it has unused pieces"),
         (_count_byte_pieces(processor) == 256, "it has no piece for every byte"),
         (" " not in characters, "a piece has a space that is not escaped"),
         (characters <= pieces, f"{sorted(characters - pieces)[:3]} are in pieces and are no pieces themselves"),
-        (not settings.has_user_defined_pieces, "it has user-defined pieces"),
     ]
     return next((obstacle for holds, obstacle in checks if not holds), None)
 

@@ -27,13 +27,13 @@ class SentencePieceEncoder:
 class TokenizersEncoder:
     """Hugging Face `tokenizers`, from a `tokenizer.json`."""
 
-    def __init__(self, tokenizer: bytes, bos_id: int, eos_id: int) -> None:
+    def __init__(self, tokenizer: bytes, bos_id: int, eos_id: int, vocab_size: int) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer)
         self._tokenizer.encode_special_tokens = True  # text is text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._bos_id, self._eos_id = bos_id, eos_id
-        self._dtype = np.dtype(token_dtype(self._tokenizer.get_vocab_size()))
+        self._dtype = np.dtype(token_dtype(vocab_size))
         self.name = f"tokenizers {tokenizers.__version__}"
 
     def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:

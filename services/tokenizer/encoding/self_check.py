@@ -15,6 +15,8 @@ FUZZ_DOCUMENTS = 400
 SAMPLED_DOCUMENTS = 2_000
 SAMPLED_BYTES = 2**20
 """0.2 s of SentencePiece."""
+SAMPLED_BYTES_OF_A_DOCUMENT = 2**16
+"""The begin of a longer one: SentencePiece takes 40 times its size of memory."""
 
 _SHOWN_IDS = 60
 _CONTROL_TEXT = ("<s>", "</s>", "<unk>", "<pad>", "<0x0A>", "[INST]", "<|begin_of_text|>", "<|end_of_text|>")
@@ -44,9 +46,10 @@ class CheckedEncoder:
     def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
         """See `Encoder.encode`."""
         if self._documents_left > 0 and self._bytes_left > 0:
-            is_sampled = np.cumsum(batch.sizes) - batch.sizes < self._bytes_left
+            sample = batch.begins_of_documents(SAMPLED_BYTES_OF_A_DOCUMENT)
+            is_sampled = np.cumsum(sample.sizes) <= self._bytes_left
             is_sampled[self._documents_left :] = False
-            sample = batch.select(is_sampled)
+            sample = sample.select(is_sampled)
             self._check(sample)
             self._documents_left -= len(sample)
             self._bytes_left -= sample.text_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import sentencepiece
 
@@ -44,6 +45,7 @@ def load_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
         raise ArtifactError(f"Not a SentencePiece model ({error}).") from error
 
 
+@lru_cache(maxsize=1)  # 0.2 s in Python for 32,000 pieces
 def read_settings(model: bytes) -> SentencePieceSettings:
     """The settings of a model that `load_model` has accepted."""
     trainer: dict[int, int | bytes] = {}

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from services.common.artifacts.corpus import Vocabulary
 from services.common.errors import ArtifactError
 from services.common.recipe import Tokenizer
+from services.tokenizer.encoding.chunk_tables import obstacle_to_chunks
+from services.tokenizer.encoding.compiled_kernels import use_shipped_kernels
 from services.tokenizer.encoding.encoder import Encoder
 from services.tokenizer.encoding.self_check import CheckedEncoder
 from services.tokenizer.encoding.sentencepiece_model import load_model
@@ -59,67 +61,80 @@ def load_encoder(path: Path, vocabulary: Vocabulary, choice: EncoderChoice) -> C
     Raises `DeviceError` with a document and both lists of ids when the two differ.
     """
     content = path.read_bytes()
-    fast, reference = _encoders(content, vocabulary)
-    is_fast = choice == "auto" and fast is not None
-    return CheckedEncoder(fast if is_fast and fast is not None else reference, reference, _pieces(content, vocabulary))
+    reference = _reference(content, vocabulary)
+    is_fast = choice == "auto" and _obstacle_to_fast(content, vocabulary) is None
+    encoder = _fast(content, vocabulary) if is_fast else reference
+    return CheckedEncoder(encoder, reference, _pieces(content, vocabulary))
 
 
 def explain_choice(content: bytes, vocabulary: Vocabulary, choice: EncoderChoice) -> str:
     """Which encoder `load_encoder` takes and why, in a line."""
     if choice == "reference":
         return 'the reference encodes: tokenizer.encoder = "reference"'
-    if vocabulary.kind != "sentencepiece":
-        return "fastokens encodes"
-    from services.tokenizer.encoding.chunk_encoder import obstacle_to_chunks  # noqa: PLC0415 - numba takes 0.3 s
-
-    obstacle = obstacle_to_chunks(content)
-    return f"sentencepiece itself encodes, because {obstacle}" if obstacle else "the chunk kernel encodes"
+    obstacle = _obstacle_to_fast(content, vocabulary)
+    if obstacle:
+        return f"{reference_name(vocabulary)} itself encodes, because {obstacle}"
+    return "the chunk kernel encodes" if vocabulary.kind == "sentencepiece" else "fastokens encodes"
 
 
 def reference_name(vocabulary: Vocabulary) -> str:
     """The library that defines the ids, and its version."""
-    package = {"sentencepiece": "sentencepiece", "tokenizer_json": "tokenizers", "tiktoken": "tiktoken"}[
-        vocabulary.kind
-    ]
+    package = "tokenizers" if vocabulary.kind == "tokenizer_json" else vocabulary.kind
     return f"{package} {importlib.metadata.version(package)}"
 
 
-def _encoders(content: bytes, vocabulary: Vocabulary) -> tuple[Encoder | None, Encoder]:
-    """The fast encoder, where one may be used, and the reference."""
+def _obstacle_to_fast(content: bytes, vocabulary: Vocabulary) -> str | None:
+    """Why no fast encoder of this kind may be used, in words that follow "because"."""
+    if vocabulary.kind == "sentencepiece":
+        return obstacle_to_chunks(content)
+    try:
+        _fast(content, vocabulary)
+    except ValueError as error:
+        return f"fastokens cannot read it ({error})"
+    return None
+
+
+def _fast(content: bytes, vocabulary: Vocabulary) -> Encoder:
+    """The fast encoder of this kind. Each kind loads its own libraries, and no other's."""
+    if vocabulary.kind == "sentencepiece":
+        use_shipped_kernels()
+        from services.tokenizer.encoding.chunk_encoder import ChunkEncoder  # noqa: PLC0415
+
+        return ChunkEncoder.from_model(content)
+    from services.tokenizer.encoding.byte_level import FastokensEncoder  # noqa: PLC0415
+
+    make = FastokensEncoder.from_json if vocabulary.kind == "tokenizer_json" else FastokensEncoder.from_tiktoken
+    return make(content, vocabulary.bos_id, vocabulary.eos_id, vocabulary.vocab_size)
+
+
+def _reference(content: bytes, vocabulary: Vocabulary) -> Encoder:
     bos_id, eos_id, vocab_size = vocabulary.bos_id, vocabulary.eos_id, vocabulary.vocab_size
-    # Each kind loads its own libraries, and no other's.
     match vocabulary.kind:
         case "sentencepiece":
-            from services.tokenizer.encoding.chunk_encoder import ChunkEncoder, obstacle_to_chunks  # noqa: PLC0415
             from services.tokenizer.encoding.reference import SentencePieceEncoder  # noqa: PLC0415
 
-            is_fit = obstacle_to_chunks(content) is None
-            return ChunkEncoder(content) if is_fit else None, SentencePieceEncoder(content)
+            return SentencePieceEncoder(content)
         case "tokenizer_json":
-            from services.tokenizer.encoding.byte_level import FastokensEncoder  # noqa: PLC0415
             from services.tokenizer.encoding.reference import TokenizersEncoder  # noqa: PLC0415
 
-            return (
-                FastokensEncoder.from_json(content, bos_id, eos_id, vocab_size),
-                TokenizersEncoder(content, bos_id, eos_id),
-            )
+            return TokenizersEncoder(content, bos_id, eos_id, vocab_size)
         case "tiktoken":
-            from services.tokenizer.encoding.byte_level import FastokensEncoder, TiktokenEncoder  # noqa: PLC0415
+            from services.tokenizer.encoding.byte_level import TiktokenEncoder  # noqa: PLC0415
 
-            return (
-                FastokensEncoder.from_tiktoken(content, bos_id, eos_id, vocab_size),
-                TiktokenEncoder(content, bos_id, eos_id, vocab_size),
-            )
+            return TiktokenEncoder(content, bos_id, eos_id, vocab_size)
 
 
 def _describe_sentencepiece(content: bytes) -> tuple[int, int, int]:
+    explanation = (
+        "no vocabulary: neither a SentencePiece model, nor a tokenizer.json, nor a tiktoken file. "
+        "tokenizer.model names one of the three."
+    )
+    if not content:  # SentencePiece takes it for a model without pieces
+        raise ArtifactError(explanation)
     try:
         processor = load_model(content)
     except ArtifactError as error:
-        raise ArtifactError(
-            "no vocabulary: neither a SentencePiece model, nor a tokenizer.json, nor a tiktoken file. "
-            "tokenizer.model names one of the three."
-        ) from error
+        raise ArtifactError(explanation) from error
     if min(processor.bos_id(), processor.eos_id()) < 0:
         raise ArtifactError("has no BOS or no EOS piece, and every document is stored between the two.")
     if not any(processor.is_byte(piece) for piece in range(processor.vocab_size())):
@@ -132,7 +147,7 @@ def _describe_json(content: bytes, settings: Tokenizer) -> tuple[int, int, int]:
         fields = json.loads(content)
         vocab, added = fields["model"]["vocab"], fields.get("added_tokens") or []
         ids: dict[str, int] = {token["content"]: token["id"] for token in added}
-        used = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab))), *ids.values()]
+        largest = max([*(vocab.values() if isinstance(vocab, dict) else range(len(vocab))), *ids.values(), -1])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"JSON, but not a tokenizer.json of Hugging Face ({error!r}).") from error
     known = [pair for pair in _KNOWN_BORDERS if ids.keys() >= set(pair)]
@@ -147,7 +162,19 @@ def _describe_json(content: bytes, settings: Tokenizer) -> tuple[int, int, int]:
             f"Set tokenizer.bos_token and tokenizer.eos_token to two of its special tokens: "
             f"{', '.join(list(ids)[:20]) or 'it has none'}."
         )
-    return max(used) + 1, ids[bos], ids[eos]
+    _require_tokenizer(content)
+    return largest + 1, ids[bos], ids[eos]
+
+
+def _require_tokenizer(content: bytes) -> None:
+    import tokenizers  # noqa: PLC0415
+
+    try:
+        tokenizers.Tokenizer.from_buffer(content)
+    except ValueError as error:
+        raise ArtifactError(
+            f"JSON, but not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}."
+        ) from error
 
 
 def _looks_like_tiktoken(content: bytes) -> bool:

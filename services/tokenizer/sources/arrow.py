@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import BinaryIO
 
 import pyarrow as pa
 
 from services.common.errors import ArtifactError
-from services.tokenizer.sources.column import check_column, in_batches
-from services.tokenizer.sources.file_system import open_file
+from services.tokenizer.sources.column import check_column, in_batches, row_of_file
+from services.tokenizer.sources.file_system import open_seekable_file
 from services.tokenizer.sources.piece import InputFile, Piece, whole
 from services.tokenizer.text_batch import TextBatch
 
 _FILE_FORMAT = b"ARROW1"
+_CONTINUATION = b"\xff\xff\xff\xff"
+_END_OF_STREAM = _CONTINUATION + bytes(4)
 
 
 def cut(file: InputFile, split_bytes: int) -> list[Piece]:
@@ -37,13 +41,30 @@ def read(piece: Piece) -> Iterator[TextBatch]:
             yield from in_batches(batch.column(piece.file.column))
 
 
+def locate(piece: Piece, number: int) -> str:
+    """The row of a document, from 1 on."""
+    with _open_arrow(piece.file.uri) as reader:
+        rows = [reader.get_batch(index).num_rows for index in range(piece.begin)] if piece.begin else []
+    return row_of_file(piece, sum(rows) + number)
+
+
 @contextmanager
 def _open_arrow(uri: str) -> Iterator[pa.RecordBatchFileReader | pa.RecordBatchStreamReader]:
-    with open_file(uri) as file:
-        is_file_format = file.read(len(_FILE_FORMAT)) == _FILE_FORMAT
+    with open_seekable_file(uri) as file:
+        begin = file.read(len(_FILE_FORMAT))
+        is_file_format = begin == _FILE_FORMAT
+        if begin.startswith(_CONTINUATION):
+            _require_end(file, uri)
         file.seek(0)
         try:
             with pa.ipc.open_file(file) if is_file_format else pa.ipc.open_stream(file) as reader:
                 yield reader
-        except pa.ArrowInvalid as error:
+        except pa.ArrowException as error:
             raise ArtifactError(f"{uri}: not a readable Arrow file: {error}") from error
+
+
+def _require_end(file: BinaryIO, uri: str) -> None:
+    """Arrow takes a stream that was cut off between two batches for a whole one; every writer marks the end."""
+    file.seek(-len(_END_OF_STREAM), os.SEEK_END)
+    if file.read() != _END_OF_STREAM:
+        raise ArtifactError(f"{uri}: an Arrow stream without its end: it is cut off, or still being written.")

@@ -23,13 +23,15 @@ class DocumentFormat:
     """Pieces of about so many bytes, in the file's order."""
     read: Callable[[Piece], Iterator[TextBatch]]
     """The documents of a piece, in the file's order, as UTF-8 unless the input is broken."""
+    locate: Callable[[Piece, int], str] = text.locate
+    """Where a document of a piece is, for somebody who has to look at it; they are counted from 0."""
 
 
 FORMATS: dict[Format, DocumentFormat] = {
     "text": DocumentFormat(text.cut, text.read),
-    "jsonl": DocumentFormat(jsonl.cut, jsonl.read),
-    "parquet": DocumentFormat(parquet.cut, parquet.read),
-    "arrow": DocumentFormat(arrow.cut, arrow.read),
+    "jsonl": DocumentFormat(jsonl.cut, jsonl.read, jsonl.locate),
+    "parquet": DocumentFormat(parquet.cut, parquet.read, parquet.locate),
+    "arrow": DocumentFormat(arrow.cut, arrow.read, arrow.locate),
     "wikicorpus": DocumentFormat(wikicorpus.cut, wikicorpus.read),
     "python_module": DocumentFormat(python_docs.cut, python_docs.read_module),
     "python_topics": DocumentFormat(python_docs.cut, python_docs.read_topics),
@@ -93,14 +95,12 @@ def _repair(batch: TextBatch) -> TextBatch:
 
 
 def _explain_invalid(piece: Piece, number: int, batch: TextBatch) -> str:
-    for document in batch.documents():
-        number += 1
+    for index, document in enumerate(batch.documents(), start=number):
         try:
             document.decode()
         except UnicodeDecodeError as error:
-            part = "" if piece.begin == 0 else f" of the part from {piece.begin:,} on"
             return (
-                f"{piece.file.uri}: document {number:,}{part} is not UTF-8: byte 0x{document[error.start]:02x} at "
-                f'{error.start:,} ({error.reason}). Repair it, or set corpus.invalid_utf8 = "replace".'
+                f"{FORMATS[piece.file.format].locate(piece, index)} is not UTF-8: byte 0x{document[error.start]:02x} "
+                f'at {error.start:,} ({error.reason}). Repair it, or set corpus.invalid_utf8 = "replace".'
             )
     raise AssertionError("only asked about a batch that is not UTF-8")

@@ -5,11 +5,16 @@ from __future__ import annotations
 import glob
 import io
 import logging
+import lzma
+import os
+import traceback
+import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -18,9 +23,10 @@ import fsspec.core
 import fsspec.implementations.local
 import fsspec.utils
 import pyarrow as pa
+import xxhash
 
 from services.common.artifacts.files import xxh3_of
-from services.common.errors import ArtifactError, DeviceError, RecipeError
+from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
 from services.common.recipe import Source, fingerprint
 from services.tokenizer.sources.piece import Format, InputFile
 
@@ -38,6 +44,7 @@ FORMAT_BY_ENDING: dict[str, Format] = {
 _KNOWN_ENDINGS = " ".join(FORMAT_BY_ENDING)
 # Arrow's decompression says when a file is cut off, which Python's zstandard does not, and is three times gzip's speed.
 _ARROW_CODEC_BY_ENDING = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
+_RECORDS_OF_DATASETS = ("dataset_info.json", "state.json")
 _BUFFER_BYTES = 2**20
 _HASHING_THREADS = 4
 # What file systems call a checksum, a version or a time of change in the facts they give about a file.
@@ -46,12 +53,18 @@ _VERSION_FACTS = (
     "md5",
     "checksum",
     "digest",
-    "crc32c",
+    "crc",
     "generation",
     "version",
-    "modified",
+    "modif",
     "mtime",
     "blob_id",
+)
+# Whose errors are of the network, the store or the account, and in no common class: botocore's and httpx's are
+# plain `Exception`s, and fsspec's are `ValueError`s where a server serves whole files alone.
+_REMOTE_LIBRARIES = frozenset(
+    {"adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "httpcore", "httpx"}
+    | {"huggingface_hub", "requests", "s3fs", "urllib3"}
 )
 
 
@@ -67,17 +80,22 @@ def list_files(source: Source) -> list[InputFile]:
         return _describe(file_system, chosen, base, source.column)
 
 
-def list_paths(uris: list[str], base: str, file_format: Format, column: str) -> list[InputFile]:
+def list_paths(uris: list[str], file_format: Format, column: str) -> list[InputFile]:
     """Files of one file system that are known already, in the order given."""
     file_system, _ = find_file_system(uris[0])
     paths = [find_file_system(uri)[1] for uri in uris]
-    with explain_read_errors(base):
+    base = os.path.commonpath([PurePosixPath(path).parent for path in paths])
+    with explain_read_errors(uris[0]):
         return _describe(file_system, dict.fromkeys(paths, file_format), base, column)
 
 
 def find_file_system(uri: str) -> tuple[Any, str]:
     """The fsspec file system of a URI, and the path in it. Raises `DeviceError` when its package is missing."""
     protocol = uri.partition("://")[0]
+    if "::" in uri:
+        raise RecipeError(
+            f"{uri}: fsspec's chains of file systems are not read here. Unpack the archive into a folder."
+        )
     try:
         file_system, path = fsspec.core.url_to_fs(uri)
     except ImportError as error:
@@ -92,7 +110,7 @@ def find_file_system(uri: str) -> tuple[Any, str]:
 
 @contextmanager
 def open_file(uri: str) -> Iterator[BinaryIO]:
-    """Open a file for reading bytes; what its ending says is compressed is decompressed."""
+    """Open a file for reading bytes from its begin on; what its ending says is compressed is decompressed."""
     codec = _ARROW_CODEC_BY_ENDING.get(PurePosixPath(uri).suffix.lower())
     try:
         opened = fsspec.open(uri, mode="rb", compression=None if codec else "infer")
@@ -100,29 +118,45 @@ def open_file(uri: str) -> Iterator[BinaryIO]:
         raise DeviceError(f"{uri}: this Python cannot decompress it ({error}).") from error
     with explain_read_errors(uri), opened as file:
         if codec is None:
-            yield file
+            _require_one_member(uri)
+            # fsspec's own readline takes a block of 5 MB for each line of a remote file.
+            yield io.BufferedReader(file, _BUFFER_BYTES)
             return
         with pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec) as stream:
-            yield io.BufferedReader(stream, _BUFFER_BYTES)
+            reader = io.BufferedReader(stream, _BUFFER_BYTES)
+            if not reader.peek(1) and not file.tell():
+                raise ArtifactError(f"{uri}: has no bytes, which no {codec} file is: it is cut off.")
+            yield reader
+
+
+@contextmanager
+def open_seekable_file(uri: str) -> Iterator[BinaryIO]:
+    """Open a file that is read by position. Raises `ArtifactError` where that is compressed from begin to end."""
+    if is_compressed(uri):
+        raise ArtifactError(f"{uri}: files of this format are read by position, and it is compressed. Decompress it.")
+    with explain_read_errors(uri), fsspec.open(uri, mode="rb") as file:
+        yield file
 
 
 @contextmanager
 def require_unchanged(file: InputFile) -> Iterator[None]:
     """Raise `ArtifactError` when the file is written between its listing and the end of this block.
 
-    That goes by the file's stamp: what was published under a digest that was taken before would else be other text.
+    What was published under a digest that was taken before would else be other text. A file that is the same all
+    through the block and has another stamp than the one listed, such as another machine's copy, goes by its content.
     """
     changed = ArtifactError(
         f"{file.uri}: changed while the corpus was made from it, so nothing was published. "
         f"Run the same command again when it is complete: it takes the file as it is then."
     )
+    before = _stamp(file.uri)
     try:
         yield
     except ArtifactError as error:
-        if _stamp(file.uri) != file.stamp:
+        if not _is_as_listed(file, before):
             raise changed from error
         raise
-    if _stamp(file.uri) != file.stamp:
+    if not _is_as_listed(file, before):
         raise changed
 
 
@@ -136,9 +170,14 @@ def explain_read_errors(uri: str) -> Iterator[None]:
     """An input that cannot be read is a bad input, not a full disk: raise it as `ArtifactError`."""
     try:
         yield
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise ArtifactError(f"{uri}: cannot be read: {reason}.") from error
+    except MillraceError:
+        raise
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
+        raise ArtifactError(f"{uri}: cannot be read: {_reason(error)}.") from error
+    except Exception as error:
+        if not _has_passed_a_remote_library(error):
+            raise
+        raise ArtifactError(f"{uri}: cannot be read: {_reason(error)}.") from error
 
 
 def is_compressed(uri: str) -> bool:
@@ -146,10 +185,31 @@ def is_compressed(uri: str) -> bool:
     return suffix in _ARROW_CODEC_BY_ENDING or fsspec.utils.infer_compression(uri) is not None
 
 
+def _reason(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().rstrip(".")
+
+
+def _has_passed_a_remote_library(error: Exception) -> bool:
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(module.partition(".")[0] in _REMOTE_LIBRARIES for module in modules)
+
+
+def _require_one_member(uri: str) -> None:
+    """fsspec reads the first file of a zip archive, and would leave out the others."""
+    if PurePosixPath(uri).suffix.lower() != ".zip":
+        return
+    with fsspec.open(uri, mode="rb") as file, zipfile.ZipFile(file) as archive:
+        if len(archive.filelist) != 1:
+            raise ArtifactError(
+                f"{uri}: a zip archive of {len(archive.filelist)} files, and one is read. Unpack it into a folder."
+            )
+
+
 def _expand(file_system: Any, path: str, uri: str) -> tuple[str, list[str]]:
     """The files behind a path, sorted, and the folder that their names are relative to."""
-    if file_system.isfile(path):
-        return str(PurePosixPath(path).parent), [path]
+    # Of a web server's folder every file system says that it is a file: its index page.
+    if not path.endswith("/") and file_system.isfile(path):
+        return path.rpartition("/")[0], [path]
     if file_system.isdir(path):
         found = [each for each in file_system.find(path) if not _is_hidden(each.removeprefix(path))]
         base = path
@@ -157,12 +217,19 @@ def _expand(file_system: Any, path: str, uri: str) -> tuple[str, list[str]]:
         found = [each for each in file_system.glob(path) if file_system.isfile(each)]
         base = path[: next(index for index, char in enumerate(path) if char in "*?[")].rpartition("/")[0]
     else:
+        _require_reachable(file_system, path)
         raise ArtifactError(
             f"{uri}: no such file or folder. corpus.sources names it; relative paths start at {Path.cwd()}."
         )
     if not found:
         raise ArtifactError(f"{uri}: no file there. corpus.sources names it; relative paths start at {Path.cwd()}.")
     return base, sorted(found)
+
+
+def _require_reachable(file_system: Any, path: str) -> None:
+    """Raise what `isfile` and `isdir` have taken for a no: that there are no credentials, or no network."""
+    with suppress(FileNotFoundError):
+        file_system.info(path)
 
 
 def _is_hidden(name: str) -> bool:
@@ -172,12 +239,13 @@ def _is_hidden(name: str) -> bool:
 def _choose_formats(source: Source, paths: list[str]) -> dict[str, Format]:
     if source.format != "auto":
         return dict.fromkeys(paths, source.format)
+    paths = _without_records_of_datasets(paths)
     chosen = {path: FORMAT_BY_ENDING[_ending(path)] for path in paths if _ending(path) in FORMAT_BY_ENDING}
     skipped = [path for path in paths if path not in chosen]
     if not chosen:
         raise RecipeError(
             f"{source.uri}: format 'auto' knows the endings {_KNOWN_ENDINGS}; found {_count_endings(skipped)}. "
-            f'Say format = "text", "jsonl" or "parquet" for this source.'
+            f'Say format = "text", "jsonl", "parquet", "arrow" or "wikicorpus" for this source.'
         )
     if skipped:
         logger.warning(
@@ -185,6 +253,13 @@ def _choose_formats(source: Source, paths: list[str]) -> dict[str, Format]:
             source.uri, len(skipped), _count_endings(skipped),
         )  # fmt: skip
     return chosen
+
+
+def _without_records_of_datasets(paths: list[str]) -> list[str]:
+    """What `Dataset.save_to_disk` writes about its Arrow files holds no documents."""
+    folders = {path.rpartition("/")[0] for path in paths if path.endswith(".arrow")}
+    records = {f"{folder}/{name}" for folder in folders for name in _RECORDS_OF_DATASETS}
+    return [path for path in paths if path not in records]
 
 
 def _ending(path: str) -> str:
@@ -219,13 +294,30 @@ def _describe(file_system: Any, chosen: dict[str, Format], base: str, column: st
 def _identify(file_system: Any, path: str) -> tuple[int, str, str]:
     """Size, digest and stamp of a file: of its content where that is local, else of what the store says."""
     if _is_local(file_system):
-        stamp = stamp_of_file(Path(path))  # before the content: what is written meanwhile changes it
-        return Path(path).stat().st_size, xxh3_of(Path(path)), stamp
+        stamp, size, digest = stamp_of_file(Path(path)), Path(path).stat().st_size, xxh3_of(Path(path))
+        if stamp_of_file(Path(path)) != stamp:
+            raise ArtifactError(f"{path}: is being written. Run the same command again when it is complete.")
+        return size, digest, stamp
+    size, facts, stamp = _ask_store(file_system, path)
+    if facts:
+        return size, stamp, stamp
+    with file_system.open(path, "rb") as file:
+        return size, _xxh3_of_stream(file), stamp
+
+
+def _ask_store(file_system: Any, path: str) -> tuple[int, dict[str, str], str]:
+    """Size, facts about the version, and both together as a stamp."""
     info = file_system.info(path)
     facts = {key: str(info[key]) for key in info if any(fact in key.lower() for fact in _VERSION_FACTS)}
     size = int(info.get("size") or 0)
-    digest = fingerprint({"ukey": file_system.ukey(path) if not facts else "", "size": size, **facts})
-    return size, digest, digest
+    return size, facts, fingerprint({"ukey": file_system.ukey(path) if not facts else "", "size": size, **facts})
+
+
+def _xxh3_of_stream(file: BinaryIO) -> str:
+    hasher = xxhash.xxh3_128()
+    while block := file.read(_BUFFER_BYTES):
+        hasher.update(block)
+    return hasher.hexdigest()
 
 
 def _stamp(uri: str) -> str:
@@ -234,7 +326,20 @@ def _stamp(uri: str) -> str:
         if _is_local(file_system):
             return stamp_of_file(Path(path))
         file_system.invalidate_cache(path)
-        return _identify(file_system, path)[2]
+        return _ask_store(file_system, path)[2]
+
+
+def _is_as_listed(file: InputFile, stamp_before: str) -> bool:
+    stamp = _stamp(file.uri)
+    return stamp == stamp_before and (stamp == file.stamp or _digest_at(file.uri, stamp) == file.digest)
+
+
+@lru_cache(maxsize=1_000)
+def _digest_at(uri: str, stamp: str) -> str:
+    """The digest of a file while it has this stamp, so that the tasks that share a file read it once for all."""
+    file_system, path = find_file_system(uri)
+    with explain_read_errors(uri):
+        return _identify(file_system, path)[1]
 
 
 def _is_local(file_system: Any) -> bool:

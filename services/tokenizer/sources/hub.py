@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from pathlib import PurePosixPath
+import tempfile
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from services.common.errors import ArtifactError, DeviceError, RecipeError
+from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
 from services.common.recipe import Source
 from services.tokenizer.sources.file_system import list_paths
 from services.tokenizer.sources.piece import Format, InputFile
@@ -16,7 +17,7 @@ from services.tokenizer.sources.piece import Format, InputFile
 logger = logging.getLogger(__name__)
 
 DATASETS = "datasets://"
-_REPOSITORY = re.compile(r"^(hf://(?:datasets/|spaces/)?[^/@]+/[^/@]+)(?=/|$)")
+_REPOSITORY = re.compile(r"^hf://((datasets|spaces)/)?(?!(datasets|spaces)/)[^/@]+/[^/@]+(?=/|$)")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 _FORMAT_OF_BUILDER: dict[str, Format] = {"parquet": "parquet", "json": "jsonl", "arrow": "arrow", "text": "text"}
 
@@ -27,11 +28,11 @@ def with_revision(uri: str, revision: str | None) -> str:
         return uri
     warn_of_branch(uri, revision)
     repository = _REPOSITORY.match(uri)
-    if repository is None or "@" in uri.removeprefix(repository[1]):
+    if repository is None:
         raise RecipeError(
             f"{uri}: `revision` needs a path like hf://datasets/OWNER/NAME/FOLDER, without a revision of its own."
         )
-    return f"{repository[1]}@{quote(revision, safe='')}{uri.removeprefix(repository[1])}"
+    return f"{repository[0]}@{quote(revision, safe='')}{uri.removeprefix(repository[0])}"
 
 
 def list_dataset(source: Source) -> list[InputFile]:
@@ -55,11 +56,15 @@ def list_dataset(source: Source) -> list[InputFile]:
             f"{source.uri}: no split {source.split!r}; it has {', '.join(map(str, files)) or 'none'}. Set `split`."
         )
     paths = [str(path) for path in files[source.split]]
-    return list_paths(paths, PurePosixPath(paths[0]).parent.as_posix(), file_format, source.column)
+    return list_paths(paths, file_format, source.column)
+
+
+def is_commit(revision: str) -> bool:
+    return _COMMIT.match(revision) is not None
 
 
 def warn_of_branch(uri: str, revision: str) -> None:
-    if not _COMMIT.match(revision):
+    if not is_commit(revision):
         logger.warning(
             "%s: revision %r is a branch or a tag, which may move: `make pin` writes the commit into the recipe",
             uri,
@@ -75,7 +80,12 @@ def _load_builder(source: Source) -> Any:
             f"{source.uri}: the package `datasets` is missing, which reads {DATASETS}: {error}."
         ) from error
     name = source.uri.removeprefix(DATASETS)
+    if source.revision is not None and Path(name).exists():
+        raise RecipeError(f"{source.uri}: `revision` is of a repository on the Hugging Face hub, and this is a folder.")
     try:
-        return datasets.load_dataset_builder(name, source.subset, revision=source.revision)
-    except (ValueError, FileNotFoundError, ConnectionError, RuntimeError) as error:
-        raise ArtifactError(f"{source.uri}: {str(error).strip()}") from error
+        with tempfile.TemporaryDirectory(prefix="millrace-") as unused:  # or the home folder has to be writable
+            return datasets.load_dataset_builder(name, source.subset, revision=source.revision, cache_dir=unused)
+    except MillraceError:
+        raise
+    except Exception as error:  # of the network, of the account, or of whatever the data set's own files hold
+        raise ArtifactError(f"{source.uri}: {str(error).strip() or type(error).__name__}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from services.common.errors import ArtifactError, RecipeError
 from services.tokenizer.sources.file_system import is_compressed, open_file
@@ -33,15 +33,26 @@ def read(piece: Piece) -> Iterator[TextBatch]:
     return in_batches(_read_documents(piece))
 
 
+def locate(piece: Piece, number: int) -> str:
+    """The line of a document, from 1 on."""
+    position, _ = next(islice(_read_filled_lines(piece), number, None))
+    return _place(piece.file.uri, position)
+
+
 def _read_documents(piece: Piece) -> Iterator[bytes]:
     uri, column = piece.file.uri, piece.file.column
-    for position, line in _read_lines(piece):
-        if not line.isspace():
-            yield _to_bytes(_parse(line, column, uri, position))
+    for position, line in _read_filled_lines(piece):
+        yield _to_bytes(_parse(line, column, uri, position))
+
+
+def _read_filled_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    return ((position, line) for position, line in _read_lines(piece) if not line.isspace())
 
 
 def _read_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    end = float("inf") if is_compressed(piece.file.uri) else piece.end
+    # The last piece ends where the file does: the size of a compressed file is not its text's, and a web server may
+    # not know it.
+    end = float("inf") if piece.end == piece.file.bytes else piece.end
     with open_file(piece.file.uri) as file:
         position = 0
         if piece.begin:
@@ -66,10 +77,13 @@ def _parse_object(line: bytes, uri: str, position: int) -> dict[str, object]:
     try:
         # Bytes that are not UTF-8 pass here, as lone surrogates: what becomes of them is the recipe's policy.
         record = json.loads(line.decode("utf-8", "surrogateescape"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        # What is no syntax error is a number of 5,000 digits, or 1,000 brackets.
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         raise ArtifactError(
-            f"{_place(uri, position)}: not JSON: {error.msg} at character {error.pos + 1}. "
-            f"A jsonl file holds one JSON object a line."
+            f"{_place(uri, position)}: not JSON: {reason}. A jsonl file holds one JSON object a line."
         ) from error
     if not isinstance(record, dict):
         raise ArtifactError(
@@ -85,7 +99,13 @@ def _to_bytes(text: str) -> bytes:
     except UnicodeEncodeError:
         # "\ud800" in JSON is a character that UTF-8 cannot hold; the byte 0xFF stands for it, which UTF-8 never has.
         escaped = _SURROGATE_ESCAPED_IN_JSON.sub(lambda match: _as_escaped_byte(match[0]), text)
-        return escaped.encode("utf-8", "surrogateescape")
+        content = escaped.encode("utf-8", "surrogateescape")
+        try:
+            content.decode()
+        except UnicodeDecodeError:
+            return content
+        # "\udcc3\udca9" stood for two bytes that are a character together.
+        return _SURROGATE_ESCAPED_IN_JSON.sub("\udcff", text).encode("utf-8", "surrogateescape")
 
 
 def _as_escaped_byte(surrogate: str) -> str:
@@ -93,9 +113,7 @@ def _as_escaped_byte(surrogate: str) -> str:
 
 
 def _check_first_line(file: InputFile) -> None:
-    for position, line in _read_lines(whole(file)):
-        if line.isspace():
-            continue
+    for position, line in _read_filled_lines(whole(file)):
         record = _parse_object(line, file.uri, position)
         if file.column not in record:
             raise RecipeError(

@@ -9,10 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from services.common.errors import ArtifactError
-from services.tokenizer.sources.column import check_column, in_batches
-from services.tokenizer.sources.file_system import open_file
+from services.tokenizer.sources.column import check_column, in_batches, row_of_file
+from services.tokenizer.sources.file_system import open_seekable_file
 from services.tokenizer.sources.piece import InputFile, Piece
 from services.tokenizer.text_batch import BATCH_BYTES, TextBatch
+
+_LARGE_ROW_BYTES = 2**18
 
 
 def cut(file: InputFile, split_bytes: int) -> list[Piece]:
@@ -20,11 +22,7 @@ def cut(file: InputFile, split_bytes: int) -> list[Piece]:
     with _open_parquet(file.uri) as parquet:
         check_column(file, parquet.schema_arrow)
         metadata = parquet.metadata
-        leaf = next(
-            index
-            for index in range(metadata.num_columns)
-            if metadata.schema.column(index).path.split(".")[0] == file.column
-        )
+        leaf = next(index for index in range(metadata.num_columns) if metadata.schema.column(index).path == file.column)
         sizes = [
             metadata.row_group(index).column(leaf).total_uncompressed_size for index in range(metadata.num_row_groups)
         ]
@@ -37,20 +35,34 @@ def read(piece: Piece) -> Iterator[TextBatch]:
         groups = range(piece.begin, piece.end)
         rows = sum(parquet.metadata.row_group(group).num_rows for group in groups)
         batches = parquet.iter_batches(
-            batch_size=max(1, rows * BATCH_BYTES // max(piece.bytes, 1)),
+            batch_size=_rows_at_a_time(rows, piece.bytes),
             row_groups=list(groups),
             columns=[piece.file.column],
             use_threads=False,
         )
         for batch in batches:
-            yield from in_batches(batch.column(0))
+            yield from in_batches(batch.column(piece.file.column))
+
+
+def _rows_at_a_time(rows: int, total_bytes: int) -> int:
+    """About a batch; where rows are large on average, one, because some may be several times larger."""
+    mean_bytes = total_bytes / max(rows, 1)
+    return 1 if mean_bytes > _LARGE_ROW_BYTES else max(1, int(BATCH_BYTES / max(mean_bytes, 1)))
+
+
+def locate(piece: Piece, number: int) -> str:
+    """The row of a document, from 1 on."""
+    with _open_parquet(piece.file.uri) as parquet:
+        return row_of_file(
+            piece, sum(parquet.metadata.row_group(group).num_rows for group in range(piece.begin)) + number
+        )
 
 
 @contextmanager
 def _open_parquet(uri: str) -> Iterator[pq.ParquetFile]:
-    with open_file(uri) as file:
+    with open_seekable_file(uri) as file:
         try:
-            with pq.ParquetFile(file) as parquet:
+            with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
                 yield parquet
-        except pa.ArrowInvalid as error:
+        except pa.ArrowException as error:
             raise ArtifactError(f"{uri}: not a readable parquet file: {error}") from error

@@ -16,3 +16,7 @@ def cut(file: InputFile, split_bytes: int) -> list[Piece]:
 def read(piece: Piece) -> Iterator[TextBatch]:
     with open_file(piece.file.uri) as file:
         yield TextBatch.of([file.read()])
+
+
+def locate(piece: Piece, number: int) -> str:
+    return f"{piece.file.uri}: document {number + 1:,}"

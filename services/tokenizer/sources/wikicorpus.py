@@ -20,6 +20,7 @@ from services.tokenizer.sources.file_system import open_file
 from services.tokenizer.sources.piece import InputFile, Piece, whole
 from services.tokenizer.text_batch import TextBatch, in_batches
 
+_BLOCK_BYTES = 2**20
 _BEGIN, _END, _MARK = b"<doc ", b"</doc>", b"ENDOFARTICLE."
 
 
@@ -40,9 +41,11 @@ def _read_articles(uri: str) -> Iterator[bytes]:
                     lines = archive.extractfile(member)
                     if lines is not None:
                         yield from _parse(lines, f"{uri}: {member.name}")
+            while opened.read(_BLOCK_BYTES):  # behind the archive's end is gzip's checksum
+                pass
         except tarfile.TarError as error:
             raise ArtifactError(
-                f"{uri}: not a readable tar archive: {error}. It is a gzipped tar by its name."
+                f'{uri}: not a readable tar archive: {error}. format = "wikicorpus" reads the original raw.en.tgz.'
             ) from error
 
 

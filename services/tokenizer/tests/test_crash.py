@@ -86,6 +86,27 @@ def test_kill_at_a_random_moment_gives_the_same_corpus(tmp_path: Path, recipe: P
     assert found.content_digest == expected.content_digest, seed
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("launch", ["inline", "ray"])
+def test_twenty_kills_at_random_moments_give_the_same_corpus(tmp_path: Path, recipe: Path, launch: str) -> None:
+    """Each kill comes some time after the stage has begun to make something; what it left is continued."""
+    seed = random.randrange(10**6)
+    chosen = random.Random(seed)
+    root = tmp_path / "fsx"
+    for _ in range(20):
+        process = start(recipe, root, launch=launch)
+        wait_until(lambda: any(root.rglob("plan.json")) or is_anything_published(root), process)
+        moment = time.monotonic() + chosen.uniform(0, 4 if launch == "inline" else 8)
+        kill_when(lambda at=moment: time.monotonic() > at, process)  # type: ignore[misc]
+        if is_anything_published(root):
+            shutil.rmtree(root)
+    assert run(recipe, root, ALONE) == 0, seed
+    assert run(recipe, tmp_path / "undisturbed", ALONE) == 0
+    found, expected = published(root).manifest, published(tmp_path / "undisturbed").manifest
+    assert found.content_digest == expected.content_digest, seed
+
+
 def test_a_finished_split_is_not_encoded_again_and_a_damaged_one_is(tmp_path: Path, recipe: Path) -> None:
     root = tmp_path / "fsx"
     kill_when(lambda: len(list(root.rglob("00000[0-9].json"))) >= 4, start(recipe, root))

@@ -71,6 +71,7 @@ def parquet(name: str, **columns: list[object]) -> Callable[[Path], Path]:
         (parquet("a.parquet", text=[1, 2]), 2, ["column 'text' is int64, expected text"]),
         (lambda _: "floppy://a/text", 4, ["floppy", "Install"]),
         (lambda _: "dropbox://a/text", 4, ["dropbox", "install"]),
+        (lambda folder: f"zip://*.txt::{folder}/a.zip", 2, ["a.zip: fsspec's chains of file systems", "Unpack"]),
         (lambda _: "pydoc://json", 2, ["pydoc:// takes no path"]),
     ],
 )

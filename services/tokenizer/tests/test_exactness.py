@@ -1,0 +1,338 @@
+"""Ids are those of the library that defines the vocabulary, whatever the text; `make test-slow` has 100 MB of it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+
+from services.common.errors import DeviceError
+from services.tokenizer.encoding import chunk_encoder
+from services.tokenizer.encoding.byte_level import FastokensEncoder, TiktokenEncoder
+from services.tokenizer.encoding.chunk_encoder import ChunkEncoder
+from services.tokenizer.encoding.chunk_kernel import BLOCK_BYTES, CACHED_BYTES, SHORT_BYTES
+from services.tokenizer.encoding.chunk_tables import obstacle_to_chunks
+from services.tokenizer.encoding.reference import SentencePieceEncoder, TokenizersEncoder
+from services.tokenizer.encoding.self_check import CheckedEncoder, find_difference, fuzz_documents
+from services.tokenizer.encoding.sentencepiece_model import load_model
+from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
+from services.tokenizer.sources.python_docs import URI
+from services.tokenizer.tests.builders import (
+    REPOSITORY,
+    make_documents,
+    make_text,
+    published,
+    read_stream,
+    run,
+    write_documents,
+    write_recipe,
+)
+from services.tokenizer.text_batch import TextBatch
+from services.tokenizer.vocabulary_training import train_vocabulary
+
+GREEK_AND_KANA = [("αβγδ εζη " * 30 + "かな カナ 漢字かな " * 30 + "naïve café ").encode()] * 20
+
+
+@pytest.fixture(scope="module", params=["documentation", "words"])
+def model(request: pytest.FixtureRequest) -> bytes:
+    """Two vocabularies: 4,096 pieces of Python's documentation, 500 of generated words and other scripts."""
+    if request.param == "words":
+        return train_vocabulary([*make_documents(200), *GREEK_AND_KANA], 500)
+    return train_vocabulary(python_documentation()[:800], 4_096)
+
+
+def python_documentation() -> list[bytes]:
+    from services.common.recipe import Source  # noqa: PLC0415
+
+    pieces = [piece for file in list_inputs(Source(uri=URI)) for piece in cut_file(file, 2**20)]
+    return [document for batch in read_documents(pieces, "replace") for document in batch.documents()]
+
+
+def pieces_of(model: bytes) -> list[str]:
+    processor = load_model(model)
+    return [str(processor.id_to_piece(index)) for index in range(processor.vocab_size())]
+
+
+def difference(model: bytes, documents: list[bytes]) -> bytes | None:
+    return find_difference(ChunkEncoder.from_model(model), SentencePieceEncoder(model), TextBatch.of(documents))
+
+
+def test_python_documentation_has_sentencepieces_ids(model: bytes) -> None:
+    documents = python_documentation()
+
+    assert sum(map(len, documents)) > 2_000_000
+    assert difference(model, documents) is None
+
+
+def test_fuzz_has_sentencepieces_ids(model: bytes) -> None:
+    assert difference(model, fuzz_documents(pieces_of(model), 5_000, seed=random.randrange(10**6))) is None
+
+
+@pytest.mark.parametrize("size", [SHORT_BYTES, SHORT_BYTES + 1, CACHED_BYTES, CACHED_BYTES + 1, 5_000, 200_000])
+def test_long_runs_without_a_border_have_sentencepieces_ids(model: bytes, size: int) -> None:
+    """Each has its own way of being encoded, by its size; the largest outgrows what is set aside."""
+    chosen = random.Random(size)
+    letters = "".join(chosen.choice("theinatr") for _ in range(size))
+    scripts = "".join(chosen.choice("αβγかなカ漢字é") for _ in range(size))
+    runs = [" " * size, "a" * size, letters, scripts[: size // 2], "\u2581" * (size // 3), "é" * (size // 2)]
+    assert difference(model, [run.encode() for run in runs] * 2) is None
+
+
+def test_text_around_the_end_of_a_block_has_sentencepieces_ids(model: bytes) -> None:
+    text = make_text(2 * BLOCK_BYTES)
+    documents = [text[: BLOCK_BYTES + shift] for shift in range(-20, 20)]
+    documents += [b"x" * (BLOCK_BYTES - shift) + " naïve かな end".encode() for shift in range(20)]
+    assert difference(model, documents) is None
+
+
+def test_ids_do_not_depend_on_what_was_encoded_before(model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the table of chunks is enlarged, full and emptied."""
+    monkeypatch.setattr(chunk_encoder, "_FIRST_ENTRIES", 64)
+    monkeypatch.setattr(chunk_encoder, "_MOST_ENTRIES", 1_024)
+    encoder, reference = ChunkEncoder.from_model(model), SentencePieceEncoder(model)
+    documents = python_documentation()
+    for _ in range(3):
+        random.shuffle(documents)
+        for begin, end in pairwise(range(0, 300, 20)):
+            assert find_difference(encoder, reference, TextBatch.of(documents[begin:end])) is None
+    assert encoder._cache.used[0] <= 1_024
+
+
+def change(model: bytes, **settings: Any) -> bytes:
+    """The model with other settings, as `trainer_spec__model_type=1`."""
+    proto: Any = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
+    for dotted, value in settings.items():
+        section, _, key = dotted.partition("__")
+        setattr(getattr(proto, section), key, value)
+    return bytes(proto.SerializeToString())
+
+
+def change_pieces(model: bytes, *pieces: tuple[int, str, int]) -> bytes:
+    """The model with pieces replaced: (index, piece, type)."""
+    proto: Any = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
+    for index, piece, kind in pieces:
+        proto.pieces[index].piece, proto.pieces[index].type = piece, kind
+    return bytes(proto.SerializeToString())
+
+
+def train_plainly(**settings: Any) -> bytes:
+    """A model with SentencePiece's own defaults: NFKC, runs of spaces become one, no bytes."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["words and more words to learn from"]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=40,
+        minloglevel=2,
+        **settings,
+    )
+    return model.getvalue()
+
+
+NORMAL, USER_DEFINED, UNUSED = 1, 4, 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "obstacle"),
+    [
+        (lambda model: change(model, trainer_spec__model_type=1), "not BPE"),
+        (lambda model: change(model, normalizer_spec__remove_extra_whitespaces=True), "removes extra spaces"),
+        (lambda model: change(model, normalizer_spec__escape_whitespaces=False), "does not escape"),
+        (lambda model: train_plainly(), "replaces characters"),
+        (lambda model: change(model, trainer_spec__treat_whitespace_as_suffix=True), "end of words"),
+        (lambda model: change_pieces(model, (490, "hello", USER_DEFINED)), "user-defined"),
+        (lambda model: change_pieces(model, (490, "hello", UNUSED)), "unused"),
+        (lambda model: change_pieces(model, (490, "ΩΩ", NORMAL)), "are no pieces themselves"),
+        (lambda model: change_pieces(model, (490, "a b", NORMAL)), "not escaped"),
+        (
+            lambda model: train_plainly(normalization_rule_name="identity", remove_extra_whitespaces=False),
+            "every byte",
+        ),
+    ],
+)
+def test_the_kernel_says_for_which_vocabularies_it_must_not_encode(changed: Any, obstacle: str) -> None:
+    model = train_vocabulary([*make_documents(200), *GREEK_AND_KANA], 500)
+
+    assert obstacle_to_chunks(model) is None
+    assert obstacle in str(obstacle_to_chunks(changed(model)))
+
+
+def test_a_vocabulary_that_the_kernel_must_not_encode_for_goes_to_sentencepiece(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = change_pieces(train_vocabulary(make_documents(200), 500), (490, "streamof", USER_DEFINED))
+    (tmp_path / "given.model").write_bytes(model)
+    documents = [b"the streamof tokens", *make_documents(60)]
+    text = write_documents(tmp_path / "text", documents)
+    recipe = write_recipe(tmp_path, text, tokenizer__model=str(tmp_path / "given.model"), model__vocab_size=500)
+
+    assert run(recipe, tmp_path / "fsx") == 0
+
+    assert "itself encodes, because it has user-defined pieces" in capsys.readouterr().err
+    corpus = published(tmp_path / "fsx")
+    assert corpus.manifest.corpus.encoder.startswith("sentencepiece ")
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    assert read_stream(corpus.path, "train").documents[0] == [1, *processor.encode(documents[0].decode()), 2]
+    assert 490 in read_stream(corpus.path, "train").documents[0]
+
+
+def test_one_difference_stops_the_stage_with_the_document_and_both_lists_of_ids() -> None:
+    """A kernel for another vocabulary than the reference's stands in for one with a bug."""
+    model = train_vocabulary(make_documents(200), 500)
+    other = ChunkEncoder.from_model(change_pieces(model, (490, "qq", NORMAL)))
+    reference = SentencePieceEncoder(model)
+    piece = pieces_of(model)[490].replace("\u2581", " ")
+
+    with pytest.raises(DeviceError) as raised:
+        CheckedEncoder(other, reference, pieces_of(model))
+
+    message = str(raised.value)
+    assert raised.value.exit_code == 4
+    document = message.partition("document  ")[2].partition("\n")[0]
+    assert piece.strip() in document
+    assert len(document) < 40  # what does not matter was cut away
+    (found, _), (expected, _) = (each.encode(TextBatch.of([eval(document).encode()])) for each in (other, reference))
+    assert f"found     {found.tolist()}" in message
+    assert f"expected  {expected.tolist()}" in message
+    assert 'tokenizer.encoder = "reference"' in message
+
+
+def test_the_documents_that_come_first_are_compared_too() -> None:
+    """Fuzz alone would not notice a difference in a word that it never makes."""
+    model = train_vocabulary([*make_documents(200), b"zyx zyxwvu zyxwvu " * 400], 500)
+    index = pieces_of(model).index("zyxwvu") if "zyxwvu" in pieces_of(model) else pieces_of(model).index("\u2581zyxwvu")
+    checked = CheckedEncoder(
+        ChunkEncoder.from_model(change_pieces(model, (index, "qqqqqq", NORMAL))), SentencePieceEncoder(model), []
+    )
+    with pytest.raises(DeviceError, match="zyxwvu"):
+        checked.encode(TextBatch.of([*make_documents(50), b"once a zyxwvu"]))
+
+
+WITHOUT_NUMBA = """
+import sys
+from services.tokenizer.command import main
+code = main(sys.argv[1:])
+print("numba" in sys.modules, code)
+"""
+
+
+def test_the_reference_needs_no_compiler(tmp_path: Path) -> None:
+    text = write_documents(tmp_path / "text", make_documents(60))
+    recipe = write_recipe(tmp_path, text)
+    command = [sys.executable, "-c", WITHOUT_NUMBA, "--recipe", str(recipe), "--root", str(tmp_path / "fsx")]
+    options = ["--launch", "inline", '--tokenizer.encoder="reference"']
+    done = subprocess.run([*command, *options], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+    assert done.stdout.endswith("False 0\n"), done.stderr
+    assert run(recipe, tmp_path / "kernel") == 0
+    digests = {published(tmp_path / name).manifest.content_digest for name in ("fsx", "kernel")}
+    assert len(digests) == 1
+
+
+def make_ranks(documents: list[bytes], count: int) -> bytes:
+    """A tiktoken file with a rank for every byte and for words of the documents, each of which two others make."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    for word in sorted({word for document in documents for word in document.split()}):
+        for piece in (word, b" " + word):
+            for end in range(2, len(piece) + 1):
+                if len(ranks) < count:
+                    ranks.setdefault(piece[:end], len(ranks))
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
+
+
+def test_a_tiktoken_file_gives_tiktokens_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Byte-level BPE with Llama 3's regular expression; special tokens in the text stay text."""
+    documents = [*make_documents(100), "It's 12345 naïve\r\n\n  かな <|begin_of_text|></s>".encode(), b" ", b"\t\n"]
+    ranks = make_ranks(documents, 900)
+    (tmp_path / "ranks.tiktoken").write_bytes(ranks)
+    text = write_documents(tmp_path / "text", documents)
+    recipe = write_recipe(
+        tmp_path, text, tokenizer__model=str(tmp_path / "ranks.tiktoken"), model__vocab_size=900 + 256
+    )
+
+    assert run(recipe, tmp_path / "fsx") == 0
+
+    assert "fastokens encodes" in capsys.readouterr().err
+    corpus = published(tmp_path / "fsx")
+    vocabulary = corpus.manifest.corpus.vocabulary
+    assert (vocabulary.kind, vocabulary.bos_id, vocabulary.eos_id) == ("tiktoken", 900, 901)
+    expected, offsets = TiktokenEncoder(ranks, 900, 901, 1_156).encode(TextBatch.of(documents))
+    stored = read_stream(corpus.path, "train")
+    assert np.array_equal(stored.tokens, expected)
+    assert stored.starts == offsets[:-1].tolist()
+    assert (expected >= 900).sum() == 2 * len(documents)
+    fuzz = TextBatch.of(fuzz_documents([], 2_000))
+    fast = FastokensEncoder.from_tiktoken(ranks, 900, 901, 1_156)
+    assert find_difference(fast, TiktokenEncoder(ranks, 900, 901, 1_156), fuzz) is None
+
+
+def test_a_tokenizer_json_gives_the_ids_of_tokenizers(tmp_path: Path) -> None:
+    import tokenizers  # noqa: PLC0415
+    from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
+
+    documents = [*make_documents(100), "It's 12345 naïve\r\n\n  かな </s><s>".encode()]
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([document.decode() for document in documents], trainer)
+    (tmp_path / "tokenizer.json").write_text(made.to_str(), encoding="utf-8")
+    size = made.get_vocab_size()
+    text = write_documents(tmp_path / "text", documents)
+    recipe = write_recipe(tmp_path, text, tokenizer__model=str(tmp_path / "tokenizer.json"), model__vocab_size=size)
+
+    assert run(recipe, tmp_path / "fsx") == 0
+
+    corpus = published(tmp_path / "fsx")
+    stored = read_stream(corpus.path, "train").documents
+    assert [made.decode(ids[1:-1], skip_special_tokens=False).encode() for ids in stored] == documents
+    assert [(ids[0], ids[-1]) for ids in stored] == [(0, 1)] * len(documents)
+    assert all(0 not in ids[1:-1] for ids in stored)
+    content = made.to_str().encode()
+    fuzz = TextBatch.of(fuzz_documents(list(json.loads(content)["model"]["vocab"]), 2_000))
+    fast = FastokensEncoder.from_json(content, 0, 1, size)
+    assert find_difference(fast, TokenizersEncoder(content, 0, 1, size), fuzz) is None
+
+
+def test_a_tokenizer_json_that_fastokens_cannot_read_goes_to_tokenizers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Words split at spaces, a few of them, with ids beyond 16 bits."""
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "the": 70_000, "stream": 70_001}
+    special = [
+        {"id": index, "content": token, "special": True, "normalized": False}
+        | {"single_word": False, "lstrip": False, "rstrip": False}
+        for token, index in list(words.items())[:3]
+    ]
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    text = write_documents(tmp_path / "text", [b"the stream the other"] * 9)
+    recipe = write_recipe(tmp_path, text, tokenizer__model=str(tmp_path / "tokenizer.json"), model__vocab_size=70_002)
+
+    assert run(recipe, tmp_path / "fsx") == 0
+
+    assert "itself encodes, because fastokens cannot read it" in capsys.readouterr().err
+    stored = read_stream(published(tmp_path / "fsx").path, "train")
+    assert stored.documents[0] == [1, 70_000, 70_001, 70_000, 0, 2]

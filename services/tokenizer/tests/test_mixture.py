@@ -1,0 +1,258 @@
+"""Several sources in one corpus: weights, the documents that they choose, and the shares that come out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+
+from services.common.artifacts.corpus import SPLITS, CorpusManifest
+from services.common.artifacts.store import Artifact
+from services.tokenizer.tests.builders import (
+    decode_documents,
+    make_documents,
+    make_text,
+    published,
+    read_stream,
+    run,
+    write_recipe,
+)
+from services.tokenizer.vocabulary_training import train_vocabulary
+
+PIECES = 300
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vocabulary") / "given.model"
+    path.write_bytes(train_vocabulary(make_documents(60), PIECES))
+    return path
+
+
+def make_short(count: int, *, seed: int) -> list[bytes]:
+    return [b"%d of %d: " % (index, seed) + make_text(30, seed=seed * 10_000 + index) for index in range(count)]
+
+
+def write_lines(path: Path, documents: Sequence[bytes]) -> Path:
+    path.write_text("".join(json.dumps({"text": document.decode()}) + "\n" for document in documents))
+    return path
+
+
+def source(uri: Path, weight: float | None = None) -> str:
+    return f'[[corpus.sources]]\nuri = "{uri}"\n' + (f"weight = {weight}\n" if weight is not None else "")
+
+
+class Mixer:
+    """The stage over a mixture, with a vocabulary that is given."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self._folder, self._model = folder, model
+        self._count = 0
+
+    def mix(self, *sources: str, arguments: Sequence[str] = (), **settings: Any) -> Artifact[CorpusManifest]:
+        settings = {"tokenizer__model": str(self._model), "model__vocab_size": PIECES} | settings
+        recipe = write_recipe(self._folder, sources="".join(sources), **settings)
+        self._count += 1
+        root = self._folder / f"fsx-{self._count}"
+        assert run(recipe, root, *arguments) == 0
+        return published(root)
+
+
+@pytest.fixture
+def mixer(tmp_path: Path, model: Path) -> Mixer:
+    return Mixer(tmp_path, model)
+
+
+def test_a_quarter_takes_about_a_quarter_and_the_same_ones_each_time(tmp_path: Path, mixer: Mixer) -> None:
+    documents = make_short(2_000, seed=1)
+    texts = source(write_lines(tmp_path / "a.jsonl", documents), 0.25)
+
+    made = [
+        mixer.mix(texts, arguments=arguments)
+        for arguments in ([], [], ["--corpus.split_bytes=5000"], ["--corpus.split_bytes=333"])
+    ]
+
+    assert len({corpus.manifest.content_digest for corpus in made}) == 1
+    kept = decode_documents(made[0].path, "train")
+    assert 500 - 3 * 20 < len(kept) < 500 + 3 * 20  # the standard deviation is 19.4
+    chosen = set(kept)
+    assert kept == [document for document in documents if document in chosen]
+    counts = made[0].manifest.corpus
+    assert (counts.documents_read, counts.documents_not_sampled) == (2_000, 2_000 - len(kept))
+
+
+def test_what_a_smaller_weight_takes_a_larger_one_takes_too(tmp_path: Path, mixer: Mixer) -> None:
+    """So a source's documents do not come and go while its weight is tuned."""
+    path = write_lines(tmp_path / "a.jsonl", make_short(400, seed=1))
+    kept = [
+        Counter(decode_documents(mixer.mix(source(path, weight)).path, "train")) for weight in (0.1, 0.4, 0.9, 1, 1.3)
+    ]
+    assert all(smaller < larger for smaller, larger in pairwise(kept))
+
+
+def test_two_and_a_half_takes_each_twice_and_half_once_more_after_all_sources(tmp_path: Path, mixer: Mixer) -> None:
+    """A training sequence holds neighbours, and should not hold a document twice."""
+    repeated, once = make_short(400, seed=1), make_short(50, seed=2)
+    corpus = mixer.mix(
+        source(write_lines(tmp_path / "a.jsonl", repeated), 2.5),
+        source(write_lines(tmp_path / "b.jsonl", once)),
+        corpus__split_bytes=2_000,
+    )
+
+    train = decode_documents(corpus.path, "train")
+    first, second, third = train[:450], train[450:850], train[850:]
+    assert first == repeated + once
+    assert second == repeated
+    assert 200 - 3 * 10 < len(third) < 200 + 3 * 10
+    assert third == [document for document in repeated if document in set(third)]
+    counts = corpus.manifest.corpus
+    assert (counts.documents_read, counts.documents_not_sampled) == (3 * 400 + 50, 400 - len(third))
+    assert [each.documents for each in counts.sources] == [800 + len(third), 50]
+
+
+def test_validation_documents_are_not_repeated(tmp_path: Path, mixer: Mixer) -> None:
+    documents = make_short(300, seed=1)
+    corpus = mixer.mix(source(write_lines(tmp_path / "a.jsonl", documents), 3), corpus__validation_fraction=0.2)
+
+    train, validation = (Counter(decode_documents(corpus.path, split)) for split in SPLITS)
+    assert set(train) | set(validation) == set(documents)
+    assert not set(train) & set(validation)
+    assert set(train.values()) == {3}
+    assert set(validation.values()) == {1}
+    assert 30 < len(validation) < 90
+
+
+def test_a_sampled_source_has_validation_documents_too(tmp_path: Path, mixer: Mixer) -> None:
+    """The two choices go by different hashes of a document, or one would decide the other."""
+    path = write_lines(tmp_path / "a.jsonl", make_short(1_000, seed=1))
+    counts = mixer.mix(source(path, 0.3), corpus__validation_fraction=0.3).manifest.corpus
+    train, validation = (counts.splits[split].documents for split in SPLITS)
+    assert 60 < validation < 120
+    assert 170 < train < 250
+
+
+def test_shares_add_up_and_are_those_of_the_shards(
+    tmp_path: Path, mixer: Mixer, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [make_short(200, seed=1), make_documents(30, seed=2), make_documents(20, seed=3)]
+    weights = [0.5, 1, 2.25]
+    corpus = mixer.mix(
+        *(
+            source(write_lines(tmp_path / f"{number}.jsonl", documents), weight)
+            for number, (documents, weight) in enumerate(zip(texts, weights, strict=True))
+        ),
+        corpus__validation_fraction=0.1,
+        corpus__split_bytes=3_000,
+    )
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    source_of = {document: number for number, documents in enumerate(texts) for document in documents}
+    tokens, documents = Counter[int](), Counter[int]()
+    for split in SPLITS:
+        for ids in read_stream(corpus.path, split).documents:
+            number = source_of[str(processor.decode(ids[1:-1])).encode()]
+            tokens[number] += len(ids)
+            documents[number] += 1
+    assert documents[1] == 30  # each source has its own weight
+    assert 70 < documents[0] < 130
+    assert 30 < documents[2] < 60
+    counted = corpus.manifest.corpus.sources
+    assert [each.uri for each in counted] == [str(tmp_path / f"{number}.jsonl") for number in range(3)]
+    assert [each.weight for each in counted] == weights
+    assert [each.tokens for each in counted] == [tokens[number] for number in range(3)]
+    assert [each.documents for each in counted] == [documents[number] for number in range(3)]
+    assert [each.share for each in counted] == [tokens[number] / tokens.total() for number in range(3)]
+    assert sum(each.share for each in counted) == pytest.approx(1, abs=1e-12)
+    printed = capsys.readouterr().out
+    for each in counted:
+        assert f"{each.share:.1%}  {each.tokens:,} tokens in {each.documents:,} documents of {each.uri}" in printed
+    assert "left out by their source's weight" in printed
+
+
+def test_a_weight_of_one_is_the_default(tmp_path: Path, mixer: Mixer) -> None:
+    path = write_lines(tmp_path / "a.jsonl", make_short(50, seed=1))
+    silent, written = mixer.mix(source(path)), mixer.mix(source(path, 1.0))
+    assert silent.manifest.id == written.manifest.id
+    assert silent.manifest.content_digest == written.manifest.content_digest
+    assert mixer.mix(source(path, 0.999999)).manifest.id != silent.manifest.id
+
+
+def test_short_documents_are_dropped_and_counted(
+    tmp_path: Path, mixer: Mixer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By their bytes, not their characters."""
+    long = make_documents(20, mean_bytes=300, seed=1)
+    documents = [b"", b"a" * 9, b"a" * 10, "é".encode() * 5, *long]
+    corpus = mixer.mix(source(write_lines(tmp_path / "a.jsonl", documents), 2), corpus__min_document_bytes=10)
+
+    kept = [document for document in documents if len(document) >= 10]
+    assert len(kept) < len(documents)
+    assert decode_documents(corpus.path, "train") == kept * 2
+    counts = corpus.manifest.corpus
+    assert (counts.documents_read, counts.documents_empty) == (2 * len(documents), 0)
+    assert counts.documents_too_short == 2 * (len(documents) - len(kept))
+    assert f"{counts.documents_too_short} shorter than corpus.min_document_bytes dropped" in capsys.readouterr().out
+
+
+def test_a_vocabulary_is_trained_on_what_enters_the_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = make_documents(300, mean_bytes=100)
+    sources = source(write_lines(tmp_path / "a.jsonl", documents), 1.3)
+    recipe = write_recipe(tmp_path, sources=sources, corpus__min_document_bytes=50, tokenizer__train__vocab_size=PIECES)
+    assert run(recipe, tmp_path / "fsx", f"--model.vocab_size={PIECES}") == 0
+    text_bytes = published(tmp_path / "fsx").manifest.corpus.text_bytes
+    assert f"training a vocabulary of {PIECES} pieces on {text_bytes:,} bytes of text" in capsys.readouterr().err
+    assert text_bytes > sum(len(document) for document in documents if len(document) >= 50)
+
+
+def test_any_number_of_workers_mixes_the_same_corpus(tmp_path: Path, mixer: Mixer) -> None:
+    sources = [
+        source(write_lines(tmp_path / "a.jsonl", make_documents(60, seed=1)), 0.5),
+        source(write_lines(tmp_path / "b.jsonl", make_documents(20, seed=2)), 2.5),
+        source(write_lines(tmp_path / "c.jsonl", make_documents(20, seed=3))),
+    ]
+    made = [
+        mixer.mix(
+            *sources,
+            corpus__validation_fraction=0.1,
+            corpus__min_document_bytes=100,
+            tokenizer__num_workers=workers,
+            corpus__split_bytes=split_bytes,
+        ).manifest
+        for workers, split_bytes in ((1, 10**9), (1, 700), (2, 3_000), (5, 3_000))
+    ]
+    assert len({manifest.content_digest for manifest in made}) == 1
+    assert len({manifest.id for manifest in made}) == 1
+    assert len({manifest.corpus.sources for manifest in made}) == 1
+
+
+def test_a_document_of_two_sources_is_chosen_alike_in_both(tmp_path: Path, mixer: Mixer) -> None:
+    """It is not removed, and never on both sides."""
+    shared, left, right = make_short(200, seed=1), make_short(100, seed=2), make_short(100, seed=3)
+    paths = [write_lines(tmp_path / "a.jsonl", left + shared), write_lines(tmp_path / "b.jsonl", shared + right)]
+
+    corpus = mixer.mix(*(source(path, 0.5) for path in paths), corpus__validation_fraction=0.3)
+
+    train, validation = (Counter(decode_documents(corpus.path, split)) for split in SPLITS)
+    assert not set(train) & set(validation)
+    kept = train + validation
+    assert {kept[document] for document in shared} == {0, 2}
+    assert {kept[document] for document in left + right} == {0, 1}
+    assert 60 < sum(document in kept for document in shared) < 140
+    assert any(document in validation for document in shared)
+
+
+@pytest.mark.parametrize(("weight", "expected"), [("0", "greater than 0"), ("-1", "greater than 0"), ("101", "100")])
+def test_a_weight_that_means_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], weight: str, expected: str
+) -> None:
+    sources = f'[[corpus.sources]]\nuri = "a.txt"\nweight = {weight}\n'
+    assert run(write_recipe(tmp_path, sources=sources), tmp_path / "fsx") == 2
+    message = capsys.readouterr().err
+    assert "corpus.sources.0.weight" in message
+    assert expected in message

@@ -1,0 +1,110 @@
+"""A branch on the hub becomes the commit behind it, in the recipe's text."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from services.common.recipe import load_recipe
+from services.tokenizer.tests.builders import REPOSITORY, write_recipe
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ANSWERS = {
+    "/api/datasets/owner/name/revision/refs%2Fconvert%2Fparquet": COMMIT,
+    "/api/datasets/other/data/revision/main": COMMIT[::-1],
+}
+SOURCES = """
+# revision = "left alone"
+[[corpus.sources]]
+uri = "hf://datasets/owner/name/raw/*.parquet"
+revision = "refs/convert/parquet"  # the hub's conversion
+[[corpus.sources]]
+uri = "here.txt"
+[[corpus.sources]]
+uri = "datasets://other/data"
+revision="main"
+[[corpus.sources]]
+uri = "hf://datasets/owner/name/pinned"
+revision = "ffffffffffffffffffffffffffffffffffffffff"
+"""
+
+
+class _Hub(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        commit = ANSWERS.get(self.path.partition("?")[0])
+        body = json.dumps({"id": "x", "sha": commit} if commit else {"error": "Revision not found"}).encode()
+        self.send_response(200 if commit else 404)
+        if not commit:
+            self.send_header("X-Error-Code", "RevisionNotFound")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    """Answers as the hub's interface does."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def run_pin(recipe: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.tokenizer", "pin", str(recipe)],
+        cwd=REPOSITORY,
+        env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_branches_become_commits_and_all_else_stays(tmp_path: Path, hub: str) -> None:
+    recipe = write_recipe(tmp_path, sources=SOURCES)
+    before = recipe.read_text(encoding="utf-8")
+
+    done = run_pin(recipe, hub)
+
+    assert done.returncode == 0, done.stderr
+    assert f"refs/convert/parquet is {COMMIT}" in done.stdout
+    expected = before.replace('"refs/convert/parquet"', f'"{COMMIT}"').replace('"main"', f'"{COMMIT[::-1]}"')
+    assert recipe.read_text(encoding="utf-8") == expected
+    assert [source.revision for source in load_recipe(recipe).corpus.sources] == [COMMIT, None, COMMIT[::-1], "f" * 40]
+    assert "nothing to pin" in run_pin(recipe, hub).stdout
+
+
+def test_a_revision_that_is_not_there_pins_nothing(tmp_path: Path, hub: str) -> None:
+    recipe = write_recipe(tmp_path, sources=SOURCES.replace('"main"', '"mian"'))
+    before = recipe.read_bytes()
+
+    done = run_pin(recipe, hub)
+
+    assert done.returncode == 2
+    assert "no 'mian' on the hub" in done.stderr
+    assert recipe.read_bytes() == before
+
+
+def test_a_hub_that_does_not_answer_pins_nothing(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, sources=SOURCES)
+    before = recipe.read_bytes()
+
+    done = run_pin(recipe, "http://127.0.0.1:9")
+
+    assert done.returncode == 4
+    assert "the hub does not answer, so nothing was pinned" in done.stderr
+    assert recipe.read_bytes() == before

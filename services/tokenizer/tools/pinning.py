@@ -1,0 +1,78 @@
+"""`pin`: the commit behind a branch of the Hugging Face hub, written into recipes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.common.artifacts.manifest import write_durably
+from services.common.errors import DeviceError, RecipeError
+from services.common.recipe import Source, load_recipe
+from services.tokenizer.sources.hub import DATASETS, is_commit
+from services.tokenizer.tools.tool_parser import ToolParser
+
+_REVISION = re.compile(r'(\brevision\s*=\s*")([^"]*)(")')
+
+
+def pin(argv: list[str]) -> int:
+    """Write the commit behind each source's branch into recipes."""
+    parser = ToolParser(
+        "pin", "Replace the branches and tags that sources name as revision by the commits behind them."
+    )
+    parser.add_argument("recipes", nargs="+", type=Path, metavar="RECIPE")
+    arguments = parser.parse_args(argv)
+    for path in arguments.recipes:
+        pin_recipe(path)
+    return 0
+
+
+def pin_recipe(path: Path) -> None:
+    """Resolve all revisions of a recipe and then write it; all of them or none.
+
+    Raises `DeviceError` when the hub does not answer, `RecipeError` when a repository or a revision is not there.
+    """
+    sources = [source for source in load_recipe(path).corpus.sources if source.revision is not None]
+    moving = [source for source in sources if not is_commit(str(source.revision))]
+    commits = {(source.uri, source.revision): _resolve(source) for source in moving}
+    if not commits:
+        print(f"{path}: nothing to pin")
+        return
+    write_durably(path, _replace(path, sources, commits).encode())
+    for (uri, revision), commit in commits.items():
+        print(f"{path}: {uri}: {revision} is {commit}")
+
+
+def _replace(path: Path, sources: Sequence[Source], commits: dict[tuple[str, str | None], str]) -> str:
+    """The recipe's text, comments and all, with the commits in the place of what they were resolved from."""
+    text = path.read_text(encoding="utf-8")
+    uncommented = [match for match in _REVISION.finditer(text) if "#" not in text[: match.start()].rpartition("\n")[2]]
+    if [match[2] for match in uncommented] != [source.revision for source in sources]:
+        raise RecipeError(f'{path}: its revisions are not written as `revision = "..."` each: pin them by hand.')
+    for match, source in reversed(list(zip(uncommented, sources, strict=True))):
+        commit = commits.get((source.uri, source.revision), match[2])
+        text = text[: match.start(2)] + commit + text[match.end(2) :]
+    return text
+
+
+def _resolve(source: Source) -> str:
+    import huggingface_hub  # noqa: PLC0415 - takes half a second
+    import huggingface_hub.errors  # noqa: PLC0415
+
+    kind, repository = _repository_of(source)
+    try:
+        found = huggingface_hub.HfApi().repo_info(repository, repo_type=kind, revision=source.revision)
+    except (huggingface_hub.errors.RepositoryNotFoundError, huggingface_hub.errors.RevisionNotFoundError) as error:
+        raise RecipeError(f"{source.uri}: no {source.revision!r} on the hub: {error}") from error
+    except Exception as error:  # of the network or the account, from libraries below huggingface_hub
+        raise DeviceError(f"{source.uri}: the hub does not answer, so nothing was pinned: {error}") from error
+    return str(found.sha)
+
+
+def _repository_of(source: Source) -> tuple[str, str]:
+    """Kind and name, as the hub's interface wants them."""
+    if source.uri.startswith(DATASETS):
+        return "dataset", source.uri.removeprefix(DATASETS)
+    parts = source.uri.removeprefix("hf://").split("/")
+    kind = parts.pop(0).removesuffix("s") if parts[0] in ("datasets", "spaces") else "model"
+    return kind, "/".join(parts[:2])

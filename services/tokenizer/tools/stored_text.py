@@ -1,0 +1,102 @@
+"""Token ids back to text for people to look at, with each kind of vocabulary."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+from itertools import groupby
+
+from services.common.artifacts.corpus import CorpusManifest, Vocabulary
+from services.common.artifacts.store import Artifact
+from services.common.errors import ArtifactError
+from services.tokenizer.encoding.encoder import TokenIds
+from services.tokenizer.tools.stored_stream import verify_paths
+
+CONTEXT_TOKENS = 4
+"""Enough before an excerpt to tell whether it begins with a space, or in the middle of a character."""
+
+# They reorder what a terminal shows around them.
+_DIRECTION_CONTROLS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+class StoredText:
+    """Decodes what a corpus stores. BOS and EOS become ⟨BOS⟩ and ⟨EOS⟩, wherever they are; `</s>` is text."""
+
+    def __init__(self, corpus: Artifact[CorpusManifest]) -> None:
+        vocabulary = corpus.manifest.corpus.vocabulary
+        verify_paths(corpus, [vocabulary.path])
+        self._folder = corpus.path
+        self._decode = _load_decoder((corpus.path / vocabulary.path).read_bytes(), vocabulary)
+        self._marks = {vocabulary.bos_id: "⟨BOS⟩", vocabulary.eos_id: "⟨EOS⟩"}
+        if vocabulary.bos_id == vocabulary.eos_id:
+            self._marks[vocabulary.bos_id] = "⟨BOS/EOS⟩"
+        self._vocab_size = vocabulary.vocab_size
+
+    def show(self, tokens: TokenIds, before: TokenIds | None = None) -> str:
+        """The text of `tokens`, of which `before` are the ones in front. Control characters become escapes.
+
+        Raises `ArtifactError` for an id that is not in the vocabulary.
+        """
+        ids: list[int] = tokens.tolist()
+        context: list[int] = [] if before is None else self._after_last_mark(before.tolist())
+        shown: list[str] = []
+        try:
+            for is_mark, group in groupby(ids, self._marks.__contains__):
+                run = list(group)
+                shown.append("".join(map(self._marks.__getitem__, run)) if is_mark else self._continue(context, run))
+                context = []
+        except LookupError as error:
+            raise ArtifactError(
+                f"{self._folder}: tokens {ids} are not all in its vocabulary of {self._vocab_size:,} ({error}). "
+                f"Check the corpus with `python -m services.common.artifacts verify {self._folder}`."
+            ) from error
+        return "".join(map(_escape_control, "".join(shown)))
+
+    def _continue(self, context: list[int], ids: list[int]) -> str:
+        """The text of `ids` in their place: decoders take the first space for the one that encoding has added."""
+        text_before, text = self._decode(context), self._decode(context + ids)
+        return text.removeprefix(text_before) if text.startswith(text_before) else self._decode(ids)
+
+    def _after_last_mark(self, ids: list[int]) -> list[int]:
+        marks = [index for index, token in enumerate(ids) if token in self._marks]
+        return ids[marks[-1] + 1 :] if marks else ids
+
+
+def _load_decoder(content: bytes, vocabulary: Vocabulary) -> Callable[[list[int]], str]:
+    """Raises `LookupError` when it is called with an id that it does not know."""
+    # Each kind loads its own library, and no other's.
+    match vocabulary.kind:
+        case "sentencepiece":
+            from services.tokenizer.encoding.sentencepiece_model import load_model  # noqa: PLC0415
+
+            processor = load_model(content)
+            return lambda ids: str(processor.decode(ids))
+        case "tokenizer_json":
+            import tokenizers  # noqa: PLC0415
+
+            tokenizer = tokenizers.Tokenizer.from_buffer(content)
+
+            def decode(ids: list[int]) -> str:
+                unknown = [token for token in ids if token >= vocabulary.vocab_size]  # decode() leaves them out
+                if unknown:
+                    raise LookupError(f"{unknown[0]:,} is none")
+                return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+            return decode
+        case "tiktoken":
+            import tiktoken  # noqa: PLC0415
+
+            from services.tokenizer.encoding.byte_level import LLAMA3_PATTERN, read_ranks  # noqa: PLC0415
+
+            encoding = tiktoken.Encoding(
+                "tokenizer", pat_str=LLAMA3_PATTERN, mergeable_ranks=read_ranks(content), special_tokens={}
+            )
+            return encoding.decode
+
+
+def _escape_control(character: str) -> str:
+    if character in "\n\t":
+        return character
+    if character in _DIRECTION_CONTROLS or unicodedata.category(character) == "Cc":
+        return character.encode("unicode_escape").decode()
+    return character

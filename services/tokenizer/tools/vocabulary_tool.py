@@ -1,0 +1,129 @@
+"""`train-vocab`: a vocabulary on its own, for recipes that name one instead of training one each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from services.common.artifacts.manifest import write_durably
+from services.common.errors import ArtifactError, RecipeError, naming_the_place
+from services.common.recipe import Corpus, Source, VocabularyTraining
+from services.common.telemetry import configure_logging
+from services.tokenizer.encoding.sentencepiece_model import load_model
+from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
+from services.tokenizer.tools.tool_parser import ToolParser
+from services.tokenizer.vocabulary_training import train_vocabulary
+
+logger = logging.getLogger(__name__)
+
+
+def train_vocab(argv: list[str]) -> int:
+    """Train a SentencePiece model on text, as the stage does for a recipe with [tokenizer.train]."""
+    parser = ToolParser("train-vocab", f"{train_vocab.__doc__} The same text gives the same bytes.")
+    parser.add_argument("uris", nargs="+", metavar="SOURCE", help="a uri as in a recipe's [[corpus.sources]]")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="to write; it must not exist")
+    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="pieces")
+    parser.add_argument("--max-bytes", type=int, metavar="B", help=f"text read at most (default: {_max_bytes():,})")
+    parser.add_argument("--column", help="the jsonl key, or the parquet or arrow column (default: text)")
+    parser.add_argument("--format", choices=_formats(), help="of all sources (default: auto, by the files' endings)")
+    arguments = parser.parse_args(argv)
+    try:
+        sources = [
+            Source(uri=uri, **_given(column=arguments.column, format=arguments.format)) for uri in arguments.uris
+        ]
+        training = VocabularyTraining(vocab_size=arguments.vocab_size, **_given(max_bytes=arguments.max_bytes))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        option = "-".join(map(str, problem["loc"])).replace("_", "-") or "sources"
+        parser.error(f"{option}: {problem['msg']}, got {problem['input']!r}")
+    configure_logging("tokenizer")
+    path: Path = arguments.output.absolute()
+    _require_free(path)
+    documents = list(_read_text(sources, training.max_bytes))
+    model = _train(documents, training.vocab_size, sources)
+    _require_free(path)  # it took minutes
+    with naming_the_place(path.parent):
+        write_durably(path, model)
+    print(_describe(path, model, documents))
+    return 0
+
+
+def _read_text(sources: Sequence[Source], max_bytes: int) -> Iterator[bytes]:
+    """The first `max_bytes` of the sources, in their order; the document at the end is cut."""
+    room = max_bytes
+    for source in sources:
+        pieces = (piece for file in list_inputs(source) for piece in cut_file(file, _split_bytes()))
+        for batch in read_documents(pieces, "replace"):
+            for document in batch.documents():
+                yield document[:room].decode("utf-8", "ignore").encode()
+                room -= len(document)
+                if room <= 0:
+                    return
+
+
+def _train(documents: Sequence[bytes], vocab_size: int, sources: Sequence[Source]) -> bytes:
+    text_bytes = sum(map(len, documents))
+    if not text_bytes:
+        raise ArtifactError(
+            f"No text in {', '.join(source.uri for source in sources)}: no vocabulary can be made of it."
+        )
+    logger.info("training a vocabulary of %s pieces on %s bytes of text", f"{vocab_size:,}", f"{text_bytes:,}")
+    try:
+        return train_vocabulary(documents, vocab_size)
+    except RecipeError as error:
+        raise RecipeError(f"{error} On this command line it is --vocab-size.") from error
+
+
+def _describe(path: Path, model: bytes, documents: Sequence[bytes]) -> str:
+    processor = load_model(model)
+    return f"""\
+written  {path}
+  size    {len(model):,} bytes
+  pieces  {processor.vocab_size():,}, BOS is {processor.bos_id()}, EOS is {processor.eos_id()}
+  sha256  {hashlib.sha256(model).hexdigest()}
+  text    {sum(map(len, documents)):,} bytes of {len(documents):,} documents
+
+In a recipe, instead of [tokenizer.train]:
+
+[tokenizer]
+model = {json.dumps(str(path))}
+
+[model]
+vocab_size = {processor.vocab_size()}"""
+
+
+def _require_free(path: Path) -> None:
+    """Raises `RecipeError` where no new file can be made."""
+    if path.exists():
+        raise RecipeError(
+            f"{path}: exists already and is not overwritten: a recipe may name it. "
+            f"Pass another --output, or move the file away."
+        )
+    if not path.parent.is_dir():
+        raise RecipeError(f"{path.parent}: no such folder. Make it, or pass another --output.")
+    if not os.access(path.parent, os.W_OK):
+        raise RecipeError(f"{path.parent}: this user cannot write there. Pass another --output.")
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """What is on the command line; the recipe's model has the defaults."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _formats() -> tuple[str, ...]:
+    return get_args(Source.model_fields["format"].annotation)
+
+
+def _max_bytes() -> int:
+    return int(VocabularyTraining.model_fields["max_bytes"].default)
+
+
+def _split_bytes() -> int:
+    return int(Corpus.model_fields["split_bytes"].default)
