@@ -156,7 +156,7 @@ def _prepare(bench: Workbench, text: Text, model: bytes) -> None:
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (bench.hugging_face / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     column = pa.array([document.decode() for document in text.documents], pa.string())
-    pq.write_table(pa.table({"text": column}), bench.parquet, compression="zstd", row_group_size=1_000)
+    pq.write_table(pa.table({"text": column}), bench.parquet, compression="zstd", row_group_size=100)
 
 
 def _tokenizer_json(model: bytes) -> dict[str, object]:

@@ -258,11 +258,12 @@ def _encode_tasks(bench: Workbench, num_processes: int) -> Measurement:
 
 def _encode_share(tasks: Any, barrier: Any) -> None:
     from services.tokenizer.encode_task import encode_split  # noqa: PLC0415
+    from services.tokenizer.encoding.self_check import SAMPLED_DOCUMENTS  # noqa: PLC0415
     from services.tokenizer.encoding.vocabulary_file import load_encoder  # noqa: PLC0415
     from services.tokenizer.text_batch import TextBatch  # noqa: PLC0415
 
     encoder = load_encoder(tasks[0].vocabulary_path, tasks[0].vocabulary, tasks[0].encoder)
-    encoder.encode(TextBatch.of([b"x" * 2**21]))  # what the self-check would sample
+    encoder.encode(TextBatch.of([b"x"] * SAMPLED_DOCUMENTS))  # instead of the sample that the self-check would take
     barrier.wait()
     for task in tasks:
         encode_split(task)
@@ -351,7 +352,7 @@ name = "benchmark"
 name = "benchmark"
 sequence_length = {SEQUENCE_LENGTH}
 validation_fraction = 0.0
-split_bytes = 8388608
+split_bytes = 4194304
 sources = [{{ uri = {json.dumps(str(bench.parquet))} }}]
 [tokenizer]
 model = {json.dumps(str(bench.model))}
