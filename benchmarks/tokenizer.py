@@ -4,7 +4,8 @@
     python -m benchmarks.tokenizer --text DIR --megabytes 300 --rounds 5 --model llama2.model --only kernel_warm,anchor
 
 Every row runs in a process of its own, the rows of a round one after another, so that what else the machine does meets
-all of them. A rate is text per CPU second (the median of the rounds), for rows of two processes per wall second.
+all of them. A rate is text per CPU second (the median of the rounds); of stage_two, encode_alone and encode_two per
+second of wall time.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 SEQUENCE_LENGTH = 4096
-BATCH_DOCUMENTS = 1_000  # of datasets.map, its default
+START_SECONDS = 120
 SAMPLES = 20_000
 
 
@@ -33,7 +33,7 @@ class Measurement:
     stored_bytes: int = 0
     """All files that the row leaves behind, caches too."""
     ids_digest: str = ""
-    """Of every document's ids with BOS and EOS, when the row keeps documents apart."""
+    """Of every document's ids without BOS and EOS, when the row keeps documents apart."""
     samples: int = 0
     notes: list[str] = field(default_factory=list)
     peak_memory_bytes: int = 0
@@ -113,17 +113,6 @@ def anchor(bench: Workbench) -> Measurement:
     measured.notes.append(f"{encoded - measured.tokens:,} of {encoded:,} tokens lost")
     measured.notes.append(f"{_bytes_below(saved) / measured.tokens:.2f} B/token saved, the rest is cache")
     return measured
-
-
-def anchor_ids(bench: Workbench) -> Measurement:
-    """The anchor's tokenizer alone, to compare its ids; not a row of the table."""
-    import transformers  # noqa: PLC0415
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(bench.hugging_face), use_fast=True)
-    texts = [document.decode() for document in bench.documents()]
-    watch = Watch()
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    return _with_ids(watch.stop(), bench, ids)
 
 
 def tokenizers_batch(bench: Workbench) -> Measurement:
@@ -246,11 +235,13 @@ def _encode_tasks(bench: Workbench, num_processes: int) -> Measurement:
     processes = [context.Process(target=_encode_share, args=(share, barrier)) for share in shares]
     for process in processes:
         process.start()
-    barrier.wait()
+    barrier.wait(START_SECONDS)
     watch = Watch()
     for process in processes:
         process.join()
     measured = watch.stop()
+    if any(process.exitcode for process in processes):
+        raise RuntimeError(f"a process failed: {[process.exitcode for process in processes]}")
     measured.cpu_seconds = measured.wall_seconds * num_processes  # each of them works all the time, or waits for a core
     measured.notes.append(f"{len(tasks)} splits; after start and self-check; CPU is processes x wall")
     return measured

@@ -70,6 +70,8 @@ class EncodedSplit(Record):
     """The result of a task, and its marker."""
 
     vocabulary_sha256: str
+    choice: EncoderChoice
+    """What the recipe said: splits of an encoder that turned out to be wrong are not believed when it is changed."""
     encoder: str
     documents_checked: int
     """By the process that did the task, since it did the one before."""
@@ -100,7 +102,8 @@ def _read_marker(task: EncodeTask) -> EncodedSplit | None:
         is_whole = all(xxh3_of(path) == checksum for path, checksum in files)
     except (FileNotFoundError, ValidationError):
         return None
-    return done if is_whole and done.vocabulary_sha256 == task.vocabulary.sha256 else None
+    is_mine = (done.vocabulary_sha256, done.choice) == (task.vocabulary.sha256, task.encoder)
+    return done if is_whole and is_mine else None
 
 
 def _encode(task: EncodeTask) -> EncodedSplit:
@@ -127,6 +130,7 @@ def _encode(task: EncodeTask) -> EncodedSplit:
             writers["train"].append(ids, offsets, is_kept & ~is_for_validation)
     encoded = EncodedSplit(
         vocabulary_sha256=task.vocabulary.sha256,
+        choice=task.encoder,
         encoder=encoder.name,
         documents_checked=encoder.take_documents_checked(),
         documents_read=read,

@@ -30,7 +30,7 @@ def are_sampled(batch: TextBatch, weight: float, pass_number: int) -> npt.NDArra
 
 
 def _shares(batch: TextBatch, seed: int) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for each document."""
+    """A number from 0 to 1 for each document."""
     digest = xxhash.xxh3_64_intdigest
     hashes = np.fromiter((digest(view, seed) for view in batch.views()), np.uint64, len(batch))
     return hashes / 2.0**64

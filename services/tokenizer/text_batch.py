@@ -80,6 +80,8 @@ def join_small(batches: Iterable[TextBatch]) -> Iterator[TextBatch]:
     waiting: list[TextBatch] = []
     waiting_bytes = 0
     for batch in batches:
+        if not len(batch):
+            continue
         if waiting and waiting_bytes + batch.text_bytes > BATCH_BYTES:
             yield _join(waiting)
             waiting, waiting_bytes = [], 0
@@ -92,7 +94,7 @@ def join_small(batches: Iterable[TextBatch]) -> Iterator[TextBatch]:
 def _join(batches: list[TextBatch]) -> TextBatch:
     if len(batches) == 1:
         return batches[0]
-    texts = [batch.text[batch.begins[0] : batch.ends[-1]] for batch in batches if len(batch)]
+    texts = [batch.text[batch.begins[0] : batch.ends[-1]] for batch in batches]
     ends = np.cumsum(np.concatenate([batch.sizes for batch in batches]))
     num_repaired = sum(batch.num_repaired for batch in batches)
     return TextBatch(np.concatenate(texts), np.append(0, ends[:-1]), ends, num_repaired)

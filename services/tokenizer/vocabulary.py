@@ -31,14 +31,30 @@ def provide_vocabulary(recipe: Recipe, plan: Plan, scratch: Path) -> tuple[Path,
     Raises `ArtifactError` for a file that is no usable vocabulary, `RecipeError` when the recipe asks for another size.
     """
     path = scratch / VOCABULARY
+    if path.exists():
+        content = path.read_bytes()
+    elif recipe.tokenizer.train:
+        content = _train_on_corpus(recipe, recipe.tokenizer.train, plan)
+    else:
+        content = _read_given(recipe, plan)
+    vocabulary = _describe(content, recipe)
     if not path.exists():
-        content = (
-            _train_on_corpus(recipe, recipe.tokenizer.train, plan)
-            if recipe.tokenizer.train
-            else _read_given(recipe, plan)
-        )
         write_durably(path, content)
-    return path, describe_vocabulary(path.read_bytes(), recipe.tokenizer)
+    return path, vocabulary
+
+
+def _describe(content: bytes, recipe: Recipe) -> Vocabulary:
+    uri = recipe.tokenizer.model
+    try:
+        vocabulary = describe_vocabulary(content, recipe.tokenizer)
+    except ArtifactError as error:
+        raise ArtifactError(f"{uri}: {error}") from error
+    if vocabulary.vocab_size != recipe.model.vocab_size:
+        raise RecipeError(
+            f"{uri} has {vocabulary.vocab_size:,} pieces, model.vocab_size is {recipe.model.vocab_size:,}. "
+            f"Set model.vocab_size = {vocabulary.vocab_size}, or name another tokenizer.model."
+        )
+    return vocabulary
 
 
 def _train_on_corpus(recipe: Recipe, training: VocabularyTraining, plan: Plan) -> bytes:
@@ -74,13 +90,4 @@ def _read_given(recipe: Recipe, plan: Plan) -> bytes:
         content = file.read()
     if xxhash.xxh3_128_hexdigest(content) != plan.links[-1].content_digest:
         raise ArtifactError(f"{uri}: changed since the corpus was planned. Run the same command again.")
-    try:
-        vocabulary = describe_vocabulary(content, recipe.tokenizer)
-    except ArtifactError as error:
-        raise ArtifactError(f"{uri}: {error}") from error
-    if vocabulary.vocab_size != recipe.model.vocab_size:
-        raise RecipeError(
-            f"{uri} has {vocabulary.vocab_size:,} pieces, model.vocab_size is {recipe.model.vocab_size:,}. "
-            f"Set model.vocab_size = {vocabulary.vocab_size}, or name another tokenizer.model."
-        )
     return content

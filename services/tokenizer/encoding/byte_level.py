@@ -17,6 +17,7 @@ import numpy as np
 import tiktoken
 
 from services.common.errors import ArtifactError
+from services.tokenizer.encoding.added_tokens import take_text_as_text
 from services.tokenizer.encoding.encoder import Offsets, TokenIds, join_documents, token_dtype
 from services.tokenizer.text_batch import TextBatch
 
@@ -39,7 +40,7 @@ class FastokensEncoder:
 
     @classmethod
     def from_json(cls, tokenizer: bytes, bos_id: int, eos_id: int, vocab_size: int) -> FastokensEncoder:
-        loaded = fastokens.Tokenizer.from_json_str(tokenizer.decode())
+        loaded = fastokens.Tokenizer.from_json_str(take_text_as_text(tokenizer).decode())
         loaded.no_truncation()
         loaded.no_padding()
         return cls(loaded, bos_id, eos_id, vocab_size)

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from services.tokenizer.encoding.bpe_kernel import CACHED_BYTES, LongChunk, Scratch
 from services.tokenizer.encoding.chunk_kernel import (
     BLOCK_BYTES,
-    CACHED_BYTES,
     PADDING_BYTES,
     ChunkCache,
-    LongChunk,
-    Scratch,
     encode_documents,
     rehash,
 )
@@ -24,7 +22,7 @@ from services.tokenizer.text_batch import TextBatch
 
 _ENTRY_BYTES = 32
 _FIRST_ENTRIES = 2**17
-_MOST_ENTRIES = 2**22
+_MOST_ENTRIES = 2**22  # 128 MiB
 _GROWTH = 4
 _LONG_CHUNKS_BYTES = 32 * 2**20
 _LONG_IDS = 8 * 2**20
@@ -32,7 +30,7 @@ _LONG_CHUNK_BYTES = 2**16
 
 
 class ChunkEncoder:
-    """Keeps up to 4 million chunks (168 MB) from batch to batch."""
+    """Keeps the chunks that it has seen, up to a limit, from batch to batch."""
 
     name = "chunk kernel"
 
@@ -85,15 +83,21 @@ class ChunkEncoder:
         longest = int(batch.sizes.max(initial=0))
         if len(self._scratch.text) < longest + 1 + PADDING_BYTES:
             self._scratch = _scratch(longest)._replace(long=self._scratch.long)
-        num_entries, used = self._cache.entries.nbytes // _ENTRY_BYTES, int(self._cache.used[0])
-        if 2 * used > num_entries:
-            if num_entries < _MOST_ENTRIES:
-                entries = np.zeros(len(self._cache.entries) * _GROWTH, np.uint64)
-                rehash(self._cache.entries, entries)
-                self._cache = self._cache._replace(entries=entries)
-            elif 4 * used > 3 * num_entries - 4:
-                self._cache.entries[:] = 0
-                self._cache.used[:] = 0
+        self._cache = _with_room(self._cache)
+
+
+def _with_room(cache: ChunkCache) -> ChunkCache:
+    """The cache, enlarged when it is half full, emptied when it cannot grow and one of its parts is nearly full."""
+    num_entries = cache.entries.nbytes // _ENTRY_BYTES
+    used = (cache.used / [num_entries, len(cache.long_chunks), len(cache.long_ids)]).tolist()
+    if used[0] > 1 / 2 and num_entries < _MOST_ENTRIES:
+        entries = np.zeros(min(num_entries * _GROWTH, _MOST_ENTRIES) * _ENTRY_BYTES // 8, np.uint64)
+        rehash(cache.entries, entries)
+        return cache._replace(entries=entries)
+    if used[0] > 0.74 or max(used[1:]) > 7 / 8:
+        cache.entries[:] = 0
+        cache.used[:] = 0
+    return cache
 
 
 def compile_kernels(dtype: np.dtype[Any]) -> None:
@@ -105,6 +109,8 @@ def compile_kernels(dtype: np.dtype[Any]) -> None:
         merge_values=np.zeros(0, np.int64),
         id_of_code_point=np.zeros(0, np.int32),
         id_of_byte=np.zeros(0, np.int32),
+        slot_multiplier=np.uint64(0),
+        slot_shift=np.uint64(0),
     )
     ChunkEncoder(tables, bos_id=0, eos_id=0, adds_prefix=True, dtype=dtype).encode(TextBatch.of([]))
     rehash(np.zeros(0, np.uint64), np.zeros(_ENTRY_BYTES // 8, np.uint64))

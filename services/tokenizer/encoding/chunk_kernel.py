@@ -10,40 +10,32 @@ has it is not vectorised (2.1 GB/s instead of 1.0 for the boundary pass).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from services.tokenizer.encoding.chunk_tables import NO_SYMBOL
+from services.tokenizer.encoding.bpe_kernel import (
+    CACHED_BYTES,
+    are_in_a_piece,
+    code_point_at,
+    merge_chunk,
+    merge_long_chunk,
+)
+from services.tokenizer.encoding.kernel_options import inlined, inner, kernel
 from services.tokenizer.encoding.unaligned import load_word, store_word
 
 BLOCK_BYTES = 1 << 16
 """Text whose boundaries are found before its chunks are looked up."""
 SHORT_BYTES = 16
 """A chunk up to this long is its own key, in two words."""
-CACHED_BYTES = 255
-"""A longer chunk is encoded each time it is met."""
 PADDING_BYTES = 24
 """What a word that is loaded or stored at the end of a buffer may reach beyond it."""
-
-# Numba counts a reference to every array of a tuple at every call, atomically: 11 MB/s instead of 320. So nothing here
-# allocates (`_nrt`). A call passes a tuple array by array, so what every chunk needs is inlined; what only unseen
-# chunks need is not, because it would take twice as long to compile.
-_Decorator = Callable[[Any], Any]
-_entry: _Decorator = njit(nogil=True, cache=True, _nrt=False)  # type: ignore[call-overload]
-_INNER: dict[str, Any] = {"nogil": True, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-_inner: _Decorator = njit(**_INNER)
-_inlined: _Decorator = njit(forceinline=True, **_INNER)
 
 _ENTRY_WORDS = 4  # key, key, size and count, ids
 _HASH_SHIFT = np.uint64(20)
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _OTHER_MULTIPLIER = np.uint64(0xC2B2AE3D27D4EB4F)
-_MERGED_AWAY = np.int32(NO_SYMBOL - 1)
-_NO_MERGE = np.int64(0x7FFFFFFFFFFFFFFF)
 # Masks for the first and the second word of a chunk of n bytes.
 _FIRST_WORD = np.array([(1 << 8 * min(size, 8)) - 1 for size in range(SHORT_BYTES + 1)], np.uint64)
 _SECOND_WORD = np.array([(1 << 8 * max(size - 8, 0)) - 1 for size in range(SHORT_BYTES + 1)], np.uint64)
@@ -61,29 +53,7 @@ class ChunkCache(NamedTuple):
     """Entries, bytes of `long_chunks`, items of `long_ids`."""
 
 
-class LongChunk(NamedTuple):
-    """The symbols of a chunk of more than CACHED_BYTES: a list with links both ways, and the merges to come."""
-
-    symbols: npt.NDArray[np.int32]
-    begins: npt.NDArray[np.int32]
-    following: npt.NDArray[np.int32]
-    preceding: npt.NDArray[np.int32]
-    heap: npt.NDArray[np.int64]
-
-
-class Scratch(NamedTuple):
-    text: npt.NDArray[np.uint8]
-    """One document: a space, its bytes, PADDING_BYTES."""
-    borders: npt.NDArray[np.uint32]
-    """[BLOCK_BYTES + 1]"""
-    symbols: npt.NDArray[np.int32]
-    symbol_begins: npt.NDArray[np.int32]
-    merges: npt.NDArray[np.int64]
-    """[CACHED_BYTES + 2] each: the chunk that is being encoded."""
-    long: LongChunk
-
-
-@_entry
+@kernel
 def encode_documents(text, begins, ends, bos_id, eos_id, tables, adds_prefix, cache, scratch, ids, offsets):
     """Write ids and offsets as `Encoder.encode` returns them; returns the number of ids, or `-n` when a chunk of n
     bytes does not fit into `scratch.long`: enlarge it and call again.
@@ -107,7 +77,7 @@ def encode_documents(text, begins, ends, bos_id, eos_id, tables, adds_prefix, ca
     return count
 
 
-@_entry
+@kernel
 def rehash(old, new):
     """Move the entries of one table into an empty one."""
     mask = np.uint64(new.size // _ENTRY_WORDS - 1)
@@ -123,7 +93,7 @@ def rehash(old, new):
             new[slot * np.uint64(_ENTRY_WORDS) + np.uint64(word)] = old[begin + word]
 
 
-@_inlined
+@inlined
 def _copy_document(document, text):
     """A space and the document, in which U+2581 becomes the space that SentencePiece takes it for; returns the end."""
     text[0] = 0x20
@@ -150,7 +120,7 @@ def _copy_document(document, text):
     return write
 
 
-@_inner
+@inner
 def _encode_text(begin, end, tables, cache, scratch, ids, count):
     """Encode `scratch.text[begin:end]` to `ids[count:]`; returns the new count."""
     text, borders = scratch.text, scratch.borders
@@ -176,7 +146,7 @@ def _encode_text(begin, end, tables, cache, scratch, ids, count):
     return count
 
 
-@_inlined
+@inlined
 def _find_borders(block, byte_before, is_soft, borders):
     """Positions in the block at which a chunk begins; returns their number. No branch depends on the text."""
     count = np.uint32(0)
@@ -189,7 +159,7 @@ def _find_borders(block, byte_before, is_soft, borders):
     return count
 
 
-@_inlined
+@inlined
 def _encode_short(begin, end, tables, cache, scratch, ids, count):
     entries = cache.entries
     size = np.uint64(end - begin)
@@ -201,8 +171,8 @@ def _encode_short(begin, end, tables, cache, scratch, ids, count):
         entry = slot * np.uint64(_ENTRY_WORDS)
         sizes = entries[entry + np.uint64(2)]
         if sizes == 0:
-            encoded = _merge(begin, end, tables, scratch, ids, count)
-            if _has_room(cache, 0, encoded - count):
+            encoded = merge_chunk(begin, end, tables, scratch, ids, count)
+            if _has_room(cache, 0, encoded - count, ids.itemsize):
                 _remember(entry, first, second, size, cache, ids, count, encoded)
             return encoded
         if entries[entry] == first and entries[entry + np.uint64(1)] == second and sizes & np.uint64(0xFF) == size:
@@ -210,7 +180,7 @@ def _encode_short(begin, end, tables, cache, scratch, ids, count):
         slot = (slot + np.uint64(1)) & mask
 
 
-@_inner
+@inner
 def _encode_long(begin, end, tables, cache, scratch, ids, count):
     """A chunk that has no hard border by its bytes: cut it by its characters, where it has any beyond ASCII."""
     text = scratch.text
@@ -218,9 +188,9 @@ def _encode_long(begin, end, tables, cache, scratch, ids, count):
     at = begin
     before = np.int64(0)
     while at < end:
-        code_point, size = _code_point_at(text, at)
+        code_point, size = code_point_at(text, at)
         is_exact = code_point < 0x80 and before < 0x80  # the table of bytes has said that they belong together
-        if at > chunk and not is_exact and not _are_in_a_piece(before, code_point, tables.pairs_of_characters):
+        if at > chunk and not is_exact and not are_in_a_piece(before, code_point, tables):
             count = _encode_chunk(chunk, at, tables, cache, scratch, ids, count)
             if count < 0:
                 return count
@@ -230,12 +200,12 @@ def _encode_long(begin, end, tables, cache, scratch, ids, count):
     return _encode_chunk(chunk, end, tables, cache, scratch, ids, count)
 
 
-@_inner
+@inner
 def _encode_chunk(begin, end, tables, cache, scratch, ids, count):
     if end - begin <= SHORT_BYTES:
         return _encode_short(begin, end, tables, cache, scratch, ids, count)
     if end - begin > CACHED_BYTES:
-        return _merge_long(begin, end, tables, scratch, ids, count)
+        return merge_long_chunk(begin, end, tables, scratch, ids, count)
     entries = cache.entries
     size = np.uint64(end - begin)
     hashed = _hash_long(scratch.text, begin, end - begin)
@@ -245,8 +215,8 @@ def _encode_chunk(begin, end, tables, cache, scratch, ids, count):
         entry = slot * np.uint64(_ENTRY_WORDS)
         sizes = entries[entry + np.uint64(2)]
         if sizes == 0:
-            encoded = _merge(begin, end, tables, scratch, ids, count)
-            if _has_room(cache, end - begin, encoded - count):
+            encoded = merge_chunk(begin, end, tables, scratch, ids, count)
+            if _has_room(cache, end - begin, encoded - count, ids.itemsize):
                 place = cache.used[1]
                 for index in range(end - begin):
                     cache.long_chunks[place + index] = scratch.text[begin + index]
@@ -260,18 +230,19 @@ def _encode_chunk(begin, end, tables, cache, scratch, ids, count):
         slot = (slot + np.uint64(1)) & mask
 
 
-@_inlined
-def _has_room(cache, chunk_bytes, num_ids):
-    """A table three quarters full takes no more; the next batch finds it enlarged or emptied."""
+@inlined
+def _has_room(cache, chunk_bytes, num_ids, id_bytes):
+    """What is three quarters full takes no more; the next batch finds it enlarged or emptied."""
     used = cache.used
+    num_apart = num_ids if num_ids * id_bytes > 8 else 0
     return (
         used[0] * 4 < cache.entries.size // _ENTRY_WORDS * 3
         and used[1] + chunk_bytes <= cache.long_chunks.size
-        and used[2] + num_ids <= cache.long_ids.size
+        and used[2] + num_apart <= cache.long_ids.size
     )
 
 
-@_inner
+@inner
 def _remember(entry, first, second, size, cache, ids, begin, end):
     num_ids = end - begin
     cache.entries[entry] = first
@@ -288,7 +259,7 @@ def _remember(entry, first, second, size, cache, ids, begin, end):
     cache.used[0] += 1
 
 
-@_inlined
+@inlined
 def _copy_ids(entry, cache, ids, count):
     num_ids = np.intp(cache.entries[entry + np.uint64(2)] >> np.uint64(8))
     if num_ids * ids.itemsize <= 8:
@@ -300,13 +271,13 @@ def _copy_ids(entry, cache, ids, count):
     return count + num_ids
 
 
-@_inlined
+@inlined
 def _hash_short(first, second, size):
     hashed = (first ^ (second * _OTHER_MULTIPLIER) ^ size) * _MULTIPLIER
     return (hashed ^ (hashed >> np.uint64(32))) * _OTHER_MULTIPLIER
 
 
-@_inner
+@inner
 def _hash_long(text, begin, size):
     hashed = np.uint64(size) * _OTHER_MULTIPLIER
     for at in range(begin, begin + size - 7, 8):
@@ -317,183 +288,9 @@ def _hash_long(text, begin, size):
     return (hashed ^ (hashed >> np.uint64(32))) * _OTHER_MULTIPLIER
 
 
-@_inner
+@inner
 def _are_equal(left, right):
     index = 0
     while index < left.size and left[index] == right[index]:
         index += 1
     return index == left.size
-
-
-@_inner
-def _merge(begin, end, tables, scratch, ids, count):
-    """BPE of a chunk of up to CACHED_BYTES, by a scan for the next merge."""
-    text, symbols, begins, merges = scratch.text, scratch.symbols, scratch.symbol_begins, scratch.merges
-    num_symbols = _split_characters(begin, end, text, tables, symbols, begins)
-    for index in range(num_symbols - 1):
-        merges[index] = _find_merge(symbols[index], symbols[index + 1], tables)
-    while num_symbols > 1:
-        best, at = _NO_MERGE >> 32, -1
-        for index in range(num_symbols - 1):
-            if merges[index] >> 32 < best:
-                best, at = merges[index] >> 32, index
-        if at < 0:
-            break
-        symbols[at] = np.int32(merges[at] & 0xFFFFFFFF)
-        num_symbols -= 1
-        for index in range(at + 1, num_symbols):
-            symbols[index] = symbols[index + 1]
-            begins[index] = begins[index + 1]
-            merges[index] = merges[index + 1]
-        begins[num_symbols] = begins[num_symbols + 1]
-        if at > 0:
-            merges[at - 1] = _find_merge(symbols[at - 1], symbols[at], tables)
-        if at < num_symbols - 1:
-            merges[at] = _find_merge(symbols[at], symbols[at + 1], tables)
-    for index in range(num_symbols):
-        count = _write_symbol(
-            symbols[index], begin + begins[index], begin + begins[index + 1], text, tables, ids, count
-        )
-    return count
-
-
-@_inner
-def _merge_long(begin, end, tables, scratch, ids, count):
-    """BPE of a chunk of any size, by a heap of merges: n log n, and 32 bytes of memory for each of its bytes."""
-    text, long = scratch.text, scratch.long
-    if end - begin >= long.symbols.size:
-        return begin - end
-    symbols, begins, following, preceding = long.symbols, long.begins, long.following, long.preceding
-    num_symbols = _split_characters(begin, end, text, tables, symbols, begins)
-    for index in range(num_symbols):
-        following[index] = index + 1
-        preceding[index] = index - 1
-    # An item is `rank << 32 | position`. One whose symbols were merged since is out of date, and is dropped when its
-    # turn comes. Each merge takes an item and adds two at most.
-    heap = long.heap
-    size = 0
-    for index in range(num_symbols - 1):
-        size = _offer(heap, size, _find_merge(symbols[index], symbols[index + 1], tables), index)
-    while size > 0:
-        item = heap[0]
-        size = _drop_first(heap, size)
-        at = item & 0xFFFFFFFF
-        if symbols[at] == _MERGED_AWAY or following[at] >= num_symbols:
-            continue
-        right = following[at]
-        merge = _find_merge(symbols[at], symbols[right], tables)
-        if merge == _NO_MERGE or merge >> 32 != item >> 32:
-            continue
-        symbols[at] = np.int32(merge & 0xFFFFFFFF)
-        symbols[right] = _MERGED_AWAY
-        following[at] = following[right]
-        if following[at] < num_symbols:
-            preceding[following[at]] = at
-            size = _offer(heap, size, _find_merge(symbols[at], symbols[following[at]], tables), at)
-        if preceding[at] >= 0:
-            size = _offer(heap, size, _find_merge(symbols[preceding[at]], symbols[at], tables), preceding[at])
-    at = 0
-    while at < num_symbols:
-        after = following[at]
-        count = _write_symbol(symbols[at], begin + begins[at], begin + begins[after], text, tables, ids, count)
-        at = after
-    return count
-
-
-@_inner
-def _offer(heap, size, merge, position):
-    """Push the merge of the symbol at a position with the next one, if there is one; returns the new size."""
-    if merge == _NO_MERGE:
-        return size
-    item = (merge >> 32) << 32 | position
-    at = size
-    while at > 0 and heap[(at - 1) // 2] > item:
-        heap[at] = heap[(at - 1) // 2]
-        at = (at - 1) // 2
-    heap[at] = item
-    return size + 1
-
-
-@_inner
-def _drop_first(heap, size):
-    """Pop the smallest item; returns the new size."""
-    size -= 1
-    item = heap[size]
-    at = 0
-    while True:
-        child = 2 * at + 1
-        if child >= size:
-            break
-        if child + 1 < size and heap[child + 1] < heap[child]:
-            child += 1
-        if heap[child] >= item:
-            break
-        heap[at] = heap[child]
-        at = child
-    heap[at] = item
-    return size
-
-
-@_inner
-def _split_characters(begin, end, text, tables, symbols, begins):
-    """Symbols of the characters of a chunk and where, from its begin, theirs is; returns their number."""
-    count = 0
-    at = begin
-    while at < end:
-        code_point, size = _code_point_at(text, at)
-        symbols[count] = tables.id_of_code_point[code_point]
-        begins[count] = np.int32(at - begin)
-        count += 1
-        at += size
-    begins[count] = np.int32(end - begin)
-    return count
-
-
-@_inner
-def _write_symbol(symbol, begin, end, text, tables, ids, count):
-    if symbol != NO_SYMBOL:
-        ids[count] = symbol
-        return count + 1
-    for at in range(begin, end):
-        ids[count] = tables.id_of_byte[text[at]]
-        count += 1
-    return count
-
-
-@_inlined
-def _code_point_at(text, at):
-    """Code point and number of bytes of the character there, in valid UTF-8."""
-    byte = np.int64(text[at])
-    if byte < 0x80:
-        return byte, 1
-    second = np.int64(text[at + 1]) & 0x3F
-    if byte < 0xE0:
-        return (byte & 0x1F) << 6 | second, 2
-    third = np.int64(text[at + 2]) & 0x3F
-    if byte < 0xF0:
-        return (byte & 0x0F) << 12 | second << 6 | third, 3
-    return (byte & 0x07) << 18 | second << 12 | third << 6 | (np.int64(text[at + 3]) & 0x3F), 4
-
-
-@_inner
-def _find_merge(left, right, tables):
-    """`rank << 32 | id` of the piece that two symbols make, or _NO_MERGE."""
-    if left < 0 or right < 0:
-        return _NO_MERGE
-    slot = _find_slot(np.int64(left) << 32 | np.int64(right), tables.merge_keys)
-    return tables.merge_values[slot] if tables.merge_keys[slot] >= 0 else _NO_MERGE
-
-
-@_inlined
-def _are_in_a_piece(left, right, pairs):
-    return pairs[_find_slot(left << 32 | right, pairs)] >= 0
-
-
-@_inlined
-def _find_slot(key, keys):
-    """The slot of a key in a table of `chunk_tables`, or the empty one where it would be."""
-    mask = np.uint64(keys.size - 1)
-    slot = ((np.uint64(key) * _MULTIPLIER) >> np.uint64(40)) & mask
-    while keys[slot] != -1 and keys[slot] != key:
-        slot = (slot + np.uint64(1)) & mask
-    return slot

@@ -24,7 +24,8 @@ SPACE_PIECE = "\u2581"
 
 NO_SYMBOL = -1
 _CODE_POINTS = 0x110000
-_MULTIPLIER = 0x9E3779B97F4A7C15
+_SLOT_MULTIPLIER = 0x9E3779B97F4A7C15
+_SLOT_SHIFT = 40
 _UINT64 = 2**64 - 1
 
 
@@ -43,6 +44,11 @@ class ChunkTables(NamedTuple):
     """[1,114,112] the piece of a character, or NO_SYMBOL."""
     id_of_byte: npt.NDArray[np.int32]
     """[256] the piece of a byte, for characters without a piece."""
+    slot_multiplier: np.uint64
+    slot_shift: np.uint64
+    """The first slot of a key in the hash tables is `(key * multiplier) >> shift`, modulo their size. Fields, because a
+    constant would stay in the kernel that numba compiled before it changed.
+    """
 
 
 @lru_cache(maxsize=1)
@@ -60,6 +66,7 @@ def obstacle_to_chunks(model: bytes) -> str | None:
         (not settings.puts_whitespace_last, "it writes spaces at the end of words"),
         (not settings.has_user_defined_pieces, "it has user-defined pieces"),
         (not any(processor.is_unused(index) for index in ids), "it has unused pieces"),
+        (SPACE_PIECE in pieces, "it has no piece for a space"),
         (_count_byte_pieces(processor) == 256, "it has no piece for every byte"),
         (" " not in characters, "a piece has a space that is not escaped"),
         (characters <= pieces, f"{sorted(characters - pieces)[:3]} are in pieces and are no pieces themselves"),
@@ -90,6 +97,8 @@ def build_tables(processor: sentencepiece.SentencePieceProcessor) -> ChunkTables
         merge_values=merge_values,
         id_of_code_point=id_of_code_point,
         id_of_byte=_find_byte_pieces(processor),
+        slot_multiplier=np.uint64(_SLOT_MULTIPLIER),
+        slot_shift=np.uint64(_SLOT_SHIFT),
     )
 
 
@@ -108,11 +117,11 @@ def _find_merges(processor: sentencepiece.SentencePieceProcessor, id_of_piece: d
 
 
 def _hash_table(entries: dict[int, int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Open addressing at most a third full, with the slot that `chunk_kernel` computes."""
+    """Open addressing, at most a third full."""
     size = 1 << max(4, (3 * len(entries)).bit_length())
     keys, values = np.full(size, -1, np.int64), np.zeros(size, np.int64)
     for key, value in entries.items():
-        slot = (key * _MULTIPLIER & _UINT64) >> 40 & (size - 1)
+        slot = (key * _SLOT_MULTIPLIER & _UINT64) >> _SLOT_SHIFT & (size - 1)
         while keys[slot] != -1:
             slot = (slot + 1) & (size - 1)
         keys[slot], values[slot] = key, value

@@ -1,17 +1,20 @@
-"""Kernels that an image ships compiled, so that not every pod compiles them for itself (6 s).
+"""Where numba keeps compiled kernels, and kernels that an image ships, so that not every pod compiles them (6 s).
 
     python -m services.tokenizer.encoding.compiled_kernels DIR      compile all of them into DIR
 
-Numba keeps what it compiled in a folder that it has to be able to write to, by processor, and an image is read-only and
-runs on other processors than the one that built it. So they are compiled for a common one, and copied on first use.
+Numba looks at the one file that a function is in, and would run a kernel of which another file has changed; so the
+folder's name follows from all of them. It also wants a folder that it can write to, and goes by processor, while an
+image is read-only and runs on other processors than the one that built it: what is shipped is compiled for a common
+one, and copied on first use.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import os
 import platform
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -20,24 +23,37 @@ SHIPPED_VARIABLE = "MILLRACE_COMPILED_KERNELS"
 _X86_64_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 
 
-def use_shipped_kernels() -> None:
-    """Where an image ships kernels that this processor can run, let numba find them. Call it before numba is imported.
+def choose_kernel_folder() -> None:
+    """Tell numba, before it is imported, where it finds and keeps kernels on this machine.
 
-    Elsewhere numba's own rules hold: NUMBA_CACHE_DIR, else `__pycache__` beside the source, else the user's cache.
+    NUMBA_CACHE_DIR, when it is set, is where that is.
     """
-    shipped = os.environ.get(SHIPPED_VARIABLE)
-    if shipped is None or "NUMBA_CACHE_DIR" in os.environ or not _is_common_processor():
+    if "NUMBA_CACHE_DIR" in os.environ:
         return
-    local = Path(tempfile.gettempdir()) / f"millrace-kernels-{os.getuid()}"
+    local = Path(tempfile.gettempdir()) / f"millrace-kernels-{os.getuid()}-{_digest_of_sources()}"
+    shipped = Path(os.environ.get(SHIPPED_VARIABLE, "/nowhere"))
+    is_shipped = shipped.is_dir() and _is_common_processor()
     if not local.exists():
         with tempfile.TemporaryDirectory(prefix="millrace-", dir=local.parent) as folder:
-            copied = shutil.copytree(shipped, Path(folder) / "kernels")
+            made = Path(folder) / "kernels"
+            if is_shipped:
+                shutil.copytree(shipped, made)
+            else:
+                made.mkdir()
             try:
-                copied.rename(local)
+                made.rename(local)
             except OSError:
                 if not local.exists():  # else another process was faster
                     raise
-    os.environ |= {"NUMBA_CACHE_DIR": str(local), **_common_processor()}
+    if local.stat().st_uid == os.getuid():  # numba runs what it finds there
+        os.environ |= {"NUMBA_CACHE_DIR": str(local), **(_common_processor() if is_shipped else {})}
+
+
+def _digest_of_sources() -> str:
+    hasher = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        hasher.update(path.read_bytes())
+    return hasher.hexdigest()[:12]
 
 
 def _common_processor() -> dict[str, str]:
@@ -55,7 +71,8 @@ def _is_common_processor() -> bool:
 
 def _compile(folder: Path) -> None:
     if not _is_common_processor():
-        sys.exit(f"compiled_kernels: nothing shipped for {platform.machine()}; numba compiles on first use")
+        print(f"nothing compiled for {platform.machine()}: numba compiles on first use there")
+        return
     os.environ |= {"NUMBA_CACHE_DIR": str(folder), **_common_processor()}
     import numpy as np  # noqa: PLC0415
 
@@ -68,4 +85,6 @@ def _compile(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _compile(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog="python -m services.tokenizer.encoding.compiled_kernels")
+    parser.add_argument("folder", type=Path, help="where to keep what was compiled")
+    _compile(parser.parse_args().folder)

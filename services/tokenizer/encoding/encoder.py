@@ -19,7 +19,7 @@ BOS_AND_EOS = 2
 
 class Encoder(Protocol):
     name: str
-    """For logs and the manifest, with the version of the library behind it."""
+    """For logs and the manifest, with the version of the library behind it, if there is one."""
 
     def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
         """Ids of all documents, one after another, each as BOS + its tokens + EOS.

@@ -7,6 +7,7 @@ import importlib.metadata
 import numpy as np
 import tokenizers
 
+from services.tokenizer.encoding.added_tokens import take_text_as_text
 from services.tokenizer.encoding.encoder import Offsets, TokenIds, join_documents, token_dtype
 from services.tokenizer.encoding.sentencepiece_model import load_model
 from services.tokenizer.text_batch import TextBatch
@@ -28,7 +29,7 @@ class TokenizersEncoder:
     """Hugging Face `tokenizers`, from a `tokenizer.json`."""
 
     def __init__(self, tokenizer: bytes, bos_id: int, eos_id: int, vocab_size: int) -> None:
-        self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer)
+        self._tokenizer = tokenizers.Tokenizer.from_buffer(take_text_as_text(tokenizer))
         self._tokenizer.encode_special_tokens = True  # text is text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

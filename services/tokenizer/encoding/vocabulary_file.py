@@ -14,7 +14,6 @@ from services.common.artifacts.corpus import Vocabulary
 from services.common.errors import ArtifactError
 from services.common.recipe import Tokenizer
 from services.tokenizer.encoding.chunk_tables import obstacle_to_chunks
-from services.tokenizer.encoding.compiled_kernels import use_shipped_kernels
 from services.tokenizer.encoding.encoder import Encoder
 from services.tokenizer.encoding.self_check import CheckedEncoder
 from services.tokenizer.encoding.sentencepiece_model import load_model
@@ -62,8 +61,8 @@ def load_encoder(path: Path, vocabulary: Vocabulary, choice: EncoderChoice) -> C
     """
     content = path.read_bytes()
     reference = _reference(content, vocabulary)
-    is_fast = choice == "auto" and _obstacle_to_fast(content, vocabulary) is None
-    encoder = _fast(content, vocabulary) if is_fast else reference
+    fast = _try_fast(content, vocabulary) if choice == "auto" else None
+    encoder = reference if fast is None or isinstance(fast, str) else fast
     return CheckedEncoder(encoder, reference, _pieces(content, vocabulary))
 
 
@@ -71,10 +70,10 @@ def explain_choice(content: bytes, vocabulary: Vocabulary, choice: EncoderChoice
     """Which encoder `load_encoder` takes and why, in a line."""
     if choice == "reference":
         return 'the reference encodes: tokenizer.encoder = "reference"'
-    obstacle = _obstacle_to_fast(content, vocabulary)
-    if obstacle:
-        return f"{reference_name(vocabulary)} itself encodes, because {obstacle}"
-    return "the chunk kernel encodes" if vocabulary.kind == "sentencepiece" else "fastokens encodes"
+    fast = _try_fast(content, vocabulary)
+    if isinstance(fast, str):
+        return f"{reference_name(vocabulary)} itself encodes, because {fast}"
+    return f"{fast.name} encodes"
 
 
 def reference_name(vocabulary: Vocabulary) -> str:
@@ -83,28 +82,25 @@ def reference_name(vocabulary: Vocabulary) -> str:
     return f"{package} {importlib.metadata.version(package)}"
 
 
-def _obstacle_to_fast(content: bytes, vocabulary: Vocabulary) -> str | None:
-    """Why no fast encoder of this kind may be used, in words that follow "because"."""
-    if vocabulary.kind == "sentencepiece":
-        return obstacle_to_chunks(content)
-    try:
-        _fast(content, vocabulary)
-    except ValueError as error:
-        return f"fastokens cannot read it ({error})"
-    return None
+@lru_cache(maxsize=1)
+def _try_fast(content: bytes, vocabulary: Vocabulary) -> Encoder | str:
+    """The fast encoder of this kind, or why none may be used, in words that follow "because".
 
-
-def _fast(content: bytes, vocabulary: Vocabulary) -> Encoder:
-    """The fast encoder of this kind. Each kind loads its own libraries, and no other's."""
+    Each kind loads its own libraries, and no other's.
+    """
     if vocabulary.kind == "sentencepiece":
-        use_shipped_kernels()
+        if obstacle := obstacle_to_chunks(content):
+            return obstacle
         from services.tokenizer.encoding.chunk_encoder import ChunkEncoder  # noqa: PLC0415
 
         return ChunkEncoder.from_model(content)
     from services.tokenizer.encoding.byte_level import FastokensEncoder  # noqa: PLC0415
 
     make = FastokensEncoder.from_json if vocabulary.kind == "tokenizer_json" else FastokensEncoder.from_tiktoken
-    return make(content, vocabulary.bos_id, vocabulary.eos_id, vocabulary.vocab_size)
+    try:
+        return make(content, vocabulary.bos_id, vocabulary.eos_id, vocabulary.vocab_size)
+    except ValueError as error:
+        return f"fastokens cannot read it ({error})"
 
 
 def _reference(content: bytes, vocabulary: Vocabulary) -> Encoder:
@@ -146,8 +142,9 @@ def _describe_json(content: bytes, settings: Tokenizer) -> tuple[int, int, int]:
     try:
         fields = json.loads(content)
         vocab, added = fields["model"]["vocab"], fields.get("added_tokens") or []
-        ids: dict[str, int] = {token["content"]: token["id"] for token in added}
-        largest = max([*(vocab.values() if isinstance(vocab, dict) else range(len(vocab))), *ids.values(), -1])
+        ids: dict[str, int] = {token["content"]: token["id"] for token in added if token["special"]}
+        in_text = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        largest = max([*in_text, *(token["id"] for token in added), -1])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"JSON, but not a tokenizer.json of Hugging Face ({error!r}).") from error
     known = [pair for pair in _KNOWN_BORDERS if ids.keys() >= set(pair)]

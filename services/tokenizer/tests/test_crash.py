@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ import pytest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import find_artifact
 from services.common.recipe import load_recipe
+from services.tokenizer.build import make_tasks
+from services.tokenizer.encode_task import encode_split
+from services.tokenizer.plan import make_plan
 from services.tokenizer.tests.builders import (
     is_anything_published,
     make_documents,
@@ -28,6 +32,7 @@ from services.tokenizer.tests.builders import (
     write_documents,
     write_recipe,
 )
+from services.tokenizer.vocabulary import provide_vocabulary
 
 ALONE = "--tokenizer.num_workers=1"
 
@@ -128,6 +133,18 @@ def test_a_finished_split_is_not_encoded_again_and_a_damaged_one_is(tmp_path: Pa
     assert run(recipe, root, ALONE) == 0
     assert run(recipe, tmp_path / "undisturbed", ALONE) == 0
     assert published(root).manifest.content_digest == published(tmp_path / "undisturbed").manifest.content_digest
+
+
+def test_splits_of_another_encoder_are_not_believed(tmp_path: Path, recipe: Path) -> None:
+    """Who changes to the reference has found the other one to be wrong."""
+    loaded = load_recipe(recipe)
+    plan = make_plan(loaded)
+    task = make_tasks(loaded, plan, *provide_vocabulary(loaded, plan, tmp_path), tmp_path)[0]
+
+    assert encode_split(task).encoder == "chunk kernel"
+    by_reference = encode_split(replace(task, encoder="reference"))
+    assert by_reference.encoder.startswith("sentencepiece ")
+    assert by_reference.parts == encode_split(task).parts
 
 
 def test_work_for_another_plan_is_discarded(tmp_path: Path, recipe: Path) -> None:

@@ -19,10 +19,11 @@ from sentencepiece import sentencepiece_model_pb2
 
 from services.common.errors import DeviceError
 from services.tokenizer.encoding import chunk_encoder
+from services.tokenizer.encoding.bpe_kernel import CACHED_BYTES
 from services.tokenizer.encoding.byte_level import FastokensEncoder, TiktokenEncoder
 from services.tokenizer.encoding.chunk_encoder import ChunkEncoder
-from services.tokenizer.encoding.chunk_kernel import BLOCK_BYTES, CACHED_BYTES, SHORT_BYTES
-from services.tokenizer.encoding.chunk_tables import obstacle_to_chunks
+from services.tokenizer.encoding.chunk_kernel import BLOCK_BYTES, SHORT_BYTES
+from services.tokenizer.encoding.chunk_tables import SPACE_PIECE, obstacle_to_chunks
 from services.tokenizer.encoding.reference import SentencePieceEncoder, TokenizersEncoder
 from services.tokenizer.encoding.self_check import CheckedEncoder, find_difference, fuzz_documents
 from services.tokenizer.encoding.sentencepiece_model import load_model
@@ -97,15 +98,18 @@ def test_text_around_the_end_of_a_block_has_sentencepieces_ids(model: bytes) -> 
 
 
 def test_ids_do_not_depend_on_what_was_encoded_before(model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the table of chunks is enlarged, full and emptied."""
-    monkeypatch.setattr(chunk_encoder, "_FIRST_ENTRIES", 64)
+    """Also when the table of chunks is enlarged, full and emptied, or what is beside it is full."""
+    monkeypatch.setattr(chunk_encoder, "_FIRST_ENTRIES", 128)
     monkeypatch.setattr(chunk_encoder, "_MOST_ENTRIES", 1_024)
+    monkeypatch.setattr(chunk_encoder, "_LONG_IDS", 500)
+    monkeypatch.setattr(chunk_encoder, "_LONG_CHUNKS_BYTES", 500)
     encoder, reference = ChunkEncoder.from_model(model), SentencePieceEncoder(model)
     documents = python_documentation()
     for _ in range(2):
         random.shuffle(documents)
         for begin, end in pairwise(range(0, 200, 20)):
             assert find_difference(encoder, reference, TextBatch.of(documents[begin:end])) is None
+    assert len(encoder._cache.entries) == 4 * 1_024
     assert encoder._cache.used[0] <= 1_024
 
 
@@ -124,6 +128,14 @@ def change_pieces(model: bytes, *pieces: tuple[int, str, int]) -> bytes:
     for index, piece, kind in pieces:
         proto.pieces[index].piece, proto.pieces[index].type = piece, kind
     return bytes(proto.SerializeToString())
+
+
+def without_spaces(model: bytes) -> list[tuple[int, str, int]]:
+    return [
+        (index, f"{piece.replace(SPACE_PIECE, 'e')}#{index}", NORMAL)
+        for index, piece in enumerate(pieces_of(model))
+        if SPACE_PIECE in piece
+    ]
 
 
 def train_plainly(**settings: Any) -> bytes:
@@ -155,6 +167,7 @@ NORMAL, USER_DEFINED, UNUSED = 1, 4, 5
         (lambda model: change_pieces(model, (490, "hello", UNUSED)), "unused"),
         (lambda model: change_pieces(model, (490, "ΩΩ", NORMAL)), "are no pieces themselves"),
         (lambda model: change_pieces(model, (490, "a b", NORMAL)), "not escaped"),
+        (lambda model: change_pieces(model, *without_spaces(model)), "no piece for a space"),
         (
             lambda model: train_plainly(normalization_rule_name="identity", remove_extra_whitespaces=False),
             "every byte",
@@ -263,7 +276,7 @@ def test_a_tiktoken_file_gives_tiktokens_ids(tmp_path: Path, capsys: pytest.Capt
 
     assert run(recipe, tmp_path / "fsx") == 0
 
-    assert "fastokens encodes" in capsys.readouterr().err
+    assert " encodes" in capsys.readouterr().err
     corpus = published(tmp_path / "fsx")
     vocabulary = corpus.manifest.corpus.vocabulary
     assert (vocabulary.kind, vocabulary.bos_id, vocabulary.eos_id) == ("tiktoken", 900, 901)
@@ -290,6 +303,8 @@ def test_a_tokenizer_json_gives_the_ids_of_tokenizers(tmp_path: Path) -> None:
         vocab_size=700, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
     )
     made.train_from_iterator([document.decode() for document in documents], trainer)
+    made.add_tokens(["<think>"])  # not a special one
+    documents.append(b"a <think> in the text")
     (tmp_path / "tokenizer.json").write_text(made.to_str(), encoding="utf-8")
     size = made.get_vocab_size()
     text = write_documents(tmp_path / "text", documents)
@@ -301,7 +316,7 @@ def test_a_tokenizer_json_gives_the_ids_of_tokenizers(tmp_path: Path) -> None:
     stored = read_stream(corpus.path, "train").documents
     assert [made.decode(ids[1:-1], skip_special_tokens=False).encode() for ids in stored] == documents
     assert [(ids[0], ids[-1]) for ids in stored] == [(0, 1)] * len(documents)
-    assert all(0 not in ids[1:-1] for ids in stored)
+    assert all(not {0, 1, made.token_to_id("<think>")} & set(ids[1:-1]) for ids in stored)
     content = made.to_str().encode()
     fuzz = TextBatch.of(fuzz_documents(list(json.loads(content)["model"]["vocab"]), 2_000))
     fast = FastokensEncoder.from_json(content, 0, 1, size)
