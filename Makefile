@@ -24,7 +24,7 @@ demo: setup ## Tokenize, compile and train RECIPE under ROOT, then show the run.
 	@$(python) -m services.trainer summary --recipe "$(RECIPE)" --root "$(ROOT)"
 
 test: setup ## Run the quick tests, two files at a time.
-	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(python) -m pytest -n 2 --dist loadfile
 
 test-slow: setup ## Run the slow tests.
 	$(python) -m pytest -m slow

@@ -142,7 +142,7 @@ def _describe_json(content: bytes, settings: Tokenizer) -> tuple[int, int, int]:
     try:
         fields = json.loads(content)
         vocab, added = fields["model"]["vocab"], fields.get("added_tokens") or []
-        ids: dict[str, int] = {token["content"]: token["id"] for token in added if token["special"]}
+        ids: dict[str, int] = {token["content"]: token["id"] for token in added if token.get("special", True)}
         in_text = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
         largest = max([*in_text, *(token["id"] for token in added), -1])
     except (ValueError, KeyError, TypeError, AttributeError) as error:

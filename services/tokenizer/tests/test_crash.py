@@ -79,18 +79,6 @@ def test_kill_at_every_stage_then_the_same_command_gives_the_same_corpus(tmp_pat
     assert left <= {published(root).path.name, "current.json"}
 
 
-def test_kill_at_a_random_moment_gives_the_same_corpus(tmp_path: Path, recipe: Path) -> None:
-    seed = random.randrange(10**6)
-    chosen = random.Random(seed)
-    for _ in range(3):
-        moment = time.monotonic() + chosen.uniform(0.5, 2.5)
-        kill_when(lambda at=moment: time.monotonic() > at, start(recipe, tmp_path / "fsx"))  # type: ignore[misc]
-    assert run(recipe, tmp_path / "fsx", ALONE) == 0, seed
-    assert run(recipe, tmp_path / "undisturbed", ALONE) == 0
-    found, expected = published(tmp_path / "fsx").manifest, published(tmp_path / "undisturbed").manifest
-    assert found.content_digest == expected.content_digest, seed
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("launch", ["inline", "ray"])

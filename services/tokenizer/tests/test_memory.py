@@ -23,6 +23,7 @@ print(code, int(peak.split()[1]) * 1024)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_documents_of_64_megabytes_fit_into_a_gigabyte(tmp_path: Path) -> None:
     """One row group of two, between small ones; encoded by the process itself.

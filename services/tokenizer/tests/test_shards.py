@@ -86,6 +86,7 @@ def test_shards_are_the_same_bytes_for_any_number_of_workers_and_tasks(tmp_path:
     assert len({corpus.manifest.id for corpus in made.values()}) == 1
 
 
+@pytest.mark.slow
 def test_ray_writes_the_same_bytes(tmp_path: Path) -> None:
     recipe = make_corpus(tmp_path, tokenizer__num_workers=2)
     process = start(recipe, tmp_path / "ray", launch="ray")
