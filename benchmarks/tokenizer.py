@@ -4,8 +4,8 @@
     python -m benchmarks.tokenizer --text DIR --megabytes 300 --rounds 5 --model llama2.model --only kernel_warm,anchor
 
 Every row runs in a process of its own, the rows of a round one after another, so that what else the machine does meets
-all of them. A rate is text per CPU second (the median of the rounds); of stage_two, encode_alone and encode_two per
-second of wall time.
+all of them. A rate is text per CPU second (the median of the rounds); of rows that compare processes per second of
+wall time.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ REPOSITORY = Path(__file__).parents[1]
 VOCAB_SIZE = 32_000
 TRAINING_BYTES = 20_000_000
 ENCODING = ("anchor", "tokenizers_batch", "sentencepiece_batch", "fastokens_batch", "kernel_cold", "kernel_warm")
-STAGE = ("stage_alone", "stage_two", "encode_alone", "encode_two")
+STAGE = ("kernel_alone", "kernel_two", "stage_alone", "stage_two", "encode_alone", "encode_two")
 READING = ("read_anchor", "read_memmap", "read_ours", "read_ours_eight")
 # Rayon takes every core; the table compares cores.
 ONE_CORE = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-ON_WALL_TIME = {"stage_two", "encode_two", "encode_alone"}
+ON_WALL_TIME = {"kernel_alone", "kernel_two", "stage_two", "encode_two", "encode_alone"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,8 +81,9 @@ def table(measured: dict[str, list[Measurement]], text: Text) -> str:
             f"{row:<22}{rates[row]:>9.2f}{_ratio(rates, row, 'anchor'):>10}{_ratio(rates, row, 'fastokens_batch'):>12}"
             f"{stored:>9}{last.peak_memory_bytes / 1e6:>9,.0f}  {'; '.join([same, *last.notes]).strip('; ')}"
         )
-    if "encode_two" in rates and "encode_alone" in rates:
-        lines.append(f"two processes over one: {rates['encode_two'] / rates['encode_alone']:.2f}x")
+    for what in ("kernel", "encode"):
+        if rates.keys() >= {f"{what}_two", f"{what}_alone"}:
+            lines.append(f"two processes over one, {what}: {rates[f'{what}_two'] / rates[f'{what}_alone']:.2f}x")
     if any(row in measured for row in READING):
         lines.append(f"{'':<22}{'samples/s':>12}{'x anchor':>10}")
     for row in [row for row in measured if row in READING]:

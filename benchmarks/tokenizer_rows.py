@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -197,6 +198,53 @@ def encode_two(bench: Workbench) -> Measurement:
     return _encode_tasks(bench, num_processes=2)
 
 
+def kernel_alone(bench: Workbench) -> Measurement:
+    """The kernel in a process of its own, over all of the text, from an empty table."""
+    return _kernel_processes(bench, num_processes=1)
+
+
+def kernel_two(bench: Workbench) -> Measurement:
+    """The kernel in two processes at once, each over all of the text, from an empty table."""
+    return _kernel_processes(bench, num_processes=2)
+
+
+def _kernel_processes(bench: Workbench, num_processes: int) -> Measurement:
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(num_processes + 1)
+    processes = [context.Process(target=_encode_text, args=(bench, barrier)) for _ in range(num_processes)]
+    measured = _time_processes(processes, barrier)
+    measured.notes.append(f"{num_processes} x the text")
+    measured.wall_seconds /= num_processes  # for one text
+    return measured
+
+
+def _encode_text(bench: Workbench, barrier: Any) -> None:
+    from services.tokenizer.encoding.chunk_encoder import ChunkEncoder  # noqa: PLC0415
+    from services.tokenizer.text_batch import TextBatch, in_batches  # noqa: PLC0415
+
+    batches = list(in_batches(bench.documents()))
+    ChunkEncoder.from_model(bench.model.read_bytes()).encode(TextBatch.of([b"compile"]))
+    encoder = ChunkEncoder.from_model(bench.model.read_bytes())
+    barrier.wait(START_SECONDS)
+    for batch in batches:
+        encoder.encode(batch)
+
+
+def _time_processes(processes: Sequence[Any], barrier: Any) -> Measurement:
+    """From the moment when all of them are ready to the moment when all have ended."""
+    for process in processes:
+        process.start()
+    barrier.wait(START_SECONDS)
+    watch = Watch()
+    for process in processes:
+        process.join()
+    measured = watch.stop()
+    if any(process.exitcode for process in processes):
+        raise RuntimeError(f"a process failed: {[process.exitcode for process in processes]}")
+    measured.cpu_seconds = measured.wall_seconds * len(processes)  # each works all the time, or waits for a core
+    return measured
+
+
 def _stage(bench: Workbench, num_workers: int) -> Measurement:
     from services.common.artifacts.corpus import CorpusManifest  # noqa: PLC0415
     from services.common.artifacts.store import open_artifact  # noqa: PLC0415
@@ -218,8 +266,6 @@ def _stage(bench: Workbench, num_workers: int) -> Measurement:
 
 
 def _encode_tasks(bench: Workbench, num_processes: int) -> Measurement:
-    import multiprocessing  # noqa: PLC0415
-
     from services.common.recipe import load_recipe  # noqa: PLC0415
     from services.tokenizer.build import make_tasks  # noqa: PLC0415
     from services.tokenizer.plan import make_plan  # noqa: PLC0415
@@ -233,16 +279,7 @@ def _encode_tasks(bench: Workbench, num_processes: int) -> Measurement:
     shares = [tasks[number::num_processes] for number in range(num_processes)]
     barrier = context.Barrier(num_processes + 1)
     processes = [context.Process(target=_encode_share, args=(share, barrier)) for share in shares]
-    for process in processes:
-        process.start()
-    barrier.wait(START_SECONDS)
-    watch = Watch()
-    for process in processes:
-        process.join()
-    measured = watch.stop()
-    if any(process.exitcode for process in processes):
-        raise RuntimeError(f"a process failed: {[process.exitcode for process in processes]}")
-    measured.cpu_seconds = measured.wall_seconds * num_processes  # each of them works all the time, or waits for a core
+    measured = _time_processes(processes, barrier)
     measured.notes.append(f"{len(tasks)} splits; after start and self-check; CPU is processes x wall")
     return measured
 
