@@ -380,7 +380,7 @@ name = "benchmark"
 name = "benchmark"
 sequence_length = {SEQUENCE_LENGTH}
 validation_fraction = 0.0
-split_bytes = 16777216
+split_bytes = 4194304
 sources = [{{ uri = {json.dumps(str(bench.parquet))} }}]
 [tokenizer]
 model = {json.dumps(str(bench.model))}

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from services.common.artifacts.corpus import SPLITS, Split, Vocabulary
 from services.common.artifacts.files import xxh3_of
-from services.common.artifacts.manifest import Record, write_durably
+from services.common.artifacts.manifest import Record
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
 from services.tokenizer.encoding.vocabulary_file import EncoderChoice, load_encoder
@@ -141,7 +141,8 @@ def _encode(task: EncodeTask) -> EncodedSplit:
         text_bytes=text_bytes,
         parts={split: writer.describe() for split, writer in writers.items()},
     )
-    write_durably(task.marker_path, encoded.model_dump_json().encode())
+    with write_file(task.marker_path) as file:
+        file.write(encoded.model_dump_json().encode())
     return encoded
 
 
