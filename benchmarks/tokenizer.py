@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from benchmarks.package_text import Text, read_text
 from benchmarks.tokenizer_rows import Measurement, Workbench, run_row
 from services.tokenizer.encoding.sentencepiece_model import load_model
-from services.tokenizer.vocabulary_training import train_vocabulary
+from services.tokenizer.vocabulary_training import take_first, train_vocabulary
 
 REPOSITORY = Path(__file__).parents[1]
 VOCAB_SIZE = 32_000
@@ -132,22 +132,15 @@ def _run_in_process(bench: Workbench, row: str) -> Measurement:
 
 
 def _vocabularies(given: Path | None) -> dict[str, bytes]:
-    """Two, of which none has seen the text that is measured: of documentation and of code, or the given one first."""
+    """Two, of which none has seen the text that is measured: of code, or the given one, and of the other files."""
     others = read_text(None, 10**9, half=1).documents
-    code = [document for document in others if b"import " in document]
-    trained = {"trained-on-code": code, "trained-on-other-files": [each for each in others if b"import " not in each]}
-    models = {name: train_vocabulary(_first(documents), VOCAB_SIZE) for name, documents in trained.items()}
-    return {"given": given.read_bytes(), **dict([list(models.items())[-1]])} if given else models
 
+    def train(is_code: bool) -> bytes:
+        documents = (document for document in others if (b"import " in document) == is_code)
+        return train_vocabulary(take_first(documents, TRAINING_BYTES), VOCAB_SIZE)
 
-def _first(documents: Sequence[bytes]) -> list[bytes]:
-    chosen, room = [], TRAINING_BYTES
-    for document in documents:
-        chosen.append(document)
-        room -= len(document)
-        if room <= 0:
-            break
-    return chosen
+    first = {"given": given.read_bytes()} if given else {"trained-on-code": train(is_code=True)}
+    return {**first, "trained-on-other-files": train(is_code=False)}
 
 
 def _prepare(bench: Workbench, text: Text, model: bytes) -> None:

@@ -100,10 +100,12 @@ def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) ->
             f"weight {source.weight:g}"
             for source in payload.sources
         ]
-    lines.append(
-        f"  ids         by {payload.encoder}, the same as {payload.reference}'s for {payload.documents_checked:,} "
-        f"documents that both encoded"
+    checked = (
+        f", the same as {payload.reference}'s for {payload.documents_checked:,} documents that both encoded"
+        if payload.encoder != payload.reference
+        else ", which defines them"
     )
+    lines.append(f"  ids         by {payload.encoder}{checked}")
     spent = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in payload.phases) if is_new else "verified"
     return "\n".join([*lines, f"  seconds     {seconds:.1f} ({spent})"])
 

@@ -17,7 +17,7 @@ from services.tokenizer.plan import Plan
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.file_system import open_file
 from services.tokenizer.split_assignment import are_for_validation, are_sampled
-from services.tokenizer.vocabulary_training import train_vocabulary
+from services.tokenizer.vocabulary_training import take_first, train_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def _describe(content: bytes, recipe: Recipe) -> Vocabulary:
 
 
 def _train_on_corpus(recipe: Recipe, training: VocabularyTraining, plan: Plan) -> bytes:
-    documents = list(_read_training_text(recipe, training, plan))
+    documents = list(take_first(_read_training_text(recipe, plan), training.max_bytes))
     text_bytes = sum(map(len, documents))
     if not text_bytes:
         raise ArtifactError(
@@ -69,19 +69,14 @@ def _train_on_corpus(recipe: Recipe, training: VocabularyTraining, plan: Plan) -
     return train_vocabulary(documents, training.vocab_size)
 
 
-def _read_training_text(recipe: Recipe, training: VocabularyTraining, plan: Plan) -> Iterator[bytes]:
-    """The training split's first `max_bytes`; the document at the end is cut."""
-    room = training.max_bytes
+def _read_training_text(recipe: Recipe, plan: Plan) -> Iterator[memoryview]:
+    """The documents of the training split."""
     for split in plan.splits:
         for batch in read_documents(split.pieces, recipe.corpus.invalid_utf8):
             is_for_training = ~are_for_validation(batch, recipe.corpus.validation_fraction)
             is_for_training &= batch.sizes >= recipe.corpus.min_document_bytes
             is_for_training &= are_sampled(batch, recipe.corpus.sources[split.source].weight, split.pass_number)
-            for document in batch.select(is_for_training).views():
-                yield bytes(document[:room]).decode("utf-8", "ignore").encode()
-                room -= len(document)
-                if room <= 0:
-                    return
+            yield from batch.select(is_for_training).views()
 
 
 def _read_given(recipe: Recipe, plan: Plan) -> bytes:

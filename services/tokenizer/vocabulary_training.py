@@ -33,6 +33,15 @@ _RESERVED_CHARACTER = "\u2585"
 _LOG_ERRORS_ONLY = 2
 
 
+def take_first(documents: Iterable[bytes | memoryview], max_bytes: int) -> Iterator[bytes]:
+    """The first so many bytes of text; the document at the end is cut, between two characters."""
+    for document in documents:
+        yield bytes(document[:max_bytes]).decode("utf-8", "ignore").encode()
+        max_bytes -= len(document)
+        if max_bytes <= 0:
+            return
+
+
 def train_vocabulary(documents: Iterable[bytes], vocab_size: int) -> bytes:
     """A SentencePiece BPE model trained on documents. The same documents give the same bytes.
 

@@ -106,8 +106,7 @@ def vocabulary_file(run: Run) -> Path:
     """The vocabulary of the run's corpus, verified. Raises `ArtifactError` when it is damaged."""
     manifest = run.corpus.manifest
     wanted = manifest.corpus.vocabulary.path
-    listed = tuple(entry for entry in manifest.files if entry.path == wanted)
-    verify_files(run.corpus.path, manifest.model_copy(update={"files": listed}))
+    verify_files(run.corpus.path, manifest, paths=[wanted])
     return run.corpus.path / wanted
 
 

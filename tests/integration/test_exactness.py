@@ -12,7 +12,7 @@ from services.tokenizer.encoding.reference import SentencePieceEncoder
 from services.tokenizer.encoding.self_check import find_difference, fuzz_documents
 from services.tokenizer.encoding.sentencepiece_model import load_model
 from services.tokenizer.text_batch import TextBatch, in_batches
-from services.tokenizer.vocabulary_training import train_vocabulary
+from services.tokenizer.vocabulary_training import take_first, train_vocabulary
 
 MEGABYTE = 10**6
 VOCAB_SIZE = 32_000
@@ -24,7 +24,7 @@ VOCAB_SIZE = 32_000
 def test_no_document_of_100_megabytes_or_of_200000_of_fuzz_has_other_ids_than_sentencepieces(is_code: bool) -> None:
     others = read_text(None, 400 * MEGABYTE, half=1).documents
     chosen = [document for document in others if (b"import " in document) == is_code]
-    model = train_vocabulary(first(chosen, 12 * MEGABYTE), VOCAB_SIZE)
+    model = train_vocabulary(take_first(chosen, 12 * MEGABYTE), VOCAB_SIZE)
     kernel, reference = ChunkEncoder.from_model(model), SentencePieceEncoder(model)
 
     text = read_text(None, 100 * MEGABYTE, half=0)
@@ -38,13 +38,3 @@ def test_no_document_of_100_megabytes_or_of_200000_of_fuzz_has_other_ids_than_se
     for seed in range(first_seed, first_seed + 20):
         different = find_difference(kernel, reference, TextBatch.of(fuzz_documents(pieces, 10_000, seed)))
         assert different is None, seed
-
-
-def first(documents: list[bytes], max_bytes: int) -> list[bytes]:
-    chosen = []
-    for document in documents:
-        chosen.append(document)
-        max_bytes -= len(document)
-        if max_bytes <= 0:
-            break
-    return chosen

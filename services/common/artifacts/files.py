@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,17 +28,22 @@ def describe_files(folder: Path) -> tuple[FileEntry, ...]:
     return entries
 
 
-def verify_files(folder: Path, manifest: Manifest, *, level: str = "full") -> None:
+def verify_files(
+    folder: Path, manifest: Manifest, *, level: str = "full", paths: Collection[str] | None = None
+) -> None:
     """Check what the manifest lists against the disk: sizes (`level="size"`), or sizes and checksums (`"full"`).
+
+    All of it, or the files at `paths` alone.
 
     Raises `ArtifactError` that names every file which is missing, resized or changed.
     """
+    listed = [entry for entry in manifest.files if paths is None or entry.path in paths]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        found = pool.map(lambda entry: _find_damage(folder, entry, level), manifest.files)
+        found = pool.map(lambda entry: _find_damage(folder, entry, level), listed)
         damages = [damage for damage in found if damage]
     if damages:
         raise ArtifactError(
-            f"{folder}: {len(damages)} of {len(manifest.files)} files are damaged:\n  "
+            f"{folder}: {len(damages)} of {len(listed)} files are damaged:\n  "
             + "\n  ".join(damages)
             + "\nDo not train on it. Move the folder away and run the stage again to make it anew."
         )

@@ -54,8 +54,8 @@ class TokenStream:
         Raises `ArtifactError` that names what is damaged.
         """
         manifest = artifact.manifest
-        listed = tuple(entry for entry in manifest.files if entry.path.startswith(f"{split}/"))
-        verify_files(artifact.path, manifest.model_copy(update={"files": listed}), level=verify)
+        paths = {entry.path for entry in manifest.files if entry.path.startswith(f"{split}/")}
+        verify_files(artifact.path, manifest, level=verify, paths=paths)
         return cls(artifact.path, manifest.corpus, split)
 
     def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:

@@ -69,9 +69,7 @@ class TiktokenEncoder:
     """The reference for tiktoken files."""
 
     def __init__(self, ranks: bytes, bos_id: int, eos_id: int, vocab_size: int) -> None:
-        self._encoding = tiktoken.Encoding(
-            "tokenizer", pat_str=LLAMA3_PATTERN, mergeable_ranks=read_ranks(ranks), special_tokens={}
-        )
+        self._encoding = load_tiktoken(ranks)
         self._bos_id, self._eos_id = bos_id, eos_id
         self._dtype = np.dtype(token_dtype(vocab_size))
         self.name = f"tiktoken {importlib.metadata.version('tiktoken')}"
@@ -82,6 +80,11 @@ class TiktokenEncoder:
             self._encoding.encode_to_numpy(document.decode(), disallowed_special=()) for document in batch.documents()
         ]
         return join_documents(encoded, self._bos_id, self._eos_id, self._dtype)
+
+
+def load_tiktoken(ranks: bytes) -> tiktoken.Encoding:
+    """What a tiktoken file says, without special tokens."""
+    return tiktoken.Encoding("tokenizer", pat_str=LLAMA3_PATTERN, mergeable_ranks=read_ranks(ranks), special_tokens={})
 
 
 def read_ranks(content: bytes) -> dict[bytes, int]:

@@ -26,7 +26,7 @@ _MOST_ENTRIES = 2**22  # 128 MiB
 _GROWTH = 4
 _LONG_CHUNKS_BYTES = 32 * 2**20
 _LONG_IDS = 8 * 2**20
-_LONG_CHUNK_BYTES = 2**16
+_FIRST_LONG_CHUNK_BYTES = 2**16
 
 
 class ChunkEncoder:
@@ -139,7 +139,7 @@ def _scratch(longest_document: int) -> Scratch:
         symbols=np.empty(CACHED_BYTES + 2, np.int32),
         symbol_begins=np.empty(CACHED_BYTES + 2, np.int32),
         merges=np.empty(CACHED_BYTES + 2, np.int64),
-        long=_long_chunk(_LONG_CHUNK_BYTES),
+        long=_long_chunk(_FIRST_LONG_CHUNK_BYTES),
     )
 
 

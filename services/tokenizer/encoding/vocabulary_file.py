@@ -70,10 +70,12 @@ def explain_choice(content: bytes, vocabulary: Vocabulary, choice: EncoderChoice
     """Which encoder `load_encoder` takes and why, in a line."""
     if choice == "reference":
         return 'the reference encodes: tokenizer.encoder = "reference"'
-    fast = _try_fast(content, vocabulary)
-    if isinstance(fast, str):
-        return f"{reference_name(vocabulary)} itself encodes, because {fast}"
-    return f"{fast.name} encodes"
+    if vocabulary.kind == "sentencepiece":  # without numba, which a process that only hands out tasks does not need
+        obstacle, fast_name = obstacle_to_chunks(content), "chunk kernel"
+    else:
+        fast = _try_fast(content, vocabulary)
+        obstacle, fast_name = (fast, "") if isinstance(fast, str) else (None, fast.name)
+    return f"{reference_name(vocabulary)} itself encodes, because {obstacle}" if obstacle else f"{fast_name} encodes"
 
 
 def reference_name(vocabulary: Vocabulary) -> str:

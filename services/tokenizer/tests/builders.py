@@ -22,6 +22,7 @@ from services.common.artifacts.corpus import CorpusManifest, Split
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.errors import exit_code_of
 from services.tokenizer.__main__ import main
+from services.tokenizer.vocabulary_training import train_vocabulary
 
 REPOSITORY = Path(__file__).parents[3]
 VOCAB_SIZE = 400
@@ -55,6 +56,13 @@ def write_recipe(folder: Path, *uris: str | Path, sources: str = "", **overrides
     ]
     path = folder / "recipe.toml"
     path.write_text('name = "test"\n' + "\n".join(sections) + tables, encoding="utf-8")
+    return path
+
+
+def write_model(folder: Path, vocab_size: int) -> Path:
+    """A SentencePiece model trained on made-up documents, for recipes that name one."""
+    path = folder / "given.model"
+    path.write_bytes(train_vocabulary(make_documents(60), vocab_size))
     return path
 
 

@@ -33,6 +33,7 @@ from services.tokenizer.tests.builders import (
     make_text,
     published,
     run,
+    write_model,
     write_recipe,
 )
 from services.tokenizer.vocabulary import provide_vocabulary
@@ -44,9 +45,7 @@ PIECES = 300
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vocabulary") / "given.model"
-    path.write_bytes(train_vocabulary(make_documents(60), PIECES))
-    return path
+    return write_model(tmp_path_factory.mktemp("vocabulary"), PIECES)
 
 
 class Stage:

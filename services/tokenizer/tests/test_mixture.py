@@ -21,18 +21,16 @@ from services.tokenizer.tests.builders import (
     published,
     read_stream,
     run,
+    write_model,
     write_recipe,
 )
-from services.tokenizer.vocabulary_training import train_vocabulary
 
 PIECES = 300
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vocabulary") / "given.model"
-    path.write_bytes(train_vocabulary(make_documents(60), PIECES))
-    return path
+    return write_model(tmp_path_factory.mktemp("vocabulary"), PIECES)
 
 
 def make_short(count: int, *, seed: int) -> list[bytes]:

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from services.common.artifacts.corpus import SPLITS, CorpusManifest, Split
+from services.common.artifacts.files import verify_files
 from services.common.artifacts.store import Artifact
 from services.common.telemetry import show_progress
-from services.tokenizer.tools.stored_stream import Excerpt, StoredStream, open_corpus, verify_paths
+from services.tokenizer.tools.stored_stream import Excerpt, StoredStream, open_corpus
 from services.tokenizer.tools.stored_text import CONTEXT_TOKENS, StoredText
 from services.tokenizer.tools.tool_parser import ToolParser
 
@@ -131,7 +132,7 @@ def _compare_split(left: Corpus, right: Corpus, split: Split) -> bool:
     position = difference.position
     sides = list(zip(("left", "right"), (left, right), streams, strict=True))
     for _, corpus, stream in sides:  # damage must not pass for other content
-        verify_paths(corpus, stream.paths(position, position + 1))
+        verify_files(corpus.path, corpus.manifest, paths=stream.paths(position, position + 1))
     lines = [f"  {split:<10}  different"]
     lines += [
         f"    {side:<8}  {each.num_tokens:,} tokens in {each.num_documents:,} documents" for side, _, each in sides

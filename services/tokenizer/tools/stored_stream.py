@@ -6,7 +6,7 @@ Borders come from the `doc_starts` column. Token ids say nothing about them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,13 +42,6 @@ def open_corpus(folder: Path) -> Artifact[CorpusManifest]:
     corpus = open_artifact(folder, CorpusManifest)
     verify_files(corpus.path, corpus.manifest, level="size")
     return corpus
-
-
-def verify_paths(corpus: Artifact[CorpusManifest], paths: Iterable[str]) -> None:
-    """Check the checksums of some files. Raises `ArtifactError` that names those that have changed."""
-    wanted = set(paths)
-    listed = tuple(entry for entry in corpus.manifest.files if entry.path in wanted)
-    verify_files(corpus.path, corpus.manifest.model_copy(update={"files": listed}))
 
 
 class StoredStream:

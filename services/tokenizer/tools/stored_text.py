@@ -7,10 +7,10 @@ from collections.abc import Callable
 from itertools import groupby
 
 from services.common.artifacts.corpus import CorpusManifest, Vocabulary
+from services.common.artifacts.files import verify_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
 from services.tokenizer.encoding.encoder import TokenIds
-from services.tokenizer.tools.stored_stream import verify_paths
 
 CONTEXT_TOKENS = 4
 """Enough before an excerpt to tell whether it begins with a space, or in the middle of a character."""
@@ -24,7 +24,7 @@ class StoredText:
 
     def __init__(self, corpus: Artifact[CorpusManifest]) -> None:
         vocabulary = corpus.manifest.corpus.vocabulary
-        verify_paths(corpus, [vocabulary.path])
+        verify_files(corpus.path, corpus.manifest, paths=[vocabulary.path])
         self._folder = corpus.path
         self._decode = _load_decoder((corpus.path / vocabulary.path).read_bytes(), vocabulary)
         self._marks = {vocabulary.bos_id: "⟨BOS⟩", vocabulary.eos_id: "⟨EOS⟩"}
@@ -84,14 +84,9 @@ def _load_decoder(content: bytes, vocabulary: Vocabulary) -> Callable[[list[int]
 
             return decode
         case "tiktoken":
-            import tiktoken  # noqa: PLC0415
+            from services.tokenizer.encoding.byte_level import load_tiktoken  # noqa: PLC0415
 
-            from services.tokenizer.encoding.byte_level import LLAMA3_PATTERN, read_ranks  # noqa: PLC0415
-
-            encoding = tiktoken.Encoding(
-                "tokenizer", pat_str=LLAMA3_PATTERN, mergeable_ranks=read_ranks(content), special_tokens={}
-            )
-            return encoding.decode
+            return load_tiktoken(content).decode
 
 
 def _escape_control(character: str) -> str:

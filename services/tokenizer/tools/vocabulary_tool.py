@@ -19,7 +19,7 @@ from services.common.telemetry import configure_logging
 from services.tokenizer.encoding.sentencepiece_model import load_model
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tools.tool_parser import ToolParser
-from services.tokenizer.vocabulary_training import train_vocabulary
+from services.tokenizer.vocabulary_training import take_first, train_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def train_vocab(argv: list[str]) -> int:
     configure_logging("tokenizer")
     path: Path = arguments.output.absolute()
     _require_free(path)
-    documents = list(_read_text(sources, training.max_bytes))
+    documents = list(take_first(_read_text(sources), training.max_bytes))
     model = _train(documents, training.vocab_size, sources)
     _require_free(path)  # it took minutes
     with naming_the_place(path.parent):
@@ -55,17 +55,12 @@ def train_vocab(argv: list[str]) -> int:
     return 0
 
 
-def _read_text(sources: Sequence[Source], max_bytes: int) -> Iterator[bytes]:
-    """The first `max_bytes` of the sources, in their order; the document at the end is cut."""
-    room = max_bytes
+def _read_text(sources: Sequence[Source]) -> Iterator[memoryview]:
+    """The documents of the sources, in their order."""
     for source in sources:
         pieces = (piece for file in list_inputs(source) for piece in cut_file(file, _split_bytes()))
         for batch in read_documents(pieces, "replace"):
-            for document in batch.documents():
-                yield document[:room].decode("utf-8", "ignore").encode()
-                room -= len(document)
-                if room <= 0:
-                    return
+            yield from batch.views()
 
 
 def _train(documents: Sequence[bytes], vocab_size: int, sources: Sequence[Source]) -> bytes:
