@@ -126,20 +126,23 @@ class _BarProgress:
 class _PlainProgress:
     def __init__(self, title: str, total: float, unit: str) -> None:
         self._title, self._total, self._unit = title, total, unit
-        self._began_at = time.monotonic()
+        self._first: tuple[float, float] | None = None
         self._state: tuple[float, str] = (0.0, "")
         self._printed: tuple[float, str] | None = None
         self._printed_at = time.monotonic()
 
     def advance_to(self, done: float, note: str = "") -> None:
         self._state = (done, note)
+        self._first = self._first or (time.monotonic(), done)
         if time.monotonic() - self._printed_at >= PLAIN_PROGRESS_SECONDS:
             self._print()
 
     def _remaining(self, done: float) -> str:
-        if not 0 < done < self._total:
+        """By the rate since the first piece was done: what came before it, such as starting workers, comes once."""
+        began_at, begun_with = self._first or (0.0, done)
+        if not begun_with < done < self._total:
             return ""
-        seconds = (time.monotonic() - self._began_at) * (self._total - done) / done
+        seconds = (time.monotonic() - began_at) * (self._total - done) / (done - begun_with)
         return f"{seconds:,.0f} s left"
 
     def finish(self) -> None:

@@ -60,10 +60,14 @@ def test_without_a_terminal_progress_is_plain_lines(
 ) -> None:
     monkeypatch.setattr(telemetry, "PLAIN_PROGRESS_SECONDS", 0.0)
     with show_progress("encode", 2_000, "bytes") as progress:
+        progress.advance_to(500)
         progress.advance_to(1_000, "half")
         progress.advance_to(2_000)
 
-    assert capsys.readouterr().err == "encode: 1,000/2,000 bytes, half, 0 s left\nencode: 2,000/2,000 bytes\n"
+    assert (
+        capsys.readouterr().err
+        == "encode: 500/2,000 bytes\nencode: 1,000/2,000 bytes, half, 0 s left\nencode: 2,000/2,000 bytes\n"
+    )
 
 
 def test_frequent_progress_is_one_line_at_the_end(
