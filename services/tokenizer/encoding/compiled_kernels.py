@@ -11,11 +11,13 @@ one, and copied on first use.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 SHIPPED_VARIABLE = "MILLRACE_COMPILED_KERNELS"
@@ -47,6 +49,25 @@ def choose_kernel_folder() -> None:
                     raise
     if local.stat().st_uid == os.getuid():  # numba runs what it finds there
         os.environ |= {"NUMBA_CACHE_DIR": str(local), **(_common_processor() if is_shipped else {})}
+
+
+def compile_once(name: str, compile_all: Callable[[], None]) -> None:
+    """Call `compile_all` unless a process of this machine has done so; who comes meanwhile waits for it.
+
+    Workers start together, and without this each would compile the same.
+    """
+    if "NUMBA_CACHE_DIR" not in os.environ:
+        return
+    folder = Path(os.environ["NUMBA_CACHE_DIR"])
+    done = folder / f"{name}.compiled"
+    if done.exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "compiling.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            compile_all()
+            done.touch()
 
 
 def _digest_of_sources() -> str:

@@ -9,6 +9,8 @@ import random
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from services.tokenizer.encoding.byte_level import FastokensEncoder, TiktokenEnc
 from services.tokenizer.encoding.chunk_encoder import ChunkEncoder
 from services.tokenizer.encoding.chunk_kernel import BLOCK_BYTES, SHORT_BYTES
 from services.tokenizer.encoding.chunk_tables import SPACE_PIECE, obstacle_to_chunks
+from services.tokenizer.encoding.compiled_kernels import compile_once
 from services.tokenizer.encoding.reference import SentencePieceEncoder, TokenizersEncoder
 from services.tokenizer.encoding.self_check import CheckedEncoder, find_difference, fuzz_documents
 from services.tokenizer.encoding.sentencepiece_model import load_model
@@ -231,6 +234,22 @@ def test_the_documents_that_come_first_are_compared_too() -> None:
     )
     with pytest.raises(DeviceError, match="zyxwvu"):
         checked.encode(TextBatch.of([*make_documents(50), b"once a zyxwvu"]))
+
+
+def test_workers_that_start_together_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    compiled: list[str] = []
+
+    def compile_slowly() -> None:
+        time.sleep(0.2)
+        compiled.append("kernel")
+
+    def work(_: int) -> int:
+        compile_once("uint16", compile_slowly)
+        return len(compiled)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [1, 1, 1, 1]
 
 
 WITHOUT_NUMBA = """

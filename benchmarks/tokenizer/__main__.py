@@ -5,7 +5,7 @@
 
 Every row runs in a process of its own, the rows of a round one after another, so that what else the machine does meets
 all of them. A rate is text per CPU second (the median of the rounds); of rows that compare processes per second of
-wall time.
+wall time. A program's start is no part of any rate, but of `stage_1` and `stage_2`, which start and check themselves.
 """
 
 from __future__ import annotations
@@ -14,36 +14,54 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from benchmarks.package_text import Text, read_text
-from benchmarks.tokenizer_rows import Measurement, Workbench, run_row
-from services.tokenizer.encoding.sentencepiece_model import load_model
+from benchmarks.tokenizer.encoder_rows import (
+    fastokens_batch,
+    kernel_cold,
+    kernel_warm,
+    sentencepiece_batch,
+    tokenizers_batch,
+)
+from benchmarks.tokenizer.measurement import Measurement, peak_memory_bytes
+from benchmarks.tokenizer.reading_rows import read_anchor, read_memmap, read_ours, read_ours_eight
+from benchmarks.tokenizer.stage_rows import (
+    anchor,
+    cold_1,
+    cold_2,
+    encode_1,
+    encode_2,
+    stage_1,
+    stage_2,
+    warm_1,
+    warm_2,
+)
+from benchmarks.tokenizer.workbench import Workbench
 from services.tokenizer.vocabulary_training import take_first, train_vocabulary
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 VOCAB_SIZE = 32_000
 TRAINING_BYTES = 20_000_000
-ENCODING = ("anchor", "tokenizers_batch", "sentencepiece_batch", "fastokens_batch", "kernel_cold", "kernel_warm")
-STAGE = ("kernel_alone", "kernel_two", "stage_alone", "stage_two", "encode_alone", "encode_two")
-READING = ("read_anchor", "read_memmap", "read_ours", "read_ours_eight")
+ENCODING = (anchor, tokenizers_batch, sentencepiece_batch, fastokens_batch, kernel_cold, kernel_warm)
+PROCESSES = (cold_1, cold_2, warm_1, warm_2, encode_1, encode_2, stage_1, stage_2)
+READING = (read_anchor, read_memmap, read_ours, read_ours_eight)
+ROWS = {row.__name__: row for row in (*ENCODING, *PROCESSES, *READING)}
 # Rayon takes every core; the table compares cores.
 ONE_CORE = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-ON_WALL_TIME = {"kernel_alone", "kernel_two", "stage_two", "encode_two", "encode_alone"}
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     if arguments.row:
-        run_row(arguments.row, arguments.folder, arguments.result)
+        run_row(arguments.row, Workbench(arguments.folder), arguments.result)
         return 0
     text = read_text(arguments.text, arguments.megabytes * 10**6, half=None if arguments.text else 0)
     print(f"machine   {describe_machine()}\ntext      {text.description}")
@@ -51,10 +69,19 @@ def main(argv: Sequence[str]) -> int:
         for name, model in _vocabularies(arguments.model).items():
             print(f"\nvocabulary {name}")
             bench = Workbench(Path(folder) / name)
-            _prepare(bench, text, model)
-            wanted = arguments.only or (*ENCODING, *STAGE, *READING)
-            print(table(measure(bench, wanted, arguments.rounds), text))
+            bench.fill(text, model)
+            print(table(measure(bench, arguments.only or tuple(ROWS), arguments.rounds), text), flush=True)
     return 0
+
+
+def run_row(name: str, bench: Workbench, result: Path) -> None:
+    """Run a row and write its measurement; what it stored is removed."""
+    try:
+        measured = ROWS[name](bench)
+    finally:
+        shutil.rmtree(bench.output, ignore_errors=True)
+    measured.peak_memory_bytes = peak_memory_bytes()
+    result.write_text(json.dumps(asdict(measured)), encoding="utf-8")
 
 
 def measure(bench: Workbench, rows: Sequence[str], rounds: int) -> dict[str, list[Measurement]]:
@@ -68,10 +95,11 @@ def measure(bench: Workbench, rows: Sequence[str], rounds: int) -> dict[str, lis
 
 def table(measured: dict[str, list[Measurement]], text: Text) -> str:
     """Rates and their ratios to the anchor and to the best exact peer, what is stored, memory, and whose ids."""
-    rates = {row: statistics.median(_rate(row, each, text.bytes) for each in all_) for row, all_ in measured.items()}
+    rates = {row: statistics.median(each.rate(text.bytes) for each in all_) for row, all_ in measured.items()}
     reference = measured.get("sentencepiece_batch")
+    reading = [row.__name__ for row in READING]
     lines = [f"{'':<22}{'MB/s':>9}{'x anchor':>10}{'x fastokens':>12}{'B/token':>9}{'peak MB':>9}  ids"]
-    for row in [row for row in measured if row not in READING]:
+    for row in [row for row in measured if row not in reading]:
         last = measured[row][-1]
         stored = f"{last.stored_bytes / last.tokens:.3f}" if last.stored_bytes else ""
         same = ""
@@ -81,12 +109,12 @@ def table(measured: dict[str, list[Measurement]], text: Text) -> str:
             f"{row:<22}{rates[row]:>9.2f}{_ratio(rates, row, 'anchor'):>10}{_ratio(rates, row, 'fastokens_batch'):>12}"
             f"{stored:>9}{last.peak_memory_bytes / 1e6:>9,.0f}  {'; '.join([same, *last.notes]).strip('; ')}"
         )
-    for what in ("kernel", "encode"):
-        if rates.keys() >= {f"{what}_two", f"{what}_alone"}:
-            lines.append(f"two processes over one, {what}: {rates[f'{what}_two'] / rates[f'{what}_alone']:.2f}x")
-    if any(row in measured for row in READING):
+    for what in ("cold", "warm", "encode", "stage"):
+        if measured.keys() >= {f"{what}_1", f"{what}_2"}:
+            lines.append(f"{what + ', 2 over 1':<22}{_scaling(measured[f'{what}_1'], measured[f'{what}_2'])}")
+    if any(row in measured for row in reading):
         lines.append(f"{'':<22}{'samples/s':>12}{'x anchor':>10}")
-    for row in [row for row in measured if row in READING]:
+    for row in [row for row in measured if row in reading]:
         lines.append(f"{row:<22}{rates[row]:>12,.0f}{_ratio(rates, row, 'read_anchor'):>10}")
     return "\n".join(lines)
 
@@ -103,14 +131,16 @@ def describe_machine() -> str:
     return f"{processor}, {os.cpu_count()} CPUs, load {load:.1f} at the start, Python {platform.python_version()}"
 
 
-def _rate(row: str, measured: Measurement, text_bytes: int) -> float:
-    if measured.samples:
-        return measured.samples / measured.cpu_seconds
-    return text_bytes / 1e6 / (measured.wall_seconds if row in ON_WALL_TIME else measured.cpu_seconds)
-
-
 def _ratio(rates: dict[str, float], row: str, base: str) -> str:
     return f"{rates[row] / rates[base]:.1f}" if base in rates else ""
+
+
+def _scaling(ones: Sequence[Measurement], twos: Sequence[Measurement]) -> str:
+    """By wall time, round by round."""
+    ratios = sorted(
+        (two.texts / two.wall_seconds) / (one.texts / one.wall_seconds) for one, two in zip(ones, twos, strict=True)
+    )
+    return f"{statistics.median(ratios):>9.2f}x  from {ratios[0]:.2f}x to {ratios[-1]:.2f}x in {len(ratios)} rounds"
 
 
 def _run_in_process(bench: Workbench, row: str) -> Measurement:
@@ -143,56 +173,11 @@ def _vocabularies(given: Path | None) -> dict[str, bytes]:
     return {**first, "trained-on-other-files": train(is_code=False)}
 
 
-def _prepare(bench: Workbench, text: Text, model: bytes) -> None:
-    bench.hugging_face.mkdir(parents=True)
-    bench.model.write_bytes(model)
-    (bench.hugging_face / "tokenizer.model").write_bytes(model)
-    (bench.hugging_face / "tokenizer.json").write_text(json.dumps(_tokenizer_json(model)), encoding="utf-8")
-    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    (bench.hugging_face / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    column = pa.array([document.decode() for document in text.documents], pa.string())
-    pq.write_table(pa.table({"text": column}), bench.parquet, compression="zstd", row_group_size=100)
-
-
-def _tokenizer_json(model: bytes) -> dict[str, object]:
-    """The tokenizer.json that gives SentencePiece's ids: merges by score, a space for each space, none added twice."""
-    processor = load_model(model)
-    pieces = [str(processor.id_to_piece(index)) for index in range(processor.vocab_size())]
-    id_of_piece = {piece: index for index, piece in enumerate(pieces)}
-    merges = [
-        (-processor.get_score(index), len(piece[:cut]), piece[:cut], piece[cut:])
-        for index, piece in enumerate(pieces)
-        if not (processor.is_control(index) or processor.is_unknown(index) or processor.is_byte(index))
-        for cut in range(1, len(piece))
-        if piece[:cut] in id_of_piece and piece[cut:] in id_of_piece
-    ]
-    special = [(index, piece) for index, piece in enumerate(pieces) if index < 3]
-    return {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": index, "content": piece, "special": True, "normalized": False}
-            | {"single_word": False, "lstrip": False, "rstrip": False}
-            for index, piece in special
-        ],
-        "normalizer": {
-            "type": "Sequence",
-            "normalizers": [
-                {"type": "Prepend", "prepend": "\u2581"},
-                {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
-            ],
-        },
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": None,
-        "model": {
-            "type": "BPE",
-            "unk_token": "<unk>",
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "vocab": id_of_piece,
-            "merges": [[left, right] for _, _, left, right in sorted(merges)],
-        },
-    }
+def _rows(names: str) -> tuple[str, ...]:
+    rows = tuple(names.split(","))
+    if unknown := [row for row in rows if row not in ROWS]:
+        raise argparse.ArgumentTypeError(f"no row is called {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    return rows
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -201,7 +186,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a SentencePiece model to measure besides a trained one")
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", type=lambda names: tuple(names.split(",")), help="rows, separated by commas")
+    parser.add_argument("--only", type=_rows, help=f"of {', '.join(ROWS)}")
     parser.add_argument("--work", type=Path, help="where to put temporary files")
     for internal in ("--row", "--folder", "--result"):
         parser.add_argument(internal, type=str if internal == "--row" else Path, help=argparse.SUPPRESS)

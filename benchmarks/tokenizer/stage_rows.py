@@ -1,0 +1,192 @@
+"""From files of text to files of tokens, and what two processes do of it in the time of one."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from benchmarks.tokenizer.measurement import Measurement, Watch, bytes_below
+from benchmarks.tokenizer.workbench import SEQUENCE_LENGTH, Workbench
+
+START_SECONDS = 120
+WORK_SECONDS = 3_600
+
+Barrier = Any
+
+
+def anchor(bench: Workbench) -> Measurement:
+    """`datasets.map` with the fast Llama tokenizer, `group_texts`, `save_to_disk`: transformers' run_clm example."""
+    import datasets  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    datasets.disable_progress_bars()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(bench.hugging_face), use_fast=True)
+
+    def tokenize(batch: dict[str, list[str]]) -> Any:
+        return tokenizer(batch["text"])
+
+    def group_texts(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        joined = {key: list(chain(*batch[key])) for key in batch}
+        total = len(joined["input_ids"]) // SEQUENCE_LENGTH * SEQUENCE_LENGTH
+        blocks = {
+            key: [ids[begin : begin + SEQUENCE_LENGTH] for begin in range(0, total, SEQUENCE_LENGTH)]
+            for key, ids in joined.items()
+        }
+        return {**blocks, "labels": [list(ids) for ids in blocks["input_ids"]]}
+
+    cache, saved = bench.output / "cache", bench.output / "saved"
+    watch = Watch()
+    text = datasets.load_dataset("parquet", data_files=str(bench.parquet), split="train", cache_dir=str(cache))
+    read_bytes = bytes_below(cache)
+    tokenized = text.map(tokenize, batched=True, remove_columns=["text"])
+    grouped = tokenized.map(group_texts, batched=True)
+    grouped.save_to_disk(str(saved))
+    measured = watch.stop()
+    measured.tokens = len(grouped) * SEQUENCE_LENGTH
+    measured.stored_bytes = bytes_below(bench.output) - read_bytes
+    encoded = sum(map(len, tokenized["input_ids"]))
+    measured.notes.append(f"{encoded - measured.tokens:,} of {encoded:,} tokens lost")
+    measured.notes.append(f"{bytes_below(saved) / measured.tokens:.2f} B/token saved, the rest is cache")
+    return measured
+
+
+def stage_1(bench: Workbench) -> Measurement:
+    """The whole stage, from parquet to fsynced and verified shards, self-check included, one process."""
+    return _stage(bench, num_workers=1)
+
+
+def stage_2(bench: Workbench) -> Measurement:
+    """The whole stage on two processes, their start included."""
+    measured = _stage(bench, num_workers=2)
+    measured.cpu_seconds = None
+    return measured
+
+
+def encode_1(bench: Workbench) -> Measurement:
+    """The stage's encode tasks, one process that has started and checked itself."""
+    return _encode_tasks(bench, num_processes=1)
+
+
+def encode_2(bench: Workbench) -> Measurement:
+    """The stage's encode tasks, two processes that have started and checked themselves."""
+    return _encode_tasks(bench, num_processes=2)
+
+
+def cold_1(bench: Workbench) -> Measurement:
+    """The kernel from an empty table, one process over all of the text."""
+    return _kernel_processes(bench, num_processes=1, is_warm=False)
+
+
+def cold_2(bench: Workbench) -> Measurement:
+    """The kernel from an empty table, two processes, each over all of the text."""
+    return _kernel_processes(bench, num_processes=2, is_warm=False)
+
+
+def warm_1(bench: Workbench) -> Measurement:
+    """The kernel on text that it has seen, one process over all of the text."""
+    return _kernel_processes(bench, num_processes=1, is_warm=True)
+
+
+def warm_2(bench: Workbench) -> Measurement:
+    """The kernel on text that it has seen, two processes, each over all of the text."""
+    return _kernel_processes(bench, num_processes=2, is_warm=True)
+
+
+def _stage(bench: Workbench, num_workers: int) -> Measurement:
+    from services.common.artifacts.corpus import CorpusManifest  # noqa: PLC0415
+    from services.common.artifacts.store import open_artifact  # noqa: PLC0415
+    from services.tokenizer.command import main  # noqa: PLC0415
+    from services.tokenizer.encoding.chunk_encoder import compile_kernels  # noqa: PLC0415
+
+    compile_kernels(np.dtype(np.uint16))
+    recipe = bench.write_recipe(num_workers)
+    watch = Watch()
+    exit_code = main(["--recipe", str(recipe), "--root", str(bench.output), "--launch", "inline"])
+    measured = watch.stop()
+    (folder,) = bench.output.glob("corpus/*/*/manifest.json")
+    payload = open_artifact(folder.parent, CorpusManifest).manifest.corpus
+    measured.tokens = sum(counts.tokens for counts in payload.splits.values())
+    measured.stored_bytes = bytes_below(folder.parent) - bench.model.stat().st_size
+    measured.notes.append(", ".join(f"{phase.name} {phase.seconds:.2f} s" for phase in payload.phases))
+    measured.notes.append(f"{payload.documents_checked:,} documents checked, exit code {exit_code}")
+    return measured
+
+
+def _encode_tasks(bench: Workbench, num_processes: int) -> Measurement:
+    """A process that is done with a split takes the next one, as the launchers have it."""
+    from services.common.recipe import load_recipe  # noqa: PLC0415
+    from services.tokenizer.build import make_tasks  # noqa: PLC0415
+    from services.tokenizer.plan import make_plan  # noqa: PLC0415
+    from services.tokenizer.vocabulary import provide_vocabulary  # noqa: PLC0415
+
+    recipe = load_recipe(bench.write_recipe(num_processes))
+    plan = make_plan(recipe)
+    bench.output.mkdir(exist_ok=True)
+    tasks = make_tasks(recipe, plan, *provide_vocabulary(recipe, plan, bench.output), bench.output)
+    num_taken = _CONTEXT.Value("q", 0)
+    measured = _time_processes(_encode_splits, (tasks, num_taken), num_processes)
+    measured.notes.append(f"{len(tasks)} splits")
+    return measured
+
+
+def _encode_splits(barrier: Barrier, tasks: Any, num_taken: Any) -> None:
+    from services.tokenizer.encode_task import encode_split  # noqa: PLC0415
+    from services.tokenizer.encoding.self_check import SAMPLED_DOCUMENTS  # noqa: PLC0415
+    from services.tokenizer.encoding.vocabulary_file import load_encoder  # noqa: PLC0415
+    from services.tokenizer.text_batch import TextBatch  # noqa: PLC0415
+
+    encoder = load_encoder(tasks[0].vocabulary_path, tasks[0].vocabulary, tasks[0].encoder)
+    encoder.encode(TextBatch.of([b"x"] * SAMPLED_DOCUMENTS))  # instead of the sample that the self-check would take
+    barrier.wait(START_SECONDS)
+    while True:
+        with num_taken.get_lock():
+            index = num_taken.value
+            num_taken.value += 1
+        if index >= len(tasks):
+            break
+        encode_split(tasks[index])
+    barrier.wait(WORK_SECONDS)
+
+
+def _kernel_processes(bench: Workbench, num_processes: int, *, is_warm: bool) -> Measurement:
+    measured = _time_processes(_encode_text, (bench, is_warm), num_processes)
+    measured.texts = num_processes
+    return measured
+
+
+def _encode_text(barrier: Barrier, bench: Workbench, is_warm: bool) -> None:
+    from services.tokenizer.encoding.chunk_encoder import ChunkEncoder  # noqa: PLC0415
+    from services.tokenizer.text_batch import TextBatch, in_batches  # noqa: PLC0415
+
+    ChunkEncoder.from_model(bench.model.read_bytes()).encode(TextBatch.of([b"load the kernel"]))
+    batches = list(in_batches(bench.documents()))
+    encoder = ChunkEncoder.from_model(bench.model.read_bytes())
+    for batch in batches if is_warm else ():
+        encoder.encode(batch)
+    barrier.wait(START_SECONDS)
+    for batch in batches:
+        encoder.encode(batch)
+    barrier.wait(WORK_SECONDS)
+
+
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+def _time_processes(work: Callable[..., None], arguments: tuple[Any, ...], num_processes: int) -> Measurement:
+    """Wall time from the moment when all processes are ready to the moment when all are done."""
+    barrier = _CONTEXT.Barrier(num_processes + 1)
+    processes = [_CONTEXT.Process(target=work, args=(barrier, *arguments), daemon=True) for _ in range(num_processes)]
+    for process in processes:
+        process.start()
+    barrier.wait(START_SECONDS)
+    watch = Watch()
+    barrier.wait(WORK_SECONDS)
+    measured = watch.stop()
+    measured.cpu_seconds = None
+    for process in processes:
+        process.join()
+    return measured
