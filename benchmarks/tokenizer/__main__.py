@@ -115,7 +115,8 @@ def table(measured: dict[str, list[Measurement]], text: Text) -> str:
     if any(row in measured for row in reading):
         lines.append(f"{'':<22}{'samples/s':>12}{'x anchor':>10}")
     for row in [row for row in measured if row in reading]:
-        lines.append(f"{row:<22}{rates[row]:>12,.0f}{_ratio(rates, row, 'read_anchor'):>10}")
+        notes = "; ".join(measured[row][-1].notes)
+        lines.append(f"{row:<22}{rates[row]:>12,.0f}{_ratio(rates, row, 'read_anchor'):>10}  {notes}".rstrip())
     return "\n".join(lines)
 
 

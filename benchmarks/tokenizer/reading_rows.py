@@ -56,17 +56,25 @@ def _read_ours(bench: Workbench, batch_size: int) -> Measurement:
     import torch  # noqa: PLC0415
 
     from services.common.artifacts.corpus import CorpusManifest  # noqa: PLC0415
+    from services.common.artifacts.files import total_bytes  # noqa: PLC0415
     from services.common.artifacts.store import open_artifact  # noqa: PLC0415
     from services.common.artifacts.token_stream import TokenStream  # noqa: PLC0415
     from services.tokenizer.command import main  # noqa: PLC0415
 
     main(["--recipe", str(bench.write_recipe(1)), "--root", str(bench.output), "--launch", "inline"])
     (folder,) = bench.output.glob("corpus/*/*/manifest.json")
-    stream = TokenStream.open(open_artifact(folder.parent, CorpusManifest), "train")
+    corpus = open_artifact(folder.parent, CorpusManifest)
+    watch = Watch()
+    stream = TokenStream.open(corpus, "train")
+    opened = watch.stop()
     order = np.random.default_rng(0).integers(0, stream.num_samples, SAMPLES)
     batches = order.reshape(-1, batch_size)
     measured = _read(lambda index: torch.from_numpy(stream.read(batches[index])), count=len(batches))
     measured.samples = SAMPLES
+    verified = total_bytes(corpus.manifest.files)
+    measured.notes.append(
+        f"{verified / 1e6:,.0f} MB opened, verified at {verified / opened.wall_seconds / 1e9:.1f} GB/s"
+    )
     return measured
 
 

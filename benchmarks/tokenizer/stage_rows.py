@@ -118,7 +118,7 @@ def _stage(bench: Workbench, num_workers: int) -> Measurement:
 
 def _encode_tasks(bench: Workbench, num_processes: int) -> Measurement:
     """A process that is done with a split takes the next one, as the launchers have it."""
-    from services.common.recipe import load_recipe  # noqa: PLC0415
+    from services.common.recipe_file import load_recipe  # noqa: PLC0415
     from services.tokenizer.build import make_tasks  # noqa: PLC0415
     from services.tokenizer.plan import make_plan  # noqa: PLC0415
     from services.tokenizer.vocabulary import provide_vocabulary  # noqa: PLC0415

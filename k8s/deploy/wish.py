@@ -18,7 +18,8 @@ from k8s.deploy.stage import Stage, require_stage_name
 from k8s.deploy.stage_image import choose_image
 from services.common.command_line import read_override
 from services.common.errors import DeviceError, RecipeError
-from services.common.recipe import Recipe, load_recipe, stage_nodes
+from services.common.recipe import Recipe, stage_nodes
+from services.common.recipe_file import load_recipe
 
 DEFAULT_RECIPE = Path("recipes/tiny-cpu.toml")
 CHECKPOINTS_PER_DRAIN = 3

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from services.common.errors import RecipeError
-from services.common.recipe import Recipe, load_recipe
+from services.common.recipe import Recipe
+from services.common.recipe_file import load_recipe
 
 
 def read_override(argument: str) -> tuple[str, str] | None:

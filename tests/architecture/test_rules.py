@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.recipe import load_recipe
+from services.common.recipe_file import load_recipe
 from tests.architecture import rules
 from tests.architecture.imports import REPOSITORY, modules_of
 
@@ -181,6 +181,7 @@ def test_the_rules_look_at_all_services() -> None:
     "module",
     [
         "services.common.recipe",
+        "services.common.recipe_file",
         "services.common.errors",
         "services.common.telemetry",
         "services.common.command_line",

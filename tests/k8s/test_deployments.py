@@ -18,7 +18,7 @@ from k8s.deploy.stage import Stage, repository_of, stage_of
 from k8s.deploy.verdict import exit_code_of_driver, exit_code_of_rayjob
 from k8s.deploy.wish import Wish, resolve
 from services.common.errors import RecipeError
-from services.common.recipe import load_recipe
+from services.common.recipe_file import load_recipe
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
 from tests.k8s.schemas import Kind, Schema, problems_of
 

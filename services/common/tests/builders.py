@@ -16,7 +16,8 @@ from typing import Any
 from services.common.artifacts.compile_cache import CompileCacheManifest, CompileCachePayload
 from services.common.artifacts.manifest import InputLink
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
-from services.common.recipe import Recipe, load_recipe
+from services.common.recipe import Recipe
+from services.common.recipe_file import load_recipe
 
 REPOSITORY = Path(__file__).parents[3]
 ID = "0123456789abcdef"

@@ -11,7 +11,7 @@ from pathlib import Path
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import ending_at_once_on_sigterm, run_stage
 from services.common.launch import inline
-from services.common.recipe import load_recipe
+from services.common.recipe_file import load_recipe
 from services.common.tests import work
 from services.common.tests.builders import fill, publish
 

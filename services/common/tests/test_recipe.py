@@ -12,7 +12,8 @@ from services.common.command_line import StageParser
 from services.common.derived import derive, describe
 from services.common.errors import RecipeError
 from services.common.presets import MODEL_PRESETS
-from services.common.recipe import Identity, Kind, Model, Recipe, identity, load_recipe, stage_nodes
+from services.common.recipe import Identity, Kind, Model, Recipe, identity, stage_nodes
+from services.common.recipe_file import load_recipe
 from services.common.tests.builders import RECIPE, make_recipe, write_recipe
 
 KINDS: tuple[Kind, ...] = ("corpus", "compile_cache", "checkpoint")

@@ -17,7 +17,7 @@ import pytest
 
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import find_artifact
-from services.common.recipe import load_recipe
+from services.common.recipe_file import load_recipe
 from services.tokenizer.build import make_tasks
 from services.tokenizer.encode_task import encode_split
 from services.tokenizer.plan import make_plan

@@ -22,7 +22,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.recipe import Source, load_recipe
+from services.common.recipe import Source
+from services.common.recipe_file import load_recipe
 from services.tokenizer.plan import make_plan
 from services.tokenizer.sources import hub
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import DeviceError, RecipeError
-from services.common.recipe import Source, load_recipe
+from services.common.recipe import Source
+from services.common.recipe_file import load_recipe
 from services.tokenizer.sources.hub import DATASETS, is_commit
 from services.tokenizer.tools.tool_parser import ToolParser
 

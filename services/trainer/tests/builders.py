@@ -22,7 +22,8 @@ from services.common.artifacts.corpus import (
 )
 from services.common.artifacts.lease import Lease
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, artifact_id, publish_once
-from services.common.recipe import Recipe, load_recipe
+from services.common.recipe import Recipe
+from services.common.recipe_file import load_recipe
 from services.trainer.job import Job, run_name
 from services.trainer.run import write_run
 

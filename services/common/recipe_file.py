@@ -1,0 +1,86 @@
+"""Reads a recipe from its TOML file and the command line, and says what is wrong with either."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from services.common.errors import RecipeError
+from services.common.recipe import Recipe, Section
+
+
+def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
+    """Read a recipe and apply dotted overrides such as `{"train.max_steps": "500"}`.
+
+    Raises `RecipeError` naming the file, each wrong key with the nearest known one, and what was expected.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RecipeError(f"{path}: no such recipe. `ls recipes/` shows those that are shipped.") from error
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not a TOML file: {error}") from error
+    for dotted, text in (overrides or {}).items():
+        _override(values, dotted, text)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(problem) for problem in error.errors()]
+        raise RecipeError(f"{path}: " + ("\n  " if len(problems) > 1 else "") + "\n  ".join(problems)) from error
+
+
+def _override(values: dict[str, Any], dotted: str, text: str) -> None:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # an unquoted word is a string, as a shell user expects
+    *sections, key = dotted.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise RecipeError(f"--{dotted}: {section} is a value, not a section.")
+    values[key] = value
+
+
+def _explain(problem: Any) -> str:
+    location = [str(part) for part in problem["loc"]]
+    dotted = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {dotted!r}.{_nearest_key(location)}"
+    if problem["type"] == "missing":
+        return f"{dotted}: missing. Every recipe needs it; see recipes/tiny-cpu.toml."
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{dotted}: {message}" if dotted else message
+    return f"{dotted}: got {problem['input']!r}, expected: {message.removeprefix('Input should be ')}"
+
+
+def _nearest_key(location: list[str]) -> str:
+    model: Any = Recipe
+    for part in location[:-1]:
+        field = model.model_fields.get(part) if model else None
+        model = _section_type(field.annotation) if field else (model if part.isdigit() else None)
+    known = list(model.model_fields) if model else []
+    near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+    if near:
+        return f" Did you mean {'.'.join([*location[:-1], near[0]])!r}?"
+    elsewhere = [f"{name}.{location[-1]}" for name in Recipe.model_fields if location[-1] in _keys_of(name)]
+    if elsewhere:
+        return f" Did you mean {elsewhere[0]!r}?"
+    return f" Known here: {', '.join(known)}."
+
+
+def _section_type(annotation: Any) -> type[Section] | None:
+    candidates = [annotation, *getattr(annotation, "__args__", ())]
+    return next((each for each in candidates if isinstance(each, type) and issubclass(each, Section)), None)
+
+
+def _keys_of(section: str) -> list[str]:
+    model = _section_type(Recipe.model_fields[section].annotation)
+    return list(model.model_fields) if model else []
