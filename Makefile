@@ -31,7 +31,7 @@ test-slow: setup ## Run the slow tests.
 
 test-torch29: ## Run the program's tests on the Neuron variant's torch, in .venv-torch29.
 	./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-torch29
-	./bootstrap uv pip sync --quiet --python .venv-torch29/bin/python --require-hashes lockfiles/dev-neuron.txt
+	./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-torch29/bin/python --require-hashes lockfiles/dev-neuron.txt
 	.venv-torch29/bin/python -m pytest -n 2 --dist loadfile services/common services/compiler services/trainer
 
 test-images: setup ## Run the tests that build and run images; they need Docker, root and debootstrap.
