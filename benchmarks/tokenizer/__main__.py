@@ -101,14 +101,17 @@ def table(measured: dict[str, list[Measurement]], text: Text) -> str:
     lines = [f"{'':<22}{'MB/s':>9}{'x anchor':>10}{'x fastokens':>12}{'B/token':>9}{'peak MB':>9}  ids"]
     for row in [row for row in measured if row not in reading]:
         last = measured[row][-1]
+        # Rates by wall time are compared with each other alone, and what processes of a row need is not measured.
+        is_alone = last.cpu_seconds is not None
+        ratios = [_ratio(rates, row, base) if is_alone else "" for base in ("anchor", "fastokens_batch")]
         stored = f"{last.stored_bytes / last.tokens:.3f}" if last.stored_bytes else ""
+        memory = f"{last.peak_memory_bytes / 1e6:,.0f}" if is_alone else ""
         same = ""
         if reference and last.ids_digest:
             same = "SentencePiece's" if last.ids_digest == reference[-1].ids_digest else "OTHERS"
-        lines.append(
-            f"{row:<22}{rates[row]:>9.2f}{_ratio(rates, row, 'anchor'):>10}{_ratio(rates, row, 'fastokens_batch'):>12}"
-            f"{stored:>9}{last.peak_memory_bytes / 1e6:>9,.0f}  {'; '.join([same, *last.notes]).strip('; ')}"
-        )
+        notes = "; ".join([*([same] if same else []), *last.notes])
+        line = f"{row:<22}{rates[row]:>9.2f}{ratios[0]:>10}{ratios[1]:>12}{stored:>9}{memory:>9}  {notes}"
+        lines.append(line.rstrip())
     for what in ("cold", "warm", "encode", "stage"):
         if measured.keys() >= {f"{what}_1", f"{what}_2"}:
             lines.append(f"{what + ', 2 over 1':<22}{_scaling(measured[f'{what}_1'], measured[f'{what}_2'])}")

@@ -57,10 +57,10 @@ def kernel_warm(bench: Workbench) -> Measurement:
 
 
 def _kernel(bench: Workbench, passes: int) -> Measurement:
-    from services.tokenizer.encoding.chunk_encoder import ChunkEncoder  # noqa: PLC0415
-    from services.tokenizer.text_batch import TextBatch, in_batches  # noqa: PLC0415
+    from services.tokenizer.encoding.chunk_encoder import ChunkEncoder, load_kernels  # noqa: PLC0415
+    from services.tokenizer.text_batch import in_batches  # noqa: PLC0415
 
-    ChunkEncoder.from_model(bench.model.read_bytes()).encode(TextBatch.of([b"load the kernel"]))
+    load_kernels(np.dtype(np.uint16))
     encoder = ChunkEncoder.from_model(bench.model.read_bytes())
     batches = list(in_batches(bench.documents()))
     for _ in range(passes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -13,9 +14,8 @@ from benchmarks.tokenizer.measurement import Measurement, Watch, bytes_below
 from benchmarks.tokenizer.workbench import SEQUENCE_LENGTH, Workbench
 
 START_SECONDS = 120
-WORK_SECONDS = 3_600
 
-Barrier = Any
+Prepare = Callable[..., Callable[[], None]]
 
 
 def anchor(bench: Workbench) -> Measurement:
@@ -128,12 +128,12 @@ def _encode_tasks(bench: Workbench, num_processes: int) -> Measurement:
     bench.output.mkdir(exist_ok=True)
     tasks = make_tasks(recipe, plan, *provide_vocabulary(recipe, plan, bench.output), bench.output)
     num_taken = _CONTEXT.Value("q", 0)
-    measured = _time_processes(_encode_splits, (tasks, num_taken), num_processes)
+    measured = _time_processes(_prepare_encoding_splits, (tasks, num_taken), num_processes)
     measured.notes.append(f"{len(tasks)} splits")
     return measured
 
 
-def _encode_splits(barrier: Barrier, tasks: Any, num_taken: Any) -> None:
+def _prepare_encoding_splits(tasks: Any, num_taken: Any) -> Callable[[], None]:
     from services.tokenizer.encode_task import encode_split  # noqa: PLC0415
     from services.tokenizer.encoding.self_check import SAMPLED_DOCUMENTS  # noqa: PLC0415
     from services.tokenizer.encoding.vocabulary_file import load_encoder  # noqa: PLC0415
@@ -141,52 +141,69 @@ def _encode_splits(barrier: Barrier, tasks: Any, num_taken: Any) -> None:
 
     encoder = load_encoder(tasks[0].vocabulary_path, tasks[0].vocabulary, tasks[0].encoder)
     encoder.encode(TextBatch.of([b"x"] * SAMPLED_DOCUMENTS))  # instead of the sample that the self-check would take
-    barrier.wait(START_SECONDS)
-    while True:
-        with num_taken.get_lock():
-            index = num_taken.value
-            num_taken.value += 1
-        if index >= len(tasks):
-            break
-        encode_split(tasks[index])
-    barrier.wait(WORK_SECONDS)
+
+    def encode_splits() -> None:
+        while True:
+            with num_taken.get_lock():
+                index = num_taken.value
+                num_taken.value += 1
+            if index >= len(tasks):
+                return
+            encode_split(tasks[index])
+
+    return encode_splits
 
 
 def _kernel_processes(bench: Workbench, num_processes: int, *, is_warm: bool) -> Measurement:
-    measured = _time_processes(_encode_text, (bench, is_warm), num_processes)
+    measured = _time_processes(_prepare_encoding_text, (bench, is_warm), num_processes)
     measured.texts = num_processes
     return measured
 
 
-def _encode_text(barrier: Barrier, bench: Workbench, is_warm: bool) -> None:
-    from services.tokenizer.encoding.chunk_encoder import ChunkEncoder  # noqa: PLC0415
-    from services.tokenizer.text_batch import TextBatch, in_batches  # noqa: PLC0415
+def _prepare_encoding_text(bench: Workbench, is_warm: bool) -> Callable[[], None]:
+    from services.tokenizer.encoding.chunk_encoder import ChunkEncoder, load_kernels  # noqa: PLC0415
+    from services.tokenizer.text_batch import in_batches  # noqa: PLC0415
 
-    ChunkEncoder.from_model(bench.model.read_bytes()).encode(TextBatch.of([b"load the kernel"]))
+    load_kernels(np.dtype(np.uint16))
     batches = list(in_batches(bench.documents()))
     encoder = ChunkEncoder.from_model(bench.model.read_bytes())
-    for batch in batches if is_warm else ():
-        encoder.encode(batch)
-    barrier.wait(START_SECONDS)
-    for batch in batches:
-        encoder.encode(batch)
-    barrier.wait(WORK_SECONDS)
+
+    def encode_text() -> None:
+        for batch in batches:
+            encoder.encode(batch)
+
+    if is_warm:
+        encode_text()
+    return encode_text
 
 
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
-def _time_processes(work: Callable[..., None], arguments: tuple[Any, ...], num_processes: int) -> Measurement:
-    """Wall time from the moment when all processes are ready to the moment when all are done."""
-    barrier = _CONTEXT.Barrier(num_processes + 1)
-    processes = [_CONTEXT.Process(target=work, args=(barrier, *arguments), daemon=True) for _ in range(num_processes)]
+def _time_processes(prepare: Prepare, arguments: tuple[Any, ...], num_processes: int) -> Measurement:
+    """Wall time from the first process's begin to the last one's end, by their own clocks, which are one on Linux.
+
+    `prepare(*arguments)` returns the work; all begin when all are prepared.
+    """
+    barrier, times = _CONTEXT.Barrier(num_processes), _CONTEXT.SimpleQueue()
+    processes = [
+        _CONTEXT.Process(target=_time_work, args=(prepare, arguments, barrier, times)) for _ in range(num_processes)
+    ]
     for process in processes:
         process.start()
-    barrier.wait(START_SECONDS)
-    watch = Watch()
-    barrier.wait(WORK_SECONDS)
-    measured = watch.stop()
-    measured.cpu_seconds = None
     for process in processes:
         process.join()
-    return measured
+    if any(process.exitcode for process in processes):
+        raise RuntimeError(f"processes ended with {[process.exitcode for process in processes]}")
+    begins, ends = zip(*(times.get() for _ in processes), strict=True)
+    return Measurement(max(ends) - min(begins), cpu_seconds=None)
+
+
+def _time_work(
+    prepare: Callable[..., Callable[[], None]], arguments: tuple[Any, ...], barrier: Any, times: Any
+) -> None:
+    work = prepare(*arguments)
+    barrier.wait(START_SECONDS)
+    begin = time.perf_counter()
+    work()
+    times.put((begin, time.perf_counter()))

@@ -61,6 +61,7 @@ name = "benchmark"
 name = "benchmark"
 sequence_length = {SEQUENCE_LENGTH}
 validation_fraction = 0.0
+rows_per_shard = 1024
 split_bytes = 4194304
 sources = [{{ uri = {json.dumps(str(self.parquet))} }}]
 [tokenizer]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import safetensors.torch
-import sentencepiece
 import torch
 from torch import Tensor
 
 from services.common.artifacts.checkpoint import WEIGHTS
-from services.common.errors import RecipeError
 from services.common.program.llama import Llama
+from services.common.vocabularies.codec import load_codec
 from services.trainer.run import Run, vocabulary_file
 
 TOP_TOKENS = 50
@@ -18,15 +17,10 @@ TOP_TOKENS = 50
 def sample(run: Run, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
     """The prompt and up to `num_tokens` tokens of the newest checkpoint's continuation, ending at a document's end."""
     vocabulary = run.corpus.manifest.corpus.vocabulary
-    if vocabulary.kind != "sentencepiece":
-        raise RecipeError(
-            f"{run.corpus.path}: its vocabulary is a {vocabulary.kind}, and this reads SentencePiece models. "
-            f"Export the run, and open the folder with transformers."
-        )
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(vocabulary_file(run)))
+    codec = load_codec(vocabulary_file(run).read_bytes(), vocabulary)
     model = load_model(run)
     generator = torch.Generator().manual_seed(seed)
-    tokens = [vocabulary.bos_id, *(pieces.encode(prompt) if prompt else [])]
+    tokens = [vocabulary.bos_id, *(codec.encode(prompt) if prompt else [])]
     for _ in range(num_tokens):
         window_1S = torch.tensor([tokens[-run.recipe.corpus.sequence_length :]])
         with torch.no_grad():
@@ -34,7 +28,7 @@ def sample(run: Run, prompt: str, num_tokens: int, temperature: float, seed: int
         if token == vocabulary.eos_id:
             break
         tokens.append(token)
-    return str(pieces.decode(tokens[1:]))
+    return codec.decode(tokens[1:])
 
 
 def load_model(run: Run) -> Llama:

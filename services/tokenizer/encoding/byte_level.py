@@ -1,32 +1,21 @@
 """Byte-level BPE such as Llama 3's: a regular expression cuts text into words, bytes are merged within a word.
 
-Two kinds of file hold such a vocabulary. A `tokenizer.json` is complete. A tiktoken file holds ranks alone, so its
-regular expression and its special tokens are Llama 3's (github.com/meta-llama/llama3, llama/tokenizer.py).
+Two kinds of file hold such a vocabulary, a `tokenizer.json` and a tiktoken file.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import importlib.metadata
 import tempfile
 from pathlib import Path
 
 import fastokens
 import numpy as np
-import tiktoken
 
-from services.common.errors import ArtifactError
-from services.tokenizer.encoding.added_tokens import take_text_as_text
+from services.common.vocabularies.tiktoken_file import LLAMA3_PATTERN, load_encoding
+from services.common.vocabularies.tokenizer_json import take_text_as_text
 from services.tokenizer.encoding.encoder import Offsets, TokenIds, join_documents, token_dtype
 from services.tokenizer.text_batch import TextBatch
-
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3_SPECIAL_TOKENS = 256
-"""Above the ranks: `<|begin_of_text|>`, then `<|end_of_text|>`, then others."""
 
 
 class FastokensEncoder:
@@ -69,7 +58,7 @@ class TiktokenEncoder:
     """The reference for tiktoken files."""
 
     def __init__(self, ranks: bytes, bos_id: int, eos_id: int, vocab_size: int) -> None:
-        self._encoding = load_tiktoken(ranks)
+        self._encoding = load_encoding(ranks)
         self._bos_id, self._eos_id = bos_id, eos_id
         self._dtype = np.dtype(token_dtype(vocab_size))
         self.name = f"tiktoken {importlib.metadata.version('tiktoken')}"
@@ -80,29 +69,3 @@ class TiktokenEncoder:
             self._encoding.encode_to_numpy(document.decode(), disallowed_special=()) for document in batch.documents()
         ]
         return join_documents(encoded, self._bos_id, self._eos_id, self._dtype)
-
-
-def load_tiktoken(ranks: bytes) -> tiktoken.Encoding:
-    """What a tiktoken file says, without special tokens."""
-    return tiktoken.Encoding("tokenizer", pat_str=LLAMA3_PATTERN, mergeable_ranks=read_ranks(ranks), special_tokens={})
-
-
-def read_ranks(content: bytes) -> dict[bytes, int]:
-    """Token to rank, of a tiktoken file: a line is a token in base64, a space and its rank.
-
-    Raises `ArtifactError` for another kind of file, or when a byte has no token.
-    """
-    ranks = {}
-    for number, line in enumerate(content.splitlines(), start=1):
-        if not line:
-            continue
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error) as error:
-            raise ArtifactError(
-                f"Not a tiktoken file: line {number} is not a token in base64, a space and its rank."
-            ) from error
-    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
-        raise ArtifactError("Not a whole tiktoken file: its ranks have gaps, or a byte is no token.")
-    return ranks

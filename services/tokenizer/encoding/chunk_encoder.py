@@ -105,10 +105,11 @@ def _with_room(cache: ChunkCache) -> ChunkCache:
 
 def compile_kernels(dtype: np.dtype[Any]) -> None:
     """Have numba compile, and keep, all that an encoder with this type of ids needs, once a machine."""
-    compile_once(dtype.name, lambda: _call_kernels(dtype))
+    compile_once(dtype.name, lambda: load_kernels(dtype))
 
 
-def _call_kernels(dtype: np.dtype[Any]) -> None:
+def load_kernels(dtype: np.dtype[Any]) -> None:
+    """Have numba load all that an encoder with this type of ids needs, compiled now where it is not yet."""
     tables = ChunkTables(
         is_soft=np.zeros(0, np.uint8),
         pairs_of_characters=np.zeros(0, np.int64),

@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import importlib.metadata
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -52,17 +54,17 @@ def choose_kernel_folder() -> None:
 
 
 def compile_once(name: str, compile_all: Callable[[], None]) -> None:
-    """Call `compile_all` unless a process of this machine has done so; who comes meanwhile waits for it.
+    """Call `compile_all` unless it has left its kernels in numba's folder; who comes meanwhile waits for it.
 
     Workers start together, and without this each would compile the same.
     """
-    if "NUMBA_CACHE_DIR" not in os.environ:
+    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or "/nowhere")
+    if not os.access(folder, os.W_OK):  # numba looks for another place, or keeps nothing
+        compile_all()
         return
-    folder = Path(os.environ["NUMBA_CACHE_DIR"])
-    done = folder / f"{name}.compiled"
+    done = folder / f"{name}-{_digest_of_compiler()}.compiled"
     if done.exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "compiling.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
@@ -75,6 +77,20 @@ def _digest_of_sources() -> str:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         hasher.update(path.read_bytes())
     return hasher.hexdigest()[:12]
+
+
+def _digest_of_compiler() -> str:
+    """Of what numba tells kernels in the same folder apart by."""
+    import llvmlite.binding  # noqa: PLC0415 - numba has imported it by now
+
+    facts = (
+        sys.implementation.cache_tag,
+        importlib.metadata.version("numba"),
+        os.environ.get("NUMBA_CPU_NAME") or llvmlite.binding.get_host_cpu_name(),
+        str(Path(__file__).parent),
+        _digest_of_sources(),
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
 def _common_processor() -> dict[str, str]:
@@ -94,6 +110,7 @@ def _compile(folder: Path) -> None:
     if not _is_common_processor():
         print(f"nothing compiled for {platform.machine()}: numba compiles on first use there")
         return
+    folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {"NUMBA_CACHE_DIR": str(folder), **_common_processor()}
     import numpy as np  # noqa: PLC0415
 

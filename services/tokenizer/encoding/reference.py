@@ -7,7 +7,7 @@ import importlib.metadata
 import numpy as np
 import tokenizers
 
-from services.tokenizer.encoding.added_tokens import take_text_as_text
+from services.common.vocabularies.tokenizer_json import load_tokenizer
 from services.tokenizer.encoding.encoder import Offsets, TokenIds, join_documents, token_dtype
 from services.tokenizer.encoding.sentencepiece_model import load_model
 from services.tokenizer.text_batch import TextBatch
@@ -29,10 +29,7 @@ class TokenizersEncoder:
     """Hugging Face `tokenizers`, from a `tokenizer.json`."""
 
     def __init__(self, tokenizer: bytes, bos_id: int, eos_id: int, vocab_size: int) -> None:
-        self._tokenizer = tokenizers.Tokenizer.from_buffer(take_text_as_text(tokenizer))
-        self._tokenizer.encode_special_tokens = True  # text is text
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = load_tokenizer(tokenizer)
         self._bos_id, self._eos_id = bos_id, eos_id
         self._dtype = np.dtype(token_dtype(vocab_size))
         self.name = f"tokenizers {tokenizers.__version__}"

@@ -182,10 +182,10 @@ def _looks_like_tiktoken(content: bytes) -> bool:
 
 
 def _describe_tiktoken(content: bytes) -> tuple[int, int, int]:
-    from services.tokenizer.encoding.byte_level import LLAMA3_SPECIAL_TOKENS, read_ranks  # noqa: PLC0415
+    from services.common.vocabularies.tiktoken_file import LLAMA3_SPECIAL_TOKENS, read_ranks  # noqa: PLC0415
 
     num_ranks = len(read_ranks(content))
-    return num_ranks + LLAMA3_SPECIAL_TOKENS, num_ranks, num_ranks + 1
+    return num_ranks + len(LLAMA3_SPECIAL_TOKENS), num_ranks, num_ranks + 1
 
 
 def _pieces(content: bytes, vocabulary: Vocabulary) -> list[str]:

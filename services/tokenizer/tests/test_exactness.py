@@ -237,7 +237,7 @@ def test_the_documents_that_come_first_are_compared_too() -> None:
 
 
 def test_workers_that_start_together_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     compiled: list[str] = []
 
     def compile_slowly() -> None:

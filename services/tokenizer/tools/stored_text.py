@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable
 from itertools import groupby
 
-from services.common.artifacts.corpus import CorpusManifest, Vocabulary
+from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import verify_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
+from services.common.vocabularies.codec import load_codec
 from services.tokenizer.encoding.encoder import TokenIds
 
 CONTEXT_TOKENS = 4
@@ -26,7 +26,7 @@ class StoredText:
         vocabulary = corpus.manifest.corpus.vocabulary
         verify_files(corpus.path, corpus.manifest, paths=[vocabulary.path])
         self._folder = corpus.path
-        self._decode = _load_decoder((corpus.path / vocabulary.path).read_bytes(), vocabulary)
+        self._decode = load_codec((corpus.path / vocabulary.path).read_bytes(), vocabulary).decode
         self._marks = {vocabulary.bos_id: "⟨BOS⟩", vocabulary.eos_id: "⟨EOS⟩"}
         if vocabulary.bos_id == vocabulary.eos_id:
             self._marks[vocabulary.bos_id] = "⟨BOS/EOS⟩"
@@ -60,33 +60,6 @@ class StoredText:
     def _after_last_mark(self, ids: list[int]) -> list[int]:
         marks = [index for index, token in enumerate(ids) if token in self._marks]
         return ids[marks[-1] + 1 :] if marks else ids
-
-
-def _load_decoder(content: bytes, vocabulary: Vocabulary) -> Callable[[list[int]], str]:
-    """Raises `LookupError` when it is called with an id that it does not know."""
-    # Each kind loads its own library, and no other's.
-    match vocabulary.kind:
-        case "sentencepiece":
-            from services.tokenizer.encoding.sentencepiece_model import load_model  # noqa: PLC0415
-
-            processor = load_model(content)
-            return lambda ids: str(processor.decode(ids))
-        case "tokenizer_json":
-            import tokenizers  # noqa: PLC0415
-
-            tokenizer = tokenizers.Tokenizer.from_buffer(content)
-
-            def decode(ids: list[int]) -> str:
-                unknown = [token for token in ids if token >= vocabulary.vocab_size]  # decode() leaves them out
-                if unknown:
-                    raise LookupError(f"{unknown[0]:,} is none")
-                return str(tokenizer.decode(ids, skip_special_tokens=False))
-
-            return decode
-        case "tiktoken":
-            from services.tokenizer.encoding.byte_level import load_tiktoken  # noqa: PLC0415
-
-            return load_tiktoken(content).decode
 
 
 def _escape_control(character: str) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import sentencepiece
+import tokenizers
 
 from services.common.artifacts.corpus import (
     SPLITS,
@@ -26,6 +29,8 @@ from services.common.recipe import Recipe
 from services.common.recipe_file import load_recipe
 from services.trainer.job import Job, run_name
 from services.trainer.run import write_run
+
+Kind = Literal["sentencepiece", "tokenizer_json", "tiktoken"]
 
 RECIPE = """
 name = "small"
@@ -96,17 +101,17 @@ def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lease
     return job
 
 
-def make_corpus(root: Path, recipe: Recipe, rows: int = 80) -> Artifact[CorpusManifest]:
+def make_corpus(root: Path, recipe: Recipe, rows: int = 80, kind: Kind = "sentencepiece") -> Artifact[CorpusManifest]:
     """Publish a corpus of `rows` rows a split. Its tokens count upwards in small steps: something to learn."""
     digest = artifact_id(recipe, "corpus", 1, [])
     address = Address(root, "corpus", recipe.corpus.name, digest)
     artifact, _ = publish_once(
-        address, CorpusManifest, "tokenizer", recipe, lambda workspace: _fill(workspace, recipe, rows)
+        address, CorpusManifest, "tokenizer", recipe, lambda workspace: _fill(workspace, recipe, rows, kind)
     )
     return artifact
 
 
-def _fill(workspace: Workspace, recipe: Recipe, rows: int) -> Draft:
+def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: Kind) -> Draft:
     length = recipe.corpus.sequence_length
     splits = {}
     for number, split in enumerate(SPLITS):
@@ -124,7 +129,7 @@ def _fill(workspace: Workspace, recipe: Recipe, rows: int) -> Draft:
             documents=1, document_tokens=len(tokens) - 2, bos=1, eos=1, rows=rows, tail_tokens=5, shards=tuple(shards)
         )
     payload = CorpusPayload(
-        vocabulary=_write_vocabulary(workspace.files, recipe.model.vocab_size),
+        vocabulary=_write_vocabulary(workspace.files, kind, recipe.model.vocab_size),
         token_dtype="uint16",
         sequence_length=length,
         rows_per_shard=recipe.corpus.rows_per_shard,
@@ -162,26 +167,45 @@ def _write(path: Path, batch: pa.RecordBatch) -> None:
         writer.write_batch(batch)
 
 
-def _write_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([f"sentence {n} of a small text about {n * 7} words" for n in range(200)]),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        byte_fallback=True,
-        num_threads=1,
-        minloglevel=2,
-    )
-    path = folder / "tokenizer" / "tokenizer.model"
+def _write_vocabulary(folder: Path, kind: Kind, vocab_size: int) -> Vocabulary:
+    """Of 200 sentences; of a tiktoken file the bytes alone are tokens, with 256 special ones above."""
+    sentences = [f"sentence {n} of a small text about {n * 7} words" for n in range(200)]
+    match kind:
+        case "sentencepiece":
+            model = io.BytesIO()
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(sentences),
+                model_writer=model,
+                model_type="bpe",
+                vocab_size=vocab_size,
+                byte_fallback=True,
+                num_threads=1,
+                minloglevel=2,
+            )
+            name, content, bos_id, eos_id = "tokenizer.model", model.getvalue(), 1, 2
+        case "tokenizer_json":
+            tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+            tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = tokenizers.decoders.ByteLevel()
+            trainer = tokenizers.trainers.BpeTrainer(
+                vocab_size=vocab_size,
+                special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
+                initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+                show_progress=False,
+            )
+            tokenizer.train_from_iterator(sentences, trainer)
+            name, content, bos_id, eos_id = "tokenizer.json", tokenizer.to_str().encode(), 0, 1
+        case "tiktoken":
+            ranks = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+            name, content, bos_id, eos_id = "tokenizer.tiktoken", ranks.encode(), 256, 257
+    path = folder / "tokenizer" / name
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(model.getvalue())
-    sha256 = hashlib.sha256(model.getvalue()).hexdigest()
+    path.write_bytes(content)
     return Vocabulary(
-        kind="sentencepiece",
-        path="tokenizer/tokenizer.model",
-        sha256=sha256,
+        kind=kind,
+        path=f"tokenizer/{name}",
+        sha256=hashlib.sha256(content).hexdigest(),
         vocab_size=vocab_size,
-        bos_id=1,
-        eos_id=2,
+        bos_id=bos_id,
+        eos_id=eos_id,
     )
