@@ -34,7 +34,7 @@ from services.trainer.job import (
 from services.trainer.node import clean_node, prepare_node
 from services.trainer.report import write_report
 from services.trainer.run import REPORT_FILE, Run, open_run, summarize, write_run
-from services.trainer.sample import sample
+from services.trainer.sample import Writer
 from services.trainer.supervise import supervise
 
 CLOSING_PROMPTS = ("If the", "Return a", "The method")
@@ -94,7 +94,7 @@ def report(arguments: Namespace, recipe: Recipe) -> int:
 def print_sample(arguments: Namespace, recipe: Recipe) -> int:
     """Let the newest checkpoint continue a prompt."""
     run = _find_run(arguments, recipe)
-    print(sample(run, arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed))
+    print(Writer(run).write(arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed))
     return 0
 
 
@@ -110,7 +110,8 @@ def report_run(run: Run) -> Path:
 
 def closing_sample(run: Run) -> str:
     """Three beginnings and what the model makes of them: the same text in the summary and in the report."""
-    written = [sample(run, prompt, num_tokens=60, temperature=0.7, seed=0) for prompt in CLOSING_PROMPTS]
+    writer = Writer(run)
+    written = [writer.write(prompt, num_tokens=60, temperature=0.7, seed=0) for prompt in CLOSING_PROMPTS]
     return "\n\n".join(f"> {text.strip()}" for text in written)
 
 

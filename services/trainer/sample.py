@@ -14,21 +14,27 @@ from services.trainer.run import Run, vocabulary_file
 TOP_TOKENS = 50
 
 
-def sample(run: Run, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
-    """The prompt and up to `num_tokens` tokens of the newest checkpoint's continuation, ending at a document's end."""
-    vocabulary = run.corpus.manifest.corpus.vocabulary
-    codec = load_codec(vocabulary_file(run).read_bytes(), vocabulary)
-    model = load_model(run)
-    generator = torch.Generator().manual_seed(seed)
-    tokens = [vocabulary.bos_id, *(codec.encode(prompt) if prompt else [])]
-    for _ in range(num_tokens):
-        window_1S = torch.tensor([tokens[-run.recipe.corpus.sequence_length :]])
-        with torch.no_grad():
-            token = choose_token(model.logits(window_1S)[0, -1], temperature, generator)
-        if token == vocabulary.eos_id:
-            break
-        tokens.append(token)
-    return codec.decode(tokens[1:])
+class Writer:
+    """A run's newest checkpoint and its vocabulary, loaded once for all that they write."""
+
+    def __init__(self, run: Run) -> None:
+        self._vocabulary = run.corpus.manifest.corpus.vocabulary
+        self._codec = load_codec(vocabulary_file(run).read_bytes(), self._vocabulary)
+        self._model = load_model(run)
+        self._sequence_length = run.recipe.corpus.sequence_length
+
+    def write(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
+        """The prompt and up to `num_tokens` tokens of its continuation, ending at a document's end."""
+        generator = torch.Generator().manual_seed(seed)
+        tokens = [self._vocabulary.bos_id, *(self._codec.encode(prompt) if prompt else [])]
+        for _ in range(num_tokens):
+            window_1S = torch.tensor([tokens[-self._sequence_length :]])
+            with torch.no_grad():
+                token = choose_token(self._model.logits(window_1S)[0, -1], temperature, generator)
+            if token == self._vocabulary.eos_id:
+                break
+            tokens.append(token)
+        return self._codec.decode(tokens[1:])
 
 
 def load_model(run: Run) -> Llama:

@@ -20,8 +20,11 @@ Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
+VocabularyKind = Literal["sentencepiece", "tokenizer_json", "tiktoken"]
+
+
 class Vocabulary(Record):
-    kind: Literal["sentencepiece", "tokenizer_json", "tiktoken"]
+    kind: VocabularyKind
     path: str
     """The file, relative to the artifact's folder."""
     sha256: Sha256

@@ -20,6 +20,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 SHIPPED_VARIABLE = "MILLRACE_COMPILED_KERNELS"
@@ -72,6 +73,7 @@ def compile_once(name: str, compile_all: Callable[[], None]) -> None:
             done.touch()
 
 
+@cache
 def _digest_of_sources() -> str:
     hasher = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):

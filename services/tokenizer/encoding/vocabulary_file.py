@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from services.common.artifacts.corpus import Vocabulary
+from services.common.artifacts.corpus import Vocabulary, VocabularyKind
 from services.common.errors import ArtifactError
 from services.common.recipe import Tokenizer
 from services.tokenizer.encoding.chunk_tables import obstacle_to_chunks
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 EncoderChoice = Literal["auto", "reference"]
 
-PATH_IN_CORPUS = {
+PATH_IN_CORPUS: dict[VocabularyKind, str] = {
     "sentencepiece": "tokenizer/tokenizer.model",
     "tokenizer_json": "tokenizer/tokenizer.json",
     "tiktoken": "tokenizer/tokenizer.tiktoken",
@@ -33,7 +33,7 @@ _KNOWN_BORDERS = (("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"))
 
 def describe_vocabulary(content: bytes, settings: Tokenizer) -> Vocabulary:
     """Raises `ArtifactError` for what is no vocabulary, or has no tokens to put around a document."""
-    kind: Literal["sentencepiece", "tokenizer_json", "tiktoken"]
+    kind: VocabularyKind
     if content.lstrip()[:1] == b"{":
         kind = "tokenizer_json"
         vocab_size, bos_id, eos_id = _describe_json(content, settings)

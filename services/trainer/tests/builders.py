@@ -8,7 +8,6 @@ import io
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +20,7 @@ from services.common.artifacts.corpus import (
     CorpusPayload,
     SplitCounts,
     Vocabulary,
+    VocabularyKind,
     arrow_schema,
 )
 from services.common.artifacts.lease import Lease
@@ -29,8 +29,6 @@ from services.common.recipe import Recipe
 from services.common.recipe_file import load_recipe
 from services.trainer.job import Job, run_name
 from services.trainer.run import write_run
-
-Kind = Literal["sentencepiece", "tokenizer_json", "tiktoken"]
 
 RECIPE = """
 name = "small"
@@ -101,7 +99,9 @@ def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lease
     return job
 
 
-def make_corpus(root: Path, recipe: Recipe, rows: int = 80, kind: Kind = "sentencepiece") -> Artifact[CorpusManifest]:
+def make_corpus(
+    root: Path, recipe: Recipe, rows: int = 80, kind: VocabularyKind = "sentencepiece"
+) -> Artifact[CorpusManifest]:
     """Publish a corpus of `rows` rows a split. Its tokens count upwards in small steps: something to learn."""
     digest = artifact_id(recipe, "corpus", 1, [])
     address = Address(root, "corpus", recipe.corpus.name, digest)
@@ -111,7 +111,7 @@ def make_corpus(root: Path, recipe: Recipe, rows: int = 80, kind: Kind = "senten
     return artifact
 
 
-def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: Kind) -> Draft:
+def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind) -> Draft:
     length = recipe.corpus.sequence_length
     splits = {}
     for number, split in enumerate(SPLITS):
@@ -167,7 +167,7 @@ def _write(path: Path, batch: pa.RecordBatch) -> None:
         writer.write_batch(batch)
 
 
-def _write_vocabulary(folder: Path, kind: Kind, vocab_size: int) -> Vocabulary:
+def _write_vocabulary(folder: Path, kind: VocabularyKind, vocab_size: int) -> Vocabulary:
     """Of 200 sentences; of a tiktoken file the bytes alone are tokens, with 256 special ones above."""
     sentences = [f"sentence {n} of a small text about {n * 7} words" for n in range(200)]
     match kind:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from services.common.artifacts.corpus import VocabularyKind
 from services.common.artifacts.lease import Lease, hold_lease
 from services.trainer.job import Job
-from services.trainer.tests.builders import Kind, make_corpus, make_job, make_recipe
+from services.trainer.tests.builders import make_corpus, make_job, make_recipe
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def new_job(tmp_path: Path, lease: Lease, monkeypatch: pytest.MonkeyPatch) -> Ca
     """Build a job on a corpus under `root`; overrides as `train__max_steps="7"`."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the node-local folder, which the command would remove
 
-    def build(root: str = "a", kind: Kind = "sentencepiece", **overrides: str) -> Job:
+    def build(root: str = "a", kind: VocabularyKind = "sentencepiece", **overrides: str) -> Job:
         recipe = make_recipe(tmp_path, **overrides)
         return make_job(tmp_path / root, recipe, make_corpus(tmp_path / root, recipe, kind=kind), lease)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.common.artifacts.corpus import VocabularyKind
 from services.common.errors import ArtifactError, RecipeError
 from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.export import export
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.run import open_run
-from services.trainer.sample import load_model, sample
-from services.trainer.tests.builders import Kind
+from services.trainer.sample import Writer, load_model
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 LLAMA_3_1 = {
@@ -53,7 +53,7 @@ def test_an_export_never_overwrites(tmp_path: Path, new_job: Callable[..., Job])
     ("kind", "vocab_size"), [("sentencepiece", "300"), ("tokenizer_json", "300"), ("tiktoken", "512")]
 )
 def test_a_sample_continues_the_prompt_and_is_the_same_for_the_same_seed(
-    new_job: Callable[..., Job], kind: Kind, vocab_size: str
+    new_job: Callable[..., Job], kind: VocabularyKind, vocab_size: str
 ) -> None:
     job = new_job(
         kind=kind, train__max_steps="1", model__vocab_size=vocab_size, tokenizer__train__vocab_size=vocab_size
@@ -61,7 +61,8 @@ def test_a_sample_continues_the_prompt_and_is_the_same_for_the_same_seed(
     train(job, ALONE)
     run = open_run(job.root, job.run)
     prompt = "sentence 1 </s><|end_of_text|>"  # typed, so no end
-    texts = [sample(run, prompt, num_tokens=30, temperature=1.0, seed=seed) for seed in (0, 0, 1)]
+    writer = Writer(run)
+    texts = [writer.write(prompt, num_tokens=30, temperature=1.0, seed=seed) for seed in (0, 0, 1)]
     assert texts[0].startswith(prompt)
     assert texts[0] == texts[1] != texts[2]
 
