@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +27,32 @@ def export(run: Run, output: Path) -> Path:
     """
     if output.exists():
         raise RecipeError(f"{output}: exists already. Name a folder that does not, or remove this one first.")
-    partial = output.with_name(f"{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = output.with_name(f".export-{uuid.uuid4().hex[:8]}.partial")
     partial.mkdir(parents=True)
-    vocabulary = run.corpus.manifest.corpus.vocabulary
-    weights = safetensors.torch.load_file(run.checkpoint.path / WEIGHTS)
-    write_durably(partial / "model.safetensors", safetensors.torch.save(weights, metadata={"format": "pt"}))
-    write_durably(partial / "config.json", json.dumps(hugging_face_config(run.recipe, vocabulary), indent=2).encode())
-    write_durably(partial / Path(vocabulary.path).name, vocabulary_file(run).read_bytes())
-    partial.rename(output)
+    try:
+        _write(run, partial)
+        _rename_to_new(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone by now, unless something failed
     sync_folder(output.parent)
     return output
+
+
+def _write(run: Run, folder: Path) -> None:
+    vocabulary = run.corpus.manifest.corpus.vocabulary
+    weights = safetensors.torch.load_file(run.checkpoint.path / WEIGHTS)
+    write_durably(folder / "model.safetensors", safetensors.torch.save(weights, metadata={"format": "pt"}))
+    write_durably(folder / "config.json", json.dumps(hugging_face_config(run.recipe, vocabulary), indent=2).encode())
+    write_durably(folder / Path(vocabulary.path).name, vocabulary_file(run).read_bytes())
+
+
+def _rename_to_new(partial: Path, output: Path) -> None:
+    try:
+        partial.rename(output)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise RecipeError(f"{output}: somebody made it meanwhile. Name a folder that does not exist.") from error
 
 
 def hugging_face_config(recipe: Recipe, vocabulary: Vocabulary) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.export import export
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.run import open_run
+from services.trainer.run import Run, open_run, vocabulary_file
 from services.trainer.sample import Writer, load_model
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
@@ -47,6 +47,30 @@ def test_an_export_never_overwrites(tmp_path: Path, new_job: Callable[..., Job])
     (tmp_path / "taken").mkdir()
     with pytest.raises(RecipeError, match="exists already"):
         export(open_run(job.root, job.run), tmp_path / "taken")
+
+
+def test_an_export_leaves_alone_what_lies_beside_it_and_nothing_when_it_fails(
+    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = new_job(train__max_steps="1")
+    train(job, ALONE)
+    run, folder = open_run(job.root, job.run), tmp_path / "exports"
+    (folder / "model.partial").mkdir(parents=True)
+    (folder / "model.partial" / "notes.txt").write_text("mine")
+
+    def make_it_meanwhile(run: Run) -> Path:
+        (folder / "other").mkdir()
+        (folder / "other" / "file").touch()
+        return vocabulary_file(run)
+
+    export(run, folder / "model")
+    monkeypatch.setattr("services.trainer.export.vocabulary_file", make_it_meanwhile)
+    with pytest.raises(RecipeError, match="other: somebody made it meanwhile"):
+        export(run, folder / "other")
+
+    assert (folder / "model.partial" / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in folder.iterdir()) == ["model", "model.partial", "other"]
+    assert sorted(path.name for path in (folder / "other").iterdir()) == ["file"]
 
 
 @pytest.mark.parametrize(
