@@ -37,21 +37,20 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace) 
 
     Raises `DeviceError` with the compiler's log when a graph fails, `StorageError` when the disk is full.
     """
-    stopwatch = Stopwatch()
+    scratch, stopwatch = workspace.own_scratch, Stopwatch()
     with stopwatch.phase("compile"):
-        compiled = _trace(recipe, workspace.scratch / "compile", title="compiling")
+        compiled = _trace(recipe, scratch / "compile", title="compiling")
         published = workspace.files / GRAPHS
-        shutil.rmtree(published, ignore_errors=True)
-        _copy_files(workspace.scratch / "compile" / "cache", published)
+        _copy_files(scratch / "compile" / "cache", published)
     with stopwatch.phase("verify"):
         # Another path, as on a trainer's node: a cache that only works where it was made is not a cache.
-        verified = _trace(recipe, workspace.scratch / "verify", title="verifying", warm_from=published)
+        verified = _trace(recipe, scratch / "verify", title="verifying", warm_from=published)
     if verified.graphs_compiled or verified.new_files:
         raise DeviceError(
             f"the compile cache is not reusable: a second process compiled {verified.graphs_compiled} graphs and "
             f"wrote {len(verified.new_files)} files although it was given the first one's cache "
             f"({', '.join(verified.new_files[:3])} ...). Nothing was published. "
-            f"Compare {workspace.scratch}/compile/log.txt and {workspace.scratch}/verify/log.txt."
+            f"Compare {scratch}/compile/log.txt and {scratch}/verify/log.txt."
         )
     payload = CompileCachePayload(
         target="cpu",
@@ -67,7 +66,6 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace) 
 
 def _trace(recipe: Recipe, folder: Path, title: str, warm_from: Path | None = None) -> TraceReport:
     """Run `services.compiler.trace` in a process of its own with the cache directory `folder/cache`."""
-    shutil.rmtree(folder, ignore_errors=True)  # what a killed attempt left is of unknown quality
     cache = folder / "cache"
     cache.mkdir(parents=True)
     if warm_from:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from services.tokenizer.encode_task import EncodedSplit, EncodeTask, encode_spli
 from services.tokenizer.encoding.encoder import token_dtype
 from services.tokenizer.encoding.vocabulary_file import explain_choice, reference_name
 from services.tokenizer.pack import Layout, pack_split
-from services.tokenizer.plan import Plan, begin_scratch
+from services.tokenizer.plan import Plan, begin_encoding
 from services.tokenizer.vocabulary import provide_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -27,16 +26,15 @@ logger = logging.getLogger(__name__)
 
 def build_corpus(workspace: Workspace, recipe: Recipe, plan: Plan, launcher: Launcher, stopwatch: Stopwatch) -> Draft:
     """Fill the workspace. What an interrupted attempt finished in `scratch` is kept: vocabulary, encoded splits."""
-    begin_scratch(workspace.scratch, plan)
     with stopwatch.phase("vocabulary"):
         vocabulary_path, vocabulary = provide_vocabulary(recipe, plan, workspace.scratch)
     logger.info("%s", explain_choice(vocabulary_path.read_bytes(), vocabulary, recipe.tokenizer.encoder))
-    tasks = make_tasks(recipe, plan, vocabulary_path, vocabulary, workspace.scratch)
+    folder = begin_encoding(workspace, plan, vocabulary, recipe.tokenizer.encoder)
+    tasks = make_tasks(recipe, plan, vocabulary_path, vocabulary, folder)
     with stopwatch.phase("encode"):
         encoded = _encode(tasks, launcher, recipe.tokenizer.num_workers)
     _require_a_sample(encoded, recipe.corpus.sequence_length)
     with stopwatch.phase("pack"):
-        _empty(workspace.files)
         _copy_vocabulary(vocabulary_path, workspace.files / vocabulary.path)
         layout = Layout(
             token_dtype=token_dtype(vocabulary.vocab_size),
@@ -132,12 +130,6 @@ def _require_a_sample(encoded: Sequence[EncodedSplit], sequence_length: int) -> 
             f"{documents:,} documents, and one sample needs {sequence_length + 1:,} (corpus.sequence_length + 1). "
             f"Add text to corpus.sources, or lower corpus.sequence_length."
         )
-
-
-def _empty(folder: Path) -> None:
-    """Packing is copying, so it starts anew; what a killed attempt left would be published with the rest."""
-    shutil.rmtree(folder)
-    folder.mkdir()
 
 
 def _copy_vocabulary(path: Path, target: Path) -> None:

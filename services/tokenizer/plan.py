@@ -10,10 +10,12 @@ from pathlib import Path
 
 import xxhash
 
+from services.common.artifacts.corpus import Vocabulary
 from services.common.artifacts.manifest import InputLink, write_durably
-from services.common.artifacts.store import artifact_id
+from services.common.artifacts.store import Workspace, artifact_id, discard
 from services.common.recipe import Recipe, fingerprint
 from services.tokenizer.atomic_file import TEMPORARY_SUFFIX
+from services.tokenizer.encoding.vocabulary_file import EncoderChoice
 from services.tokenizer.sources.documents import cut_file, list_inputs
 from services.tokenizer.sources.file_system import open_file
 from services.tokenizer.sources.piece import InputFile, InputSplit, Piece
@@ -22,6 +24,8 @@ CONTENT_VERSION = 1
 """Raised when the same recipe and inputs give other bytes."""
 
 PLAN = "plan.json"
+VOCABULARY = "vocabulary"
+"""The vocabulary's name in scratch; in the corpus it has the name that programs expect."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +72,22 @@ def make_plan(recipe: Recipe) -> Plan:
     )
 
 
-def begin_scratch(scratch: Path, plan: Plan) -> None:
-    """Write the plan into `scratch`, and discard there what killed writers left and what belongs to another plan."""
-    content = json.dumps([dataclasses.asdict(split) for split in plan.splits], indent=1).encode()
-    path = scratch / PLAN
-    is_same = path.exists() and path.read_bytes() == content
-    for stale in scratch.glob(f"*{TEMPORARY_SUFFIX}" if is_same else "*"):
-        stale.unlink(missing_ok=True)
-    if not is_same:
-        write_durably(path, content)
+def begin_encoding(workspace: Workspace, plan: Plan, vocabulary: Vocabulary, encoder: EncoderChoice) -> Path:
+    """The folder for the splits of this plan, encoded in this way: whoever writes a file of it writes the same bytes.
+
+    What belongs to another plan, vocabulary or encoder is discarded, and what killed writers left. It is listed before
+    the lease is checked: names that a newer holder has thought of since are not among it.
+    """
+    splits = [dataclasses.asdict(split) for split in plan.splits]
+    folder = workspace.scratch / fingerprint([splits, vocabulary.sha256, encoder])[:16]
+    kept = {folder, workspace.scratch / VOCABULARY}
+    stale = [path for path in workspace.scratch.iterdir() if path not in kept]
+    for path in [*stale, *folder.glob(f"*{TEMPORARY_SUFFIX}")]:
+        discard(path, workspace.lease)
+    folder.mkdir(exist_ok=True)
+    if not (folder / PLAN).exists():
+        write_durably(folder / PLAN, json.dumps(splits, indent=1).encode())
+    return folder
 
 
 def _group(pieces: list[Piece], split_bytes: int) -> list[tuple[Piece, ...]]:

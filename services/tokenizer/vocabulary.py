@@ -13,16 +13,13 @@ from services.common.artifacts.manifest import write_durably
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe import Recipe, VocabularyTraining
 from services.tokenizer.encoding.vocabulary_file import describe_vocabulary
-from services.tokenizer.plan import Plan
+from services.tokenizer.plan import VOCABULARY, Plan
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.file_system import open_file
 from services.tokenizer.split_assignment import are_for_validation, are_sampled
 from services.tokenizer.vocabulary_training import take_first, train_vocabulary
 
 logger = logging.getLogger(__name__)
-
-VOCABULARY = "vocabulary"
-"""The file's name in scratch; in the corpus it has the name that programs expect."""
 
 
 def provide_vocabulary(recipe: Recipe, plan: Plan, scratch: Path) -> tuple[Path, Vocabulary]:

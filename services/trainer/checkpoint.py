@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,8 +14,16 @@ from torch import Tensor
 
 from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, CheckpointManifest, CheckpointPayload
 from services.common.artifacts.files import verify_files
-from services.common.artifacts.manifest import MANIFEST
-from services.common.artifacts.store import PARTIAL_SUFFIX, Artifact, Draft, commit, open_artifact, published_ids
+from services.common.artifacts.lease import Lease, naming_a_lost_lease
+from services.common.artifacts.store import (
+    Artifact,
+    Draft,
+    begin_partial,
+    commit,
+    discard,
+    open_artifact,
+    published_ids,
+)
 from services.common.errors import ArtifactError
 from services.common.program.step import Program
 from services.common.recipe import Checkpoint
@@ -79,18 +86,17 @@ class CheckpointWriter:
         if _is_intact(address.path):  # written by an attempt that was killed right after: the same bytes
             return
         assert job.lease is not None
-        partial = address.beside(PARTIAL_SUFFIX)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
         inputs = (job.corpus.manifest.link(job.corpus.path),)
-        for file_name, tensors in ((WEIGHTS, weights), (MOMENTS, moments)):
-            # Through a Python file: safetensors' own writer reports a full disk without its errno.
-            with (partial / file_name).open("wb") as file:
-                file.write(safetensors.torch.save(dict(tensors), metadata={"format": "pt"}))
-        commit(address, CheckpointManifest, "trainer", job.recipe, Draft(payload, inputs), job.lease)
+        with naming_a_lost_lease(job.lease):  # also to a newer attempt of this command
+            partial = begin_partial(address, job.lease)
+            for file_name, tensors in ((WEIGHTS, weights), (MOMENTS, moments)):
+                # Through a Python file: safetensors' own writer reports a full disk without its errno.
+                with (partial / file_name).open("wb") as file:
+                    file.write(safetensors.torch.save(dict(tensors), metadata={"format": "pt"}))
+            commit(address, CheckpointManifest, "trainer", job.recipe, Draft(payload, inputs), job.lease)
         logger.info("committed checkpoint step=%d", payload.step)
         self.slowest_seconds = max(self.slowest_seconds, time.perf_counter() - started)
-        discard_old(job.checkpoint_shelf, job.recipe.checkpoint, payload.step)
+        discard_old(job.checkpoint_shelf, job.recipe.checkpoint, payload.step, job.lease)
 
 
 def newest_checkpoint(shelf: Path) -> Artifact[CheckpointManifest] | None:
@@ -141,7 +147,7 @@ def load_checkpoint(checkpoint: Artifact[CheckpointManifest], program: Program) 
     program.load(tensors | safetensors.torch.load_file(checkpoint.path / MOMENTS))
 
 
-def discard_old(shelf: Path, policy: Checkpoint, committed_step: int) -> None:
+def discard_old(shelf: Path, policy: Checkpoint, committed_step: int, lease: Lease) -> None:
     """Remove all but the newest checkpoints up to `committed_step` and those that the policy keeps for good.
 
     Later ones are damaged, or the run would have continued from them; they must not push out intact ones.
@@ -151,5 +157,4 @@ def discard_old(shelf: Path, policy: Checkpoint, committed_step: int) -> None:
         name = f"step-{step:08d}"
         if policy.keep_interval_steps and step % policy.keep_interval_steps == 0:
             continue
-        (shelf / name / MANIFEST).unlink()  # first: a half-removed checkpoint must not look published
-        shutil.rmtree(shelf / name)
+        discard(shelf / name, lease)

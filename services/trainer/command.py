@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import uuid
 from argparse import Namespace
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -55,7 +54,7 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
         return 0
     job = _open_job(arguments, recipe)
     job.run_folder.mkdir(parents=True, exist_ok=True)
-    with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as lease:
+    with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held:
         checkpoint = newest_checkpoint(job.checkpoint_shelf)
         step = completed_step(checkpoint)
         if checkpoint and step < recipe.train.max_steps:
@@ -69,7 +68,7 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
         try:
             prepare_node(job)
             with naming_the_place(job.root):
-                supervise(replace(job, lease=lease))
+                supervise(job, held)
         finally:
             clean_node(job)
     report_run(open_run(job.root, job.run))

@@ -7,9 +7,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
 
+from services.common.artifacts.lease import HeldLease
 from services.common.errors import Interrupted, NoRoomForWorkers, TryAgain, WorkersLost
 from services.common.launch.launcher import choose_launcher
 from services.common.telemetry import Progress, read_last_json_line, show_progress
@@ -23,8 +25,9 @@ logger = logging.getLogger(__name__)
 PROGRESS_SECONDS = 1.0
 
 
-def supervise(job: Job) -> None:
-    """Run the workers until the run is complete.
+def supervise(job: Job, lease: HeldLease) -> None:
+    """Run the workers until the run is complete. Each attempt has a token of its own: what is left of a lost one, a
+    process that was cut off or frozen, commits nothing any more.
 
     Raises what they raised; `WorkersLost` when they were lost more than `train.max_restarts` times.
     """
@@ -39,7 +42,7 @@ def supervise(job: Job) -> None:
             try:
                 launcher.run_workers(
                     train,
-                    job,
+                    replace(job, lease=lease.renew()),
                     parallel.data_parallel_size,
                     parallel.threads_per_worker,
                     job.recipe.cluster.trainer_workers_per_node,

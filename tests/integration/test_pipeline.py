@@ -58,7 +58,7 @@ def kill_while_compiling(options: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "services.compiler", *options]
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 120
-        while not any(shelf.glob("*.scratch/compile/cache/*/*")):
+        while not any(shelf.glob("*.scratch/*/compile/cache/*/*")):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -5,22 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
+import re
 from pathlib import Path
 
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import total_bytes, verify_files
-from services.common.artifacts.lease import LEASE_SECONDS, age_seconds, hold_lease, is_live
+from services.common.artifacts.lease import FolderWatch, LeaseTaken, LockWatch, find_idle, hold_lease
 from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed
-from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, PARTIAL_SUFFIX, SCRATCH_SUFFIX, read_current
+from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id, is_work, read_current
 from services.common.errors import ArtifactError, RecipeError, run_stage
 
 MANIFEST_TYPES: dict[str, type[Manifest]] = {
     each.SCHEMA.split("/")[0]: each for each in (CorpusManifest, CompileCacheManifest, CheckpointManifest)
 }
 RUNS = "run"
+
+# What the stages call their locks, and the temporary files beside them and beside `current.json`.
+_LOCK_OF_RUN = r"[a-z0-9][a-z0-9._-]*-[0-9a-f]{8}\.lock"
+_LOCK_ON_SHELF = r"(?:[0-9a-f]{16}|step-\d{8,}|current\.json)\.lock"
+_LOCK_MOVED = r"\.(?:(?:dead|released)-)?[0-9a-f]{32}"
+_CURRENT_DRAFT = r"\.current\.json\.[0-9a-f]+\.tmp"
 
 
 def main(argv: list[str]) -> int:
@@ -79,17 +85,23 @@ def list_artifacts(arguments: argparse.Namespace) -> int:
 
 def collect_garbage(arguments: argparse.Namespace) -> int:
     """Remove what interrupted work left below the root DIR, and on request artifacts that nothing refers to."""
-    doomed = _find_abandoned(arguments.dir)
-    if arguments.unreferenced:
-        doomed += _find_unreferenced(arguments.dir)
-    for path in doomed:
-        print(f"{'removing' if arguments.yes or not arguments.unreferenced else 'would remove'} {path}")
+    doomed = _find_work(arguments.dir) + (_find_unreferenced(arguments.dir) if arguments.unreferenced else [])
+    watches = {lock: LockWatch(lock) for lock in map(_lock_of, doomed)}
+    # A folder without a manifest may be an artifact that somebody is copying to here, without any lock.
+    headless = [FolderWatch(path) for path in doomed if is_id(path.name) and not (path / MANIFEST).exists()]
+    watched = [*watches.values(), *headless]
+    busy = {watch.path for watch in watched} - {watch.path for watch in find_idle(watched, _tell_of_watching)}
+    doomed = [path for path in doomed if busy.isdisjoint((path, _lock_of(path)))]
     if arguments.unreferenced and not arguments.yes:
+        for path in doomed:
+            print(f"would remove {path}")
         print("Nothing was removed. Pass --yes to remove these.")
         return 0
-    for path in doomed:
-        _remove(path)
-    print(f"{len(doomed)} removed.")
+    if arguments.unreferenced:  # somebody may have begun to use one meanwhile
+        unreferenced = set(_find_unreferenced(arguments.dir))
+        doomed = [path for path in doomed if not _is_published(path) or path in unreferenced]
+    removed = [path for path in doomed if _remove(path, watches[_lock_of(path)])]
+    print(f"{len(removed)} removed.")
     return 0
 
 
@@ -104,32 +116,34 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _find_published(folder: Path) -> list[Path]:
+    """Work in progress is told by its own folder's name alone: a recipe may be called `x.partial`."""
     found = []
     for name, folders, files in os.walk(folder):
-        path = Path(name)
-        if path.suffix in (PARTIAL_SUFFIX, SCRATCH_SUFFIX):
+        if MANIFEST in files:
             folders.clear()
-        elif MANIFEST in files:
-            found.append(path)
-            folders.clear()
+            if not is_work(Path(name).name):
+                found.append(Path(name))
     return sorted(found)
 
 
-def _find_abandoned(root: Path) -> list[Path]:
-    """Partial and scratch folders, locks and temporary files whose writer is gone.
+def _find_work(root: Path) -> list[Path]:
+    """What stages leave on the shelves when they are interrupted; whether somebody still works with it is not asked.
 
-    Looks at the shelves alone: what is inside of an artifact is none of our business, also when it ends in `.lock`.
+    Partial, scratch and displaced folders, artifacts whose removal was interrupted, locks and temporary files. What is
+    inside of an artifact is none of our business, nor is anything that has a name which no stage gives.
     """
-    abandoned = []
+    found = []
     for shelf in _shelves(root):
         for path in sorted(shelf.iterdir()):
-            if path.name.startswith("."):
-                is_ours = path.suffix == ".tmp" or f"{LOCK_SUFFIX}." in path.name
-                if is_ours and age_seconds(path) > LEASE_SECONDS:
-                    abandoned.append(path)
-            elif path.suffix in (LOCK_SUFFIX, PARTIAL_SUFFIX, SCRATCH_SUFFIX) and not is_live(_lock_of(path)):
-                abandoned.append(path)
-    return abandoned
+            if path.is_dir() and not path.is_symlink():
+                is_headless = is_id(path.name) and not (path / MANIFEST).exists()
+                is_ours = shelf != root / RUNS and (is_work(path.name) or is_headless)
+            else:
+                lock = _LOCK_OF_RUN if shelf == root / RUNS else _LOCK_ON_SHELF
+                is_ours = re.fullmatch(rf"{lock}|\.{lock}{_LOCK_MOVED}|{_CURRENT_DRAFT}", path.name) is not None
+            if is_ours:
+                found.append(path)
+    return found
 
 
 def _find_unreferenced(root: Path) -> list[Path]:
@@ -141,10 +155,13 @@ def _find_unreferenced(root: Path) -> list[Path]:
             named.update(read_current(shelf).values())
     for run in (root / RUNS).glob("*/run.json"):
         named.update(_artifacts_of(run))
+    shelves = set(_shelves(root))
     return [
         folder
         for folder, manifest in published.items()
-        if manifest.id not in named and manifest.kind != "checkpoint" and not is_live(_lock_of(folder))
+        if manifest.id not in named and manifest.kind != "checkpoint"
+        # A copy that a person made is that person's.
+        if folder.parent in shelves and is_id(folder.name)
     ]
 
 
@@ -169,27 +186,51 @@ def _shelves(root: Path) -> list[Path]:
 
 
 def _lock_of(path: Path) -> Path:
-    """The lock that guards something on a shelf. Checkpoints are written under the lock of their run."""
+    """What tells whether somebody works with something on a shelf.
+
+    Checkpoints are written under the lock of their run. A lock that is being made, or was moved aside, names its owner.
+    """
     shelf = path.parent
+    if path.name.startswith("."):
+        return shelf / f"{CURRENT}{LOCK_SUFFIX}" if re.fullmatch(_CURRENT_DRAFT, path.name) else path
     if path.suffix == LOCK_SUFFIX:
         return path
     if shelf.parent.name == "checkpoint":
         return shelf.parent.parent / RUNS / f"{shelf.name}{LOCK_SUFFIX}"
-    return shelf / (path.name.removesuffix(PARTIAL_SUFFIX).removesuffix(SCRATCH_SUFFIX) + LOCK_SUFFIX)
+    return shelf / f"{path.name.split('.')[0]}{LOCK_SUFFIX}"
 
 
-def _remove(path: Path) -> None:
-    if path.name.startswith("."):
+def _remove(path: Path, watch: LockWatch) -> bool:
+    """Remove it under its lock; not when somebody has come back to work with it."""
+    if path == watch.path and path.name.startswith("."):
+        print(f"removing {path}")
         path.unlink(missing_ok=True)
-        return
-    lock = _lock_of(path)
-    lock.parent.mkdir(exist_ok=True)
-    with hold_lease(lock):  # takes over from the dead writer; one that came back just now is waited for
-        if path == lock or path.name in read_current(path.parent).values():
-            return
-        if path.is_dir():
-            (path / MANIFEST).unlink(missing_ok=True)  # first: a half-removed folder must not look published
-            shutil.rmtree(path)
+        return True
+    was_published = _is_published(path)
+    try:
+        with hold_lease(watch.path, watch, waits=False) as held:  # takes over from a dead writer
+            if _is_published(path) != was_published or (
+                was_published and path.name in read_current(path.parent).values()
+            ):
+                print(f"leaving {path}: it has been published or used just now")
+                return False
+            print(f"removing {path}")
+            if path.is_dir():
+                discard(path, held.lease)
+            elif path != watch.path:
+                path.unlink(missing_ok=True)
+    except LeaseTaken as error:
+        print(f"leaving {path}: {error}")
+        return False
+    return True
+
+
+def _is_published(path: Path) -> bool:
+    return not is_work(path.name) and (path / MANIFEST).exists()
+
+
+def _tell_of_watching(number: int, seconds: float) -> None:
+    print(f"watching {number} locks and folders for {seconds:.0f} s: a writer elsewhere shows by what it changes")
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -145,18 +147,22 @@ def content_digest(files: tuple[FileEntry, ...]) -> str:
     return fingerprint([entry.model_dump(mode="json") for entry in files])
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` atomically; both the bytes and the name are on disk when this returns."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def write_durably(path: Path, content: bytes, fence: Callable[[], None] = lambda: None) -> None:
+    """Replace `path` by `content` atomically; both the bytes and the name are on disk when this returns.
+
+    `fence` is called last before it: what it raises leaves `path` alone.
+    """
+    # Not a pid: writers in two containers have the same one.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        fence()
         temporary.replace(path)
-    except OSError:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
 
 

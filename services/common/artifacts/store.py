@@ -1,14 +1,22 @@
 """Where artifacts live, how one is published exactly once, and how a stage finds the one it needs.
 
-Layout: `<root>/<kind>/<name>/<id>/`. Work in progress is `<id>.partial/` (what will be published) and
+Layout: `<root>/<kind>/<name>/<id>/`. Work in progress is `<id>.<writer>.partial/` (what will be published) and
 `<id>.scratch/` (what only helps to make it), both guarded by the lease `<id>.lock`. The rename of the
 complete partial folder to `<id>/` is the commit.
+
+A lease can be lost by a writer that is frozen and wakes up later, so two writers at once are always possible. They
+share no partial folder; what one cleans up after the other it first moves aside, so that the other fails instead of
+using half of it; and of two commits the second fails, because a rename does not replace a folder with something in it.
+A writer that lost, in whatever way, leaves what is published alone and ends with `TryAgain`.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
@@ -28,7 +36,7 @@ from services.common.artifacts.manifest import (
     sync_folder,
     write_durably,
 )
-from services.common.errors import ArtifactError, naming_the_place
+from services.common.errors import ArtifactError, TryAgain, naming_the_place
 from services.common.recipe import Kind, Recipe, fingerprint, identity
 
 logger = logging.getLogger(__name__)
@@ -37,6 +45,10 @@ CURRENT = "current.json"
 PARTIAL_SUFFIX = ".partial"
 SCRATCH_SUFFIX = ".scratch"
 LOCK_SUFFIX = ".lock"
+
+_ID = r"(?:[0-9a-f]{16}|step-\d{8,})"
+_UNFINISHED = r"(?:\.(?:removed-)?[0-9a-f]{8})?\.partial"
+_DISPLACED = r"\.displaced-[0-9a-f]{8}\.partial"
 
 M = TypeVar("M", bound=Manifest)
 
@@ -81,10 +93,16 @@ class Draft:
 
 @dataclass(frozen=True)
 class Workspace:
-    """The folders a stage fills while it holds the lease. Both survive a crash, so work in them can be resumed."""
+    """The folders a stage fills while it holds the lease."""
 
     files: Path
+    """What will be published; empty at the beginning, and this writer's own."""
     scratch: Path
+    """Survives a crash, so that work can be resumed. A writer that lost its lease may still write into it: two writers
+    use the same name in it for the same bytes alone, each puts them there in one step, and what is found is checked."""
+    own_scratch: Path
+    """Below `scratch`, of this writer alone; made when it is needed, removed by the next writer."""
+    lease: Lease
 
 
 def artifact_id(recipe: Recipe, kind: Kind, content_version: int, input_digests: Sequence[str]) -> str:
@@ -108,31 +126,90 @@ def publish_once(
 
     The second value says whether this call made it. Of two callers at once, one builds; the other waits,
     verifies what the first one published, and returns it. A crash at any point leaves either nothing
-    visible or the complete artifact.
+    visible or the complete artifact. Raises `TryAgain` when another writer took over.
     """
     address.shelf.mkdir(parents=True, exist_ok=True)
-    with hold_lease(address.beside(LOCK_SUFFIX)) as lease:
+    with hold_lease(address.beside(LOCK_SUFFIX)) as held:
+        lease = held.lease
         if (address.path / MANIFEST).exists():
             artifact = open_artifact(address.path, manifest_type)
             verify_files(artifact.path, artifact.manifest)
             record_current(address, artifact.manifest.identity_key)
             return artifact, False
-        workspace = Workspace(address.beside(PARTIAL_SUFFIX), address.beside(SCRATCH_SUFFIX))
-        workspace.files.mkdir(exist_ok=True)
-        workspace.scratch.mkdir(exist_ok=True)
+        workspace = _begin_workspace(address, lease)
         with naming_the_place(workspace.files):
             draft = build(workspace)
             manifest = commit(address, manifest_type, service, recipe, draft, lease)
         record_current(address, manifest.identity_key)
-        shutil.rmtree(workspace.scratch, ignore_errors=True)  # gc takes what an orphaned task still writes
+        discard(workspace.scratch, lease)
     return Artifact(address.path, manifest), True
 
 
+def _begin_workspace(address: Address, lease: Lease) -> Workspace:
+    files, scratch = begin_partial(address, lease), address.beside(SCRATCH_SUFFIX)
+    scratch.mkdir(exist_ok=True)
+    for path in list(scratch.glob("writer-*")):
+        discard(path, lease)
+    return Workspace(files, scratch, scratch / f"writer-{lease.writer}", lease)
+
+
+def begin_partial(address: Address, lease: Lease) -> Path:
+    """The empty folder that `commit` publishes, and that no other writer knows.
+
+    What earlier writers of `address` left unfinished is removed. What stands in the artifact's place without being
+    one is displaced and not lost: it may be somebody's.
+    """
+    address.shelf.mkdir(parents=True, exist_ok=True)
+    displace(address, lease)
+    for path in list(address.shelf.iterdir()):
+        if re.fullmatch(re.escape(address.id) + _UNFINISHED, path.name):
+            discard(path, lease)
+    partial = _partial_of(address, lease)
+    partial.mkdir()
+    return partial
+
+
+def displace(address: Address, lease: Lease) -> None:
+    """Move what is in the artifact's place out of the way; `gc` removes it."""
+    if not os.path.lexists(address.path):
+        return
+    lease.require()
+    aside = address.beside(f".displaced-{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
+    address.path.rename(aside)
+    if not lease.is_held():  # lost in between: it may be what the new holder has published
+        aside.rename(address.path)
+        raise lease.lost()
+
+
+def discard(path: Path, lease: Lease) -> None:
+    """Remove a file or folder that is the holder's to remove. It vanishes in one step: half of it is never used."""
+    aside = path.with_name(f"{path.name.split('.')[0]}.removed-{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
+    lease.require()
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return
+    try:
+        shutil.rmtree(aside)
+    except OSError as error:
+        # A writer that woke up, or an orphaned task, still writes here by a file that it has open. gc takes the rest.
+        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT, errno.ESTALE):
+            raise
+
+
+def _partial_of(address: Address, lease: Lease) -> Path:
+    return address.beside(f".{lease.writer}{PARTIAL_SUFFIX}")
+
+
 def commit(address: Address, manifest_type: type[M], service: str, recipe: Recipe, draft: Draft, lease: Lease) -> M:
-    """Make the partial folder of `address` the published artifact: fsync, hash, manifest, rename."""
-    partial = address.beside(PARTIAL_SUFFIX)
-    for stale in (partial / MANIFEST, *partial.glob(f".{MANIFEST}.*")):  # of an attempt that was killed right here
-        stale.unlink(missing_ok=True)
+    """Make the holder's partial folder of `address` the published artifact: fsync, hash, manifest, rename.
+
+    Raises `TryAgain` when another writer took over, or has published it.
+    """
+    partial = _partial_of(address, lease)
     manifest = manifest_type(
         schema_id=manifest_type.SCHEMA,
         name=address.name,
@@ -146,21 +223,38 @@ def commit(address: Address, manifest_type: type[M], service: str, recipe: Recip
         **{address.kind: draft.payload},
     )
     manifest.write(partial)
+    manifest_inode = (partial / MANIFEST).stat().st_ino
     lease.require()
-    if address.path.exists():  # a folder that lost its manifest: it does not exist for readers, but keep its bytes
-        address.path.rename(address.beside(f".displaced-{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}"))
-    partial.rename(address.path)
+    try:
+        partial.rename(address.path)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise TryAgain(
+                f"{address.path}: another writer, which this one did not see, put a folder there before this one was "
+                f"done. It was left as it is; the same command verifies it."
+            ) from error
+        if not _has_inode(address.path / MANIFEST, manifest_inode):
+            raise
+        # Done, and the answer was lost: a network file system sends a request again.
     sync_folder(address.shelf)
     return manifest
 
 
+def _has_inode(path: Path, inode: int) -> bool:
+    try:
+        return path.stat().st_ino == inode
+    except OSError:
+        return False
+
+
 def record_current(address: Address, key: str) -> None:
     """Make `address` the artifact that stages find for recipes with this identity."""
-    with hold_lease(address.shelf / f"{CURRENT}{LOCK_SUFFIX}"):
+    with hold_lease(address.shelf / f"{CURRENT}{LOCK_SUFFIX}") as held:
         stored = _load_current(address.shelf)
         if stored is None or stored.get(key) != address.id:
             entries = {**read_current(address.shelf), key: address.id}
-            write_durably(address.shelf / CURRENT, json.dumps(entries, indent=1, sort_keys=True).encode())
+            content = json.dumps(entries, indent=1, sort_keys=True).encode()
+            write_durably(address.shelf / CURRENT, content, fence=held.lease.require)
 
 
 def find_artifact(
@@ -185,7 +279,17 @@ def open_artifact(path: Path, manifest_type: type[M]) -> Artifact[M]:
 
 
 def published_ids(shelf: Path) -> list[str]:
-    return sorted(path.parent.name for path in shelf.glob(f"*/{MANIFEST}") if PARTIAL_SUFFIX not in path.parent.name)
+    return sorted(path.parent.name for path in shelf.glob(f"*/{MANIFEST}") if not is_work(path.parent.name))
+
+
+def is_id(name: str) -> bool:
+    """Is this a name that a stage gives to an artifact's folder?"""
+    return re.fullmatch(_ID, name) is not None
+
+
+def is_work(name: str) -> bool:
+    """Is this a name that a stage gives to work in progress, or to what it moved aside? A person's are other names."""
+    return re.fullmatch(rf"{_ID}(?:{_UNFINISHED}|{_DISPLACED}|\.scratch)", name) is not None
 
 
 def read_current(shelf: Path) -> dict[str, str]:

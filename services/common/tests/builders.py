@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -13,9 +14,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from services.common.artifacts import process
 from services.common.artifacts.compile_cache import CompileCacheManifest, CompileCachePayload
 from services.common.artifacts.manifest import InputLink
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
+from services.common.errors import exit_code_of
 from services.common.recipe import Recipe
 from services.common.recipe_file import load_recipe
 
@@ -95,9 +98,16 @@ def publish(
 
 
 def start_process(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    process = _CONTEXT.Process(target=function, args=arguments)
-    process.start()
-    return process
+    child = _CONTEXT.Process(target=function, args=arguments)
+    child.start()
+    return child
+
+
+def write_foreign_lock(path: Path, beats: int = 0) -> None:
+    """A lock as a writer on another machine leaves it, or keeps it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    owner = {"token": "f" * 32, "node": "another-machine", "pid": 1, "started": "1 ticks after boot", "beats": beats}
+    path.write_text(json.dumps(owner), encoding="utf-8")
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -107,25 +117,49 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
+def count_operations(root: Path, chosen: int = -1, signum: signal.Signals = signal.SIGKILL) -> list[str]:
+    """The list that this process's operations on the file system below `root` are added to from now on.
+
+    Before the chosen one of them the process sends itself a signal.
+    """
+    operations: list[str] = []
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in {"open", "os.rename", "os.mkdir", "os.link", "os.remove", "os.rmdir", "shutil.rmtree"} and str(
+            arguments[0]
+        ).startswith(str(root)):
+            operations.append(event)
+            if len(operations) == chosen + 1:
+                os.kill(os.getpid(), signum)
+
+    sys.addaudithook(count)
+    return operations
+
+
 def publish_and_die(root: Path, recipe: Recipe, fatal_operation: int) -> None:
     """Publish in a process that kills itself before its n-th operation on the file system below `root`.
 
     Without dying it exits with the number of operations that there were.
     """
-    operations = 0
-
-    def count(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal operations
-        if event in {"open", "os.rename", "os.mkdir", "os.link", "os.remove", "os.rmdir", "shutil.rmtree"} and str(
-            arguments[0]
-        ).startswith(str(root)):
-            if operations == fatal_operation:
-                os.kill(os.getpid(), signal.SIGKILL)
-            operations += 1
-
-    sys.addaudithook(count)
+    operations = count_operations(root, fatal_operation)
     publish(root, recipe)
-    os._exit(operations)
+    os._exit(len(operations))
+
+
+def publish_elsewhere_and_freeze(root: Path, recipe: Recipe, operation: int) -> None:
+    """Publish on what others take for another machine, in a process that stops itself before its n-th operation.
+
+    It ends with the exit code that the command would end with, and writes `<root>.log`.
+    """
+    logging.basicConfig(level=logging.INFO, filename=f"{root}.log", force=True)
+    process.node_name = lambda: "another-machine"
+    count_operations(root, operation, signal.SIGSTOP)
+
+    def work() -> int:
+        publish(root, recipe)
+        return 0
+
+    os._exit(exit_code_of(work))
 
 
 def publish_slowly(root: Path, recipe: Recipe, name: str) -> None:

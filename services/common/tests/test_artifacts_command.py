@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from services.common.artifacts import lease
 from services.common.artifacts.__main__ import main
 from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload
+from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import (
@@ -22,13 +29,27 @@ from services.common.artifacts.store import (
     Address,
     Draft,
     Workspace,
+    find_artifact,
     publish_once,
 )
 from services.common.errors import exit_code_of
 from services.common.recipe import Recipe, fingerprint
-from services.common.tests.builders import ID, REPOSITORY, address_in, fill, make_recipe, publish
+from services.common.tests.builders import (
+    ID,
+    REPOSITORY,
+    address_in,
+    fill,
+    make_recipe,
+    publish,
+    publish_slowly,
+    start_process,
+    wait_until,
+    write_foreign_lock,
+)
 
-DEAD_OWNER = {"token": "t", "node": "another machine", "pid": 1, "started": 0.0}
+SHORT_LEASE_SECONDS = 0.3
+TOKEN = "0123456789abcdef0123456789abcdef"
+RUN = "run-01234567"
 
 
 @pytest.fixture
@@ -41,14 +62,13 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "fsx"
 
 
+@pytest.fixture(autouse=True)
+def _short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "LEASE_SECONDS", SHORT_LEASE_SECONDS)
+
+
 def run(*arguments: str | Path) -> int:
     return exit_code_of(lambda: main([str(argument) for argument in arguments]))
-
-
-def leave_dead_lock(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(DEAD_OWNER), encoding="utf-8")
-    os.utime(path, (0, 0))
 
 
 def make_folder(path: Path) -> Path:
@@ -127,7 +147,7 @@ def test_list_shows_what_is_published_and_nothing_else(
     root: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     artifact, _ = publish(root, recipe)
-    partial = make_folder(artifact.path.with_name(f"f{PARTIAL_SUFFIX}"))
+    partial = make_folder(artifact.path.with_name(f"{'f' * 16}.01234567{PARTIAL_SUFFIX}"))
     (partial / MANIFEST).write_bytes((artifact.path / MANIFEST).read_bytes())
 
     assert run("list", root) == 0
@@ -153,23 +173,137 @@ def test_list_shows_what_is_whole_beside_a_damaged_manifest(
 
 def test_gc_removes_what_dead_writers_left(root: Path, recipe: Recipe) -> None:
     artifact, _ = publish(root, recipe)
-    shelf = artifact.path.parent
-    left = [
-        make_folder(shelf / f"dead{PARTIAL_SUFFIX}"),
-        make_folder(shelf / f"dead{SCRATCH_SUFFIX}"),
-        make_folder(root / "checkpoint" / "run-1" / f"step-00000005{PARTIAL_SUFFIX}"),
-        shelf / f"dead{LOCK_SUFFIX}",
-        root / "run" / f"run-1{LOCK_SUFFIX}",
-        shelf / ".current.json.123.tmp",
-        shelf / f".dead{LOCK_SUFFIX}.0123",
+    shelf, dead = artifact.path.parent, "d" * 16
+    folders = [
+        make_folder(shelf / f"{dead}{PARTIAL_SUFFIX}"),
+        make_folder(shelf / f"{dead}.01234567{PARTIAL_SUFFIX}"),
+        make_folder(shelf / f"{ID}.displaced-01234567{PARTIAL_SUFFIX}"),
+        make_folder(shelf / f"{ID}.removed-01234567{PARTIAL_SUFFIX}"),
+        make_folder(shelf / f"{dead}{SCRATCH_SUFFIX}"),
+        make_folder(root / "checkpoint" / RUN / f"step-00000005.01234567{PARTIAL_SUFFIX}"),
     ]
-    for path in left[3:]:
-        leave_dead_lock(path)
+    files = [
+        shelf / f"{dead}{LOCK_SUFFIX}",
+        root / "run" / f"{RUN}{LOCK_SUFFIX}",
+        shelf / ".current.json.123.tmp",
+        shelf / f".{dead}{LOCK_SUFFIX}.{TOKEN}",
+        shelf / f".{dead}{LOCK_SUFFIX}.dead-{TOKEN}",
+        root / "run" / f".{RUN}{LOCK_SUFFIX}.released-{TOKEN}",
+    ]
+    for path in files:
+        write_foreign_lock(path)
+    left = folders + files
 
     assert run("gc", root) == 0
 
     assert [path for path in left if path.exists()] == []
     assert sorted(path.name for path in shelf.iterdir()) == [ID, CURRENT]
+
+
+def test_gc_watches_locks_of_other_machines_and_all_at_once(
+    root: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The time of their last change tells nothing: that machine's clock may be slow by days."""
+    shelf = publish(root, recipe)[0].path.parent
+    identifiers = [f"{number:016x}" for number in range(20)]
+    for identifier in identifiers:
+        make_folder(shelf / f"{identifier}{SCRATCH_SUFFIX}")
+        write_foreign_lock(shelf / f"{identifier}{LOCK_SUFFIX}")
+        os.utime(shelf / f"{identifier}{LOCK_SUFFIX}", (0, 0))
+    alive = shelf / f"{identifiers[7]}{LOCK_SUFFIX}"
+    is_over = threading.Event()
+
+    def beat() -> None:
+        for beats in itertools.count(1):
+            if is_over.wait(SHORT_LEASE_SECONDS / 10):
+                return
+            write_foreign_lock(alive.with_name("new"), beats)
+            os.utime(alive.with_name("new"), (0, 0))
+            alive.with_name("new").replace(alive)
+
+    with ThreadPoolExecutor(1) as pool:
+        beating = pool.submit(beat)
+        assert run("gc", root) == 0
+        is_over.set()
+        beating.result()
+
+    assert sorted(path.name for path in shelf.iterdir()) == sorted(
+        [ID, CURRENT, alive.name, f"{identifiers[7]}{SCRATCH_SUFFIX}"]
+    )
+    assert capsys.readouterr().out.count("watching 20 locks and folders") == 1
+
+
+def test_gc_does_not_wait_for_writers_that_are_known_to_be_dead(
+    root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 10.0**6)
+    writer = start_process(publish_slowly, root, recipe, "killed")
+    wait_until((root.parent / "killed.building").exists)
+    writer.kill()
+    writer.join()
+
+    assert run("gc", root) == 0
+
+    assert list(address_in(root).shelf.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_gc_takes_a_checkpoint_whose_removal_was_interrupted(root: Path, is_alive: bool) -> None:
+    """Its manifest went first. A folder that grows may be one that is being copied to here."""
+    shelf = root / "checkpoint" / RUN
+    headless = make_folder(shelf / "step-00000005")
+    renamed = make_folder(shelf / "step-00000005.mine")
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(run, "gc", root)
+        while is_alive and not done.done():
+            (headless / "file").write_text(str(time.monotonic_ns()))
+            time.sleep(SHORT_LEASE_SECONDS / 10)
+        assert done.result() == 0
+
+    assert headless.exists() == is_alive
+    assert renamed.exists()
+
+
+def test_gc_leaves_alone_what_has_a_name_that_no_stage_gives(root: Path, recipe: Recipe) -> None:
+    artifact, _ = publish(root, recipe)
+    shelf = artifact.path.parent
+    shutil.copytree(artifact.path, shelf / "mine.partial")
+    kept = [
+        shelf / "mine.partial",
+        make_folder(shelf / "experiment.scratch"),
+        make_folder(root / "run" / "old.partial"),
+    ]
+    for name in ("notes.lock", ".mine.tmp"):
+        (shelf / name).write_text("mine")
+        kept.append(shelf / name)
+    publish(root, recipe, "b" * 16)
+
+    assert run("gc", root, "--unreferenced", "--yes") == 0
+
+    assert [path for path in kept if not path.exists()] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["x.partial", "a.lock", "b.scratch", "0123456789abcdef.partial", "compile_cache", "run"]
+)
+def test_an_artifact_is_seen_whatever_its_recipe_is_called(
+    tmp_path: Path, root: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_recipe(tmp_path, name=f'"{name}"')
+    addresses = [Address(root, "compile_cache", name, identifier) for identifier in ("a" * 16, "b" * 16)]
+    for address in addresses:
+        publish_once(address, CompileCacheManifest, "compiler", recipe, fill)
+    left = make_folder(addresses[0].beside(PARTIAL_SUFFIX))
+
+    for command in ("list", "verify"):
+        assert run(command, root) == 0
+        printed = capsys.readouterr().out
+        assert [str(address.path) in printed for address in addresses] == [True, True]
+    assert find_artifact(root, "compile_cache", name, recipe, CompileCacheManifest, "make").path == addresses[1].path
+    assert run("gc", root, "--unreferenced", "--yes") == 0
+    assert not left.exists()
+    assert not addresses[0].path.exists()
+    assert addresses[1].path.exists()
 
 
 def test_gc_leaves_alone_what_a_live_lease_holds(root: Path, recipe: Recipe) -> None:
@@ -190,9 +324,8 @@ def test_gc_leaves_alone_what_a_live_lease_holds(root: Path, recipe: Recipe) -> 
 
 
 def test_gc_leaves_alone_the_checkpoint_that_a_live_run_is_writing(root: Path) -> None:
-    partial = make_folder(root / "checkpoint" / "run-1" / f"step-00000005{PARTIAL_SUFFIX}")
-    (root / "run").mkdir()
-    with hold_lease(root / "run" / f"run-1{LOCK_SUFFIX}"):
+    partial = make_folder(root / "checkpoint" / RUN / f"step-00000005.01234567{PARTIAL_SUFFIX}")
+    with hold_lease(root / "run" / f"{RUN}{LOCK_SUFFIX}"):
         run("gc", root)
 
         assert (partial / "file").exists()
@@ -211,7 +344,7 @@ def test_gc_leaves_alone_what_is_inside_of_an_artifact(root: Path, recipe: Recip
 
 
 def test_gc_refuses_a_folder_that_is_no_root(tmp_path: Path) -> None:
-    leave_dead_lock(tmp_path / f"poetry{LOCK_SUFFIX}")
+    write_foreign_lock(tmp_path / f"poetry{LOCK_SUFFIX}")
 
     assert run("gc", tmp_path) == 2
     assert (tmp_path / f"poetry{LOCK_SUFFIX}").exists()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from services.common.artifacts import lease
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.files import verify_files
-from services.common.artifacts.lease import Lease, hold_lease, is_live
+from services.common.artifacts.lease import Lease
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import (
     CURRENT,
     LOCK_SUFFIX,
+    Artifact,
     Draft,
     Workspace,
     find_artifact,
@@ -32,12 +36,17 @@ from services.common.tests.builders import (
     make_recipe,
     publish,
     publish_and_die,
+    publish_elsewhere_and_freeze,
     publish_slowly,
     start_process,
     wait_until,
+    write_foreign_lock,
 )
 
 NEVER = 10**6
+
+
+SHORT_LEASE_SECONDS = 0.2
 
 
 @pytest.fixture
@@ -118,20 +127,6 @@ def test_two_writers_publish_once(tmp_path: Path, root: Path, recipe: Recipe) ->
     assert not (tmp_path / "second.building").exists()
 
 
-def test_the_lock_of_a_killed_writer_is_taken_over_before_its_lease_ends(
-    tmp_path: Path, root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease, "LEASE_SECONDS", float("inf"))
-    writer = start_process(publish_slowly, root, recipe, "killed")
-    wait_until((tmp_path / "killed.building").exists)
-    writer.kill()
-    writer.join()
-
-    _, is_new = publish(root, recipe)
-
-    assert is_new
-
-
 def test_the_killed_waiter_of_two_leaves_the_other_alone(tmp_path: Path, root: Path, recipe: Recipe) -> None:
     writer = start_process(publish_slowly, root, recipe, "writer")
     wait_until((tmp_path / "writer.building").exists)
@@ -146,60 +141,130 @@ def test_the_killed_waiter_of_two_leaves_the_other_alone(tmp_path: Path, root: P
     assert (tmp_path / "writer.done").read_text().endswith("True")
 
 
-def test_a_writer_on_another_machine_is_live_while_it_refreshes_its_lock(tmp_path: Path) -> None:
-    lock = tmp_path / f"{ID}{LOCK_SUFFIX}"
-    lock.write_text('{"token": "t", "node": "another machine", "pid": 1, "started": 0.0}')
-    assert is_live(lock)
-
-    os.utime(lock, (0, 0))
-
-    assert not is_live(lock)
-
-
-def test_a_lock_without_content_is_free_once_it_is_old(tmp_path: Path) -> None:
-    """As a machine that lost power leaves it."""
-    lock = tmp_path / f"{ID}{LOCK_SUFFIX}"
-    lock.touch()
-    assert is_live(lock)
-
-    os.utime(lock, (0, 0))
-
-    with hold_lease(lock) as held:
-        assert held.is_held()
-
-
-def test_a_process_that_got_the_pid_of_a_dead_holder_is_not_taken_for_it(tmp_path: Path) -> None:
-    lock = tmp_path / f"{ID}{LOCK_SUFFIX}"
-    with hold_lease(lock):
-        content = lock.read_text()
-    started = content.split('"started": ')[1].rstrip("}")
-    lock.write_text(content.replace(started, "1.0"))
-
-    assert not is_live(lock)
-
-
-def test_a_waiter_with_an_old_view_leaves_the_new_holders_lock_alone(tmp_path: Path) -> None:
-    """It found a dead holder; before it could take over, another waiter did."""
-    lock = tmp_path / f"{ID}{LOCK_SUFFIX}"
-    dead: lease.Owner = {"token": "dead", "node": lease._node(), "pid": 1, "started": 0.0}
-    with hold_lease(lock) as held:
-        lease._discard_dead(Lease(lock, "late"), dead)
-
-        assert held.is_held()
-
-
 def test_a_writer_that_lost_its_lease_publishes_nothing(root: Path, recipe: Recipe) -> None:
     lock = address_in(root).beside(LOCK_SUFFIX)
 
     def build(workspace: Workspace) -> Draft:
-        lock.write_text('{"token": "other", "node": "another machine", "pid": 1, "started": 0.0}')
+        write_foreign_lock(lock)
         return fill(workspace)
 
     with pytest.raises(TryAgain, match="lost to another writer"):
         publish(root, recipe, build=build)
 
     assert published_ids(address_in(root).shelf) == []
-    assert is_live(lock)
+    assert "another-machine" in lock.read_text()
+
+
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_writer_that_was_frozen_anywhere_and_overtaken_damages_nothing(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, stride: int
+) -> None:
+    """It wakes up in the middle of what the next one does, who thinks that its machine is gone."""
+    counted = start_process(publish_and_die, tmp_path / "whole", recipe, NEVER)
+    counted.join()
+    monkeypatch.setattr(lease, "LEASE_SECONDS", SHORT_LEASE_SECONDS)
+    ends = []
+    for operation in range(0, counted.exitcode or 0, stride):
+        root = tmp_path / f"frozen-before-{operation}"
+        artifact, sleeper = publish_over_the_head_of_a_frozen_one(root, recipe, operation)
+        ends.append(sleeper.exitcode)
+
+        verify_files(artifact.path, artifact.manifest)
+        assert {entry.path: (artifact.path / entry.path).read_bytes() for entry in artifact.manifest.files} == FILES
+        assert find_artifact(root, "compile_cache", "small", recipe, CompileCacheManifest, "make") == artifact
+    assert set(ends) == {0, TryAgain.exit_code}
+
+
+def publish_over_the_head_of_a_frozen_one(
+    root: Path, recipe: Recipe, operation: int
+) -> tuple[Artifact[CompileCacheManifest], ForkServerProcess]:
+    sleeper = start_process(publish_elsewhere_and_freeze, root, recipe, operation)
+    wait_until(lambda: psutil.Process(sleeper.pid).status() == psutil.STATUS_STOPPED)
+
+    def wake() -> None:
+        if sleeper.exitcode is None:
+            os.kill(sleeper.pid or 0, signal.SIGCONT)
+        log = Path(f"{root}.log")
+        wait_until(lambda: sleeper.exitcode is not None or "waiting for it" in log.read_text())
+
+    def build(workspace: Workspace) -> Draft:
+        wake()
+        return fill(workspace)
+
+    try:
+        artifact, _ = publish(root, recipe, build=build)
+    except TryAgain:  # the sleeper's next operation was to rename what it had finished
+        artifact, _ = publish(root, recipe)
+    wake()
+    sleeper.join()
+    return artifact, sleeper
+
+
+def test_of_two_writers_that_both_believe_to_hold_the_lease_one_publishes(
+    root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = []
+
+    def build(workspace: Workspace) -> Draft:
+        address_in(root).beside(LOCK_SUFFIX).unlink()
+        first.append(publish(root, recipe)[0])
+        monkeypatch.setattr(Lease, "is_held", lambda held: True)
+        return fill(workspace, {"graphs/other.bin": b"other"})
+
+    with pytest.raises(TryAgain, match="another writer, which this one did not see, put a folder there"):
+        publish(root, recipe, build=build)
+
+    assert publish(root, recipe) == (first[0], False)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOENT])
+def test_a_commit_whose_answer_is_lost_is_a_commit(
+    root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A network file system sends a request again when it hears nothing, and then finds nothing left to rename."""
+    rename = Path.rename
+
+    def answer_wrongly(path: Path, target: Path) -> Path:
+        rename(path, target)
+        if target == address_in(root).path:
+            raise OSError(number, os.strerror(number))
+        return target
+
+    monkeypatch.setattr(Path, "rename", answer_wrongly)
+
+    artifact, is_new = publish(root, recipe)
+
+    assert is_new
+    verify_files(artifact.path, artifact.manifest)
+
+
+def test_what_dead_writers_left_is_gone_when_the_next_one_has_published(root: Path, recipe: Recipe) -> None:
+    shelf = address_in(root).shelf
+    for name in (f"{ID}.partial", f"{ID}.01234567.partial", f"{ID}.scratch/writer-01234567"):
+        (shelf / name).mkdir(parents=True)
+
+    publish(root, recipe)
+
+    assert sorted(path.name for path in shelf.iterdir()) == [ID, CURRENT]
+
+
+def test_nothing_is_touched_before_the_lease_is_held(
+    root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = address_in(root).shelf
+    (shelf / f"{ID}.partial").mkdir(parents=True)
+    (shelf / ID).mkdir()
+    write_foreign_lock(address_in(root).beside(LOCK_SUFFIX))
+    before = sorted(shelf.iterdir())
+
+    def give_up(seconds: float) -> None:
+        raise TryAgain("terminated while it waits")
+
+    monkeypatch.setattr("time.sleep", give_up)
+    with pytest.raises(TryAgain, match="while it waits"):
+        publish(root, recipe)
+
+    assert sorted(shelf.iterdir()) == before
 
 
 def test_a_failed_build_publishes_nothing_and_frees_the_lock(root: Path, recipe: Recipe) -> None:
@@ -211,7 +276,7 @@ def test_a_failed_build_publishes_nothing_and_frees_the_lock(root: Path, recipe:
         publish(root, recipe, build=build)
 
     assert published_ids(address_in(root).shelf) == []
-    assert not is_live(address_in(root).beside(LOCK_SUFFIX))
+    assert not address_in(root).beside(LOCK_SUFFIX).exists()
 
 
 def test_scratch_work_of_an_interrupted_build_is_there_for_the_next(root: Path, recipe: Recipe) -> None:

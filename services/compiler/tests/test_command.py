@@ -78,7 +78,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def _wait_until_compiling(process: subprocess.Popen[str], root: Path) -> list[psutil.Process]:
     """Wait for the first compiled file; returns the processes that are at work."""
     deadline = time.monotonic() + 120
-    while not any(root.glob("compile_cache/*/*.scratch/compile/cache/*/*")):
+    while not any(root.glob("compile_cache/*/*.scratch/*/compile/cache/*/*")):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)

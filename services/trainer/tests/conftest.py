@@ -17,7 +17,7 @@ from services.trainer.tests.builders import make_corpus, make_job, make_recipe
 @pytest.fixture
 def lease(tmp_path: Path) -> Iterator[Lease]:
     with hold_lease(tmp_path / "run.lock") as held:
-        yield held
+        yield held.lease
 
 
 @pytest.fixture

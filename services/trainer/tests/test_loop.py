@@ -111,7 +111,8 @@ def test_damaged_later_checkpoints_do_not_push_out_the_intact_ones(new_job: Call
     for step in (5, 10):
         shorter.checkpoint_address(step).path.rename(job.checkpoint_address(step).path)
 
-    discard_old(job.checkpoint_shelf, job.recipe.checkpoint, committed_step=10)
+    assert job.lease
+    discard_old(job.checkpoint_shelf, job.recipe.checkpoint, committed_step=10, lease=job.lease)
 
     assert completed_step(newest_checkpoint(job.checkpoint_shelf)) == 10
 

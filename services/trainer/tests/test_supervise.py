@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from services.common.artifacts.lease import Lease, hold_lease
 from services.common.errors import NoRoomForWorkers, WorkersLost
 from services.trainer.job import Job
 from services.trainer.supervise import supervise
@@ -19,19 +21,29 @@ from services.trainer.supervise import supervise
     ],
 )
 def test_lost_workers_are_started_again_but_not_where_there_is_no_room(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, error: WorkersLost, starts: int, message: str
+    tmp_path: Path,
+    new_job: Callable[..., Job],
+    monkeypatch: pytest.MonkeyPatch,
+    error: WorkersLost,
+    starts: int,
+    message: str,
 ) -> None:
+    """What is left of an attempt, frozen or cut off, does not hold the lease any more when the next one starts."""
     started = []
+    attempts: list[Lease] = []
 
     class Failing:
-        def run_workers(self, *arguments: object, **options: object) -> None:
+        def run_workers(self, function: object, job: Job, *arguments: object, **options: object) -> None:
             started.append(options)
+            assert job.lease is not None
+            attempts.append(job.lease)
+            assert [attempt.is_held() for attempt in attempts] == [False] * (len(attempts) - 1) + [True]
             raise error
 
     monkeypatch.setattr("services.trainer.supervise.choose_launcher", lambda name: Failing())
     job = new_job(train__max_restarts="2")
 
-    with pytest.raises(WorkersLost, match=message):
-        supervise(job)
+    with hold_lease(tmp_path / "command.lock") as held, pytest.raises(WorkersLost, match=message):
+        supervise(job, held)
 
     assert started == [{"shared_folder": job.run_folder}] * starts

@@ -1,0 +1,353 @@
+"""One holder at a time, whatever clocks, networks and schedulers do; and nobody waits for the dead, or for itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.common.artifacts import lease, process
+from services.common.artifacts.lease import ChangeWatch, LeaseTaken, LockState, LockWatch, hold_lease
+from services.common.errors import ArtifactError, TryAgain
+from services.common.tests.builders import start_process, wait_until, write_foreign_lock
+
+SHORT_LEASE_SECONDS = 0.3
+PATIENT = 10**6
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    return tmp_path / "0123456789abcdef.lock"
+
+
+@pytest.fixture
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "LEASE_SECONDS", SHORT_LEASE_SECONDS)
+    monkeypatch.setattr(lease, "POLL_SECONDS", 0.01)
+
+
+def hold(lock: Path, node: str | None = None) -> None:
+    """Hold the lock until the process is killed."""
+    if node:
+        process.node_name = lambda: node
+    with hold_lease(lock):
+        threading.Event().wait()
+
+
+def look_for(watch: ChangeWatch, seconds: float) -> LockState:
+    deadline = time.monotonic() + seconds
+    while (state := watch.look()) is not LockState.DEAD and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return state
+
+
+def test_a_step_of_the_clock_does_not_make_a_live_holder_look_dead(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = start_process(hold, lock)
+    wait_until(lock.exists)
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: 2e9)
+    os.utime(lock, (0, 0))
+    watch = LockWatch(lock)
+
+    assert watch.look() is LockState.HELD
+
+    holder.kill()
+    holder.join()
+    assert watch.look() is LockState.DEAD
+
+
+def test_the_lock_of_a_killed_process_is_taken_over_before_its_lease_ends(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "LEASE_SECONDS", float(PATIENT))
+    holder = start_process(hold, lock)
+    wait_until(lock.exists)
+    holder.kill()
+    holder.join()
+
+    with hold_lease(lock) as held:
+        assert held.is_held()
+
+
+def test_a_process_that_nobody_has_reaped_is_dead() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        found = process._read_state(child.pid)
+        name = process.ProcessName(process.node_name(), child.pid, found[1] if found else None)
+        assert process.is_running(name)
+
+        child.kill()
+        wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
+        assert process.is_running(name) is False
+
+
+def test_a_process_that_got_the_pid_of_a_dead_holder_is_not_taken_for_it(lock: Path) -> None:
+    with hold_lease(lock):
+        content = lock.read_text()
+    lock.write_text(content.replace(" ticks", "1 ticks").replace(f'"pid": {os.getpid()}', f'"pid": {os.getppid()}'))
+
+    assert LockWatch(lock).look() is LockState.DEAD
+
+
+@pytest.mark.parametrize("age_seconds", [-PATIENT, 0, PATIENT])
+def test_a_holder_on_another_machine_is_dead_once_nothing_changes(
+    lock: Path, short_lease: None, age_seconds: float
+) -> None:
+    """However old its lock looks: the clock of that machine, or of the file server, may be wrong by days."""
+    write_foreign_lock(lock)
+    os.utime(lock, (time.time() - age_seconds,) * 2)
+    watch = LockWatch(lock)
+    began = time.monotonic()
+
+    assert watch.look() is LockState.UNKNOWN
+    assert look_for(watch, seconds=60) is LockState.DEAD
+    assert time.monotonic() - began >= SHORT_LEASE_SECONDS
+
+
+def test_a_holder_on_another_machine_is_alive_while_it_changes_its_lock(lock: Path, short_lease: None) -> None:
+    """The time that its file server writes beside it may stand still."""
+    watch = LockWatch(lock)
+    began = time.monotonic()
+    beats = 0
+    while time.monotonic() - began < 3 * SHORT_LEASE_SECONDS:
+        write_foreign_lock(lock, beats := beats + 1)
+        os.utime(lock, (0, 0))
+
+        assert watch.look() is LockState.UNKNOWN
+
+
+def test_a_holder_changes_its_lock_also_while_its_clock_stands_still(
+    lock: Path, short_lease: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
+    with hold_lease(lock) as held:
+        seen = {lock.read_bytes()}
+        wait_until(lambda: seen.add(lock.read_bytes()) or len(seen) > 3)  # type: ignore[func-returns-value]
+
+        assert held.is_held()
+    assert not lock.exists()
+
+
+def test_a_reader_that_was_stopped_does_not_take_its_own_sleep_for_silence(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wakes up between two looks, and the holder has changed its lock meanwhile."""
+    write_foreign_lock(lock)
+    watch = LockWatch(lock)
+    watch.look()
+    write_foreign_lock(lock, beats=1)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + PATIENT)
+
+    assert watch.look() is LockState.UNKNOWN
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 10_000, b'{"token": 1, "node": 2, "pid": "x", "started": 3}'])
+def test_a_lock_that_names_nobody_is_free_once_it_stays_so(lock: Path, short_lease: None, content: bytes) -> None:
+    """As a machine that lost power leaves it."""
+    lock.write_bytes(content)
+    assert LockWatch(lock).look() is LockState.UNKNOWN
+
+    with hold_lease(lock) as held:
+        assert held.is_held()
+
+
+def test_a_lock_of_a_version_that_wrote_times_of_day_is_judged_by_change(lock: Path) -> None:
+    lock.write_text(f'{{"token": "t", "node": "{process.node_name()}", "pid": {os.getpid()}, "started": 17.0}}')
+
+    assert LockWatch(lock).look() is LockState.UNKNOWN
+
+
+@pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO, errno.ESTALE])
+def test_a_lock_that_was_made_although_the_answer_was_lost_is_not_waited_for(
+    lock: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A network file system sends a request again when it hears nothing, and then finds that the lock exists."""
+    link = os.link
+
+    def answer_wrongly(source: Path, target: Path) -> None:
+        link(source, target)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", answer_wrongly)
+
+    with hold_lease(lock) as held:
+        assert held.is_held()
+    assert list(lock.parent.iterdir()) == []
+
+
+def test_a_lock_that_this_process_could_not_remove_is_not_waited_for(
+    lock: Path, short_lease: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, target: Path) -> Path:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken, hold_lease(lock):
+        broken.setattr(Path, "rename", fail)
+        broken.setattr(Path, "unlink", fail)
+        broken.setattr(time, "sleep", lambda seconds: None)
+
+    monkeypatch.setattr(lease, "LEASE_SECONDS", float(PATIENT))
+    lock.exists()
+    with hold_lease(lock) as held:
+        assert held.is_held()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_lock_that_cannot_be_read_for_a_while_is_not_stolen(
+    lock: Path, short_lease: None, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """After a while it is given up, with 75."""
+    opened, failures = Path.open, [PATIENT]
+
+    def fail(path: Path, *arguments: object, **options: object) -> object:
+        if path == lock and failures[0]:
+            failures[0] -= 1
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *arguments, **options)  # type: ignore[call-overload]
+
+    write_foreign_lock(lock)
+    before = lock.read_bytes()
+    monkeypatch.setattr(Path, "open", fail)
+    with (
+        pytest.raises(TryAgain, match=f"{lock}: the file system answers with '{os.strerror(number)}' since 0 s"),
+        hold_lease(lock),
+    ):
+        pass
+    failures[0] = 0
+    assert lock.read_bytes() == before
+
+    lock.unlink()
+    with hold_lease(lock) as held:
+        failures[0] = 3
+        held.lease.require()
+        failures[0] = PATIENT
+        with pytest.raises(TryAgain, match="the file system answers with"):
+            held.lease.require()
+        failures[0] = 0
+    assert not lock.exists()
+
+
+def test_a_lease_is_lost_to_who_took_over_and_that_one_keeps_it(lock: Path) -> None:
+
+    def work() -> None:
+        with hold_lease(lock) as held:
+            write_foreign_lock(lock)
+            assert not held.beat()
+            with pytest.raises(TryAgain, match="lost to another writer"):
+                held.lease.require()
+            raise FileNotFoundError("a folder that the other one removed")
+
+    with pytest.raises(TryAgain, match="lost to another writer") as caught:
+        work()
+
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    assert LockWatch(lock).look() is LockState.UNKNOWN
+
+
+def test_a_lease_whose_lock_was_removed_is_lost(lock: Path) -> None:
+    with hold_lease(lock) as held:
+        lock.unlink()
+
+        assert not held.beat()
+        assert not held.is_held()
+
+
+def change_hands_before_rename(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = Path.rename
+
+    def change_hands(path: Path, target: Path) -> Path:
+        if path == lock:
+            write_foreign_lock(lock.with_name("new"))
+            lock.with_name("new").replace(lock)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", change_hands)
+
+
+def test_a_release_never_removes_the_lock_of_somebody_else(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes over may do so between the last look at the lock and its removal."""
+    with hold_lease(lock):
+        change_hands_before_rename(lock, monkeypatch)
+
+    assert "another-machine" in lock.read_text()
+    assert list(lock.parent.iterdir()) == [lock]
+
+
+def test_of_two_that_find_the_same_dead_holder_the_later_leaves_the_first_alone(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = start_process(hold, lock)
+    wait_until(lock.exists)
+    holder.kill()
+    holder.join()
+    change_hands_before_rename(lock, monkeypatch)
+
+    with pytest.raises(LeaseTaken), hold_lease(lock, waits=False):
+        pass
+
+    assert "another-machine" in lock.read_text()
+    assert list(lock.parent.iterdir()) == [lock]
+
+
+def test_with_a_new_token_the_holder_goes_on_and_what_had_the_old_one_does_not(lock: Path, short_lease: None) -> None:
+    with hold_lease(lock) as held:
+        old = held.lease
+        new = held.renew()
+
+        assert not old.is_held()
+        assert new.is_held()
+        before = lock.read_bytes()
+        wait_until(lambda: lock.read_bytes() != before)
+        assert held.is_held()
+    assert not lock.exists()
+
+
+def test_a_lost_lease_gets_no_new_token(lock: Path) -> None:
+    with hold_lease(lock) as held:
+        write_foreign_lock(lock)
+        with pytest.raises(TryAgain, match="lost to another writer"):
+            held.renew()
+
+    assert "another-machine" in lock.read_text()
+
+
+def test_who_is_told_to_stop_while_it_waits_leaves_nothing(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_foreign_lock(lock)
+
+    def stop(seconds: float) -> None:
+        raise TryAgain("stopped by SIGTERM")
+
+    monkeypatch.setattr(time, "sleep", stop)
+    with pytest.raises(TryAgain, match="by SIGTERM"), hold_lease(lock):
+        pass
+
+    assert list(lock.parent.iterdir()) == [lock]
+
+
+def test_a_folder_in_the_place_of_a_lock_is_an_error_that_says_so(lock: Path) -> None:
+    lock.mkdir()
+
+    with pytest.raises(ArtifactError, match="a folder, where a lock file belongs"), hold_lease(lock):
+        pass
+
+
+@pytest.mark.parametrize("change", [lambda stat: stat, lambda stat: stat.replace(b"(", b"(a) Z 1 (")])
+def test_a_name_of_a_program_does_not_confuse_what_is_read_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes]
+) -> None:
+    folder = tmp_path / str(os.getpid())
+    folder.mkdir()
+    (folder / "stat").write_bytes(change(Path(f"/proc/{os.getpid()}/stat").read_bytes()))
+    expected = process.this_process().started
+    (tmp_path / "self").symlink_to(str(os.getpid()))
+    monkeypatch.setattr(process, "_PROC", tmp_path)
+
+    assert process.this_process().started == expected

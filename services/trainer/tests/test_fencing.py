@@ -1,0 +1,75 @@
+"""What is left of an attempt that was given up, frozen or cut off, commits nothing when it wakes up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+from services.common.artifacts.lease import hold_lease
+from services.common.artifacts.store import is_work
+from services.common.errors import TryAgain
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.backends.torch_native import TorchNative
+from services.common.program.step import Program
+from services.trainer.checkpoint import CheckpointWriter, newest_checkpoint
+from services.trainer.job import Job, completed_step
+from services.trainer.loop import train
+from services.trainer.tests.runs import checkpoints
+
+ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+LEFTOVERS = ("step-00000005.partial", "step-00000005.01234567.partial")
+
+
+def test_a_worker_of_an_earlier_attempt_commits_nothing(tmp_path: Path, new_job: Callable[..., Job]) -> None:
+    with hold_lease(tmp_path / "command.lock") as held:
+        lost = replace(new_job(train__max_steps="5"), lease=held.lease)
+        held.renew()
+
+        with pytest.raises(TryAgain, match="lost to another writer"):
+            train(lost, ALONE)
+
+        assert checkpoints(lost.root) == {}
+
+
+@pytest.mark.parametrize("wakes_at", [0, 1])
+def test_a_worker_that_wakes_up_while_it_writes_ends_and_damages_nothing(
+    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, wakes_at: int
+) -> None:
+    """Meanwhile the next attempt has written the same checkpoint, and removed what was unfinished."""
+    serialize, calls = safetensors.torch.save, itertools.count()
+    with hold_lease(tmp_path / "command.lock") as held:
+        lost = replace(new_job(), lease=held.lease)
+        program = Program(lost.recipe, TorchNative(1))
+
+        def sleep_before(*arguments: object, **options: object) -> bytes:
+            if next(calls) == wakes_at:
+                successor = CheckpointWriter(replace(lost, lease=held.renew()), data_parallel_size=1)
+                successor.save(program, 5, 0)
+                successor.wait()
+            return serialize(*arguments, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(safetensors.torch, "save", sleep_before)
+        writer = CheckpointWriter(lost, data_parallel_size=1)
+        writer.save(program, 5, 0)
+        with pytest.raises(TryAgain, match="lost to another writer"):
+            writer.wait()
+
+    assert completed_step(newest_checkpoint(lost.checkpoint_shelf)) == 5
+    assert [path.name for path in lost.checkpoint_shelf.iterdir()] == ["step-00000005"]
+
+
+def test_what_earlier_attempts_left_of_a_checkpoint_is_removed_by_the_one_that_writes_it(
+    new_job: Callable[..., Job],
+) -> None:
+    job = new_job(train__max_steps="5")
+    for name in LEFTOVERS:
+        (job.checkpoint_shelf / name).mkdir(parents=True)
+
+    train(job, ALONE)
+
+    assert not [path for path in job.checkpoint_shelf.iterdir() if is_work(path.name)]
