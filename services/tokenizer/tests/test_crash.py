@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.store import find_artifact
+from services.common.artifacts.lease import hold_lease
+from services.common.artifacts.store import Workspace, find_artifact
+from services.common.recipe import Recipe
 from services.common.recipe_file import load_recipe
 from services.tokenizer.build import make_tasks
-from services.tokenizer.encode_task import encode_split
-from services.tokenizer.plan import make_plan
+from services.tokenizer.encode_task import EncodeTask, encode_split
+from services.tokenizer.plan import begin_encoding, make_plan
 from services.tokenizer.tests.builders import (
     is_anything_published,
     make_documents,
@@ -133,6 +135,33 @@ def test_splits_of_another_encoder_are_not_believed(tmp_path: Path, recipe: Path
     by_reference = encode_split(replace(task, encoder="reference"))
     assert by_reference.encoder.startswith("sentencepiece ")
     assert by_reference.parts == encode_split(task).parts
+
+
+@pytest.mark.parametrize("changed", ["plan", "encoder"])
+def test_a_writer_that_wakes_up_does_not_change_what_its_successor_has_encoded(
+    tmp_path: Path, recipe: Path, changed: str
+) -> None:
+    """The same corpus, cut into other splits or encoded by another encoder, has files of the same names."""
+    override = {"corpus.split_bytes": "250000"} if changed == "plan" else {"tokenizer.encoder": "reference"}
+    with hold_lease(tmp_path / "lock") as held:
+        workspace = Workspace(tmp_path / "files", tmp_path / "scratch", tmp_path / "scratch" / "own", held.lease)
+        workspace.scratch.mkdir()
+        old, new = (begin_tasks(load_recipe(recipe, options), workspace) for options in ({}, override))
+
+        done = encode_split(new[0])
+        before = new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()
+        old[0].marker_path.parent.mkdir()  # it was moved away under its feet; a writer may make it again
+        encode_split(old[0])
+
+        assert encode_split(new[0]) == done
+        assert (new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()) == before
+
+
+def begin_tasks(recipe: Recipe, workspace: Workspace) -> list[EncodeTask]:
+    plan = make_plan(recipe)
+    path, vocabulary = provide_vocabulary(recipe, plan, workspace.scratch)
+    folder = begin_encoding(workspace, plan, vocabulary, recipe.tokenizer.encoder)
+    return make_tasks(recipe, plan, path, vocabulary, folder)
 
 
 def test_work_for_another_plan_is_discarded(tmp_path: Path, recipe: Path) -> None:
