@@ -17,6 +17,23 @@ def read_override(argument: str) -> tuple[str, str] | None:
     return (key, value) if argument.startswith("--") and equals and "." in key else None
 
 
+def require_text(arguments: argparse.Namespace) -> None:
+    """Raise `RecipeError` for a path or a text of the command line that is not UTF-8, or has a NUL: manifests, logs and
+    reports name it.
+    """
+    for name, value in vars(arguments).items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, (str, Path)) and not _is_text(str(each)):
+                raise RecipeError(f"{name} {str(each)[:200]!r}: expected UTF-8 without NUL characters.")
+
+
+def _is_text(value: str) -> bool:
+    try:
+        return b"\0" not in value.encode()
+    except UnicodeEncodeError:  # bytes that are not UTF-8 come from a command line as halves of UTF-16 pairs
+        return False
+
+
 class RecipeParser(argparse.ArgumentParser):
     """An argument parser for a recipe and a root; what is wrong on the command line is a `RecipeError`."""
 
@@ -41,6 +58,7 @@ class RecipeParser(argparse.ArgumentParser):
             key, value = override
             overrides[key] = value
         arguments.root = arguments.root.absolute()
+        require_text(arguments)
         return arguments, load_recipe(arguments.recipe, overrides)
 
     def error(self, message: str) -> NoReturn:

@@ -23,8 +23,12 @@ logger = logging.getLogger(__name__)
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 
-# A file system that answers with one of these takes no more of our bytes; retrying cannot help.
-STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR})
+# A file system that answers with one of these takes no more of our bytes; retrying cannot help. What cannot be read is
+# not meant: who reads a file explains that, as an `ArtifactError` or a `RecipeError`.
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_OCCUPIED = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP})
+STORAGE_ERRNOS = _FULL | _REFUSED | _OCCUPIED
 
 
 class MillraceError(Exception):
@@ -43,6 +47,10 @@ class ArtifactError(MillraceError):
     """An artifact is missing, damaged, or does not fit the recipe or another artifact."""
 
     exit_code = 3
+
+
+class UnreadableError(ArtifactError):
+    """This user may not read a file of an artifact, which may be intact."""
 
 
 class DeviceError(MillraceError):
@@ -86,8 +94,10 @@ def explain_storage_error(error: OSError) -> StorageError:
         with suppress(OSError):
             free = f" ({shutil.disk_usage(existing).free:,} bytes free)"
             break
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in _FULL:
         advice = "Free some space or pass another --root; the same command then continues where it stopped."
+    elif error.errno in _OCCUPIED:
+        advice = "Something else is where ours belongs: move it away. Pass a --root that this user can write to."
     else:
         advice = "Pass a --root that this user can write to."
     return StorageError(f"{place}{error.strerror}{free}. {advice}")
@@ -142,6 +152,10 @@ def exit_code_of(work: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno in STORAGE_ERRNOS:
             return _report(explain_storage_error(error))
+        if error.errno == errno.ENAMETOOLONG:
+            return _report(
+                RecipeError(f"{error.filename}: {error.strerror}. Pass a shorter path, or shorten the name.")
+            )
         raise
 
 

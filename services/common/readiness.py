@@ -12,7 +12,6 @@ import json
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,7 @@ def main(argv: list[str]) -> int:
 def require_writable(root: Path) -> None:
     """Raises `StorageError` unless this user can make folders and files below the root, which is made if absent."""
     try:
-        with suppress(FileExistsError):
-            root.mkdir(parents=True)
+        root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".readiness-", dir=root) as folder:
             (Path(folder) / "file").write_bytes(b"a few bytes, which a full file system refuses")
     except OSError as error:

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from services.common.presets import MODEL_PRESETS
 
@@ -32,7 +32,10 @@ CORPUS = Identity(("corpus",))
 TRACED = Identity(("compile_cache", "checkpoint"))  # a constant of the compiled graphs, and of the weights
 TRAINED = Identity(("checkpoint",))
 
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+MAX_NAME_LENGTH = 128
+"""File systems take names of 255 bytes; hashes, endings and writers' tokens are added to a name."""
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=MAX_NAME_LENGTH)]
 Positive = Annotated[int, Field(gt=0)]
 
 
@@ -40,6 +43,16 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def _fits_the_machine(cls, value: Any) -> Any:
+        """Integers of 64 bits, as TOML has them and arithmetic with floats stays finite; text that can be a path."""
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError("an integer of more than 64 bits")
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError(f"{value[:80]!r} has a NUL character, which no path and no name can have")
+        return value
 
 
 class Source(Section):

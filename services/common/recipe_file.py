@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from services.common.errors import RecipeError
+from services.common.input_file import MAX_DEPTH, read_file, require_plain
 from services.common.recipe import Recipe, Section
+
+MAX_RECIPE_BYTES = 2**20
+_SHOWN_PROBLEMS = 20
 
 
 def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
@@ -19,33 +24,61 @@ def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
     Raises `RecipeError` naming the file, each wrong key with the nearest known one, and what was expected.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = read_file(path)
     except FileNotFoundError as error:
         raise RecipeError(f"{path}: no such recipe. `ls recipes/` shows those that are shipped.") from error
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    if len(content) > MAX_RECIPE_BYTES:
+        raise RecipeError(f"{path}: {len(content):,} bytes, a recipe has at most {MAX_RECIPE_BYTES:,}.")
+    try:
+        values = _parse_toml(content.decode())
+    except ValueError as error:
         raise RecipeError(f"{path}: not a TOML file: {error}") from error
     for dotted, text in (overrides or {}).items():
         _override(values, dotted, text)
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        problems = [_explain(problem) for problem in error.errors()]
+        problems = [_explain(problem) for problem in error.errors()[:_SHOWN_PROBLEMS]]
+        if error.error_count() > _SHOWN_PROBLEMS:
+            problems.append(f"and {error.error_count() - _SHOWN_PROBLEMS:,} more")
         raise RecipeError(f"{path}: " + ("\n  " if len(problems) > 1 else "") + "\n  ".join(problems)) from error
 
 
-def _override(values: dict[str, Any], dotted: str, text: str) -> None:
+def _parse_toml(text: str) -> dict[str, Any]:
+    """Raises `ValueError`, also where tomllib raises `RecursionError`."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        values = tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}") from error
+    require_plain(values)
+    return values
+
+
+def _override(values: dict[str, Any], dotted: str, text: str) -> None:
+    *sections, key = dotted.split(".")
+    try:
+        require_plain([dotted, text])  # a command line can hold bytes that are not UTF-8
+        if len(sections) > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        value = _parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # an unquoted word is a string, as a shell user expects
-    *sections, key = dotted.split(".")
+    except ValueError as error:
+        raise RecipeError(f"--{dotted[:200]}: cannot be read: {error}") from error
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             raise RecipeError(f"--{dotted}: {section} is a value, not a section.")
     values[key] = value
+
+
+def _shorten(value: Any) -> str:
+    """`value` as a person would recognise it in a message, which a table of megabytes must not fill."""
+    shown = reprlib.Repr()
+    shown.maxstring = shown.maxother = shown.maxlong = 200
+    return shown.repr(value)
 
 
 def _explain(problem: Any) -> str:
@@ -58,7 +91,7 @@ def _explain(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{dotted}: {message}" if dotted else message
-    return f"{dotted}: got {problem['input']!r}, expected: {message.removeprefix('Input should be ')}"
+    return f"{dotted}: got {_shorten(problem['input'])}, expected: {message.removeprefix('Input should be ')}"
 
 
 def _nearest_key(location: list[str]) -> str:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
+from services.common.command_line import require_text
 from services.common.errors import RecipeError
 
 
 class ToolParser(argparse.ArgumentParser):
     def __init__(self, tool: str, description: str) -> None:
         super().__init__(prog=f"python -m services.tokenizer {tool}", description=description, allow_abbrev=False)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        arguments = super().parse_args(args, namespace)
+        require_text(arguments)
+        return arguments
 
     def error(self, message: str) -> NoReturn:
         raise RecipeError(f"{message}\n{self.format_usage()}".rstrip())
