@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
-from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, CheckpointManifest, CheckpointPayload
-from services.common.artifacts.files import verify_files
+from services.common.artifacts.checkpoint import (
+    MOMENTS,
+    WEIGHTS,
+    CheckpointManifest,
+    CheckpointPayload,
+    checkpoint_id,
+    step_of,
+)
+from services.common.artifacts.files import locate, verify_files
 from services.common.artifacts.lease import Lease, naming_a_lost_lease
 from services.common.artifacts.store import (
     Artifact,
@@ -23,8 +31,9 @@ from services.common.artifacts.store import (
     discard,
     open_artifact,
     published_ids,
+    require_in_place,
 )
-from services.common.errors import ArtifactError
+from services.common.errors import ArtifactError, UnreadableError
 from services.common.program.step import Program
 from services.common.recipe import Checkpoint
 from services.trainer.job import Job
@@ -102,13 +111,16 @@ class CheckpointWriter:
 def newest_checkpoint(shelf: Path) -> Artifact[CheckpointManifest] | None:
     """The newest checkpoint that verifies; damaged ones are reported and passed over.
 
-    Raises `ArtifactError` when there are checkpoints and all of them are damaged: starting again from
-    nothing would not be what the user meant.
+    Raises `UnreadableError` for one that this user may not read: it may be intact. Raises `ArtifactError` when there
+    are checkpoints and all of them are damaged: starting again from nothing would not be what the user meant.
     """
     damages = []
-    for name in reversed(_checkpoint_names(shelf)):
+    for step in reversed(_checkpoint_steps(shelf)):
+        name = checkpoint_id(step)
         try:
             checkpoint = _open_verified(shelf / name)
+        except UnreadableError:
+            raise
         except ArtifactError as error:
             logger.warning("passing over a damaged checkpoint: %s", error)
             damages.append(f"{name}: {error}")
@@ -122,13 +134,16 @@ def newest_checkpoint(shelf: Path) -> Artifact[CheckpointManifest] | None:
     return None
 
 
-def _checkpoint_names(shelf: Path) -> list[str]:
-    """Published checkpoints in the order of their steps; not what a person has renamed."""
-    return [name for name in published_ids(shelf) if re.fullmatch(r"step-\d{8}", name)]
+def _checkpoint_steps(shelf: Path) -> list[int]:
+    """Steps of the published checkpoints, ascending; not what a person has renamed."""
+    return sorted(step for name in published_ids(shelf) if (step := step_of(name)) is not None)
 
 
 def _open_verified(folder: Path) -> Artifact[CheckpointManifest]:
-    checkpoint = open_artifact(folder, CheckpointManifest)
+    checkpoint = require_in_place(open_artifact(folder, CheckpointManifest))
+    step = checkpoint.manifest.checkpoint.step
+    if folder.name != checkpoint_id(step):
+        raise ArtifactError(f"{folder}: its manifest says that it is the state after step {step:,}.")
     verify_files(checkpoint.path, checkpoint.manifest)
     return checkpoint
 
@@ -142,9 +157,36 @@ def _is_intact(folder: Path) -> bool:
 
 
 def load_checkpoint(checkpoint: Artifact[CheckpointManifest], program: Program) -> None:
-    """Put a verified checkpoint's weights and moments into the program."""
-    tensors = safetensors.torch.load_file(checkpoint.path / WEIGHTS)
-    program.load(tensors | safetensors.torch.load_file(checkpoint.path / MOMENTS))
+    """Put a verified checkpoint's weights and moments into the program. Raises `ArtifactError` when they do not fit."""
+    weights = load_tensors(checkpoint, WEIGHTS, program.weights())
+    program.load(weights | load_tensors(checkpoint, MOMENTS, program.moments()))
+
+
+def load_tensors(
+    checkpoint: Artifact[CheckpointManifest], file_name: str, expected: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors in a file of a verified checkpoint: float32, with the names and shapes of `expected`.
+
+    Raises `ArtifactError` for any others: copying would stretch a tensor of one element over a whole matrix.
+    """
+    path = locate(checkpoint.path, file_name)
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
+        raise ArtifactError(f"{path}: cannot be read as safetensors: {error}.") from error
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    wanted = {name: (tuple(tensor.shape), torch.float32) for name, tensor in expected.items()}
+    if found != wanted:
+        name = next(name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name))
+        raise ArtifactError(
+            f"{path}: holds other tensors than the recipe's model: {name} is {_describe(found.get(name))}, "
+            f"expected {_describe(wanted.get(name))}."
+        )
+    return tensors
+
+
+def _describe(tensor: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    return f"{tensor[1]} {list(tensor[0])}" if tensor else "none"
 
 
 def discard_old(shelf: Path, policy: Checkpoint, committed_step: int, lease: Lease) -> None:
@@ -152,9 +194,8 @@ def discard_old(shelf: Path, policy: Checkpoint, committed_step: int, lease: Lea
 
     Later ones are damaged, or the run would have continued from them; they must not push out intact ones.
     """
-    steps = [int(name.removeprefix("step-")) for name in _checkpoint_names(shelf)]
-    for step in [step for step in steps if step <= committed_step][: -policy.keep_latest]:
-        name = f"step-{step:08d}"
+    for step in [step for step in _checkpoint_steps(shelf) if step <= committed_step][: -policy.keep_latest]:
+        name = checkpoint_id(step)
         if policy.keep_interval_steps and step % policy.keep_interval_steps == 0:
             continue
         discard(shelf / name, lease)

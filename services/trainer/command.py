@@ -33,7 +33,7 @@ from services.trainer.job import (
 from services.trainer.node import clean_node, prepare_node
 from services.trainer.report import write_report
 from services.trainer.run import REPORT_FILE, Run, open_run, summarize, write_run
-from services.trainer.sample import Writer
+from services.trainer.sample import Writer, require_drawable
 from services.trainer.supervise import supervise
 
 CLOSING_PROMPTS = ("If the", "Return a", "The method")
@@ -92,6 +92,7 @@ def report(arguments: Namespace, recipe: Recipe) -> int:
 
 def print_sample(arguments: Namespace, recipe: Recipe) -> int:
     """Let the newest checkpoint continue a prompt."""
+    require_drawable(arguments.tokens, arguments.temperature, arguments.seed)
     run = _find_run(arguments, recipe)
     print(Writer(run).write(arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed))
     return 0

@@ -11,12 +11,12 @@ from typing import Any
 
 import safetensors.torch
 
-from services.common.artifacts.checkpoint import WEIGHTS
 from services.common.artifacts.corpus import Vocabulary
 from services.common.artifacts.manifest import sync_folder, write_durably
 from services.common.errors import RecipeError
 from services.common.recipe import Recipe
 from services.trainer.run import Run, vocabulary_file
+from services.trainer.sample import load_weights
 
 
 def export(run: Run, output: Path) -> Path:
@@ -40,7 +40,7 @@ def export(run: Run, output: Path) -> Path:
 
 def _write(run: Run, folder: Path) -> None:
     vocabulary = run.corpus.manifest.corpus.vocabulary
-    weights = safetensors.torch.load_file(run.checkpoint.path / WEIGHTS)
+    weights = load_weights(run)
     write_durably(folder / "model.safetensors", safetensors.torch.save(weights, metadata={"format": "pt"}))
     write_durably(folder / "config.json", json.dumps(hugging_face_config(run.recipe, vocabulary), indent=2).encode())
     write_durably(folder / Path(vocabulary.path).name, vocabulary_file(run).read_bytes())

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from services.common.artifacts.checkpoint import CheckpointManifest
+from services.common.artifacts.checkpoint import CheckpointManifest, checkpoint_id
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.lease import Lease
@@ -45,7 +45,7 @@ class Job:
         return run_folder(self.root, self.run)
 
     def checkpoint_address(self, step: int) -> Address:
-        return Address(self.root, "checkpoint", self.run, f"step-{step:08d}")
+        return Address(self.root, "checkpoint", self.run, checkpoint_id(step))
 
     @property
     def checkpoint_shelf(self) -> Path:

@@ -11,10 +11,10 @@ import logging
 import os
 import shutil
 import tempfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from services.common.artifacts.compile_cache import GRAPHS
-from services.common.artifacts.files import list_files, verify_files
+from services.common.artifacts.files import list_files, locate, verify_files
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)
@@ -45,14 +45,15 @@ def prepare_node(job: Job) -> None:
         logger.info("verified the corpus %s", job.corpus.path)
         cache = compile_cache_folder(job)
         shutil.rmtree(cache, ignore_errors=True)
+        cache.mkdir()
         if job.cache:
             verify_files(job.cache.path, job.cache.manifest)
             for entry in job.cache.manifest.files:  # what is listed, and so verified; not what else lies there
-                target = cache / PurePosixPath(entry.path).relative_to(GRAPHS)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(job.cache.path / entry.path, target)
-        else:
-            cache.mkdir()
+                folder_of_graphs, _, below = entry.path.partition("/")
+                if folder_of_graphs == GRAPHS and below:
+                    target = cache / below  # no part of a listed path is `..`
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(locate(job.cache.path, entry.path), target)
         stamp.touch()
 
 

@@ -11,13 +11,14 @@ from typing import Any
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.files import total_bytes, verify_files
-from services.common.artifacts.manifest import Phase, write_durably
-from services.common.artifacts.store import Artifact, open_artifact
+from services.common.artifacts.files import listed_file, total_bytes
+from services.common.artifacts.manifest import Phase, unreadable, write_durably
+from services.common.artifacts.store import Address, Artifact, open_artifact
 from services.common.errors import ArtifactError
+from services.common.input_file import parse_json, read_file
 from services.common.recipe import Recipe
 from services.trainer.checkpoint import newest_checkpoint
-from services.trainer.job import Job, run_folder
+from services.trainer.job import Job, run_folder, run_name
 from services.trainer.metrics import mean_tokens_per_second, read_attempts, read_metrics
 
 RUN_FILE = "run.json"
@@ -77,10 +78,13 @@ def open_run(root: Path, name: str) -> Run:
     if not (folder / RUN_FILE).exists():
         raise ArtifactError(f"{folder}: no such run. Start it with `python -m services.trainer --recipe FILE`.")
     try:
-        described = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-        schema = described["schema"]
-        paths = {key: root / value for key, value in described["paths"].items()}
+        described = parse_json(read_file(folder / RUN_FILE))
+        schema, paths = described["schema"], described["paths"]
+        corpus_path = root / paths["corpus"]
+        cache_path = root / paths["compile_cache"] if "compile_cache" in paths else None
         recipe = Recipe.model_validate_json(json.dumps(described["recipe"]))
+    except OSError as error:
+        raise unreadable(folder / RUN_FILE, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(
             f"{folder / RUN_FILE}: damaged, or of another version: {error}. "
@@ -88,14 +92,21 @@ def open_run(root: Path, name: str) -> Run:
         ) from error
     if schema != SCHEMA:
         raise ArtifactError(f"{folder / RUN_FILE}: schema {schema!r}, this program reads {SCHEMA!r}.")
-    checkpoint = newest_checkpoint(paths["checkpoints"])
+    corpus = open_artifact(corpus_path, CorpusManifest)
+    if run_name(recipe, corpus) != name:
+        raise ArtifactError(
+            f"{folder / RUN_FILE}: describes the run {run_name(recipe, corpus)}, expected {name}. "
+            f"The trainer's command for this recipe writes it anew."
+        )
+    shelf = Address(root, "checkpoint", name, "").shelf
+    checkpoint = newest_checkpoint(shelf)
     if checkpoint is None:
-        raise ArtifactError(f"{paths['checkpoints']}: the run has no checkpoint yet. Continue it, or wait for one.")
+        raise ArtifactError(f"{shelf}: the run has no checkpoint yet. Continue it, or wait for one.")
     return Run(
         folder=folder,
         recipe=recipe,
-        corpus=open_artifact(paths["corpus"], CorpusManifest),
-        cache=open_artifact(paths["compile_cache"], CompileCacheManifest) if "compile_cache" in paths else None,
+        corpus=corpus,
+        cache=open_artifact(cache_path, CompileCacheManifest) if cache_path else None,
         checkpoint=checkpoint,
         metrics=read_metrics(folder),
         attempts=read_attempts(folder),
@@ -105,9 +116,7 @@ def open_run(root: Path, name: str) -> Run:
 def vocabulary_file(run: Run) -> Path:
     """The vocabulary of the run's corpus, verified. Raises `ArtifactError` when it is damaged."""
     manifest = run.corpus.manifest
-    wanted = manifest.corpus.vocabulary.path
-    verify_files(run.corpus.path, manifest, paths=[wanted])
-    return run.corpus.path / wanted
+    return listed_file(run.corpus.path, manifest, manifest.corpus.vocabulary.path)
 
 
 def summarize(run: Run) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from services.common.artifacts.__main__ import MANIFEST_TYPES, read_manifest
-from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload
+from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, CheckpointManifest, CheckpointPayload
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import Address, Draft, Workspace, publish_once
@@ -54,7 +54,7 @@ def write_checkpoint(root: Path, recipe: Path) -> None:
     inputs = read_golden("checkpoint-1", root.parent).inputs
 
     def build(workspace: Workspace) -> Draft:
-        fill(workspace)
+        fill(workspace, {WEIGHTS: b"", MOMENTS: b""})
         return Draft(payload, inputs)
 
     address = Address(root, "checkpoint", "run-1", "step-00000001")

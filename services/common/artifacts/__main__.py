@@ -7,15 +7,18 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import NoReturn
 
-from services.common.artifacts.checkpoint import CheckpointManifest
+from services.common.artifacts.checkpoint import CheckpointManifest, step_of
 from services.common.artifacts.compile_cache import CompileCacheManifest
-from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.corpus import SPLITS, CorpusManifest
 from services.common.artifacts.files import total_bytes, verify_files
 from services.common.artifacts.lease import FolderWatch, LeaseTaken, LockWatch, find_idle, hold_lease
-from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed
+from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed, unreadable
 from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id, is_work, read_current
+from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import ArtifactError, RecipeError, run_stage
+from services.common.input_file import parse_json, read_file
 
 MANIFEST_TYPES: dict[str, type[Manifest]] = {
     each.SCHEMA.split("/")[0]: each for each in (CorpusManifest, CompileCacheManifest, CheckpointManifest)
@@ -45,6 +48,9 @@ def verify(arguments: argparse.Namespace) -> int:
         try:
             manifest = read_manifest(folder)
             verify_files(folder, manifest)
+            if isinstance(manifest, CorpusManifest):
+                for split in SPLITS:  # that the files hold as much as the manifest counts
+                    TokenStream(folder, manifest.corpus, split)
         except ArtifactError as error:
             damaged.append(str(error))
             print(f"DAMAGED  {folder}", flush=True)
@@ -118,12 +124,16 @@ def read_manifest(folder: Path) -> Manifest:
 def _find_published(folder: Path) -> list[Path]:
     """Work in progress is told by its own folder's name alone: a recipe may be called `x.partial`."""
     found = []
-    for name, folders, files in os.walk(folder):
+    for name, folders, files in os.walk(folder, onerror=_raise_unreadable):
         if MANIFEST in files:
             folders.clear()
             if not is_work(Path(name).name):
                 found.append(Path(name))
-    return sorted(found)
+    return sorted(found, key=lambda path: (path.parent, step_of(path.name) or 0, path.name))
+
+
+def _raise_unreadable(error: OSError) -> NoReturn:
+    raise unreadable(Path(error.filename), error) from error
 
 
 def _find_work(root: Path) -> list[Path]:
@@ -167,7 +177,9 @@ def _find_unreferenced(root: Path) -> list[Path]:
 
 def _artifacts_of(run: Path) -> list[str]:
     try:
-        return list(json.loads(run.read_text(encoding="utf-8"))["artifacts"].values())
+        return list(parse_json(read_file(run))["artifacts"].values())
+    except OSError as error:
+        raise unreadable(run, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(
             f"{run}: damaged: it does not say which artifacts its run uses ({error}). "

@@ -7,7 +7,10 @@ random numbers are functions of the step, so there is no other state.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import re
+from typing import ClassVar, Self
+
+from pydantic import model_validator
 
 from services.common.artifacts.manifest import Count, Manifest, Record
 
@@ -27,8 +30,31 @@ class CheckpointPayload(Record):
     waivers: tuple[str, ...]
     """Flags such as `--allow-cold-compile` under which this state was made."""
 
+    @model_validator(mode="after")
+    def _skips_no_more_than_it_does(self) -> Self:
+        if self.skipped_steps > self.step:
+            raise ValueError(f"{self.skipped_steps:,} of {self.step:,} steps skipped")
+        return self
+
 
 class CheckpointManifest(Manifest):
     SCHEMA: ClassVar[str] = "checkpoint/1"
 
     checkpoint: CheckpointPayload
+
+    @model_validator(mode="after")
+    def _lists_its_tensors(self) -> Self:
+        self.require_listed([WEIGHTS, MOMENTS])
+        return self
+
+
+def checkpoint_id(step: int) -> str:
+    """Name of the folder of the state after `step` steps. From step 100,000,000 on they do not sort as text."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in a checkpoint's id; None for any other name, as that of a folder which a person has renamed."""
+    found = re.fullmatch(r"step-([0-9]{8,19})", name)
+    step = int(found[1]) if found else None
+    return step if step is not None and checkpoint_id(step) == name else None

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from services.common.artifacts.manifest import Count, Manifest, Phase, Record, Sha256
+from services.common.artifacts.manifest import Count, Manifest, Phase, Record, RelativePath, Sha256
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -25,12 +25,17 @@ VocabularyKind = Literal["sentencepiece", "tokenizer_json", "tiktoken"]
 
 class Vocabulary(Record):
     kind: VocabularyKind
-    path: str
-    """The file, relative to the artifact's folder."""
+    path: RelativePath
     sha256: Sha256
-    vocab_size: Annotated[int, Field(ge=2)]
+    vocab_size: Annotated[int, Field(ge=2, lt=2**32)]
     bos_id: Count
     eos_id: Count
+
+    @model_validator(mode="after")
+    def _has_its_borders(self) -> Self:
+        if max(self.bos_id, self.eos_id) >= self.vocab_size:
+            raise ValueError(f"BOS {self.bos_id:,} or EOS {self.eos_id:,} is beyond its {self.vocab_size:,} ids")
+        return self
 
 
 class SplitCounts(Record):
@@ -41,7 +46,7 @@ class SplitCounts(Record):
     eos: Count
     rows: Count
     tail_tokens: Count
-    shards: tuple[str, ...]
+    shards: tuple[RelativePath, ...]
 
     @property
     def tokens(self) -> int:
@@ -52,7 +57,7 @@ class SourceCounts(Record):
     """What a source of the recipe became."""
 
     uri: str
-    weight: float
+    weight: Annotated[float, Field(ge=0)]
     documents: Count
     """Kept, once for each time that a weight above 1 keeps them."""
     tokens: Count
@@ -64,8 +69,8 @@ class SourceCounts(Record):
 class CorpusPayload(Record):
     vocabulary: Vocabulary
     token_dtype: Literal["uint16", "uint32"]
-    sequence_length: Annotated[int, Field(ge=1)]
-    rows_per_shard: Annotated[int, Field(ge=1)]
+    sequence_length: Annotated[int, Field(ge=1, lt=2**31)]
+    rows_per_shard: Annotated[int, Field(ge=1, lt=2**63)]
     encoder: str
     """What made the ids."""
     reference: str
@@ -89,10 +94,14 @@ class CorpusPayload(Record):
 
     @model_validator(mode="after")
     def _nothing_is_lost(self) -> Self:
+        if set(self.splits) != set(SPLITS):
+            raise ValueError(f"its splits are {', '.join(self.splits) or 'none'}, expected {' and '.join(SPLITS)}")
         for name, counts in self.splits.items():
             stored = counts.rows * self.sequence_length + counts.tail_tokens
             if counts.tokens != stored:
                 raise ValueError(f"{name}: {counts.tokens:,} tokens were encoded and {stored:,} are stored")
+            if len(counts.shards) != -(-counts.rows // self.rows_per_shard):
+                raise ValueError(f"{name}: {counts.rows:,} rows in {len(counts.shards):,} shards")
         kept = sum(counts.documents for counts in self.splits.values())
         dropped = self.documents_empty + self.documents_too_short + self.documents_not_sampled
         if kept + dropped != self.documents_read:
@@ -105,12 +114,18 @@ class CorpusManifest(Manifest):
 
     corpus: CorpusPayload
 
+    @model_validator(mode="after")
+    def _lists_what_it_is_read_from(self) -> Self:
+        shards = [path for counts in self.corpus.splits.values() for path in counts.shards]
+        self.require_listed([self.corpus.vocabulary.path, *shards, *map(tail_path, self.corpus.splits)])
+        return self
+
     @classmethod
     def upgrade(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """corpus/1 had no other encoder than SentencePiece, and took every document of every source."""
-        if raw["schema"] != "corpus/1":
+        payload = raw.get("corpus")
+        if raw.get("schema") != "corpus/1" or not isinstance(payload, dict):
             return raw
-        payload = raw["corpus"]
         younger = {
             "encoder": "sentencepiece",
             "reference": "sentencepiece",
@@ -121,6 +136,11 @@ class CorpusManifest(Manifest):
             "sources": (),
         }
         return {**raw, "schema": cls.SCHEMA, "corpus": {**younger, **payload}}
+
+
+def tail_path(split: Split) -> str:
+    """Of the file with the tokens that fill no row."""
+    return f"{split}/tail/tail.arrow"
 
 
 def arrow_schema(token_dtype: str, sequence_length: int) -> pa.Schema:

@@ -6,23 +6,43 @@ checksums, what the artifact was made from and by what, so a reader needs nothin
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import uuid
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from services.common.errors import ArtifactError
+from services.common.errors import ArtifactError, TryAgain, UnreadableError
+from services.common.input_file import parse_json, read_file
 from services.common.recipe import fingerprint
 
 MANIFEST = "manifest.json"
+_SHOWN_PROBLEMS = 5
+_PASSING = frozenset({errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN})
 
-Count = Annotated[int, Field(ge=0)]
+
+def _require_relative(path: str) -> str:
+    if len(path.encode()) > 4_000 or any(
+        part in ("", ".", "..") or len(part.encode()) > 255 for part in path.split("/")
+    ):
+        raise ValueError(f"{path[:200]!r} is no path below the artifact's folder, as 'train/shard-00000.arrow' is")
+    if "\\" in path or not path.isprintable():
+        raise ValueError(f"{path[:200]!r} has characters that no file of an artifact has in its name")
+    if path == MANIFEST:
+        raise ValueError("a manifest cannot list itself")
+    return path
+
+
+RelativePath = Annotated[str, AfterValidator(_require_relative)]
+"""Below the artifact's folder, with forward slashes. `files.listed_file` opens it."""
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
@@ -32,8 +52,7 @@ class Record(BaseModel):
 
 
 class FileEntry(Record):
-    path: str
-    """Relative to the artifact's folder, with forward slashes."""
+    path: RelativePath
     bytes: Count
     xxh3_128: Xxh3
     """Checked by readers: 24 GB/s a core where sha256 does 1.8."""
@@ -59,7 +78,7 @@ class Phase(Record):
     """A timed part of a stage's work, for the timeline of the report."""
 
     name: str
-    started_at: datetime
+    started_at: AwareDatetime
     seconds: Annotated[float, Field(ge=0)]
 
 
@@ -73,11 +92,25 @@ class Manifest(Record):
     id: str
     identity_key: str
     """Hash of the recipe's identity fields for this kind: how a stage finds the artifact of its recipe."""
-    created_at: datetime
+    created_at: AwareDatetime
     producer: Producer
     inputs: tuple[InputLink, ...]
     recipe: dict[str, Any]
     files: tuple[FileEntry, ...]
+
+    @field_validator("files")
+    @classmethod
+    def _lists_a_file_once(cls, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
+        path, times = Counter(entry.path for entry in files).most_common(1)[0] if files else ("", 0)
+        if times > 1:
+            raise ValueError(f"{path} is listed {times} times")
+        return files
+
+    def require_listed(self, paths: Collection[str]) -> None:
+        """Raise `ValueError` for a path that is not among `files`: nothing says what that file should hold."""
+        unlisted = sorted(set(paths) - {entry.path for entry in self.files})
+        if unlisted:
+            raise ValueError(f"{', '.join(unlisted[:4])}: not among the files that the manifest lists")
 
     @property
     def kind(self) -> str:
@@ -106,7 +139,7 @@ class Manifest(Record):
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            raise ArtifactError(f"{path}: does not follow {cls.SCHEMA}: {error}") from error
+            raise ArtifactError(f"{path}: does not follow {cls.SCHEMA}:{_explain(error)}") from error
 
     @classmethod
     def upgrade(cls, raw: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +152,23 @@ class Manifest(Record):
         write_durably(folder / MANIFEST, json.dumps({**raw, "seal": fingerprint(raw)}, indent=1).encode() + b"\n")
 
 
+class Header(BaseModel):
+    """Of a manifest of any kind, what tells the newest artifact of a recipe."""
+
+    model_config = ConfigDict(frozen=True)
+
+    identity_key: str
+    created_at: AwareDatetime
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises `ArtifactError` when the manifest is absent or damaged."""
+        try:
+            return cls.model_validate(read_sealed(folder))
+        except ValidationError as error:
+            raise ArtifactError(f"{folder / MANIFEST}: no manifest of ours:{_explain(error)}") from error
+
+
 _MAKE_AGAIN = "Move the folder away and run the stage again."
 
 
@@ -126,7 +176,7 @@ def read_sealed(folder: Path) -> dict[str, Any]:
     """The fields of `folder/manifest.json`, of any schema. Raises `ArtifactError` when it is absent or damaged."""
     path = folder / MANIFEST
     try:
-        raw = json.loads(path.read_bytes())
+        raw = parse_json(read_file(path))
         seal = raw.pop("seal")
         found = fingerprint(raw)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -134,6 +184,8 @@ def read_sealed(folder: Path) -> dict[str, Any]:
             f"{folder}: not a published artifact (no {MANIFEST}). "
             f"`python -m services.common.artifacts list` shows what is published."
         ) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ArtifactError(f"{path}: damaged: not a sealed manifest ({error}). {_MAKE_AGAIN}") from error
     if seal != found:
@@ -141,6 +193,26 @@ def read_sealed(folder: Path) -> dict[str, Any]:
             f"{path}: damaged: its content hashes to {found[:12]}, the seal says {str(seal)[:12]}. {_MAKE_AGAIN}"
         )
     return dict(raw)
+
+
+def unreadable(path: Path, error: OSError) -> ArtifactError | TryAgain:
+    """What an `OSError` says about a file of an artifact.
+
+    It is not damaged where this user may not read it, nor where a network file system did not answer.
+    """
+    if error.errno in _PASSING:
+        return TryAgain(f"{path}: cannot be read now: {error.strerror}. The same command tries again.")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return UnreadableError(f"{path}: cannot be read: {error.strerror}. Let this user read the artifact's folder.")
+    return ArtifactError(f"{path}: cannot be read: {error.strerror or error}.")
+
+
+def _explain(error: ValidationError) -> str:
+    problems = error.errors()
+    lines = [".".join(map(str, each["loc"])) + f": {each['msg']}" for each in problems[:_SHOWN_PROBLEMS]]
+    if len(problems) > _SHOWN_PROBLEMS:
+        lines.append(f"and {len(problems) - _SHOWN_PROBLEMS:,} more")
+    return "".join(f"\n  {line}" for line in lines)
 
 
 def content_digest(files: tuple[FileEntry, ...]) -> str:

@@ -28,15 +28,17 @@ from services.common.artifacts.files import describe_files, verify_files
 from services.common.artifacts.lease import Lease, hold_lease
 from services.common.artifacts.manifest import (
     MANIFEST,
+    Header,
     InputLink,
     Manifest,
     now,
     producer,
-    read_sealed,
     sync_folder,
+    unreadable,
     write_durably,
 )
 from services.common.errors import ArtifactError, TryAgain, naming_the_place
+from services.common.input_file import parse_json, read_file
 from services.common.recipe import Kind, Recipe, fingerprint, identity
 
 logger = logging.getLogger(__name__)
@@ -132,7 +134,7 @@ def publish_once(
     with hold_lease(address.beside(LOCK_SUFFIX)) as held:
         lease = held.lease
         if (address.path / MANIFEST).exists():
-            artifact = open_artifact(address.path, manifest_type)
+            artifact = require_in_place(open_artifact(address.path, manifest_type))
             verify_files(artifact.path, artifact.manifest)
             record_current(address, artifact.manifest.identity_key)
             return artifact, False
@@ -267,7 +269,7 @@ def find_artifact(
     shelf = root / kind / name
     found = read_current(shelf).get(identity_key(recipe, kind))
     if found is not None:
-        return open_artifact(shelf / found, manifest_type)
+        return require_in_place(open_artifact(shelf / found, manifest_type), identity_key(recipe, kind))
     others = published_ids(shelf)
     seen = f" ({len(others)} there for other recipe settings: {', '.join(others[:4])})" if others else ""
     raise ArtifactError(f"{shelf}: no {kind} for this recipe{seen}. Make it with {made_by}.")
@@ -276,6 +278,22 @@ def find_artifact(
 def open_artifact(path: Path, manifest_type: type[M]) -> Artifact[M]:
     """Read a published artifact's manifest; its files are checked by `verify_files`."""
     return Artifact(path, manifest_type.read(path))
+
+
+def require_in_place(artifact: Artifact[M], key: str | None = None) -> Artifact[M]:
+    """Raise `ArtifactError` when an artifact that was looked for by its place, and its identity key, is another one."""
+    path, manifest = artifact.path, artifact.manifest
+    if (manifest.name, manifest.id) != (path.parent.name, path.name):
+        raise ArtifactError(
+            f"{path}: its manifest is of {manifest.name}/{manifest.id}: it was copied here from there. "
+            f"Move the folder away, or back to that place."
+        )
+    if key is not None and manifest.identity_key != key:
+        raise ArtifactError(
+            f"{path.parent / CURRENT}: names {path.name} for a recipe that it was not made for. "
+            f"Remove {CURRENT}: it is made anew from the manifests."
+        )
+    return artifact
 
 
 def published_ids(shelf: Path) -> list[str]:
@@ -300,17 +318,21 @@ def read_current(shelf: Path) -> dict[str, str]:
     stored = _load_current(shelf)
     if stored is not None:
         return stored
-    manifests = [read_sealed(shelf / found) for found in published_ids(shelf)]
-    manifests.sort(key=lambda manifest: manifest["created_at"])
-    return {manifest["identity_key"]: manifest["id"] for manifest in manifests}
+    headers = [(Header.read(shelf / found), found) for found in published_ids(shelf)]
+    headers.sort(key=lambda each: each[0].created_at)
+    return {header.identity_key: found for header, found in headers}
 
 
 def _load_current(shelf: Path) -> dict[str, str] | None:
     """What `current.json` says; None when it is lost or torn, or names what is no longer there."""
+    path = shelf / CURRENT
     try:
-        entries = json.loads((shelf / CURRENT).read_text(encoding="utf-8"))
+        entries = parse_json(read_file(path))
     except (FileNotFoundError, ValueError):
         return None
-    if isinstance(entries, dict) and all((shelf / str(found) / MANIFEST).exists() for found in entries.values()):
+    except OSError as error:
+        raise unreadable(path, error) from error
+    published = set(published_ids(shelf))
+    if isinstance(entries, dict) and all(isinstance(each, str) and each in published for each in entries.values()):
         return entries
     return None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from services.common.artifacts.corpus import CorpusManifest, CorpusPayload, Split
-from services.common.artifacts.files import verify_files
+from services.common.artifacts.corpus import CorpusManifest, CorpusPayload, Split, tail_path
+from services.common.artifacts.files import Level, locate, verify_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
 
@@ -36,30 +36,38 @@ class TokenStream:
     """Random access to the samples of one split; shards stay memory-mapped, nothing is read ahead."""
 
     def __init__(self, folder: Path, corpus: CorpusPayload, split: Split) -> None:
+        """Raises `ArtifactError` when a file does not hold what the manifest says, checksums aside."""
         counts = corpus.splits[split]
         self.sequence_length = corpus.sequence_length
         self.num_samples = max(0, (counts.tokens - 1) // corpus.sequence_length)
+        self._folder, self._paths = folder, counts.shards
+        self._vocab_size = corpus.vocabulary.vocab_size
         self._rows_per_shard = corpus.rows_per_shard
-        self._shards = [_Shard.map(folder / path) for path in counts.shards]
+        first_rows = range(0, counts.rows, corpus.rows_per_shard)
+        self._shards = [
+            TokenFile.map(folder, path, corpus, rows=min(corpus.rows_per_shard, counts.rows - first_row))
+            for path, first_row in zip(counts.shards, first_rows, strict=True)
+        ]
         # What follows the last token of each shard.
-        firsts = [shard.tokens for shard in self._shards[1:]] + [read_tail(folder / split / "tail" / "tail.arrow")]
-        self._tokens_after = [tokens[:1] for tokens in firsts]
+        tail = TokenFile.map(folder, tail_path(split), corpus, rows=1, num_tokens=counts.tail_tokens)
+        self._tokens_after = [file.tokens[:1] for file in (*self._shards[1:], tail)]
 
     @classmethod
-    def open(
-        cls, artifact: Artifact[CorpusManifest], split: Split, *, verify: Literal["full", "size"] = "full"
-    ) -> TokenStream:
+    def open(cls, artifact: Artifact[CorpusManifest], split: Split, *, verify: Level = "full") -> TokenStream:
         """Check the split's files before anything is read from them: their checksums, or their sizes alone.
 
         Raises `ArtifactError` that names what is damaged.
         """
         manifest = artifact.manifest
-        paths = {entry.path for entry in manifest.files if entry.path.startswith(f"{split}/")}
+        paths = {*manifest.corpus.splits[split].shards, tail_path(split)}
         verify_files(artifact.path, manifest, level=verify, paths=paths)
         return cls(artifact.path, manifest.corpus, split)
 
     def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Samples as int64 [len(indices), L + 1]; columns [:-1] are inputs and [1:] the targets."""
+        """Samples as int64 [len(indices), L + 1]; columns [:-1] are inputs and [1:] the targets.
+
+        Raises `ArtifactError` for an id that is not in the vocabulary: a compiled graph reads whatever is there.
+        """
         wanted = np.asarray(indices, dtype=np.int64).tolist()
         length, rows_per_shard, shards = self.sequence_length, self._rows_per_shard, self._shards
         samples = np.empty((len(wanted), length + 1), dtype=np.int64)
@@ -72,6 +80,12 @@ class TokenStream:
             else:
                 samples[position, :-1] = tokens[begin:]
                 samples[position, -1:] = self._tokens_after[shard]
+        if len(wanted) and (largest := int(samples.max())) >= self._vocab_size:
+            shard = wanted[int(samples.max(axis=1).argmax())] // rows_per_shard
+            raise ArtifactError(
+                f"{self._folder / self._paths[shard]}: holds the id {largest:,}, and its vocabulary has "
+                f"{self._vocab_size:,}. {_check(self._folder)}"
+            )
         return samples
 
     def read_documents(self, indices: npt.ArrayLike) -> DocumentBatch:
@@ -82,6 +96,11 @@ class TokenStream:
         for position, index in enumerate(wanted.tolist()):
             shard, row = divmod(index, self._rows_per_shard)
             starts = self._shards[shard].doc_starts(row)
+            if len(starts) and (starts[0] < 0 or starts[-1] >= length or np.any(np.diff(starts) <= 0)):
+                raise ArtifactError(
+                    f"{self._folder / self._paths[shard]}: the doc_starts of row {row:,} do not rise within the row. "
+                    f"{_check(self._folder)}"
+                )
             starts = np.concatenate(([0], starts[starts > 0]))
             sizes = np.diff(starts, append=length)
             segment_ids[position] = np.repeat(np.arange(len(starts)), sizes)
@@ -89,43 +108,58 @@ class TokenStream:
         return DocumentBatch(self.read(wanted), segment_ids, positions)
 
 
-class _Shard(NamedTuple):
-    """Read-only views of a mapped file."""
+class TokenFile(NamedTuple):
+    """Read-only views of a mapped file: a shard, or a tail."""
 
     tokens: Tokens
-    """[rows * L]"""
+    """[rows * L], or the tail's own length"""
     start_offsets: npt.NDArray[np.int32]
     starts: npt.NDArray[np.int32]
 
     @classmethod
-    def map(cls, path: Path) -> _Shard:
-        rows = _open_arrow(path)
-        doc_starts = rows.column("doc_starts").chunk(0)
-        return cls(
-            tokens=_view(rows.column("input_ids").chunk(0).values),
-            start_offsets=_view(doc_starts.offsets),
-            starts=_view(doc_starts.values),
-        )
+    def map(cls, folder: Path, path: str, corpus: CorpusPayload, rows: int, num_tokens: int | None = None) -> TokenFile:
+        """The file at `path` of a corpus's manifest, with `rows` rows of L tokens, or of `num_tokens` in all.
+
+        Raises `ArtifactError` when the file is another one. Checksums are not looked at.
+        """
+        file = locate(folder, path)
+        expected = rows * corpus.sequence_length if num_tokens is None else num_tokens
+        try:
+            batch = _read_batch(file)
+            doc_starts = batch.column("doc_starts")
+            tokens = _view(batch.column("input_ids").values)
+            found = cls(tokens, start_offsets=_view(doc_starts.offsets), starts=_view(doc_starts.values))
+        except (pa.ArrowException, OSError, KeyError, AttributeError) as error:
+            raise ArtifactError(f"{file}: cannot be read as a corpus's file: {error}. {_check(folder)}") from error
+        if (len(tokens), tokens.dtype, len(batch)) != (expected, np.dtype(corpus.token_dtype), rows):
+            raise ArtifactError(
+                f"{file}: {len(tokens):,} tokens of {tokens.dtype} in {len(batch):,} rows, the manifest says "
+                f"{expected:,} of {corpus.token_dtype} in {rows:,}. {_check(folder)}"
+            )
+        if found.starts.dtype != np.int32:
+            raise ArtifactError(f"{file}: doc_starts are {found.starts.dtype}, expected int32. {_check(folder)}")
+        return found
 
     def doc_starts(self, row: int) -> npt.NDArray[np.int32]:
         """Positions in the row at which documents begin."""
         return self.starts[self.start_offsets[row] : self.start_offsets[row + 1]]
 
 
-def read_tail(path: Path) -> Tokens:
-    """The last tokens of a split, fewer than a row."""
-    return _view(_open_arrow(path).column("input_ids").chunk(0).values)
+def _read_batch(path: Path) -> pa.RecordBatch:
+    """The one record batch of a file: views of the mapped file, checked not to point outside of it."""
+    with pa.ipc.open_file(pa.memory_map(str(path), "r")) as file:
+        if file.num_record_batches != 1:
+            raise pa.ArrowInvalid(f"{file.num_record_batches} record batches, expected 1")
+        batch = file.get_batch(0)
+    batch.validate(full=True)
+    if any(column.null_count for column in batch.columns):
+        raise pa.ArrowInvalid("it has nulls")
+    return batch
 
 
 def _view(values: pa.Array) -> Any:
     return np.asarray(values.to_numpy(zero_copy_only=True))
 
 
-def _open_arrow(path: Path) -> pa.Table:
-    try:
-        return pa.ipc.open_file(pa.memory_map(str(path), "r")).read_all()
-    except (pa.ArrowInvalid, FileNotFoundError) as error:
-        raise ArtifactError(
-            f"{path}: cannot be read as an Arrow file: {error}. "
-            f"Check the corpus with `python -m services.common.artifacts verify {path.parents[1]}`."
-        ) from error
+def _check(folder: Path) -> str:
+    return f"Check the corpus with `python -m services.common.artifacts verify {folder}`."

@@ -17,7 +17,7 @@ import pytest
 
 from services.common.artifacts import lease
 from services.common.artifacts.__main__ import main
-from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload
+from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, CheckpointManifest, CheckpointPayload
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.manifest import MANIFEST
@@ -421,7 +421,7 @@ def test_gc_removes_nothing_while_it_cannot_tell_what_is_referred_to(root: Path,
 
 def test_gc_keeps_checkpoints(root: Path, recipe: Recipe) -> None:
     def build(workspace: Workspace) -> Draft:
-        fill(workspace)
+        fill(workspace, {WEIGHTS: b"", MOMENTS: b""})
         payload = CheckpointPayload(
             step=5, tokens=1, skipped_steps=0, data_parallel_size=1, program_fingerprint="eager", waivers=()
         )

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from services.common.artifacts.corpus import SPLITS, CorpusManifest, CorpusPayload, SplitCounts, Vocabulary
+from services.common.artifacts.corpus import SPLITS, CorpusManifest, CorpusPayload, SplitCounts, Vocabulary, tail_path
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
 from services.common.errors import RecipeError, exit_code_of
 from services.common.readiness import main
-from services.common.tests.builders import REPOSITORY, make_recipe, publish, write_recipe
+from services.common.tests.builders import REPOSITORY, fill, make_recipe, publish, write_recipe
 
 NOTHING = SplitCounts(documents=0, document_tokens=0, bos=0, eos=0, rows=0, tail_tokens=0, shards=())
 
@@ -26,7 +26,7 @@ def publish_corpus(
     """A corpus without text, made for the small recipe."""
 
     def build(workspace: Workspace) -> Draft:
-        (workspace.files / "name").write_text(identifier, encoding="utf-8")
+        fill(workspace, {path: identifier.encode() for path in ("m", *map(tail_path, SPLITS))})
         payload = CorpusPayload(
             vocabulary=Vocabulary(
                 kind="sentencepiece", path="m", sha256="0" * 64, vocab_size=vocab_size, bos_id=1, eos_id=2

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from services.common.artifacts.corpus import arrow_schema
-from services.common.artifacts.token_stream import TokenStream, read_tail
+from services.common.artifacts.token_stream import TokenFile, TokenStream
 from services.tokenizer.tests.builders import (
     make_documents,
     make_text,
@@ -125,7 +125,8 @@ def test_a_split_without_documents_has_a_tail_and_no_shards(tmp_path: Path) -> N
 
     counts = corpus.manifest.corpus.splits["validation"]
     assert (counts.documents, counts.rows, counts.tail_tokens, counts.shards) == (0, 0, 0, ())
-    assert read_tail(corpus.path / "validation" / "tail" / "tail.arrow").tolist() == []
+    tail = TokenFile.map(corpus.path, "validation/tail/tail.arrow", corpus.manifest.corpus, rows=1, num_tokens=0)
+    assert tail.tokens.tolist() == []
     assert TokenStream(corpus.path, corpus.manifest.corpus, "validation").num_samples == 0
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
-from services.common.artifacts.corpus import CorpusManifest, CorpusPayload, Split
+from services.common.artifacts.corpus import CorpusManifest, CorpusPayload, Split, tail_path
 from services.common.artifacts.files import verify_files
 from services.common.artifacts.store import Artifact, open_artifact
+from services.common.artifacts.token_stream import TokenFile
 from services.common.errors import ArtifactError
 from services.tokenizer.encoding.encoder import Offsets, TokenIds
 
@@ -54,8 +54,8 @@ class StoredStream:
         counts = corpus.splits[split]
         self.num_tokens, self.num_documents = counts.tokens, counts.documents
         self._folder = folder
-        self._row_tokens, self._token_dtype = corpus.sequence_length, np.dtype(corpus.token_dtype)
-        self._paths = (*counts.shards, f"{split}/tail/tail.arrow")
+        self._corpus = corpus
+        self._paths = (*counts.shards, tail_path(split))
         shard_tokens = corpus.rows_per_shard * corpus.sequence_length
         shard_begins = [index * shard_tokens for index in range(len(counts.shards))]
         self._borders = (*shard_begins, counts.rows * corpus.sequence_length, counts.tokens)
@@ -71,7 +71,7 @@ class StoredStream:
         parts = [_cut(self._map(index), begin, end) for index in self._files_of(begin, end)]
         if len(parts) == 1:
             return parts[0]
-        tokens = [np.empty(0, self._token_dtype), *(part.tokens for part in parts)]
+        tokens = [np.empty(0, self._corpus.token_dtype), *(part.tokens for part in parts)]
         starts = [np.empty(0, np.int64), *(part.starts for part in parts)]
         return Excerpt(begin, np.concatenate(tokens), np.concatenate(starts))
 
@@ -110,19 +110,12 @@ class StoredStream:
 
     def _open(self, index: int) -> Excerpt:
         begin, end = self._borders[index], self._borders[index + 1]
-        try:
-            batch = _read_batch(self._folder / self._paths[index])
-            doc_starts = batch.column("doc_starts")
-            tokens = np.asarray(batch.column("input_ids").values.to_numpy(zero_copy_only=True))
-            offsets, places = doc_starts.offsets.to_numpy(), doc_starts.values.to_numpy()
-        except (pa.ArrowException, OSError, KeyError, AttributeError) as error:
-            raise ArtifactError(self._explain_damage(index, f"cannot be read as a corpus's file: {error}")) from error
-        if len(tokens) != end - begin or tokens.dtype != self._token_dtype:
-            found = (
-                f"{len(tokens):,} tokens of {tokens.dtype}, the manifest says {end - begin:,} of {self._token_dtype}"
-            )
-            raise ArtifactError(self._explain_damage(index, found))
-        row_begins = begin + np.arange(len(doc_starts), dtype=np.int64) * self._row_tokens
+        is_tail = index == len(self._paths) - 1
+        rows = 1 if is_tail else (end - begin) // self._corpus.sequence_length
+        tokens, offsets, places = TokenFile.map(
+            self._folder, self._paths[index], self._corpus, rows, num_tokens=end - begin
+        )
+        row_begins = begin + np.arange(rows, dtype=np.int64) * self._corpus.sequence_length
         starts = np.repeat(row_begins, np.diff(offsets)) + places[offsets[0] : offsets[-1]]
         if len(starts) and not (begin <= starts[0] and starts[-1] < end and np.all(np.diff(starts) > 0)):
             raise ArtifactError(self._explain_damage(index, "its doc_starts do not rise from its begin to its end"))
@@ -139,13 +132,3 @@ def _cut(file: Excerpt, begin: int, end: int) -> Excerpt:
     low, high = max(begin, file.begin), min(end, file.end)
     first, last = np.searchsorted(file.starts, [low, high])
     return Excerpt(low, file.tokens[low - file.begin : high - file.begin], file.starts[first:last])
-
-
-def _read_batch(path: Path) -> pa.RecordBatch:
-    """The one record batch of a file: views of the mapped file, checked not to point outside of it."""
-    with pa.ipc.open_file(pa.memory_map(str(path), "r")) as file:
-        if file.num_record_batches != 1:
-            raise pa.ArrowInvalid(f"{file.num_record_batches} record batches, expected 1")
-        batch = file.get_batch(0)
-    batch.validate(full=True)
-    return batch

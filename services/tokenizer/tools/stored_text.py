@@ -6,7 +6,7 @@ import unicodedata
 from itertools import groupby
 
 from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.files import verify_files
+from services.common.artifacts.files import listed_file
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
 from services.common.vocabularies.codec import load_codec
@@ -24,9 +24,8 @@ class StoredText:
 
     def __init__(self, corpus: Artifact[CorpusManifest]) -> None:
         vocabulary = corpus.manifest.corpus.vocabulary
-        verify_files(corpus.path, corpus.manifest, paths=[vocabulary.path])
         self._folder = corpus.path
-        self._decode = load_codec((corpus.path / vocabulary.path).read_bytes(), vocabulary).decode
+        self._decode = load_codec(listed_file(corpus.path, corpus.manifest, vocabulary.path), vocabulary).decode
         self._marks = {vocabulary.bos_id: "⟨BOS⟩", vocabulary.eos_id: "⟨EOS⟩"}
         if vocabulary.bos_id == vocabulary.eos_id:
             self._marks[vocabulary.bos_id] = "⟨BOS/EOS⟩"

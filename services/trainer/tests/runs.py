@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import xxhash
 
-from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS
+from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, step_of
 from services.common.errors import exit_code_of
 from services.trainer.__main__ import main
 from services.trainer.metrics import read_metrics
@@ -51,8 +51,9 @@ def call_trainer(capfd: pytest.CaptureFixture[str], recipe: Path, root: Path, *o
 
 
 def checkpoints(root: Path) -> dict[str, Path]:
-    """Committed checkpoints by step name."""
-    return {path.parent.name: path.parent for path in sorted(root.glob("checkpoint/*/step-*[0-9]/manifest.json"))}
+    """Committed checkpoints by step name, in the order of their steps."""
+    folders = [path.parent for path in root.glob("checkpoint/*/step-*[0-9]/manifest.json")]
+    return {folder.name: folder for folder in sorted(folders, key=lambda folder: step_of(folder.name) or 0)}
 
 
 def state_hash(checkpoint: Path) -> str:
