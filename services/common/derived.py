@@ -38,8 +38,7 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
     if corpus is None:
         return rows | {"steps per epoch": "known once the tokenizer stage has published the corpus"}
     counts = corpus.splits["train"]
-    samples = max(0, (counts.tokens - 1) // corpus.sequence_length)
-    steps = samples / batch.global_batch_size
+    steps = corpus.num_samples("train") / batch.global_batch_size
     return rows | {
         "training tokens": f"{counts.tokens:,} in {len(counts.shards)} shards",
         "steps per epoch": f"{steps:,.1f}",

@@ -254,6 +254,8 @@ class Train(Section):
     """Micro-batches of the validation split in one evaluation; 0 switches evaluation off."""
     time_limit_seconds: Annotated[float, Field(gt=0)] | None = None
     """Stop with a committed checkpoint and exit 75 once a run command has taken this long."""
+    max_consecutive_skipped_steps: Annotated[int, Field(ge=0)] = 10
+    """A step whose gradient is not finite updates nothing. More of them in a row end the run, with exit 2."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Times that lost workers are started again within one command."""
 

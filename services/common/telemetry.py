@@ -17,7 +17,6 @@ import rich.console
 import rich.progress
 
 from services.common.artifacts.manifest import Phase
-from services.common.errors import ArtifactError
 
 PLAIN_PROGRESS_SECONDS = 10.0
 _LAST_LINE_BYTES = 16_384
@@ -49,33 +48,30 @@ class JsonLines:
         self._file.close()
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete records of a JsonLines file; none when it does not exist."""
+def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
+    """The complete lines of a JsonLines file, None for each that is not a JSON object; none when it does not exist."""
     if not path.exists():
         return []
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise ArtifactError(
-                f"{path}: line {number} is damaged: {error}. It holds no training state: move the file away."
-            ) from error
-    return records
+    return [_parse_object(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def read_last_json_line(path: Path) -> dict[str, Any] | None:
     """The newest complete record of a JsonLines file that may be long; None when there is none that can be read."""
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_LINE_BYTES))
-        lines = file.read().split(b"\n")
     try:
-        record: dict[str, Any] = json.loads(lines[-2])
-    except (IndexError, ValueError):
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_LINE_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
         return None
-    return record
+    return _parse_object(lines[-2]) if len(lines) > 1 else None
+
+
+def _parse_object(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 class Stopwatch:

@@ -52,13 +52,10 @@ class CheckpointWriter:
         self.slowest_seconds = 0.0
         """Of the checkpoints so far, from the first copy to the commit."""
 
-    def save(self, program: Program, step: int, skipped_steps: int) -> float:
-        """Stage the state after `step` steps; returns the seconds that training stood still for it.
-
-        An earlier save that is still being written is waited for, and its failure raised here.
-        """
+    def save(self, program: Program, step: int, skipped_steps: int) -> None:
+        """Stage the state after `step` steps and begin to write it. The save before it has been waited for."""
         start = time.perf_counter()
-        self.wait()
+        assert self._pending is None
         weights = {name: view.clone() for name, view in program.weights().items()}
         moments = {name: view.clone() for name, view in program.moments().items()}
         recipe = self._job.recipe
@@ -71,7 +68,6 @@ class CheckpointWriter:
             waivers=self._job.waivers,
         )
         self._pending = self._thread.submit(self._write, payload, weights, moments, start)
-        return time.perf_counter() - start
 
     def raise_failure(self) -> None:
         """Raise what a finished background write failed with, without waiting for one that is under way."""
@@ -151,9 +147,14 @@ def _open_verified(folder: Path) -> Artifact[CheckpointManifest]:
 def _is_intact(folder: Path) -> bool:
     try:
         _open_verified(folder)
-    except ArtifactError:
+    except (ArtifactError, OSError):
         return False
     return True
+
+
+def newest_step(shelf: Path) -> int | None:
+    """Of the committed checkpoints, without a look at whether they verify."""
+    return max(_checkpoint_steps(shelf), default=None)
 
 
 def load_checkpoint(checkpoint: Artifact[CheckpointManifest], program: Program) -> None:
@@ -190,12 +191,24 @@ def _describe(tensor: tuple[tuple[int, ...], torch.dtype] | None) -> str:
 
 
 def discard_old(shelf: Path, policy: Checkpoint, committed_step: int, lease: Lease) -> None:
-    """Remove all but the newest checkpoints up to `committed_step` and those that the policy keeps for good.
+    """Remove what is older than the `keep_latest` newest intact checkpoints, but for those that are kept for good.
 
-    Later ones are damaged, or the run would have continued from them; they must not push out intact ones.
+    `committed_step` has just been committed; the others count once they verify, by their checksums. Damaged ones among
+    those that are kept stay where they are, for a person to look at. Later ones are damaged too, or the run would have
+    continued from them. A removal that fails is reported: the run needs none.
     """
-    for step in [step for step in _checkpoint_steps(shelf) if step <= committed_step][: -policy.keep_latest]:
-        name = checkpoint_id(step)
-        if policy.keep_interval_steps and step % policy.keep_interval_steps == 0:
-            continue
-        discard(shelf / name, lease)
+    steps = [step for step in reversed(_checkpoint_steps(shelf)) if step <= committed_step]
+    intact = 0
+    for step in steps:
+        if intact >= policy.keep_latest:
+            if not policy.keep_interval_steps or step % policy.keep_interval_steps:
+                _discard(shelf / checkpoint_id(step), lease)
+        elif len(steps) > policy.keep_latest:
+            intact += step == committed_step or _is_intact(shelf / checkpoint_id(step))
+
+
+def _discard(checkpoint: Path, lease: Lease) -> None:
+    try:
+        discard(checkpoint, lease)
+    except OSError as error:
+        logger.warning("%s: an old checkpoint could not be removed: %s", checkpoint, error)

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from argparse import Namespace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from services.common.artifacts.store import LOCK_SUFFIX
 from services.common.artifacts.upstream import open_corpus
 from services.common.command_line import StageParser
 from services.common.derived import describe
-from services.common.errors import ArtifactError, naming_the_place
+from services.common.errors import ArtifactError, MillraceError, naming_the_place
 from services.common.recipe import Recipe
 from services.common.telemetry import configure_logging
 from services.trainer.checkpoint import newest_checkpoint
@@ -31,10 +33,12 @@ from services.trainer.job import (
     run_name,
 )
 from services.trainer.node import clean_node, prepare_node
-from services.trainer.report import write_report
-from services.trainer.run import REPORT_FILE, Run, open_run, summarize, write_run
+from services.trainer.report import read_state, write_report
+from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
 from services.trainer.sample import Writer, require_drawable
 from services.trainer.supervise import supervise
+
+logger = logging.getLogger(__name__)
 
 CLOSING_PROMPTS = ("If the", "Return a", "The method")
 
@@ -60,18 +64,19 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
         if checkpoint and step < recipe.train.max_steps:
             job = continue_run(job, checkpoint, arguments.allow_changed_program)
         write_run(job)
-        if step >= recipe.train.max_steps:
-            if not (job.run_folder / REPORT_FILE).exists():  # killed between the last commit and the report
-                report_run(open_run(job.root, job.run))
+        if checkpoint and step >= recipe.train.max_steps:
+            # Where they differ, the command was killed between the last commit and the report.
+            if read_state(job.run_folder) != describe_state(checkpoint):
+                report_training(job, arguments.recipe)
             print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_shelf}")
             return 0
         try:
             prepare_node(job)
             with naming_the_place(job.root):
-                supervise(job, held)
+                supervise(replace(job, workers_started_at=datetime.now(UTC)), held)
         finally:
             clean_node(job)
-    report_run(open_run(job.root, job.run))
+    report_training(job, arguments.recipe)
     print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_shelf}")
     return 0
 
@@ -85,8 +90,9 @@ def summary(arguments: Namespace, recipe: Recipe) -> int:
 
 
 def report(arguments: Namespace, recipe: Recipe) -> int:
-    """Write report.html into the run's folder."""
-    print(report_run(_find_run(arguments, recipe)))
+    """Write report.html into the run's folder, with a sample of the model's writing if that is asked for."""
+    run = _find_run(arguments, recipe)
+    print(write_report(run, closing_sample(run) if arguments.sample else None))
     return 0
 
 
@@ -104,12 +110,30 @@ def export_model(arguments: Namespace, recipe: Recipe) -> int:
     return 0
 
 
-def report_run(run: Run) -> Path:
-    return write_report(run, closing_sample(run))
+def report_training(job: Job, recipe_path: Path) -> None:
+    """Write the report of a run that is complete. It is a view: whatever it fails of, the training has succeeded.
+
+    It loads no weights, for which the command's node may be too small.
+    """
+    try:
+        run = open_run(job.root, job.run)
+        if run.checkpoint.manifest.checkpoint.skipped_steps:
+            logger.warning("skipped: %s", describe_skips(run))
+        write_report(run)
+    except Exception as error:
+        expected = isinstance(error, MillraceError | OSError)
+        logger.warning(
+            "training is complete, but its report could not be written: %s. Write it with "
+            "`python -m services.trainer report --recipe %s --root %s`",
+            error,
+            recipe_path,
+            job.root,
+            exc_info=not expected,  # a bug of ours, which must not look like a failed training
+        )
 
 
 def closing_sample(run: Run) -> str:
-    """Three beginnings and what the model makes of them: the same text in the summary and in the report."""
+    """Three beginnings and what the model makes of them. It takes the memory of a float32 model."""
     writer = Writer(run)
     written = [writer.write(prompt, num_tokens=60, temperature=0.7, seed=0) for prompt in CLOSING_PROMPTS]
     return "\n\n".join(f"> {text.strip()}" for text in written)
@@ -118,6 +142,7 @@ def closing_sample(run: Run) -> str:
 def _open_job(arguments: Namespace, recipe: Recipe) -> Job:
     corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
     cache, program = open_cache(recipe, arguments.recipe, arguments.root, arguments.cache, arguments.allow_cold_compile)
+    now = datetime.now(UTC)
     return Job(
         recipe=recipe,
         root=arguments.root,
@@ -127,8 +152,9 @@ def _open_job(arguments: Namespace, recipe: Recipe) -> Job:
         program_fingerprint=program,
         waivers=(ALLOW_COLD_COMPILE,) if arguments.allow_cold_compile else (),
         launch=arguments.launch,
-        started_at=datetime.now(UTC),
+        started_at=now,
         attempt=uuid.uuid4().hex,
+        workers_started_at=now,
     )
 
 
@@ -154,6 +180,8 @@ def _parser(command: str) -> StageParser:
         parser.add_argument(
             ALLOW_CHANGED_PROGRAM, action="store_true", help="continue a checkpoint that another program made"
         )
+    if command == "report":
+        parser.add_argument("--sample", action="store_true", help="load the model, and show what it writes")
     if command == "sample":
         parser.add_argument("--prompt", default="", help="text to continue (default: begin a document)")
         parser.add_argument("--tokens", type=int, default=200)

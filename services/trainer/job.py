@@ -38,6 +38,8 @@ class Job:
     started_at: datetime
     attempt: str
     """Unique per command: names the node-local folder that its processes share."""
+    workers_started_at: datetime
+    """Begin of the newest start of the workers: `started_at`, or later where workers were lost."""
     lease: Lease | None = None
 
     @property

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import tensorboardX
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from services.common.telemetry import JsonLines, read_json_lines
+from services.common.telemetry import JsonLines, read_json_lines, read_last_json_line
+from services.trainer.tensorboard import TensorBoard
 
 METRICS_FILE = "metrics.jsonl"
+HELD_FILE = "metrics.held.jsonl"
 ATTEMPTS_FILE = "attempts.jsonl"
+
+Seconds = Annotated[FiniteFloat, Field(ge=0)]
+# 1970 to 2100: what a date can be made of.
+Timestamp = Annotated[FiniteFloat, Field(ge=0, le=4_102_444_800)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 @dataclass(frozen=True)
@@ -30,20 +39,66 @@ class StepRecord:
     """The first step of a process loads or compiles its graphs."""
 
 
+class _Line(BaseModel):
+    """What readers of a line go by; it may have more. A skipped step has losses that are no numbers."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _StepLine(_Line):
+    step: Count
+    loss: float
+    gradient_norm: float
+    learning_rate: FiniteFloat
+    step_seconds: Seconds
+    data_seconds: Seconds
+    skipped_steps: Count
+    is_first_of_process: bool
+    time: Timestamp
+    step_tokens: Count
+    tokens_per_second: FiniteFloat
+    validation_loss: float = 0.0
+
+
+class _AttemptLine(_Line):
+    started_at: Timestamp
+    setup_seconds: Seconds
+    train_seconds: Seconds
+    graphs_compiled: Count
+    new_cache_files: Count
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a file of JSON lines holds, and how many of its lines could not be read."""
+
+    lines: list[dict[str, Any]]
+    unreadable: int
+
+
 class MetricsWriter:
-    """Appends to `metrics.jsonl` and `tensorboard/` of a run."""
+    """Appends to `metrics.jsonl` and `tensorboard/` of a run.
+
+    Raises `OSError` when the JSON lines cannot be written; TensorBoard's events are left out while they cannot.
+    """
 
     def __init__(self, run_folder: Path, first_step: int) -> None:
         self._run_folder = run_folder
         self._lines = JsonLines(run_folder / METRICS_FILE)
-        self._board = tensorboardX.SummaryWriter(str(run_folder / "tensorboard"), purge_step=first_step)
+        self._board = TensorBoard(run_folder / "tensorboard")
+        self._take_held(first_step)
+
+    def hold(self, record: Mapping[str, Any]) -> None:
+        """Keep the record of a step whose checkpoint may be committed before its `log`: a kill must not lose it."""
+        partial = self._held.with_suffix(".partial")
+        partial.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        partial.replace(self._held)
 
     def log(self, record: dict[str, Any]) -> None:
         """Write the record of one step; its `step` counts the optimizer steps that are done."""
         self._lines.append(record)
-        for name, value in record.items():
-            if name != "step" and isinstance(value, float):
-                self._board.add_scalar(name, value, record["step"])
+        self._held.unlink(missing_ok=True)
+        self._board.add(record["step"], {name: value for name, value in record.items() if isinstance(value, float)})
 
     def log_attempt(self, record: dict[str, Any]) -> None:
         """Write how one start of the workers ended, with its compile misses. A killed attempt leaves none."""
@@ -55,15 +110,34 @@ class MetricsWriter:
         self._lines.close()
         self._board.close()
 
+    @property
+    def _held(self) -> Path:
+        return self._run_folder / HELD_FILE
 
-def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
+    def _take_held(self, first_step: int) -> None:
+        """Write what a killed process held, unless its step was written, or will be done again."""
+        held, last = read_last_json_line(self._held), read_last_step(self._run_folder)
+        written = last["step"] if last else 0
+        if held and _is_readable(held, _StepLine) and written < held["step"] <= first_step:
+            self._lines.append(held)
+        self._held.unlink(missing_ok=True)
+
+
+def read_metrics(run_folder: Path) -> Records:
     """One record per step, in order. A step that was done again after a crash counts once, as done last."""
-    by_step = {record["step"]: record for record in read_json_lines(run_folder / METRICS_FILE)}
-    return [by_step[step] for step in sorted(by_step)]
+    found = _read(run_folder / METRICS_FILE, _StepLine)
+    by_step = {record["step"]: record for record in found.lines}
+    return Records([by_step[step] for step in sorted(by_step)], found.unreadable)
 
 
-def read_attempts(run_folder: Path) -> list[dict[str, Any]]:
-    return read_json_lines(run_folder / ATTEMPTS_FILE)
+def read_attempts(run_folder: Path) -> Records:
+    return _read(run_folder / ATTEMPTS_FILE, _AttemptLine)
+
+
+def read_last_step(run_folder: Path) -> dict[str, Any] | None:
+    """The newest record of a run; None when there is none that can be read."""
+    record = read_last_json_line(run_folder / METRICS_FILE)
+    return record if record and _is_readable(record, _StepLine) else None
 
 
 def mean_tokens_per_second(records: list[dict[str, Any]]) -> float:
@@ -71,3 +145,17 @@ def mean_tokens_per_second(records: list[dict[str, Any]]) -> float:
     counted = [record for record in records if not record["is_first_of_process"]]
     seconds = sum(record["step_seconds"] for record in counted)
     return sum(record["step_tokens"] for record in counted) / seconds if seconds else 0.0
+
+
+def _read(path: Path, kind: type[_Line]) -> Records:
+    lines = read_json_lines(path)
+    readable = [line for line in lines if line is not None and _is_readable(line, kind)]
+    return Records(readable, len(lines) - len(readable))
+
+
+def _is_readable(record: dict[str, Any], kind: type[_Line]) -> bool:
+    try:
+        kind.model_validate(record)
+    except ValidationError:
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -17,19 +18,34 @@ _LABELLED_SHARE = 0.04  # a narrower bar has no room for its name; hovering show
 _CONFIG = {"displaylogo": False, "displayModeBar": False}
 
 
-def write_report(run: Run, sample_text: str) -> Path:
-    """Write `report.html` into the run's folder; it needs no network and no other file."""
+def write_report(run: Run, sample_text: str | None = None) -> Path:
+    """Write `report.html` into the run's folder; it needs no network and no other file.
+
+    Without a sample of the model's writing it says how to get one.
+    """
     curves = _curves(run).to_html(full_html=False, include_plotlyjs="inline", config=_CONFIG)
     timeline = _timeline(run).to_html(full_html=False, include_plotlyjs=False, config=_CONFIG)
     page = _PAGE.format(
         name=html.escape(run.folder.name),
+        state=html.escape(run.state),
         summary=html.escape(summarize(run)),
-        sample=html.escape(sample_text),
+        sample=html.escape(_NO_SAMPLE if sample_text is None else sample_text),
         curves=curves,
         timeline=timeline,
     )
     write_durably(run.folder / REPORT_FILE, page.encode())
     return run.folder / REPORT_FILE
+
+
+def read_state(run_folder: Path) -> str | None:
+    """The `Run.state` that the report in this folder was made of; None when there is no report, or not one of ours."""
+    try:
+        with (run_folder / REPORT_FILE).open("rb") as file:
+            begin = file.read(4096).decode(errors="replace")
+    except OSError:
+        return None
+    found = re.search(r'<meta name="millrace-state" content="([^"]*)">', begin)
+    return html.unescape(found[1]) if found else None
 
 
 def _curves(run: Run) -> go.Figure:
@@ -91,8 +107,10 @@ def _timeline(run: Run) -> go.Figure:
     return figure
 
 
+_NO_SAMPLE = "`python -m services.trainer report --sample` puts a sample here: it loads the whole model."
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{name} - Millrace run</title>
+<meta name="millrace-state" content="{state}">
 <style>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2rem auto; padding: 0 1rem; color: #222 }}
 pre {{ background: #f6f6f4; padding: 1rem; border-radius: 6px; white-space: pre-wrap; overflow-wrap: anywhere }}

@@ -19,7 +19,7 @@ from services.common.input_file import parse_json, read_file
 from services.common.recipe import Recipe
 from services.trainer.checkpoint import newest_checkpoint
 from services.trainer.job import Job, run_folder, run_name
-from services.trainer.metrics import mean_tokens_per_second, read_attempts, read_metrics
+from services.trainer.metrics import ATTEMPTS_FILE, METRICS_FILE, mean_tokens_per_second, read_attempts, read_metrics
 
 RUN_FILE = "run.json"
 SCHEMA = "run/1"
@@ -37,6 +37,13 @@ class Run:
     checkpoint: Artifact[CheckpointManifest]
     metrics: list[dict[str, Any]]
     attempts: list[dict[str, Any]]
+    unreadable: dict[str, int]
+    """Lines that were passed over, by the file's name."""
+
+    @property
+    def state(self) -> str:
+        """Names the newest state, by its step and its bytes."""
+        return describe_state(self.checkpoint)
 
     def phases(self) -> dict[str, list[Phase]]:
         """Timed phases of each stage, in the order in which the stages ran."""
@@ -48,6 +55,10 @@ class Run:
             first_step_at = start + timedelta(seconds=attempt["setup_seconds"])
             training.append(Phase(name="train", started_at=first_step_at, seconds=attempt["train_seconds"]))
         return {"tokenizer": list(self.corpus.manifest.corpus.phases), "compiler": cache, "trainer": training}
+
+
+def describe_state(checkpoint: Artifact[CheckpointManifest]) -> str:
+    return f"{checkpoint.manifest.id} {checkpoint.manifest.content_digest}"
 
 
 def write_run(job: Job) -> None:
@@ -102,14 +113,16 @@ def open_run(root: Path, name: str) -> Run:
     checkpoint = newest_checkpoint(shelf)
     if checkpoint is None:
         raise ArtifactError(f"{shelf}: the run has no checkpoint yet. Continue it, or wait for one.")
+    metrics, attempts = read_metrics(folder), read_attempts(folder)
     return Run(
         folder=folder,
         recipe=recipe,
         corpus=corpus,
         cache=open_artifact(cache_path, CompileCacheManifest) if cache_path else None,
         checkpoint=checkpoint,
-        metrics=read_metrics(folder),
-        attempts=read_attempts(folder),
+        metrics=metrics.lines,
+        attempts=attempts.lines,
+        unreadable={METRICS_FILE: metrics.unreadable, ATTEMPTS_FILE: attempts.unreadable},
     )
 
 
@@ -120,7 +133,10 @@ def vocabulary_file(run: Run) -> Path:
 
 
 def summarize(run: Run) -> str:
-    """A dozen lines: what each stage made, how long it took, and how training went."""
+    """A dozen lines: what each stage made, how long it took, and how training went.
+
+    Lines of the metrics that cannot be read are passed over and counted: they hold no training state.
+    """
     validation = [record["validation_loss"] for record in run.metrics if "validation_loss" in record]
     made = {"tokenizer": run.corpus, "compiler": run.cache, "trainer": run.checkpoint}
     rows = [_stage_row(stage, artifact, run.phases()[stage]) for stage, artifact in made.items() if artifact]
@@ -129,7 +145,13 @@ def summarize(run: Run) -> str:
         *rows,
         f"loss          {_describe_loss(run.metrics)}" + (f" (validation {validation[-1]:.2f})" if validation else ""),
         f"trained on    {trained.tokens:,} tokens, {mean_tokens_per_second(run.metrics):,.0f} tokens/s",
+        f"skipped       {describe_skips(run)}",
         f"misses        {describe_misses(run)}",
+        *(
+            f"passed over   {count:,} unreadable lines in {run.folder / file}"
+            for file, count in run.unreadable.items()
+            if count
+        ),
         f"report        {run.folder / REPORT_FILE}",
     ]
     return "\n".join(lines)
@@ -140,6 +162,13 @@ def _describe_loss(metrics: list[dict[str, Any]]) -> str:
         return "unknown: the run's metrics are lost"
     first, last = metrics[0], metrics[-1]
     return f"{first['loss']:.2f} at step {first['step']} -> {last['loss']:.2f} at step {last['step']}"
+
+
+def describe_skips(run: Run) -> str:
+    state = run.checkpoint.manifest.checkpoint
+    if state.skipped_steps == 0:
+        return "no step"
+    return f"{state.skipped_steps:,} of {state.step:,} steps, whose gradients were not finite: they updated nothing"
 
 
 def describe_misses(run: Run) -> str:

@@ -8,16 +8,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from types import FrameType
 from typing import NoReturn
 
 from services.common.artifacts.lease import HeldLease
 from services.common.errors import Interrupted, NoRoomForWorkers, TryAgain, WorkersLost
 from services.common.launch.launcher import choose_launcher
-from services.common.telemetry import Progress, read_last_json_line, show_progress
+from services.common.telemetry import Progress, show_progress
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.metrics import METRICS_FILE
+from services.trainer.metrics import read_last_step
 from services.trainer.stop import StopReason, forget_signals, request_stop
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def supervise(job: Job, lease: HeldLease) -> None:
                         f"{error}\nThe same command continues from the newest checkpoint."
                     ) from error
                 logger.warning("lost the workers (%s); starting them again", str(error).splitlines()[0])
+                job = replace(job, workers_started_at=datetime.now(UTC))
 
 
 @contextmanager
@@ -108,10 +110,9 @@ def _progress_of(job: Job) -> Iterator[None]:
 
 
 def _follow(job: Job, progress: Progress, stop: threading.Event) -> None:
-    path = job.run_folder / METRICS_FILE
     is_over = False
     while not is_over:
         is_over = stop.wait(PROGRESS_SECONDS)
-        last = read_last_json_line(path)
+        last = read_last_step(job.run_folder)
         if last and last["time"] >= job.started_at.timestamp():
             progress.advance_to(last["step"], f"loss {last['loss']:.2f}, {last['tokens_per_second']:,.0f} tokens/s")

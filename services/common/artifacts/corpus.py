@@ -92,6 +92,10 @@ class CorpusPayload(Record):
     splits: dict[Split, SplitCounts]
     phases: tuple[Phase, ...]
 
+    def num_samples(self, split: Split) -> int:
+        """Training samples that a split's tokens make: L inputs each, and one token more for the last target."""
+        return max(0, (self.splits[split].tokens - 1) // self.sequence_length)
+
     @model_validator(mode="after")
     def _nothing_is_lost(self) -> Self:
         if set(self.splits) != set(SPLITS):

@@ -39,7 +39,7 @@ class TokenStream:
         """Raises `ArtifactError` when a file does not hold what the manifest says, checksums aside."""
         counts = corpus.splits[split]
         self.sequence_length = corpus.sequence_length
-        self.num_samples = max(0, (counts.tokens - 1) // corpus.sequence_length)
+        self.num_samples = corpus.num_samples(split)
         self._folder, self._paths = folder, counts.shards
         self._vocab_size = corpus.vocabulary.vocab_size
         self._rows_per_shard = corpus.rows_per_shard

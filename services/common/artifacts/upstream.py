@@ -18,7 +18,10 @@ def stage_command(stage: Stage, recipe_path: Path, root: Path) -> str:
 def open_corpus(
     recipe: Recipe, recipe_path: Path, root: Path, explicit: Path | None = None
 ) -> Artifact[CorpusManifest]:
-    """The corpus of this recipe, or the one at `explicit`, if the model can read it."""
+    """The corpus of this recipe, or the one at `explicit`, if the model can read it and it has something to train on.
+
+    Raises `ArtifactError` otherwise.
+    """
     if explicit:
         corpus = open_artifact(explicit.absolute(), CorpusManifest)
     else:
@@ -36,6 +39,13 @@ def open_corpus(
         raise ArtifactError(
             f"{corpus.path}: its rows have {payload.sequence_length:,} tokens, corpus.sequence_length is "
             f"{recipe.corpus.sequence_length:,}. Run the tokenizer stage for this recipe."
+        )
+    if payload.num_samples("train") == 0:
+        raise ArtifactError(
+            f"{corpus.path}: no training sample: a sample takes {payload.sequence_length + 1:,} tokens, and the "
+            f"{payload.splits['train'].documents:,} documents of the training split have "
+            f"{payload.splits['train'].tokens:,}. Add text to corpus.sources, or lower corpus.sequence_length or "
+            f"corpus.validation_fraction, and run {_made_by('tokenizer', recipe_path, root)}."
         )
     return corpus
 

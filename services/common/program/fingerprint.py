@@ -53,15 +53,19 @@ def program_facts(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def explain_difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+def explain_difference(
+    theirs: dict[str, Any], ours: dict[str, Any], sides: tuple[str, str] = ("cache", "this run")
+) -> str:
     """The facts in which two programs differ, both sides, one per line."""
     lines = []
     for name in sorted({*theirs, *ours}):
         left, right = theirs.get(name), ours.get(name)
         if isinstance(left, dict) and isinstance(right, dict):
-            lines += [f"{name}.{line}" for line in explain_difference(left, right).splitlines()]
+            lines += [f"{name}.{line}" for line in explain_difference(left, right, sides).splitlines()]
         elif left != right:
-            lines.append(f"{name}: cache {_short(left)}, this run {_short(right)}")
+            if isinstance(left, list) and isinstance(right, list):  # of dozens of CPU features: those that one lacks
+                left, right = [each for each in left if each not in right], [each for each in right if each not in left]
+            lines.append(f"{name}: {sides[0]} {_short(left)}, {sides[1]} {_short(right)}")
     return "\n".join(lines)
 
 

@@ -19,9 +19,14 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
     return optimizer.min_learning_rate + span * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def step_scalars(optimizer: Optimizer, step: int) -> Tensor:
-    """[3] float32: the learning rate and AdamW's two bias corrections. A tensor, so that no graph bakes a step in."""
-    corrections = (1.0 - optimizer.beta1 ** (step + 1), 1.0 - optimizer.beta2 ** (step + 1))
+def step_scalars(optimizer: Optimizer, step: int, skipped_steps: int = 0) -> Tensor:
+    """[3] float32: the learning rate and AdamW's two bias corrections. A tensor, so that no graph bakes a step in.
+
+    The moments are means over the updates that were applied, so the corrections count those: `skipped_steps` of the
+    steps before this one were not.
+    """
+    updates = step + 1 - skipped_steps
+    corrections = (1.0 - optimizer.beta1**updates, 1.0 - optimizer.beta2**updates)
     return torch.tensor([learning_rate(optimizer, step), *corrections], dtype=torch.float32)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from services.common.program.backends.torch_native import TorchNative
@@ -43,8 +44,11 @@ class Program:
         self._loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
         self._update = backend.compile(self._apply_gradient) if is_compiled else self._apply_gradient
 
-    def train_step(self, step: int, micro_batches: Iterable[Tensor]) -> StepResult:
-        """Update `step` (from 0) with this worker's share of the global batch, micro-batches of tokens [B, L + 1]."""
+    def train_step(self, step: int, micro_batches: Iterable[Tensor], skipped_steps: int = 0) -> StepResult:
+        """Update `step` (from 0) with this worker's share of the global batch, micro-batches of tokens [B, L + 1].
+
+        `skipped_steps` of the steps before it were not applied.
+        """
         total = TreeSum()
         for tokens_BS in micro_batches:
             loss = self._loss(tokens_BS)
@@ -52,14 +56,31 @@ class Program:
             total.add(self.flat.flatten(gradients, extra=loss.detach()))
         summed_P1 = self.backend.sum_over_workers(total.result(), self.recipe.train.reduction)
         summed_P1 /= self.recipe.batch.num_micro_batches
-        norm, is_applied = self._update(summed_P1[:-1], step_scalars(self.recipe.optimizer, step))
+        norm, is_applied = self._update(summed_P1[:-1], step_scalars(self.recipe.optimizer, step, skipped_steps))
         return StepResult(summed_P1[-1], norm, is_applied)
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Iterable[Tensor]) -> Tensor:
-        """Mean loss over micro-batches of tokens [B, L + 1], on this worker alone."""
-        losses = [self._loss(tokens_BS) for tokens_BS in micro_batches]
-        return torch.stack(losses).mean()
+    def evaluate(self, read: Callable[[int], Tensor], count: int) -> Tensor:
+        """Mean loss over the micro-batches `read(0)` to `read(count - 1)` of tokens [B, L + 1], shared by the workers.
+
+        In each round every worker takes one, and all learn of all losses: the mean has the same bits on each worker and
+        for every number of them, and none waits longer than for one forward pass.
+        """
+        losses: list[Tensor] = []
+        while len(losses) < count:
+            mine = len(losses) + self.backend.rank
+            loss = self._loss(read(mine)) if mine < count else torch.zeros(())
+            losses += self.backend.gather_over_workers(loss)
+        return torch.stack(losses[:count]).mean()
+
+    def is_finite(self) -> bool:
+        """Are all weights numbers? One that is not stays so, whatever the gradients are."""
+        return all(bool(extreme.isfinite()) for extreme in torch.aminmax(self.flat.weights_P))
+
+    def digests(self) -> dict[str, int]:
+        """A 63-bit hash over the bytes of each part of the state: equal on all workers as long as their bits are."""
+        parts = {"weights": self.flat.weights_P, "first moments": self.first_P, "second moments": self.second_P}
+        return {name: xxhash.xxh3_64_intdigest(part.cpu().numpy().data) >> 1 for name, part in parts.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """Float32 master weights by Hugging Face name; views, not copies."""

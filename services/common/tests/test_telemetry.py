@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from services.common import telemetry
-from services.common.telemetry import JsonLines, Stopwatch, configure_logging, read_json_lines, show_progress
+from services.common.telemetry import (
+    JsonLines,
+    Stopwatch,
+    configure_logging,
+    read_json_lines,
+    read_last_json_line,
+    show_progress,
+)
 
 
 @pytest.fixture
@@ -53,6 +60,16 @@ def test_the_next_writer_continues_after_the_last_whole_record(tmp_path: Path, b
     lines.close()
 
     assert read_json_lines(path) == ([{"step": 1}] if b"\n" in before else []) + [{"step": 2}]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b"[1]", b"7", b"null", b"[" * 100_000])
+def test_a_line_that_is_no_record_is_none_and_hides_no_other(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 2}\n')
+    assert read_json_lines(path) == [{"step": 1}, None, {"step": 2}]
+
+    path.write_bytes(b'{"step": 1}\n' + damage + b"\n")
+    assert read_last_json_line(path) is None
 
 
 def test_without_a_terminal_progress_is_plain_lines(

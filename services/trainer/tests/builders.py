@@ -25,7 +25,8 @@ from services.common.artifacts.corpus import (
 )
 from services.common.artifacts.lease import Lease
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, artifact_id, publish_once
-from services.common.recipe import Recipe
+from services.common.program.fingerprint import program_facts
+from services.common.recipe import Recipe, fingerprint
 from services.common.recipe_file import load_recipe
 from services.trainer.job import Job, run_name
 from services.trainer.run import write_run
@@ -82,17 +83,19 @@ def make_recipe(folder: Path, **overrides: str) -> Recipe:
 
 def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lease: Lease) -> Job:
     """What the command hands to its workers, for eager training in this process."""
+    now = datetime.now(UTC)
     job = Job(
         recipe=recipe,
         root=root,
         run=run_name(recipe, corpus),
         corpus=corpus,
         cache=None,
-        program_fingerprint="eager",
+        program_fingerprint=fingerprint(program_facts(recipe)),
         waivers=(),
         launch="inline",
-        started_at=datetime.now(UTC),
+        started_at=now,
         attempt=uuid.uuid4().hex,
+        workers_started_at=now,
         lease=lease,
     )
     write_run(job)

@@ -23,7 +23,9 @@ def lease(tmp_path: Path) -> Iterator[Lease]:
 @pytest.fixture
 def new_job(tmp_path: Path, lease: Lease, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
     """Build a job on a corpus under `root`; overrides as `train__max_steps="7"`."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the node-local folder, which the command would remove
+    # The node-local folder, which the command would remove: of this process, and of workers that it starts.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
     def build(root: str = "a", kind: VocabularyKind = "sentencepiece", **overrides: str) -> Job:
         recipe = make_recipe(tmp_path, **overrides)

@@ -96,6 +96,10 @@ class RunView:
     def losses(self) -> list[float]:
         return [record["loss"] for record in self.records]
 
+    @property
+    def validation_losses(self) -> list[float]:
+        return [record["validation_loss"] for record in self.records if "validation_loss" in record]
+
 
 def read_run(root: Path) -> RunView:
     folders = list(root.glob("run/*/"))
@@ -104,4 +108,4 @@ def read_run(root: Path) -> RunView:
     log = folders[0] / "logs" / "rank-00000.log"
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     starts = [line for line in lines if "starting a new run" in line or "resuming after" in line]
-    return RunView(read_metrics(folders[0]), starts)
+    return RunView(read_metrics(folders[0]).lines, starts)

@@ -16,6 +16,7 @@ from services.common.artifacts.manifest import read_sealed
 from services.common.artifacts.store import Artifact
 from services.common.errors import exit_code_of
 from services.trainer.__main__ import main
+from services.trainer.report import read_state
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.runs import (
     call_trainer,
@@ -43,17 +44,22 @@ def corpus(tmp_path: Path) -> Artifact[CorpusManifest]:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
-    """Final state and losses of 20 slow steps by one worker, never interrupted."""
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float], list[float]]:
+    """Final state, losses and validation losses of 20 slow steps by one worker, never interrupted."""
     folder = tmp_path_factory.mktemp("straight")
     make_corpus(folder / "fsx", make_recipe(folder))
     exit_code, output = run_trainer(write_recipe(folder), folder / "fsx", *SLOW, "--parallel.data_parallel_size=1")
     assert exit_code == 0, output
-    return state_hash(checkpoints(folder / "fsx")["step-00000020"]), read_run(folder / "fsx").losses
+    return outcome(folder / "fsx")
+
+
+def outcome(root: Path) -> tuple[str, list[float], list[float]]:
+    run = read_run(root)
+    return state_hash(checkpoints(root)["step-00000020"]), run.losses, run.validation_losses
 
 
 def test_resume_after_kill_gives_identical_losses_and_weights(
-    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], straight: tuple[str, list[float]]
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], straight: tuple[str, list[float], list[float]]
 ) -> None:
     root = tmp_path / "fsx"
     process = start_trainer(recipe, root, *SLOW)
@@ -64,11 +70,11 @@ def test_resume_after_kill_gives_identical_losses_and_weights(
     exit_code, output = run_trainer(recipe, root, *SLOW)
 
     assert exit_code == 0, output
-    assert (state_hash(checkpoints(root)["step-00000020"]), read_run(root).losses) == straight
+    assert outcome(root) == straight
 
 
 def test_a_killed_worker_is_replaced_and_the_number_of_workers_may_change(
-    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], straight: tuple[str, list[float]]
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], straight: tuple[str, list[float], list[float]]
 ) -> None:
     """Four workers, one killed, the group started again, stopped by SIGTERM, and finished by two."""
     root = tmp_path / "fsx"
@@ -88,7 +94,7 @@ def test_a_killed_worker_is_replaced_and_the_number_of_workers_may_change(
 
     exit_code, output = run_trainer(recipe, root, *SLOW)
     assert exit_code == 0, output
-    assert (state_hash(checkpoints(root)["step-00000020"]), read_run(root).losses) == straight
+    assert outcome(root) == straight
 
 
 def test_ctrl_c_commits_a_checkpoint_and_exits_with_130(
@@ -105,17 +111,69 @@ def test_ctrl_c_commits_a_checkpoint_and_exits_with_130(
     assert "Traceback" not in output
 
 
-def test_a_second_command_says_that_the_run_is_complete(
+def test_a_second_command_says_that_the_run_is_complete_and_sees_to_its_report(
     tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "fsx"
     assert run_trainer(recipe, root, "--parallel.data_parallel_size=1")[0] == 0
     (report,) = root.glob("run/*/report.html")
-    report.unlink()  # as if killed before it was written
+    written = report.stat().st_mtime_ns
     exit_code, output = call_trainer(capfd, recipe, root)
     assert exit_code == 0
     assert "the run is complete: step 20 of 20" in output
-    assert report.exists()
+    assert report.stat().st_mtime_ns == written
+
+    report.unlink()  # as if killed before it was written
+    assert call_trainer(capfd, recipe, root)[0] == 0
+    state = read_state(report.parent)
+    assert state is not None
+    assert state.startswith("step-00000020 ")
+
+    # As if it was that of a shorter run, which was made longer and killed before the report of its last part.
+    report.write_text(report.read_text(encoding="utf-8").replace(state, "step-00000010 0123"), encoding="utf-8")
+    assert call_trainer(capfd, recipe, root)[0] == 0
+    assert read_state(report.parent) == state
+
+
+def test_training_succeeds_without_its_views_and_never_loads_the_model_for_them(
+    tmp_path: Path,
+    recipe: Path,
+    corpus: Artifact[CorpusManifest],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root, alone = tmp_path / "fsx", ("--parallel.data_parallel_size=1", "--launch=inline", "--train.max_steps=2")
+
+    def out_of_memory(run: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as small_machine:
+        small_machine.setattr("services.trainer.command.Writer", out_of_memory)
+        small_machine.setattr("services.trainer.report._timeline", out_of_memory)
+        exit_code, output = call_trainer(capfd, recipe, root, *alone)
+        assert exit_code == 0, output
+        assert "training is complete, but its report could not be written" in output
+        assert f"python -m services.trainer report --recipe {recipe} --root {root}" in output
+        (run_folder,) = root.glob("run/*/")
+        assert not (run_folder / "report.html").exists()
+
+    for options, is_sampled in (([], False), (["--sample"], True)):
+        command = ["report", "--recipe", str(recipe), "--root", str(root), *options]
+        assert exit_code_of(lambda command=command: main(command)) == 0
+        page = (run_folder / "report.html").read_text(encoding="utf-8")
+        assert ("If the" in page) is is_sampled
+    assert exit_code_of(lambda: main(["summary", "--recipe", str(recipe), "--root", str(root)])) == 0
+    assert "The model writes:\n> If the" in capfd.readouterr().out
+
+
+def test_a_corpus_without_a_training_sample_is_refused_with_its_numbers(
+    tmp_path: Path, recipe: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_corpus(tmp_path / "fsx", make_recipe(tmp_path), rows=0)
+    exit_code, output = call_trainer(capfd, recipe, tmp_path / "fsx")
+    assert exit_code == 3
+    assert "no training sample: a sample takes 17 tokens" in output
+    assert f"python -m services.tokenizer --recipe {recipe}" in output
 
 
 def test_a_run_can_be_looked_at_where_its_root_was_moved_or_mounted(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.common.artifacts.token_stream import TokenStream
-from services.trainer.data import evaluation_batches, micro_batches, permute, sample_indices
+from services.trainer.data import evaluation_batch, micro_batches, num_evaluation_batches, permute, sample_indices
 from services.trainer.tests.builders import make_corpus, make_recipe
 
 
@@ -17,6 +17,11 @@ from services.trainer.tests.builders import make_corpus, make_recipe
 def test_an_epoch_visits_every_sample_exactly_once(size: int) -> None:
     order = permute(np.arange(size), size, seed=1, epoch=0)
     assert np.array_equal(np.sort(order), np.arange(size))
+
+
+def test_no_samples_have_no_order() -> None:
+    with pytest.raises(ValueError, match="0 samples"):
+        permute(np.arange(3), 0, seed=1, epoch=0)
 
 
 def test_epochs_and_seeds_have_different_orders_without_a_stride() -> None:
@@ -52,4 +57,5 @@ def test_evaluation_takes_what_there_is_when_the_split_is_small(tmp_path: Path) 
     recipe = make_recipe(tmp_path)
     corpus = make_corpus(tmp_path, recipe, rows=5)
     stream = TokenStream(corpus.path, corpus.manifest.corpus, "validation")
-    assert len(list(evaluation_batches(stream, recipe.batch, 8))) == 2  # 5 samples, micro-batches of 2
+    assert num_evaluation_batches(stream, recipe.batch, 8) == 2  # 5 samples, micro-batches of 2
+    assert evaluation_batch(stream, recipe.batch, 1).tolist() == stream.read([2, 3]).tolist()

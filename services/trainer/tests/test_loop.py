@@ -25,7 +25,7 @@ ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 
 
 def _losses(job: Job) -> list[float]:
-    return [record["loss"] for record in read_metrics(job.run_folder)]
+    return [record["loss"] for record in read_metrics(job.run_folder).lines]
 
 
 def test_the_loss_falls(new_job: Callable[..., Job]) -> None:
@@ -102,6 +102,20 @@ def test_the_newest_checkpoints_are_kept_and_those_at_the_long_interval(new_job:
     assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (6, 12, 18, 20)]
 
 
+def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(new_job: Callable[..., Job]) -> None:
+    job = new_job(checkpoint__interval_steps="2", train__max_steps="8", checkpoint__keep_latest="10")
+    train(job, ALONE)
+    for step in (4, 6):
+        _flip_a_bit(job.checkpoint_address(step).path / "moments.safetensors")
+    policy = job.recipe.checkpoint.model_copy(update={"keep_latest": 2})
+
+    discard_old(job.checkpoint_shelf, policy, committed_step=8)
+    assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (2, 4, 6, 8)]
+
+    train(new_job(checkpoint__interval_steps="2", train__max_steps="10"), ALONE)
+    assert list(checkpoints(job.root)) == ["step-00000008", "step-00000010"]  # and the older damaged ones may go
+
+
 def test_damaged_later_checkpoints_do_not_push_out_the_intact_ones(new_job: Callable[..., Job]) -> None:
     job, shorter = new_job("a"), new_job("b", train__max_steps="10")
     train(job, ALONE)
@@ -124,19 +138,21 @@ def test_a_poisoned_step_is_skipped_and_counted_and_the_run_goes_on(
     weights_before: dict[int, torch.Tensor] = {}
     healthy = Program.train_step
 
-    def poisoned_at_step_8(program: Program, step: int, micro_batches: list[torch.Tensor]) -> object:
+    def poisoned_at_step_8(
+        program: Program, step: int, micro_batches: list[torch.Tensor], skipped_steps: int
+    ) -> object:
         weights_before[step] = program.flat.weights_P.clone()
         if step != 8:
-            return healthy(program, step, micro_batches)
+            return healthy(program, step, micro_batches, skipped_steps)
         program.flat.weights_P[0] = float("nan")  # the embedding of token 0
-        result = healthy(program, step, [torch.zeros_like(batch) for batch in micro_batches])
+        result = healthy(program, step, [torch.zeros_like(batch) for batch in micro_batches], skipped_steps)
         program.flat.weights_P[0] = weights_before[step][0]
         return result
 
     monkeypatch.setattr(Program, "train_step", poisoned_at_step_8)
     train(job, ALONE)
 
-    skipped = [record["skipped_steps"] for record in read_metrics(job.run_folder)]
+    skipped = [record["skipped_steps"] for record in read_metrics(job.run_folder).lines]
     assert skipped == [0] * 8 + [1] * 12
     assert torch.equal(weights_before[8], weights_before[9])
     newest = newest_checkpoint(job.checkpoint_shelf)
@@ -167,4 +183,4 @@ def test_metrics_have_every_step_once_after_steps_were_done_twice(new_job: Calla
     train(job, ALONE)
     (job.checkpoint_address(8).path / MANIFEST).unlink()  # as if killed before the last commit: steps 6 to 8 again
     train(job, ALONE)
-    assert [record["step"] for record in read_metrics(job.run_folder)] == list(range(1, 9))
+    assert [record["step"] for record in read_metrics(job.run_folder).lines] == list(range(1, 9))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,28 @@ def test_lost_workers_are_started_again_but_not_where_there_is_no_room(
         supervise(job, held)
 
     assert started == [{"shared_folder": job.run_folder}] * starts
+
+
+def test_a_restart_has_a_begin_of_its_own(
+    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the set-up time of the second attempt would contain the first one's training."""
+    jobs: list[Job] = []
+    lost_at: list[datetime] = []
+
+    class LosingOnce:
+        def run_workers(self, function: object, job: Job, *arguments: object, **options: object) -> None:
+            jobs.append(job)
+            if not lost_at:
+                lost_at.append(datetime.now(UTC))
+                raise WorkersLost("rank 1 was killed")
+
+    monkeypatch.setattr("services.trainer.supervise.choose_launcher", lambda name: LosingOnce())
+    job = new_job()
+
+    with hold_lease(tmp_path / "command.lock") as held:
+        supervise(job, held)
+
+    assert jobs[0].workers_started_at == job.workers_started_at
+    assert jobs[1].workers_started_at >= lost_at[0]
+    assert jobs[1].started_at == job.started_at  # of the command, which the time limit counts from

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cached_property
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # longer than the slowest compilation that a peer may be busy with
+POLL_SECONDS = 1.0
 
 
 class TorchNative:
@@ -76,6 +78,46 @@ class TorchNative:
         except RuntimeError as error:
             _raise_peer_lost(error)
         return int(tensor.item())
+
+    def gather_over_workers(self, value: Tensor) -> list[Tensor]:
+        """The workers' values, of one shape and type, in the order of their ranks, on every worker."""
+        if self.world_size == 1:
+            return [value]
+        values = [torch.empty_like(value) for _ in range(self.world_size)]
+        try:
+            dist.all_gather(values, value)
+        except RuntimeError as error:
+            _raise_peer_lost(error)
+        return values
+
+    def gather_facts(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each worker says of itself, in the order of their ranks, on every worker."""
+        if self.world_size == 1:
+            return [facts]
+        gathered: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(gathered, facts)
+        except RuntimeError as error:
+            _raise_peer_lost(error)
+        return gathered
+
+    def wait_for_work(self, work: Callable[[], R]) -> R:
+        """Run `work`, which may take hours on some of the workers, and return once all of them have finished theirs.
+
+        Workers that wait hear from the others every POLL_SECONDS: work that outlasts the collectives' timeout would
+        else end the group, and each of its restarts again. `work` runs in a thread of its own; what it raises is raised
+        here, and ends the group as any worker's error does.
+        """
+        if self.world_size == 1:
+            return work()
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="work")
+        future = thread.submit(work)
+        thread.shutdown(wait=False)  # takes no more work; a worker that loses its peers must not wait for its own
+        while self.maximum_over_workers(not future.done()):
+            wait([future], POLL_SECONDS)
+            if future.done():
+                future.result()
+        return future.result()
 
     def wait_for_all(self) -> None:
         """Return once every worker has come here."""

@@ -38,6 +38,32 @@ def test_updates_match_torch_adamw_with_clipping_and_decay_on_matrices_only() ->
     torch.testing.assert_close(weights_P, expected_P, rtol=1e-5, atol=1e-6)
 
 
+def test_bias_corrections_count_the_updates_that_were_applied() -> None:
+    """As torch's AdamW does when its step is not called, while the learning rate goes on with the step."""
+    parameter = torch.nn.Parameter(_random(6, 5))
+    weights_P = parameter.detach().flatten().clone()
+    first_P, second_P = torch.zeros(30), torch.zeros(30)
+    reference = torch.optim.AdamW(
+        [parameter], betas=(SETTINGS.beta1, SETTINGS.beta2), eps=SETTINGS.epsilon, weight_decay=SETTINGS.weight_decay
+    )
+    skipped_steps = 0
+    for step in range(12):
+        gradient_P = _random(30 + step)[:30]
+        if step in (0, 1, 5):
+            gradient_P[7] = math.nan
+        scalars_3 = step_scalars(SETTINGS, step, skipped_steps)
+        _, is_applied = update_in_place(weights_P, first_P, second_P, gradient_P, scalars_3, SETTINGS, 30)
+        skipped_steps += not is_applied
+        if is_applied:
+            parameter.grad = gradient_P.view(6, 5).clone()
+            torch.nn.utils.clip_grad_norm_([parameter], SETTINGS.max_grad_norm)
+            reference.param_groups[0]["lr"] = learning_rate(SETTINGS, step)
+            reference.step()
+
+    assert skipped_steps == 3
+    torch.testing.assert_close(weights_P, parameter.detach().flatten(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(poison: float) -> None:
     state = (_random(10), _random(11)[:10], _random(12)[:10].abs())

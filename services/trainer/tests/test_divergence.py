@@ -1,0 +1,125 @@
+"""Steps that update nothing: counted, left out of Adam's corrections, and too many in a row end the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from services.common.errors import RecipeError, TryAgain
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.step import Program
+from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.metrics import read_attempts, read_metrics
+from services.trainer.report import write_report
+from services.trainer.run import open_run, summarize
+from services.trainer.stop import STOP_FILE
+from services.trainer.tests.runs import checkpoints, state_hash
+
+ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+
+# A rate that ruins the weights with its first update, but leaves them finite.
+RUINOUS = {"optimizer__learning_rate": "1e30", "optimizer__min_learning_rate": "1e29"}
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the gradients of some steps be no numbers."""
+    healthy = Program.train_step
+
+    def poison_steps(*steps: int) -> None:
+        def poisoned(program: Program, step: int, tokens: list[torch.Tensor], skipped_steps: int) -> object:
+            if step not in steps:
+                return healthy(program, step, tokens, skipped_steps)
+            weight = program.flat.weights_P[0].clone()
+            program.flat.weights_P[0] = float("nan")  # the embedding of token 0
+            result = healthy(program, step, [torch.zeros_like(batch) for batch in tokens], skipped_steps)
+            program.flat.weights_P[0] = weight
+            return result
+
+        monkeypatch.setattr(Program, "train_step", poisoned)
+
+    return poison_steps
+
+
+def test_a_run_that_updates_nothing_any_more_ends_with_2_and_says_what_to_change(new_job: Callable[..., Job]) -> None:
+    job = new_job(**RUINOUS)
+    with pytest.raises(RecipeError) as raised:
+        train(job, ALONE)
+
+    skipped = [record["skipped_steps"] for record in read_metrics(job.run_folder).lines]
+    assert skipped[-1] - skipped[-12] == 11
+    message = str(raised.value)
+    for part in (
+        f"diverged at step {len(skipped)}: 11 steps in a row",
+        "train.max_consecutive_skipped_steps is 10",
+        "gradient norm is",
+        "the learning rate is",
+        "lower optimizer.learning_rate",
+        str(job.checkpoint_shelf),
+    ):
+        assert part in message
+    assert read_attempts(job.run_folder).lines[-1]["ended_by"] == "divergence"
+
+
+def test_a_run_that_diverges_keeps_the_checkpoints_from_before(
+    new_job: Callable[..., Job], poison: Callable[..., None]
+) -> None:
+    job = new_job(checkpoint__interval_steps="2")
+    poison(*range(5, 40))
+    with pytest.raises(RecipeError, match="the newest is that of step 4"):
+        train(job, ALONE)
+    assert list(checkpoints(job.root)) == ["step-00000002", "step-00000004"]
+
+
+def test_weights_that_are_no_numbers_are_not_saved(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = new_job()
+    healthy = Program.train_step
+
+    def ruined(program: Program, step: int, tokens: list[torch.Tensor], skipped_steps: int) -> object:
+        result = healthy(program, step, tokens, skipped_steps)
+        if step == 9:
+            program.flat.weights_P[0] = float("inf")
+        return result
+
+    monkeypatch.setattr(Program, "train_step", ruined)
+    with pytest.raises(RecipeError, match=r"diverged at step 10: its weights are not finite .* is that of step 5"):
+        train(job, ALONE)
+    assert list(checkpoints(job.root)) == ["step-00000005"]
+
+
+def test_an_interval_that_ends_with_a_skipped_step_ends_with_the_next_update(
+    new_job: Callable[..., Job], poison: Callable[..., None]
+) -> None:
+    job = new_job(train__max_steps="12")
+    poison(9)  # the tenth step
+    train(job, ALONE)
+    assert list(checkpoints(job.root)) == ["step-00000011", "step-00000012"]
+
+
+def test_a_stop_among_skipped_steps_is_committed(new_job: Callable[..., Job], poison: Callable[..., None]) -> None:
+    job = new_job()
+    (job.run_folder / STOP_FILE).touch()
+    poison(0)
+    with pytest.raises(TryAgain, match="after step 1"):
+        train(job, ALONE)
+    assert list(checkpoints(job.root)) == ["step-00000001"]
+
+
+def test_skipped_steps_are_in_the_summary_and_the_report_and_resume_gives_the_same_bits(
+    new_job: Callable[..., Job], poison: Callable[..., None]
+) -> None:
+    poison(3, 4, 8)
+    straight, first, second = new_job("straight"), new_job("split", train__max_steps="7"), new_job("split")
+    for job in (straight, first, second):
+        train(job, ALONE)
+
+    run = open_run(second.root, second.run)
+    assert "skipped       3 of 20 steps" in summarize(run)
+    assert "3 of 20 steps" in write_report(run).read_text(encoding="utf-8")
+    final = [state_hash(checkpoints(job.root)["step-00000020"]) for job in (straight, second)]
+    assert final[0] == final[1]

@@ -1,0 +1,87 @@
+"""Whatever lies at the stop file's place stops a run, once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import Interrupted, MillraceError, TryAgain
+from services.common.launch.launcher import WorkerEnvironment
+from services.trainer.job import Job
+from services.trainer.stop import (
+    STOP_FILE,
+    StopReason,
+    StopWatch,
+    clear_stop,
+    forget_signals,
+    request_stop,
+    stopped,
+)
+
+ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+
+REQUESTS: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.touch(),
+    "UTF-16, as PowerShell writes it": lambda path: path.write_text("SIGTERM\r\n", encoding="utf-16"),
+    "binary": lambda path: path.write_bytes(b"\xff\x00\xfe" * 100),
+    "large": lambda path: path.write_bytes(b"SIGTERM" * 2**20),
+    "a name that is no signal's": lambda path: path.write_text("NONE"),
+    "folder": lambda path: path.mkdir(),
+    "link to nowhere": lambda path: path.symlink_to(path.with_name("nowhere")),
+    "pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("request_by_hand", REQUESTS.values(), ids=REQUESTS)
+def test_whatever_lies_there_is_a_request_and_is_used_up(
+    new_job: Callable[..., Job], request_by_hand: Callable[[Path], object]
+) -> None:
+    job = new_job()
+    path = job.run_folder / STOP_FILE
+    request_by_hand(path)
+
+    forget_signals(job.run_folder)
+    assert StopWatch(job, ALONE).look(1) is StopReason.STOP_FILE
+
+    clear_stop(job.run_folder)
+    assert not os.path.lexists(path)
+    assert StopWatch(job, ALONE).look(2) is StopReason.NONE
+
+
+@pytest.mark.parametrize("reason", [StopReason.SIGTERM, StopReason.INTERRUPT])
+def test_a_signals_request_says_which_and_does_not_stop_the_next_command(
+    new_job: Callable[..., Job], reason: StopReason
+) -> None:
+    job = new_job()
+    request_stop(job.run_folder, reason)
+    assert StopWatch(job, ALONE).look(1) is reason
+
+    forget_signals(job.run_folder)
+    assert StopWatch(job, ALONE).look(1) is StopReason.NONE
+
+
+def test_a_folder_that_is_not_empty_stays_and_every_command_says_why_it_stops(
+    new_job: Callable[..., Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = new_job()
+    (job.run_folder / STOP_FILE / "notes").mkdir(parents=True)
+
+    request_stop(job.run_folder, StopReason.SIGTERM)  # as a signal does on top of it
+    assert StopWatch(job, ALONE).look(1) is StopReason.STOP_FILE
+    clear_stop(job.run_folder)
+
+    assert f"{job.run_folder / STOP_FILE} is still there" in str(stopped(StopReason.STOP_FILE, 1, job.run_folder))
+    forget_signals(job.run_folder)
+    assert "the run will stop after its first step" in caplog.text
+
+
+@pytest.mark.parametrize(("reason", "kind"), [(StopReason.SIGTERM, TryAgain), (StopReason.INTERRUPT, Interrupted)])
+def test_a_stop_that_left_nothing_behind_says_so_by_its_silence(
+    new_job: Callable[..., Job], reason: StopReason, kind: type[MillraceError]
+) -> None:
+    error = stopped(reason, 7, new_job().run_folder)
+    assert isinstance(error, kind)
+    assert str(error) == f"Stopped by {reason} after step 7; its checkpoint is committed. The same command continues."

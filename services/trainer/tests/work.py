@@ -1,0 +1,75 @@
+"""What the tests let workers do; importable, so that other processes find it."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.backends import torch_native
+from services.common.program.step import Program
+from services.trainer import loop
+from services.trainer.checkpoint import CheckpointWriter
+from services.trainer.job import Job
+
+COLLECTIVE_SECONDS = 4.0
+SLOW_SECONDS = 6.0
+EVALUATION_BATCHES = 6
+
+
+def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
+    """Train where collectives end after COLLECTIVE_SECONDS. What a worker does besides steps takes longer."""
+    torch_native.COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
+    prepare, write, loss = loop.prepare_node, CheckpointWriter._write, Program._micro_loss
+
+    def prepare_slowly(job: Job) -> None:
+        if environment.rank == 1:  # on a node of its own, with a large corpus to verify
+            time.sleep(SLOW_SECONDS)
+        prepare(job)
+
+    def write_slowly(*arguments: Any) -> None:
+        time.sleep(SLOW_SECONDS)
+        write(*arguments)
+
+    def evaluate_slowly(program: Program, tokens_BS: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            time.sleep(SLOW_SECONDS / EVALUATION_BATCHES)
+        return loss(program, tokens_BS)
+
+    loop.prepare_node = prepare_slowly
+    CheckpointWriter._write = write_slowly  # type: ignore[method-assign]
+    Program._micro_loss = evaluate_slowly  # type: ignore[method-assign]
+    _meet(job, environment)
+    loop.train(job, environment)
+
+
+def train_on_unlike_nodes(job: Job, environment: WorkerEnvironment) -> None:
+    """Rank 1 multiplies matrices in other arithmetic."""
+    if environment.rank == 1:
+        os.environ["DNNL_DEFAULT_FPMATH_MODE"] = "BF16"
+    loop.train(job, environment)
+
+
+def train_with_a_faulty_worker(job: Job, environment: WorkerEnvironment) -> None:
+    """One weight of rank 1 is another one after the seventh step."""
+    healthy = Program.train_step
+
+    def faulty(program: Program, step: int, *arguments: Any) -> Any:
+        result = healthy(program, step, *arguments)
+        if step == 6 and environment.rank == 1:
+            program.flat.weights_P[0] += 1e-3
+        return result
+
+    Program.train_step = faulty  # type: ignore[method-assign]
+    loop.train(job, environment)
+
+
+def _meet(job: Job, environment: WorkerEnvironment) -> None:
+    """Wait until all workers have been started: on a busy machine that takes longer than a collective may here."""
+    (job.run_folder / f"ready-{environment.rank}").touch()
+    while len(list(job.run_folder.glob("ready-*"))) < environment.world_size:
+        time.sleep(0.01)
