@@ -50,11 +50,13 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self.slowest_seconds = 0.0
-        """Of the checkpoints so far, from the first copy to the commit."""
+        """Of the checkpoints so far, from when training stood still to the commit."""
 
-    def save(self, program: Program, step: int, skipped_steps: int) -> None:
-        """Stage the state after `step` steps and begin to write it. The save before it has been waited for."""
-        start = time.perf_counter()
+    def save(self, program: Program, step: int, skipped_steps: int, started: float) -> None:
+        """Stage the state after `step` steps and begin to write it. The save before it has been waited for.
+
+        `started` is the `time.perf_counter()` since which training stands still for it.
+        """
         assert self._pending is None
         weights = {name: view.clone() for name, view in program.weights().items()}
         moments = {name: view.clone() for name, view in program.moments().items()}
@@ -67,7 +69,7 @@ class CheckpointWriter:
             program_fingerprint=self._job.program_fingerprint,
             waivers=self._job.waivers,
         )
-        self._pending = self._thread.submit(self._write, payload, weights, moments, start)
+        self._pending = self._thread.submit(self._write, payload, weights, moments, started)
 
     def raise_failure(self) -> None:
         """Raise what a finished background write failed with, without waiting for one that is under way."""

@@ -86,6 +86,7 @@ class MetricsWriter:
         self._run_folder = run_folder
         self._lines = JsonLines(run_folder / METRICS_FILE)
         self._board = TensorBoard(run_folder / "tensorboard")
+        self._is_holding = False
         self._take_held(first_step)
 
     def hold(self, record: Mapping[str, Any]) -> None:
@@ -93,11 +94,14 @@ class MetricsWriter:
         partial = self._held.with_suffix(".partial")
         partial.write_text(json.dumps(record) + "\n", encoding="utf-8")
         partial.replace(self._held)
+        self._is_holding = True
 
     def log(self, record: dict[str, Any]) -> None:
         """Write the record of one step; its `step` counts the optimizer steps that are done."""
         self._lines.append(record)
-        self._held.unlink(missing_ok=True)
+        if self._is_holding:
+            self._held.unlink()
+            self._is_holding = False
         self._board.add(record["step"], {name: value for name, value in record.items() if isinstance(value, float)})
 
     def log_attempt(self, record: dict[str, Any]) -> None:

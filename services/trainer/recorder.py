@@ -90,7 +90,7 @@ class Recorder:
         self.finish()
         self._require_same_state(step.step)
         if self._writer:
-            self._writer.save(self._program, step.step, step.skipped_steps)
+            self._writer.save(self._program, step.step, step.skipped_steps, started)
         self._is_checkpoint_due = False
         return time.perf_counter() - started
 

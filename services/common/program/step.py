@@ -69,7 +69,7 @@ class Program:
         losses: list[Tensor] = []
         while len(losses) < count:
             mine = len(losses) + self.backend.rank
-            loss = self._loss(read(mine)) if mine < count else torch.zeros(())
+            loss = self._loss(read(mine)) if mine < count else torch.zeros((), device=self.backend.device)
             losses += self.backend.gather_over_workers(loss)
         return torch.stack(losses[:count]).mean()
 
