@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -58,3 +59,9 @@ def test_workers_on_nodes_of_different_kinds_are_refused_without_a_cache_too(new
     with pytest.raises(DeviceError, match=r"environment.DNNL_DEFAULT_FPMATH_MODE: rank \d .*BF16"):
         run_two(work.train_on_unlike_nodes, job)
     assert not checkpoints(job.root)
+
+
+def test_workers_on_another_kind_of_node_than_the_command_are_refused(new_job: Callable[..., Job]) -> None:
+    job = replace(new_job(), program_fingerprint="0" * 64)
+    with pytest.raises(DeviceError, match="the command's 000000000000"):
+        train(job, ALONE)
