@@ -26,9 +26,10 @@ EXIT_INTERRUPTED = 130
 # A file system that answers with one of these takes no more of our bytes; retrying cannot help. What cannot be read is
 # not meant: who reads a file explains that, as an `ArtifactError` or a `RecipeError`.
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_READ_ONLY = frozenset({errno.EROFS})
+_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
 _OCCUPIED = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP})
-STORAGE_ERRNOS = _FULL | _REFUSED | _OCCUPIED
+STORAGE_ERRNOS = _FULL | _READ_ONLY | _FORBIDDEN | _OCCUPIED
 
 
 class MillraceError(Exception):
@@ -98,6 +99,10 @@ def explain_storage_error(error: OSError) -> StorageError:
         advice = "Free some space or pass another --root; the same command then continues where it stopped."
     elif error.errno in _OCCUPIED:
         advice = "Something else is where ours belongs: move it away. Pass a --root that this user can write to."
+    elif error.errno in _FORBIDDEN:
+        advice = (
+            "This user may not do that there: change its owner or mode. Or pass a --root that this user can write to."
+        )
     else:
         advice = "Pass a --root that this user can write to."
     return StorageError(f"{place}{error.strerror}{free}. {advice}")

@@ -127,9 +127,11 @@ class CorpusManifest(Manifest):
     @classmethod
     def upgrade(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """corpus/1 had no other encoder than SentencePiece, and took every document of every source."""
-        payload = raw.get("corpus")
-        if raw.get("schema") != "corpus/1" or not isinstance(payload, dict):
+        if raw.get("schema") != "corpus/1":
             return raw
+        payload = raw.get("corpus")
+        if not isinstance(payload, dict):
+            return {**raw, "schema": cls.SCHEMA}
         younger = {
             "encoder": "sentencepiece",
             "reference": "sentencepiece",

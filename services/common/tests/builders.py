@@ -16,10 +16,11 @@ from typing import Any
 
 from services.common.artifacts import process
 from services.common.artifacts.compile_cache import CompileCacheManifest, CompileCachePayload
-from services.common.artifacts.manifest import InputLink
+from services.common.artifacts.files import describe_files
+from services.common.artifacts.manifest import MANIFEST, InputLink
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
 from services.common.errors import exit_code_of
-from services.common.recipe import Recipe
+from services.common.recipe import Recipe, fingerprint
 from services.common.recipe_file import load_recipe
 
 REPOSITORY = Path(__file__).parents[3]
@@ -95,6 +96,17 @@ def publish(
     root: Path, recipe: Recipe, identifier: str = ID, build: Callable[[Workspace], Draft] = fill
 ) -> tuple[Artifact[CompileCacheManifest], bool]:
     return publish_once(address_in(root, identifier), CompileCacheManifest, "compiler", recipe, build)
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], object] = lambda fields: None) -> None:
+    """Write an artifact's manifest as another program might: it fits the files as they are now, it is sealed, and
+    `change` has had its fields.
+    """
+    fields = json.loads((folder / MANIFEST).read_bytes())
+    del fields["seal"]
+    fields["files"] = [entry.model_dump(mode="json") for entry in describe_files(folder)]
+    change(fields)
+    (folder / MANIFEST).write_text(json.dumps({**fields, "seal": fingerprint(fields)}), encoding="utf-8")
 
 
 def start_process(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
-from services.common.artifacts.files import verify_files
-from services.common.artifacts.manifest import MANIFEST
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.files import listed_file, verify_files
+from services.common.artifacts.manifest import MANIFEST, Manifest
 from services.common.artifacts.store import open_artifact
-from services.common.errors import ArtifactError
+from services.common.errors import ArtifactError, TryAgain, UnreadableError
 from services.common.recipe import fingerprint
-from services.common.tests.builders import make_recipe, publish
+from services.common.tests.builders import REPOSITORY, forge, make_recipe, publish
 
 
 @pytest.fixture
@@ -70,6 +78,50 @@ def replace_by(content: str) -> Callable[[Path], None]:
     return rewrite
 
 
+def replace_by_folder(artifact: Path) -> None:
+    (artifact / MANIFEST).unlink()
+    (artifact / MANIFEST).mkdir()
+
+
+def replace_by_pipe(artifact: Path) -> None:
+    (artifact / MANIFEST).unlink()
+    os.mkfifo(artifact / MANIFEST)
+
+
+def replace_by_device(artifact: Path) -> None:
+    (artifact / MANIFEST).unlink()
+    (artifact / MANIFEST).symlink_to("/dev/zero")
+
+
+def replace_by_loop(artifact: Path) -> None:
+    (artifact / MANIFEST).unlink()
+    (artifact / MANIFEST).symlink_to(artifact / MANIFEST)
+
+
+def list_also(*paths: str) -> Callable[[Path], None]:
+    """Let the manifest list a file at these paths, with the checksums of one that is there."""
+
+    def rewrite(artifact: Path) -> None:
+        forge(artifact, lambda fields: fields["files"].extend({**fields["files"][0], "path": path} for path in paths))
+
+    return rewrite
+
+
+def link(path: str, target: str) -> Callable[[Path], None]:
+    """Move what is at `path` out of the artifact, to `target`, and leave a link."""
+
+    def move(artifact: Path) -> None:
+        (artifact / path).rename(artifact / target)
+        (artifact / path).symlink_to(artifact / target)
+
+    return move
+
+
+def replace_file_by_pipe(artifact: Path) -> None:
+    (artifact / "three.json").unlink()
+    os.mkfifo(artifact / "three.json")
+
+
 def reseal(**changes: object) -> Callable[[Path], None]:
     """What another version of the program would have written."""
 
@@ -97,6 +149,35 @@ def reseal(**changes: object) -> Callable[[Path], None]:
         (replace_by('{"seal": 1, "seconds": 12e345}'), "damaged: not a sealed manifest"),
         (reseal(schema="compile_cache/2"), "schema 'compile_cache/2', this program reads 'compile_cache/1'"),
         (reseal(surprise=1), "does not follow compile_cache/1"),
+        (reseal(created_at="2026-01-01T00:00:00"), "created_at: Input should have timezone info"),
+        (reseal(files=[{}] * 1_000), "and 3,995 more"),
+        (replace_by('{"seal": ' + "[" * 100_000), "damaged: not a sealed manifest (nested deeper than 64)"),
+        (replace_by('{"seal": 1, "recipe": ' + '{"a":' * 300 + "1" + "}" * 301), "nested deeper than 64"),
+        (replace_by('{"seal": ' + "9" * 5_000 + "}"), "damaged: not a sealed manifest"),
+        (replace_by('{"seal": 1, "name": "\\ud800"}'), "damaged: not a sealed manifest"),
+        (replace_by('{"seal": NaN}'), "NaN is no number of JSON"),
+        (replace_by_folder, "manifest.json: cannot be read: a folder, expected a file"),
+        (replace_by_pipe, "manifest.json: cannot be read: no regular file"),
+        (replace_by_device, "manifest.json: cannot be read: no regular file"),
+        (replace_by_loop, "manifest.json: cannot be read: Too many levels of symbolic links"),
+        (list_also("../outside"), "'../outside' is no path below the artifact's folder"),
+        (list_also("/etc/hostname"), "'/etc/hostname' is no path below the artifact's folder"),
+        (list_also("graphs/../../outside"), "is no path below the artifact's folder"),
+        (list_also("graphs//two.bin"), "is no path below the artifact's folder"),
+        (list_also("./three.json"), "is no path below the artifact's folder"),
+        (list_also(""), "'' is no path below the artifact's folder"),
+        (list_also("x" * 256), "is no path below the artifact's folder"),
+        (list_also("graphs\\..\\..\\outside"), "has characters that no file of an artifact has in its name"),
+        (list_also("three.json\0"), "has characters that no file of an artifact has in its name"),
+        (list_also("\u202etxt.exe"), "has characters that no file of an artifact has in its name"),
+        (list_also(MANIFEST), "a manifest cannot list itself"),
+        (list_also("three.json"), "three.json is listed 2 times"),
+        (list_also("three.json/x"), "three.json/x: missing"),
+        (list_also("graphs"), "graphs: cannot be read: no regular file"),
+        (link("three.json", "../three.json"), "three.json: cannot be read: a link that leads out of the artifact"),
+        (link("graphs/ab", "../ab"), "graphs/ab/inner/one.bin: cannot be read: a link that leads out of the artifact"),
+        (link("graphs", "../graphs"), "graphs/two.bin: cannot be read: a link that leads out of the artifact"),
+        (replace_file_by_pipe, "three.json: cannot be read: no regular file"),
     ],
 )
 def test_damage_is_an_artifact_error_that_says_what_and_where(
@@ -158,3 +239,100 @@ def test_the_content_digest_depends_on_the_bytes_alone(tmp_path: Path) -> None:
     two, _ = publish(tmp_path / "two", other, "f" * 16)
 
     assert one.manifest.content_digest == two.manifest.content_digest
+
+
+def test_links_that_stay_inside_of_an_artifact_are_followed(artifact: Path) -> None:
+    link("graphs/ab", "elsewhere")(artifact)
+    link("three.json", "3.json")(artifact)
+
+    use(artifact)
+
+
+def test_an_artifact_behind_a_link_is_used(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(artifact)
+
+    use(tmp_path / "link")
+
+
+def test_a_file_that_the_manifest_does_not_list_is_not_opened(artifact: Path) -> None:
+    manifest = open_artifact(artifact, CompileCacheManifest).manifest
+    (artifact / "four.json").write_text("{}")
+
+    with pytest.raises(ArtifactError, match=r"four\.json: not among the files that the manifest lists"):
+        listed_file(artifact, manifest, "four.json")
+    assert listed_file(artifact, manifest, "three.json") == artifact / "three.json"
+
+
+def test_a_damaged_file_is_not_opened(artifact: Path) -> None:
+    manifest = open_artifact(artifact, CompileCacheManifest).manifest
+    flip_byte(artifact)
+
+    with pytest.raises(ArtifactError, match=r"graphs/two\.bin: xxh3-128 is"):
+        listed_file(artifact, manifest, "graphs/two.bin")
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({}, "schema None, this program reads"),
+        ({"schema": "corpus/1"}, "does not follow corpus.2"),
+        ({"schema": "corpus/1", "corpus": 5}, "does not follow corpus.2"),
+        ({"schema": ["corpus/1"]}, "this program reads"),
+    ],
+)
+@pytest.mark.parametrize("manifest_type", [CorpusManifest, CheckpointManifest, CompileCacheManifest])
+def test_a_manifest_that_lacks_almost_everything_is_damaged(
+    tmp_path: Path, raw: dict[str, Any], message: str, manifest_type: type[Manifest]
+) -> None:
+    (tmp_path / MANIFEST).write_text(json.dumps({**raw, "seal": fingerprint(raw)}))
+
+    with pytest.raises(ArtifactError, match=message if manifest_type is CorpusManifest else "this program reads"):
+        open_artifact(tmp_path, manifest_type)
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "message"),
+    [
+        (errno.EACCES, UnreadableError, r"two\.bin: cannot be read: Permission denied\. Let this user read"),
+        (errno.EIO, ArtifactError, r"two\.bin: cannot be read: Input/output error"),
+        (errno.ESTALE, TryAgain, r"two\.bin: cannot be read now: Stale file handle"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception], message: str
+) -> None:
+    really_open = os.open
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith("two.bin"):
+            raise OSError(number, os.strerror(number), str(path))
+        return really_open(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+    with pytest.raises(error, match=message) as caught:
+        use(artifact)
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "graphs/two.bin", "graphs"])
+def test_what_this_user_may_not_read_is_not_called_an_unwritable_root(tmp_path: Path, name: str) -> None:
+    setpriv = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    if os.getuid() or not shutil.which("setpriv"):
+        pytest.skip("needs root and setpriv, to become a user without rights")
+    with tempfile.TemporaryDirectory() as folder:  # pytest closes its own to other users
+        Path(folder).chmod(0o755)
+        artifact = publish(Path(folder) / "fsx", make_recipe(tmp_path))[0].path
+        (artifact / name).chmod(0)
+        done = subprocess.run(
+            [*setpriv, sys.executable, "-m", "services.common.artifacts", "verify", str(artifact)],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    assert done.returncode == 3, done.stderr
+    assert f"{artifact / name}" in done.stderr
+    assert "cannot be read: Permission denied. Let this user read the artifact's folder." in done.stderr
+    assert "--root" not in done.stderr

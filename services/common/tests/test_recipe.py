@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
-from services.common.artifacts.store import artifact_id
+from services.common.artifacts.compile_cache import CompileCacheManifest
+from services.common.artifacts.lease import hold_lease
+from services.common.artifacts.store import LOCK_SUFFIX, Address, artifact_id, find_artifact, publish_once
 from services.common.command_line import StageParser
 from services.common.derived import derive, describe
 from services.common.errors import RecipeError
 from services.common.presets import MODEL_PRESETS
-from services.common.recipe import Identity, Kind, Model, Recipe, identity, stage_nodes
+from services.common.recipe import MAX_NAME_LENGTH, Identity, Kind, Model, Recipe, identity, stage_nodes
 from services.common.recipe_file import load_recipe
-from services.common.tests.builders import RECIPE, make_recipe, write_recipe
+from services.common.tests.builders import RECIPE, fill, make_recipe, write_recipe
 
 KINDS: tuple[Kind, ...] = ("corpus", "compile_cache", "checkpoint")
 
@@ -238,6 +241,12 @@ def test_the_fast_reduction_takes_any_number_of_micro_batches(tmp_path: Path) ->
     [
         (b"name = ", "not a TOML file"),
         (b"\xff", "not a TOML file"),
+        (b"x = " + b"[" * 5_000 + b"]" * 5_000, "not a TOML file: nested deeper than 64"),
+        (b"x = " + b"[" * 100 + b"]" * 100, "not a TOML file: nested deeper than 64"),
+        (b".".join([b"a"] * 3_000) + b" = 1", "not a TOML file: nested deeper than 64"),
+        (b"x = " + b"9" * 5_000, "not a TOML file: Exceeds the limit"),
+        (b"x = 0x" + b"f" * 5_000, "not a TOML file: an integer of 20,000 bits"),
+        (b"#" * (2**20 + 1), "1,048,577 bytes, a recipe has at most 1,048,576"),
         (b"", "name: missing. Every recipe needs it"),
     ],
 )
@@ -251,13 +260,76 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, mes
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("absent.toml", "no such recipe"), (".", "cannot be read"), ("small.toml/x", "cannot be read")],
+    [
+        ("absent.toml", "no such recipe"),
+        (".", "cannot be read: a folder, expected a file"),
+        ("small.toml/x", "cannot be read: Not a directory"),
+        ("pipe", "cannot be read: no regular file"),
+        ("/dev/zero", "cannot be read: no regular file"),
+        ("loop", "cannot be read: Too many levels of symbolic links"),
+        ("x" * 256, "cannot be read: File name too long"),
+        ("a\0b", "cannot be read: no name of a file"),
+        ("\ud800", "cannot be read: no name of a file"),
+    ],
 )
 def test_a_path_that_cannot_be_read_is_a_recipe_error(tmp_path: Path, name: str, message: str) -> None:
     write_recipe(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
 
     with pytest.raises(RecipeError, match=message):
         load_recipe(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("train.max_steps", "9" * 5_000, "--train.max_steps: cannot be read: Exceeds the limit"),
+        ("train.max_steps", "0x" + "f" * 5_000, "--train.max_steps: cannot be read: an integer of 20,000 bits"),
+        ("train.max_steps", str(2**63), "train.max_steps: an integer of more than 64 bits"),
+        ("train.max_steps", "1e999", "train.max_steps: got inf, expected"),
+        ("optimizer.learning_rate", "1e999", "optimizer.learning_rate: got inf, expected"),
+        ("optimizer.learning_rate", "nan", "optimizer.learning_rate: got nan, expected"),
+        ("corpus.sources", "[" * 5_000, "--corpus.sources: cannot be read: nested deeper than 64"),
+        ("model.vocab_size", '"' + "x" * 100_000 + '"', "model.vocab_size: got 'xxx"),
+        ("corpus.sources", "[1" + ", 1" * 1_000 + "]", "and 982 more"),
+        ("corpus.sources", '[{ uri = "a\\u0000b" }]', r"corpus.sources.0.uri: 'a\\x00b' has a NUL character"),
+        ("tokenizer.model", "a\0b", r"tokenizer.model: 'a\\x00b' has a NUL character"),
+        ("tokenizer.model", "\udcff", "--tokenizer.model: cannot be read"),
+        ("model." + "a." * 3_000 + "b", "1", "cannot be read: nested deeper than 64"),
+        ("..", "1", "unknown key"),
+        ("train.", "1", "unknown key 'train.'"),
+        ("name.x", "1", "name is a value, not a section"),
+        ("\0.x", "1", "unknown key"),
+    ],
+)
+def test_an_override_that_no_recipe_can_hold_is_a_recipe_error(
+    tmp_path: Path, key: str, text: str, message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        load(tmp_path, {key: text})
+
+    assert len(str(caught.value)) < 8_000
+
+
+@pytest.mark.parametrize("key", ["name", "corpus.name"])
+def test_the_longest_name_leaves_room_for_what_is_added_to_it(tmp_path: Path, key: str) -> None:
+    assert load(tmp_path, {key: "n" * MAX_NAME_LENGTH})
+
+    with pytest.raises(RecipeError, match=f"{key}: got 'nnn.*, expected: String should have at most 128 characters"):
+        load(tmp_path, {key: "n" * (MAX_NAME_LENGTH + 1)})
+
+
+def test_the_longest_name_can_be_published_and_found(tmp_path: Path) -> None:
+    recipe = load(tmp_path, {"name": "n" * MAX_NAME_LENGTH, "corpus.name": "n" * MAX_NAME_LENGTH})
+    address = Address(tmp_path / "fsx", "compile_cache", recipe.name, "0" * 16)
+
+    publish_once(address, CompileCacheManifest, "compiler", recipe, fill)
+
+    assert find_artifact(address.root, "compile_cache", recipe.name, recipe, CompileCacheManifest, "").path.exists()
+    (address.root / "run").mkdir()
+    with hold_lease(address.root / "run" / f"{recipe.name}-01234567{LOCK_SUFFIX}"):  # the trainer's
+        pass
 
 
 # The published sizes, of these repositories' config.json: meta-llama/Llama-2-7b-hf, -13b-hf, Meta-Llama-3-8B, 3.1-8B.
@@ -354,6 +426,16 @@ def test_the_command_line_overrides_the_recipe(tmp_path: Path) -> None:
 def test_what_the_command_line_does_not_know_is_a_recipe_error(tmp_path: Path, wrong: str) -> None:
     with pytest.raises(RecipeError, match=r"a recipe override reads --section.key=value"):
         StageParser("trainer", "Train.").parse(["--recipe", str(write_recipe(tmp_path)), wrong])
+
+
+@pytest.mark.parametrize("option", ["--root", "--recipe", "--prompt"])
+@pytest.mark.parametrize("text", ["a\0b", "\udcff"])
+def test_text_that_is_not_utf_8_is_a_recipe_error(tmp_path: Path, option: str, text: str) -> None:
+    parser = StageParser("trainer", "Train.")
+    parser.add_argument("--prompt")
+
+    with pytest.raises(RecipeError, match=rf"{option.removeprefix('--')} '.*': expected UTF-8 without NUL characters"):
+        parser.parse(["--recipe", str(write_recipe(tmp_path)), option, text])
 
 
 def test_a_command_line_without_a_recipe_is_a_recipe_error() -> None:
