@@ -50,6 +50,13 @@ def closure_of(modules: dict[str, Path], start: set[str]) -> set[str]:
     return seen
 
 
+def joined_paths_of(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Left side, right side and source of every `left / right` in a file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            yield ast.unparse(node.left), ast.unparse(node.right), ast.unparse(node)
+
+
 def third_parties_of(path: Path) -> set[str]:
     """Top-level names that a file imports and that are neither ours nor Python's."""
     names = {full.split(".")[0] for full in imports_of(path)}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.architecture.imports import closure_of, imports_of, modules_of, third_parties_of
+from tests.architecture.imports import closure_of, imports_of, joined_paths_of, modules_of, third_parties_of
 
 STAGES = ("tokenizer", "compiler", "trainer")
 SERVICES = (*STAGES, "head")
@@ -74,6 +74,18 @@ def requirements_name_what_is_imported(root: Path, distributions: Mapping[str, S
 def requirements_of(root: Path, service: str) -> set[str]:
     lines = (root / "services" / service / "requirements.txt").read_text(encoding="utf-8").splitlines()
     return {_normal(line) for line in lines if line.strip() and not line.startswith(("#", "-"))}
+
+
+def one_function_joins_paths_of_manifests(root: Path) -> list[str]:
+    """`files.locate` alone joins the folder of an artifact with what a manifest lists: it believes no manifest."""
+    return [
+        f"{module}: {expression}; use services.common.artifacts.files.listed_file or locate"
+        for module, path in modules_of(root).items()
+        if module != "services.common.artifacts.files"
+        for left, right, expression in joined_paths_of(path)
+        if left.endswith(("artifact.path", "corpus.path", "cache.path", "checkpoint.path"))
+        or right.endswith(("entry.path", ".shards"))
+    ]
 
 
 def services_is_no_package(root: Path) -> list[str]:

@@ -27,6 +27,7 @@ RULES: list[Rule] = [
     rules.ray_is_imported_in_one_place,
     rules.neuron_is_imported_nowhere,
     rules.the_tokenizer_never_imports_torch,
+    rules.one_function_joins_paths_of_manifests,
     rules.services_is_no_package,
     rules.services_have_their_papers,
     rules.versions_are_in_the_changelog,
@@ -82,6 +83,18 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
         "services/common/launch/inline.py",
         "import torch",
         "services.common.launch.inline imports torch",
+    ),
+    (
+        rules.one_function_joins_paths_of_manifests,
+        "services/trainer/loop.py",
+        "def f(run):\n    return run.checkpoint.path / WEIGHTS",
+        "services.trainer.loop: run.checkpoint.path / WEIGHTS; use",
+    ),
+    (
+        rules.one_function_joins_paths_of_manifests,
+        "services/trainer/loop.py",
+        "def f(folder, manifest):\n    return [folder / entry.path for entry in manifest.files]",
+        "services.trainer.loop: folder / entry.path; use",
     ),
     (rules.services_is_no_package, "services/__init__.py", "", "services/__init__.py"),
     (

@@ -177,7 +177,10 @@ def _find_unreferenced(root: Path) -> list[Path]:
 
 def _artifacts_of(run: Path) -> list[str]:
     try:
-        return list(parse_json(read_file(run))["artifacts"].values())
+        ids = list(parse_json(read_file(run))["artifacts"].values())
+        if not all(isinstance(each, str) for each in ids):
+            raise TypeError(f"{ids} are no ids")
+        return ids
     except OSError as error:
         raise unreadable(run, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -406,13 +406,17 @@ def test_gc_keeps_an_artifact_that_a_stage_holds(root: Path, recipe: Recipe) -> 
         assert superseded.exists()
 
 
-@pytest.mark.parametrize("damaged", ["manifest", "run.json"])
-def test_gc_removes_nothing_while_it_cannot_tell_what_is_referred_to(root: Path, recipe: Recipe, damaged: str) -> None:
+@pytest.mark.parametrize(
+    ("damaged", "content"), [("manifest", b"{"), ("run.json", b"{"), ("run.json", b'{"artifacts": {"corpus": []}}')]
+)
+def test_gc_removes_nothing_while_it_cannot_tell_what_is_referred_to(
+    root: Path, recipe: Recipe, damaged: str, content: bytes
+) -> None:
     superseded = publish_a_superseded_one(root, recipe)
     run_file = make_folder(root / "run" / "run-1") / "run.json"
     run_file.write_text('{"artifacts": {}}', encoding="utf-8")
     torn = run_file if damaged == "run.json" else superseded.with_name("b" * 16) / MANIFEST
-    torn.write_bytes(b"{")
+    torn.write_bytes(content)
 
     assert run("gc", root, "--unreferenced", "--yes") == 3
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import json
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +26,9 @@ from services.common.artifacts.corpus import (
     VocabularyKind,
     arrow_schema,
 )
+from services.common.artifacts.files import describe_files
 from services.common.artifacts.lease import Lease
+from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, artifact_id, publish_once
 from services.common.program.fingerprint import program_facts
 from services.common.recipe import Recipe, fingerprint
@@ -79,6 +84,17 @@ def write_recipe(folder: Path) -> Path:
 def make_recipe(folder: Path, **overrides: str) -> Recipe:
     """The small recipe; overrides as `train__max_steps="7"`."""
     return load_recipe(write_recipe(folder), {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], object] = lambda fields: None) -> None:
+    """Write an artifact's manifest as another program might: it fits the files as they are now, it is sealed, and
+    `change` has had its fields.
+    """
+    fields = json.loads((folder / MANIFEST).read_bytes())
+    del fields["seal"]
+    fields["files"] = [entry.model_dump(mode="json") for entry in describe_files(folder)]
+    change(fields)
+    (folder / MANIFEST).write_text(json.dumps({**fields, "seal": fingerprint(fields)}), encoding="utf-8")
 
 
 def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lease: Lease) -> Job:

@@ -1,0 +1,477 @@
+"""What another program wrote into an artifact, a run's folder or a command line is checked before it is believed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import safetensors.torch
+import torch
+
+from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, CheckpointManifest, checkpoint_id, step_of
+from services.common.artifacts.compile_cache import CompileCacheManifest
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.files import verify_files
+from services.common.artifacts.store import CURRENT, Address, Artifact, Draft, Workspace, open_artifact, publish_once
+from services.common.artifacts.token_stream import TokenStream
+from services.common.artifacts.upstream import open_corpus
+from services.common.errors import ArtifactError, UnreadableError, exit_code_of
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.backends.torch_native import TorchNative
+from services.common.program.step import Program
+from services.common.recipe import Checkpoint
+from services.trainer.__main__ import main
+from services.trainer.checkpoint import discard_old, load_checkpoint, newest_checkpoint
+from services.trainer.export import export
+from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.node import compile_cache_folder, prepare_node
+from services.trainer.run import RUN_FILE, open_run
+from services.trainer.sample import Writer, load_model
+from services.trainer.tests.builders import forge, make_corpus, make_recipe, write_recipe
+from services.trainer.tests.runs import checkpoints
+
+ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+SHARD = "train/shard-00000.arrow"
+TAIL = "train/tail/tail.arrow"
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Artifact[CorpusManifest]:
+    folder = tmp_path_factory.mktemp("published")
+    return make_corpus(folder / "fsx", make_recipe(folder))
+
+
+@pytest.fixture
+def corpus(published: Artifact[CorpusManifest], tmp_path: Path) -> Path:
+    """A copy, to be changed."""
+    return Path(shutil.copytree(published.path, tmp_path / "corpus"))
+
+
+def use(folder: Path) -> None:
+    """What the trainer does with a corpus."""
+    artifact = open_artifact(folder, CorpusManifest)
+    verify_files(folder, artifact.manifest)
+    for split in ("train", "validation"):
+        stream = TokenStream(folder, artifact.manifest.corpus, split)
+        stream.read_documents(range(stream.num_samples))
+
+
+def in_corpus(**changes: Any) -> Change:
+    return lambda fields: fields["corpus"].update(changes)
+
+
+def in_split(**changes: Any) -> Change:
+    return lambda fields: fields["corpus"]["splits"]["train"].update(changes)
+
+
+def in_vocabulary(**changes: Any) -> Change:
+    return lambda fields: fields["corpus"]["vocabulary"].update(changes)
+
+
+def list_no(path: str) -> Change:
+    return lambda fields: fields.update(files=[entry for entry in fields["files"] if entry["path"] != path])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (in_vocabulary(path="../../../tokenizer.model"), "is no path below the artifact's folder"),
+        (in_vocabulary(path="/etc/passwd"), "is no path below the artifact's folder"),
+        (in_vocabulary(path="train"), "train: not among the files that the manifest lists"),
+        (list_no("tokenizer/tokenizer.model"), "tokenizer.model: not among the files that the manifest lists"),
+        (list_no(SHARD), f"{SHARD}: not among the files that the manifest lists"),
+        (list_no(TAIL), f"{TAIL}: not among the files that the manifest lists"),
+        (in_split(shards=["../x", "../x", "../x"]), "is no path below the artifact's folder"),
+        (in_split(shards=[SHARD]), "80 rows in 1 shards"),
+        (in_split(shards=[SHARD] * 3), "512 tokens of uint16 in 32 rows, the manifest says 256 of uint16 in 16"),
+        (in_split(rows=79, tail_tokens=21), "256 tokens of uint16 in 16 rows, the manifest says 240 of uint16 in 15"),
+        (in_split(rows=80, tail_tokens=6, document_tokens=1_284), "the manifest says 6 of uint16 in 1"),
+        (in_split(rows=2**70), "rows: Input should be less than"),
+        (in_split(rows=-1), "rows: Input should be greater than or equal to 0"),
+        (in_corpus(rows_per_shard=80), "80 rows in 3 shards"),
+        (in_corpus(sequence_length=0), "sequence_length: Input should be greater than or equal to 1"),
+        (in_corpus(token_dtype="uint32"), "tokens of uint16 in 32 rows, the manifest says 512 of uint32 in 32"),
+        (in_corpus(splits={}), "its splits are none, expected train and validation"),
+        (in_vocabulary(bos_id=300), "BOS 300 or EOS 2 is beyond its 300 ids"),
+        (in_vocabulary(vocab_size=290), "and its vocabulary has 290"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_its_files_is_refused(corpus: Path, change: Change, message: str) -> None:
+    forge(corpus, change)
+
+    with pytest.raises(ArtifactError, match=message):
+        use(corpus)
+
+
+def write_rows(path: Path, tokens: pa.Array, starts: list[list[int]], batches: int = 1) -> None:
+    rows = pa.FixedSizeListArray.from_arrays(tokens, 16)
+    batch = pa.record_batch([rows, pa.array(starts, pa.list_(pa.int32()))], names=["input_ids", "doc_starts"])
+    with pa.ipc.new_file(str(path), batch.schema) as writer:
+        for _ in range(batches):
+            writer.write_batch(batch)
+
+
+def no_starts(rows: int = 32) -> list[list[int]]:
+    return [[] for _ in range(rows)]
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path: write_rows(path, pa.array([299] * 512, pa.uint16()), no_starts()), None),
+        (
+            lambda path: write_rows(path, pa.array([300] * 512, pa.uint16()), no_starts()),
+            "holds the id 300, and its vocabulary has 300",
+        ),
+        (
+            lambda path: write_rows(path, pa.array([1] * 496, pa.uint16()), no_starts(31)),
+            "496 tokens of uint16 in 31 rows, the manifest says 512 of uint16 in 32",
+        ),
+        (lambda path: write_rows(path, pa.array([1] * 512, pa.int16()), no_starts()), "512 tokens of int16"),
+        (lambda path: write_rows(path, pa.array([1.0] * 512), no_starts()), "512 tokens of float64"),
+        (lambda path: write_rows(path, pa.array([1] * 511 + [None], pa.uint16()), no_starts()), "cannot be read as"),
+        (lambda path: write_rows(path, pa.array([1] * 512, pa.uint16()), no_starts(), 2), "2 record batches"),
+        (
+            lambda path: write_rows(path, pa.array([1] * 512, pa.uint16()), [[16], *no_starts(31)]),
+            "the doc_starts of row 0 do not rise within the row",
+        ),
+        (
+            lambda path: write_rows(path, pa.array([1] * 512, pa.uint16()), [[3, 3], *no_starts(31)]),
+            "the doc_starts of row 0 do not rise within the row",
+        ),
+        (lambda path: path.write_bytes(b"ARROW1\0\0" + bytes(200)), "cannot be read as a corpus's file"),
+        (lambda path: path.write_bytes(b""), "cannot be read as a corpus's file"),
+    ],
+)
+def test_a_shard_with_other_content_than_its_manifest_says_is_refused(
+    corpus: Path, write: Callable[[Path], None], message: str | None
+) -> None:
+    write(corpus / SHARD)
+    forge(corpus)
+
+    if message is None:
+        use(corpus)
+        return
+    with pytest.raises(ArtifactError, match=message):
+        use(corpus)
+
+
+def test_verify_counts_what_a_corpus_holds(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from services.common.artifacts.__main__ import main as artifacts  # noqa: PLC0415
+
+    write_rows(corpus / SHARD, pa.array([1] * 496, pa.uint16()), no_starts(31))
+    forge(corpus)
+
+    assert exit_code_of(lambda: artifacts(["verify", str(corpus)])) == 3
+    assert "496 tokens of uint16 in 31 rows" in capsys.readouterr().err
+
+
+def test_the_file_behind_a_link_is_not_mapped(corpus: Path, tmp_path: Path) -> None:
+    """Workers map the files without hashing them once more."""
+    artifact = open_artifact(corpus, CorpusManifest)
+    (corpus / SHARD).rename(tmp_path / "shard")
+    (corpus / SHARD).symlink_to(tmp_path / "shard")
+
+    with pytest.raises(ArtifactError, match="a link that leads out of the artifact"):
+        TokenStream(corpus, artifact.manifest.corpus, "train")
+
+
+def test_a_corpus_that_lies_in_the_place_of_another_is_refused(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    corpus = make_corpus(tmp_path / "fsx", recipe)
+    current = corpus.path.parent / CURRENT
+    ((key, _),) = json.loads(current.read_text()).items()
+
+    corpus.path.rename(corpus.path.with_name("f" * 16))
+    current.write_text(json.dumps({key: "f" * 16}))
+    with pytest.raises(ArtifactError, match=r"its manifest is of sentences/.*: it was copied here from there"):
+        open_corpus(recipe, tmp_path / "small.toml", tmp_path / "fsx")
+
+    corpus.path.with_name("f" * 16).rename(corpus.path)
+    forge(corpus.path, lambda fields: fields.update(identity_key="0" * 64))
+    current.write_text(json.dumps({key: corpus.path.name}))
+    with pytest.raises(ArtifactError, match="for a recipe that it was not made for"):
+        open_corpus(recipe, tmp_path / "small.toml", tmp_path / "fsx")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "5", "{", '{"a": "../../x"}', '{"a": 5}', '{"a": ["x"]}', '{"a": "' + "x" * 5_000 + '"}', "[" * 9_999],
+)
+def test_a_current_json_that_names_no_published_artifact_is_made_anew(tmp_path: Path, content: str) -> None:
+    recipe = make_recipe(tmp_path)
+    corpus = make_corpus(tmp_path / "fsx", recipe)
+    shutil.copytree(corpus.path, tmp_path / "x")
+    (corpus.path.parent / CURRENT).write_text(content)
+
+    assert open_corpus(recipe, tmp_path / "small.toml", tmp_path / "fsx").path == corpus.path
+
+
+@pytest.mark.parametrize("replace", [Path.mkdir, os.mkfifo])
+def test_a_current_json_that_is_no_file_is_named(tmp_path: Path, replace: Callable[[Path], None]) -> None:
+    recipe = make_recipe(tmp_path)
+    current = make_corpus(tmp_path / "fsx", recipe).path.parent / CURRENT
+    current.unlink()
+    replace(current)
+
+    with pytest.raises(ArtifactError, match=r"current\.json: cannot be read"):
+        open_corpus(recipe, tmp_path / "small.toml", tmp_path / "fsx")
+
+
+@pytest.fixture
+def trained(new_job: Callable[..., Job]) -> Job:
+    job = new_job(train__max_steps="1", checkpoint__interval_steps="1")
+    train(job, ALONE)
+    return job
+
+
+def rewrite_tensors(folder: Path, file_name: str, change: Change) -> None:
+    tensors = safetensors.torch.load_file(folder / file_name)
+    change(tensors)
+    (folder / file_name).write_bytes(safetensors.torch.save(tensors))
+    forge(folder)
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(NORM), f"{NORM} is none, expected torch.float32 \\[16\\]"),
+        (lambda tensors: tensors.update(more=torch.ones(1)), "more is torch.float32 \\[1\\], expected none"),
+        (
+            lambda tensors: tensors.update({NORM: torch.ones(1)}),
+            "torch.float32 \\[1\\], expected torch.float32 \\[16\\]",
+        ),
+        (lambda tensors: tensors.update({NORM: torch.ones(17)}), "torch.float32 \\[17\\], expected"),
+        (lambda tensors: tensors.update({NORM: torch.ones(16).double()}), "torch.float64 \\[16\\], expected"),
+        (lambda tensors: tensors.clear(), "is none, expected"),
+    ],
+)
+def test_tensors_that_are_not_the_models_are_refused(
+    trained: Job, tmp_path: Path, change: Change, message: str
+) -> None:
+    folder = trained.checkpoint_address(1).path
+    rewrite_tensors(folder, WEIGHTS, change)
+    program = Program(trained.recipe, TorchNative(1))
+    checkpoint = newest_checkpoint(trained.checkpoint_shelf)
+    assert checkpoint is not None
+    run = open_run(trained.root, trained.run)
+
+    for work in (
+        lambda: load_checkpoint(checkpoint, program),
+        lambda: load_model(run),
+        lambda: export(run, tmp_path / "exported"),
+    ):
+        with pytest.raises(ArtifactError, match=message):
+            work()
+
+
+def test_a_file_that_holds_no_tensors_is_refused(trained: Job) -> None:
+    (trained.checkpoint_address(1).path / MOMENTS).write_bytes(b"\xff" * 100)
+    forge(trained.checkpoint_address(1).path)
+    checkpoint = newest_checkpoint(trained.checkpoint_shelf)
+    assert checkpoint is not None
+
+    with pytest.raises(ArtifactError, match="cannot be read as safetensors"):
+        load_checkpoint(checkpoint, Program(trained.recipe, TorchNative(1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda fields: fields["checkpoint"].update(step=2), "its manifest says that it is the state after step 2"),
+        (lambda fields: fields["checkpoint"].update(step=2**64), "step: Input should be less than"),
+        (lambda fields: fields["checkpoint"].update(skipped_steps=2), "2 of 1 steps skipped"),
+        (lambda fields: fields.update(id=checkpoint_id(2)), "it was copied here from there"),
+        (list_no(MOMENTS), "moments.safetensors: not among the files that the manifest lists"),
+    ],
+)
+def test_a_checkpoint_that_is_not_what_its_place_says_is_damaged(trained: Job, change: Change, message: str) -> None:
+    forge(trained.checkpoint_address(1).path, change)
+
+    with pytest.raises(ArtifactError, match=f"all 1 checkpoints are damaged(?s:.*){message}"):
+        newest_checkpoint(trained.checkpoint_shelf)
+
+
+def test_a_checkpoint_that_this_user_may_not_read_is_not_passed_over(
+    trained: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one would be continued from, and this one be removed in the end."""
+    newest = trained.checkpoint_address(1).path / WEIGHTS
+    really_open = os.open
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        if Path(path) == newest:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return really_open(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+    with pytest.raises(UnreadableError, match=r"weights\.safetensors: cannot be read: Permission denied"):
+        newest_checkpoint(trained.checkpoint_shelf)
+
+
+def change_run(**changes: Any) -> Callable[[str], str]:
+    return lambda text: json.dumps(json.loads(text) | changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change_run(paths={"corpus": "../../../x"}), "x: not a published artifact"),
+        (change_run(paths={"corpus": "a\0b"}), "cannot be read: no name of a file"),
+        (change_run(paths={"corpus": 5}), "damaged, or of another version"),
+        (change_run(paths=[]), "damaged, or of another version"),
+        (change_run(recipe={}), "damaged, or of another version"),
+        (lambda text: text.replace('"seed": 0', '"seed": 1'), "run.json: describes the run small-"),
+        (lambda text: "[" * 100_000, "nested deeper than 64"),
+        (lambda text: "null", "damaged, or of another version"),
+    ],
+)
+def test_a_run_json_that_is_not_of_its_run_is_refused(trained: Job, change: Callable[[str], str], message: str) -> None:
+    path = trained.run_folder / RUN_FILE
+    path.write_text(change(path.read_text()))
+
+    with pytest.raises(ArtifactError, match=message):
+        open_run(trained.root, trained.run)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "nan"], "--temperature nan: expected 0, which takes the likeliest token, or 0.001 or more"),
+        (["--temperature", "inf"], "--temperature inf: expected"),
+        (["--temperature", "-1"], "--temperature -1.0: expected"),
+        (["--temperature", "1e-320"], "--temperature 1e-320: expected"),
+        (["--seed", "9" * 30], "expected 0 to 2^63 - 1"),
+        (["--seed", "9" * 5_000], "invalid int value"),
+        (["--seed", "-1"], "--seed -1: expected 0 to 2^63 - 1"),
+        (["--tokens", "-1"], "--tokens -1: expected 0 or more"),
+        (["--prompt", "caf\udce9"], "expected UTF-8 without NUL characters"),
+        (["--prompt", "a\0b"], "expected UTF-8 without NUL characters"),
+        (["--corpus", "a\0b"], "expected UTF-8 without NUL characters"),
+    ],
+)
+def test_a_sample_that_cannot_be_drawn_is_a_wrong_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    recipe = write_recipe(tmp_path)
+
+    assert exit_code_of(lambda: main(["sample", "--recipe", str(recipe), "--root", str(tmp_path), *options])) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_weights_that_are_not_finite_write_nothing(trained: Job) -> None:
+    rewrite_tensors(trained.checkpoint_address(1).path, WEIGHTS, lambda tensors: tensors[NORM].fill_(float("nan")))
+
+    with pytest.raises(ArtifactError, match="logits that are not finite"):
+        Writer(open_run(trained.root, trained.run)).write("a", num_tokens=1, temperature=0.7, seed=0)
+
+
+@pytest.mark.parametrize("content", [b"", b"no vocabulary", b'{"added_tokens": 5}'])
+def test_a_vocabulary_that_its_library_does_not_take_is_named(trained: Job, content: bytes) -> None:
+    folder = trained.corpus.path
+    (folder / "tokenizer" / "tokenizer.model").write_bytes(content)
+    run = open_run(trained.root, trained.run)
+    forge(folder)
+
+    with pytest.raises(ArtifactError, match=r"tokenizer\.model: "):
+        Writer(replace(run, corpus=open_artifact(folder, CorpusManifest)))
+
+
+def test_checkpoints_are_ordered_by_number_beyond_a_hundred_million_steps(tmp_path: Path) -> None:
+    recipe, shelf = make_recipe(tmp_path), tmp_path / "fsx" / "checkpoint" / "run-1"
+    steps = [7, 99_999_999, 100_000_000, 100_000_001, 1_000_000_000]
+    for step in steps:
+        publish_checkpoint(tmp_path / "fsx", step, recipe)
+
+    newest = newest_checkpoint(shelf)
+    assert newest is not None
+    assert newest.manifest.checkpoint.step == 1_000_000_000
+    assert list(checkpoints(tmp_path / "fsx")) == [checkpoint_id(step) for step in steps]
+
+    discard_old(shelf, Checkpoint(keep_latest=2), committed_step=1_000_000_000)
+    assert list(checkpoints(tmp_path / "fsx")) == ["step-100000001", "step-1000000000"]
+
+
+def publish_checkpoint(root: Path, step: int, recipe: Any) -> None:
+    def build(workspace: Workspace) -> Draft:
+        for name in (WEIGHTS, MOMENTS):
+            (workspace.files / name).touch()
+        return Draft(
+            {
+                "step": step,
+                "tokens": 1,
+                "skipped_steps": 0,
+                "data_parallel_size": 1,
+                "program_fingerprint": "eager",
+                "waivers": (),
+            }
+        )
+
+    address = Address(root, "checkpoint", "run-1", checkpoint_id(step))
+    publish_once(address, CheckpointManifest, "trainer", recipe, build)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step-00000007", 7),
+        ("step-100000000", 100_000_000),
+        ("step-000000007", None),
+        ("step-7", None),
+        ("step-00000007.partial", None),
+        ("step-٠٠٠٠٠٠٠٧", None),
+        ("step-" + "9" * 5_000, None),
+        ("good", None),
+    ],
+)
+def test_a_checkpoints_name_is_its_step(name: str, step: int | None) -> None:
+    assert step_of(name) == step
+
+
+def publish_cache(job: Job) -> Artifact[CompileCacheManifest]:
+    def build(workspace: Workspace) -> Draft:
+        for path in ("graphs/ab/inner/one.bin", "graphs/two.bin", "notes.bin"):
+            (workspace.files / path).parent.mkdir(parents=True, exist_ok=True)
+            (workspace.files / path).write_text(path)
+        return Draft(
+            {
+                "target": "cpu",
+                "program_fingerprint": "0" * 64,
+                "facts": {},
+                "graphs_compiled": 1,
+                "graphs_missed_by_verification": 0,
+                "world_size_traced": 1,
+                "phases": (),
+            }
+        )
+
+    address = Address(job.root, "compile_cache", "small", "c" * 16)
+    return publish_once(address, CompileCacheManifest, "trainer", job.recipe, build)[0]
+
+
+def test_a_compile_cache_is_copied_into_the_nodes_folder_alone(new_job: Callable[..., Job], tmp_path: Path) -> None:
+    job = new_job()
+    cache = publish_cache(job)
+    copy = Path(shutil.copytree(cache.path, tmp_path / "copy"))
+    forge(copy, lambda fields: fields["files"][0].update(path="graphs/../../outside"))
+    with pytest.raises(ArtifactError, match="is no path below the artifact's folder"):
+        open_artifact(copy, CompileCacheManifest)
+
+    prepare_node(replace(job, cache=cache))
+    copied = [path.relative_to(compile_cache_folder(job)) for path in compile_cache_folder(job).rglob("*.bin")]
+    assert sorted(map(str, copied)) == ["ab/inner/one.bin", "two.bin"]
