@@ -1,30 +1,67 @@
-"""What the program runs on: Python, Ray, torch, and on the Neuron variant its libraries.
+"""What a service runs on: Python, Ray, torch, its libraries, and on the Neuron variant those of the SDK.
 
-`python -m services.common.platform` prints it and exits with 4 where a library of the image's variant is
-missing: the first thing to run in a new image of the compiler or the trainer, before it is given a node.
+`python -m services.common.platform` prints it and exits with 4 where a library of the image cannot be imported: the
+first thing to run in a new image, before it is given a node. Each image is built through the same check with
+`--without-device`: no image that lacks a library gets a tag. That check sees this module and `errors` alone, so that
+a change of other code does not repeat it.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import importlib.util
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
 from services.common.errors import DeviceError, run_stage
 
+# The module of services/common/program/backends that runs the program on a variant's device.
+BACKENDS = {"cpu": "torch_native"}
+
+EVERY_SERVICE = ("numpy", "psutil", "pyarrow", "pydantic", "ray", "rich", "xxhash")
+# By the service whose image it is: what its requirements name beyond those of every service.
 LIBRARIES = {
-    "cpu": ("torch", "ray"),
-    "neuron": ("torch", "torch_xla", "torch_neuronx", "libneuronxla", "neuronxcc", "neuronx_distributed", "ray"),
+    "tokenizer": (
+        *("datasets", "fastokens", "fsspec", "huggingface_hub", "llvmlite", "numba"),
+        *("s3fs", "sentencepiece", "tiktoken", "tokenizers"),
+    ),
+    "compiler": ("torch",),
+    "trainer": (
+        "torch",
+        "plotly",
+        "ray.train",
+        "safetensors",
+        "sentencepiece",
+        "tensorboardX",
+        "tiktoken",
+        "tokenizers",
+    ),
+    "head": ("fsspec", "kubernetes", "pandas", "requests"),
 }
+# What the AWS Neuron training image brings to the services with the program. Whether all of them can be imported where
+# there is no Neuron device is not documented.
+NEURON_LIBRARIES = ("torch_xla", "torch_neuronx", "libneuronxla", "neuronxcc", "neuronx_distributed")
+WITH_PROGRAM = ("compiler", "trainer")
+
 DISTRIBUTIONS = ("ray", "torch", "numpy", "torch-xla", "torch-neuronx", "neuronx-cc", "neuronx-distributed")
+# What the import of a broken package has been seen to raise: a shared library that is missing or too old (ImportError,
+# OSError), and a package built for another NumPy or another torch (the others).
+BROKEN = (ImportError, OSError, AttributeError, RuntimeError, TypeError, ValueError)
 
 
 def main(argv: list[str]) -> int:
-    variant = image_variant()
+    parser = argparse.ArgumentParser(prog="python -m services.common.platform", description="What this image runs on.")
+    parser.add_argument(
+        "--without-device",
+        action="store_true",
+        help="look up the libraries that may need the device, and do not import them: for a machine that builds images",
+    )
+    arguments = parser.parse_args(argv)
     for name, found in describe_platform().items():
         print(f"{name:20} {found}")
-    require_platform(variant)
+    require_libraries(image_service(), image_variant(), without_device=arguments.without_device)
     return 0
 
 
@@ -36,22 +73,71 @@ def describe_platform() -> dict[str, str]:
 
 def image_variant() -> str:
     """The variant of the image that this runs in; `cpu` outside of one."""
-    return os.environ.get("MILLRACE_VARIANT", "cpu")
+    return os.environ.get("MILLRACE_VARIANT") or "cpu"
 
 
-def require_platform(variant: str) -> None:
-    """Raises `DeviceError` when a library that the variant stands on cannot be imported."""
-    for library in LIBRARIES[variant]:
-        try:
+def image_service() -> str:
+    """The service whose image this runs in; empty outside of one, where all of them run."""
+    return os.environ.get("MILLRACE_SERVICE", "")
+
+
+def require_backend(variant: str) -> None:
+    """Raises `DeviceError` when the program cannot run on the device that this variant's images are given.
+
+    There is no other device instead: on a Trainium node the CPU would train for weeks while the chips are paid for.
+    """
+    if variant not in BACKENDS:
+        have = ", ".join(f"{module} ({name})" for name, module in BACKENDS.items())
+        raise DeviceError(
+            f"this is a {variant} image, and the program has no backend for the {variant} variant's device: "
+            f"services/common/program/backends has {have}. Run the compiler and the trainer in images of a variant "
+            f"that has one: make images VARIANT={next(iter(BACKENDS))}"
+        )
+
+
+def require_libraries(service: str, variant: str, without_device: bool = False) -> None:
+    """Raises `DeviceError` when a library that the service's image stands on cannot be imported.
+
+    `without_device`: what may need the variant's device is looked up and not imported.
+    """
+    for library in dict.fromkeys([*EVERY_SERVICE, *libraries_of(service)]):
+        _require(library, variant)
+    if variant == "neuron" and service not in LIBRARIES.keys() - WITH_PROGRAM:
+        for library in NEURON_LIBRARIES:
+            _require(library, variant, is_imported=not without_device)
+
+
+def libraries_of(service: str) -> tuple[str, ...]:
+    """What the service's requirements name beyond those of every service; of all services where it is empty."""
+    if not service:
+        return tuple(library for libraries in LIBRARIES.values() for library in libraries)
+    if service not in LIBRARIES:
+        raise DeviceError(f"MILLRACE_SERVICE is {service!r}, and the services are {', '.join(LIBRARIES)}")
+    return LIBRARIES[service]
+
+
+def _require(library: str, variant: str, is_imported: bool = True) -> None:
+    try:
+        if is_imported:
             importlib.import_module(library)
-        except ImportError as error:
-            advice = "Run `make setup`."
-            if variant == "neuron":
-                advice = (
-                    "A neuron image stands on the AWS Neuron training image, which brings it, and this one does not. "
-                    "Build it on the base that images/platforms.toml names: make images VARIANT=neuron"
-                )
-            raise DeviceError(f"{library} is absent on the {variant} variant ({error}). {advice}") from error
+        elif importlib.util.find_spec(library) is None:
+            raise ModuleNotFoundError(f"No module named {library!r}")
+    except BROKEN as error:
+        what = "absent" if isinstance(error, ModuleNotFoundError) and error.name in (None, library) else "broken"
+        raise DeviceError(
+            f"{library} is {what} on the {variant} variant ({error}). {_advice(library, variant)}"
+        ) from error
+
+
+def _advice(library: str, variant: str) -> str:
+    if library in NEURON_LIBRARIES or (library == "torch" and variant == "neuron"):
+        return (
+            "A neuron image stands on the AWS Neuron training image, which brings it, and this one does not. "
+            "Build it on the base that images/platforms.toml names: make images VARIANT=neuron"
+        )
+    if image_service():
+        return f"Its lock has it: build the image anew, make images STAGE={image_service()} VARIANT={variant}"
+    return "Run `make setup`."
 
 
 def _version_of(distribution: str) -> str:

@@ -2,8 +2,9 @@
 
 `python -m services.common.readiness --stage trainer --recipe FILE --root DIR` prints one JSON object: `platform`
 (variant, python, ray), `upstream` (the artifacts that the stage would read) and `problem` (null, or what a person has
-to do). It exits with 0, 3 when an artifact is missing or does not fit, or 5 when the root cannot be written. It reads
-manifests, not the files they list, and needs no torch.
+to do). It exits with 0, 3 when an artifact is missing or does not fit, 4 when the program has no backend for the
+device of the image's variant, or 5 when the root cannot be written. It reads manifests, not the files they list, and
+needs no torch.
 """
 
 from __future__ import annotations
@@ -19,8 +20,16 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.artifacts.upstream import find_cache, open_corpus
 from services.common.command_line import RecipeParser
-from services.common.errors import STORAGE_ERRNOS, ArtifactError, StorageError, explain_storage_error, run_stage
-from services.common.platform import describe_platform
+from services.common.errors import (
+    STORAGE_ERRNOS,
+    ArtifactError,
+    DeviceError,
+    MillraceError,
+    StorageError,
+    explain_storage_error,
+    run_stage,
+)
+from services.common.platform import WITH_PROGRAM, describe_platform, image_variant, require_backend
 from services.common.recipe import STAGES, Recipe
 
 
@@ -34,12 +43,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--allow-changed-program", action="store_true")
     arguments, recipe = parser.parse(argv)
     upstream: list[dict[str, str]] = []
-    problem: ArtifactError | StorageError | None = None
+    problem: MillraceError | None = None
     try:
+        if arguments.stage in WITH_PROGRAM:
+            require_backend(image_variant())
         require_writable(arguments.root)
         for artifact in upstream_of(arguments, recipe):
             upstream.append(_describe(artifact))
-    except (ArtifactError, StorageError) as error:
+    except (ArtifactError, DeviceError, StorageError) as error:
         problem = error
     report = {"platform": _platform(), "upstream": upstream, "problem": str(problem) if problem else None}
     print(json.dumps(report))

@@ -19,6 +19,7 @@ from services.common.artifacts.upstream import open_corpus
 from services.common.command_line import StageParser
 from services.common.derived import describe
 from services.common.errors import ArtifactError, MillraceError, naming_the_place
+from services.common.platform import image_variant, require_backend
 from services.common.recipe import Recipe
 from services.common.telemetry import configure_logging
 from services.trainer.checkpoint import newest_checkpoint
@@ -56,6 +57,7 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
     if arguments.dry_run:
         print(describe(recipe, _published_corpus(arguments, recipe)))
         return 0
+    require_backend(image_variant())
     job = _open_job(arguments, recipe)
     job.run_folder.mkdir(parents=True, exist_ok=True)
     with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held:

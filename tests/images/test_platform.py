@@ -1,0 +1,129 @@
+"""An image is built when it has what its service stands on, and a stage refuses a device that it cannot use."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM
+from services.common.platform import EVERY_SERVICE, LIBRARIES, NEURON_LIBRARIES, WITH_PROGRAM
+from tests.small import write_notes, write_small_recipe
+
+LOCAL = ("--tokenizer.num_workers=1", "--launch", "inline")
+
+
+def run(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> tuple[str, ...]:
+    write_notes(tmp_path / "notes")
+    recipe = write_small_recipe(tmp_path / "small.toml", str(tmp_path / "notes"))
+    return ("--recipe", str(recipe), "--root", str(tmp_path / "fsx"))
+
+
+@pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
+def test_a_neuron_image_refuses_at_once_what_it_has_no_backend_for(
+    tmp_path: Path, options: tuple[str, ...], stage: str
+) -> None:
+    """Also the step that could run on the CPU: the chips would be paid for, and idle."""
+    done = run(f"services.{stage}", *options, "--compile.enabled=false", MILLRACE_VARIANT="neuron")
+
+    assert done.returncode == 4, done.stderr
+    assert "this is a neuron image, and the program has no backend for the neuron variant's device" in done.stderr
+    assert "services/common/program/backends has torch_native (cpu)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "fsx").exists()
+
+
+@pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
+def test_a_cluster_is_told_before_it_gives_nodes(tmp_path: Path, options: tuple[str, ...], stage: str) -> None:
+    done = run("services.common.readiness", "--stage", stage, *options, MILLRACE_VARIANT="neuron")
+
+    assert done.returncode == 4, done.stderr
+    assert "no backend for the neuron variant's device" in json.loads(done.stdout)["problem"]
+
+
+def test_a_neuron_image_still_shows_what_a_recipe_means(options: tuple[str, ...]) -> None:
+    for stage in STAGES_WITH_PROGRAM:
+        done = run(f"services.{stage}", *options, "--dry-run", MILLRACE_VARIANT="neuron")
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_tokenizer_needs_no_neuron(tmp_path: Path, options: tuple[str, ...]) -> None:
+    done = run("services.tokenizer", *options, *LOCAL, MILLRACE_VARIANT="neuron")
+
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "fsx").glob("corpus/*/*/manifest.json"))
+    ready = run("services.common.readiness", "--stage", "tokenizer", *options, MILLRACE_VARIANT="neuron")
+    assert ready.returncode == 0, ready.stdout
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_what_a_service_requires_is_what_its_image_is_checked_for(service: str) -> None:
+    shared = ["common/program"] if service in STAGES_WITH_PROGRAM else []
+    assert {*EVERY_SERVICE, *LIBRARIES[service]} == required_by("common", service, *shared)
+    assert (service in WITH_PROGRAM) == (service in STAGES_WITH_PROGRAM)
+
+
+def required_by(*folders: str) -> set[str]:
+    """The modules of the packages that these folders' requirements name; an extra of Ray is a module of its own."""
+    texts = [(REPOSITORY / "services" / folder / "requirements.txt").read_text(encoding="utf-8") for folder in folders]
+    lines = [line for text in texts for line in text.splitlines() if line and not line.startswith("#")]
+    names = {re.split(r"[\[><=]", line)[0].replace("-", "_") for line in lines}
+    return names | {"ray.train" for line in lines if line.startswith("ray[train]")}
+
+
+BROKEN_RICH = """
+raise AttributeError("_ARRAY_API not found")
+"""
+
+
+def test_a_library_that_is_there_and_breaks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rich.py").write_text(BROKEN_RICH, encoding="utf-8")
+
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    done = run("services.common.platform", MILLRACE_SERVICE="head", PYTHONPATH=path)
+
+    assert done.returncode == 4, done.stderr
+    assert "rich is broken on the cpu variant (_ARRAY_API not found)" in done.stderr
+    assert "make images STAGE=head VARIANT=cpu" in done.stderr
+
+
+def test_where_images_are_built_neuron_libraries_are_not_imported(tmp_path: Path) -> None:
+    """One that asks for its device when it is imported would keep every image from being built."""
+    for library in NEURON_LIBRARIES:
+        (tmp_path / f"{library}.py").write_text('raise RuntimeError("no device")', encoding="utf-8")
+    neuron = {
+        "MILLRACE_SERVICE": "compiler",
+        "MILLRACE_VARIANT": "neuron",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)]),
+    }
+
+    built = run("services.common.platform", "--without-device", **neuron)
+    started = run("services.common.platform", **neuron)
+
+    assert built.returncode == 0, built.stderr
+    assert started.returncode == 4
+    assert "torch_xla is broken on the neuron variant (no device)" in started.stderr
+
+
+@pytest.mark.parametrize("service", ["tokenizer", "head"])
+def test_images_without_the_program_need_no_neuron_library(service: str) -> None:
+    done = run("services.common.platform", MILLRACE_SERVICE=service, MILLRACE_VARIANT="neuron")
+
+    assert done.returncode == 0, done.stderr
