@@ -6,9 +6,10 @@ import re
 
 import pytest
 
-from images.platforms import REPOSITORY, SERVICES
+from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM
 from services.common.artifacts.__main__ import MANIFEST_TYPES
 from services.trainer.run import SCHEMA as RUN_SCHEMA
+from tests.architecture.imports import closure_of, modules_of
 from tests.images.dockerfiles import breaches_of
 
 GOOD = """
@@ -67,3 +68,35 @@ def test_every_schema_has_one_image_that_writes_it() -> None:
     texts = [(REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8") for service in SERVICES]
     written = [schema for text in texts for schema in re.findall(r'millrace\.writes="([^"]*)"', text)[0].split()]
     assert sorted(written) == sorted([*(each.SCHEMA for each in MANIFEST_TYPES.values()), RUN_SCHEMA])
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_all_that_is_temporary_is_in_the_one_folder_that_a_pod_mounts(service: str) -> None:
+    text = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8")
+    folders = ("HOME", "TMPDIR", "RAY_TMPDIR", "XDG_CACHE_HOME", *(["NEURON_COMPILE_CACHE_URL"] * is_program(service)))
+    values = dict(re.findall(r"(\w+)=(/scratch\S*)", text))
+    assert values.keys() == set(folders)
+    for name in ("/tmp", "/var/tmp"):  # where programs write that read no variable
+        assert f"ln -s /scratch {name};" in text
+    assert ("WORKDIR /scratch\n" in text) == is_program(service)
+
+
+def is_program(service: str) -> bool:
+    return service in STAGES_WITH_PROGRAM
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_gets_its_code_after_its_libraries_were_found(service: str) -> None:
+    """The check sees the two modules that it is made of, so that a change of other code finds it in the cache."""
+    text = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8")
+    check = (
+        "FROM packages AS code\nARG VARIANT\n"
+        "COPY services/common/errors.py services/common/platform.py /app/services/common/\n"
+        "RUN MILLRACE_VARIANT=$VARIANT python -m services.common.platform --without-device\n"
+        "COPY services/common /app/services/common\n"
+    )
+    assert check in text
+    assert f"    MILLRACE_SERVICE={service}\n" in text
+    assert "\nFROM packages\n" in text
+    checked = {"services.common.platform", "services.common.errors"}
+    assert closure_of(modules_of(REPOSITORY), {"services.common.platform"}) == checked

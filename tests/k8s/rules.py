@@ -28,6 +28,7 @@ Rule = Callable[[list[Thing]], list[str]]
 OUTSIDE_OF_NAMESPACES = {"Namespace", "PriorityClass", "PersistentVolume"}
 NEURON = "aws.amazon.com/neuron"
 CORES_OF_A_DEVICE = 2  # of trn1
+FOLDERS_OF_AN_IMAGE = {"HOME", "TMPDIR", "RAY_TMPDIR", "XDG_CACHE_HOME", "NEURON_COMPILE_CACHE_URL"}
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 STOP = "RAY_JOB_STOP_WAIT_TIME_S"
 # Pods that no manifest here describes: the deploy tool's, and the operator's, however it was installed.
@@ -96,6 +97,22 @@ def every_pod_mounts_the_file_system(things: list[Thing]) -> list[str]:
         if "persistentVolumeClaim" not in volumes.get(mounts.get("/fsx", ""), {}):
             problems.append(f"{name}: no claim is mounted at /fsx")
         problems += [f"{name}: no volume {each}" for each in mounts.values() if each not in volumes]
+    return problems
+
+
+def every_pod_can_write_where_its_image_writes(things: list[Thing]) -> list[str]:
+    """An image's temporary folders, home and working directory are at /scratch, and its root is read-only."""
+    problems = []
+    for name, pod in pods_of(things).items():
+        container = pod["spec"]["containers"][0]
+        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"] if not mount.get("readOnly")}
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        if "emptyDir" not in volumes.get(mounts.get("/scratch", {}).get("name", ""), {}):
+            problems.append(f"{name}: no folder of its own is mounted at /scratch")
+        moved = [each["name"] for each in container.get("env", []) if each["name"] in FOLDERS_OF_AN_IMAGE]
+        problems += [f"{name}: {variable} is the image's to say" for variable in moved]
+        if "workingDir" in container:
+            problems.append(f"{name}: the working directory is the image's to say")
     return problems
 
 
@@ -346,6 +363,7 @@ EVERYWHERE: list[Rule] = [
     a_stage_has_one_name,
     what_pods_name_is_there,
     every_pod_mounts_the_file_system,
+    every_pod_can_write_where_its_image_writes,
     a_claim_and_its_volume_hold_each_other,
     everything_is_in_one_namespace,
     names_fit_into_pods_names,

@@ -47,6 +47,21 @@ BREACHES: list[Breach] = [
     (rules.every_pod_mounts_the_file_system, CLUSTER, f"{POD}/volumes/1", REMOVED, "trainer: no claim"),
     (rules.every_pod_mounts_the_file_system, CLUSTER, f"{CONTAINER}/volumeMounts/2/name", "ini", "no volume ini"),
     (
+        rules.every_pod_can_write_where_its_image_writes,
+        CLUSTER,
+        f"{CONTAINER}/volumeMounts/0",
+        REMOVED,
+        "trainer: no folder of its own is mounted at /scratch",
+    ),
+    (
+        rules.every_pod_can_write_where_its_image_writes,
+        CLUSTER,
+        f"{CONTAINER}/env/0",
+        {"name": "TMPDIR", "value": "/tmp"},
+        "trainer: TMPDIR is the image's to say",
+    ),
+    (rules.every_pod_can_write_where_its_image_writes, CLUSTER, f"{CONTAINER}/workingDir", "/app", "the working dir"),
+    (
         rules.a_claim_and_its_volume_hold_each_other,
         "PersistentVolume/millrace-fsx",
         "/spec/claimRef/name",
