@@ -9,7 +9,7 @@ images = ./bootstrap python -m images
 
 .PHONY: help setup demo test test-slow test-torch29 test-images test-cluster test-cluster-smoke check format lock clean \
 	cluster-local cluster-local-down load-images cluster-up cluster-down deploy-stage stage-status stage-logs stop-stage \
-	rollback-stage pipeline base-image images demo-images pin release sbom benchmark-tokenizer
+	rollback-stage pipeline base-image images demo-images pin platforms release sbom benchmark-tokenizer
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,9 @@ images: ## Build the images: STAGE= (all), VARIANT=cpu|neuron, PUSH=registry.
 
 demo-images: ## The demo with each stage in its container: STAGE= (all), TRAINER_TAG=... for another version of one.
 	@$(images) demo
+
+platforms: ## Print what all images of a variant share, and what a node must have for them.
+	@$(images) platforms
 
 pin: setup ## Write the digests behind base images into images/platforms.toml, the commits behind data sets into recipes.
 	@$(images) pin

@@ -27,7 +27,7 @@ from images.demo import STAGES, run_stages
 from images.docker import require_engine
 from images.lock import lock
 from images.pin import pin
-from images.platforms import REPOSITORY, SERVICES
+from images.platforms import REPOSITORY, SERVICES, read_digests, read_platforms
 from images.release import release
 from images.sbom import write_sboms
 from images.versions import describe_build
@@ -44,6 +44,7 @@ def main(argv: list[str]) -> int:
         "lock": lambda: lock(upgrade=os.environ.get("UPGRADE", "") not in ("", "0")),
         "names": print_names,
         "pin": pin_bases,
+        "platforms": print_platforms,
         "release": release_stage,
         "sbom": sbom,
     }
@@ -88,6 +89,20 @@ def print_names() -> None:
 def pin_bases() -> None:
     for image, digest in pin().items():
         print(f"{image} is {digest}")
+
+
+def print_platforms() -> None:
+    """What all images of a variant share, and what a node must have for them."""
+    for variant, platform in read_platforms().items():
+        print(f"{variant}: Python {platform.python}, Ray {platform.ray}, torch {platform.torch}")
+        for base in dict.fromkeys([platform.slim, platform.platform]):
+            print(f"  base    {base}@{read_digests().get(base, 'unpinned: make pin')}")
+        node = platform.node
+        if node:
+            print(f"  SDK     Neuron {platform.sdk}")
+            print(f"  node    driver aws-neuronx-dkms {node.driver}, in any case before {node.driver_before}")
+            print(f"          device plugin {node.device_plugin}")
+            print(f"          EKS AMI {node.ami_type}, a release with that driver: {node.ami_releases}")
 
 
 def release_stage() -> None:

@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from images.docker import docker, docker_logged, has_image, inspect_image
-from images.platforms import REPOSITORY, SERVICES, VARIANTS, Platform, read_digests, read_platforms
+from images.platforms import (
+    REPOSITORY,
+    SERVICES,
+    STAGES_WITH_PROGRAM,
+    VARIANTS,
+    Platform,
+    read_digests,
+    read_platforms,
+)
 from images.versions import Build, describe_build, is_released
 from services.common.errors import RecipeError
 
@@ -94,12 +102,14 @@ def build_image(service: str, platform: Platform) -> Image:
 
 def build_arguments(build: Build, platform: Platform) -> dict[str, str]:
     """The ARGs of a Dockerfile, but for those of the package index."""
+    driver = {"NEURON_DRIVER": platform.node.driver} if platform.node and build.service in STAGES_WITH_PROGRAM else {}
     return {
         "VARIANT": platform.variant,
         "BASE": base_of(build.service, platform),
         "PINNED_PYTHON": platform.python,
         "RAY_VERSION": platform.ray,
         "SDK_VERSION": platform.sdk or "none",
+        **driver,
         "STAGE_VERSION": build.version,
         "GIT_SHA": build.git_sha,
         "IMAGE": f"{repository_of(build.service)}:{build.commit_tag}",

@@ -19,7 +19,7 @@ def differences(repository: Path = REPOSITORY) -> list[str]:
         problem for service in SERVICES for problem in _dockerfile_differences(repository, service, platforms["cpu"])
     ]
     for platform in platforms.values():
-        problems += _tag_differences(platform) + _lock_differences(repository, platform)
+        problems += _tag_differences(platform) + _node_differences(platform) + _lock_differences(repository, platform)
     return problems
 
 
@@ -51,6 +51,26 @@ def _tag_differences(platform: Platform) -> list[str]:
         for image, part in wanted
         if part not in image
     ]
+
+
+def _node_differences(platform: Platform) -> list[str]:
+    """An SDK is raised together with what its nodes must have: the device plugin carries the SDK's number."""
+    node = platform.node
+    if bool(node) != bool(platform.sdk):
+        return [f"images/platforms.toml, {platform.variant}: a Neuron SDK and a node table need each other"]
+    if node is None:
+        return []
+    problems = []
+    sdk = _numbers(platform.sdk)[:2]
+    if _numbers(node.device_plugin)[:2] != sdk:
+        problems.append(f"the device plugin {node.device_plugin} is not that of SDK {platform.sdk}")
+    if not _numbers(node.driver) < _numbers(node.driver_before):
+        problems.append(f"the driver {node.driver} is not before {node.driver_before}")
+    return [f"images/platforms.toml, {platform.variant}: {problem}" for problem in problems]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
 
 
 def _lock_differences(repository: Path, platform: Platform) -> list[str]:

@@ -24,6 +24,20 @@ class DebianBase:
 
 
 @dataclass(frozen=True)
+class Node:
+    """What a node must have for a variant's images, and no image can bring."""
+
+    driver: str
+    """aws-neuronx-dkms of the SDK."""
+    driver_before: str
+    """The first driver that the SDK's runtime is too old for."""
+    device_plugin: str
+    ami_type: str
+    """EKS's name of the AMI family."""
+    ami_releases: str
+
+
+@dataclass(frozen=True)
 class Platform:
     """One variant's pin. `slim` carries the images without the program, `platform` those with it."""
 
@@ -35,6 +49,7 @@ class Platform:
     platform: str
     sdk: str = ""
     debian: DebianBase | None = None
+    node: Node | None = None
 
     @property
     def word(self) -> str:
@@ -62,5 +77,10 @@ def read_digests(path: Path = PLATFORMS) -> dict[str, str]:
 
 
 def _platform(variant: str, table: dict[str, object]) -> Platform:
-    debian = table.pop("debian", None)
-    return Platform(variant=variant, **table, debian=DebianBase(**debian) if debian else None)  # type: ignore[arg-type]
+    debian, node = table.pop("debian", None), table.pop("node", None)
+    return Platform(
+        variant=variant,
+        **table,  # type: ignore[arg-type]
+        debian=DebianBase(**debian) if debian else None,
+        node=Node(**node) if node else None,
+    )

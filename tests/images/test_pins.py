@@ -53,6 +53,14 @@ def test_the_images_of_this_repository_have_their_pins() -> None:
         ),
         ("images/platforms.toml", 'python = "3.12.11"', 'python = "3.12.3"', "is not tagged 3.12.3"),
         ("images/platforms.toml", 'sdk = "2.29.1"', 'sdk = "2.30.0"', "is not tagged sdk2.30.0-"),
+        (
+            "images/platforms.toml",
+            'sdk = "2.29.1"',
+            'sdk = "2.30.0"',
+            "the device plugin 2.29.147.0 is not that of SDK 2.30.0",
+        ),
+        ("images/platforms.toml", 'driver = "2.27.4.0"', 'driver = "2.29.0"', "the driver 2.29.0 is not before 2.29"),
+        ("images/platforms.toml", 'sdk = "2.29.1"', "", "a Neuron SDK and a node table need each other"),
     ],
 )
 def test_an_image_that_leaves_the_pin_of_its_variant_is_named(
