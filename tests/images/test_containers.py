@@ -226,28 +226,97 @@ def test_no_layer_and_no_history_knows_the_index_or_its_token(checkout: Path) ->
     assert "build" not in contents.split()
 
 
-def test_the_neuron_image_keeps_the_torch_of_its_base_and_says_that_neuron_is_absent(
-    checkout: Path, images: dict[str, str]
-) -> None:
+def build_stand_in(name: str, *options: str) -> dict[str, str]:
+    """What `build` is told to build the neuron variant on a stand-in for its base."""
     platform = choose_platform("cpu")
-    stand_in = "localhost/millrace-test/neuron-stand-in:2.9.1"
-    docker("build", "--quiet", "--build-arg", f"BASE={platform.slim}", "--tag", stand_in,
+    image = f"localhost/millrace-test/{name}:2.9.1"
+    docker("build", "--quiet", "--build-arg", f"BASE={platform.slim}", *options, "--tag", image,
            str(REPOSITORY / "tests/images/stand_in"))  # fmt: skip
-    built = build(checkout, VARIANT="neuron", BASE=stand_in, SLIM_BASE=platform.slim, PINNED_PYTHON=platform.python)
-    assert built.keys() == set(SERVICES)
+    return {"VARIANT": "neuron", "BASE": image, "SLIM_BASE": platform.slim, "PINNED_PYTHON": platform.python}
+
+
+@pytest.fixture(scope="module")
+def neuron_images(checkout: Path, images: dict[str, str]) -> dict[str, str]:
+    return build(checkout, **build_stand_in("neuron-stand-in"))
+
+
+def test_the_neuron_image_keeps_the_torch_of_its_base_and_says_what_nodes_it_needs(
+    neuron_images: dict[str, str],
+) -> None:
+    assert neuron_images.keys() == set(SERVICES)
     for service in ("compiler", "trainer"):
-        where = docker("run", "--rm", "--entrypoint", "python", built[service], "-c",
+        where = docker("run", "--rm", "--entrypoint", "python", neuron_images[service], "-c",
                        "import torch; print(torch.__version__, torch.__file__)")  # fmt: skip
         assert where.startswith("2.9.1 ")
         assert "/opt/venv" not in where
-        smoke = subprocess.run(
-            ["docker", "run", "--rm", "--entrypoint", "python", built[service], "-m", "services.common.platform"],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert smoke.returncode == 4
-        assert "torch_xla is absent on the neuron variant" in smoke.stderr
-        assert "make images VARIANT=neuron" in smoke.stderr
-    assert {labels_of(image)["millrace.neuron-sdk"] for image in built.values()} == {"2.29.1"}
+        assert labels_of(neuron_images[service])["millrace.neuron-driver"] == "2.27.4.0"
+    assert {labels_of(image)["millrace.neuron-sdk"] for image in neuron_images.values()} == {"2.29.1"}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_neuron_image_has_what_its_service_stands_on(neuron_images: dict[str, str], service: str) -> None:
+    check = ("--entrypoint", "python", neuron_images[service], "-m", "services.common.platform")
+    assert "neuron" in docker("run", "--rm", "--read-only", *check)
+
+
+def test_an_image_without_a_library_gets_no_tag(checkout: Path, neuron_images: dict[str, str]) -> None:
+    """Also the tags that it would have taken over stay where they were."""
+    before = inspect_image(neuron_images["trainer"])["Id"]
+    done = run_images(checkout, "build", STAGE="trainer", **build_stand_in("bare", "--build-arg", "LIBRARIES="))
+
+    assert done.returncode == 4
+    assert "torch_xla is absent on the neuron variant" in done.stderr
+    assert "make images VARIANT=neuron" in done.stderr
+    assert inspect_image(neuron_images["trainer"])["Id"] == before
+
+
+@pytest.mark.parametrize("stage", ["compiler", "trainer"])
+def test_a_neuron_image_says_that_it_cannot_use_its_device(
+    neuron_images: dict[str, str], tmp_path: Path, stage: str
+) -> None:
+    write_small_recipe(tmp_path / "small.toml", "/fsx/notes")
+    done = subprocess.run(
+        ["docker", "run", "--rm", "--read-only", "--tmpfs", "/scratch", "--tmpfs", "/fsx:mode=1777",
+         "--volume", f"{tmp_path}/small.toml:/recipe.toml:ro", "--entrypoint", "python", neuron_images[stage],
+         "-m", "services.common.readiness", "--stage", stage, "--recipe", "/recipe.toml", "--root", "/fsx"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 4, done.stderr
+    assert "no backend for the neuron variant's device" in json.loads(done.stdout)["problem"]
+
+
+def test_the_tokenizer_works_in_a_neuron_image(checkout: Path, neuron_images: dict[str, str], tmp_path: Path) -> None:
+    recipe = write_small_recipe(tmp_path / "small.toml", "/fsx/notes")
+    root = make_root(tmp_path / "fsx")
+    done = run_images(checkout, "demo", STAGE="tokenizer", VARIANT="neuron", ROOT=str(root), RECIPE=str(recipe),
+                      OPTIONS=OPTIONS)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    producer = json.loads(next(root.glob("corpus/*/*/manifest.json")).read_text())["producer"]
+    assert producer["image"] == neuron_images["tokenizer"]
+
+
+# What Neuron's tools write, and where they do it whatever the variables say.
+WRITES = """
+set -eu
+for folder in /tmp/someone/neuroncc_compile_workdir/1 /tmp/neuron-core-dump /var/tmp/neuron-compile-cache \
+    ~/.cache/neuron_libtorch "$XDG_CACHE_HOME/any" "$TMPDIR/any" "$NEURON_COMPILE_CACHE_URL" ./output; do
+    mkdir -p "$folder"
+    echo bytes >"$folder/file"
+done
+echo bytes >log-neuron-cc.txt
+python -c 'import tempfile; tempfile.NamedTemporaryFile().write(b"bytes")'
+find /scratch -name file | wc -l
+"""
+
+
+@pytest.mark.parametrize("service", ["compiler", "trainer"])
+@pytest.mark.parametrize("user", ["10001:10001", "4321:4321"])
+def test_neurons_tools_can_write_where_they_do_under_a_read_only_root(
+    neuron_images: dict[str, str], service: str, user: str
+) -> None:
+    written = docker("run", "--rm", "--read-only", "--user", user, "--tmpfs", "/scratch:exec,mode=1777",
+                     "--entrypoint", "bash", neuron_images[service], "-c", WRITES)  # fmt: skip
+    assert written == "8"
 
 
 def test_a_base_of_another_python_is_refused(checkout: Path, images: dict[str, str]) -> None:
