@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 PLATFORMS = REPOSITORY / "images/platforms.toml"
@@ -76,11 +77,11 @@ def read_digests(path: Path = PLATFORMS) -> dict[str, str]:
     return dict(tomllib.loads(path.read_text(encoding="utf-8"))["digests"])
 
 
-def _platform(variant: str, table: dict[str, object]) -> Platform:
+def _platform(variant: str, table: dict[str, Any]) -> Platform:
     debian, node = table.pop("debian", None), table.pop("node", None)
     return Platform(
         variant=variant,
-        **table,  # type: ignore[arg-type]
+        **table,
         debian=DebianBase(**debian) if debian else None,
         node=Node(**node) if node else None,
     )
