@@ -107,12 +107,13 @@ class Api:
             content_type = "application/merge-patch+json"
             return _plain(resource.patch(body=patch, name=name, content_type=content_type, **self._scope(resource)))
 
-    def apply(self, body: Object) -> Object:
-        """Server-side apply: fields that others own stay theirs."""
+    def apply(self, body: Object, is_trial: bool = False) -> Object:
+        """Server-side apply: fields that others own stay theirs. A trial answers what would be, and changes nothing."""
         kind = body["kind"]
         with _explained(f"apply {kind} {body['metadata']['name']}"):
             resource = self._resource(kind, body["apiVersion"])
             options = {"field_manager": FIELD_MANAGER, "force_conflicts": True}
+            options |= {"dry_run": "All"} if is_trial else {}
             return _plain(resource.server_side_apply(body=body, **options, **self._scope(resource)))
 
     def delete(self, kind: str, name: str, uid: str | None = None) -> None:

@@ -16,7 +16,7 @@ from k8s.deploy.following import follow
 from k8s.deploy.names import STAGE_LABEL, job_name, lease_name, recipe_name
 from k8s.deploy.objects import DRAIN_MARGIN_SECONDS, deploy_job, recipe_config_map
 from k8s.deploy.plan import describe_plan
-from k8s.deploy.preflight import Problem, check_cluster, check_in_pod, describe_topology
+from k8s.deploy.preflight import Problem, check_cluster, check_in_pods
 from k8s.deploy.release import drop_rayjobs, release_pods
 from k8s.deploy.stage import Stage, read_stage
 from k8s.deploy.wish import Wanted, Wish, previous_wish, resolve, user_name
@@ -127,11 +127,10 @@ def show_log(api: Api, stage_name: str) -> int:
 def _check(api: Api, stage: Stage, wanted: Wanted) -> Deployment:
     """Show the plan; the deployment, completed by what was seen. Raises `NotDeployed` with every problem found."""
     deployment = wanted.deployment
-    topology = describe_topology(wanted.recipe, stage.name, deployment.nodes)
-    print(describe_plan(stage, deployment, wanted.recipe, topology), flush=True)
+    print(describe_plan(stage, deployment, wanted.outline), flush=True)
     problems = check_cluster(api, stage, deployment)
-    if not problems:  # a short pod needs the claim and the account that were just looked for
-        found = check_in_pod(api, stage, deployment, wanted.recipe_text)
+    if not problems:  # short pods need the claim and the account that were just looked for
+        found = check_in_pods(api, stage, deployment, wanted.recipe_text)
         problems = found.problems
         deployment = replace(deployment, ray_version=found.ray_version)
         for artifact in found.upstream:

@@ -1,19 +1,37 @@
-"""One deployment of a stage: what is wanted, what was tried, how it ended. All of it is in its deploy Job."""
+"""One deployment of a stage: what is wanted, what was tried, how it ended. All of it is in its deploy Job.
+
+A client writes the record and the head's image reads it, and each may be older than the other. So the record has a
+version, which a changed field raises, and whoever cannot read one says which side to update.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import asdict, dataclass
-from typing import Literal, Self
+from dataclasses import MISSING, asdict, dataclass
+from typing import Any, Literal, Self
 
 from k8s.deploy.api import Api, Conflict, Object
-from k8s.deploy.names import ATTEMPTS_ANNOTATION, OUTCOME_ANNOTATION, STOP_ANNOTATION, job_name
-from services.common.errors import TryAgain
+from k8s.deploy.names import ATTEMPTS_ANNOTATION, NAMESPACE, OUTCOME_ANNOTATION, STOP_ANNOTATION, job_name
+from services.common.errors import DeviceError, TryAgain
+from services.common.recipe import STAGES
 
 EXIT_AGAIN = TryAgain.exit_code
 
+RECORD_VERSION = 2
+RECORDS_READ = (1, RECORD_VERSION)
+UPDATE_CLIENT = "update the checkout that deploys: git pull"
+UPDATE_HEAD = "update the head, when no stage runs: make cluster-up HEAD_TAG=... (default: what this checkout builds)"
+
 Mode = Literal["shared", "isolated"]
+
+
+class UnknownRecord(DeviceError):
+    """A record that another version of this tool made, and that this one cannot read."""
+
+    def __init__(self, message: str, is_newer: bool = True) -> None:
+        super().__init__(message)
+        self.is_newer = is_newer
 
 
 @dataclass(frozen=True)
@@ -51,13 +69,27 @@ class Deployment:
         return [f"{key.replace('_', ' ')} {theirs[key]} instead of {ours[key]}" for key in told]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps({"version": RECORD_VERSION} | asdict(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What a Job carries. Another version of this tool may have made it: unknown fields are left out."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        fields = {key: value for key, value in json.loads(text).items() if key in known}
+        """What a Job carries. Raises `UnknownRecord` for what another version of this tool wrote otherwise."""
+        try:
+            fields = dict(json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise UnknownRecord(f"its record cannot be read: {error}") from error
+        version = fields.pop("version", 1)
+        if version not in RECORDS_READ:
+            read = " and ".join(map(str, RECORDS_READ))
+            raise UnknownRecord(f"its record is of version {version}, and versions {read} are known here")
+        if version == 1:  # before there were versions; what was added since has a default
+            fields = {
+                each.name: each.default for each in dataclasses.fields(cls) if each.default is not MISSING
+            } | fields
+        odd = fields.keys() ^ {each.name for each in dataclasses.fields(cls)}
+        if odd:
+            is_newer = version == RECORD_VERSION and bool(odd & fields.keys())
+            raise UnknownRecord(f"its record of version {version} differs in {', '.join(sorted(odd))}", is_newer)
         return cls(**fields | {"arguments": tuple(fields["arguments"])})
 
 
@@ -67,6 +99,12 @@ class Ending:
 
     exit_code: int
     message: str
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Self:
+        """What a deploy Job wrote, which may be of another version: these two fields every version has."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in fields.items() if name in known})
 
 
 @dataclass(frozen=True)
@@ -100,21 +138,54 @@ def read_running_record(api: Api, stage: str) -> Record | None:
 
 
 def record_of(job: Object) -> Record:
+    """Raises `UnknownRecord` for a Job that another version of this tool made otherwise."""
     metadata = job["metadata"]
     annotations: dict[str, str] = metadata.get("annotations") or {}
     outcome = annotations.get(OUTCOME_ANNOTATION)
     conditions = (job.get("status") or {}).get("conditions") or []
     return Record(
-        deployment=Deployment.from_json(job["spec"]["template"]["spec"]["containers"][0]["args"][-1]),
+        deployment=_deployment_of(job),
         uid=metadata["uid"],
         version=metadata.get("resourceVersion", ""),
-        attempts=tuple(Ending(**each) for each in json.loads(annotations.get(ATTEMPTS_ANNOTATION, "[]"))),
-        outcome=Ending(**json.loads(outcome)) if outcome else None,
+        attempts=tuple(Ending.from_fields(each) for each in json.loads(annotations.get(ATTEMPTS_ANNOTATION, "[]"))),
+        outcome=Ending.from_fields(json.loads(outcome)) if outcome else None,
         stop=annotations.get(STOP_ANNOTATION, ""),
         is_over=any(each["type"] in ("Complete", "Failed") and each["status"] == "True" for each in conditions),
         is_deleted="deletionTimestamp" in metadata,
         created_at=metadata["creationTimestamp"],
     )
+
+
+def _deployment_of(job: Object) -> Deployment:
+    try:
+        return Deployment.from_json(_text_of(job))
+    except UnknownRecord as error:
+        name = job["metadata"]["name"]
+        older = f"an older one made it: once it has ended, kubectl -n {NAMESPACE} delete job {name} forgets it"
+        advice = f"a newer version of this tool made it: {UPDATE_CLIENT}" if error.is_newer else older
+        raise UnknownRecord(f"Job {name}: {error}; {advice}", error.is_newer) from error
+
+
+def _text_of(job: Object) -> str:
+    return str(job["spec"]["template"]["spec"]["containers"][0]["args"][-1])
+
+
+def refuse_record(api: Api, text: str, error: UnknownRecord) -> Ending:
+    """End the deployment of a record that the head's image, which runs this, cannot read. Nothing was begun.
+
+    Raises `Conflict` when its Job was changed meanwhile.
+    """
+    side = f"the head's image is older than the client: {UPDATE_HEAD}"
+    if not error.is_newer:
+        side = f"the client is older than the head's image: {UPDATE_CLIENT}"
+    outcome = Ending(error.exit_code, f"nothing was begun: {error}; {side}")
+    for name in map(job_name, STAGES):
+        job = api.find("Job", name)
+        if job and _text_of(job) == text:
+            metadata = {each: job["metadata"][each] for each in ("resourceVersion", "uid")}
+            annotations = {OUTCOME_ANNOTATION: json.dumps(asdict(outcome))}
+            api.merge("Job", name, {"metadata": metadata | {"annotations": annotations}})
+    return outcome
 
 
 def ask_to_stop(api: Api, record: Record, user: str) -> None:

@@ -1,7 +1,7 @@
 """What a deploy Job runs, in the cluster: `python -m k8s.deploy.job DEPLOYMENT`.
 
-It ends the Job, with 0 or 64, only when the deployment is over; its exit code is in the outcome. On everything else
-Kubernetes starts it again.
+It ends the Job, with 0 or 64, only when the deployment is over, or cannot be read; its exit code is in the outcome. On
+everything else Kubernetes starts it again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 
 from k8s.deploy.api import Api, connect
 from k8s.deploy.conductor import Conductor
-from k8s.deploy.deployment import Deployment
+from k8s.deploy.deployment import Deployment, UnknownRecord, refuse_record
 from k8s.deploy.objects import EXIT_ENDED_BADLY
 from services.common.errors import DeviceError
 
@@ -23,10 +23,30 @@ CONNECT_SECONDS = 120.0
 
 def main(text: str) -> int:
     logging.getLogger("ray").setLevel(logging.WARNING)  # it says at each end of a log stream that it ended
-    outcome = Conductor(_connect(), Deployment.from_json(text), os.environ["POD_NAME"]).run()
+    try:
+        deployment = Deployment.from_json(text)
+    except UnknownRecord as error:
+        return _refuse(text, error)
+    outcome = Conductor(_connect(), deployment, os.environ["POD_NAME"]).run()
     if outcome is None:
         return EXIT_START_AGAIN
     return 0 if outcome.exit_code == 0 else EXIT_ENDED_BADLY
+
+
+def _refuse(text: str, error: UnknownRecord) -> int:
+    """What this image cannot read it will not read after a restart either."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            outcome = refuse_record(_connect(), text, error)
+        except DeviceError as away:
+            print(f"deploy: again in a second: {away}", file=sys.stderr, flush=True)
+            if time.monotonic() > deadline:
+                return EXIT_START_AGAIN
+            time.sleep(1)
+        else:
+            print(f"deploy: {outcome.message} (exit code {outcome.exit_code})", flush=True)
+            return EXIT_ENDED_BADLY
 
 
 def _connect() -> Api:

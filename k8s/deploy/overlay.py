@@ -7,17 +7,17 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import yaml
 
 from k8s.deploy.announcements import Announcements
-from k8s.deploy.api import Api, Conflict, Object
+from k8s.deploy.api import Api, Conflict, KindAbsent, Object
 from k8s.deploy.deployment import read_running_record
 from k8s.deploy.names import CLUSTER, COMPONENT_LABEL, VARIANT_ANNOTATION
 from k8s.deploy.objects import DRAIN_VARIABLES
-from k8s.deploy.placement import explain_start, heads_of, is_ready, newest_event
+from k8s.deploy.placement import explain_start, heads_of, is_ready, newest_event, pods_of
 from k8s.deploy.stage import Stage, head_pod_of, image_of, read_cluster, stage_of
 from k8s.deploy.stage_image import choose_image
 from services.common.errors import DeviceError, RecipeError, TryAgain
@@ -64,12 +64,19 @@ def find_kubectl() -> Path:
 
 
 def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
-    """Apply the overlay and wait for the head. What deployments changed in it (images, replicas) stays theirs."""
+    """Apply the overlay and wait for the head. What deployments changed in it (images, replicas) stays theirs.
+
+    Raises `DeviceError` where it would change the head, or a group's pods, under a stage; then nothing is applied.
+    """
     objects = render(overlay)
     _require_filled_in(overlay, objects)
+    cluster = next(each for each in objects if each["kind"] == "RayCluster")
+    _set_head_image(api, cluster, head_tag)
+    live = _find_cluster(api)
+    if live:
+        _require_stages_untouched(api, _merged(cluster, live), live)
     for each in _in_order(objects):
-        if each["kind"] == "RayCluster":
-            _set_head_image(api, each, head_tag)
+        if each is cluster:
             _apply_cluster(api, each)
         else:
             api.apply(each)
@@ -87,8 +94,8 @@ def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
 def cluster_down(api: Api, overlay: Path, is_forced: bool) -> int:
     """Delete what the overlay made, RayCluster first, volumes' data never. Refuses while a stage is deployed."""
     objects = render(overlay)
-    running = [stage for stage in STAGES if read_running_record(api, stage)]
-    if running and not is_forced:
+    running = [] if is_forced else [stage for stage in STAGES if read_running_record(api, stage)]
+    if running:
         raise DeviceError(
             f"{', '.join(running)} is deployed: make stop-stage STAGE={running[0]} first, or make cluster-down "
             f"FORCE=1, which loses the steps since the newest checkpoint"
@@ -125,13 +132,21 @@ def _set_head_image(api: Api, rendered: Object, head_tag: str) -> None:
     head["image"] = choose_image(api, "head", variant, head, head_tag)
 
 
+def _find_cluster(api: Api) -> Object | None:
+    try:
+        return api.find("RayCluster", CLUSTER)
+    except KindAbsent:  # said when it is applied
+        return None
+
+
 def _apply_cluster(api: Api, rendered: Object) -> None:
     """Apply the RayCluster, with what deployments set in the live one, as long as nobody deploys in between."""
     for _ in range(APPLY_ATTEMPTS):
         live = api.find("RayCluster", CLUSTER)
         merged = _merged(rendered, live)
-        _require_groups_down(merged, live)
         try:
+            if live:
+                _require_stages_untouched(api, merged, live)
             api.apply(merged)
             return
         except Conflict:
@@ -165,24 +180,44 @@ def _keep_deployment(group: Object, was: Stage) -> None:
         container["env"] = [drains.get(variable["name"], variable) for variable in container["env"]]
 
 
-def _require_groups_down(wanted: Object, live: Object | None) -> None:
-    """A pod that is made again in a running group would differ from its neighbours."""
-    for group in (live or {}).get("spec", {}).get("workerGroupSpecs") or []:
-        others = [each for each in wanted["spec"]["workerGroupSpecs"] if each["groupName"] == group["groupName"]]
-        if group.get("replicas") and (not others or not _contains(group["template"], others[0]["template"])):
+def _require_stages_untouched(api: Api, wanted: Object, live: Object) -> None:
+    """Raises `DeviceError` for a changed head while a stage is deployed, and for changed pods of a group that runs.
+
+    The API server tells what would be, with its defaults. The operator replaces no pod for a change, but one that is
+    lost comes back changed: a head with another Ray, which no worker may join, or a pod unlike its neighbours.
+    """
+    would_be = api.apply(wanted, is_trial=True)
+    groups = {group["groupName"]: group for group in would_be["spec"].get("workerGroupSpecs") or []}
+    for group in live["spec"].get("workerGroupSpecs") or []:
+        name = group["groupName"]
+        if group.get("replicas") and groups.get(name, {}).get("template") != group["template"]:
             raise DeviceError(
-                f"worker group {group['groupName']} runs, and the manifests change its pods: wait for the stage, or "
-                f"make stop-stage STAGE={group['groupName']}. Objects before the RayCluster were applied."
+                f"worker group {name} runs, and the manifests change its pods: wait for the stage, or "
+                f"make stop-stage STAGE={name}. Nothing was applied to the RayCluster."
             )
+    changed = sorted(_changes_of_head(live["spec"], would_be["spec"]))
+    busy = [stage for stage in STAGES if read_running_record(api, stage) or pods_of(api, stage)] if changed else []
+    if busy:
+        present = image_of(head_pod_of(live))
+        raise DeviceError(
+            f"stage {' and '.join(busy)} is deployed or has pods up, and this changes the head under it: "
+            f"{'; '.join(changed)}. Wait for it, or make stop-stage STAGE={busy[0]}, then run this again. "
+            f"HEAD_TAG={present} keeps the head's image. Nothing was applied to the RayCluster."
+        )
 
 
-def _contains(live: object, wanted: object) -> bool:
-    """Does the live object have everything that is wanted? The API server adds defaults."""
-    if isinstance(wanted, dict) and isinstance(live, dict):
-        return all(key in live and _contains(live[key], value) for key, value in wanted.items())
-    if isinstance(wanted, list) and isinstance(live, list):
-        return len(wanted) == len(live) and all(map(_contains, live, wanted))
-    return live == wanted
+def _changes_of_head(live: Object, would_be: Object) -> Iterator[str]:
+    """What differs in the RayCluster but for its worker groups, each in a few words."""
+    before, after = copy.deepcopy(live), copy.deepcopy(would_be)
+    was, will_be = (spec["headGroupSpec"]["template"]["spec"]["containers"][0] for spec in (before, after))
+    if was["image"] != will_be["image"]:
+        yield f"head image {was['image']} -> {will_be['image']}"
+        was["image"] = will_be["image"]
+    if before["headGroupSpec"] != after["headGroupSpec"]:
+        yield "the head's pod template or its Ray parameters"
+    for key in (before.keys() | after.keys()) - {"headGroupSpec", "workerGroupSpecs"}:
+        if before.get(key) != after.get(key):
+            yield f"{key} {before.get(key)} -> {after.get(key)}"
 
 
 def _require_filled_in(overlay: Path, objects: Iterable[Object]) -> None:

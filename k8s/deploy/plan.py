@@ -5,19 +5,19 @@ from __future__ import annotations
 from k8s.deploy.api import Object
 from k8s.deploy.deployment import Deployment
 from k8s.deploy.objects import desired_group
+from k8s.deploy.outline import Outline
 from k8s.deploy.stage import Stage
-from services.common.recipe import Recipe
 
 
-def describe_plan(stage: Stage, deployment: Deployment, recipe: Recipe, topology: str) -> str:
+def describe_plan(stage: Stage, deployment: Deployment, outline: Outline) -> str:
     """Lines of what changes, what restarts, and what it holds."""
     lines = [
-        f"stage       {stage.name}: {topology}",
+        f"stage       {stage.name}: {outline.describe_topology(stage.name, deployment.nodes)}",
         f"image       {_change(stage.image, deployment.image)}",
-        f"recipe      {recipe.name}, ConfigMap {_change(stage.recipe, _recipe_of(desired_group(stage, deployment)))}",
+        f"recipe      {outline.name}, ConfigMap {_change(stage.recipe, _recipe_of(desired_group(stage, deployment)))}",
         f"arguments   {' '.join(deployment.arguments) or 'none'}",
         f"restarts    {_restarts(stage, deployment)}",
-        f"holds       {_holds(stage, deployment, recipe)}",
+        f"holds       {_holds(stage, deployment, outline)}",
         f"retries     {deployment.retries}, from the newest checkpoint, after exit code 75 or a lost head",
     ]
     measured = f"; its slowest checkpoint took {stage.checkpoint_seconds} s" if stage.checkpoint_seconds else ""
@@ -37,10 +37,10 @@ def _restarts(stage: Stage, deployment: Deployment) -> str:
     return f"nothing: {stage.replicas} -> {deployment.nodes} {stage.name} pods; {kept}"
 
 
-def _holds(stage: Stage, deployment: Deployment, recipe: Recipe) -> str:
+def _holds(stage: Stage, deployment: Deployment, outline: Outline) -> str:
     selector = stage.pod.get("nodeSelector") or {}
     kind = selector.get("node.kubernetes.io/instance-type", "any node")
-    limit = recipe.train.time_limit_seconds if stage.name == "trainer" else None
+    limit = outline.train.time_limit_seconds if stage.name == "trainer" else None
     attempts = deployment.retries + 1
     most = f", at most {deployment.nodes * limit * attempts / 3600:.1f} in {attempts} attempts" if limit else ""
     return f"{deployment.nodes} x {kind} from now until the stage ends: {deployment.nodes} node-hours an hour{most}"

@@ -8,14 +8,13 @@ from typing import Any
 
 from k8s.deploy.api import Api, ApiUnreachable, Object
 from k8s.deploy.capacity import check_nodes, check_queue, check_size
-from k8s.deploy.deployment import Deployment, read_running_record
+from k8s.deploy.deployment import RECORD_VERSION, UPDATE_CLIENT, UPDATE_HEAD, Deployment, read_running_record
 from k8s.deploy.names import CLUSTER, DEPLOYER
 from k8s.deploy.placement import heads_of, is_ready
-from k8s.deploy.probe import probe
+from k8s.deploy.probe import Answer, head_probe, stage_probe
 from k8s.deploy.stage import Stage, image_of
 from k8s.deploy.stage_image import read_platform_labels
-from services.common.errors import DeviceError
-from services.common.recipe import Recipe
+from services.common.errors import DeviceError, RecipeError
 
 NEURON = "aws.amazon.com/neuron"
 # What the API server accepts and the operator refuses later, in the RayJob's status alone.
@@ -32,7 +31,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a short pod saw."""
+    """What short pods saw."""
 
     problems: list[Problem]
     upstream: list[dict[str, Any]]
@@ -60,21 +59,66 @@ def check_cluster(api: Api, stage: Stage, deployment: Deployment) -> list[Proble
     return [Problem(text) for check in checks for text in _found(check) if text]
 
 
-def check_in_pod(api: Api, stage: Stage, deployment: Deployment, recipe: str) -> Seen:
-    """What a short pod sees: problems, and the upstream artifacts that the stage will read.
+def check_in_pods(api: Api, stage: Stage, deployment: Deployment, recipe: str) -> Seen:
+    """What short pods see: problems, and the upstream artifacts that the stage will read.
 
-    An image that is on the nodes looks for itself. One that would have to be pulled has its platform read from the
-    registry, and the head's image, which is on a node, looks at the artifacts.
+    The stage's own image judges the recipe and the artifacts: the head's, and this checkout, may know other keys. Where
+    its labels tell that it does not fit the head, it is not pulled for that.
     """
-    head = image_of(stage.head_pod)
-    images = {"head": head} | ({"stage": deployment.image} if stage.is_image_on_nodes else {})
-    results = probe(api, stage, images, recipe, list(deployment.arguments))
-    looked = results.get("stage", results["head"])
-    problems = [Problem(looked.problem, looked.exit_code)] if looked.problem else []
-    ours = looked.platform if "stage" in results else read_platform_labels(deployment.image)
-    if deployment.mode == "shared" and results["head"].platform and ours:
-        problems += [Problem(text) for text in _compare_platforms(deployment.image, ours, results["head"].platform)]
-    return Seen(problems, looked.upstream, ours.get("ray", ""))
+    with (
+        stage_probe(
+            api, stage, deployment.image, recipe, list(deployment.arguments), deployment.start_timeout_seconds
+        ) as stages,
+        head_probe(api, stage) as heads,
+    ):
+        head = heads.await_answer()
+        labels = read_platform_labels(stage, deployment.image)
+        problems = _check_head_image(stage, head) + _compare(deployment, labels, head.platform)
+        if problems:
+            return Seen(problems, [], labels.get("ray", ""))
+        own = stages.await_answer()
+    if own.problem:
+        problems.append(Problem(_name_judge(deployment.image, own), own.exit_code))
+    problems += _compare(deployment, own.platform, head.platform)
+    return Seen(problems, own.upstream, own.platform.get("ray", ""))
+
+
+def _check_head_image(stage: Stage, head: Answer) -> list[Problem]:
+    """Can its deploy Jobs read what this client would send?"""
+    image = image_of(stage.head_pod)
+    if head.problem and "No module named" in head.problem:
+        return [
+            Problem(
+                f"the head's image {image} is older than this checkout, and cannot read what it sends: {UPDATE_HEAD}"
+            )
+        ]
+    if head.problem:
+        return [Problem(head.problem, head.exit_code)]
+    if RECORD_VERSION in head.records:
+        return []
+    is_head_older = max(head.records, default=0) < RECORD_VERSION
+    older, update = ("the head's image", UPDATE_HEAD) if is_head_older else ("this checkout", UPDATE_CLIENT)
+    reads = " and ".join(map(str, head.records)) or "none"
+    return [
+        Problem(
+            f"the head's image {image} reads deployments of version {reads}, this checkout sends version "
+            f"{RECORD_VERSION}; {older} is the older one: {update}"
+        )
+    ]
+
+
+def _name_judge(image: str, own: Answer) -> str:
+    """A recipe's keys are those of the image, whatever this checkout knows."""
+    if own.exit_code != RecipeError.exit_code:
+        return str(own.problem)
+    return f"the image {image} does not take this recipe: {own.problem}"
+
+
+def _compare(deployment: Deployment, ours: dict[str, str], heads: dict[str, str]) -> list[Problem]:
+    """Only a shared cluster joins them."""
+    if deployment.mode != "shared" or not ours or not heads:
+        return []
+    return [Problem(text) for text in _compare_platforms(deployment.image, ours, heads)]
 
 
 def _found(check: Callable[[], Iterable[str]]) -> list[str]:
@@ -84,18 +128,6 @@ def _found(check: Callable[[], Iterable[str]]) -> list[str]:
         raise
     except DeviceError as error:
         return [str(error)]
-
-
-def describe_topology(recipe: Recipe, stage: str, nodes: int) -> str:
-    """What NODES makes of the recipe."""
-    if stage != "trainer":
-        return f"{nodes} pods"
-    workers = nodes * recipe.cluster.trainer_workers_per_node
-    micro_batches = recipe.batch.num_micro_batches // workers
-    return (
-        f"{nodes} pods x {recipe.cluster.trainer_workers_per_node} workers: data-parallel degree {workers}, "
-        f"{micro_batches} micro-batches of {recipe.batch.micro_batch_size} per worker and step"
-    )
 
 
 def _check_head(api: Api, stage: Stage) -> str:

@@ -7,7 +7,7 @@ import re
 from images.registry import read_labels, resolve_digest
 from images.versions import describe_build
 from k8s.deploy.api import Api, Object
-from k8s.deploy.stage import repository_of
+from k8s.deploy.stage import Stage, repository_of
 from services.common.errors import DeviceError
 
 
@@ -25,15 +25,19 @@ def choose_image(api: Api, service: str, variant: str, container: Object, tag: s
     return f"{repository_of(image)}@{resolve_digest(image)}"
 
 
-def read_platform_labels(image: str) -> dict[str, str]:
-    """Variant, Python and Ray of an image in a registry, from its labels."""
-    labels = read_labels(image)
+def read_platform_labels(stage: Stage, image: str) -> dict[str, str]:
+    """Variant, Python and Ray of an image in a registry, from its labels; nothing where there are none.
+
+    A node may reach a registry that this machine does not: what cannot be read here the image tells itself.
+    """
+    if stage.is_image_on_nodes:
+        return {}
+    try:
+        labels = read_labels(image)
+    except DeviceError:
+        return {}
     platform = {what: labels.get(f"millrace.{what}", "") for what in ("variant", "python", "ray")}
-    if not all(platform.values()):
-        raise DeviceError(
-            f"image {image} has no labels millrace.variant, millrace.python and millrace.ray: make images"
-        )
-    return platform
+    return platform if all(platform.values()) else {}
 
 
 def _named(repository: str, tag: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from k8s.deploy.api import Api
-from k8s.deploy.deployment import Record, read_record
+from k8s.deploy.deployment import Record, UnknownRecord, read_record
 from k8s.deploy.placement import explain_placement, heads_of, is_ready, pods_of
 from k8s.deploy.stage import Stage, read_cluster, stage_of
 from services.common.recipe import STAGES
@@ -20,7 +20,10 @@ def describe_status(api: Api) -> str:
 
 
 def _describe_stage(api: Api, stage: Stage) -> str:
-    record = read_record(api, stage.name)
+    try:
+        record = read_record(api, stage.name)
+    except UnknownRecord as error:
+        return f"{stage.name}\n  deployed  {error}"
     pods = pods_of(api, stage.name)
     lines = [
         f"{stage.name}",

@@ -7,18 +7,17 @@ import hashlib
 import math
 import os
 import secrets
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from k8s.deploy.api import Api
 from k8s.deploy.deployment import Deployment, Mode, Record
 from k8s.deploy.names import recipe_name
+from k8s.deploy.outline import Outline, read_outline, read_outline_of_text
 from k8s.deploy.stage import Stage, require_stage_name
 from k8s.deploy.stage_image import choose_image
 from services.common.command_line import read_override
 from services.common.errors import DeviceError, RecipeError
-from services.common.recipe import Recipe, stage_nodes
 from services.common.recipe_file import load_recipe
 
 DEFAULT_RECIPE = Path("recipes/tiny-cpu.toml")
@@ -51,26 +50,30 @@ class Wanted:
     """What a wish comes to."""
 
     deployment: Deployment
-    recipe: Recipe
+    outline: Outline
     recipe_text: str
 
 
 def resolve(api: Api, stage: Stage, wish: Wish) -> Wanted:
-    """Raises `RecipeError` for what cannot be, `DeviceError` for an image that is nowhere."""
+    """Raises `RecipeError` for what cannot be, `DeviceError` for an image that is nowhere.
+
+    The image that the working tree builds has the recipe's type that is here, and a wrong key is told at once. Of
+    another image (TAG=), which may know other keys, the image itself is asked, in preflight.
+    """
     text = wish.recipe_text or _read(wish.recipe or DEFAULT_RECIPE)
     arguments = wish.arguments or ()
     name = require_stage_name(wish.stage)
     _require_free(arguments)
-    recipe = _load(wish, text, arguments)
-    nodes = wish.nodes if wish.nodes is not None else stage_nodes(recipe, name)
+    outline = _outline(wish, text, arguments)
+    nodes = wish.nodes if wish.nodes is not None else outline.nodes_of(name)
     if nodes < 1:
         raise RecipeError(f"NODES={nodes}: a stage needs at least one")
     if wish.mode == "isolated" and wish.keep:
         raise RecipeError("KEEP=1 with MODE=isolated: a Ray cluster of a stage's own ends with the stage")
-    if name == "trainer" and nodes != stage_nodes(recipe, name):
-        workers = nodes * recipe.cluster.trainer_workers_per_node
+    if name == "trainer" and nodes != outline.nodes_of(name):
+        workers = nodes * outline.cluster.trainer_workers_per_node
         arguments = (*arguments, f"--parallel.data_parallel_size={workers}")
-        recipe = _load(wish, text, arguments)
+        outline = _outline(wish, text, arguments)
     deployment = Deployment(
         stage=name,
         id=secrets.token_hex(3),
@@ -85,7 +88,7 @@ def resolve(api: Api, stage: Stage, wish: Wish) -> Wanted:
         start_timeout_seconds=wish.start_timeout_seconds,
         drain_seconds=wish.drain_seconds or _needed_drain(stage),
     )
-    return Wanted(deployment, recipe, text)
+    return Wanted(deployment, outline, text)
 
 
 def previous_wish(api: Api, stage: Stage, wish: Wish, record: Record | None) -> Wish:
@@ -131,22 +134,22 @@ def user_name() -> str:
         return f"uid {os.getuid()}"
 
 
-def _load(wish: Wish, text: str, arguments: tuple[str, ...]) -> Recipe:
+def _outline(wish: Wish, text: str, arguments: tuple[str, ...]) -> Outline:
     """From the file that was named, so that an error names it; from the text where there is no file."""
     overrides = recipe_overrides(arguments)
-    if not wish.recipe_text:
-        return load_recipe(wish.recipe or DEFAULT_RECIPE, overrides)
-    with tempfile.TemporaryDirectory(prefix="millrace-recipe-") as folder:
-        file = Path(folder) / "recipe.toml"
-        file.write_text(text, encoding="utf-8")
-        return load_recipe(file, overrides)
+    if wish.recipe_text:
+        return read_outline_of_text(text, overrides)
+    file = wish.recipe or DEFAULT_RECIPE
+    if not wish.tag:
+        load_recipe(file, overrides)
+    return read_outline(file, overrides)
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        load_recipe(path)  # says what is wrong with the file
+        read_outline(path, {})  # says what is wrong with the file
         raise
 
 

@@ -2,9 +2,9 @@
 
 `python -m services.common.readiness --stage trainer --recipe FILE --root DIR` prints one JSON object: `platform`
 (variant, python, ray), `upstream` (the artifacts that the stage would read) and `problem` (null, or what a person has
-to do). It exits with 0, 3 when an artifact is missing or does not fit, 4 when the program has no backend for the
-device of the image's variant, or 5 when the root cannot be written. It reads manifests, not the files they list, and
-needs no torch.
+to do). It exits with 0, 2 when this image's stage does not take the recipe, 3 when an artifact is missing or does not
+fit, 4 when the program has no backend for the device of the image's variant, or 5 when the root cannot be written. It
+reads manifests, not the files they list, and needs no torch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from services.common.errors import (
     ArtifactError,
     DeviceError,
     MillraceError,
+    RecipeError,
     StorageError,
     explain_storage_error,
     run_stage,
@@ -41,16 +42,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--allow-cold-compile", action="store_true")
     parser.add_argument("--allow-changed-program", action="store_true")
-    arguments, recipe = parser.parse(argv)
     upstream: list[dict[str, str]] = []
     problem: MillraceError | None = None
     try:
+        arguments, recipe = parser.parse(argv)
         if arguments.stage in WITH_PROGRAM:
             require_backend(image_variant())
         require_writable(arguments.root)
         for artifact in upstream_of(arguments, recipe):
             upstream.append(_describe(artifact))
-    except (ArtifactError, DeviceError, StorageError) as error:
+    except (RecipeError, ArtifactError, DeviceError, StorageError) as error:
         problem = error
     report = {"platform": _platform(), "upstream": upstream, "problem": str(problem) if problem else None}
     print(json.dumps(report))

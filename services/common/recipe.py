@@ -278,6 +278,14 @@ class Cluster(Section):
     trainer_workers_per_node: Positive = 1
     """Of the parallel.data_parallel_size workers, those that share a node. The trainer's nodes follow from both."""
 
+    def nodes_of(self, stage: Stage, data_parallel_size: int) -> int:
+        """Nodes of the stage's group."""
+        return {
+            "tokenizer": self.tokenizer_nodes,
+            "compiler": self.compiler_nodes,
+            "trainer": data_parallel_size // self.trainer_workers_per_node,
+        }[stage]
+
 
 class Recipe(Section):
     name: Name
@@ -336,11 +344,7 @@ class Recipe(Section):
 
 def stage_nodes(recipe: Recipe, stage: Stage) -> int:
     """Nodes of the stage's group on a cluster."""
-    return {
-        "tokenizer": recipe.cluster.tokenizer_nodes,
-        "compiler": recipe.cluster.compiler_nodes,
-        "trainer": recipe.parallel.data_parallel_size // recipe.cluster.trainer_workers_per_node,
-    }[stage]
+    return recipe.cluster.nodes_of(stage, recipe.parallel.data_parallel_size)
 
 
 def identity(recipe: Recipe, kind: Kind) -> dict[str, Any]:

@@ -23,6 +23,18 @@ def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
 
     Raises `RecipeError` naming the file, each wrong key with the nearest known one, and what was expected.
     """
+    values = read_values(path, overrides)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(problem) for problem in error.errors()[:_SHOWN_PROBLEMS]]
+        if error.error_count() > _SHOWN_PROBLEMS:
+            problems.append(f"and {error.error_count() - _SHOWN_PROBLEMS:,} more")
+        raise RecipeError(f"{path}: " + ("\n  " if len(problems) > 1 else "") + "\n  ".join(problems)) from error
+
+
+def read_values(path: Path, overrides: dict[str, str] | None = None) -> dict[str, Any]:
+    """What a recipe's file and the overrides say, whatever it is. Raises `RecipeError` for what is no TOML."""
     try:
         content = read_file(path)
     except FileNotFoundError as error:
@@ -37,13 +49,7 @@ def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
         raise RecipeError(f"{path}: not a TOML file: {error}") from error
     for dotted, text in (overrides or {}).items():
         _override(values, dotted, text)
-    try:
-        return Recipe.model_validate(values)
-    except ValidationError as error:
-        problems = [_explain(problem) for problem in error.errors()[:_SHOWN_PROBLEMS]]
-        if error.error_count() > _SHOWN_PROBLEMS:
-            problems.append(f"and {error.error_count() - _SHOWN_PROBLEMS:,} more")
-        raise RecipeError(f"{path}: " + ("\n  " if len(problems) > 1 else "") + "\n  ".join(problems)) from error
+    return values
 
 
 def _parse_toml(text: str) -> dict[str, Any]:

@@ -129,13 +129,26 @@ def a_claim_and_its_volume_hold_each_other(things: list[Thing]) -> list[str]:
 
 
 def everything_is_in_one_namespace(things: list[Thing]) -> list[str]:
-    """kustomize writes it into the Queue too, which has none; an API server takes it out again."""
+    """kustomize writes it into the Queue and the policy too, which have none; an API server takes it out again."""
     [namespace] = of_kind(things, "Namespace")
     return [
         f"{thing['kind']} {thing['metadata']['name']} is in {thing['metadata'].get('namespace')}"
         for thing in things
         if thing["metadata"].get("namespace") != (None if thing["kind"] in OUTSIDE_OF_NAMESPACES else namespace)
     ]
+
+
+def the_cluster_is_guarded_where_it_is(things: list[Thing]) -> list[str]:
+    """The policy names the namespace in a selector, which kustomize does not write."""
+    [namespace] = of_kind(things, "Namespace")
+    policies = of_kind(things, "ValidatingAdmissionPolicy")
+    guarded = [
+        policy["spec"]["matchConstraints"]["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+        for policy in policies.values()
+    ]
+    bound = [each["spec"]["policyName"] for each in of_kind(things, "ValidatingAdmissionPolicyBinding").values()]
+    problems = [] if guarded == [namespace] else [f"namespaces {guarded} are guarded, not {namespace}"]
+    return problems + [f"policy {name} is not bound" for name in policies if name not in bound]
 
 
 def names_fit_into_pods_names(things: list[Thing]) -> list[str]:
@@ -366,6 +379,7 @@ EVERYWHERE: list[Rule] = [
     every_pod_can_write_where_its_image_writes,
     a_claim_and_its_volume_hold_each_other,
     everything_is_in_one_namespace,
+    the_cluster_is_guarded_where_it_is,
     names_fit_into_pods_names,
     ray_is_the_pinned_version,
     ray_reads_the_groups_as_meant,

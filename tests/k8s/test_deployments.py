@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +15,13 @@ from ray.job_submission import JobStatus
 from k8s.deploy.capacity import check_nodes, check_queue, check_size
 from k8s.deploy.deployment import Deployment, Ending, record_of
 from k8s.deploy.objects import deploy_job, isolated_rayjob, pod_group, rayjob, recipe_config_map
+from k8s.deploy.outline import read_outline
 from k8s.deploy.plan import describe_plan
 from k8s.deploy.ray_jobs import DriverState
 from k8s.deploy.stage import Stage, repository_of, stage_of
 from k8s.deploy.verdict import exit_code_of_driver, exit_code_of_rayjob
 from k8s.deploy.wish import Wish, resolve
 from services.common.errors import RecipeError
-from services.common.recipe_file import load_recipe
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
 from tests.k8s.schemas import Kind, Schema, problems_of
 
@@ -132,7 +135,6 @@ def test_how_a_rayjob_ended_when_ray_cannot_be_asked(status: Thing, code: int) -
         (("--train.max_steps", "5"), "a recipe override reads --section.key=value"),
         (("--root", "/tmp"), "--root is the deployment's own"),
         (("--dry-run",), "DRY_RUN=1"),
-        (("--train.max_stps=5",), "train.max_steps"),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_anything_is_asked(
@@ -146,13 +148,44 @@ def test_options_that_cannot_be_are_refused_before_anything_is_asked(
 def test_nodes_decide_the_data_parallel_degree(trainer: Stage) -> None:
     wish = Wish("trainer", None, f"a/b@sha256:{DIGEST}", 1, None, (), 3, 60, 0, False, False, True)
     wanted = resolve(Listing(), trainer, wish)  # type: ignore[arg-type]
-    assert wanted.recipe.parallel.data_parallel_size == 1
+    assert wanted.outline.parallel.data_parallel_size == 1
     assert wanted.deployment.arguments == ("--parallel.data_parallel_size=1",)
     assert wanted.deployment.drain_seconds == 300
     trainer.cluster["metadata"]["annotations"]["millrace.dev/trainer-checkpoint-seconds"] = "200.5"
     assert resolve(Listing(), trainer, wish).deployment.drain_seconds == 602  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="cannot be shared"):
-        resolve(Listing(), trainer, replace(wish, nodes=3))  # type: ignore[arg-type]
+        resolve(Listing(), trainer, replace(wish, tag="", nodes=3))  # type: ignore[arg-type]
+
+
+def test_a_key_that_this_checkout_does_not_know_is_for_the_image_to_judge(trainer: Stage) -> None:
+    """The image that this checkout builds knows the keys of this checkout, and is refused a wrong one at once."""
+    wish = Wish("trainer", None, "", 2, None, ("--train.new_key=5", "--cluster.new=1"), 3, 60, 0, False, False, True)
+    with pytest.raises(RecipeError, match=r"unknown key 'train\.new_key'"):
+        resolve(Listing(), trainer, wish)  # type: ignore[arg-type]
+    other = resolve(Listing(), trainer, replace(wish, tag=f"a/b@sha256:{DIGEST}"))  # type: ignore[arg-type]
+    assert other.deployment.nodes == 2
+    assert other.deployment.arguments == ("--train.new_key=5", "--cluster.new=1")
+
+
+def test_what_nodes_follow_from_has_to_be_read_all_the_same(trainer: Stage, tmp_path: Path) -> None:
+    recipe = tmp_path / "odd.toml"
+    wish = Wish("tokenizer", recipe, f"a/b@sha256:{DIGEST}", None, None, (), 3, 60, 0, False, False, True)
+    for text, said in [
+        ("name = 'x'\n[cluster]\ntokenizer_nodes = 'two'", "odd.toml: the nodes .* cluster.tokenizer_nodes: .*'two'"),
+        ("name = ", "odd.toml: not a TOML file"),
+        ("[cluster]\ntokenizer_nodes = 2", "name: Field required"),
+    ]:
+        recipe.write_text(text)
+        with pytest.raises(RecipeError, match=said):
+            resolve(Listing(), trainer, wish)  # type: ignore[arg-type]
+    recipe.write_text("name = 'x'\n[future]\nkey = 1\n[cluster]\ntokenizer_nodes = 2")
+    assert resolve(Listing(), trainer, wish).deployment.nodes == 2  # type: ignore[arg-type]
+
+
+def test_a_deploy_job_reads_no_recipe() -> None:
+    """Its image may know other keys than the stage's."""
+    program = "import sys, k8s.deploy.job; sys.exit('services.common.recipe_file' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=OVERLAYS["local"].parents[2], check=True)
 
 
 def node(name: str, changes: Thing | None = None) -> Thing:
@@ -215,13 +248,15 @@ def test_room_in_group_and_queue(trainer: Stage) -> None:
 
 
 def test_the_plan_says_what_restarts_and_what_it_costs(trainer: Stage) -> None:
-    recipe = load_recipe(OVERLAYS["local"].parents[2] / "recipes/tiny-cpu.toml", {"train.time_limit_seconds": "7200"})
-    said = describe_plan(trainer, deployment_of(), recipe, "2 pods")
+    recipe = OVERLAYS["local"].parents[2] / "recipes/tiny-cpu.toml"
+    outline = read_outline(recipe, {"train.time_limit_seconds": "7200"})
+    said = describe_plan(trainer, deployment_of(), outline)
+    assert "2 pods x 1 workers: data-parallel degree 2" in said
     assert "0 -> 2 trainer pods; the head and tokenizer and compiler keep their pods" in said
     assert "2 x trn1.32xlarge" in said
     assert "at most 16.0 in 4 attempts" in said
     trainer.cluster["spec"]["workerGroupSpecs"][2]["replicas"] = 2
-    assert "2 trainer pods that an earlier deployment left up" in describe_plan(trainer, deployment_of(), recipe, "")
+    assert "2 trainer pods that an earlier deployment left up" in describe_plan(trainer, deployment_of(), outline)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from services.common.artifacts.corpus import SPLITS, CorpusManifest, CorpusPayload, SplitCounts, Vocabulary, tail_path
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
-from services.common.errors import RecipeError, exit_code_of
+from services.common.errors import exit_code_of
 from services.common.readiness import main
 from services.common.tests.builders import REPOSITORY, fill, make_recipe, publish, write_recipe
 
@@ -164,9 +164,22 @@ def test_a_root_that_cannot_be_written_is_a_problem(
     assert "Pass a --root that this user can write to." in report["problem"]
 
 
-def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="invalid choice: 'head'"):
-        main(["--stage", "head", "--recipe", str(write_recipe(tmp_path))])
+@pytest.mark.parametrize(
+    ("stage", "option", "said"),
+    [
+        ("head", "--train.max_steps=7", "invalid choice: 'head'"),
+        ("trainer", "--train.new=7", "unknown key 'train.new'"),
+    ],
+)
+def test_what_the_stage_does_not_take_is_told_with_its_platform(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, stage: str, option: str, said: str
+) -> None:
+    """Whoever asked compares the platform with the cluster's all the same."""
+    exit_code, report = ask(capsys, tmp_path, stage, option)
+
+    assert exit_code == 2
+    assert said in report["problem"]
+    assert report["platform"]["python"] == platform.python_version()
 
 
 def test_the_head_image_can_ask() -> None:

@@ -1,0 +1,80 @@
+"""The little that the deploy tool has to know of a recipe. The rest is for the stage's own image to judge.
+
+The tool's checkout and the image may know different recipes: a key that is new in the image is unknown here.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from services.common.errors import RecipeError
+from services.common.recipe import Cluster, Positive, Stage
+from services.common.recipe_file import read_values
+
+
+class _Outline(BaseModel):
+    """As much of a section as is named here; what else it has is not looked at."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class OutlineParallel(_Outline):
+    data_parallel_size: Positive = 1
+
+
+class OutlineBatch(_Outline):
+    micro_batch_size: Positive | None = None
+    global_batch_size: Positive | None = None
+
+
+class OutlineTrain(_Outline):
+    time_limit_seconds: float | None = None
+
+
+class OutlineCluster(Cluster, extra="ignore"):
+    """The whole section: it is about nothing but nodes."""
+
+
+class Outline(_Outline):
+    """A recipe's name, and what its nodes and their time follow from."""
+
+    name: str
+    parallel: OutlineParallel = OutlineParallel()
+    batch: OutlineBatch = OutlineBatch()
+    train: OutlineTrain = OutlineTrain()
+    cluster: OutlineCluster = OutlineCluster()
+
+    def nodes_of(self, stage: Stage) -> int:
+        """Nodes of the stage's gang."""
+        return self.cluster.nodes_of(stage, self.parallel.data_parallel_size)
+
+    def describe_topology(self, stage: str, nodes: int) -> str:
+        """What NODES makes of the recipe."""
+        if stage != "trainer":
+            return f"{nodes} pods"
+        workers = nodes * self.cluster.trainer_workers_per_node
+        share = f"{nodes} pods x {self.cluster.trainer_workers_per_node} workers: data-parallel degree {workers}"
+        if not self.batch.micro_batch_size or not self.batch.global_batch_size:
+            return share
+        micro_batches = self.batch.global_batch_size // self.batch.micro_batch_size // workers
+        return f"{share}, {micro_batches} micro-batches of {self.batch.micro_batch_size} per worker and step"
+
+
+def read_outline(file: Path, overrides: dict[str, str]) -> Outline:
+    """Raises `RecipeError` for what is no TOML, and for a number of nodes that is none."""
+    try:
+        return Outline.model_validate(read_values(file, overrides))
+    except ValidationError as error:
+        told = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}, got {each['input']!r}" for each in error.errors()]
+        raise RecipeError(f"{file}: the nodes of a stage cannot be read from it: {'; '.join(told)}") from error
+
+
+def read_outline_of_text(text: str, overrides: dict[str, str]) -> Outline:
+    """Of a recipe that is in no file."""
+    with tempfile.TemporaryDirectory(prefix="millrace-recipe-") as folder:
+        file = Path(folder) / "recipe.toml"
+        file.write_text(text, encoding="utf-8")
+        return read_outline(file, overrides)

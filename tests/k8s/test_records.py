@@ -1,0 +1,161 @@
+"""A client and a head of different versions understand each other, or say which of them to update."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from k8s.deploy import job
+from k8s.deploy.deployment import (
+    RECORD_VERSION,
+    RECORDS_READ,
+    Deployment,
+    Ending,
+    UnknownRecord,
+    record_of,
+    refuse_record,
+)
+from k8s.deploy.head_facts import describe_head
+from k8s.deploy.names import OUTCOME_ANNOTATION
+from k8s.deploy.objects import EXIT_ENDED_BADLY, deploy_job
+from k8s.deploy.stage import stage_of
+from k8s.deploy.status import describe_status
+from tests.k8s.rendered import Thing, cluster_of
+from tests.k8s.test_deployments import deployment_of
+
+# What each version of the record is made of. A field that comes, goes or means something else is a new version, and
+# RECORDS_READ says whether the one before can still be read.
+FIELDS = {
+    2: {
+        *("stage", "id", "image", "nodes", "mode", "recipe_digest", "arguments", "retries", "keep", "user"),
+        *("start_timeout_seconds", "drain_seconds", "ray_version"),
+    }
+}
+
+
+def record_with(remove: str = "", **changes: Any) -> str:
+    """A record as another version of the tool would write it."""
+    fields = json.loads(deployment_of().to_json()) | changes
+    fields.pop(remove, None)
+    return json.dumps(fields)
+
+
+def test_a_record_that_changes_has_a_new_version() -> None:
+    assert {field.name for field in dataclasses.fields(Deployment)} == FIELDS[RECORD_VERSION]
+
+
+def test_the_record_before_there_were_versions_is_read() -> None:
+    assert Deployment.from_json(record_with(remove="version")) == deployment_of()
+    old = json.loads(record_with(remove="version"))
+    del old["ray_version"]
+    assert Deployment.from_json(json.dumps(old)) == deployment_of()
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "is_newer"),
+    [
+        (record_with(version=RECORD_VERSION + 1), "of version 3, and versions 1 and 2 are known", True),
+        (record_with(version="2.1"), "of version 2.1", True),
+        (record_with(hosts=2), "of version 2 differs in hosts", True),
+        (record_with(remove="image"), "of version 2 differs in image", False),
+        ('{"stage": "trainer"}', "of version 1 differs in arguments, drain_seconds", False),
+        ("[]", "of version 1 differs", False),
+        ("7", "cannot be read", True),
+        ("{", "cannot be read", True),
+    ],
+)
+def test_a_record_of_another_version_is_told_from_a_bug(text: str, said: str, is_newer: bool) -> None:
+    with pytest.raises(UnknownRecord, match=said) as raised:
+        Deployment.from_json(text)
+    assert raised.value.is_newer == is_newer
+    assert raised.value.exit_code == 4
+
+
+class Jobs:
+    """An API server that has one Job."""
+
+    def __init__(self, made: Thing) -> None:
+        self.job = made
+        self.server, self.namespace = "here", "millrace"
+
+    def find(self, kind: str, name: str) -> Thing | None:
+        return self.job if (kind, name) == ("Job", self.job["metadata"]["name"]) else None
+
+    def merge(self, kind: str, name: str, patch: Thing) -> None:
+        assert patch["metadata"]["resourceVersion"] == self.job["metadata"]["resourceVersion"]
+        self.job["metadata"]["annotations"] = patch["metadata"]["annotations"]
+
+
+@pytest.fixture
+def cluster(overlays: dict[str, list[Thing]]) -> Thing:
+    return cluster_of(overlays["local"])
+
+
+def job_with(cluster: Thing, text: str) -> Thing:
+    made = deploy_job(stage_of(cluster, "trainer"), deployment_of())
+    made["metadata"] |= {"uid": "u", "resourceVersion": "7", "creationTimestamp": "now"}
+    made["spec"]["template"]["spec"]["containers"][0]["args"] = [text]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("text", "side"),
+    [
+        (record_with(hosts=2), "make cluster-up HEAD_TAG="),
+        (record_with(version=9), "make cluster-up HEAD_TAG="),
+        (record_with(remove="nodes"), "git pull"),
+    ],
+)
+def test_a_deploy_job_that_cannot_read_its_record_ends_at_once_and_says_which_side_to_update(
+    cluster: Thing, text: str, side: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api = Jobs(job_with(cluster, text))
+    monkeypatch.setattr(job, "connect", lambda: api)
+    assert job.main(text) == EXIT_ENDED_BADLY
+    outcome = Ending(**json.loads(api.job["metadata"]["annotations"][OUTCOME_ANNOTATION]))
+    assert outcome.exit_code == 4
+    assert side in outcome.message
+    assert side in capsys.readouterr().out
+
+
+def test_another_deployment_is_not_given_its_outcome(cluster: Thing) -> None:
+    api = Jobs(job_with(cluster, record_with()))
+    text = record_with(version=9)
+    refuse_record(api, text, UnknownRecord("odd"))  # type: ignore[arg-type]
+    assert "annotations" not in api.job["metadata"]
+
+
+def test_a_client_says_that_it_is_too_old_for_what_is_deployed(cluster: Thing) -> None:
+    with pytest.raises(UnknownRecord, match=r"Job deploy-trainer: .*version 9.*newer version of this tool.*git pull"):
+        record_of(job_with(cluster, record_with(version=9)))
+
+
+def test_the_other_stages_are_told_of_all_the_same(cluster: Thing) -> None:
+    class Cluster(Jobs):
+        def find(self, kind: str, name: str) -> Thing | None:
+            return cluster if kind == "RayCluster" else super().find(kind, name)
+
+        def find_all(self, kind: str, selector: str = "") -> list[Thing]:
+            return []
+
+    said = describe_status(Cluster(job_with(cluster, record_with(version=9))))  # type: ignore[arg-type]
+    assert "tokenizer\n  image     millrace/tokenizer:unset" in said
+    assert "git pull" in said
+
+
+def test_how_it_ended_is_read_whatever_else_is_told(cluster: Thing) -> None:
+    made = job_with(cluster, record_with())
+    made["metadata"]["annotations"] = {
+        "millrace.dev/attempts": '[{"exit_code": 75, "message": "m", "seconds": 3}]',
+        OUTCOME_ANNOTATION: '{"exit_code": 0, "message": "done", "seconds": 3}',
+    }
+    assert record_of(made).attempts == (Ending(75, "m"),)
+    assert record_of(made).outcome == Ending(0, "done")
+
+
+def test_a_head_tells_which_records_it_reads() -> None:
+    assert describe_head()["records"] == RECORDS_READ
+    assert RECORD_VERSION in RECORDS_READ
