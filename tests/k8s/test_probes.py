@@ -1,0 +1,209 @@
+"""What short pods make of images: of one that is pulled, one that cannot be, one that answers and one that does not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from k8s.deploy import preflight, probe
+from k8s.deploy.deployment import RECORD_VERSION, Deployment
+from k8s.deploy.preflight import Seen, check_in_pods
+from k8s.deploy.stage import Stage, stage_of
+from tests.k8s.rendered import Thing, cluster_of
+from tests.k8s.schemas import Kind, Schema, problems_of
+from tests.k8s.test_deployments import deployment_of
+
+PLATFORM = {"variant": "neuron", "python": "3.12.11", "ray": "2.60.0"}
+HEAD = {"platform": PLATFORM, "records": [1, RECORD_VERSION]}
+READY = {"platform": PLATFORM, "upstream": [], "problem": None}
+IMAGE = deployment_of().image
+
+
+def waiting(reason: str, message: str = "") -> Thing:
+    return {"phase": "Pending", "containerStatuses": [{"name": "look", "state": {"waiting": said(reason, message)}}]}
+
+
+def said(reason: str, message: str) -> Thing:
+    return {"reason": reason, "message": message}
+
+
+def ended(code: int, message: str = "") -> Thing:
+    state = {"terminated": {"exitCode": code, "message": message}}
+    return {"phase": "Failed" if code else "Succeeded", "containerStatuses": [{"name": "look", "state": state}]}
+
+
+class Pods:
+    """An API server whose Jobs' pods go through the states that are given, and say what is given."""
+
+    def __init__(self, states: dict[str, list[Thing]], logs: dict[str, str], events: list[Thing] | None = None) -> None:
+        self._states, self._logs, self._events = states, logs, events or []
+        self.jobs: dict[str, Thing] = {}
+        self.deleted: list[str] = []
+
+    def create(self, body: Thing) -> Thing:
+        self.jobs[body["metadata"]["name"]] = body
+        return body | {"metadata": body["metadata"] | {"uid": "u"}}
+
+    def delete(self, kind: str, name: str, uid: str) -> None:
+        self.deleted.append(name)
+
+    def find_all(self, kind: str, selector: str = "", fields: str = "") -> list[Thing]:
+        if kind == "Event":
+            return self._events
+        name = selector.removeprefix("job-name=")
+        states = self._states["head" if name.startswith("preflight-head") else "stage"]
+        status = states.pop(0) if len(states) > 1 else states[0]
+        return [{"metadata": {"name": name, "uid": "u"}, "spec": {"nodeName": "trn1-0"}, "status": status}]
+
+    def log(self, pod: str, container: str) -> Iterator[str]:
+        text = self._logs["head" if pod.startswith("preflight-head") else "stage"]
+        return iter([f"2026-01-01T00:00:00Z {line}" for line in text.splitlines()])
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(preflight, "read_platform_labels", lambda stage, image: {})
+
+
+@pytest.fixture
+def trainer(overlays: dict[str, list[Thing]]) -> Stage:
+    """Its image is pulled."""
+    return stage_of(cluster_of(overlays["eks"]), "trainer")
+
+
+def look(api: Pods, stage: Stage, **changes: Any) -> Seen:
+    deployment: Deployment = deployment_of(**changes)
+    return check_in_pods(api, stage, deployment, "name = 'x'")  # type: ignore[arg-type]
+
+
+def answers(stage: Thing | str = READY, code: int = 0, head: Thing | str = HEAD, head_code: int = 0) -> Pods:
+    logs = {"stage": stage, "head": head}
+    texts = {name: text if isinstance(text, str) else f"hello\n{json.dumps(text)}" for name, text in logs.items()}
+    return Pods({"stage": [ended(code)], "head": [ended(head_code)]}, texts)
+
+
+def test_the_stage_is_asked_in_its_own_image_on_a_node_of_its_own(trainer: Stage, schemas: dict[Kind, Schema]) -> None:
+    api = answers()
+    seen = look(api, trainer)
+    assert (seen.problems, seen.ray_version) == ([], "2.60.0")
+    by_image = {job["spec"]["template"]["spec"]["containers"][0]["image"]: job for job in api.jobs.values()}
+    assert set(by_image) == {IMAGE, trainer.head_pod["containers"][0]["image"]}
+    pod = by_image[IMAGE]["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": "trn1.32xlarge"}
+    assert pod["tolerations"] == trainer.pod["tolerations"]
+    assert "aws.amazon.com/neuron" not in pod["containers"][0]["resources"]["requests"]
+    assert [problem for job in api.jobs.values() for problem in problems_of(job, schemas)] == []
+    assert sorted(api.deleted) == sorted(api.jobs)
+
+
+def test_an_image_that_is_brought_to_the_nodes_is_asked_beside_the_head(overlays: dict[str, list[Thing]]) -> None:
+    api = answers(READY, head=HEAD)
+    look(api, stage_of(cluster_of(overlays["local"]), "trainer"))
+    pods = [job["spec"]["template"]["spec"] for job in api.jobs.values()]
+    assert [pod.get("nodeSelector") for pod in pods] == [None, None]
+    assert {pod["containers"][0]["imagePullPolicy"] for pod in pods} == {"Never"}
+
+
+def test_the_stage_s_image_refuses_its_recipe(trainer: Stage) -> None:
+    """The head's image is not asked about it."""
+    [problem] = look(answers(READY | {"problem": "unknown key 'train.new'"}, code=2), trainer).problems
+    assert problem.exit_code == 2
+    assert f"the image {IMAGE} does not take this recipe: unknown key 'train.new'" in problem.text
+
+
+def test_an_image_that_says_it_in_words_alone_is_heard(trainer: Stage) -> None:
+    """As releases did that have no answer for a recipe they refuse."""
+    log = "millrace: /scratch/7.toml: \n  unknown key 'a'.\n  unknown key 'b'."
+    [problem] = look(answers(log, code=2), trainer).problems
+    assert problem.exit_code == 2
+    assert "unknown key 'a'." in problem.text
+    assert "unknown key 'b'." in problem.text
+
+
+def test_a_platform_that_does_not_fit_the_head_s(trainer: Stage) -> None:
+    other = READY | {"platform": PLATFORM | {"ray": "2.59.0"}}
+    [problem] = look(answers(other), trainer).problems
+    assert "has ray 2.59.0, the Ray head has 2.60.0" in problem.text
+    assert look(answers(other), trainer, mode="isolated").problems == []
+    assert look(answers(other), trainer, mode="isolated").ray_version == "2.59.0"
+
+
+def test_labels_that_do_not_fit_spare_the_pull(trainer: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "read_platform_labels", lambda stage, image: PLATFORM | {"python": "3.11.2"})
+    api = Pods({"stage": [waiting("ContainerCreating")], "head": [ended(0)]}, {"head": json.dumps(HEAD)})
+    [problem] = look(api, trainer).problems
+    assert "has python 3.11.2, the Ray head has 3.12.11" in problem.text
+    assert sorted(api.deleted) == sorted(api.jobs)
+
+
+@pytest.mark.parametrize(
+    ("head", "code", "expected"),
+    [
+        ("/opt/venv/bin/python: No module named k8s.deploy.head_facts", 1, "is older than this checkout.*cluster-up"),
+        ({"platform": PLATFORM, "records": [1]}, 0, "the head's image is the older one: update the head.*HEAD_TAG="),
+        (
+            {"platform": PLATFORM, "records": [8, 9]},
+            0,
+            "reads deployments of version 8 and 9.*this checkout is.*git pull",
+        ),
+        ("Segmentation fault", 139, "does not answer .exit code 139.: Segmentation fault"),
+    ],
+)
+def test_a_head_of_another_version_is_told_before_anything_is_sent(
+    trainer: Stage, head: Thing | str, code: int, expected: str
+) -> None:
+    [problem] = look(answers(head=head, head_code=code), trainer).problems
+    assert problem.exit_code == 4
+    assert re.search(expected, problem.text)
+
+
+def test_a_pull_is_waited_for_and_told(trainer: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    api = answers()
+    api._states["stage"] = [waiting("ContainerCreating"), waiting("ErrImagePull", "connection reset"), ended(0)]
+    api._events = [{"reason": "Pulling", "message": "Pulling image"}]
+    assert look(api, trainer).problems == []
+    told = capsys.readouterr().out
+    assert f"asking the trainer's image: pulling {IMAGE} on trn1-0" in told
+    assert "ErrImagePull (connection reset)" in told
+
+
+def test_an_image_that_cannot_be_pulled_is_named(trainer: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    api = answers()
+    api._states["stage"] = [
+        waiting("ErrImagePull", "manifest unknown"),
+        waiting("ImagePullBackOff", "manifest unknown"),
+    ]
+    monkeypatch.setattr(probe, "PULL_PATIENCE_SECONDS", 0.05)
+    [problem] = look(api, trainer).problems
+    assert problem.exit_code == 4
+    assert f"image {IMAGE} cannot be pulled on trn1-0" in problem.text
+    assert "manifest unknown" in problem.text
+    assert "make images PUSH=" in problem.text
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        [waiting("ErrImagePull", "no match for platform in manifest sha256:1: not found")],
+        [ended(128, "exec /bin/sh: exec format error")],
+    ],
+)
+def test_an_image_for_another_processor_is_told_at_once(trainer: Stage, states: list[Thing]) -> None:
+    api = answers("")
+    api._states["stage"] = states
+    [problem] = look(api, trainer).problems
+    assert problem.exit_code == 4
+    assert "another processor than" in problem.text
+
+
+def test_a_pod_that_is_lost_is_tried_again(trainer: Stage) -> None:
+    api = answers("")
+    api._states["stage"] = [{"phase": "Failed", "message": "The node was low on resource"}]
+    [problem] = look(api, trainer).problems
+    assert problem.exit_code == 75
+    assert "low on resource" in problem.text
