@@ -21,8 +21,9 @@ from images.platforms import (
     read_digests,
     read_platforms,
 )
+from images.registry import find_image
 from images.versions import Build, describe_build, is_released
-from services.common.errors import RecipeError
+from services.common.errors import DeviceError, RecipeError
 
 LOGS = REPOSITORY / "dist/logs"
 CA_BUNDLE = REPOSITORY / "images/inputs/ca-bundle.crt"
@@ -192,21 +193,63 @@ def require_committed(services: Sequence[str], variant: str) -> None:
 def push_images(images: Sequence[Image], variant: str, registry: str) -> None:
     """Push to `registry/millrace/<service>`: the commit's tag, and the version's where this is what was released.
 
-    A version stands for the pinned base, too. Raises `DeviceError` when the registry refuses.
+    A version stands for the pinned base, too. What the registry has already is not pushed again. A tag stays what it
+    is, whether the registry holds it to that or not: when one has other content there, nothing at all is pushed.
+
+    Raises `DeviceError` for such a tag, and when the registry refuses.
     """
     is_pinned = choose_platform(variant) == read_platforms()[variant]
-    advice = f"Is {registry} the right registry, does the repository exist, and did you `docker login`?"
+    tags = {
+        image: [image.build.commit_tag] + ([image.build.tag] if is_pinned and is_released(image.build) else [])
+        for image in images
+    }
+    names = {
+        f"{registry.rstrip('/')}/millrace/{image.build.service}:{tag}": image for image in images for tag in tags[image]
+    }
+    held = {name: _is_held(name, image, registry) for name, image in names.items()}
+    for name, image in names.items():
+        if not held[name]:
+            _push(name, image, registry)
+        print(f"{'there already' if held[name] else 'pushed'} {name}", flush=True)
     for image in images:
-        build = image.build
-        tags = [build.commit_tag] + ([build.tag] if is_pinned and is_released(build) else [])
-        for tag in tags:
-            name = f"{registry.rstrip('/')}/millrace/{build.service}:{tag}"
-            docker("tag", image.names[-1], name)
-            docker("push", "--quiet", name, advice=advice)
-            print(f"pushed {name}")
-        if build.tag not in tags:
+        if image.build.tag not in tags[image]:
+            build = image.build
             reason = f"the sources of {build.service}-v{build.version}" if is_pinned else "on the base of the pin"
-            print(f"  not as {build.tag}: this is not {reason}")
+            print(f"  {build.service} not as {build.tag}: this is not {reason}")
+
+
+def _push(name: str, image: Image, registry: str) -> None:
+    docker("tag", image.names[-1], name)
+    try:
+        docker("push", "--quiet", name, advice=_push_advice(registry))
+    except DeviceError:
+        # Another push was faster, or the answer to ours was lost; a registry with immutable tags refuses both.
+        if not _is_held(name, image, registry):
+            raise
+
+
+def _is_held(name: str, image: Image, registry: str) -> bool:
+    """Does the registry have just this image under the name? Raises `DeviceError` when it has another one."""
+    try:
+        held = find_image(name)
+    except DeviceError as error:
+        raise DeviceError(f"{error} {_push_advice(registry)}") from error
+    if held is None:
+        return False
+    ours = inspect_image(image.names[-1])
+    digests = {each.rpartition("@")[2] for each in ours.get("RepoDigests") or []}
+    # Docker's own store calls an image by its configuration, containerd's by its manifest.
+    if ours["Id"] in (held.configuration, held.digest) or held.digest in digests:
+        return True
+    raise DeviceError(
+        f"{name} is in the registry with other content ({held.digest}) than what is built here ({ours['Id']}), and a "
+        f"tag stays what it is: nothing is pushed over it. The image there has the same sources: TAG={name} "
+        f"deploys it. Another image needs another commit, or a release of its own: make release BUMP=patch"
+    )
+
+
+def _push_advice(registry: str) -> str:
+    return f"Is {registry} the right registry, does the repository exist, and did you `docker login`?"
 
 
 def require_service(name: str, services: Sequence[str] = SERVICES) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import urllib.error
 import urllib.parse
 import urllib.request
+from dataclasses import dataclass
 from email.message import Message
 from http.client import HTTPException
 from pathlib import Path
@@ -24,6 +26,22 @@ MANIFEST_TYPES = (
     "application/vnd.docker.distribution.manifest.v2+json",
 )
 TIMEOUT_SECONDS = 30
+DOCKER_HUB = "registry-1.docker.io"
+DOCKER_HUB_LOGIN = "https://index.docker.io/v1/"  # under which `docker login` keeps it
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a registry has under a name."""
+
+    digest: str
+    """Of the manifest, or of the index of several platforms."""
+    configuration: str
+    """Digest of the image's configuration, which Docker calls the image's id; empty for an index."""
+
+
+class NotHeld(DeviceError):
+    """The registry has no such image."""
 
 
 def resolve_digest(image: str) -> str:
@@ -33,6 +51,19 @@ def resolve_digest(image: str) -> str:
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         raise _refusal(image, "its registry answered without a digest")
     return digest
+
+
+def find_image(image: str) -> Held | None:
+    """What the registry has under this tag; None when it has no such tag or repository.
+
+    Raises `DeviceError` when it does not say.
+    """
+    try:
+        headers, body = _ask(image, "manifests", split_name(image)[2], "GET")
+    except NotHeld:
+        return None
+    digest = headers.get("Docker-Content-Digest") or f"sha256:{hashlib.sha256(body).hexdigest()}"
+    return Held(digest, str(json.loads(body).get("config", {}).get("digest", "")))
 
 
 def read_labels(image: str) -> dict[str, str]:
@@ -58,25 +89,30 @@ def split_name(image: str) -> tuple[str, str, str]:
     host, _, rest = path.partition("/")
     if rest and ("." in host or ":" in host or host == "localhost"):
         return host, rest, tag
-    return "registry-1.docker.io", path if "/" in path else f"library/{path}", tag
+    return DOCKER_HUB, path if "/" in path else f"library/{path}", tag
 
 
 def _ask(image: str, what: str, reference: str, method: str) -> tuple[Message, bytes]:
-    """Headers and body of a manifest or a blob, with an anonymous token where the registry wants one."""
+    """Headers and body of a manifest or a blob, with a token where the registry wants one.
+
+    Raises `NotHeld` where there is none, `DeviceError` when the registry does not say.
+    """
     registry, name, _ = split_name(image)
     scheme = "http" if registry.partition(":")[0] in ("localhost", "127.0.0.1") else "https"
     url = f"{scheme}://{registry}/v2/{name}/{what}/{reference}"
+    login = _login(registry)
     try:
-        return _request(url, method, _login(registry))
-    except urllib.error.HTTPError as error:
-        challenge = error.headers.get("WWW-Authenticate", "")
-        if error.code != 401 or not challenge.lower().startswith("bearer "):
-            raise _refusal(image, f"{registry} answered {error.code} {error.reason}") from error
         try:
-            return _request(url, method, f"Bearer {_anonymous_token(challenge)}")
-        except (OSError, HTTPException, ValueError, KeyError) as refused:
-            raise _refusal(image, f"{registry}: {refused}") from refused
-    except (OSError, HTTPException) as error:
+            return _request(url, method, login)
+        except urllib.error.HTTPError as error:
+            challenge = error.headers.get("WWW-Authenticate", "")
+            if error.code != 401 or not challenge.lower().startswith("bearer "):
+                raise
+            return _request(url, method, f"Bearer {_token(challenge, login)}")
+    except urllib.error.HTTPError as error:
+        refusal = _refusal(image, f"{registry} answered {error.code} {error.reason}")
+        raise (NotHeld(str(refusal)) if error.code == 404 else refusal) from error
+    except (OSError, HTTPException, ValueError, KeyError) as error:
         raise _refusal(image, f"{registry}: {error}") from error
 
 
@@ -87,6 +123,7 @@ def _login(registry: str) -> str:
         configuration = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
+    registry = DOCKER_HUB_LOGIN if registry == DOCKER_HUB else registry
     kept = (configuration.get("auths") or {}).get(registry, {}).get("auth")
     store = (configuration.get("credHelpers") or {}).get(registry) or configuration.get("credsStore")
     if not kept and store:
@@ -107,10 +144,13 @@ def _request(url: str, method: str, authorization: str) -> tuple[Message, bytes]
         return answer.headers, answer.read()
 
 
-def _anonymous_token(challenge: str) -> str:
+def _token(challenge: str, login: str) -> str:
+    """For whoever has logged in, else for anybody."""
     fields = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
     query = urllib.parse.urlencode({key: fields[key] for key in ("service", "scope") if key in fields})
-    with urllib.request.urlopen(f"{fields['realm']}?{query}", timeout=TIMEOUT_SECONDS) as answer:
+    headers = {"Authorization": login} if login else {}
+    request = urllib.request.Request(f"{fields['realm']}?{query}", headers=headers)
+    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
         body = json.load(answer)
     return str(body.get("token") or body["access_token"])
 

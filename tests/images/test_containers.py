@@ -364,7 +364,7 @@ def registry() -> Iterator[str]:
 def test_a_registry_that_refuses_the_push_is_named(checkout: Path, images: dict[str, str], registry: str) -> None:
     done = run_images(checkout, "build", STAGE="tokenizer", PUSH=registry)
     assert done.returncode == 4
-    assert "docker push failed" in done.stderr
+    assert "answered 403 Forbidden" in done.stderr
     assert f"Is {registry} the right registry" in done.stderr
 
 
