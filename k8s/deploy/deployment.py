@@ -90,7 +90,7 @@ class Deployment:
         if odd:
             is_newer = version == RECORD_VERSION and bool(odd & fields.keys())
             raise UnknownRecord(f"its record of version {version} differs in {', '.join(sorted(odd))}", is_newer)
-        return cls(**fields | {"arguments": tuple(fields["arguments"])})
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
 @dataclass(frozen=True)

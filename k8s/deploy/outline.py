@@ -26,8 +26,13 @@ class OutlineParallel(_Outline):
 
 
 class OutlineBatch(_Outline):
-    micro_batch_size: Positive | None = None
-    global_batch_size: Positive | None = None
+    micro_batch_size: Positive = 1
+    global_batch_size: Positive = 1
+
+    @property
+    def num_micro_batches(self) -> int:
+        """1, which no two workers share, where the sizes are not in the recipe."""
+        return self.global_batch_size // self.micro_batch_size
 
 
 class OutlineTrain(_Outline):
@@ -56,11 +61,11 @@ class Outline(_Outline):
         if stage != "trainer":
             return f"{nodes} pods"
         workers = nodes * self.cluster.trainer_workers_per_node
-        share = f"{nodes} pods x {self.cluster.trainer_workers_per_node} workers: data-parallel degree {workers}"
-        if not self.batch.micro_batch_size or not self.batch.global_batch_size:
-            return share
-        micro_batches = self.batch.global_batch_size // self.batch.micro_batch_size // workers
-        return f"{share}, {micro_batches} micro-batches of {self.batch.micro_batch_size} per worker and step"
+        micro_batches = self.batch.num_micro_batches // workers
+        return (
+            f"{nodes} pods x {self.cluster.trainer_workers_per_node} workers: data-parallel degree {workers}, "
+            f"{micro_batches} micro-batches of {self.batch.micro_batch_size} per worker and step"
+        )
 
 
 def read_outline(file: Path, overrides: dict[str, str]) -> Outline:

@@ -111,7 +111,7 @@ def _name_judge(image: str, own: Answer) -> str:
     """A recipe's keys are those of the image, whatever this checkout knows."""
     if own.exit_code != RecipeError.exit_code:
         return str(own.problem)
-    return f"the image {image} does not take this recipe: {own.problem}"
+    return f"the image {image} does not take this recipe: {own.problem} RECIPE= and ARGS= say what it takes."
 
 
 def _compare(deployment: Deployment, ours: dict[str, str], heads: dict[str, str]) -> list[Problem]:

@@ -1,0 +1,275 @@
+"""One stage is swapped where images are pulled: from a registry, while another stage trains.
+
+The images of the other tests are brought to the node, and never pulled.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from images.build import build_images, push_images
+from images.docker import docker
+from images.platforms import REPOSITORY
+from k8s.deploy.api import Api, Object
+from k8s.deploy.deployment import RECORD_VERSION, Deployment
+from k8s.deploy.names import DEPLOYMENT_LABEL, job_name
+from k8s.deploy.objects import deploy_job
+from services.common.tests.builders import wait_until
+from tests.cluster.house import House, make_house, name_of
+from tests.cluster.kit import cluster
+from tests.registry import running_registry
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
+
+SERVICES = ("head", "tokenizer", "trainer")
+MINUTE = 60.0
+TRAINING = "--compile.enabled=false --train.max_steps=1000000 --checkpoint.interval_steps=500"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A cluster that pulls from a registry."""
+
+    house: House
+    registry: str
+
+    def deploy(self, **variables: str) -> str:
+        """Run the tokenizer to its good end; what it said."""
+        done = self.house.run("deploy-stage", STAGE="tokenizer", **variables)
+        assert done.code == 0, done.said
+        assert self.house.is_down("tokenizer")
+        return done.said
+
+    def refused(self, **variables: str) -> tuple[int, str]:
+        done = self.house.run("deploy-stage", STAGE="tokenizer", FOLLOW="0", **variables)
+        assert done.code != 0, done.said
+        assert "Traceback" not in done.said
+        assert self.house.is_down("tokenizer")
+        return done.code, done.said
+
+    def push(self, local: str, service: str, tag: str) -> str:
+        name = f"{self.registry}/millrace/{service}:{tag}"
+        docker("tag", local, name)
+        docker("push", "--quiet", name)
+        return name
+
+    def uids(self) -> dict[str, str]:
+        """Of the head's pod and the trainer's."""
+        pods = [self.house.head(), *self.house.ready("trainer")]
+        return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in pods}
+
+    def steps(self) -> int:
+        """The newest that the trainer recorded."""
+        files = list((self.house.root / "run").glob("*/metrics.jsonl"))
+        lines = files[0].read_text(encoding="utf-8").splitlines() if files else []
+        return max((int(json.loads(line)["step"]) for line in lines if line.endswith("}")), default=0)
+
+
+@pytest.fixture(scope="module")
+def registry(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Has the working tree's images, as `make images PUSH=` leaves them."""
+    with running_registry(tmp_path_factory.mktemp("registry")) as address:
+        push_images(build_images(SERVICES, "cpu"), "cpu", address)
+        yield address
+
+
+@pytest.fixture(scope="module")
+def place(kit: Api, registry: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("swap")
+    house = make_house(kit, folder, write_pulling_overlay(folder / "pulling", registry))
+    yield Place(house, registry)
+    done = house.run("cluster-down", FORCE="1")
+    assert done.code == 0, done.said
+
+
+@pytest.fixture(scope="module")
+def training(place: Place) -> Iterator[Place]:
+    """The corpus is published, and the trainer takes steps on it."""
+    place.deploy()
+    client = place.house.start("deploy-stage", STAGE="trainer", NODES="1", ARGS=TRAINING)
+    try:
+        wait_until(lambda: place.steps() > 20 or client.poll() is not None, 15 * MINUTE)
+        assert client.poll() is None, client.communicate()[0]
+        yield place
+        at = place.steps()
+        wait_until(lambda: place.steps() > at + 20, MINUTE)
+    finally:
+        place.house.stop("trainer")
+        client.communicate(timeout=5 * MINUTE)
+
+
+@pytest.fixture(autouse=True)
+def nobody_else_notices(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Head and trainer keep their pods, and steps are taken, whatever a test does beside them."""
+    if "training" not in request.fixturenames:
+        yield
+        return
+    place: Place = request.getfixturevalue("training")
+    before, step = place.uids(), place.steps()
+    assert len(before) == 2
+    yield
+    assert place.uids() == before
+    wait_until(lambda: place.steps() > step, MINUTE)
+    assert [attempt.message for attempt in place.house.record("trainer").attempts] == []
+
+
+def write_pulling_overlay(folder: Path, registry: str) -> Path:
+    """The overlay local, but for images that are pulled where they are not there."""
+    folder.mkdir()
+    paths = ["/spec/headGroupSpec", *(f"/spec/workerGroupSpecs/{index}" for index in range(3))]
+    policies = [
+        {"op": "replace", "path": f"{path}/template/spec/containers/0/imagePullPolicy", "value": "IfNotPresent"}
+        for path in paths
+    ]
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(REPOSITORY / "k8s/overlays/local", folder)],
+        "images": [
+            {"name": f"millrace/{service}", "newName": f"{registry}/millrace/{service}"}
+            for service in ("head", "tokenizer", "compiler", "trainer")
+        ],
+        "patches": [{"target": {"kind": "RayCluster"}, "patch": json.dumps(policies)}],
+    }
+    (folder / "kustomization.yaml").write_text(json.dumps(kustomization), encoding="utf-8")
+    return folder
+
+
+def with_new_key(place: Place, folder: Path) -> tuple[str, Path]:
+    """A tokenizer of the next version, whose recipe has a key more, in the registry; and a recipe with that key."""
+    recipe = (REPOSITORY / "services/common/recipe.py").read_text(encoding="utf-8")
+    changed = recipe.replace("class Tokenizer(Section):\n", 'class Tokenizer(Section):\n    note: str = ""\n')
+    assert changed != recipe
+    (folder / "recipe.py").write_text(changed, encoding="utf-8")
+    (folder / "Dockerfile").write_text(
+        f"FROM {name_of('tokenizer')}\nCOPY --chown=0:0 recipe.py /app/services/common/recipe.py\n", encoding="utf-8"
+    )
+    (folder / "recipe.py").chmod(0o644)
+    docker("build", "--quiet", "--tag", "millrace-test/tokenizer:next", str(folder))
+    small = place.house.recipe.read_text(encoding="utf-8")
+    file = folder / "next.toml"
+    file.write_text(small.replace("[tokenizer]\n", '[tokenizer]\nnote = "new"\n'), encoding="utf-8")
+    return place.push("millrace-test/tokenizer:next", "tokenizer", "next-cpu"), file
+
+
+def test_a_stage_with_a_new_key_is_swapped_in_while_another_trains_and_rolled_back(
+    training: Place, tmp_path: Path
+) -> None:
+    first = training.house.stage("tokenizer").image
+    assert first.startswith(f"{training.registry}/millrace/tokenizer@sha256:")
+    others = [training.house.stage(name).group for name in ("compiler", "trainer")]
+    swapped, recipe = with_new_key(training, tmp_path)
+
+    code, said = training.refused(RECIPE=str(recipe))
+    assert code == 2, said
+    assert "unknown key 'tokenizer.note'" in said
+    code, said = training.refused(RECIPE=str(recipe), TAG=first)
+    assert code == 2, said
+    assert f"the image {first} does not take this recipe" in said
+    assert "unknown key 'tokenizer.note'" in said
+
+    said = training.deploy(RECIPE=str(recipe), TAG=swapped, ARGS="--corpus.validation_fraction=0.2")
+    assert "asking the tokenizer's image: pulling" in said
+    assert "the head and compiler and trainer keep their pods" in said
+    second = training.house.stage("tokenizer").image
+    assert second != first
+    assert len(list((training.house.root / "corpus").glob("*/[0-9a-f]*/manifest.json"))) == 2
+
+    done = training.house.run("rollback-stage", STAGE="tokenizer", RECIPE="")
+    assert done.code == 2, done.said
+    assert "RECIPE= and ARGS= say what it takes" in done.said
+    done = training.house.run("rollback-stage", STAGE="tokenizer")
+    assert done.code == 0, done.said
+    assert training.house.stage("tokenizer").image == first
+    assert [training.house.stage(name).group for name in ("compiler", "trainer")] == others
+
+
+def test_an_image_that_is_not_in_the_registry(training: Place) -> None:
+    code, said = training.refused(TAG="0.0.0-cpu")
+    assert code == 4
+    assert f"nothing known of {training.registry}/millrace/tokenizer:0.0.0-cpu" in said
+    code, said = training.refused(TAG=f"sha256:{'0' * 64}")
+    assert code == 4
+    assert "cannot be pulled on node-a" in said
+    assert "not found" in said
+
+
+def test_an_image_for_another_processor(training: Place, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "files.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("file"), io.BytesIO())
+    docker("import", "--platform", "linux/arm64", str(tmp_path / "files.tar"), "millrace-test/tokenizer:arm")
+    name = training.push("millrace-test/tokenizer:arm", "tokenizer", "arm-cpu")
+    code, said = training.refused(TAG=name)
+    assert code == 4
+    assert "built for another processor" in said
+
+
+def test_the_head_is_not_changed_under_a_stage(training: Place, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text(f"FROM {name_of('head')}\nLABEL another=yes\n", encoding="utf-8")
+    docker("build", "--quiet", "--tag", "millrace-test/head:next", str(tmp_path))
+    name = training.push("millrace-test/head:next", "head", "next-cpu")
+    before = live_cluster(training.house.api)
+    done = training.house.run("cluster-up", HEAD_TAG=name)
+    assert done.code == 4, done.said
+    assert "stage trainer is deployed or has pods up" in done.said
+    assert "applied     " not in done.said
+    assert live_cluster(training.house.api) == before
+    done = training.house.run("cluster-up")
+    assert done.code == 0, done.said
+    assert live_cluster(training.house.api)["spec"] == before["spec"]
+
+
+def live_cluster(api: Api) -> Object:
+    found = api.find("RayCluster", "millrace")
+    assert found
+    return {"spec": found["spec"], "generation": found["metadata"]["generation"]}
+
+
+@pytest.mark.parametrize("options", [(), ("--server-side", "--force-conflicts")])
+def test_the_manifests_alone_do_not_reach_what_runs(training: Place, options: tuple[str, ...]) -> None:
+    before = live_cluster(training.house.api)
+    done = subprocess.run(
+        [cluster.BIN / "kubectl", "--kubeconfig", cluster.KUBECONFIG, "apply", *options, "-k", training.house.overlay],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "make cluster-up" in done.stderr
+    assert live_cluster(training.house.api) == before
+
+
+def test_a_record_that_the_head_cannot_read_ends_its_job_at_once(training: Place) -> None:
+    house = training.house
+    stage = house.stage("compiler")
+    record: Deployment = replace(house.record("trainer").deployment, stage="compiler", id="a1b2c3")
+    newer = json.loads(record.to_json()) | {"version": RECORD_VERSION + 1, "hosts": 3}
+    job = deploy_job(stage, record)
+    job["spec"]["template"]["spec"]["containers"][0]["args"] = [json.dumps(newer)]
+    house.api.create(job)
+    try:
+        wait_until(lambda: is_failed(house.api.find("Job", job_name("compiler"))), MINUTE)
+        assert len(house.api.find_all("Pod", f"{DEPLOYMENT_LABEL}=a1b2c3")) == 1
+        done = house.run("stage-status")
+        assert done.code == 0
+        assert f"Job deploy-compiler: its record is of version {RECORD_VERSION + 1}" in done.said
+        assert "git pull" in done.said
+        told = (house.api.find("Job", job_name("compiler")) or {})["metadata"]["annotations"]["millrace.dev/outcome"]
+        assert json.loads(told)["exit_code"] == 4
+        assert "make cluster-up HEAD_TAG=" in told
+    finally:
+        house.api.delete("Job", job_name("compiler"))
+
+
+def is_failed(job: Object | None) -> bool:
+    conditions = (job or {}).get("status", {}).get("conditions") or []
+    return any(each["type"] == "Failed" and each["status"] == "True" for each in conditions)
