@@ -18,8 +18,8 @@ from tests.k8s.schemas import Kind, Schema, problems_of
 from tests.k8s.test_deployments import deployment_of
 
 PLATFORM = {"variant": "neuron", "python": "3.12.11", "ray": "2.60.0"}
-HEAD = {"platform": PLATFORM, "records": [1, RECORD_VERSION]}
-READY = {"platform": PLATFORM, "upstream": [], "problem": None}
+HEAD: Thing = {"platform": PLATFORM, "records": [1, RECORD_VERSION]}
+READY: Thing = {"platform": PLATFORM, "upstream": [], "problem": None}
 IMAGE = deployment_of().image
 
 
