@@ -257,7 +257,7 @@ class Train(Section):
     max_consecutive_skipped_steps: Annotated[int, Field(ge=0)] = 10
     """A step whose gradient is not finite updates nothing. More of them in a row end the run, with exit 2."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Times that lost workers are started again within one command."""
+    """Times that lost workers are started again within one command, since its newest checkpoint."""
 
 
 class Checkpoint(Section):

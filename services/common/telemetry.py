@@ -90,6 +90,9 @@ class Stopwatch:
 class Progress(Protocol):
     def advance_to(self, done: float, note: str = "") -> None: ...
 
+    def start_again(self) -> None:
+        """What comes is another attempt's, at a rate of its own: the time left counts from its first piece."""
+
 
 @contextmanager
 def show_progress(title: str, total: float, unit: str) -> Iterator[Progress]:
@@ -118,20 +121,31 @@ class _BarProgress:
     def advance_to(self, done: float, note: str = "") -> None:
         self._bars.update(self._task, completed=done, note=note)
 
+    def start_again(self) -> None:
+        """Rich's estimate forgets by itself: it counts the last half minute that something was done in."""
+
 
 class _PlainProgress:
     def __init__(self, title: str, total: float, unit: str) -> None:
         self._title, self._total, self._unit = title, total, unit
         self._first: tuple[float, float] | None = None
+        self._left_at: float | None = None
         self._state: tuple[float, str] = (0.0, "")
         self._printed: tuple[float, str] | None = None
         self._printed_at = time.monotonic()
 
     def advance_to(self, done: float, note: str = "") -> None:
+        if done < self._state[0]:  # work that was lost is done again
+            self.start_again()
         self._state = (done, note)
-        self._first = self._first or (time.monotonic(), done)
+        if self._first is None and done != self._left_at:
+            self._first = (time.monotonic(), done)
         if time.monotonic() - self._printed_at >= PLAIN_PROGRESS_SECONDS:
             self._print()
+
+    def start_again(self) -> None:
+        """Until the first piece of the new attempt, what is seen may still be the last piece of the one before."""
+        self._first, self._left_at = None, self._state[0]
 
     def _remaining(self, done: float) -> str:
         """By the rate since the first piece was done: what came before it, such as starting workers, comes once."""

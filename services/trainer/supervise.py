@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from services.common.artifacts.lease import HeldLease
 from services.common.errors import Interrupted, NoRoomForWorkers, TryAgain, WorkersLost
 from services.common.launch.launcher import choose_launcher
 from services.common.telemetry import Progress, show_progress
+from services.trainer.checkpoint import newest_step
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics import read_last_step
@@ -30,7 +31,8 @@ def supervise(job: Job, lease: HeldLease) -> None:
     """Run the workers until the run is complete. Each attempt has a token of its own: what is left of a lost one, a
     process that was cut off or frozen, commits nothing any more.
 
-    Raises what they raised; `WorkersLost` when they were lost more than `train.max_restarts` times.
+    Raises what they raised; `WorkersLost` when they were lost more than `train.max_restarts` times since the newest
+    checkpoint.
     """
     parallel, max_restarts = job.recipe.parallel, job.recipe.train.max_restarts
     forget_signals(job.run_folder)
@@ -38,8 +40,9 @@ def supervise(job: Job, lease: HeldLease) -> None:
     logger.info(
         "starting %d workers (%s); logs are in %s", parallel.data_parallel_size, job.launch, job.run_folder / "logs"
     )
-    with _signals_stop_the_run(job), _progress_of(job):
-        for attempt in range(max_restarts + 1):
+    restarts, committed = 0, newest_step(job.checkpoint_shelf) or 0
+    with _signals_stop_the_run(job), _progress_of(job) as progress:
+        while True:
             try:
                 launcher.run_workers(
                     train,
@@ -53,11 +56,15 @@ def supervise(job: Job, lease: HeldLease) -> None:
             except NoRoomForWorkers:
                 raise
             except WorkersLost as error:
-                if attempt == max_restarts:
+                before, committed = committed, newest_step(job.checkpoint_shelf) or 0
+                restarts = 0 if committed > before else restarts  # a run of weeks may lose workers many times
+                if restarts == max_restarts:
                     raise WorkersLost(
-                        f"workers were lost {attempt + 1} times, train.max_restarts is {max_restarts}; the last time: "
+                        f"workers were lost {restarts + 1} times, train.max_restarts is {max_restarts}; the last time: "
                         f"{error}\nThe same command continues from the newest checkpoint."
                     ) from error
+                restarts += 1
+                progress.start_again()
                 logger.warning("lost the workers (%s); starting them again", str(error).splitlines()[0])
                 job = replace(job, workers_started_at=datetime.now(UTC))
 
@@ -95,24 +102,25 @@ def _end_at_once(signum: int) -> NoReturn:
 
 
 @contextmanager
-def _progress_of(job: Job) -> Iterator[None]:
+def _progress_of(job: Job) -> Iterator[Progress]:
     """Follow the run through its metrics file, which is the same for every launcher."""
     stop = threading.Event()
     max_steps = job.recipe.train.max_steps
     with show_progress("training", max_steps, "steps") as progress:
-        follower = threading.Thread(target=_follow, args=(job, progress, stop), name="progress", daemon=True)
+        before = read_last_step(job.run_folder)  # told apart so: workers' clocks are not ours
+        follower = threading.Thread(target=_follow, args=(job, progress, stop, before), name="progress", daemon=True)
         follower.start()
         try:
-            yield
+            yield progress
         finally:
             stop.set()
             follower.join()
 
 
-def _follow(job: Job, progress: Progress, stop: threading.Event) -> None:
+def _follow(job: Job, progress: Progress, stop: threading.Event, before: dict[str, Any] | None) -> None:
     is_over = False
     while not is_over:
         is_over = stop.wait(PROGRESS_SECONDS)
         last = read_last_step(job.run_folder)
-        if last and last["time"] >= job.started_at.timestamp():
+        if last and last != before:
             progress.advance_to(last["step"], f"loss {last['loss']:.2f}, {last['tokens_per_second']:,.0f} tokens/s")

@@ -87,6 +87,45 @@ def test_without_a_terminal_progress_is_plain_lines(
     )
 
 
+def test_after_a_restart_the_time_left_counts_from_the_new_attempt_s_first_step(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two minutes of starting workers again are no part of the rate, nor are the steps that are done twice."""
+    now = 0.0
+    monkeypatch.setattr(telemetry, "PLAIN_PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now)
+    with show_progress("training", 1_000, "steps") as progress:
+        progress.advance_to(500)
+        now = 5.0
+        progress.advance_to(510)
+        progress.start_again()
+        now = 10.0
+        progress.advance_to(510)  # the last step of the lost attempt is seen until the new one has taken its first
+        now = 125.0
+        progress.advance_to(501)
+        now = 130.0
+        progress.advance_to(511)
+        progress.start_again()
+        progress.advance_to(511)
+        now = 250.0
+        progress.advance_to(512)  # none was lost: it goes on where it stopped
+        now = 255.0
+        progress.advance_to(522)
+
+    said = [line.rpartition(", ")[2] for line in capsys.readouterr().err.splitlines()]
+    none = "training: {}/1,000 steps".format
+    assert said == [
+        none(500),
+        "245 s left",
+        none(510),
+        none(501),
+        "244 s left",
+        none(511),
+        none(512),
+        "239 s left",
+    ]
+
+
 def test_frequent_progress_is_one_line_at_the_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,3 +73,29 @@ def test_a_restart_has_a_begin_of_its_own(
     assert jobs[0].workers_started_at == job.workers_started_at
     assert jobs[1].workers_started_at >= lost_at[0]
     assert jobs[1].started_at == job.started_at  # of the command, which the time limit counts from
+
+
+def test_restarts_are_counted_since_the_newest_checkpoint(
+    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each checkpoint begins the count anew; without one, `max_restarts` are all."""
+    job = new_job(train__max_restarts="2")
+    progress = iter([1, 2, 3, 3, 3])  # steps of the newest checkpoint when the workers are lost
+    starts = 0
+
+    class Losing:
+        def run_workers(self, *arguments: object, **options: object) -> None:
+            nonlocal starts
+            starts += 1
+            folder = job.checkpoint_address(next(progress)).path
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "manifest.json").touch()
+            raise WorkersLost("rank 1 was killed")
+
+    monkeypatch.setattr("services.trainer.supervise.choose_launcher", lambda name: Losing())
+
+    message = r"workers were lost 3 times, train\.max_restarts is 2"
+    with hold_lease(tmp_path / "command.lock") as held, pytest.raises(WorkersLost, match=message):
+        supervise(job, held)
+
+    assert starts == 5
