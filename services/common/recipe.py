@@ -277,6 +277,18 @@ class Cluster(Section):
     """Nodes of the compiler stage."""
     trainer_workers_per_node: Positive = 1
     """Of the parallel.data_parallel_size workers, those that share a node. The trainer's nodes follow from both."""
+    min_nodes: Positive | None = None
+    """The trainer goes on with as few when nodes are lost and none takes their place; when absent, it waits for all."""
+
+    def fewer_nodes(self, data_parallel_size: int, num_micro_batches: int) -> tuple[int, ...]:
+        """Numbers of nodes with which the trainer may go on after a loss, largest first; none without `min_nodes`.
+
+        With each, all workers have as many micro-batches. Under `train.reduction = "exact"` the bits stay the same.
+        """
+        if self.min_nodes is None:
+            return ()
+        candidates = range(data_parallel_size // self.trainer_workers_per_node - 1, self.min_nodes - 1, -1)
+        return tuple(each for each in candidates if num_micro_batches % (each * self.trainer_workers_per_node) == 0)
 
     def nodes_of(self, stage: Stage, data_parallel_size: int) -> int:
         """Nodes of the stage's group."""

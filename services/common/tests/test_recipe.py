@@ -80,6 +80,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "checkpoint.keep_interval_steps": ("7", ""),
     "cluster.tokenizer_nodes": ("7", ""),
     "cluster.compiler_nodes": ("7", ""),
+    "cluster.min_nodes": ("7", ""),
 }
 # tensor_parallel_size and control_text have one legal value; the vocabulary's fields change together, and those of the
 # nodes (below).
@@ -460,6 +461,32 @@ def test_the_trainers_nodes_follow_from_its_workers(tmp_path: Path, workers_per_
     assert stage_nodes(other, "trainer") == nodes
     assert derive(other, None)["nodes on a cluster"] == f"tokenizer 1, compiler 1, trainer {nodes}"
     assert all(artifact_id(one, kind, 1, []) == artifact_id(other, kind, 1, []) for kind in KINDS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({}, ()),
+        ({"cluster.min_nodes": "1"}, (4, 2, 1)),
+        ({"cluster.min_nodes": "3"}, (4,)),
+        ({"cluster.min_nodes": "8"}, ()),
+        ({"cluster.min_nodes": "1", "cluster.trainer_workers_per_node": "4"}, (1,)),
+        ({"cluster.min_nodes": "1", "batch.global_batch_size": "24", "train.reduction": "fast"}, (6, 4, 3, 2, 1)),
+        # On one machine, and with fewer NODES, a recipe of a large cluster is as legal as before.
+        ({"cluster.min_nodes": "4", "parallel.data_parallel_size": "1"}, ()),
+    ],
+)
+def test_a_gang_that_lost_a_node_goes_on_with_as_many_as_share_the_batch(
+    tmp_path: Path, overrides: dict[str, str], expected: tuple[int, ...]
+) -> None:
+    eight = {"batch.micro_batch_size": "2", "batch.global_batch_size": "16", "parallel.data_parallel_size": "8"}
+    if overrides.get("train.reduction") == "fast":
+        eight |= {"parallel.data_parallel_size": "12"}
+
+    recipe = load(tmp_path, eight | overrides)
+    workers, micro_batches = recipe.parallel.data_parallel_size, recipe.batch.num_micro_batches
+
+    assert recipe.cluster.fewer_nodes(workers, micro_batches) == expected
 
 
 def test_a_dry_run_shows_the_resolved_recipe(tmp_path: Path) -> None:

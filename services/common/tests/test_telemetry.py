@@ -93,7 +93,7 @@ def test_after_a_restart_the_time_left_counts_from_the_new_attempt_s_first_step(
     """Two minutes of starting workers again are no part of the rate, nor are the steps that are done twice."""
     now = 0.0
     monkeypatch.setattr(telemetry, "PLAIN_PROGRESS_SECONDS", 0.0)
-    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now)
+    monkeypatch.setattr("time.monotonic", lambda: now)
     with show_progress("training", 1_000, "steps") as progress:
         progress.advance_to(500)
         now = 5.0
