@@ -64,7 +64,7 @@ cluster-up: setup ## Make the RayCluster and all around it: OVERLAY=local|eks|FO
 cluster-down: setup ## Delete it; artifacts stay. OVERLAY=, FORCE=1 while a stage is deployed.
 	@$(deploy) cluster-down
 
-deploy-stage: setup ## Run a stage on the cluster: STAGE= [RECIPE= TAG= NODES= ARGS= MODE= RETRIES= KEEP=1 DRY_RUN=1 FOLLOW=0].
+deploy-stage: setup ## Run a stage on the cluster: STAGE= [RECIPE= TAG= NODES= ARGS= MODE= RETRIES= KEEP=1 DRY_RUN=1 OUTPUT=yaml FOLLOW=0].
 	@$(deploy) deploy-stage
 
 stage-status: setup ## What is deployed, where it stands, how it ended.

@@ -9,8 +9,10 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import cast
+from typing import TextIO, cast
 
 from k8s.deploy.api import connect
 from k8s.deploy.client import deploy_stage, rollback_stage, run_pipeline, show_log, stop_stage
@@ -51,9 +53,11 @@ def down() -> int:
 
 
 def deploy() -> int:
-    """STAGE, RECIPE, TAG, NODES, MODE=shared|isolated, ARGS, RETRIES, WAIT, DRAIN, KEEP=1, DRY_RUN=1, FOLLOW=0."""
+    """STAGE, RECIPE, TAG, NODES, MODE=shared|isolated, ARGS, RETRIES, WAIT, DRAIN, KEEP=1, DRY_RUN=1, OUTPUT=yaml,
+    FOLLOW=0."""
     wish = _wish(_stage())
-    return deploy_stage(connect(), wish)
+    with _manifests(wish) as file:
+        return deploy_stage(connect(), wish, file)
 
 
 def status() -> int:
@@ -76,12 +80,15 @@ def stop() -> int:
 def rollback() -> int:
     """STAGE, and all that `deploy-stage` takes but TAG; default: as it was deployed last."""
     wish = _wish(_stage())
-    return rollback_stage(connect(), wish)
+    with _manifests(wish) as file:
+        return rollback_stage(connect(), wish, file)
 
 
 def pipeline() -> int:
     """All that `deploy-stage` takes but STAGE, TAG and NODES."""
-    return run_pipeline(connect(), _wish("tokenizer"))
+    wish = _wish("tokenizer")
+    with _manifests(wish) as file:
+        return run_pipeline(connect(), wish, file)
 
 
 def _wish(stage: str) -> Wish:
@@ -102,6 +109,22 @@ def _wish(stage: str) -> Wish:
         dry_run=_is_set("DRY_RUN"),
         follow=os.environ.get("FOLLOW", "1") != "0",
     )
+
+
+@contextmanager
+def _manifests(wish: Wish) -> Iterator[TextIO | None]:
+    """With OUTPUT=yaml, stdout is for manifests alone, and all words go to stderr."""
+    output = os.environ.get("OUTPUT", "")
+    if output not in ("", "yaml"):
+        raise RecipeError(f"OUTPUT={output}: yaml is what there is")
+    if output and not wish.dry_run:
+        raise RecipeError("OUTPUT=yaml writes what would be applied: DRY_RUN=1 OUTPUT=yaml")
+    if not output:
+        yield None
+        return
+    stdout = sys.stdout
+    with redirect_stdout(sys.stderr):
+        yield stdout
 
 
 def _split(arguments: str) -> tuple[str, ...]:

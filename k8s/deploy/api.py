@@ -32,6 +32,7 @@ API_VERSIONS = {
     "ServiceAccount": "v1",
     "PersistentVolumeClaim": "v1",
     "Job": "batch/v1",
+    "CronJob": "batch/v1",
     "Lease": "coordination.k8s.io/v1",
     "PriorityClass": "scheduling.k8s.io/v1",
     "SelfSubjectAccessReview": "authorization.k8s.io/v1",
@@ -116,11 +117,16 @@ class Api:
             options |= {"dry_run": "All"} if is_trial else {}
             return _plain(resource.server_side_apply(body=body, **options, **self._scope(resource)))
 
-    def delete(self, kind: str, name: str, uid: str | None = None) -> None:
-        """Also what the object owns. One that is gone is fine; with `uid`, so is another of the same name."""
+    def delete(self, kind: str, name: str, uid: str | None = None, grace_seconds: int | None = None) -> None:
+        """Also what the object owns. One that is gone is fine; with `uid`, so is another of the same name.
+
+        With a grace of 0 s a pod's object goes at once, whether or not its node knows.
+        """
         body: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
         if uid:
             body["preconditions"] = {"uid": uid}
+        if grace_seconds is not None:
+            body["gracePeriodSeconds"] = grace_seconds
         try:
             with _explained(f"delete {kind} {name}"):
                 resource = self._resource(kind)

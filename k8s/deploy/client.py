@@ -9,15 +9,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import TextIO
 
 from k8s.deploy.api import Api, Conflict
 from k8s.deploy.deployment import Deployment, Record, ask_to_stop, read_record, read_running_record
 from k8s.deploy.following import follow
+from k8s.deploy.lost_pods import LostPods
+from k8s.deploy.manifests import write_manifests
 from k8s.deploy.names import STAGE_LABEL, job_name, lease_name, recipe_name
 from k8s.deploy.objects import DRAIN_MARGIN_SECONDS, deploy_job, recipe_config_map
 from k8s.deploy.plan import describe_plan
 from k8s.deploy.preflight import Problem, check_cluster, check_in_pods
-from k8s.deploy.release import drop_rayjobs, release_pods
+from k8s.deploy.release import release_pods, stop_rayjobs
 from k8s.deploy.stage import Stage, read_stage
 from k8s.deploy.wish import Wanted, Wish, previous_wish, resolve, user_name
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
@@ -25,6 +28,7 @@ from services.common.recipe import STAGES
 
 POLL_SECONDS = 1.0
 STOP_MARGIN_SECONDS = 300.0
+ORPHAN_SECONDS = 900.0  # for pods whose notice is not known any more
 
 
 class NotDeployed(MillraceError):
@@ -35,10 +39,10 @@ class NotDeployed(MillraceError):
         self.exit_code = exit_code
 
 
-def deploy_stage(api: Api, wish: Wish) -> int:
+def deploy_stage(api: Api, wish: Wish, manifests: TextIO | None = None) -> int:
     """Preflight, diff, deploy Job, follow. A stage that is being deployed just so is followed, not deployed again.
 
-    Returns the stage's exit code, or 0 at once with FOLLOW=0 or DRY_RUN=1.
+    Returns the stage's exit code, or 0 at once with FOLLOW=0 or DRY_RUN=1, which writes what would be applied.
     """
     stage = read_stage(api, wish.stage)
     wanted = resolve(api, stage, wish)
@@ -53,6 +57,8 @@ def deploy_stage(api: Api, wish: Wish) -> int:
     deployment = _check(api, stage, wanted)
     if wish.dry_run:
         print("\nDRY_RUN=1: nothing was changed")
+        if manifests:
+            write_manifests(manifests, api, stage, deployment, wanted.recipe_text)
         return 0
     _send(api, stage, deployment, wanted.recipe_text)
     return _follow(api, deployment, wish)
@@ -73,7 +79,7 @@ def stop_stage(api: Api, stage: str) -> int:
     return 0
 
 
-def rollback_stage(api: Api, wish: Wish) -> int:
+def rollback_stage(api: Api, wish: Wish, manifests: TextIO | None = None) -> int:
     """Deploy the stage as it was deployed last, with the image before, of those with which it ended well.
 
     What runs is stopped once the other is known to be able to run.
@@ -85,15 +91,18 @@ def rollback_stage(api: Api, wish: Wish) -> int:
     print(f"rolling {wish.stage} back: {present} -> {image}", flush=True)
     again = replace(previous_wish(api, stage, wish, record), tag=image)
     if record and not record.is_over:
-        _check(api, stage, resolve(api, stage, again))
+        wanted = resolve(api, stage, again)
+        deployment = _check(api, stage, wanted)
         if wish.dry_run:
             print(f"\nDRY_RUN=1: nothing was changed; {wish.stage} would be stopped first")
+            if manifests:
+                write_manifests(manifests, api, stage, deployment, wanted.recipe_text)
             return 0
         stop_stage(api, wish.stage)
-    return deploy_stage(api, again)
+    return deploy_stage(api, again, manifests)
 
 
-def run_pipeline(api: Api, wish: Wish) -> int:
+def run_pipeline(api: Api, wish: Wish, manifests: TextIO | None = None) -> int:
     """The three stages, one after the other; stops at the first that fails."""
     if not wish.follow or wish.keep:
         raise RecipeError("pipeline waits for each stage and takes it down before the next: no FOLLOW=0, no KEEP=1")
@@ -102,7 +111,7 @@ def run_pipeline(api: Api, wish: Wish) -> int:
     for stage in STAGES:
         print(f"\n== {stage}", flush=True)
         try:
-            code = deploy_stage(api, replace(wish, stage=stage))
+            code = deploy_stage(api, replace(wish, stage=stage), manifests)
         except NotDeployed as error:
             if not (wish.dry_run and error.exit_code == ArtifactError.exit_code and stage != STAGES[0]):
                 raise
@@ -214,14 +223,16 @@ def _forget_recipes(api: Api, stage: Stage, deployment: Deployment, before: Reco
 
 def _release(api: Api, stage: str, record: Record | None) -> bool:
     """Take down what no deploy Job holds any more; False when somebody deployed the stage anew meanwhile."""
-    deadline = time.monotonic() + (_patience(record) if record else STOP_MARGIN_SECONDS)
+    deadline = time.monotonic() + (_patience(record) if record else ORPHAN_SECONDS)
+    lost = LostPods(api, stage, lambda text: print(text, flush=True))
     while True:
         running = read_running_record(api, stage)
         if running and (record is None or running.uid != record.uid):
             print(f"{stage} was deployed anew by {running.deployment.user}: that one is left alone")
             return False
         try:
-            left = drop_rayjobs(api, stage) or release_pods(api, stage)
+            lost.remove(is_idle=True)
+            left = stop_rayjobs(api, stage) or release_pods(api, stage)
         except Conflict:
             left = 1  # the operator wrote in between
         if left == 0:
@@ -230,7 +241,7 @@ def _release(api: Api, stage: str, record: Record | None) -> bool:
         if time.monotonic() > deadline:
             raise DeviceError(
                 f"{stage} does not go down: kubectl -n {api.namespace} get pods,rayjobs -o wide shows what is left. "
-                f"Pods of a lost node go with kubectl delete pod --force"
+                f"Does the KubeRay operator run?"
             )
         time.sleep(POLL_SECONDS)
 

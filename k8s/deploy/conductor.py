@@ -14,31 +14,43 @@ from pathlib import Path
 
 from k8s.deploy.announcements import Announcements
 from k8s.deploy.api import Api, ApiUnreachable, Conflict, Object
+from k8s.deploy.capacity import count_room, next_size
 from k8s.deploy.deployment import (
     EXIT_AGAIN,
     Deployment,
     Ending,
     Record,
+    no_more_failures,
     read_record,
     write_attempt,
     write_outcome,
 )
 from k8s.deploy.driver_log import DriverLog
 from k8s.deploy.lease import LeaseHeld, StageLease
-from k8s.deploy.names import CLUSTER
+from k8s.deploy.lost_pods import LostPods
+from k8s.deploy.names import CLUSTER, job_name
 from k8s.deploy.objects import LOG_FOLDER, desired_group, isolated_rayjob, pod_group, rayjob
-from k8s.deploy.placement import explain_placement, newest_event, pods_of
+from k8s.deploy.placement import explain_placement, newest_event, placed_size, pods_of
 from k8s.deploy.ray_jobs import DriverState, RayJobs, RayUnreachable
-from k8s.deploy.release import drop_rayjobs, release_pods, replace_group, scale_down
-from k8s.deploy.remembering import remember_checkpoint_seconds, remember_good_image
+from k8s.deploy.release import drop_rayjobs, release_pods, replace_group, scale_down, stop_rayjobs
+from k8s.deploy.remembering import newest_checkpoints, remember_checkpoint_seconds, remember_good_image
 from k8s.deploy.stage import Stage, read_stage
-from k8s.deploy.verdict import exit_code_of_driver, exit_code_of_rayjob, has_ended, has_run
+from k8s.deploy.verdict import (
+    Phase,
+    exit_code_of_driver,
+    exit_code_of_rayjob,
+    has_progressed,
+    may_try_again,
+    nodes_of,
+    phase_of,
+)
 from services.common.errors import EXIT_BUG, MillraceError
 
 POLL_SECONDS = 2.0
 PENDING_SECONDS = 300.0  # KubeRay and Ray leave a job that finds no resource PENDING for ever
 SUBMIT_SECONDS = 300.0  # also what the operator may take to submit again after a lost head
 HEAD_LOST_SECONDS = 600.0
+SETTLE_SECONDS = 60.0  # in which the operator sees, too, that a driver has ended
 LOG_SECONDS = 20.0
 
 
@@ -53,6 +65,7 @@ class Conductor:
         self._has_lease = False
         self._terminated = threading.Event()
         self._say = Announcements("deploy").say
+        self._lost = LostPods(api, deployment.stage, self._say)
         self._refused_since: float | None = None
         self._wait: tuple[str, float] = ("", 0.0)  # what is waited for, and since when
         self._log: DriverLog | None = None
@@ -73,6 +86,8 @@ class Conductor:
                 outcome = self._advance()
                 self._refused_since = None
                 if outcome:
+                    if outcome.exit_code:
+                        self._fail_job()
                     self._lease.release()
                     self._say(f"{outcome.message} (exit code {outcome.exit_code})")
                     return outcome
@@ -94,25 +109,21 @@ class Conductor:
     def _advance(self) -> Ending | None:
         """Do the next thing; the outcome once everything is down."""
         record = self._read_record()
+        attempt = len(record.attempts) + 1
+        job = None if record.outcome else self._api.find("RayJob", self._deployment.rayjob(attempt))
+        self._lost.remove(is_idle=job is None)
         if record.outcome:
             return record.outcome if self._release(record) else None
-        if record.attempts and not self._may_try_again(record):
+        if record.attempts and not may_try_again(record):
             last = record.attempts[-1]
             self._end(record, last.exit_code, last.message)
-            return None
-        attempt = len(record.attempts) + 1
-        job = self._api.find("RayJob", self._deployment.rayjob(attempt))
-        if job is None and record.stop:
+        elif job is None and record.stop:
             self._end(record, EXIT_AGAIN, f"stopped by {record.stop}; the same command continues")
         elif job is None:
             self._start(record, attempt)
         else:
             self._watch(record, job)
         return None
-
-    def _may_try_again(self, record: Record) -> bool:
-        is_left = len(record.attempts) <= self._deployment.retries
-        return record.attempts[-1].exit_code == EXIT_AGAIN and is_left and not record.stop
 
     def _start(self, record: Record, attempt: int) -> None:
         """Place the gang; when it stands, create the RayJob."""
@@ -123,26 +134,40 @@ class Conductor:
                 self._end(record, EXIT_AGAIN, "an earlier attempt's RayJob does not go")
             return
         stage = read_stage(self._api, self._stage_name)
-        missing = self._place(stage)
+        nodes = placed_size(self._api.find("PodGroup", stage.pod_group), self._deployment, attempt)
+        missing = self._place(stage, attempt, nodes)
         if missing:
             self._say(missing)
-            if self._waits_for("the gang") > self._deployment.start_timeout_seconds:
-                self._end(record, EXIT_AGAIN, f"not up after {self._deployment.start_timeout_seconds} s: {missing}")
+            self._wait_for_gang(record, stage, nodes, missing)
             return
-        make = isolated_rayjob if self._deployment.mode == "isolated" else rayjob
-        self._api.create(make(stage, self._deployment, attempt))
-        self._say(f"attempt {attempt}: RayJob {self._deployment.rayjob(attempt)} runs {self._deployment.image}")
+        is_isolated = self._deployment.mode == "isolated"
+        make = isolated_rayjob(stage, self._deployment, attempt)
+        self._api.create(make if is_isolated else rayjob(stage, self._deployment, attempt, nodes))
+        name = self._deployment.rayjob(attempt)
+        self._say(f"attempt {attempt}: RayJob {name} runs {self._deployment.image} on {nodes} nodes")
 
-    def _place(self, stage: Stage) -> str:
+    def _wait_for_gang(self, record: Record, stage: Stage, nodes: int, missing: str) -> None:
+        """Wait on, go on with fewer nodes where the recipe allows that after a loss, or give up."""
+        waited = self._waits_for(f"a gang of {nodes}")
+        is_after_loss = bool(record.attempts and self._deployment.fewer_nodes)
+        room = count_room(self._api, stage) if is_after_loss else 0
+        size = next_size(self._deployment, nodes, is_after_loss, room, waited)
+        if size == 0:
+            self._end(record, EXIT_AGAIN, f"not up after {self._deployment.start_timeout_seconds} s: {missing}")
+        elif size < nodes:
+            self._say(f"no {nodes} nodes after {waited:.0f} s, room for {room}: this attempt goes on with {size}")
+            self._ensure_pod_group(stage, len(record.attempts) + 1, size)
+
+    def _place(self, stage: Stage, attempt: int, nodes: int) -> str:
         """Bring the gang closer to N Ray nodes with the deployment's image; what is missing still."""
-        nodes, is_shared = self._deployment.nodes, self._deployment.mode == "shared"
+        is_shared = self._deployment.mode == "shared"
         group = desired_group(stage, self._deployment)
         is_same = is_shared and group["template"] == stage.group["template"]
         # Only at 0: else pods of one group run different images, and KubeRay chooses which pods of too many go.
         if (not is_same or stage.replicas > nodes) and (stage.replicas or pods_of(self._api, stage.name)):
             scale_down(self._api, stage)
-            return f"waiting for the {stage.name} pods of the deployment before to leave"
-        self._ensure_pod_group(stage)
+            return f"waiting for {stage.name} pods that were there before to leave"
+        self._ensure_pod_group(stage, attempt, nodes)
         if not is_shared:
             return ""
         if not is_same or stage.replicas != nodes:
@@ -157,52 +182,56 @@ class Conductor:
             return f"waiting for the Ray head: {error}"
         return f"{joined} of {nodes} {stage.name} pods have joined Ray" if joined < nodes else ""
 
-    def _ensure_pod_group(self, stage: Stage) -> None:
-        wanted = pod_group(stage, self._deployment.nodes)
+    def _ensure_pod_group(self, stage: Stage, attempt: int, nodes: int) -> None:
+        wanted = pod_group(stage, self._deployment, attempt, nodes)
         group = self._api.find("PodGroup", stage.pod_group)
         if group is None:
             self._api.create(wanted)
-        elif group["spec"].get("minMember") != self._deployment.nodes:
-            self._api.merge("PodGroup", stage.pod_group, {"spec": wanted["spec"]})
+            return
+        annotations = wanted["metadata"]["annotations"]
+        there = group["metadata"].get("annotations") or {}
+        if group["spec"].get("minMember") != nodes or not annotations.items() <= there.items():
+            patch = {"metadata": {"annotations": annotations}, "spec": wanted["spec"]}
+            self._api.merge("PodGroup", stage.pod_group, patch)
 
     def _watch(self, record: Record, job: Object) -> None:
         """Follow the attempt until Ray or the operator says how it ended. Ray's word comes first."""
         name = job["metadata"]["name"]
         ray = self._ray((job.get("status") or {}).get("rayClusterName") or CLUSTER)
+        driver, unreachable = None, ""
         try:
             driver = ray.find(name)
-            if driver:
-                self._watch_driver(record, ray, name, driver)
-                return
-            unreachable = ""
         except RayUnreachable as error:
             unreachable = str(error)
-        if has_ended(job):
-            self._end_attempt(record, *exit_code_of_rayjob(job))
-        elif record.stop and not has_run(job):
+        if driver:
+            self._follow_log(ray, name, driver)
+        phase = phase_of(job, driver, not unreachable, record.stop, self._deployment.mode)
+        if phase is Phase.DRIVER_ENDED and driver:
+            self._end_attempt(record, *exit_code_of_driver(driver, record.stop), is_ended=True)
+        elif phase is Phase.RAYJOB_ENDED:
+            self._end_attempt(record, *exit_code_of_rayjob(job), is_ended=True)
+        elif phase is Phase.STOPPED_BEFORE_RUN:
             self._end_attempt(record, EXIT_AGAIN, f"stopped by {record.stop} before its driver ran")
-        elif self._deployment.mode == "isolated" and not has_run(job):
+        elif phase is Phase.STOPPING and driver:
+            self._stop_driver(record, ray, name, driver)
+        elif phase is Phase.PENDING:
+            self._watch_pending(record, ray, job)
+        elif phase is Phase.RUNNING and driver:
+            self._waits_for("")
+            self._say(f"attempt {len(record.attempts) + 1} is {driver.status.lower()}")
+        elif phase is Phase.ISOLATED_START:
             self._watch_isolated_start(record, job)
-        elif unreachable:
+        elif phase is Phase.HEAD_LOST:
             self._watch_lost_head(record, unreachable)
         else:
             self._watch_submission(record, job)
 
-    def _watch_driver(self, record: Record, ray: RayJobs, name: str, driver: DriverState) -> None:
-        self._follow_log(ray, name, driver)
-        if driver.status.is_terminal():
-            self._end_attempt(record, *exit_code_of_driver(driver, record.stop))
-        elif record.stop:
-            self._say(f"stopping for {record.stop}: the driver has its notice")
-            # Once per submission: after a lost head the operator submits the job again, which starts without it.
-            if self._stopped != (name, driver.started_at_ms):
-                ray.stop(name)
-                self._stopped = (name, driver.started_at_ms)
-        elif driver.status == "PENDING":
-            self._watch_pending(record, ray, name)
-        else:
-            self._waits_for("")
-            self._say(f"attempt {len(record.attempts) + 1} is {driver.status.lower()}")
+    def _stop_driver(self, record: Record, ray: RayJobs, name: str, driver: DriverState) -> None:
+        self._say(f"stopping for {record.stop}: the driver has its notice")
+        # Once per submission: after a lost head the operator submits the job again, which starts without it.
+        if self._stopped != (name, driver.started_at_ms):
+            ray.stop(name)
+            self._stopped = (name, driver.started_at_ms)
 
     def _watch_lost_head(self, record: Record, error: str) -> None:
         if self._waits_for("the head") > HEAD_LOST_SECONDS:
@@ -235,12 +264,12 @@ class Conductor:
         else:
             self._say("waiting for the operator to submit the job")
 
-    def _watch_pending(self, record: Record, ray: RayJobs, name: str) -> None:
+    def _watch_pending(self, record: Record, ray: RayJobs, job: Object) -> None:
         stage = read_stage(self._api, self._stage_name)
-        missing = explain_placement(self._api, stage, self._deployment.nodes) or "all pods are ready"
+        missing = explain_placement(self._api, stage, nodes_of(job, self._deployment)) or "all pods are ready"
         self._say(f"the job is pending; {missing}")
         if self._waits_for("a resource") > PENDING_SECONDS:
-            ray.stop(name)
+            ray.stop(job["metadata"]["name"])
             self._end_attempt(
                 record,
                 EXIT_AGAIN,
@@ -248,8 +277,8 @@ class Conductor:
                 f"give; {missing}",
             )
 
-    def _end_attempt(self, record: Record, exit_code: int, message: str) -> None:
-        """Record how it ended before anything of it is removed."""
+    def _end_attempt(self, record: Record, exit_code: int, message: str, is_ended: bool = False) -> None:
+        """Record how it ended before anything of it is removed. A RayJob that has ended stays until the next begins."""
         if self._log:
             self._log.close(LOG_SECONDS)
             self._log = self._submission = None
@@ -261,15 +290,34 @@ class Conductor:
         except (OSError, ValueError, AttributeError) as error:  # a run's folder may be removed at any time
             self._say(f"no checkpoint time is remembered: {error}")
         number = len(record.attempts) + 1
-        # The Job was written to by those who ask it to stop; what was tried is ours alone.
-        write_attempt(self._api, self._read_record(), Ending(exit_code, message))
-        self._api.delete("RayJob", self._deployment.rayjob(number))
+        record = self._read_record()  # those who ask it to stop write to the Job, too; what was tried is ours alone
+        checkpoints = self._look_for_checkpoints(stage, record.checkpoints)
+        is_newer = has_progressed(record.checkpoints, checkpoints, message)
+        write_attempt(self._api, record, Ending(exit_code, message, is_newer), checkpoints)
+        if not is_ended:
+            self._api.delete("RayJob", self._deployment.rayjob(number))
         self._waits_for("")
-        self._say(f"attempt {number} ended with exit code {exit_code}: {message}")
+        progress = "; there is a newer checkpoint, so retries are counted anew" if is_newer and exit_code else ""
+        self._say(f"attempt {number} ended with exit code {exit_code}: {message}{progress}")
+
+    def _look_for_checkpoints(self, stage: Stage, before: dict[str, int]) -> dict[str, int]:
+        """The trainer's; no other stage goes on from a checkpoint, and its retries count attempts."""
+        if stage.name != "trainer" or not self._deployment.recipe:
+            return {}
+        try:
+            return newest_checkpoints(Path(stage.root), self._deployment.recipe)
+        except OSError as error:
+            self._say(f"no checkpoint is seen: {error}")
+            return before
 
     def _end(self, record: Record, exit_code: int, message: str) -> None:
         tried = f" after {len(record.attempts)} attempts" if len(record.attempts) > 1 else ""
         write_outcome(self._api, record, Ending(exit_code, message + tried))
+
+    def _fail_job(self) -> None:
+        """Else the Job makes another pod after this one, which ends with a failure."""
+        if self._own_record() and (job := self._api.find("Job", job_name(self._stage_name))):
+            self._api.merge("Job", job_name(self._stage_name), no_more_failures(job))
 
     def _end_after_long_refusal(self, error: MillraceError) -> None:
         """Nodes are not held for longer than a start may take by an API that says no."""
@@ -288,8 +336,10 @@ class Conductor:
             self._say(f"again in {POLL_SECONDS:.0f} s: {away}")
 
     def _release(self, record: Record) -> bool:
-        """RayJobs, pods and gang down, in this order; True once they are gone."""
-        if drop_rayjobs(self._api, self._stage_name):
+        """RayJobs ended, then pods and gang down; True once they are gone."""
+        is_patient = self._waits_for("the operator to see the end") < SETTLE_SECONDS
+        ended = {self._deployment.rayjob(number) for number, _ in enumerate(record.attempts, start=1)}
+        if stop_rayjobs(self._api, self._stage_name, frozenset(ended if is_patient else ())):
             return False
         # Pods that never stood are no use to anybody, and would take nodes as soon as there are some.
         if self._deployment.keep and record.attempts:
@@ -313,7 +363,7 @@ class Conductor:
     def _read_record(self) -> Record:
         """The deployment's record. A Job that somebody deleted has none any more: its stage is stopped."""
         outcome = Ending(EXIT_AGAIN, "stopped, because its Job was deleted; the same command continues")
-        return self._own_record() or Record(self._deployment, "", "", (), outcome, "", False, True, "")
+        return self._own_record() or Record(self._deployment, "", "", (), {}, outcome, "", False, True, "")
 
     def _own_record(self) -> Record | None:
         """None when the Job is gone, is being deleted, or is another deployment's."""

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, replace
 from typing import Any, Literal, Self
 
 from k8s.deploy.api import Api, Conflict, Object
-from k8s.deploy.names import ATTEMPTS_ANNOTATION, NAMESPACE, OUTCOME_ANNOTATION, STOP_ANNOTATION, job_name
+from k8s.deploy.names import (
+    ATTEMPTS_ANNOTATION,
+    CHECKPOINTS_ANNOTATION,
+    NAMESPACE,
+    OUTCOME_ANNOTATION,
+    STOP_ANNOTATION,
+    job_name,
+)
 from services.common.errors import DeviceError, TryAgain
 from services.common.recipe import STAGES
 
 EXIT_AGAIN = TryAgain.exit_code
+DEGREE = "--parallel.data_parallel_size"
+FULL_MESSAGES = 20
+SHORT_MESSAGE_CHARACTERS = 80
 
 RECORD_VERSION = 2
 RECORDS_READ = (1, RECORD_VERSION)
@@ -57,9 +67,22 @@ class Deployment:
     """Between a pod's notice and its end: a checkpoint must fit."""
     ray_version: str = ""
     """Of the image; empty: the cluster's."""
+    recipe: str = ""
+    """Its name, with which the names of its runs begin."""
+    fewer_nodes: tuple[int, ...] = ()
+    """Numbers of nodes with which the stage may go on after a loss, largest first."""
+    workers_per_node: int = 1
+    """Of the trainer."""
 
     def rayjob(self, attempt: int) -> str:
         return f"{self.stage}-{self.id}-{attempt}"
+
+    def arguments_for(self, nodes: int) -> tuple[str, ...]:
+        """The stage's options on so many nodes, which decide the trainer's data-parallel degree."""
+        if nodes == self.nodes:
+            return self.arguments
+        kept = [each for each in self.arguments if not each.startswith(f"{DEGREE}=")]
+        return (*kept, f"{DEGREE}={nodes * self.workers_per_node}")
 
     def differences(self, other: Deployment) -> list[str]:
         """What another deployment of the stage wants otherwise."""
@@ -99,6 +122,8 @@ class Ending:
 
     exit_code: int
     message: str
+    progressed: bool = False
+    """Of an attempt: is there a newer committed checkpoint than when the attempt before it ended?"""
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Self:
@@ -116,6 +141,8 @@ class Record:
     version: str
     """The Job's resourceVersion: what is written about it is written about this Job as it was read."""
     attempts: tuple[Ending, ...]
+    checkpoints: dict[str, int]
+    """Newest committed step of each run of the recipe, when the last attempt ended."""
     outcome: Ending | None
     stop: str
     """Who wants it stopped; empty when nobody does."""
@@ -148,6 +175,7 @@ def record_of(job: Object) -> Record:
         uid=metadata["uid"],
         version=metadata.get("resourceVersion", ""),
         attempts=tuple(Ending.from_fields(each) for each in json.loads(annotations.get(ATTEMPTS_ANNOTATION, "[]"))),
+        checkpoints=json.loads(annotations.get(CHECKPOINTS_ANNOTATION, "{}")),
         outcome=Ending.from_fields(json.loads(outcome)) if outcome else None,
         stop=annotations.get(STOP_ANNOTATION, ""),
         is_over=any(each["type"] in ("Complete", "Failed") and each["status"] == "True" for each in conditions),
@@ -194,15 +222,33 @@ def ask_to_stop(api: Api, record: Record, user: str) -> None:
     api.merge("Job", job_name(record.deployment.stage), {"metadata": metadata})
 
 
-def write_attempt(api: Api, record: Record, attempt: Ending) -> None:
-    """Add an attempt to those of the record. Raises `Conflict` when its Job is another by now, or was changed."""
-    attempts = [asdict(each) for each in (*record.attempts, attempt)]
-    _annotate(api, record, {ATTEMPTS_ANNOTATION: json.dumps(attempts)})
+def write_attempt(api: Api, record: Record, attempt: Ending, checkpoints: dict[str, int]) -> None:
+    """Add an attempt to those of the record, and the checkpoints that were there at its end.
+
+    Raises `Conflict` when the record's Job is another by now, or was changed.
+    """
+    attempts = [asdict(each) for each in shortened((*record.attempts, attempt))]
+    _annotate(
+        api,
+        record,
+        {ATTEMPTS_ANNOTATION: json.dumps(attempts), CHECKPOINTS_ANNOTATION: json.dumps(checkpoints, sort_keys=True)},
+    )
+
+
+def shortened(attempts: tuple[Ending, ...]) -> list[Ending]:
+    """With the beginning of what older ones said: an object's annotations have 256 KiB, for 1,500 attempts."""
+    older, newer = attempts[:-FULL_MESSAGES], attempts[-FULL_MESSAGES:]
+    return [*(replace(each, message=each.message[:SHORT_MESSAGE_CHARACTERS]) for each in older), *newer]
 
 
 def write_outcome(api: Api, record: Record, outcome: Ending) -> None:
     """Raises `Conflict` when the record's Job is another by now, or was changed."""
     _annotate(api, record, {OUTCOME_ANNOTATION: json.dumps(asdict(outcome))})
+
+
+def no_more_failures(job: Object) -> Object:
+    """The patch of a deploy Job after which the next failure of its pod is the Job's: no pod comes after it."""
+    return {"spec": {"backoffLimit": int((job.get("status") or {}).get("failed") or 0)}}
 
 
 def _annotate(api: Api, record: Record, annotations: dict[str, str]) -> None:

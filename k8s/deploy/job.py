@@ -27,7 +27,7 @@ def main(text: str) -> int:
         deployment = Deployment.from_json(text)
     except UnknownRecord as error:
         return _refuse(text, error)
-    outcome = Conductor(_connect(), deployment, os.environ["POD_NAME"]).run()
+    outcome = Conductor(connect_patiently(), deployment, os.environ["POD_NAME"]).run()
     if outcome is None:
         return EXIT_START_AGAIN
     return 0 if outcome.exit_code == 0 else EXIT_ENDED_BADLY
@@ -38,7 +38,7 @@ def _refuse(text: str, error: UnknownRecord) -> int:
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
-            outcome = refuse_record(_connect(), text, error)
+            outcome = refuse_record(connect_patiently(), text, error)
         except DeviceError as away:
             print(f"deploy: again in a second: {away}", file=sys.stderr, flush=True)
             if time.monotonic() > deadline:
@@ -49,7 +49,7 @@ def _refuse(text: str, error: UnknownRecord) -> int:
             return EXIT_ENDED_BADLY
 
 
-def _connect() -> Api:
+def connect_patiently() -> Api:
     """A pod's network may come a moment after the pod."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:

@@ -17,8 +17,15 @@ VARIANT_ANNOTATION = "millrace.dev/variant"
 
 # On a deploy Job: what was tried, how it ended, and the wish that it stop.
 ATTEMPTS_ANNOTATION = "millrace.dev/attempts"
+CHECKPOINTS_ANNOTATION = "millrace.dev/checkpoints"
 OUTCOME_ANNOTATION = "millrace.dev/outcome"
 STOP_ANNOTATION = "millrace.dev/stop"
+
+# On a PodGroup: the RayJob that its pods are placed for, and whether they stay afterwards.
+PLACED_FOR_ANNOTATION = "millrace.dev/placed-for"
+KEEP_ANNOTATION = "millrace.dev/keep"
+
+NODES_KEY = "nodes"  # of a RayJob's metadata: those of its attempt
 
 
 def job_name(stage: str) -> str:

@@ -14,6 +14,9 @@ from k8s.deploy.names import (
     COMPONENT_LABEL,
     DEPLOYER,
     DEPLOYMENT_LABEL,
+    KEEP_ANNOTATION,
+    NODES_KEY,
+    PLACED_FOR_ANNOTATION,
     STAGE_LABEL,
     job_name,
     recipe_name,
@@ -23,6 +26,13 @@ from services.common.launch.launcher import DRIVER_SHARE
 
 LOG_FOLDER = "log"
 JOB_MARGIN_SECONDS = 120
+MOST_FAILURES = 1000  # of a deploy Job's pods
+# Kubernetes' own is 300 s. What the pod does another goes on with, and its gang needs it.
+LOST_NODE_SECONDS = 30
+LOST_NODE_TOLERATIONS = [
+    {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
+    for state, seconds in (("not-ready", LOST_NODE_SECONDS), ("unreachable", LOST_NODE_SECONDS))
+]
 # Of the deploy Job's process, when the outcome is written and everything is down. Whatever else it ends with, such as
 # Python's own 1 and 2, makes Kubernetes start it again.
 EXIT_ENDED_BADLY = 64
@@ -40,12 +50,19 @@ def recipe_config_map(stage: str, text: str, digest: str) -> Object:
     }
 
 
-def pod_group(stage: Stage, nodes: int) -> Object:
+def pod_group(stage: Stage, deployment: Deployment, attempt: int, nodes: int) -> Object:
     """All N pods or none. Made with a deployment and deleted after it: an empty one holds room in its queue."""
     return {
         "apiVersion": "scheduling.volcano.sh/v1beta1",
         "kind": "PodGroup",
-        "metadata": {"name": stage.pod_group, "labels": {STAGE_LABEL: stage.name}},
+        "metadata": {
+            "name": stage.pod_group,
+            "labels": {STAGE_LABEL: stage.name},
+            "annotations": {
+                PLACED_FOR_ANNOTATION: deployment.rayjob(attempt),
+                KEEP_ANNOTATION: "1" if deployment.keep else "0",
+            },
+        },
         "spec": {
             "minMember": nodes,
             "queue": stage.queue,
@@ -55,9 +72,9 @@ def pod_group(stage: Stage, nodes: int) -> Object:
     }
 
 
-def rayjob(stage: Stage, deployment: Deployment, attempt: int) -> Object:
+def rayjob(stage: Stage, deployment: Deployment, attempt: int, nodes: int) -> Object:
     """A RayJob on the shared cluster: submitted over HTTP, its driver on one of the stage's pods."""
-    job = _rayjob(stage, deployment, attempt)
+    job = _rayjob(stage, deployment, attempt, nodes)
     job["spec"]["clusterSelector"] = {"ray.io/cluster": CLUSTER}
     return job
 
@@ -74,7 +91,7 @@ def isolated_rayjob(stage: Stage, deployment: Deployment, attempt: int) -> Objec
     group = desired_group(stage, deployment)
     group["replicas"] = deployment.nodes
     spec["workerGroupSpecs"] = [group]
-    job = _rayjob(stage, deployment, attempt)
+    job = _rayjob(stage, deployment, attempt, deployment.nodes)
     job["spec"] |= {"rayClusterSpec": spec, "shutdownAfterJobFinishes": True}
     return job
 
@@ -106,7 +123,7 @@ def deploy_job(stage: Stage, deployment: Deployment) -> Object:
         "securityContext": head["securityContext"],
         "volumes": head["volumes"],
         "nodeSelector": head.get("nodeSelector", {}),
-        "tolerations": head.get("tolerations", []),
+        "tolerations": [*head.get("tolerations", []), *LOST_NODE_TOLERATIONS],
         "containers": [
             {
                 "name": "deploy",
@@ -133,26 +150,20 @@ def deploy_job(stage: Stage, deployment: Deployment) -> Object:
         "kind": "Job",
         "metadata": {"name": job_name(stage.name), "labels": labels},
         "spec": {
-            # A pod that is deleted, evicted or lost comes back and goes on; one that ended a deployment does not.
-            "backoffLimit": 50,
-            "podReplacementPolicy": "Failed",
-            "podFailurePolicy": {
-                "rules": [
-                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                    {
-                        "action": "FailJob",
-                        "onExitCodes": {"operator": "In", "values": [EXIT_ENDED_BADLY]},
-                    },
-                ]
-            },
+            # A pod that is deleted, evicted or lost comes back and goes on, how often that may be. One that ended a
+            # deployment does not: it lowers the limit to the failures that there were (`no_more_failures`). A policy
+            # on exit codes would say that, too, but with one Kubernetes makes no other pod while the old one is
+            # Terminating, which on a lost node is for ever. The Lease keeps two pods from acting at once.
+            "backoffLimit": MOST_FAILURES,
+            "podReplacementPolicy": "TerminatingOrFailed",
             "template": {"metadata": {"labels": labels}, "spec": pod},
         },
     }
 
 
-def _rayjob(stage: Stage, deployment: Deployment, attempt: int) -> Object:
+def _rayjob(stage: Stage, deployment: Deployment, attempt: int, nodes: int) -> Object:
     name = deployment.rayjob(attempt)
-    metadata = {"stage": stage.name, "deployment": deployment.id, "image": deployment.image}
+    metadata = {"stage": stage.name, "deployment": deployment.id, "image": deployment.image, NODES_KEY: str(nodes)}
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -160,7 +171,7 @@ def _rayjob(stage: Stage, deployment: Deployment, attempt: int) -> Object:
         "spec": {
             "jobId": name,
             "submissionMode": "HTTPMode",  # no submitter pod whose loss would fail a healthy run
-            "entrypoint": shlex.join(stage.entrypoint(list(deployment.arguments))),
+            "entrypoint": shlex.join(stage.entrypoint(list(deployment.arguments_for(nodes)))),
             "entrypointResources": json.dumps({stage.routing_resource: DRIVER_SHARE}),
             "metadata": metadata,
             # No deadline and no backoffLimit: with clusterSelector the one leaves the Ray job running and the other is

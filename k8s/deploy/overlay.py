@@ -33,7 +33,7 @@ DOWN_SECONDS = 600.0
 APPLY_ATTEMPTS = 10
 UNSET = ":unset"  # an image that no deployment has chosen yet
 # Whatever needs the operator or holds a volume goes before what it needs.
-DOWN_FIRST = ("Job", "RayJob", "RayCluster")
+DOWN_FIRST = ("CronJob", "Job", "RayJob", "RayCluster")
 
 
 def render(overlay: Path) -> list[Object]:
@@ -78,6 +78,8 @@ def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
     for each in _in_order(objects):
         if each is cluster:
             _apply_cluster(api, each)
+        elif each["kind"] == "CronJob":
+            api.apply(_as_the_head(each, head_pod_of(cluster)))
         else:
             api.apply(each)
         print(f"applied     {each['kind']} {each['metadata']['name']}", flush=True)
@@ -137,6 +139,15 @@ def _find_cluster(api: Api) -> Object | None:
         return api.find("RayCluster", CLUSTER)
     except KindAbsent:  # said when it is applied
         return None
+
+
+def _as_the_head(cron_job: Object, head: Object) -> Object:
+    """The reaper runs the head's image, where the head may run."""
+    job = copy.deepcopy(cron_job)
+    pod = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    pod |= {key: head[key] for key in ("nodeSelector", "tolerations") if key in head}
+    pod["containers"][0] |= {key: head["containers"][0][key] for key in ("image", "imagePullPolicy")}
+    return job
 
 
 def _apply_cluster(api: Api, rendered: Object) -> None:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from k8s.deploy.api import Api, Object
-from k8s.deploy.names import CLUSTER, COMPONENT_LABEL
+from k8s.deploy.deployment import Deployment
+from k8s.deploy.names import CLUSTER, COMPONENT_LABEL, PLACED_FOR_ANNOTATION
 from k8s.deploy.stage import Stage
 
 # A container that waits for one of these waits for a person; `PodInitializing` and `ContainerCreating` pass.
@@ -28,6 +29,14 @@ def is_ready(pod: Object) -> bool:
     conditions = pod.get("status", {}).get("conditions") or []
     ready = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
     return ready and "deletionTimestamp" not in pod["metadata"]
+
+
+def placed_size(group: Object | None, deployment: Deployment, attempt: int) -> int:
+    """Nodes that the attempt is placed on: all, but where its PodGroup has been given fewer."""
+    placed_for = ((group or {}).get("metadata", {}).get("annotations") or {}).get(PLACED_FOR_ANNOTATION)
+    if group and placed_for == deployment.rayjob(attempt):
+        return int(group["spec"]["minMember"])
+    return deployment.nodes
 
 
 def explain_placement(api: Api, stage: Stage, nodes: int) -> str:

@@ -18,13 +18,22 @@ def describe_plan(stage: Stage, deployment: Deployment, outline: Outline) -> str
         f"arguments   {' '.join(deployment.arguments) or 'none'}",
         f"restarts    {_restarts(stage, deployment)}",
         f"holds       {_holds(stage, deployment, outline)}",
-        f"retries     {deployment.retries}, from the newest checkpoint, after exit code 75 or a lost head",
+        f"retries     {_retries(stage, deployment)}",
     ]
+    if deployment.fewer_nodes:
+        fewer = ", ".join(map(str, deployment.fewer_nodes))
+        lines.append(f"fewer       after a loss without a spare node it goes on with {fewer} nodes (cluster.min_nodes)")
     measured = f"; its slowest checkpoint took {stage.checkpoint_seconds} s" if stage.checkpoint_seconds else ""
     lines.append(f"notice      {deployment.drain_seconds} s before a pod ends{measured}")
     if deployment.keep:
         lines.append("afterwards  KEEP=1: the pods stay up, and hold their nodes, until make stop-stage")
     return "\n".join(lines)
+
+
+def _retries(stage: Stage, deployment: Deployment) -> str:
+    if stage.name == "trainer":
+        return f"{deployment.retries} without a new checkpoint between them, after exit code 75 or a lost head"
+    return f"{deployment.retries}, after exit code 75 or a lost head"
 
 
 def _restarts(stage: Stage, deployment: Deployment) -> str:

@@ -1,7 +1,8 @@
-"""What a deployment leaves for the next one, as annotations of the RayCluster."""
+"""What an attempt leaves: checkpoints, and for the next deployment annotations of the RayCluster."""
 
 from __future__ import annotations
 
+import glob
 import json
 from pathlib import Path
 
@@ -9,9 +10,24 @@ from k8s.deploy.api import Api
 from k8s.deploy.names import checkpoint_annotation, good_images_annotation
 from k8s.deploy.placement import pods_of
 from k8s.deploy.stage import Stage
+from services.common.artifacts.manifest import MANIFEST
 from services.common.telemetry import read_last_json_line
 
 GOOD_IMAGES_KEPT = 5
+RUN_DIGEST = "[0-9a-f]" * 8
+STEP_DIGITS = "[0-9]" * 8
+
+
+def newest_checkpoints(root: Path, recipe: str) -> dict[str, int]:
+    """The newest committed step of each run of a recipe, by the run's name. Raises `OSError`.
+
+    Which of them a deployment continues follows from its corpus, too, so progress is that any of them has grown.
+    """
+    runs: dict[str, int] = {}
+    for manifest in (root / "checkpoint").glob(f"{glob.escape(recipe)}-{RUN_DIGEST}/step-{STEP_DIGITS}/{MANIFEST}"):
+        run, step = manifest.parts[-3], int(manifest.parts[-2].removeprefix("step-"))
+        runs[run] = max(step, runs.get(run, 0))
+    return runs
 
 
 def remember_good_image(api: Api, stage: Stage, image: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from k8s.deploy.api import Api
-from k8s.deploy.deployment import Record, UnknownRecord, read_record
-from k8s.deploy.placement import explain_placement, heads_of, is_ready, pods_of
+from k8s.deploy.api import Api, Object
+from k8s.deploy.deployment import Deployment, Ending, Record, UnknownRecord, read_record
+from k8s.deploy.placement import explain_placement, heads_of, is_ready, placed_size, pods_of
 from k8s.deploy.stage import Stage, read_cluster, stage_of
+from k8s.deploy.verdict import nodes_of
 from services.common.recipe import STAGES
 
 
@@ -49,7 +50,7 @@ def _describe_record(api: Api, stage: Stage, record: Record) -> list[str]:
         f"  deployed  by {deployment.user} at {record.created_at}, {deployment.nodes} nodes, {deployment.mode} cluster"
     ]
     lines += [
-        f"  attempt   {number} ended with exit code {attempt.exit_code}: {attempt.message}"
+        f"  attempt   {number} ended with exit code {attempt.exit_code}{_progress(attempt)}: {attempt.message}"
         for number, attempt in enumerate(record.attempts, start=1)
     ]
     if record.outcome:
@@ -58,9 +59,21 @@ def _describe_record(api: Api, stage: Stage, record: Record) -> list[str]:
         number = len(record.attempts) + 1
         job = api.find("RayJob", deployment.rayjob(number))
         state = (job.get("status") or {}).get("jobStatus") or "not submitted yet" if job else "pods are being placed"
-        lines.append(
-            f"  now       attempt {number}: {state.lower()}" + (f", stopping for {record.stop}" if record.stop else "")
-        )
-        missing = explain_placement(api, stage, deployment.nodes) if deployment.mode == "shared" else ""
+        nodes = _nodes_now(api, stage, deployment, job, number)
+        on = f" on {nodes} of {deployment.nodes} nodes" if nodes < deployment.nodes else ""
+        stopping = f", stopping for {record.stop}" if record.stop else ""
+        lines.append(f"  now       attempt {number}{on}: {state.lower()}{stopping}")
+        missing = explain_placement(api, stage, nodes) if deployment.mode == "shared" else ""
         lines += [f"  waits     {missing}"] if missing else []
     return lines
+
+
+def _progress(attempt: Ending) -> str:
+    return " and a newer checkpoint" if attempt.progressed and attempt.exit_code else ""
+
+
+def _nodes_now(api: Api, stage: Stage, deployment: Deployment, job: Object | None, attempt: int) -> int:
+    """Nodes of the attempt that is placed or runs."""
+    if job:
+        return nodes_of(job, deployment)
+    return placed_size(api.find("PodGroup", stage.pod_group), deployment, attempt)

@@ -87,8 +87,15 @@ def resolve(api: Api, stage: Stage, wish: Wish) -> Wanted:
         user=user_name(),
         start_timeout_seconds=wish.start_timeout_seconds,
         drain_seconds=wish.drain_seconds or _needed_drain(stage),
+        recipe=outline.name,
+        fewer_nodes=_fewer_nodes(outline) if name == "trainer" and wish.mode != "isolated" else (),
+        workers_per_node=outline.cluster.trainer_workers_per_node,
     )
     return Wanted(deployment, outline, text)
+
+
+def _fewer_nodes(outline: Outline) -> tuple[int, ...]:
+    return outline.cluster.fewer_nodes(outline.parallel.data_parallel_size, outline.batch.num_micro_batches)
 
 
 def previous_wish(api: Api, stage: Stage, wish: Wish, record: Record | None) -> Wish:

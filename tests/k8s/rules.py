@@ -25,7 +25,7 @@ from tests.k8s.rendered import (
 
 Rule = Callable[[list[Thing]], list[str]]
 
-OUTSIDE_OF_NAMESPACES = {"Namespace", "PriorityClass", "PersistentVolume"}
+OUTSIDE_OF_NAMESPACES = {"Namespace", "PriorityClass", "PersistentVolume", "ClusterRole", "ClusterRoleBinding"}
 NEURON = "aws.amazon.com/neuron"
 CORES_OF_A_DEVICE = 2  # of trn1
 FOLDERS_OF_AN_IMAGE = {"HOME", "TMPDIR", "RAY_TMPDIR", "XDG_CACHE_HOME", "NEURON_COMPILE_CACHE_URL"}
@@ -188,7 +188,7 @@ def node_types_that_ray_reads(things: list[Thing]) -> dict[str, Any]:
 
 def policies_select_pods_that_there_are(things: list[Thing]) -> list[str]:
     """A selector that matches no pod, or one too many, is accepted without a word."""
-    pods = [*labels_of(things).values(), DEPLOY_JOB]
+    pods = [*labels_of(things).values(), DEPLOY_JOB, *labels_of_cron_jobs(things)]
     problems = []
     for name, policy in of_kind(things, "NetworkPolicy").items():
         spec = policy["spec"]
@@ -209,6 +209,11 @@ def _selects(selector: Thing, labels: dict[str, str]) -> bool:
     return selector.get("matchLabels", {}).items() <= labels.items()
 
 
+def labels_of_cron_jobs(things: list[Thing]) -> list[dict[str, str]]:
+    jobs = of_kind(things, "CronJob").values()
+    return [job["spec"]["jobTemplate"]["spec"]["template"]["metadata"]["labels"] for job in jobs]
+
+
 def the_deployer_may_touch_this_cluster_alone(things: list[Thing]) -> list[str]:
     problems = []
     for name, role in of_kind(things, "Role").items():
@@ -219,9 +224,13 @@ def the_deployer_may_touch_this_cluster_alone(things: list[Thing]) -> list[str]:
                 problems.append(f"{name}: every RayCluster")
             if resources & {"*", "secrets"} or "*" in (*rule["verbs"], *rule["apiGroups"]):
                 problems.append(f"{name}: {sorted(resources)}")
-    for name, binding in of_kind(things, "RoleBinding").items():
+    for name, role in of_kind(things, "ClusterRole").items():
+        if role["rules"] != [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list"]}]:
+            problems.append(f"{name}: more of the whole cluster than to look at nodes")
+    bindings = of_kind(things, "RoleBinding") | of_kind(things, "ClusterRoleBinding")
+    for name, binding in bindings.items():
         accounts = [subject["name"] for subject in binding["subjects"]]
-        if binding["roleRef"]["name"] not in of_kind(things, "Role"):
+        if binding["roleRef"]["name"] not in of_kind(things, binding["roleRef"]["kind"]):
             problems.append(f"{name}: no role {binding['roleRef']['name']}")
         problems += [f"{name}: no account {each}" for each in accounts if each not in of_kind(things, "ServiceAccount")]
     return problems

@@ -61,8 +61,8 @@ def test_everything_that_is_sent_fits_the_api(
     deployment = deployment_of(stage)
     sent = [
         recipe_config_map(stage, "name = 'x'", DIGEST),
-        pod_group(worker, 2),
-        rayjob(worker, deployment, 1),
+        pod_group(worker, deployment, 1, 2),
+        rayjob(worker, deployment, 1, 2),
         isolated_rayjob(worker, deployment_of(stage, mode="isolated"), 1),
         deploy_job(worker, deployment),
     ]
@@ -85,11 +85,11 @@ def test_what_is_wanted_survives_the_job_that_carries_it(clusters: dict[str, Thi
 
 
 def test_a_gang_reserves_whole_nodes(clusters: dict[str, Thing]) -> None:
-    spec = pod_group(stage_of(clusters["eks"], "trainer"), 16)["spec"]
+    spec = pod_group(stage_of(clusters["eks"], "trainer"), deployment_of(), 1, 16)["spec"]
     assert spec["minMember"] == 16
     assert spec["minResources"]["aws.amazon.com/neuron"] == "256"
     assert spec["minResources"]["cpu"] == "1920"
-    local = pod_group(stage_of(clusters["local"], "tokenizer"), 3)["spec"]["minResources"]
+    local = pod_group(stage_of(clusters["local"], "tokenizer"), deployment_of(), 1, 3)["spec"]["minResources"]
     assert local["cpu"] == "600m"
 
 

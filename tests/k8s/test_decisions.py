@@ -1,0 +1,323 @@
+"""What the deploy Job and the reaper decide, as tables: from what is seen to what is done."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.job_submission import JobStatus
+
+from k8s.deploy.capacity import WHOLE_GANG_SECONDS, next_size
+from k8s.deploy.deployment import FULL_MESSAGES, Ending, Record, shortened
+from k8s.deploy.lease import LEASE_SECONDS, LeaseHeld, StageLease
+from k8s.deploy.lost_pods import LostPods, loss_of
+from k8s.deploy.ray_jobs import DriverState
+from k8s.deploy.reaper import Sight, describe_orphan
+from k8s.deploy.remembering import newest_checkpoints
+from k8s.deploy.verdict import Phase, disturbances, has_progressed, may_try_again, phase_of
+from tests.k8s.memory_api import MemoryApi
+from tests.k8s.rendered import Thing
+from tests.k8s.test_deployments import deployment_of
+
+LOST, MOVED = Ending(75, "the driver was lost"), Ending(75, "the driver was lost", progressed=True)
+
+
+class Clock:
+    """This process's own, in seconds."""
+
+    now = 1_000.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("time.monotonic", lambda: made.now)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("attempts", "count", "goes_on"),
+    [
+        ((LOST,), 1, True),
+        ((LOST, LOST, LOST), 3, True),
+        ((LOST, LOST, LOST, LOST), 4, False),
+        ((MOVED, MOVED, MOVED, MOVED, MOVED, MOVED), 1, True),  # a run of weeks
+        ((LOST, LOST, LOST, MOVED, LOST, LOST), 3, True),
+        ((LOST, LOST, MOVED, LOST, LOST, LOST), 4, False),
+        ((MOVED, Ending(3, "no corpus")), 2, False),
+    ],
+)
+def test_retries_count_disturbances_since_the_newest_checkpoint(
+    attempts: tuple[Ending, ...], count: int, goes_on: bool
+) -> None:
+    assert disturbances(attempts) == count
+    assert may_try_again(record_of(attempts)) is goes_on
+
+
+def record_of(attempts: tuple[Ending, ...], **changes: Any) -> Record:
+    return Record(deployment_of(**changes), "u", "1", attempts, {}, None, "", False, False, "now")
+
+
+def test_no_retry_is_none_whatever_was_committed() -> None:
+    assert not may_try_again(record_of((MOVED,), retries=0))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message", "expected"),
+    [
+        ({"a-0": 100}, {"a-0": 200}, "the driver was lost", True),
+        ({"a-0": 100}, {"a-0": 100}, "the driver was lost", False),
+        ({}, {"a-0": 100}, "the driver was lost", True),
+        ({"a-0": 500}, {"a-0": 500, "a-1": 100}, "the driver was lost", True),
+        ({"a-0": 500}, {}, "the driver was lost", False),
+        ({"a-0": 100}, {"a-0": 200}, "Stopped by preemption after step 200; its checkpoint is committed.", True),
+        ({"a-0": 100}, {"a-0": 200}, "Stopped by time limit after step 200; its checkpoint is committed.", False),
+        ({"a-0": 100}, {"a-0": 200}, "Stopped by stop file after step 200; its checkpoint is committed.", False),
+    ],
+)
+def test_progress_is_a_newer_checkpoint_after_a_disturbance(
+    before: dict[str, int], after: dict[str, int], message: str, expected: bool
+) -> None:
+    assert has_progressed(before, after, message) is expected
+
+
+def test_only_committed_checkpoints_of_the_recipe_count(tmp_path: Path) -> None:
+    for name, is_committed in {
+        "small-0123abcd/step-00000100": True,
+        "small-0123abcd/step-00000200": True,
+        "small-0123abcd/step-00000300": False,
+        "small-0123abcd/step-00000900-by-hand": True,
+        "small-fedc4321/step-00000050": True,
+        "small-two-0123abcd/step-00000700": True,
+        "other-0123abcd/step-00000800": True,
+    }.items():
+        (tmp_path / "checkpoint" / name).mkdir(parents=True)
+        if is_committed:
+            (tmp_path / "checkpoint" / name / "manifest.json").touch()
+
+    assert newest_checkpoints(tmp_path, "small") == {"small-0123abcd": 200, "small-fedc4321": 50}
+    assert newest_checkpoints(tmp_path / "elsewhere", "small") == {}
+
+
+def test_a_thousand_attempts_fit_into_an_annotation() -> None:
+    attempts = shortened((Ending(75, "x" * 500, True),) * 1_000)
+    assert len(attempts) == 1_000
+    assert sum(len(each.message) for each in attempts) < 128 * 2**10
+    assert {len(each.message) for each in attempts[-FULL_MESSAGES:]} == {500}
+
+
+def driver(status: JobStatus) -> DriverState:
+    return DriverState(status, None, "", 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "seen", "is_ray_there", "stop", "mode", "expected"),
+    [
+        ({}, None, True, "", "shared", Phase.SUBMITTING),
+        ({}, None, False, "", "shared", Phase.HEAD_LOST),
+        ({}, None, True, "ann", "shared", Phase.STOPPED_BEFORE_RUN),
+        ({}, None, False, "", "isolated", Phase.ISOLATED_START),
+        ({"jobStatus": "RUNNING"}, None, False, "", "isolated", Phase.HEAD_LOST),
+        ({"jobStatus": "RUNNING"}, None, True, "", "shared", Phase.SUBMITTING),  # a new head does not know it yet
+        ({"jobStatus": "RUNNING"}, None, False, "ann", "shared", Phase.HEAD_LOST),
+        ({"jobDeploymentStatus": "Failed"}, None, False, "", "shared", Phase.RAYJOB_ENDED),
+        ({"jobDeploymentStatus": "ValidationFailed"}, None, True, "ann", "shared", Phase.RAYJOB_ENDED),
+        ({}, driver(JobStatus.PENDING), True, "", "shared", Phase.PENDING),
+        ({}, driver(JobStatus.PENDING), True, "ann", "shared", Phase.STOPPING),
+        ({}, driver(JobStatus.RUNNING), True, "", "shared", Phase.RUNNING),
+        ({"jobDeploymentStatus": "Failed"}, driver(JobStatus.RUNNING), True, "", "shared", Phase.RUNNING),
+        ({}, driver(JobStatus.FAILED), True, "ann", "shared", Phase.DRIVER_ENDED),
+    ],
+)
+def test_where_an_attempt_stands(
+    status: Thing, seen: DriverState | None, is_ray_there: bool, stop: str, mode: Any, expected: Phase
+) -> None:
+    assert phase_of({"status": status}, seen, is_ray_there, stop, mode) is expected
+
+
+LONG = WHOLE_GANG_SECONDS + 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_after_loss", "room", "waited", "expected"),
+    [
+        (8, True, 7, 10.0, 8),
+        (8, True, 7, LONG, 4),
+        (8, True, 3, LONG, 2),
+        (8, True, 8, LONG, 4),  # there should be room for all, and Volcano places none
+        (4, True, 8, LONG, 2),
+        (8, True, 1, LONG, 8),  # fewer than the recipe allows: wait for nodes
+        (2, True, 2, LONG, 2),
+        (8, True, 1, 1_801.0, 0),
+        (8, False, 7, LONG, 8),  # the first attempt has what preflight saw
+        (8, False, 7, 1_801.0, 0),
+    ],
+)
+def test_a_gang_without_a_spare_node_goes_on_with_fewer(
+    nodes: int, is_after_loss: bool, room: int, waited: float, expected: int
+) -> None:
+    deployment = deployment_of(nodes=8, fewer_nodes=(4, 2), start_timeout_seconds=1_800)
+    assert next_size(deployment, nodes, is_after_loss, room, waited) == expected
+
+
+def test_fewer_nodes_are_another_data_parallel_degree() -> None:
+    deployment = deployment_of(
+        nodes=8, fewer_nodes=(4,), workers_per_node=4, arguments=("--parallel.data_parallel_size=32", "--train.seed=1")
+    )
+    assert deployment.arguments_for(8) == deployment.arguments
+    assert deployment.arguments_for(4) == ("--train.seed=1", "--parallel.data_parallel_size=16")
+
+
+READY = {"type": "Ready", "status": "True"}
+
+
+@pytest.mark.parametrize(
+    ("taints", "conditions", "expected"),
+    [
+        ([], [READY], None),
+        ([{"key": "node.kubernetes.io/unschedulable"}], [READY], None),
+        ([{"key": "node.kubernetes.io/unreachable"}], [{"type": "Ready", "status": "Unknown"}], "is unreachable"),
+        ([], [{"type": "Ready", "status": "Unknown"}], "is not ready"),
+        ([{"key": "node.kubernetes.io/not-ready"}], [{"type": "Ready", "status": "False"}], "is not ready"),
+        ([{"key": "node.kubernetes.io/out-of-service"}], [READY], "is out of service"),
+    ],
+)
+def test_a_lost_node(taints: list[Thing], conditions: list[Thing], expected: str | None) -> None:
+    loss = loss_of(node("n", taints, conditions))
+    assert (loss.text if loss else None) == expected
+
+
+def test_a_node_that_is_no_object_any_more_is_lost_for_certain() -> None:
+    loss = loss_of(None)
+    assert loss
+    assert loss.is_certain
+
+
+def node(name: str, taints: list[Thing], conditions: list[Thing]) -> Thing:
+    return {
+        "kind": "Node",
+        "metadata": {"name": name},
+        "spec": {"taints": taints},
+        "status": {"conditions": conditions},
+    }
+
+
+def pod(name: str, on: str, component: str = "trainer", **metadata: Any) -> Thing:
+    labels = {"millrace.dev/component": component, "ray.io/node-type": "worker"}
+    return {
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": labels} | metadata,
+        "spec": {"nodeName": on, "terminationGracePeriodSeconds": 330},
+        "status": {"phase": "Running"},
+    }
+
+
+TERMINATING = {"deletionTimestamp": "yesterday", "deletionGracePeriodSeconds": 330}
+
+
+@pytest.fixture
+def nodes_and_pods() -> MemoryApi:
+    return MemoryApi(
+        node("well", [], [READY]),
+        node("dark", [{"key": "node.kubernetes.io/unreachable"}], [{"type": "Ready", "status": "Unknown"}]),
+        pod("leaves", "well", **TERMINATING),
+        pod("starts", "well"),
+        pod("stuck", "dark", **TERMINATING),
+        pod("silent", "dark"),
+        pod("machine-gone", "gone", **TERMINATING),
+        pod("deployer", "dark", "deploy", **TERMINATING),
+        pod("another-stage", "dark", "compiler", **TERMINATING),
+    )
+
+
+def test_pods_of_lost_nodes_go_after_their_grace_period(clock: Clock, nodes_and_pods: MemoryApi) -> None:
+    """By this process's own clock: what another machine wrote as the time of deletion does not count."""
+    said: list[str] = []
+    lost = LostPods(nodes_and_pods, "trainer", said.append)  # type: ignore[arg-type]
+
+    assert lost.remove(is_idle=False) == 3
+    everyone = ["another-stage", "deployer", "leaves", "silent", "starts", "stuck"]
+    assert nodes_and_pods.names("Pod") == everyone, "the one whose machine is gone need not be waited for"
+    clock.now += 300
+    lost.remove(is_idle=False)
+    assert nodes_and_pods.names("Pod") == everyone
+    clock.now += 31
+    lost.remove(is_idle=False)
+    assert nodes_and_pods.names("Pod") == ["another-stage", "leaves", "silent", "starts"]
+    assert "pod stuck is on node dark, which is unreachable: removed by force" in said
+    assert len(said) == len(set(said)), "nothing is said twice"
+
+
+def test_an_idle_stage_s_pods_on_lost_nodes_need_no_notice(clock: Clock, nodes_and_pods: MemoryApi) -> None:
+    """Between attempts: KubeRay makes no other in their place as long as they are there."""
+    lost = LostPods(nodes_and_pods, "trainer", print)  # type: ignore[arg-type]
+    lost.remove(is_idle=True)
+    clock.now += 331
+    lost.remove(is_idle=True)
+    assert nodes_and_pods.names("Pod") == ["another-stage", "leaves", "starts"]
+
+
+def test_a_node_that_comes_back_keeps_its_pods(clock: Clock, nodes_and_pods: MemoryApi) -> None:
+    lost = LostPods(nodes_and_pods, "trainer", print)  # type: ignore[arg-type]
+    lost.remove(is_idle=True)
+    nodes_and_pods.merge("Node", "dark", node("dark", [], [READY]))
+    clock.now += 331
+    lost.remove(is_idle=True)
+    assert "stuck" in nodes_and_pods.names("Pod")
+    nodes_and_pods.merge("Node", "dark", node("dark", [], [{"type": "Ready", "status": "Unknown"}]))
+    lost.remove(is_idle=True)
+    assert "stuck" in nodes_and_pods.names("Pod"), "its time begins anew"
+
+
+def test_a_lease_is_lost_by_silence_and_not_by_another_machine_s_clock(clock: Clock) -> None:
+    api = MemoryApi()
+    here, there = StageLease(api, "trainer", "here"), StageLease(api, "trainer", "there")  # type: ignore[arg-type]
+    there.hold()
+    for renewed in ("1970-01-01T00:00:00.000000Z", "2999-01-01T00:00:00.000000Z"):
+        api.merge("Lease", "stage-trainer", {"spec": {"renewTime": renewed}})
+        for _ in range(3):
+            with pytest.raises(LeaseHeld):
+                here.hold()
+            clock.now += LEASE_SECONDS - 1
+            there.hold()
+    with pytest.raises(LeaseHeld):
+        here.hold()
+    clock.now += LEASE_SECONDS + 1
+    here.hold()
+    with pytest.raises(LeaseHeld):
+        there.hold()
+
+
+def sight(**changes: Any) -> Sight:
+    nothing: dict[str, Any] = {"replicas": 0, "pods": 0, "rayjobs": 0, "has_gang": False}
+    nothing |= {"is_kept": False, "is_held": False, "lease": ""}
+    return Sight(**nothing | changes)
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (sight(), ""),
+        (sight(lease="7"), ""),
+        (sight(replicas=2, pods=2, has_gang=True), "2 pods, its PodGroup"),
+        (sight(replicas=2), "0 pods"),
+        (sight(rayjobs=1), "1 RayJobs that run"),
+        (sight(has_gang=True), "its PodGroup"),
+        (sight(replicas=2, pods=2, has_gang=True, is_held=True), ""),
+        (sight(replicas=2, pods=2, has_gang=True, is_kept=True), ""),
+    ],
+)
+def test_what_nobody_holds_is_an_orphan(seen: Sight, expected: str) -> None:
+    assert describe_orphan(seen) == expected
+
+
+def test_merging_is_what_an_api_server_does() -> None:
+    """The double that these tests stand on."""
+    api = MemoryApi({"kind": "Node", "metadata": {"name": "n"}, "spec": {"a": 1, "b": {"c": 2}}})
+    read = copy.deepcopy(api.find("Node", "n"))
+    api.merge("Node", "n", {"spec": {"b": {"d": 3}, "a": None}})
+    assert api.find("Node", "n")["spec"] == {"b": {"c": 2, "d": 3}}  # type: ignore[index]
+    with pytest.raises(Exception, match="resourceVersion"):
+        api.merge("Node", "n", {"metadata": {"resourceVersion": read["metadata"]["resourceVersion"]}})  # type: ignore[index]
