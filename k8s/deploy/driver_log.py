@@ -1,4 +1,6 @@
-"""The driver's log: printed as it comes and kept whole under the artifact root. Losing it never fails a run."""
+"""The driver's log: printed as it comes, without Ray's state dumps, and kept whole under the artifact root. Losing it
+never fails a run.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,24 @@ from pathlib import Path
 from k8s.deploy.ray_jobs import RayJobs, RayUnreachable
 
 AGAIN_SECONDS = 1.0
+STATE_DUMP = "[state-dump]"  # hundreds of lines, which a raylet's end puts into every driver's log
+
+
+class Readable:
+    """The lines of a text that comes in pieces, without those that are for Ray's developers."""
+
+    def __init__(self) -> None:
+        self._rest = ""
+
+    def take(self, text: str) -> str:
+        """What can be shown by now: whole lines."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        return "".join(f"{line}\n" for line in lines if STATE_DUMP not in line)
+
+    def finish(self) -> str:
+        """The last line, where no newline ends it."""
+        rest, self._rest = self._rest, ""
+        return "" if STATE_DUMP in rest else rest
 
 
 class DriverLog:
@@ -44,7 +64,8 @@ class DriverLog:
                 is_broken = False
             except (RayUnreachable, OSError) as error:
                 if not is_broken and not self._is_abandoned:
-                    print(f"deploy: the log stream broke, the run goes on: {error}", file=sys.stderr, flush=True)
+                    why = f": {error}" if isinstance(error, OSError) else ""  # Ray's words are about its WebSocket
+                    print(f"deploy: the log stream broke, the run goes on{why}", file=sys.stderr, flush=True)
                 is_broken = True
             self._closing.wait(AGAIN_SECONDS)
 
@@ -52,6 +73,7 @@ class DriverLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = self.path.stat().st_size if self.path.exists() else 0
         position = 0
+        readable = Readable()
         with self.path.open("ab") as file:
 
             def write(text: str) -> None:
@@ -64,7 +86,11 @@ class DriverLog:
                 if new:
                     file.write(new)
                     file.flush()
-                    sys.stdout.write(new.decode(errors="replace"))
+                    sys.stdout.write(readable.take(new.decode(errors="replace")))
                     sys.stdout.flush()
 
-            self._jobs.follow_log(self._job, write)
+            try:
+                self._jobs.follow_log(self._job, write)
+            finally:
+                sys.stdout.write(readable.finish())
+                sys.stdout.flush()

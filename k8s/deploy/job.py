@@ -19,10 +19,13 @@ from services.common.errors import DeviceError
 
 EXIT_START_AGAIN = 143
 CONNECT_SECONDS = 120.0
+# They say at each end of a log stream that a WebSocket closed. Each has set a level of its own, so `ray` is not enough.
+TALKATIVE = ("ray", "ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk")
 
 
 def main(text: str) -> int:
-    logging.getLogger("ray").setLevel(logging.WARNING)  # it says at each end of a log stream that it ended
+    for name in TALKATIVE:
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         deployment = Deployment.from_json(text)
     except UnknownRecord as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ray.job_submission import JobStatus
 
+from k8s.deploy import job
 from k8s.deploy.capacity import check_nodes, check_queue, check_size
 from k8s.deploy.deployment import Deployment, Ending, record_of
+from k8s.deploy.driver_log import Readable
+from k8s.deploy.manifests import write_manifests
 from k8s.deploy.objects import deploy_job, isolated_rayjob, pod_group, rayjob, recipe_config_map
 from k8s.deploy.outline import read_outline
 from k8s.deploy.plan import describe_plan
@@ -209,6 +215,8 @@ def node(name: str, changes: Thing | None = None) -> Thing:
 class Listing:
     """Answers as the API would: the only calls that these checks make."""
 
+    namespace = "millrace"
+
     def __init__(self, **objects: Any) -> None:
         self._objects = objects
 
@@ -272,3 +280,61 @@ def test_the_plan_says_what_restarts_and_what_it_costs(trainer: Stage) -> None:
 )
 def test_an_image_s_name_without_its_version(image: str, repository: str) -> None:
     assert repository_of(image) == repository
+
+
+def test_a_followed_log_leaves_out_ray_s_state_dumps() -> None:
+    """However the text is cut; the file under the root has all of it."""
+    text = "step 1\n\x1b[36m(raylet)\x1b[0m [state-dump] NodeManager:\n(raylet) [state-dump] 17 more\nstep 2\nstep 3"
+    for size in (1, 7, 1_000):
+        readable = Readable()
+        shown = [readable.take(text[at : at + size]) for at in range(0, len(text), size)]
+        assert "".join([*shown, readable.finish()]) == "step 1\nstep 2\nstep 3"
+
+
+def test_ray_s_clients_say_nothing_of_their_web_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logger that has set its own level does not ask its parent's."""
+    monkeypatch.setattr(job, "Conductor", lambda *arguments: Ended())
+    monkeypatch.setattr(job, "connect_patiently", lambda: None)
+    monkeypatch.setenv("POD_NAME", "pod")
+    assert job.main(deployment_of().to_json()) == 0
+    loggers = [each for name, each in logging.root.manager.loggerDict.items() if name.startswith("ray.dashboard")]
+    talking = [each for each in loggers if isinstance(each, logging.Logger) and each.isEnabledFor(logging.INFO)]
+    assert talking == []
+
+
+class Ended:
+    def run(self) -> Ending:
+        return Ending(0, "done")
+
+
+@pytest.mark.parametrize("stage", ["tokenizer", "trainer"])
+@pytest.mark.parametrize("mode", ["shared", "isolated"])
+def test_a_dry_run_writes_every_manifest(
+    clusters: dict[str, Thing], schemas: dict[Kind, Schema], stage: str, mode: str
+) -> None:
+    worker, file = stage_of(clusters["eks"], stage), io.StringIO()
+    text = "name = 'x' # it's \u00e4\n"
+    deployment = deployment_of(stage, mode=mode)
+    write_manifests(file, Listing(), worker, deployment, text)  # type: ignore[arg-type]
+    things = list(yaml.safe_load_all(file.getvalue()))
+    patch = ["RayCluster"] if mode == "shared" else []
+    assert [each["kind"] for each in things] == ["ConfigMap", "Job", "PodGroup", *patch, "RayJob"]
+    assert {each["metadata"]["namespace"] for each in things} == {"millrace"}
+    assert things[0]["data"]["recipe.toml"] == text
+    whole = [each for each in things if each["kind"] != "RayCluster"]
+    assert [problem for each in whole for problem in problems_of(each, schemas)] == []
+    if patch:
+        groups = {each["groupName"]: each for each in things[3]["spec"]["workerGroupSpecs"]}
+        assert groups[stage]["replicas"] == 2
+        assert [each for name, each in groups.items() if name != stage] == [
+            each for each in worker.cluster["spec"]["workerGroupSpecs"] if each["groupName"] != stage
+        ]
+
+
+def test_a_deploy_job_s_pod_leaves_a_lost_node_soon_and_another_does_not_wait(clusters: dict[str, Thing]) -> None:
+    """With a failure policy Kubernetes makes no other while the old one is Terminating: on a lost node, for ever."""
+    spec = deploy_job(stage_of(clusters["eks"], "trainer"), deployment_of())["spec"]
+    assert "podFailurePolicy" not in spec
+    assert spec["podReplacementPolicy"] == "TerminatingOrFailed"
+    leaves = {each["key"]: each["tolerationSeconds"] for each in spec["template"]["spec"]["tolerations"]}
+    assert leaves["node.kubernetes.io/unreachable"] == leaves["node.kubernetes.io/not-ready"] <= 60
