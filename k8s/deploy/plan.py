@@ -50,8 +50,7 @@ def _holds(stage: Stage, deployment: Deployment, outline: Outline) -> str:
     selector = stage.pod.get("nodeSelector") or {}
     kind = selector.get("node.kubernetes.io/instance-type", "any node")
     limit = outline.train.time_limit_seconds if stage.name == "trainer" else None
-    attempts = deployment.retries + 1
-    most = f", at most {deployment.nodes * limit * attempts / 3600:.1f} in {attempts} attempts" if limit else ""
+    most = f", at most {deployment.nodes * limit / 3600:.1f} an attempt" if limit else ""
     return f"{deployment.nodes} x {kind} from now until the stage ends: {deployment.nodes} node-hours an hour{most}"
 
 

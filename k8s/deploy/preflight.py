@@ -241,6 +241,8 @@ def _check_rights(api: Api) -> list[str]:
         ("create", "coordination.k8s.io", "leases", ""),
         ("patch", "batch", "jobs", ""),
         ("list", "", "pods", ""),
+        ("delete", "", "pods", ""),
+        ("get", "", "nodes", ""),
     ]
     problems = [
         f"you may not {verb} {resource} in namespace {api.namespace}; ask for the rights of k8s/README.md"

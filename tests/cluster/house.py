@@ -19,7 +19,9 @@ from images.versions import describe_build
 from k8s.deploy.api import Api, Object
 from k8s.deploy.deployment import Record, read_record
 from k8s.deploy.placement import heads_of, is_ready, pods_of
+from k8s.deploy.release import rayjobs_of
 from k8s.deploy.stage import Stage, read_stage
+from k8s.deploy.verdict import has_ended
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import open_artifact
 from services.common.tests.builders import wait_until
@@ -87,14 +89,14 @@ class House:
         return next(head for head in heads if "deletionTimestamp" not in head["metadata"])
 
     def is_down(self, stage: str) -> bool:
-        """No pods, no gang, no lease, no RayJob."""
+        """No pods, no gang, no lease, no RayJob that has not ended."""
         group = self.stage(stage)
         return (
             group.replicas == 0
             and not self.pods(stage)
             and self.api.find("PodGroup", group.pod_group) is None
             and self.api.find("Lease", f"stage-{stage}") is None
-            and not self.api.find_all("RayJob", f"millrace.dev/stage={stage}")
+            and all(map(has_ended, rayjobs_of(self.api, stage)))
         )
 
     def stop(self, stage: str) -> None:

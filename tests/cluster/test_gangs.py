@@ -7,17 +7,20 @@ their Ray nodes never join, and a deployment waits at that step.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from images.platforms import REPOSITORY
-from k8s.deploy.api import Api
+from k8s.deploy.api import Api, Object
 from k8s.deploy.deployment import EXIT_AGAIN
+from k8s.deploy.objects import deploy_job, recipe_config_map
 from services.common.tests.builders import wait_until
 from tests.cluster.house import House, kill_group, load_images, make_house, name_of, publish_corpus
 from tests.cluster.kit import cluster, fake_nodes
+from tests.k8s.test_deployments import deployment_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -275,6 +278,154 @@ def test_a_stage_whose_job_is_deleted_goes_down(house: House) -> None:
     wait_until(lambda: house.is_down("compiler"), 2 * MINUTE)
 
 
+def test_a_stage_on_a_dead_node_goes_down(house: House, dead_node: Callable[[], str]) -> None:
+    """Its pod is Terminating for ever, since nobody is there who could end it, and KubeRay counts it."""
+    deploy(house, DRAIN="5")
+    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
+    dead = dead_node()
+    wait_until(lambda: is_dead(dead), 3 * MINUTE)
+    house.stop("compiler")
+
+
+def test_a_gang_that_lost_a_node_stands_again(house: House, dead_node: Callable[[], str]) -> None:
+    deploy(house, DRAIN="5")
+    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
+    before = house.bound("compiler")
+    dead = dead_node()
+    wait_until(lambda: len(house.ready("compiler")) == 2 and dead not in house.bound("compiler"), 6 * MINUTE)
+    assert len(set(before) & set(house.bound("compiler"))) == 1
+    assert "which is unreachable: removed by force" in cluster_log(house, "compiler")
+
+
+def test_stop_stage_takes_down_what_is_on_a_dead_node_where_no_job_does(
+    house: House, dead_node: Callable[[], str]
+) -> None:
+    deploy(house, DRAIN="5")
+    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
+    abandon(house)
+    dead = dead_node()
+    wait_until(lambda: is_dead(dead), 3 * MINUTE)
+    done = house.run("stop-stage", STAGE="compiler")
+    assert done.code == 0, done.said
+    assert f"is on node {dead}, which is unreachable: removed by force" in done.said
+    assert house.is_down("compiler")
+
+
+@pytest.fixture
+def dead_node(house: House) -> Iterator[Callable[[], str]]:
+    """Let one of the nodes that the compiler's pods are on die. A new one is there afterwards."""
+    dead: list[str] = []
+
+    def kill() -> str:
+        dead.append(house.bound("compiler")[0])
+        fake_nodes.silence(dead[0])
+        return dead[0]
+
+    yield kill
+    for name in dead:
+        number = int(name.removeprefix("trn1-"))
+        fake_nodes.remove_fake(1, first=number)
+        fake_nodes.fake(1, first=number)
+
+
+def is_dead(node: str) -> bool:
+    return "node.kubernetes.io/unreachable" in cluster.kubectl("get", "node", node, "-o", "json")
+
+
+def abandon(house: House) -> None:
+    """Nobody holds the stage any more: its Job is gone, without what it made, and so is its pod."""
+    pod = deploy_pod(house)
+    cluster.kubectl("-n", "millrace", "delete", "job", "deploy-compiler", "--cascade=orphan")
+    cluster.kubectl("-n", "millrace", "delete", "pod", pod, "--grace-period=0", "--force")
+    wait_until(lambda: deploy_pod(house) == "")
+    assert not house.is_down("compiler")
+
+
+def test_a_stage_that_nobody_holds_is_taken_down(house: House) -> None:
+    deploy(house)
+    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
+    abandon(house)
+    said = reap()
+    assert "reaper: compiler: no deploy Job holds 2 pods, its PodGroup" in said
+    assert house.is_down("compiler")
+
+
+def test_the_reaper_leaves_a_live_deployment_alone(house: House) -> None:
+    deploy(house)
+    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
+    assert reap() == ""
+    assert len(house.ready("compiler")) == 2
+
+
+def reap() -> str:
+    """One run of the CronJob; what it said."""
+    cluster.kubectl("-n", "millrace", "create", "job", "reap-now", "--from=cronjob/reaper")
+    try:
+        cluster.kubectl("-n", "millrace", "wait", "job/reap-now", "--for=condition=Complete", "--timeout=400s")
+        return cluster.kubectl("-n", "millrace", "logs", "job/reap-now")
+    finally:
+        cluster.kubectl("-n", "millrace", "delete", "job", "reap-now")
+
+
+def test_a_deploy_job_s_pod_on_a_dead_node_is_replaced(house: House) -> None:
+    """The node answers nobody from the start on, so that the pod is said to run there by hand."""
+    cluster.kubectl("cordon", "node-a")
+    cluster.kubectl("apply", "-f", "-", input=json.dumps(dead_machine("dead-0")))
+    cluster.kubectl("patch", "node", "dead-0", "--subresource=status", "-p", json.dumps(HEALTHY))
+    try:
+        send(house)
+        wait_until(lambda: deploy_pods_on(house, "dead-0"), MINUTE)
+        (lost,) = deploy_pods_on(house, "dead-0")
+        running = json.dumps({"status": {"phase": "Running"}})
+        cluster.kubectl("-n", "millrace", "patch", "pod", lost, "--subresource=status", "-p", running)
+        cluster.kubectl("uncordon", "node-a")
+        wait_until(lambda: deploy_pod(house) not in ("", lost), 4 * MINUTE)
+        wait_until(lambda: len(house.ready("compiler")) == 2, 2 * MINUTE)
+        assert deploy_pods_on(house, "dead-0") == [lost], "it is Terminating, and the other did not wait for that"
+    finally:
+        cluster.kubectl("uncordon", "node-a")
+        cluster.kubectl("delete", "node", "dead-0")
+    house.stop("compiler")
+
+
+def send(house: House) -> None:
+    """Only the deploy Job: preflight needs a node for its own pod."""
+    stage = house.stage("compiler")
+    deployment = deployment_of("compiler", image=name_of("head"), drain_seconds=5)
+    house.api.create(recipe_config_map("compiler", "", deployment.recipe_digest))
+    house.api.create(deploy_job(stage, deployment))
+
+
+HEALTHY = {"status": {"conditions": [{"type": "Ready", "status": "True", "reason": "Fake", "message": "said by hand"}]}}
+
+
+def dead_machine(name: str) -> Object:
+    made = fake_nodes.fake_node(name)
+    made["metadata"]["labels"] = {"kubernetes.io/hostname": name}
+    made["spec"] = {}
+    return made
+
+
+def deploy_pods_on(house: House, node: str) -> list[str]:
+    pods = house.api.find_all("Pod", "millrace.dev/component=deploy,millrace.dev/stage=compiler")
+    return [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") == node]
+
+
+def test_a_dry_run_s_manifests_are_what_an_api_server_takes(house: House) -> None:
+    done = house.run("deploy-stage", STAGE="compiler", NODES="2", TAG=name_of("head"), DRY_RUN="1", OUTPUT="yaml")
+    assert done.code == 0, done.said
+    text = done.said[done.said.index("---\n") :]
+    assert [each["kind"] for each in yaml.safe_load_all(text)] == [
+        "ConfigMap",
+        "Job",
+        "PodGroup",
+        "RayCluster",
+        "RayJob",
+    ]
+    without_the_patch = "---\n".join(part for part in text.split("---\n") if "kind: RayCluster\n" not in part)
+    cluster.kubectl("create", "--dry-run=server", "-f", "-", input=without_the_patch)
+
+
 def test_the_job_may_do_its_work_and_no_more(house: House) -> None:
     account = "--as=system:serviceaccount:millrace:deployer"
 
@@ -284,5 +435,17 @@ def test_the_job_may_do_its_work_and_no_more(house: House) -> None:
     assert may("patch", "rayclusters.ray.io/millrace")
     assert may("get", "rayclusters.ray.io/another")
     assert not may("patch", "rayclusters.ray.io/another")
-    for what in (("get", "secrets"), ("create", "pods"), ("delete", "pods"), ("create", "jobs"), ("get", "configmaps")):
+    assert may("delete", "pods")  # those of lost nodes
+    assert may("get", "nodes")
+    for what in (
+        ("get", "secrets"),
+        ("create", "pods"),
+        ("delete", "nodes"),
+        ("create", "jobs"),
+        ("get", "configmaps"),
+    ):
+        assert not may(*what), what
+    account = "--as=system:serviceaccount:millrace:reaper"
+    assert may("patch", "rayclusters.ray.io/millrace")
+    for what in (("get", "secrets"), ("create", "pods"), ("delete", "jobs"), ("create", "rayjobs.ray.io")):
         assert not may(*what), what

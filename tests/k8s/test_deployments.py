@@ -262,7 +262,7 @@ def test_the_plan_says_what_restarts_and_what_it_costs(trainer: Stage) -> None:
     assert "2 pods x 1 workers: data-parallel degree 2" in said
     assert "0 -> 2 trainer pods; the head and tokenizer and compiler keep their pods" in said
     assert "2 x trn1.32xlarge" in said
-    assert "at most 16.0 in 4 attempts" in said
+    assert "at most 4.0 an attempt" in said
     trainer.cluster["spec"]["workerGroupSpecs"][2]["replicas"] = 2
     assert "2 trainer pods that an earlier deployment left up" in describe_plan(trainer, deployment_of(), outline)
 

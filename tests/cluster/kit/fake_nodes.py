@@ -26,6 +26,14 @@ def remove_fake(count: int, first: int = 0) -> None:
     kubectl("delete", "node", "--ignore-not-found", *fake_names(count, first))
 
 
+def silence(*names: str) -> None:
+    """Let these nodes die behind the API's back: nobody renews their leases or ends their pods any more.
+
+    After 50 s they are NotReady and tainted as unreachable; after 300 s more their pods are deleted, in the API alone.
+    """
+    kubectl("label", "node", *names, "type-")
+
+
 def fake_names(count: int, first: int) -> list[str]:
     return [f"trn1-{number}" for number in range(first, first + count)]
 
