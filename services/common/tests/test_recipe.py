@@ -74,6 +74,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "train.evaluation_interval_steps": ("7", ""),
     "train.evaluation_batches": ("7", ""),
     "train.time_limit_seconds": ("7", ""),
+    "train.max_consecutive_skipped_steps": ("7", ""),
     "train.max_restarts": ("7", ""),
     "checkpoint.interval_steps": ("7", ""),
     "checkpoint.keep_latest": ("7", ""),

@@ -7,14 +7,16 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends import torch_native
 from services.common.program.step import Program
-from services.trainer import loop
 from services.trainer.checkpoint import CheckpointWriter
 from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.node import prepare_node
 
 COLLECTIVE_SECONDS = 4.0
 SLOW_SECONDS = 6.0
@@ -24,12 +26,12 @@ EVALUATION_BATCHES = 6
 def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
     """Train where collectives end after COLLECTIVE_SECONDS. What a worker does besides steps takes longer."""
     torch_native.COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
-    prepare, write, loss = loop.prepare_node, CheckpointWriter._write, Program._micro_loss
+    write, loss, patch = CheckpointWriter._write, Program._micro_loss, pytest.MonkeyPatch()
 
     def prepare_slowly(job: Job) -> None:
         if environment.rank == 1:  # on a node of its own, with a large corpus to verify
             time.sleep(SLOW_SECONDS)
-        prepare(job)
+        prepare_node(job)
 
     def write_slowly(*arguments: Any) -> None:
         time.sleep(SLOW_SECONDS)
@@ -40,18 +42,18 @@ def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
             time.sleep(SLOW_SECONDS / EVALUATION_BATCHES)
         return loss(program, tokens_BS)
 
-    loop.prepare_node = prepare_slowly
-    CheckpointWriter._write = write_slowly  # type: ignore[method-assign]
-    Program._micro_loss = evaluate_slowly  # type: ignore[method-assign]
+    patch.setattr("services.trainer.loop.prepare_node", prepare_slowly)
+    patch.setattr(CheckpointWriter, "_write", write_slowly)
+    patch.setattr(Program, "_micro_loss", evaluate_slowly)
     _meet(job, environment)
-    loop.train(job, environment)
+    train(job, environment)
 
 
 def train_on_unlike_nodes(job: Job, environment: WorkerEnvironment) -> None:
     """Rank 1 multiplies matrices in other arithmetic."""
     if environment.rank == 1:
         os.environ["DNNL_DEFAULT_FPMATH_MODE"] = "BF16"
-    loop.train(job, environment)
+    train(job, environment)
 
 
 def train_with_a_faulty_worker(job: Job, environment: WorkerEnvironment) -> None:
@@ -64,8 +66,8 @@ def train_with_a_faulty_worker(job: Job, environment: WorkerEnvironment) -> None
             program.flat.weights_P[0] += 1e-3
         return result
 
-    Program.train_step = faulty  # type: ignore[method-assign]
-    loop.train(job, environment)
+    pytest.MonkeyPatch().setattr(Program, "train_step", faulty)
+    train(job, environment)
 
 
 def _meet(job: Job, environment: WorkerEnvironment) -> None:
