@@ -113,7 +113,8 @@ class Deployment:
         if odd:
             is_newer = version == RECORD_VERSION and bool(odd & fields.keys())
             raise UnknownRecord(f"its record of version {version} differs in {', '.join(sorted(odd))}", is_newer)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return cls(**fields | lists)
 
 
 @dataclass(frozen=True)

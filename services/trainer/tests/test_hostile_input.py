@@ -20,6 +20,7 @@ from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, CheckpointMan
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import verify_files
+from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import CURRENT, Address, Artifact, Draft, Workspace, open_artifact, publish_once
 from services.common.artifacts.token_stream import TokenStream
 from services.common.artifacts.upstream import open_corpus
@@ -403,7 +404,8 @@ def test_checkpoints_are_ordered_by_number_beyond_a_hundred_million_steps(tmp_pa
     assert newest.manifest.checkpoint.step == 1_000_000_000
     assert list(checkpoints(tmp_path / "fsx")) == [checkpoint_id(step) for step in steps]
 
-    discard_old(shelf, Checkpoint(keep_latest=2), committed_step=1_000_000_000)
+    with hold_lease(tmp_path / "run.lock") as held:
+        discard_old(shelf, Checkpoint(keep_latest=2), committed_step=1_000_000_000, lease=held.lease)
     assert list(checkpoints(tmp_path / "fsx")) == ["step-100000001", "step-1000000000"]
 
 

@@ -109,7 +109,8 @@ def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(new_job: Cal
         _flip_a_bit(job.checkpoint_address(step).path / "moments.safetensors")
     policy = job.recipe.checkpoint.model_copy(update={"keep_latest": 2})
 
-    discard_old(job.checkpoint_shelf, policy, committed_step=8)
+    assert job.lease
+    discard_old(job.checkpoint_shelf, policy, committed_step=8, lease=job.lease)
     assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (2, 4, 6, 8)]
 
     train(new_job(checkpoint__interval_steps="2", train__max_steps="10"), ALONE)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from services.common.artifacts.lease import hold_lease
 from services.common.launch.launcher import WorkerEnvironment
 from services.trainer import tensorboard
 from services.trainer.job import Job
@@ -94,7 +95,7 @@ def test_the_losses_of_a_skipped_step_are_no_numbers_and_no_damage(tmp_path: Pat
 
 
 def test_bad_lines_fail_neither_training_nor_its_views_which_count_them(
-    new_job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, new_job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Through the command's own progress and workers, with lines that were there before and come after."""
     job = new_job(train__max_steps="3", parallel__data_parallel_size="1")
@@ -103,7 +104,8 @@ def test_bad_lines_fail_neither_training_nor_its_views_which_count_them(
             append(job.run_folder / file, line)
     append(job.run_folder / METRICS_FILE, json.dumps({"step": 1}).encode())  # the last one, which progress reads
 
-    supervise(job)
+    with hold_lease(tmp_path / "command.lock") as held:
+        supervise(job, held)
 
     append(job.run_folder / METRICS_FILE, b"[]")
     run = open_run(job.root, job.run)
