@@ -91,7 +91,8 @@ def list_artifacts(arguments: argparse.Namespace) -> int:
 
 def collect_garbage(arguments: argparse.Namespace) -> int:
     """Remove what interrupted work left below the root DIR, and on request artifacts that nothing refers to."""
-    doomed = _find_work(arguments.dir) + (_find_unreferenced(arguments.dir) if arguments.unreferenced else [])
+    unreferenced = _find_unreferenced(arguments.dir) if arguments.unreferenced else []
+    doomed = _find_work(arguments.dir) + unreferenced
     watches = {lock: LockWatch(lock) for lock in map(_lock_of, doomed)}
     # A folder without a manifest may be an artifact that somebody is copying to here, without any lock.
     headless = [FolderWatch(path) for path in doomed if is_id(path.name) and not (path / MANIFEST).exists()]
@@ -103,11 +104,11 @@ def collect_garbage(arguments: argparse.Namespace) -> int:
             print(f"would remove {path}")
         print("Nothing was removed. Pass --yes to remove these.")
         return 0
-    if arguments.unreferenced:  # somebody may have begun to use one meanwhile
-        unreferenced = set(_find_unreferenced(arguments.dir))
-        doomed = [path for path in doomed if not _is_published(path) or path in unreferenced]
-    removed = [path for path in doomed if _remove(path, watches[_lock_of(path)])]
-    print(f"{len(removed)} removed.")
+    if unreferenced:  # somebody may have begun to use one meanwhile
+        used = set(unreferenced).difference(_find_unreferenced(arguments.dir))
+        doomed = [path for path in doomed if path not in used]
+    removed = [_remove(path, watches[_lock_of(path)], is_published=path in unreferenced) for path in doomed]
+    print(f"{sum(removed)} removed.")
     return 0
 
 
@@ -215,19 +216,17 @@ def _lock_of(path: Path) -> Path:
     return shelf / f"{path.name.split('.')[0]}{LOCK_SUFFIX}"
 
 
-def _remove(path: Path, watch: LockWatch) -> bool:
-    """Remove it under its lock; not when somebody has come back to work with it."""
+def _remove(path: Path, watch: LockWatch, is_published: bool) -> bool:
+    """Remove it under its lock; not when somebody has come back to it since it was `is_published` or not."""
     if path == watch.path and path.name.startswith("."):
         print(f"removing {path}")
         path.unlink(missing_ok=True)
         return True
-    was_published = _is_published(path)
     try:
         with hold_lease(watch.path, watch, waits=False) as held:  # takes over from a dead writer
-            if _is_published(path) != was_published or (
-                was_published and path.name in read_current(path.parent).values()
-            ):
-                print(f"leaving {path}: it has been published or used just now")
+            is_used = is_published and path.name in read_current(path.parent).values()
+            if is_used or is_published != (not is_work(path.name) and (path / MANIFEST).exists()):
+                print(f"leaving {path}: it was published or put to use just now")
                 return False
             print(f"removing {path}")
             if path.is_dir():
@@ -240,12 +239,9 @@ def _remove(path: Path, watch: LockWatch) -> bool:
     return True
 
 
-def _is_published(path: Path) -> bool:
-    return not is_work(path.name) and (path / MANIFEST).exists()
-
-
 def _tell_of_watching(number: int, seconds: float) -> None:
-    print(f"watching {number} locks and folders for {seconds:.0f} s: a writer elsewhere shows by what it changes")
+    what = f"{number} locks and folders for {seconds:.0f} s"
+    print(f"watching {what}: a writer elsewhere shows by what it changes", flush=True)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

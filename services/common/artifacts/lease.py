@@ -247,7 +247,7 @@ class LockWatch(ChangeWatch):
     def holder(self) -> str:
         """For a message."""
         process = self._owner.process if self._owner else None
-        return f"process {process.pid} on {process.node.split()[0]}" if process else "another process"
+        return f"process {process.pid} on {process.node.partition(' ')[0]!a}" if process else "another process"
 
     def _observe(self) -> Hashable:
         self.found = _read_lock(self.path)

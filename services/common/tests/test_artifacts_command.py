@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from services.common.artifacts import lease
 from services.common.artifacts.__main__ import main
 from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, CheckpointManifest, CheckpointPayload
 from services.common.artifacts.compile_cache import CompileCacheManifest
-from services.common.artifacts.lease import hold_lease
+from services.common.artifacts.lease import ChangeWatch, find_idle, hold_lease
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import (
     CURRENT,
@@ -262,6 +263,23 @@ def test_gc_takes_a_checkpoint_whose_removal_was_interrupted(root: Path, is_aliv
 
     assert headless.exists() == is_alive
     assert renamed.exists()
+
+
+def test_gc_keeps_an_artifact_whose_copy_was_completed_while_it_watched(
+    root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact, _ = publish(root, recipe)
+    manifest = (artifact.path / MANIFEST).rename(root / "on-its-way")
+
+    def complete_the_copy(watches: Iterable[ChangeWatch], tell: Callable[[int, float], None]) -> list[ChangeWatch]:
+        idle = find_idle(watches, tell)
+        manifest.rename(artifact.path / MANIFEST)
+        return idle
+
+    monkeypatch.setattr("services.common.artifacts.__main__.find_idle", complete_the_copy)
+    assert run("gc", root) == 0
+
+    assert run("verify", artifact.path) == 0
 
 
 def test_gc_leaves_alone_what_has_a_name_that_no_stage_gives(root: Path, recipe: Recipe) -> None:

@@ -149,7 +149,16 @@ def test_a_reader_that_was_stopped_does_not_take_its_own_sleep_for_silence(
     assert watch.look() is LockState.UNKNOWN
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 10_000, b'{"token": 1, "node": 2, "pid": "x", "started": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[" * 10_000,
+        b'{"token": 1, "node": 2, "pid": "x", "started": 3}',
+        b'{"token": "", "node": "", "pid": 1, "started": ""}',
+    ],
+)
 def test_a_lock_that_names_nobody_is_free_once_it_stays_so(lock: Path, short_lease: None, content: bytes) -> None:
     """As a machine that lost power leaves it."""
     lock.write_bytes(content)
