@@ -7,6 +7,7 @@ Anything that is not one of these is a bug of ours: it keeps its traceback and e
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import select
@@ -124,6 +125,10 @@ def run_stage(main: Callable[[list[str]], int]) -> NoReturn:
     # A stage that is told to stop while it holds only restartable work ends like one that was preempted.
     # The trainer replaces this handler by one that commits a checkpoint first.
     signal.signal(signal.SIGTERM, _raise_terminated)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # names and text of any language, on a terminal of any encoding
     sys.exit(exit_code_of(lambda: main(sys.argv[1:])))
 
 

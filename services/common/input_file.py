@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 MAX_DEPTH = 64
 """Of tables in tables. What reads and writes such values calls itself for each, and Python allows about 1,000 calls."""
@@ -16,7 +17,7 @@ MAX_INTEGER_BITS = 1_023
 """Larger ones have no float. Python refuses to print integers of more than 4,300 digits."""
 
 
-def open_regular_file(path: Path) -> BinaryIO:
+def open_regular_file(path: Path) -> io.FileIO:
     """Open for reading, without a buffer. Raises `OSError`, also where `path` cannot be a name or is no regular file.
 
     A pipe without a writer would be waited for without end, and a device may have no end.
@@ -30,7 +31,7 @@ def open_regular_file(path: Path) -> BinaryIO:
         os.close(descriptor)
         number = errno.EISDIR if stat.S_ISDIR(file_type) else errno.EINVAL
         raise OSError(number, "a folder, expected a file" if stat.S_ISDIR(file_type) else "no regular file", str(path))
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return io.FileIO(descriptor)
 
 
 def read_file(path: Path) -> bytes:

@@ -8,8 +8,6 @@ plan -> vocabulary -> encode -> pack -> publish
 from __future__ import annotations
 
 import argparse
-import io
-import sys
 import time
 from collections.abc import Callable
 
@@ -38,8 +36,6 @@ TOOLS: dict[str, Callable[[list[str]], int]] = {
 
 def main(argv: list[str]) -> int:
     if argv and argv[0] in TOOLS:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # text of a corpus, on a terminal of any encoding
         return TOOLS[argv[0]](argv[1:])
     if argv and not argv[0].startswith("-"):
         raise RecipeError(

@@ -24,7 +24,8 @@ from services.common.errors import (
     exit_code_of,
     explain_storage_error,
 )
-from services.common.tests.builders import REPOSITORY, address_in, write_recipe
+from services.common.tests.builders import REPOSITORY, address_in, make_recipe, publish, write_recipe
+from services.common.tests.stage import main as run_stage_in_small
 
 STAGE = [sys.executable, "-m", "services.common.tests.stage"]
 
@@ -108,6 +109,45 @@ def test_a_storage_error_below_a_folder_that_may_not_be_read_is_explained(
     error = explain_storage_error(PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "secret" / "file")))
 
     assert str(error).startswith(f"{tmp_path}/secret/file: Permission denied.")
+
+
+@pytest.mark.parametrize(
+    ("place", "exit_code", "message"),
+    [
+        ("file", 5, "Something else is where ours belongs: move it away."),
+        ("loop", 5, "Something else is where ours belongs: move it away."),
+        ("dangling", 5, "Something else is where ours belongs: move it away."),
+        ("x" * 256, 2, "File name too long. Pass a shorter path, or shorten the name."),
+        ("x/" * 3_000, 2, "File name too long. Pass a shorter path, or shorten the name."),
+    ],
+)
+def test_a_root_that_can_be_no_folder_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, exit_code: int, message: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nowhere")
+
+    assert (
+        exit_code_of(lambda: run_stage_in_small(["publish", str(tmp_path / place), str(write_recipe(tmp_path))]))
+        == exit_code
+    )
+    assert message in capsys.readouterr().err
+
+
+def test_any_name_can_be_printed_on_a_terminal_of_any_encoding(tmp_path: Path) -> None:
+    publish(tmp_path / "é", make_recipe(tmp_path))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "services.common.artifacts", "verify", str(tmp_path / "é")],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, "\\xe9" in done.stdout) == (0, True), done.stderr
 
 
 def test_a_publishing_stage_ends_with_0(tmp_path: Path) -> None:

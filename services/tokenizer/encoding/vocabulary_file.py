@@ -147,7 +147,7 @@ def _describe_json(content: bytes, settings: Tokenizer) -> tuple[int, int, int]:
         ids: dict[str, int] = {token["content"]: token["id"] for token in added if token.get("special", True)}
         in_text = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
         largest = max([*in_text, *(token["id"] for token in added), -1])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArtifactError(f"JSON, but not a tokenizer.json of Hugging Face ({error!r}).") from error
     known = [pair for pair in _KNOWN_BORDERS if ids.keys() >= set(pair)]
     bos, eos = (

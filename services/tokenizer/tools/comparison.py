@@ -30,7 +30,7 @@ def diff(argv: list[str]) -> int:
     parser = ToolParser("diff", diff.__doc__ or "")
     parser.add_argument("left", type=Path, metavar="DIR", help="the folder of a published corpus")
     parser.add_argument("right", type=Path, metavar="DIR", help="the folder of another")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse(argv)
     left, right = open_corpus(arguments.left.absolute()), open_corpus(arguments.right.absolute())
     print(f"left   {left.path}\nright  {right.path}\n", flush=True)
     if left.manifest.content_digest == right.manifest.content_digest:

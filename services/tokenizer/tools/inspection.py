@@ -34,7 +34,7 @@ def inspect(argv: list[str]) -> int:
     parser.add_argument("--documents", type=int, default=3, metavar="N", help="how many to show (default: 3)")
     parser.add_argument("--split", choices=SPLITS, default="train", help="of which documents are (default: train)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="chooses them (default: 0)")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse(argv)
     if arguments.documents < 0:
         parser.error(f"--documents {arguments.documents}: expected 0 or more")
     corpus = open_corpus(arguments.folder.absolute())
@@ -111,7 +111,7 @@ def measure_documents(stream: StoredStream, wanted: Sequence[int]) -> tuple[Leng
 def _describe(corpus: Artifact[CorpusManifest]) -> list[str]:
     manifest, payload = corpus.manifest, corpus.manifest.corpus
     vocabulary, producer = payload.vocabulary, manifest.producer
-    tokens = sum(counts.tokens for counts in payload.splits.values())
+    tokens = max(1, sum(counts.tokens for counts in payload.splits.values()))
     stored_bytes = total_bytes(manifest.files)
     return [
         f"{corpus.path}",

@@ -22,7 +22,7 @@ def pin(argv: list[str]) -> int:
         "pin", "Replace the branches and tags that sources name as revision by the commits behind them."
     )
     parser.add_argument("recipes", nargs="+", type=Path, metavar="RECIPE")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse(argv)
     for path in arguments.recipes:
         pin_recipe(path)
     return 0

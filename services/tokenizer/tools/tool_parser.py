@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from services.common.command_line import require_text
 from services.common.errors import RecipeError
@@ -14,8 +14,8 @@ class ToolParser(argparse.ArgumentParser):
     def __init__(self, tool: str, description: str) -> None:
         super().__init__(prog=f"python -m services.tokenizer {tool}", description=description, allow_abbrev=False)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        arguments = super().parse_args(args, namespace)
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        arguments = self.parse_args(argv)
         require_text(arguments)
         return arguments
 

@@ -33,7 +33,7 @@ def train_vocab(argv: list[str]) -> int:
     parser.add_argument("--max-bytes", type=int, metavar="B", help=f"text read at most (default: {_max_bytes():,})")
     parser.add_argument("--column", help="the jsonl key, or the parquet or arrow column (default: text)")
     parser.add_argument("--format", choices=_formats(), help="of all sources (default: auto, by the files' endings)")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse(argv)
     try:
         sources = [
             Source(uri=uri, **_given(column=arguments.column, format=arguments.format)) for uri in arguments.uris
