@@ -285,6 +285,22 @@ def test_only_what_a_deployment_set_is_kept(
         training.house.api.apply(body, is_trial=True)
 
 
+@pytest.mark.parametrize(("tag", "is_refused"), [("unset", True), ("1", False)])
+def test_what_runs_on_a_schedule_keeps_its_image(training: Place, tag: str, is_refused: bool) -> None:
+    pod = {"restartPolicy": "Never", "containers": [{"name": "c", "image": f"millrace/head:{tag}"}]}
+    body = {
+        "apiVersion": "batch/v1",
+        "kind": "CronJob",
+        "metadata": {"name": "scheduled"},
+        "spec": {"schedule": "@daily", "jobTemplate": {"spec": {"template": {"spec": pod}}}},
+    }
+    if not is_refused:
+        training.house.api.apply(body, is_trial=True)
+        return
+    with pytest.raises(DeviceError, match="without the head's image"):
+        training.house.api.apply(body, is_trial=True)
+
+
 def test_a_record_that_the_head_cannot_read_ends_its_job_at_once(training: Place) -> None:
     house = training.house
     stage = house.stage("compiler")

@@ -139,15 +139,15 @@ def everything_is_in_one_namespace(things: list[Thing]) -> list[str]:
 
 
 def the_cluster_is_guarded_where_it_is(things: list[Thing]) -> list[str]:
-    """The policy names the namespace in a selector, which kustomize does not write."""
+    """The policies name the namespace in a selector, which kustomize does not write."""
     [namespace] = of_kind(things, "Namespace")
     policies = of_kind(things, "ValidatingAdmissionPolicy")
-    guarded = [
+    guarded = {
         policy["spec"]["matchConstraints"]["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
         for policy in policies.values()
-    ]
+    }
     bound = [each["spec"]["policyName"] for each in of_kind(things, "ValidatingAdmissionPolicyBinding").values()]
-    problems = [] if guarded == [namespace] else [f"namespaces {guarded} are guarded, not {namespace}"]
+    problems = [f"namespace {each} is guarded, not {namespace}" for each in guarded - {namespace}]
     return problems + [f"policy {name} is not bound" for name in policies if name not in bound]
 
 

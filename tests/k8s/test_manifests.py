@@ -81,7 +81,7 @@ BREACHES: list[Breach] = [
         "ValidatingAdmissionPolicy/millrace-deployments",
         "/spec/matchConstraints/namespaceSelector/matchLabels/kubernetes.io~1metadata.name",
         "other",
-        "namespaces ['other'] are guarded, not millrace",
+        "namespace other is guarded, not millrace",
     ),
     (
         rules.the_cluster_is_guarded_where_it_is,
