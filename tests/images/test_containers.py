@@ -226,18 +226,19 @@ def test_no_layer_and_no_history_knows_the_index_or_its_token(checkout: Path) ->
     assert "build" not in contents.split()
 
 
-def build_stand_in(name: str, *options: str) -> dict[str, str]:
-    """What `build` is told to build the neuron variant on a stand-in for its base."""
+def build_stand_in(name: str, packages: str, *options: str) -> dict[str, str]:
+    """What `build` is told to build the neuron variant on a stand-in for its base, with an image's `packages`."""
     platform = choose_platform("cpu")
     image = f"localhost/millrace-test/{name}:2.9.1"
-    docker("build", "--quiet", "--build-arg", f"BASE={platform.slim}", *options, "--tag", image,
+    docker("build", "--quiet", "--build-arg", f"BASE={platform.slim}",
+           "--build-arg", f"PACKAGES={packages}", *options, "--tag", image,
            str(REPOSITORY / "tests/images/stand_in"))  # fmt: skip
     return {"VARIANT": "neuron", "BASE": image, "SLIM_BASE": platform.slim, "PINNED_PYTHON": platform.python}
 
 
 @pytest.fixture(scope="module")
 def neuron_images(checkout: Path, images: dict[str, str]) -> dict[str, str]:
-    return build(checkout, **build_stand_in("neuron-stand-in"))
+    return build(checkout, **build_stand_in("neuron-stand-in", images["head"]))
 
 
 def test_the_neuron_image_keeps_the_torch_of_its_base_and_says_what_nodes_it_needs(
@@ -259,10 +260,13 @@ def test_a_neuron_image_has_what_its_service_stands_on(neuron_images: dict[str, 
     assert "neuron" in docker("run", "--rm", "--read-only", *check)
 
 
-def test_an_image_without_a_library_gets_no_tag(checkout: Path, neuron_images: dict[str, str]) -> None:
+def test_an_image_without_a_library_gets_no_tag(
+    checkout: Path, images: dict[str, str], neuron_images: dict[str, str]
+) -> None:
     """Also the tags that it would have taken over stay where they were."""
     before = inspect_image(neuron_images["trainer"])["Id"]
-    done = run_images(checkout, "build", STAGE="trainer", **build_stand_in("bare", "--build-arg", "LIBRARIES="))
+    bare = build_stand_in("bare", images["head"], "--build-arg", "LIBRARIES=")
+    done = run_images(checkout, "build", STAGE="trainer", **bare)
 
     assert done.returncode == 4
     assert "torch_xla is absent on the neuron variant" in done.stderr
