@@ -10,16 +10,18 @@ import errno
 import io
 import logging
 import os
-import select
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from services.common.stop_signals import Stopped, install, is_reader_gone, name_signal
+
 logger = logging.getLogger(__name__)
+
+_at_end: list[Callable[[int], None]] = []
 
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
@@ -123,25 +125,23 @@ def naming_the_place(folder: Path) -> Iterator[None]:
 def run_stage(main: Callable[[list[str]], int]) -> NoReturn:
     """The process edge of every program: run `main(argv)` and leave with the exit code its errors stand for."""
     # A stage that is told to stop while it holds only restartable work ends like one that was preempted.
-    # The trainer replaces this handler by one that commits a checkpoint first.
-    signal.signal(signal.SIGTERM, _raise_terminated)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # names and text of any language, on a terminal of any encoding
-    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))
-
-
-@contextmanager
-def ending_at_once_on_sigterm() -> Iterator[None]:
-    """For imports that take seconds. What the usual handler raises would be swallowed there: libraries catch every
-    error of an import that they can do without.
-    """
-    handler = signal.signal(signal.SIGTERM, _end_at_once)
+    # The trainer replaces this by what commits a checkpoint first.
+    install(_raise_stopped)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names and text of any language, on a terminal of any encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+        exit_code = exit_code_of(lambda: main(sys.argv[1:]))
+    except Stopped as error:  # while another end was reported
+        exit_code = error.exit_code
+    install(lambda signum: os._exit(exit_code))  # nothing is left to be stopped
+    for leave in _at_end:
+        leave(exit_code)
+    sys.exit(exit_code)
+
+
+def call_at_end(leave: Callable[[int], None]) -> None:
+    """Let `run_stage` call `leave(exit_code)` when all else is done."""
+    _at_end.append(leave)
 
 
 def exit_code_of(work: Callable[[], int]) -> int:
@@ -150,12 +150,12 @@ def exit_code_of(work: Callable[[], int]) -> int:
         exit_code = work()
         sys.stdout.flush()  # here, where a reader that has gone can be handled
         return exit_code
-    except MillraceError as error:
+    except (MillraceError, Stopped) as error:
         return _report(error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # of a program that is no stage
         return _report(Interrupted("Interrupted. Nothing was published half; the same command continues."))
     except BrokenPipeError:
-        if not _is_reader_gone():
+        if not is_reader_gone(sys.stdout.fileno()):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -169,22 +169,11 @@ def exit_code_of(work: Callable[[], int]) -> int:
         raise
 
 
-def _is_reader_gone() -> bool:
-    """Does nobody read our output any more, as in `... | head`? A pipe to a process of ours breaks too, by a bug."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return bool(poll.poll(0))
-
-
-def _report(error: MillraceError) -> int:
-    print(f"millrace: {error}", file=sys.stderr, flush=True)
+def _report(error: MillraceError | Stopped) -> int:
+    with suppress(OSError):  # nobody reads
+        print(f"millrace: {error}", file=sys.stderr, flush=True)
     return error.exit_code
 
 
-def _raise_terminated(signum: int, frame: object) -> NoReturn:
-    raise TryAgain("Stopped by SIGTERM before publishing. The same command continues the work.")
-
-
-def _end_at_once(signum: int, frame: object) -> NoReturn:
-    os.write(2, b"millrace: Stopped by SIGTERM before any work. The same command begins it.\n")
-    os._exit(TryAgain.exit_code)
+def _raise_stopped(signum: int) -> NoReturn:
+    raise Stopped(signum, f"Stopped by {name_signal(signum)} before publishing. The same command continues the work.")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from services.common.errors import ending_at_once_on_sigterm, run_stage
+from services.common.errors import run_stage
+from services.common.stop_signals import end_at_once, on_stop_signal
 
 
 def main(argv: list[str]) -> int:
-    with ending_at_once_on_sigterm():
+    with on_stop_signal(end_at_once):  # libraries catch every error of an import that they can do without
         from services.compiler.command import main as command  # noqa: PLC0415 - takes seconds
 
     return command(argv)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,11 +19,15 @@ from services.common.artifacts.compile_cache import GRAPHS, CompileCachePayload
 from services.common.artifacts.files import list_files
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import DeviceError, StorageError, WorkersLost
+from services.common.private_folder import new_name, private_folder
 from services.common.recipe import Recipe, fingerprint
 from services.common.telemetry import Stopwatch, show_progress
 from services.compiler.trace import PHASES
 
 NEARLY_FULL_BYTES = 2**20
+
+# What g++ says of its own parts, and Python of g++.
+_KILLED = re.compile(r"(Killed|Terminated|Hangup) signal terminated program \w+|died with <Signals\.SIG(KILL|TERM|HUP)")
 
 
 @dataclass(frozen=True)
@@ -87,10 +91,10 @@ def _trace(recipe: Recipe, folder: Path, title: str, warm_from: Path | None = No
 def _child(folder: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
     """The tracing process; it ends when this one does, because its standard input then closes."""
     command = [sys.executable, "-m", "services.compiler.trace", str(folder)]
-    with (folder / "log.txt").open("wb") as log, tempfile.TemporaryDirectory(prefix="millrace-") as short:
-        # Inductor splits its compiler's command line at spaces, and a root may have some.
-        (Path(short) / "cache").symlink_to(cache)
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(Path(short) / "cache")}
+    with (folder / "log.txt").open("wb") as log, private_folder(new_name("compiler")) as plain:
+        # Inductor splits its compiler's command line at spaces, and a root or the usual TMPDIR may have some.
+        (plain / "cache").symlink_to(cache)
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(plain / "cache"), "TMPDIR": str(plain)}
         child = subprocess.Popen(
             command,
             env=environment,
@@ -123,8 +127,13 @@ def _explain_failure(folder: Path, exit_code: int) -> Exception:
             f"{folder}: the disk filled up while compiling ({free_bytes:,} bytes free). "
             f"Free some space or pass another --root, and run the same command again."
         )
-    if exit_code < 0:
-        return WorkersLost(f"the compiling process was killed by signal {-exit_code}; its log is {folder}/log.txt")
+    killed = _KILLED.search(log)
+    if exit_code < 0 or exit_code in (75, 130) or killed:
+        how = killed.group() if killed else f"exit code {exit_code}"
+        return WorkersLost(
+            f"a process was killed while it compiled ({how}); the log is {folder}/log.txt. "
+            f"The same command tries again."
+        )
     last_lines = "\n  ".join(log.strip().splitlines()[-12:])
     return DeviceError(
         f"compiling the train step failed (exit code {exit_code}). The whole log is {folder}/log.txt; it ends:\n"

@@ -33,7 +33,7 @@ from services.trainer.job import (
     open_cache,
     run_name,
 )
-from services.trainer.node import clean_node, prepare_node
+from services.trainer.node import prepare_node, using_node
 from services.trainer.report import read_state, write_report
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
 from services.trainer.sample import Writer, require_drawable
@@ -72,12 +72,10 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
                 report_training(job, arguments.recipe)
             print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_shelf}")
             return 0
-        try:
+        with using_node(job):
             prepare_node(job)
             with naming_the_place(job.root):
                 supervise(replace(job, workers_started_at=datetime.now(UTC)), held)
-        finally:
-            clean_node(job)
     report_training(job, arguments.recipe)
     print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_shelf}")
     return 0

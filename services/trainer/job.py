@@ -15,7 +15,7 @@ from services.common.artifacts.store import Address, Artifact, artifact_id, open
 from services.common.artifacts.upstream import find_cache, stage_command
 from services.common.errors import ArtifactError
 from services.common.program.fingerprint import explain_difference, program_facts
-from services.common.recipe import Recipe, fingerprint
+from services.common.recipe import Recipe, fingerprint, identity
 
 CONTENT_VERSION = 1
 ALLOW_COLD_COMPILE = "--allow-cold-compile"
@@ -111,14 +111,29 @@ def continue_run(job: Job, checkpoint: Artifact[CheckpointManifest], allow_chang
     waivers = {*job.waivers, *state.waivers}
     if state.program_fingerprint != job.program_fingerprint:
         if not allow_changed_program:
+            changed = _changed_fields(checkpoint.manifest.recipe, job.recipe)
+            what = changed or "torch, Python, the compiler, the CPU or services/common/program changed"
             raise ArtifactError(
                 f"{checkpoint.path}: made by program {state.program_fingerprint[:12]} (trainer {maker.version}, commit "
-                f"{maker.git_sha[:12]}, image {maker.image}), this one is {job.program_fingerprint[:12]}: torch, "
-                f"Python, the compiler, the CPU or services/common/program changed, and the bits may change with it. "
+                f"{maker.git_sha[:12]}, image {maker.image}), this one is {job.program_fingerprint[:12]}: {what}, and "
+                f"the bits may change with it. "
                 f"Continue with what made it, or pass {ALLOW_CHANGED_PROGRAM}, which the next checkpoints record."
             )
         waivers.add(ALLOW_CHANGED_PROGRAM)
     return replace(job, waivers=tuple(sorted(waivers)))
+
+
+def _changed_fields(stored: dict[str, Any], recipe: Recipe) -> str:
+    """The recipe's fields that decide the program and not the run, where a stored recipe has another value."""
+    of_run = identity(recipe, "checkpoint")
+    found = []
+    for name, ours in identity(recipe, "compile_cache").items():
+        if name not in of_run:
+            section, _, key = name.partition(".")
+            theirs = stored.get(section, {}).get(key, ours)
+            if theirs != ours:
+                found.append(f"{name} was {theirs} and is {ours}")
+    return ", ".join(found)
 
 
 def completed_step(checkpoint: Artifact[CheckpointManifest] | None) -> int:

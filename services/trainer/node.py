@@ -1,32 +1,42 @@
 """What a node does once for all of a command's processes on it: verify the corpus, copy the compile cache.
 
 The processes meet in a node-local folder named after the command's attempt; the first one to lock it does
-the work and leaves a stamp. The next command verifies again: a stamp never outlives its attempt.
+the work and leaves a stamp. The next command verifies again: a stamp never outlives its attempt, whose folder goes
+with the last process that uses it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import shutil
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from services.common.artifacts.compile_cache import GRAPHS
 from services.common.artifacts.files import list_files, locate, verify_files
+from services.common.errors import WorkersLost
+from services.common.private_folder import private_base, private_folder
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)
 
 
 def node_folder(job: Job) -> Path:
-    return Path(tempfile.gettempdir()) / f"millrace-{os.getuid()}" / job.attempt
+    return private_base() / job.attempt
 
 
 def compile_cache_folder(job: Job) -> Path:
     """Node-local: caches write into the directory that they read, and a published one must not change."""
     return node_folder(job) / "compile_cache"
+
+
+@contextmanager
+def using_node(job: Job) -> Iterator[None]:
+    """Keep the node's folder while the block takes. It stays for workers that are about to be started again."""
+    with private_folder(job.attempt, keep_after=(WorkersLost,)):
+        yield
 
 
 def prepare_node(job: Job) -> None:
@@ -35,7 +45,7 @@ def prepare_node(job: Job) -> None:
     Raises `ArtifactError` that names the damaged files.
     """
     folder = node_folder(job)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         stamp = folder / "prepared"
@@ -61,7 +71,3 @@ def new_cache_files(job: Job) -> int:
     """Files in the node's copy of the compile cache that the published one does not have."""
     published = {entry.path for entry in job.cache.manifest.files} if job.cache else set()
     return sum(f"{GRAPHS}/{path}" not in published for path in list_files(compile_cache_folder(job)))
-
-
-def clean_node(job: Job) -> None:
-    shutil.rmtree(node_folder(job), ignore_errors=True)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from types import FrameType
 from typing import Any, NoReturn
 
 from services.common.artifacts.lease import HeldLease
-from services.common.errors import Interrupted, NoRoomForWorkers, TryAgain, WorkersLost
-from services.common.launch.launcher import choose_launcher
+from services.common.errors import NoRoomForWorkers, WorkersLost
+from services.common.launch.launcher import WorkerEnvironment, choose_launcher
+from services.common.private_folder import private_base
+from services.common.stop_signals import Stopped, name_signal, on_stop_signal
 from services.common.telemetry import Progress, show_progress
 from services.trainer.checkpoint import newest_step
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics import read_last_step
+from services.trainer.node import using_node
 from services.trainer.stop import StopReason, forget_signals, request_stop
 
 logger = logging.getLogger(__name__)
@@ -41,11 +45,13 @@ def supervise(job: Job, lease: HeldLease) -> None:
         "starting %d workers (%s); logs are in %s", parallel.data_parallel_size, job.launch, job.run_folder / "logs"
     )
     restarts, committed = 0, newest_step(job.checkpoint_shelf) or 0
-    with _signals_stop_the_run(job), _progress_of(job) as progress:
+    request = _StopRequest(job)
+    with on_stop_signal(request.make, again=_end_at_once), _progress_of(job) as progress:
         while True:
+            request.begin_attempt()
             try:
                 launcher.run_workers(
-                    train,
+                    train_on_node,
                     replace(job, lease=lease.renew()),
                     parallel.data_parallel_size,
                     parallel.threads_per_worker,
@@ -56,6 +62,12 @@ def supervise(job: Job, lease: HeldLease) -> None:
             except NoRoomForWorkers:
                 raise
             except WorkersLost as error:
+                if request.signum is not None:
+                    raise Stopped(
+                        request.signum,
+                        f"Stopped by {name_signal(request.signum)}, and the workers were lost meanwhile ({error}). The "
+                        f"same command continues from the newest committed checkpoint.",
+                    ) from error
                 before, committed = committed, newest_step(job.checkpoint_shelf) or 0
                 restarts = 0 if committed > before else restarts  # a run of weeks may lose workers many times
                 if restarts == max_restarts:
@@ -69,36 +81,48 @@ def supervise(job: Job, lease: HeldLease) -> None:
                 job = replace(job, workers_started_at=datetime.now(UTC))
 
 
-@contextmanager
-def _signals_stop_the_run(job: Job) -> Iterator[None]:
-    """SIGTERM and Ctrl-C ask the workers for a checkpoint at the next step; a second one ends the command at once."""
-    reasons = {signal.SIGTERM: StopReason.SIGTERM, signal.SIGINT: StopReason.INTERRUPT}
-    asked = False
+def train_on_node(job: Job, environment: WorkerEnvironment) -> None:
+    """What a worker runs: `train`, leaving nothing on a node that no other process of this command uses."""
+    # Inductor keeps files there whose paths it splits at spaces.
+    os.environ["TMPDIR"] = tempfile.tempdir = str(private_base().parent)
+    with using_node(job):
+        train(job, environment)
 
-    def stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            _end_at_once(signum)
-        asked = True
-        logger.warning(
-            "%s: stopping at the next step with a checkpoint; once more to end at once", reasons[signal.Signals(signum)]
-        )
+
+class _StopRequest:
+    """SIGTERM, SIGHUP and Ctrl-C ask the workers for a checkpoint at the next step."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._recorded: dict[str, Any] | None = None
+        self.signum: int | None = None
+        """Of the signal that made the request."""
+
+    def begin_attempt(self) -> None:
+        self._recorded = self._last_record()
+
+    def make(self, signum: int) -> None:
+        """Raises `Stopped` where there is nothing to wait for: no step was recorded since the workers were started."""
+        self.signum = signum
+        if self._last_record() == self._recorded:
+            raise Stopped(
+                signum,
+                f"Stopped by {name_signal(signum)} before the first step. The same command continues from the newest "
+                f"committed checkpoint.",
+            )
+        logger.warning("%s: stopping at the next step with a checkpoint; once more to end at once", name_signal(signum))
+        reason = StopReason.INTERRUPT if signum == signal.SIGINT else StopReason.SIGTERM
         try:
-            request_stop(job.run_folder, reasons[signal.Signals(signum)])
+            request_stop(self._job.run_folder, reason)
         except OSError:  # a full disk takes neither the request nor a checkpoint
             _end_at_once(signum)
 
-    previous = {signum: signal.signal(signum, stop) for signum in reasons}
-    try:
-        yield
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+    def _last_record(self) -> dict[str, Any] | None:
+        return read_last_step(self._job.run_folder)
 
 
 def _end_at_once(signum: int) -> NoReturn:
-    kind = Interrupted if signum == signal.SIGINT else TryAgain
-    raise kind("Ended at once. The same command continues from the newest committed checkpoint.")
+    raise Stopped(signum, "Ended at once. The same command continues from the newest committed checkpoint.")
 
 
 @contextmanager

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import multiprocessing
 import os
 import pickle
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, redirect_stderr
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
@@ -20,6 +22,8 @@ from typing import Any
 
 from services.common.errors import MillraceError, WorkersLost
 from services.common.launch.launcher import LOOPBACK_INTERFACE, R, T, WorkerEnvironment, name_the_cause
+from services.common.private_folder import new_name, private_folder
+from services.common.stop_signals import STOP_SIGNALS, deferring_stop_signals
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +36,15 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
     if num_workers == 1 or len(items) <= 1:
         yield from ((index, function(item)) for index, item in enumerate(items))
         return
-    with ProcessPoolExecutor(num_workers, mp_context=_CONTEXT, initializer=_follow_parent) as pool:
+    with ProcessPoolExecutor(num_workers, mp_context=_CONTEXT, initializer=_begin_tasks) as pool:
         waiting = list(enumerate(items))[::-1]
         running: dict[Future[R], int] = {}
         try:
             while waiting or running:
                 while waiting and len(running) < num_workers:
                     index, item = waiting.pop()
-                    running[pool.submit(function, item)] = index
+                    with _starting_processes():  # the pool starts them one by one
+                        running[pool.submit(function, item)] = index
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     yield running.pop(future), future.result()
@@ -59,18 +64,18 @@ def run_workers(
     shared_folder: Path,
 ) -> None:
     """See `Launcher.run_workers`. Workers meet in a file, so no port is opened before the group forms."""
-    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
-        rendezvous = f"file://{folder}/rendezvous"
+    with private_folder(new_name("workers")) as folder:
         workers: list[tuple[BaseProcess, Connection]] = []
         try:
             for rank in range(num_workers):
                 receiver, sender = _CONTEXT.Pipe(duplex=False)
                 environment = WorkerEnvironment(rank, num_workers, "inline")
-                arguments = (function, argument, environment, rendezvous, threads_per_worker, sender)
+                arguments = (function, argument, environment, folder / "rendezvous", threads_per_worker, sender)
                 process = _CONTEXT.Process(target=_work, args=arguments, name=f"rank-{rank}")
-                process.start()
-                sender.close()
-                workers.append((process, receiver))
+                with _starting_processes():
+                    process.start()
+                    sender.close()
+                    workers.append((process, receiver))
             _wait_for_workers(workers)
         finally:
             _stop([process for process, _ in workers])
@@ -114,13 +119,14 @@ def _work(
     function: Callable[[Any, WorkerEnvironment], None],
     argument: Any,
     environment: WorkerEnvironment,
-    rendezvous: str,
+    rendezvous: Path,
     threads_per_worker: int,
     sender: Connection,
 ) -> None:
-    _follow_parent()
+    # A signal to the whole group is for the parent, which lets the workers commit a checkpoint.
+    _follow_parent(ignored=STOP_SIGNALS)
     os.environ["OMP_NUM_THREADS"] = str(threads_per_worker)
-    os.environ["MILLRACE_RENDEZVOUS"] = rendezvous
+    os.environ["MILLRACE_RENDEZVOUS"] = str(rendezvous)
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
     try:
         function(argument, environment)
@@ -146,10 +152,33 @@ def _stop(processes: list[BaseProcess]) -> None:
         process.join()
 
 
-def _follow_parent() -> None:
-    """End this process when its parent dies, also by SIGKILL; leave Ctrl-C to the parent, which stops its children."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+@contextmanager
+def _starting_processes() -> Iterator[None]:
+    """Processes that start inside have the stop signals blocked until `_follow_parent`: before that they import, and a
+    signal would end them, with a traceback if it is Ctrl-C. This process gets its own signals when it has started them.
+    """
+    with deferring_stop_signals():
+        # For the resource tracker too, which ends at SIGHUP, and whose start would lift the block of the others.
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+        try:
+            with redirect_stderr(io.StringIO()):  # a killed one would print tracebacks about what it tracked
+                resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _begin_tasks() -> None:
+    # SIGTERM is how a pool ends its processes when one of them was lost.
+    _follow_parent(ignored=(signal.SIGINT,))
+
+
+def _follow_parent(ignored: Sequence[signal.Signals]) -> None:
+    """End this process when its parent dies, also by SIGKILL; leave the `ignored` signals to the parent."""
+    for signum in ignored:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -8,9 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from services.common.artifacts.store import Draft, Workspace
-from services.common.errors import ending_at_once_on_sigterm, run_stage
+from services.common.errors import run_stage
 from services.common.launch import inline
 from services.common.recipe_file import load_recipe
+from services.common.stop_signals import deferring_stop_signals, end_at_once, on_stop_signal
 from services.common.tests import work
 from services.common.tests.builders import fill, publish
 
@@ -21,6 +22,8 @@ def main(argv: list[str]) -> int:
         "publish": publish_much,
         "wait": wait_for_signal,
         "load": load,
+        "defer": defer,
+        "clean-up": clean_up,
         "bug": bug,
         "one-line": one_line,
         "many-lines": many_lines,
@@ -49,9 +52,27 @@ def wait_for_signal(arguments: list[str]) -> int:
 
 def load(arguments: list[str]) -> int:
     """Import what catches every error of its own imports."""
-    with ending_at_once_on_sigterm(), suppress(Exception):
+    with on_stop_signal(end_at_once), suppress(Exception):
         wait_for_signal(arguments)
     return 0
+
+
+def defer(arguments: list[str]) -> int:
+    """Be in a call that loses what a signal handler raises; then find that a signal has come."""
+    with deferring_stop_signals(), suppress(BaseException):
+        print("ready", flush=True)
+        time.sleep(2)
+    return 0
+
+
+def clean_up(arguments: list[str]) -> int:
+    """Take some time to end."""
+    try:
+        return wait_for_signal(arguments)
+    finally:
+        print("cleaning up", flush=True)
+        time.sleep(0.5)
+        print("clean")
 
 
 def bug(arguments: list[str]) -> int:

@@ -30,9 +30,9 @@ from services.common.tests.stage import main as run_stage_in_small
 STAGE = [sys.executable, "-m", "services.common.tests.stage"]
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
+def start(*arguments: str | Path, under: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*STAGE, *map(str, arguments)],
+        [*under, *STAGE, *map(str, arguments)],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -160,7 +160,14 @@ def test_a_publishing_stage_ends_with_0(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("behaviour", "number", "exit_code"),
-    [("wait", signal.SIGINT, 130), ("wait", signal.SIGTERM, 75), ("load", signal.SIGTERM, 75)],
+    [
+        ("wait", signal.SIGINT, 130),
+        ("wait", signal.SIGTERM, 75),
+        ("wait", signal.SIGHUP, 75),
+        ("load", signal.SIGINT, 130),
+        ("load", signal.SIGTERM, 75),
+        ("defer", signal.SIGTERM, 75),
+    ],
 )
 def test_a_signal_has_its_exit_code_and_no_traceback(behaviour: str, number: signal.Signals, exit_code: int) -> None:
     stage = start(behaviour)
@@ -172,6 +179,46 @@ def test_a_signal_has_its_exit_code_and_no_traceback(behaviour: str, number: sig
     assert stage.returncode == exit_code
     assert printed.startswith("millrace: ")
     assert "Traceback" not in printed
+
+
+def test_a_signal_that_comes_twice_at_once_is_one_request() -> None:
+    """`timeout` sends it to its child, and to the group that the child is in; what is being cleaned up goes on."""
+    stage = start("clean-up")
+    assert stage.stdout is not None
+    assert stage.stdout.readline() == "ready\n"
+    stage.send_signal(signal.SIGTERM)
+    assert stage.stdout.readline() == "cleaning up\n"
+    stage.send_signal(signal.SIGTERM)
+    output, printed = stage.communicate()
+
+    assert (stage.returncode, output) == (75, "clean\n")
+    assert printed.count("Stopped by SIGTERM") == 1
+
+
+def test_a_signal_that_the_command_was_started_to_ignore_stays_ignored() -> None:
+    stage = start("wait", under=("sh", "-c", 'trap "" HUP; exec "$@"', "sh"))
+    assert stage.stdout is not None
+    assert stage.stdout.readline() == "ready\n"
+    stage.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        stage.wait(timeout=1)
+    stage.send_signal(signal.SIGTERM)
+    stage.communicate()
+
+    assert stage.returncode == 75
+
+
+def test_a_terminal_that_closes_ends_the_command_like_sigterm() -> None:
+    """The terminal's reader has gone when the signal comes: nothing can be printed."""
+    terminal, side = os.openpty()
+    stage = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *STAGE, "wait"], cwd=REPOSITORY, stdin=side, stdout=side, stderr=side
+    )
+    os.close(side)
+    assert os.read(terminal, 100).strip() == b"ready"
+    os.close(terminal)
+
+    assert stage.wait() == 75
 
 
 @pytest.mark.parametrize(("behaviour", "named"), [("bug", "KeyError: 'nowhere'"), ("lost-pipe", "BrokenPipeError")])

@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.common.errors import ArtifactError, TryAgain, WorkersLost
+from services.common.errors import ArtifactError, RecipeError, TryAgain, WorkersLost
 from services.common.launch import inline
+from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import choose_launcher, name_the_cause
 from services.common.tests import work
 from services.common.tests.builders import REPOSITORY, wait_until
@@ -119,11 +120,61 @@ def test_a_ray_cluster_that_cannot_be_reached_ends_the_command(monkeypatch: pyte
         list(choose_launcher("ray").map_tasks(work.square, range(2), 2))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "nonsense",
+        "local",
+        "head:port",
+        "head:0",
+        "head:70000",
+        ":6379",
+        "http://head:6379",
+        "ray://head:10001",
+        "user@head:6379",
+        "head..name:6379",
+        "a b:6379",
+        "\udcff:6379",
+    ],
+)
+def test_a_ray_address_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", given)
+
+    with pytest.raises(RecipeError, match="is no address of a Ray cluster: expected HOST:PORT"):
+        cluster_address()
+
+
+@pytest.mark.parametrize("given", ["head:6379", "10.0.0.1:6379", "[::1]:6379", "auto"])
+def test_a_cluster_is_joined_where_ray_address_names_one(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", given)
+
+    assert cluster_address() == given
+
+
+@pytest.mark.parametrize("given", ["", " "])
+def test_an_empty_ray_address_names_none(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", given)
+
+    assert cluster_address() is None
+
+
+@pytest.mark.parametrize("given", ["no-such-host.invalid:6379", "auto"])
+def test_a_cluster_that_is_not_there_ends_the_command_with_75(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr("services.common.launch.ray.JOIN_SECONDS", 0.0)
+    monkeypatch.setattr(ray._private.services, "find_gcs_addresses", set)  # other commands' on this machine
+    monkeypatch.setenv("RAY_ADDRESS", given)
+    monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
+
+    with pytest.raises(TryAgain, match=f"no Ray cluster answers at RAY_ADDRESS={given} "):
+        list(choose_launcher("ray").map_tasks(work.square, range(2), 2))
+
+
 @pytest.mark.slow
 def test_ray_keeps_the_same_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One test, because starting Ray takes longer than all the others."""
     ray = pytest.importorskip("ray")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "")  # as good as none
     launcher = choose_launcher("ray")
     try:
         assert dict(launcher.map_tasks(work.square, range(3), 2)) == {0: 0, 1: 1, 2: 4}

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from services.common.private_folder import require_private
+
 SHIPPED_VARIABLE = "MILLRACE_COMPILED_KERNELS"
 
 _X86_64_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
@@ -31,7 +33,7 @@ _X86_64_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 def choose_kernel_folder() -> None:
     """Tell numba, before it is imported, where it finds and keeps kernels on this machine.
 
-    NUMBA_CACHE_DIR, when it is set, is where that is.
+    NUMBA_CACHE_DIR, when it is set, is where that is. Raises `StorageError` when others could change the kernels.
     """
     if "NUMBA_CACHE_DIR" in os.environ:
         return
@@ -45,13 +47,14 @@ def choose_kernel_folder() -> None:
                 shutil.copytree(shipped, made)
             else:
                 made.mkdir()
+            made.chmod(0o700)
             try:
                 made.rename(local)
             except OSError:
                 if not local.exists():  # else another process was faster
                     raise
-    if local.stat().st_uid == os.getuid():  # numba runs what it finds there
-        os.environ |= {"NUMBA_CACHE_DIR": str(local), **(_common_processor() if is_shipped else {})}
+    require_private(local)  # numba runs what it finds there
+    os.environ |= {"NUMBA_CACHE_DIR": str(local), **(_common_processor() if is_shipped else {})}
 
 
 def compile_once(name: str, compile_all: Callable[[], None]) -> None:

@@ -23,7 +23,9 @@ from services.trainer.metrics import read_metrics
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def start_trainer(recipe: Path, root: Path, *options: str, launch: str = "inline") -> subprocess.Popen[str]:
+def start_trainer(
+    recipe: Path, root: Path, *options: str, launch: str = "inline", temporary: Path | None = None
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "services.trainer", "train", "--recipe", str(recipe), "--root", str(root)]
     return subprocess.Popen(
         [*command, "--launch", launch, *options],
@@ -32,13 +34,15 @@ def start_trainer(recipe: Path, root: Path, *options: str, launch: str = "inline
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "TMPDIR": str(root.parent)},  # a killed command leaves its node-local folder
+        env={**os.environ, "TMPDIR": str(temporary or root.parent)},  # a killed command leaves its node-local folder
     )
 
 
-def run_trainer(recipe: Path, root: Path, *options: str, launch: str = "inline") -> tuple[int, str]:
+def run_trainer(
+    recipe: Path, root: Path, *options: str, launch: str = "inline", temporary: Path | None = None
+) -> tuple[int, str]:
     """Exit code and everything that was printed."""
-    process = start_trainer(recipe, root, *options, launch=launch)
+    process = start_trainer(recipe, root, *options, launch=launch, temporary=temporary)
     output, _ = process.communicate(timeout=240)
     return process.returncode, output
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,8 +81,7 @@ def test_a_killed_worker_is_replaced_and_the_number_of_workers_may_change(
     root = tmp_path / "fsx"
     process = start_trainer(recipe, root, *SLOW, "--parallel.data_parallel_size=4")
     wait_for(lambda: "step-00000007" in checkpoints(root), process)
-    workers = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
-    workers[2].kill()
+    workers_of(process)[2].kill()
     wait_for(lambda: len(read_run(root).starts) == 2, process)
     wait_for(lambda: read_run(root).records[-1]["step"] >= 9, process)
     process.send_signal(signal.SIGTERM)
@@ -97,18 +97,69 @@ def test_a_killed_worker_is_replaced_and_the_number_of_workers_may_change(
     assert outcome(root) == straight
 
 
-def test_ctrl_c_commits_a_checkpoint_and_exits_with_130(
-    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest]
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)])
+def test_a_signal_to_the_command_and_its_workers_commits_a_checkpoint(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], number: signal.Signals, exit_code: int
 ) -> None:
+    """As a terminal sends it for Ctrl-C and when it closes, or `timeout`, which sends it twice to the command."""
     root = tmp_path / "fsx"
     process = start_trainer(recipe, root, *SLOW)
     wait_for(lambda: read_run(root).records, process)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the command and its workers
+    os.killpg(process.pid, number)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, output
+    assert process.returncode == exit_code, output
     last_step = read_run(root).records[-1]["step"]
     assert list(checkpoints(root)) == [f"step-{last_step:08d}"]
     assert "Traceback" not in output
+    assert len(read_run(root).starts) == 1
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_while_the_workers_import_ends_the_command_at_once(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], number: signal.Signals, exit_code: int
+) -> None:
+    root = tmp_path / "fsx"
+    process = start_trainer(recipe, root)
+    wait_for(lambda: len(workers_of(process)) == 2, process)
+    workers = workers_of(process)
+    os.killpg(process.pid, number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == exit_code, output
+    assert "before the first step" in output
+    assert "Traceback" not in output
+    assert "lost the workers" not in output
+    assert not any(worker.is_running() for worker in workers)
+    assert list(tmp_path.glob("millrace-*/*")) == []
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+
+
+def test_other_threads_per_worker_are_named_as_what_changed(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "fsx"
+    alone = ("--parallel.data_parallel_size=1", "--train.max_steps=2")
+    assert run_trainer(recipe, root, *alone)[0] == 0
+
+    exit_code, output = call_trainer(capfd, recipe, root, "--parallel.threads_per_worker=2")
+
+    assert exit_code == 3
+    assert "parallel.threads_per_worker was 1 and is 2, and the bits may change with it" in output
+    assert "torch" not in output
+
+
+def test_a_temporary_directory_of_any_name_will_do(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest]
+) -> None:
+    odd = tmp_path / "a # 'b\" é"
+    odd.mkdir()
+    exit_code, output = run_trainer(recipe, tmp_path / "fsx", "--train.max_steps=2", temporary=odd)
+
+    assert exit_code == 0, output
+    assert list(odd.iterdir()) == []
 
 
 def test_a_second_command_says_that_the_run_is_complete_and_sees_to_its_report(

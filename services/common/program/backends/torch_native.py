@@ -39,10 +39,21 @@ class TorchNative:
         self.rank, self.world_size = 0, 1
 
     def join(self, rank: int, world_size: int) -> None:
-        """Form the process group, unless the launcher has done so already."""
-        if world_size > 1 and not dist.is_initialized():
+        """Form the process group where the launcher says: at `tcp://HOST:PORT`, or in a file that all workers see."""
+        if world_size > 1:
             meeting_point = os.environ["MILLRACE_RENDEZVOUS"]
-            dist.init_process_group(self._group, meeting_point, COLLECTIVE_TIMEOUT, world_size, rank)
+            # No file:// URL, in which characters of a path mean something else.
+            place: dict[str, Any] = (
+                {"init_method": meeting_point}
+                if meeting_point.startswith("tcp://")
+                else {"store": dist.FileStore(meeting_point, world_size)}  # type: ignore[attr-defined]
+            )
+            try:
+                dist.init_process_group(
+                    self._group, timeout=COLLECTIVE_TIMEOUT, world_size=world_size, rank=rank, **place
+                )
+            except RuntimeError as error:
+                _raise_peer_lost(error)
         self.rank, self.world_size = rank, world_size
 
     def join_fake(self, world_size: int) -> None:

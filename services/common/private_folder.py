@@ -1,0 +1,132 @@
+"""Folders on this node's own disk that belong to this user alone, and go away with the commands that use them.
+
+    <temporary folder>/millrace-<uid>/<name>/        and beside it its lock, <name>.lock
+
+Every process that uses a folder holds its lock shared, so the kernel knows who is alive: the last one that leaves
+removes the folder, and what killed commands left is removed by the next command on the node.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import stat
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.common.errors import StorageError
+
+# Inductor splits the command line of its C++ compiler as a shell would, and paths of ours are on it.
+_PLAIN_PATH = re.compile(r"[\w./+-]+", re.ASCII)
+_PLAIN_FOLDER = Path("/tmp")
+
+# The path of a socket ends at 103 bytes on macOS and at 107 on Linux. Ray adds 64 of its own to its folder's, which is
+# `/ray-12345678` below the base.
+_SHORT_BYTES = 103 - 64 - 13
+
+
+def private_base(is_short: bool = False) -> Path:
+    """The folder of all private folders; its path needs no quoting anywhere, and sockets can be below a short one.
+
+    Raises `StorageError` when somebody else could change what is in it: programs that we run are kept below it.
+    """
+    name = f"millrace-{os.getuid()}"
+    base = Path(tempfile.gettempdir()) / name
+    if not _PLAIN_PATH.fullmatch(str(base)) or (is_short and len(str(base)) > _SHORT_BYTES):
+        base = _PLAIN_FOLDER / name
+    try:
+        base.mkdir(mode=0o700, exist_ok=True)
+    except FileExistsError:  # no folder
+        pass
+    except OSError as error:
+        raise StorageError(f"{base}: {error.strerror}. Set TMPDIR to a folder that this user can write to.") from error
+    require_private(base)
+    base.chmod(0o700)
+    return base
+
+
+def require_private(folder: Path) -> None:
+    """Raises `StorageError` unless `folder` is a real folder of this user's, which nobody else can write to."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "is not a folder"
+    elif found.st_uid != os.getuid():
+        problem = f"belongs to user {found.st_uid}, and this is user {os.getuid()}"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    else:
+        return
+    raise StorageError(
+        f"{folder} {problem}. Programs that this command runs are kept there, so nobody else may be able to change it. "
+        f"Remove it, or set TMPDIR to a folder of your own."
+    )
+
+
+@contextmanager
+def private_folder(
+    name: str, keep_after: tuple[type[BaseException], ...] = (), is_short: bool = False
+) -> Iterator[Path]:
+    """The folder `name`, for as long as the block takes; who else names it at the same time shares it.
+
+    The last user removes it, unless its block ended with one of `keep_after`.
+    """
+    base = private_base(is_short)
+    remove_abandoned(base)
+    held = _lock(base / f"{name}.lock", fcntl.LOCK_SH)
+    assert held is not None
+    is_kept = False
+    try:
+        folder = base / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        yield folder
+    except keep_after:
+        is_kept = True
+        raise
+    finally:
+        os.close(held)
+        if not is_kept:
+            _remove_unused(base, name)
+
+
+def remove_abandoned(base: Path) -> None:
+    """Remove what no living process uses any more."""
+    for lock in base.glob("*.lock"):
+        _remove_unused(base, lock.stem)
+
+
+def new_name(purpose: str) -> str:
+    """A short name that no other folder has."""
+    return f"{purpose}-{uuid.uuid4().hex[:8]}"
+
+
+def _remove_unused(base: Path, name: str) -> None:
+    held = _lock(base / f"{name}.lock", fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if held is None:  # in use
+        return
+    try:
+        shutil.rmtree(base / name, ignore_errors=True)
+        if not (base / name).exists():
+            (base / f"{name}.lock").unlink(missing_ok=True)
+    finally:
+        os.close(held)
+
+
+def _lock(path: Path, operation: int) -> int | None:
+    """A descriptor that holds the lock file, made if absent; None when others hold it and `operation` does not wait."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, operation)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        os.close(descriptor)  # of a file that was removed meanwhile

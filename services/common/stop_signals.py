@@ -1,0 +1,145 @@
+"""SIGTERM, SIGHUP and Ctrl-C: each asks a program of ours to stop where the same command can go on later.
+
+SIGHUP, which a closing terminal sends, is as good as SIGTERM. A signal that the program was started to ignore, as
+`nohup` has it with SIGHUP, stays ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+# `timeout` signals its child, and then the group that the child is in; a terminal that closes sends SIGHUP by the
+# kernel and by the shell. All of that is one request.
+REPEAT_SECONDS = 1.0
+
+DEFERRED_SECONDS = 10.0
+
+_EXIT_STOPPED = 75
+_EXIT_INTERRUPTED = 130
+
+
+class Stopped(BaseException):
+    """A signal ended the work. No `Exception`: libraries take those for failures of their own, and go on."""
+
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code_after(signum)
+
+
+def exit_code_after(signum: int) -> int:
+    return _EXIT_INTERRUPTED if signum == signal.SIGINT else _EXIT_STOPPED
+
+
+def name_signal(signum: int) -> str:
+    return "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+
+
+def end_at_once(signum: int) -> NoReturn:
+    """End this process here and now, without any of its own cleaning up."""
+    message = (
+        f"millrace: Ended at once by {name_signal(signum)}. What was committed stays; the same command continues.\n"
+    )
+    with suppress(OSError):  # nobody reads
+        os.write(2, message.encode())
+    os._exit(exit_code_after(signum))
+
+
+class _Handler:
+    """Calls `first` with the first stop signal, and `again` with any that follows REPEAT_SECONDS later."""
+
+    def __init__(self, first: Callable[[int], object], again: Callable[[int], object]) -> None:
+        self._first, self._again = first, again
+        self.first_at: float | None = None
+
+    def __call__(self, signum: int, frame: object) -> None:
+        now = time.monotonic()
+        if signum == signal.SIGHUP:
+            _let_go_of_terminal()
+        if self.first_at is None:
+            self.first_at = now
+            self._first(signum)
+        elif now - self.first_at > REPEAT_SECONDS:
+            self._again(signum)
+
+
+def install(first: Callable[[int], object], again: Callable[[int], object] = end_at_once) -> None:
+    """From now on, call `first` with the first stop signal, and `again` with any that follows REPEAT_SECONDS later."""
+    _replace(_Handler(first, again))
+
+
+@contextmanager
+def on_stop_signal(first: Callable[[int], object], again: Callable[[int], object] = end_at_once) -> Iterator[None]:
+    """`install`, for as long as the block takes. A signal that came meanwhile is the first one afterwards, too."""
+    handler = _Handler(first, again)
+    previous = _replace(handler)
+    try:
+        yield
+    finally:
+        for outer in previous.values():
+            if isinstance(outer, _Handler) and outer.first_at is None:
+                outer.first_at = handler.first_at
+        _restore(previous)
+
+
+@contextmanager
+def deferring_stop_signals() -> Iterator[None]:
+    """Deliver a stop signal when the block has ended: for calls that would lose what a handler raises, or that must not
+    be left half done. A block that has not ended DEFERRED_SECONDS later is ended, with the process.
+    """
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
+        yield
+        return
+    arrived: list[int] = []
+    timers: list[threading.Timer] = []
+
+    def note(signum: int) -> None:
+        arrived.append(signum)
+        timers.append(threading.Timer(DEFERRED_SECONDS, end_at_once, [signum]))
+        timers[-1].daemon = True
+        timers[-1].start()
+
+    previous = _replace(_Handler(note, end_at_once))
+    try:
+        yield
+    finally:
+        _restore(previous)
+        for timer in timers:
+            timer.cancel()
+        if arrived:
+            signal.raise_signal(arrived[0])
+
+
+def is_reader_gone(descriptor: int) -> bool:
+    """Does nobody read what is written there any more: a pipe without a reader, a terminal that was closed?"""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return bool(poll.poll(0))
+
+
+def _let_go_of_terminal() -> None:
+    """Writing to a terminal that was closed fails, which must not end what is left to do."""
+    for descriptor in (1, 2):
+        if is_reader_gone(descriptor):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+
+
+def _replace(handler: _Handler) -> dict[signal.Signals, Any]:
+    """The handlers that were there."""
+    heeded = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    return {signum: signal.signal(signum, handler) for signum in heeded}
+
+
+def _restore(handlers: dict[signal.Signals, Any]) -> None:
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
