@@ -84,7 +84,7 @@ class TokenStream:
             shard = wanted[int(samples.max(axis=1).argmax())] // rows_per_shard
             raise ArtifactError(
                 f"{self._folder / self._paths[shard]}: holds the id {largest:,}, and its vocabulary has "
-                f"{self._vocab_size:,}. {_check(self._folder)}"
+                f"{self._vocab_size:,}. Move the corpus away and run the tokenizer stage to make it anew."
             )
         return samples
 
