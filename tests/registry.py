@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from images.docker import docker
 from services.common.tests.builders import wait_until
 
 PROGRAM = "docker-registry"
@@ -23,7 +24,10 @@ HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding"}
 
 @contextmanager
 def running_registry(folder: Path) -> Iterator[str]:
-    """Its address. What is pushed is below `folder`. Skips the test where the program is not installed."""
+    """Its address. What is pushed is below `folder`; Docker's names for it are forgotten at the end.
+
+    Skips the test where the program is not installed.
+    """
     if shutil.which(PROGRAM) is None:
         pytest.skip(f"no {PROGRAM} on PATH: apt-get install {PROGRAM}")
     with socket.socket() as probe:
@@ -41,6 +45,10 @@ def running_registry(folder: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(30)
+        names = docker("images", "--format", "{{.Repository}}:{{.Tag}}").splitlines()
+        for name in names:
+            if name.startswith(f"{address}/"):
+                docker("rmi", "--no-prune", name)
 
 
 def _answers(address: str) -> bool:

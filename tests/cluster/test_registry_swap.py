@@ -6,11 +6,14 @@ The images of the other tests are brought to the node, and never pulled.
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
 import json
 import os
+import struct
 import subprocess
 import tarfile
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +23,7 @@ import pytest
 from images.build import build_images, push_images
 from images.docker import docker
 from images.platforms import REPOSITORY
+from images.registry import find_image
 from k8s.deploy.api import Api, Object
 from k8s.deploy.deployment import RECORD_VERSION, Deployment
 from k8s.deploy.names import DEPLOYMENT_LABEL, job_name
@@ -204,14 +208,55 @@ def test_an_image_that_is_not_in_the_registry(training: Place) -> None:
     assert "not found" in said
 
 
-def test_an_image_for_another_processor(training: Place, tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "files.tar", "w") as archive:
-        archive.addfile(tarfile.TarInfo("file"), io.BytesIO())
-    docker("import", "--platform", "linux/arm64", str(tmp_path / "files.tar"), "millrace-test/tokenizer:arm")
-    name = training.push("millrace-test/tokenizer:arm", "tokenizer", "arm-cpu")
-    code, said = training.refused(TAG=name)
-    assert code == 4
-    assert "built for another processor" in said
+def test_an_image_for_another_processor(place: Place, tmp_path: Path) -> None:
+    """A plain image is pulled, and does not run; one of a list is not even pulled."""
+    plain = place.push(make_arm_image(tmp_path), "tokenizer", "arm-cpu")
+    for name in (plain, push_list(place, plain)):
+        code, said = place.refused(TAG=name)
+        assert code == 4
+        assert "another processor" in said
+
+
+def make_arm_image(folder: Path) -> str:
+    """An image of one program, for arm64, as `docker save` would write it."""
+    program = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HHI", 2, 183, 1) + bytes(40)
+    layer = folder / "layer.tar"
+    with tarfile.open(layer, "w") as archive:
+        entry = tarfile.TarInfo("bin/sh")
+        entry.size, entry.mode = len(program), 0o755
+        archive.addfile(entry, io.BytesIO(program))
+    files = [f"sha256:{hashlib.sha256(layer.read_bytes()).hexdigest()}"]
+    config = {
+        "architecture": "arm64",
+        "os": "linux",
+        "config": {"Env": ["PATH=/bin"]},
+        "rootfs": {"type": "layers", "diff_ids": files},
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    names = [{"Config": "config.json", "RepoTags": ["millrace-test/tokenizer:arm"], "Layers": ["layer.tar"]}]
+    (folder / "manifest.json").write_text(json.dumps(names), encoding="utf-8")
+    with tarfile.open(folder / "image.tar", "w") as archive:
+        for name in ("layer.tar", "config.json", "manifest.json"):
+            archive.add(folder / name, name)
+    docker("load", "--input", str(folder / "image.tar"))
+    return "millrace-test/tokenizer:arm"
+
+
+def push_list(place: Place, image: str) -> str:
+    """A list of images by platform, in which there is this one alone, for arm64; its name."""
+    held = find_image(image)
+    assert held
+    manifest = f"http://{place.registry}/v2/millrace/tokenizer/manifests"
+    accept = {"Accept": "application/vnd.docker.distribution.manifest.v2+json"}
+    with urllib.request.urlopen(urllib.request.Request(f"{manifest}/{held.digest}", headers=accept)) as answer:
+        media_type, size = answer.headers["Content-Type"], len(answer.read())
+    platform = {"os": "linux", "architecture": "arm64"}
+    entry = {"mediaType": media_type, "size": size, "digest": held.digest, "platform": platform}
+    kind = "application/vnd.docker.distribution.manifest.list.v2+json"
+    body = json.dumps({"schemaVersion": 2, "mediaType": kind, "manifests": [entry]}).encode()
+    headers = {"Content-Type": kind}
+    with urllib.request.urlopen(urllib.request.Request(f"{manifest}/list-cpu", body, headers, method="PUT")):
+        return f"{place.registry}/millrace/tokenizer:list-cpu"
 
 
 def test_the_head_is_not_changed_under_a_stage(training: Place, tmp_path: Path) -> None:
@@ -286,7 +331,7 @@ def test_only_what_a_deployment_set_is_kept(
 
 
 @pytest.mark.parametrize(("tag", "is_refused"), [("unset", True), ("1", False)])
-def test_what_runs_on_a_schedule_keeps_its_image(training: Place, tag: str, is_refused: bool) -> None:
+def test_what_runs_on_a_schedule_keeps_its_image(place: Place, tag: str, is_refused: bool) -> None:
     pod = {"restartPolicy": "Never", "containers": [{"name": "c", "image": f"millrace/head:{tag}"}]}
     body = {
         "apiVersion": "batch/v1",
@@ -295,10 +340,10 @@ def test_what_runs_on_a_schedule_keeps_its_image(training: Place, tag: str, is_r
         "spec": {"schedule": "@daily", "jobTemplate": {"spec": {"template": {"spec": pod}}}},
     }
     if not is_refused:
-        training.house.api.apply(body, is_trial=True)
+        place.house.api.apply(body, is_trial=True)
         return
     with pytest.raises(DeviceError, match="without the head's image"):
-        training.house.api.apply(body, is_trial=True)
+        place.house.api.apply(body, is_trial=True)
 
 
 def test_a_record_that_the_head_cannot_read_ends_its_job_at_once(training: Place) -> None:
