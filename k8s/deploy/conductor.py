@@ -111,9 +111,9 @@ class Conductor:
         record = self._read_record()
         attempt = len(record.attempts) + 1
         job = None if record.outcome else self._api.find("RayJob", self._deployment.rayjob(attempt))
-        self._lost.remove(is_idle=job is None)
-        if record.outcome:
-            return record.outcome if self._release(record) else None
+        lost = self._lost.remove(is_idle=job is None)
+        if record.outcome:  # a pod of ours on a lost node would keep the Job from being over
+            return record.outcome if self._release(record) and not lost else None
         if record.attempts and not may_try_again(record):
             last = record.attempts[-1]
             self._end(record, last.exit_code, last.message)

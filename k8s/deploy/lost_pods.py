@@ -77,7 +77,12 @@ def loss_of(node: Object | None) -> Loss | None:
 
 
 def grace_seconds(pod: Object) -> float:
-    """How long the pod may take to end."""
+    """How long the pod may take to end. A deploy Job's has no work of its own that could be lost: the Lease passes on.
+
+    And the Job is not over before its last pod is gone.
+    """
+    if pod["metadata"]["labels"].get(COMPONENT_LABEL) == "deploy":
+        return GRACE_SECONDS
     asked = pod["metadata"].get("deletionGracePeriodSeconds")
     own = pod["spec"].get("terminationGracePeriodSeconds")
     return float(next(each for each in (asked, own, GRACE_SECONDS) if each is not None))
