@@ -33,6 +33,8 @@ _READ_ONLY = frozenset({errno.EROFS})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
 _OCCUPIED = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP})
 STORAGE_ERRNOS = _FULL | _READ_ONLY | _FORBIDDEN | _OCCUPIED
+# A network file system that lost its server for a while answers with one of these; they say nothing about the file.
+TRANSIENT_ERRNOS = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN})
 
 
 class MillraceError(Exception):
@@ -162,6 +164,13 @@ def exit_code_of(work: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno in STORAGE_ERRNOS:
             return _report(explain_storage_error(error))
+        if error.errno in TRANSIENT_ERRNOS and not isinstance(error, ConnectionError):
+            return _report(
+                TryAgain(
+                    f"{error.filename or 'the file system'}: {error.strerror}. Look after the mount or the disk; the "
+                    f"same command continues from what was committed."
+                )
+            )
         if error.errno == errno.ENAMETOOLONG:
             return _report(
                 RecipeError(f"{error.filename}: {error.strerror}. Pass a shorter path, or shorten the name.")

@@ -33,7 +33,7 @@ from services.common.artifacts.store import (
     published_ids,
     require_in_place,
 )
-from services.common.errors import ArtifactError, UnreadableError
+from services.common.errors import ArtifactError, TryAgain, UnreadableError
 from services.common.program.step import Program
 from services.common.recipe import Checkpoint
 from services.trainer.job import Job
@@ -149,7 +149,7 @@ def _open_verified(folder: Path) -> Artifact[CheckpointManifest]:
 def _is_intact(folder: Path) -> bool:
     try:
         _open_verified(folder)
-    except (ArtifactError, OSError):
+    except (ArtifactError, TryAgain, OSError):  # also what cannot be read at this moment
         return False
     return True
 

@@ -14,7 +14,6 @@ flock alone would do on one machine; a Lustre mount without the `flock` option r
 from __future__ import annotations
 
 import enum
-import errno
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from services.common.artifacts.process import ProcessName, is_running, this_process
-from services.common.errors import ArtifactError, Interrupted, TryAgain
+from services.common.errors import TRANSIENT_ERRNOS, ArtifactError, Interrupted, TryAgain
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +37,6 @@ LEASE_SECONDS = 60.0
 BEATS_PER_LEASE = 6
 POLL_SECONDS = 0.2
 
-# A network file system that lost its server for a while answers with one of these; they say nothing about the file.
-TRANSIENT_ERRNOS = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN})
 _MAX_LOCK_BYTES = 4096
 
 # Tokens of this process. A lock that names this process and none of them was left by a release that failed.

@@ -395,8 +395,8 @@ def _join(address: str, options: dict[str, Any]) -> None:
     with deferring_stop_signals(), _leaving_sigterm_to_us():
         try:
             # Fails in 40 s where something else listens; ray.init would try for a quarter of an hour.
-            raylet: Any = ray._raylet
-            raylet.GcsClient(address=ray._private.services.canonicalize_bootstrap_address(address))
+            client: Any = ray._raylet
+            client.GcsClient(address=ray._private.services.canonicalize_bootstrap_address(address))
             ray.init(**options)
         except Exception as error:
             if "ersion mismatch" in str(error):
@@ -417,7 +417,7 @@ def _find_cluster() -> str:
 def _wait_for_cluster(address: str) -> None:
     """Raises `TryAgain` when nobody listens at HOST:PORT for JOIN_SECONDS."""
     place = split_address(address)
-    assert place is not None, address
+    assert place is not None
     deadline = time.monotonic() + JOIN_SECONDS
     while True:
         try:
@@ -456,7 +456,10 @@ def _wait_for_room(demand: dict[str, float], count: int) -> None:
     Raises `NoRoomForWorkers` when that takes longer than GROUP_START_SECONDS: Ray itself waits for ever.
     """
     deadline = time.monotonic() + GROUP_START_SECONDS
-    while _room_for(demand) < count:
+    while True:
+        with _calling_ray():
+            if _room_for(demand) >= count:
+                return
         if time.monotonic() > deadline:
             raise _no_room(demand, count)
         time.sleep(POLL_SECONDS)

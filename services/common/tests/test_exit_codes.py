@@ -98,6 +98,15 @@ def test_a_root_that_is_a_file_ends_with_5(tmp_path: Path) -> None:
     assert "Not a directory" in printed
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_file_system_that_fails_for_a_moment_ends_with_75(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def write() -> int:
+        raise OSError(number, os.strerror(number), "/fsx/run/metrics.jsonl")
+
+    assert exit_code_of(write) == 75
+    assert f"/fsx/run/metrics.jsonl: {os.strerror(number)}" in capsys.readouterr().err
+
+
 def test_a_storage_error_below_a_folder_that_may_not_be_read_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,184 @@
+"""Signals to a command, its process group and any of its processes: it ends with 0, 75 or 130 and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
+from services.trainer.tests.runs import REPOSITORY, checkpoints, read_run, start_trainer, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+END_SECONDS = 90
+ENDLESS = ("--batch.global_batch_size=128", "--train.max_steps=100000", "--checkpoint.interval_steps=3")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL, signal.SIGSTOP)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe and a root with its corpus; commands keep their temporary files beside them."""
+    made = tmp_path_factory.mktemp("signals")
+    make_corpus(made / "fsx", make_recipe(made))
+    write_recipe(made)
+    return made
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Start the trainer, and see to it that it has ended."""
+    started = []
+
+    def begin(launch: str) -> subprocess.Popen[str]:
+        started.append(start_trainer(folder / "small.toml", folder / "fsx", *ENDLESS, launch=launch))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def train_a_step(folder: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until the command has recorded one more step."""
+    before = len(read_run(folder / "fsx").records)
+    wait_for(lambda: len(read_run(folder / "fsx").records) > before, process, timeout_seconds=300)
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What a running command has: processes, and folders in temporary directories."""
+
+    processes: frozenset[psutil.Process]
+    folders: frozenset[Path]
+
+    def require_gone(self) -> None:
+        _, alive = psutil.wait_procs(self.processes, timeout=30)
+        assert alive == []
+        deadline = time.monotonic() + 30
+        while left := [path for path in self.folders if path.exists()]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
+
+def traces_of(folder: Path, process: subprocess.Popen[str]) -> Traces:
+    found = family_of(process)
+    # The tests' temporary directory has too long a path for Ray's sockets.
+    of_ray = re.findall(r"/tmp/millrace-\d+/ray-\w+", " ".join(each.cmdline()[1] for each in found if is_gcs(each)))
+    folders = [*folder.glob("millrace-*/*"), *map(Path, of_ray)]
+    assert len(folders) >= 3  # the node's, Ray Train's and Ray's
+    return Traces(frozenset(found), frozenset(folders))
+
+
+def is_gcs(process: psutil.Process) -> bool:
+    return process.name() == "gcs_server"
+
+
+def family_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
+
+
+def test_a_signal_to_the_group_does_not_reach_ray_and_commits_a_checkpoint(
+    folder: Path, start: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    """As `timeout` sends it: to the command, and to the group that it is in."""
+    process = start("ray")
+    train_a_step(folder, process)
+    traces = traces_of(folder, process)
+    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=END_SECONDS)
+
+    assert process.returncode == 75, output
+    assert "its checkpoint is committed" in output
+    assert "Traceback" not in output
+    assert list(checkpoints(folder / "fsx"))[-1] == f"step-{read_run(folder / 'fsx').records[-1]['step']:08d}"
+    traces.require_gone()
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_lost_ray_ends_the_command_with_75(
+    folder: Path, start: Callable[[str], subprocess.Popen[str]], name: str
+) -> None:
+    process = start("ray")
+    train_a_step(folder, process)
+    traces = traces_of(folder, process)
+    next(each for each in traces.processes if each.name() == name).kill()
+    output, _ = process.communicate(timeout=END_SECONDS)
+
+    assert process.returncode == 75, output
+    assert f"Ray was lost: its process {name} ended with -9" in output
+    assert "Traceback" not in output
+    traces.require_gone()
+
+
+def test_nothing_of_ray_outlives_a_killed_command(folder: Path, start: Callable[[str], subprocess.Popen[str]]) -> None:
+    process = start("ray")
+    train_a_step(folder, process)
+    traces = traces_of(folder, process)
+    process.kill()
+
+    traces.require_gone()
+
+
+def test_random_signals_to_random_processes_end_the_command_in_order(
+    folder: Path, start: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    seed = random.randrange(10**6)
+    chosen = random.Random(seed)
+    for number in range(12):
+        process = start("inline")
+        began_at = time.monotonic()
+        time.sleep(chosen.uniform(1, 20))
+        story = [f"seed {seed}, command {number}"]
+        family: set[psutil.Process] = set()
+        for _ in range(chosen.choice([1, 1, 2, 3])):
+            family |= set(family_of(process))
+            signum = chosen.choice(SIGNALS)
+            target = chosen.choice([0, 0, process.pid, chosen.choice([process.pid, *(each.pid for each in family)])])
+            story.append(f"{time.monotonic() - began_at:.1f} s: {signum.name} to {target or 'the group'}")
+            send(process, target, signum)
+            time.sleep(chosen.choice([0.0, 0.1, 1.0, 3.0]))
+        family |= set(family_of(process))
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=END_SECONDS)
+
+        told = "\n".join([*story, output])
+        is_killed = process.returncode == -signal.SIGKILL and "SIGKILL" in told
+        assert is_killed or process.returncode in (0, 75, 130), told
+        assert "Traceback" not in output, told
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert alive == [], told
+    verify = [sys.executable, "-m", "services.common.artifacts", "verify", str(folder / "fsx")]
+    assert subprocess.run(verify, cwd=REPOSITORY, check=False).returncode == 0
+
+
+def send(process: subprocess.Popen[str], target: int, signum: signal.Signals) -> None:
+    """To a process, or with 0 to the command's group; one that is stopped goes on a little later."""
+
+    def deliver(number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            if target:
+                os.kill(target, number)
+            else:
+                os.killpg(process.pid, number)
+
+    deliver(signum)
+    if signum == signal.SIGSTOP:
+        time.sleep(1)
+        deliver(signal.SIGCONT)
