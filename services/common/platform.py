@@ -2,8 +2,8 @@
 
 `python -m services.common.platform` prints it and exits with 4 where a library of the image cannot be imported: the
 first thing to run in a new image, before it is given a node. Each image is built through the same check with
-`--without-device`: no image that lacks a library gets a tag. That check sees this module and `errors` alone, so that
-a change of other code does not repeat it.
+`--without-device`: no image that lacks a library gets a tag. That check sees this module, `errors` and `stop_signals`
+alone, so that a change of other code does not repeat it.
 """
 
 from __future__ import annotations

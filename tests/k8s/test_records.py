@@ -31,7 +31,7 @@ from tests.k8s.test_deployments import deployment_of
 FIELDS = {
     2: {
         *("stage", "id", "image", "nodes", "mode", "recipe_digest", "arguments", "retries", "keep", "user"),
-        *("start_timeout_seconds", "drain_seconds", "ray_version"),
+        *("start_timeout_seconds", "drain_seconds", "ray_version", "recipe", "fewer_nodes", "workers_per_node"),
     }
 }
 
