@@ -33,7 +33,7 @@ DOWN_SECONDS = 600.0
 APPLY_ATTEMPTS = 10
 UNSET = ":unset"  # an image that no deployment has chosen yet
 # Whatever needs the operator or holds a volume goes before what it needs.
-DOWN_FIRST = ("CronJob", "Job", "RayJob", "RayCluster")
+DOWN_FIRST = ("Job", "CronJob", "RayJob", "RayCluster")
 
 
 def render(overlay: Path) -> list[Object]:
