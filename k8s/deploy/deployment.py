@@ -213,7 +213,8 @@ def refuse_record(api: Api, text: str, error: UnknownRecord) -> Ending:
         if job and _text_of(job) == text:
             metadata = {each: job["metadata"][each] for each in ("resourceVersion", "uid")}
             annotations = {OUTCOME_ANNOTATION: json.dumps(asdict(outcome))}
-            api.merge("Job", name, {"metadata": metadata | {"annotations": annotations}})
+            patch = {"metadata": metadata | {"annotations": annotations}}
+            api.merge("Job", name, patch | no_more_failures(job))
     return outcome
 
 
