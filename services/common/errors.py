@@ -6,6 +6,7 @@ Anything that is not one of these is a bug of ours: it keeps its traceback and e
 
 from __future__ import annotations
 
+import atexit
 import errno
 import io
 import logging
@@ -17,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from services.common.stop_signals import Stopped, install, is_reader_gone, name_signal
+from services.common.stop_signals import Stopped, ignore_stop_signals, install, is_reader_gone, name_signal
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,13 @@ def run_stage(main: Callable[[list[str]], int]) -> NoReturn:
     install(lambda signum: os._exit(exit_code))  # nothing is left to be stopped
     for leave in _at_end:
         leave(exit_code)
+    if exit_code in (TryAgain.exit_code, EXIT_INTERRUPTED):
+        # A library's threads may be at work, and then its own end of a process is to abort it.
+        atexit._run_exitfuncs()
+        with suppress(OSError):  # nobody reads
+            sys.stdout.flush()
+        os._exit(exit_code)
+    ignore_stop_signals()  # Python would restore what they do at the very end
     sys.exit(exit_code)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 REPEAT_SECONDS = 1.0
 
 DEFERRED_SECONDS = 10.0
+AGAIN_SECONDS = 0.1
 
 _EXIT_STOPPED = 75
 _EXIT_INTERRUPTED = 130
@@ -32,6 +34,7 @@ class Stopped(BaseException):
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
+        self.signum = signum
         self.exit_code = exit_code_after(signum)
 
 
@@ -74,6 +77,12 @@ class _Handler:
 def install(first: Callable[[int], object], again: Callable[[int], object] = end_at_once) -> None:
     """From now on, call `first` with the first stop signal, and `again` with any that follows REPEAT_SECONDS later."""
     _replace(_Handler(first, again))
+    sys.unraisablehook = _deliver_again
+
+
+def ignore_stop_signals() -> None:
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 @contextmanager
@@ -123,6 +132,20 @@ def is_reader_gone(descriptor: int) -> bool:
     poll = select.poll()
     poll.register(descriptor, 0)
     return bool(poll.poll(0))
+
+
+def _deliver_again(unraisable: Any) -> None:
+    """What a handler raises in a callback from C is lost there, and printed: let the signal come once more."""
+    error = unraisable.exc_value
+    if not isinstance(error, Stopped):
+        sys.__unraisablehook__(unraisable)
+        return
+    handler = signal.getsignal(error.signum)
+    if isinstance(handler, _Handler):
+        handler.first_at = None
+    timer = threading.Timer(AGAIN_SECONDS, os.kill, [os.getpid(), error.signum])
+    timer.daemon = True
+    timer.start()
 
 
 def _let_go_of_terminal() -> None:

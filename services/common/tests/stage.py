@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from contextlib import suppress
@@ -23,6 +24,7 @@ def main(argv: list[str]) -> int:
         "wait": wait_for_signal,
         "load": load,
         "defer": defer,
+        "call-back": call_back,
         "clean-up": clean_up,
         "bug": bug,
         "one-line": one_line,
@@ -63,6 +65,12 @@ def defer(arguments: list[str]) -> int:
         print("ready", flush=True)
         time.sleep(2)
     return 0
+
+
+def call_back(arguments: list[str]) -> int:
+    """Be in a callback from C, which loses what is raised in it."""
+    ctypes.CFUNCTYPE(None)(lambda: wait_for_signal(arguments))()
+    return wait_for_signal(arguments)
 
 
 def clean_up(arguments: list[str]) -> int:

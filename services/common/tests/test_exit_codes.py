@@ -176,6 +176,7 @@ def test_a_publishing_stage_ends_with_0(tmp_path: Path) -> None:
         ("load", signal.SIGINT, 130),
         ("load", signal.SIGTERM, 75),
         ("defer", signal.SIGTERM, 75),
+        ("call-back", signal.SIGTERM, 75),
     ],
 )
 def test_a_signal_has_its_exit_code_and_no_traceback(behaviour: str, number: signal.Signals, exit_code: int) -> None:
