@@ -12,6 +12,7 @@ import os
 import signal
 import stat
 import threading
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,6 +50,9 @@ class StopWatch:
         self._environment = environment
         self._file = job.run_folder / STOP_FILE
         self._is_terminated = False
+        # From here on by a clock that nobody sets; the command may have begun on another machine.
+        before_seconds = max(0.0, (datetime.now(UTC) - job.started_at).total_seconds())
+        self._began_at = time.monotonic() - before_seconds
         if threading.current_thread() is threading.main_thread():  # Ray calls a worker in another thread
             signal.signal(signal.SIGTERM, self._terminate)
 
@@ -65,8 +69,8 @@ class StopWatch:
 
     def _read_clock(self) -> StopReason:
         limit = self._job.recipe.train.time_limit_seconds
-        elapsed = (datetime.now(UTC) - self._job.started_at).total_seconds()
-        return StopReason.TIME_LIMIT if limit and elapsed >= limit else StopReason.NONE
+        elapsed_seconds = time.monotonic() - self._began_at
+        return StopReason.TIME_LIMIT if limit and elapsed_seconds >= limit else StopReason.NONE
 
     def _terminate(self, signum: int, frame: object) -> None:
         self._is_terminated = True

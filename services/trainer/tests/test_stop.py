@@ -1,9 +1,11 @@
-"""Whatever lies at the stop file's place stops a run, once."""
+"""Whatever lies at the stop file's place stops a run, once; a clock that is set does not."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,18 @@ def test_a_stop_that_left_nothing_behind_says_so_by_its_silence(
     error = stopped(reason, 7, new_job().run_folder)
     assert isinstance(error, kind)
     assert str(error) == f"Stopped by {reason} after step 7; its checkpoint is committed. The same command continues."
+
+
+def test_a_clock_that_is_set_during_a_run_does_not_end_it_by_its_time_limit(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_watch = StopWatch(new_job(train__time_limit_seconds="3600.0"), ALONE)
+
+    class AnHourLater(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> AnHourLater:
+            return cls.fromtimestamp(time.time() + 3600, tz)
+
+    monkeypatch.setattr("services.trainer.stop.datetime", AnHourLater)
+
+    assert stop_watch.look(1) is StopReason.NONE
