@@ -233,10 +233,11 @@ class _Watch:
         return TryAgain(f"Ray was lost: {self._what}. The same command continues from what was committed.")
 
     def _ask(self, find_lost: Callable[[], str]) -> None:
+        watched = ray._private.worker._global_node
         while not self._what:
             time.sleep(POLL_SECONDS)
             self._what = find_lost()
-            if not ray.is_initialized():
+            if not ray.is_initialized() or ray._private.worker._global_node is not watched:
                 self._what = ""
                 return
         self._lost.set()
