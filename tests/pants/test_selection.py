@@ -28,3 +28,16 @@ def test_a_file_of_slow_tests_alone_passes_where_they_are_left_out(arguments: st
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
     assert done.returncode == exit_code, done.stdout
+
+
+def test_a_file_that_lacks_a_library_passes(tmp_path: Path) -> None:
+    """As the tests on Ray Train do in a service's environment without torch."""
+    test = tmp_path / "test_it.py"
+    test.write_text("import pytest\npytest.importorskip('no_such_library')\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "--quiet", f"--rootdir={REPOSITORY}", "-c", "pyproject.toml"]
+    # The root's conftest belongs to what is below it alone, so it is named.
+    done = subprocess.run(
+        [*command, "-p", "conftest", str(test)], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == OK, done.stdout
