@@ -320,7 +320,7 @@ def test_neurons_tools_can_write_where_they_do_under_a_read_only_root(
 ) -> None:
     written = docker("run", "--rm", "--read-only", "--user", user, "--tmpfs", "/scratch:exec,mode=1777",
                      "--entrypoint", "bash", neuron_images[service], "-c", WRITES)  # fmt: skip
-    assert written == "8"
+    assert written == "7"  # two of the eight are one folder
 
 
 def test_a_base_of_another_python_is_refused(checkout: Path, images: dict[str, str]) -> None:
