@@ -127,6 +127,33 @@ def test_a_lost_ray_ends_the_command_with_75(
     traces.require_gone()
 
 
+@pytest.mark.parametrize(
+    ("name", "told"), [("raylet", "its raylet on this node no longer answers"), ("gcs_server", "its head no longer")]
+)
+def test_a_lost_node_or_head_of_a_joined_cluster_ends_the_command_with_75(
+    folder: Path,
+    start: Callable[[str], subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    told: str,
+) -> None:
+    from ray.cluster_utils import Cluster  # noqa: PLC0415 - takes seconds
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
+    try:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        process = start("ray")
+        train_a_step(folder, process)
+        cluster.head_node.all_processes[name][0].process.kill()
+        output, _ = process.communicate(timeout=END_SECONDS)
+    finally:
+        cluster.shutdown()
+
+    assert process.returncode == 75, output
+    assert f"Ray was lost: {told}" in output
+    assert "Traceback" not in output
+
+
 def test_nothing_of_ray_outlives_a_killed_command(folder: Path, start: Callable[[str], subprocess.Popen[str]]) -> None:
     process = start("ray")
     train_a_step(folder, process)

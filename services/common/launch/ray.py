@@ -1,9 +1,7 @@
-"""Ray: tasks for work that splits, Ray Train for workers that form a process group. The only import of Ray.
+"""Ray: tasks for work that splits, Ray Train for workers that form a process group.
 
-Without RAY_ADDRESS a Ray cluster of this machine alone is started in place: bound to loopback, in a session of its own,
-which a signal to the command's process group does not reach, and ending with the program. With it, and on a node that
-declares a resource `stage_<name>`, all work stays on the nodes that declare it: one cluster has the nodes of several
-stages, with different images.
+On a node of a joined cluster that declares a resource `stage_<name>`, all work stays on the nodes that declare it: one
+cluster has the nodes of several stages, with different images.
 
 Ray is used to launch, to notice dead workers and to hear of preemption, and for nothing else: checkpoints, data
 order and metrics are files of ours.
@@ -15,23 +13,17 @@ import logging
 import math
 import os
 import shutil
-import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from services.common.errors import DeviceError, MillraceError, NoRoomForWorkers, TryAgain, WorkersLost, call_at_end
-from services.common.launch.cluster_address import AUTO, cluster_address, split_address
-from services.common.launch.guard import end_sessions
+from services.common.errors import MillraceError, NoRoomForWorkers, WorkersLost
+from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import (
     DRIVER_SHARE,
     LOOPBACK_INTERFACE,
@@ -41,17 +33,13 @@ from services.common.launch.launcher import (
     WorkerEnvironment,
     name_the_cause,
 )
+from services.common.launch.ray_cluster import call_in_thread, calling_ray, connect, is_lost
 from services.common.private_folder import new_name, private_folder
-from services.common.stop_signals import deferring_stop_signals
 
 logger = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 128 * 2**20  # only small results travel through it
 GROUP_START_SECONDS = 600.0
-JOIN_SECONDS = 60.0
 POLL_SECONDS = 1.0
-LOST_SECONDS = 20.0
-FIT_THREAD = "ray-train"
 
 TASK_SHARE = 0.001
 _RESOURCE_UNITS = 10_000  # Ray counts resources in ten-thousandths
@@ -68,7 +56,7 @@ _LOST = (
 
 def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) -> Iterator[tuple[int, R]]:
     """See `Launcher.map_tasks`. Ray runs a task again whose process or node was lost."""
-    _connect(num_workers)
+    connect(num_workers)
     group = _share_of_group(TASK_SHARE)
     _wait_for_room({"CPU": 1.0, **group}, 1)
     remote = ray.remote(max_retries=3, num_cpus=1, resources=group)(function)
@@ -76,7 +64,7 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
     running: dict[ray.ObjectRef[Any], int] = {}
     try:
         while waiting or running:
-            with _calling_ray():
+            with calling_ray():
                 while waiting and len(running) < num_workers:
                     index, item = waiting.pop()
                     running[remote.remote(item)] = index
@@ -88,8 +76,8 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
     except _LOST as error:
         raise WorkersLost(str(error)) from error
     finally:
-        if running and not _watch.is_lost():
-            with _calling_ray():
+        if running and not is_lost():
+            with calling_ray():
                 for reference in running:
                     ray.cancel(reference, force=True)
 
@@ -109,7 +97,8 @@ def run_workers(
     import ray.train  # noqa: PLC0415
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # noqa: PLC0415
 
-    _connect(num_workers * threads_per_worker)
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(GROUP_START_SECONDS))
+    connect(num_workers * threads_per_worker)
     demand = {"CPU": float(threads_per_worker), **_share_of_group(_worker_share(workers_per_node))}
     _wait_for_room(demand, num_workers)
     with _storage(shared_folder) as storage:
@@ -127,16 +116,11 @@ def run_workers(
                 worker_runtime_env={"env_vars": _worker_variables()},
             ),
         )
-        failures: list[Exception] = []
-        thread = threading.Thread(target=_fit, args=(trainer, failures), name=FIT_THREAD, daemon=True)
-        thread.start()
-        while thread.is_alive():  # fit() in the main thread would take Ctrl-C and SIGTERM away from us
-            thread.join(0.2)
-            _watch.require_ray()
-    with _calling_ray():
+        failure = call_in_thread(trainer.fit)
+    with calling_ray():
         _end_coordinator()
-    if failures:
-        raise _explain(failures[0], demand, num_workers)
+    if failure is not None:
+        raise _explain(failure, demand, num_workers)
 
 
 def is_preemption_noticed() -> bool:
@@ -180,13 +164,6 @@ def _end_coordinator() -> None:
         ray.kill(ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator"))
 
 
-def _fit(trainer: Any, failures: list[Exception]) -> None:
-    try:
-        trainer.fit()
-    except Exception as error:  # noqa: BLE001 - handed to the main thread, which raises it
-        failures.append(error)
-
-
 def _explain(error: Exception, demand: dict[str, float], num_workers: int) -> Exception:
     """What the caller of `run_workers` gets for an error of Ray Train's."""
     import ray.train.v2._internal.exceptions as of_train  # noqa: PLC0415
@@ -207,234 +184,6 @@ def _explain_worker_failures(error: Any) -> Exception:
     raised = [failure for failure in failures if not type(failure).__module__.startswith("ray.")]
     cause = name_the_cause(raised, f"Ray lost a worker: {error}" if len(raised) < len(failures) else None)
     return cause if isinstance(cause, MillraceError | OSError) else RuntimeError(str(error))
-
-
-class _Watch:
-    """Notices that Ray itself is lost. Ray's library would end the process a minute later, with 1."""
-
-    def __init__(self) -> None:
-        self._lost = threading.Event()
-        self._what = ""
-
-    def begin(self, find_lost: Callable[[], str]) -> None:
-        """Ask `find_lost` every POLL_SECONDS, until it answers with a few words or Ray has been left."""
-        threading.Thread(target=self._ask, args=(find_lost,), name="ray-watch", daemon=True).start()
-
-    def is_lost(self, within_seconds: float = 0.0) -> bool:
-        return self._lost.wait(within_seconds)
-
-    def require_ray(self) -> None:
-        """Raises `TryAgain` when Ray is lost."""
-        if self.is_lost():
-            raise self.loss
-
-    @property
-    def loss(self) -> TryAgain:
-        return TryAgain(f"Ray was lost: {self._what}. The same command continues from what was committed.")
-
-    def _ask(self, find_lost: Callable[[], str]) -> None:
-        watched = ray._private.worker._global_node
-        while not self._what:
-            time.sleep(POLL_SECONDS)
-            self._what = find_lost()
-            if not ray.is_initialized() or ray._private.worker._global_node is not watched:
-                self._what = ""
-                return
-        self._lost.set()
-        time.sleep(LOST_SECONDS)  # enough, unless the main thread hangs in a call into Ray
-        os.write(2, f"millrace: {self.loss}\n".encode())
-        os._exit(TryAgain.exit_code)
-
-
-_watch = _Watch()
-
-
-@contextmanager
-def _calling_ray() -> Iterator[None]:
-    """For calls into Ray by the main thread: Ray drops what a signal handler raises there, and prints it.
-
-    Raises `TryAgain` when Ray is lost.
-    """
-    with deferring_stop_signals():
-        try:
-            _watch.require_ray()
-            yield
-        except MillraceError:
-            raise
-        except Exception as error:
-            if _watch.is_lost(within_seconds=2 * POLL_SECONDS):
-                raise _watch.loss from error
-            raise
-
-
-def _connect(num_cpus: int) -> None:
-    """Join the cluster of RAY_ADDRESS, or start one on this machine."""
-    if ray.is_initialized():
-        _watch.require_ray()
-        return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(GROUP_START_SECONDS))
-    options: dict[str, Any] = {
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-        "runtime_env": {"env_vars": {"PYTHONPATH": _python_path()}},
-    }
-    address = cluster_address()
-    if address is None:
-        _start_here(options, num_cpus)
-    else:
-        _join(address, options)
-    logging.getLogger("ray").setLevel(logging.ERROR)
-
-
-def _start_here(options: dict[str, Any], num_cpus: int) -> None:
-    os.environ.pop("RAY_ADDRESS", None)  # an empty one
-    # Else Ray replaces a loopback address by the one at which other machines reach this one. It read the
-    # variable when it was imported, so this process needs the constant, and the processes it starts the variable.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
-    stack = ExitStack()
-    # Ray's own folder would be one that everybody can write to.
-    folder = stack.enter_context(private_folder(new_name("ray"), is_short=True))
-    started: list[subprocess.Popen[Any]] = []
-    call_at_end(partial(_leave, started, stack))
-    with deferring_stop_signals(), _leaving_sigterm_to_us(), _starting_sessions(started):
-        try:
-            ray.init(
-                address="local",  # else Ray joins one that it finds on this machine, such as another command's
-                num_cpus=max(num_cpus, os.cpu_count() or 1),
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(folder),
-                **options,
-            )
-        except Exception as error:
-            raise _explain_failed_start(error, started) from error
-    node: Any = ray._private.worker._global_node
-    essential = {name: node.all_processes[name][0].process for name in ("gcs_server", "raylet")}
-    _watch.begin(partial(_find_ended, essential))
-
-
-def _find_ended(processes: dict[str, subprocess.Popen[Any]]) -> str:
-    return ", ".join(
-        f"its process {name} ended with {process.returncode}"
-        for name, process in processes.items()
-        if process.poll() is not None
-    )
-
-
-def _explain_failed_start(error: Exception, started: list[subprocess.Popen[Any]]) -> Exception:
-    """A process that was killed, or a machine too busy for Ray's own time limits, is no reason to give up."""
-    ended = [process for process in started if process.poll() is not None]
-    if not ended and isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
-        return error
-    return TryAgain(f"Ray did not start on this machine: {error}. The same command tries it again.")
-
-
-@contextmanager
-def _leaving_sigterm_to_us() -> Iterator[None]:
-    """Ray would replace our handler by one that exits with 1 or 15."""
-    utils = ray._private.utils
-    set_handler, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
-    try:
-        yield
-    finally:
-        utils.set_sigterm_handler = set_handler
-
-
-@contextmanager
-def _starting_sessions(started: list[subprocess.Popen[Any]]) -> Iterator[None]:
-    """Let each process of Ray's lead a session, to which no signal to our group comes, and end with this process."""
-    guard = subprocess.Popen(
-        [sys.executable, "-m", "services.common.launch.guard"],
-        env={**os.environ, "PYTHONPATH": _python_path()},
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
-    services: Any = ray._private.services
-    popen = services.ConsolePopen
-
-    def start(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
-        process = popen(*arguments, **options, start_new_session=True)
-        started.append(process)
-        with suppress(BrokenPipeError):  # the guard was killed
-            os.write(guard.stdin.fileno(), f"{process.pid}\n".encode())  # type: ignore[union-attr]
-        return process
-
-    services.ConsolePopen = start
-    try:
-        yield
-    finally:
-        services.ConsolePopen = popen
-    started.append(guard)
-
-
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, sys.path))
-
-
-def _leave(started: list[subprocess.Popen[Any]], folder: ExitStack, exit_code: int) -> None:
-    """End the Ray that was started here."""
-    # Ray's library would wait for what is lost, or end this process itself when the thread goes on, with other codes.
-    is_orderly = not _watch.is_lost() and all(thread.name != FIT_THREAD for thread in threading.enumerate())
-    if is_orderly:
-        ray.shutdown()
-    for process in started:
-        process.kill()
-        process.wait()
-    end_sessions({process.pid for process in started})
-    folder.close()
-    if not is_orderly:
-        sys.stdout.flush()
-        os._exit(exit_code)
-
-
-def _join(address: str, options: dict[str, Any]) -> None:
-    if address == AUTO:
-        address = os.environ["RAY_ADDRESS"] = _find_cluster()
-    _wait_for_cluster(address)
-    with deferring_stop_signals(), _leaving_sigterm_to_us():
-        try:
-            # Fails in 40 s where something else listens; ray.init would try for a quarter of an hour.
-            client: Any = ray._raylet
-            client.GcsClient(address=ray._private.services.canonicalize_bootstrap_address(address))
-            ray.init(**options)
-        except Exception as error:
-            if "ersion mismatch" in str(error):
-                raise DeviceError(f"the Ray cluster at {address} is another: {error}") from error
-            raise _unreachable(error) from error
-
-
-def _find_cluster() -> str:
-    """The address of the cluster that has a node on this machine."""
-    del os.environ["RAY_ADDRESS"]  # Ray would take `auto` for what was found
-    try:
-        return ray._private.services.canonicalize_bootstrap_address_or_die(AUTO)
-    except ConnectionError as error:
-        os.environ["RAY_ADDRESS"] = AUTO
-        raise _unreachable(error) from error
-
-
-def _wait_for_cluster(address: str) -> None:
-    """Raises `TryAgain` when nobody listens at HOST:PORT for JOIN_SECONDS."""
-    place = split_address(address)
-    assert place is not None
-    deadline = time.monotonic() + JOIN_SECONDS
-    while True:
-        try:
-            socket.create_connection(place, timeout=POLL_SECONDS).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise _unreachable(error) from error
-        time.sleep(POLL_SECONDS)
-
-
-def _unreachable(error: Exception) -> TryAgain:
-    return TryAgain(
-        f"no Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')} ({error}). Start it and run the same "
-        f"command again, or unset RAY_ADDRESS: Ray is then started on this machine."
-    )
 
 
 def _share_of_group(share: float) -> dict[str, float]:
@@ -458,7 +207,7 @@ def _wait_for_room(demand: dict[str, float], count: int) -> None:
     """
     deadline = time.monotonic() + GROUP_START_SECONDS
     while True:
-        with _calling_ray():
+        with calling_ray():
             if _room_for(demand) >= count:
                 return
         if time.monotonic() > deadline:

@@ -113,7 +113,7 @@ def test_a_dead_worker_explains_what_its_peers_raise(raised: list[Exception]) ->
 
 def test_a_ray_cluster_that_cannot_be_reached_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    monkeypatch.setattr("services.common.launch.ray.JOIN_SECONDS", 0.0)
+    monkeypatch.setattr("services.common.launch.ray_cluster.JOIN_SECONDS", 0.0)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
 
     with pytest.raises(TryAgain, match=r"no Ray cluster answers at RAY_ADDRESS=127.0.0.1:1 \(.*refused"):
@@ -161,7 +161,7 @@ def test_an_empty_ray_address_names_none(monkeypatch: pytest.MonkeyPatch, given:
 @pytest.mark.parametrize("given", ["no-such-host.invalid:6379", "auto"])
 def test_a_cluster_that_is_not_there_ends_the_command_with_75(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     ray = pytest.importorskip("ray")
-    monkeypatch.setattr("services.common.launch.ray.JOIN_SECONDS", 0.0)
+    monkeypatch.setattr("services.common.launch.ray_cluster.JOIN_SECONDS", 0.0)
     monkeypatch.setattr(ray._private.services, "find_gcs_addresses", set)  # other commands' on this machine
     monkeypatch.setenv("RAY_ADDRESS", given)
     monkeypatch.setenv("RAY_TMPDIR", "/nowhere")

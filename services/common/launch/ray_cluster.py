@@ -1,0 +1,325 @@
+"""The Ray cluster that this process is connected to: started in place or joined, watched, and left.
+
+Without RAY_ADDRESS a Ray cluster of this machine alone is started in place: bound to loopback, in a session of its own,
+which a signal to the command's process group does not reach, and ending with the program.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import ray
+
+from services.common.errors import DeviceError, MillraceError, TryAgain, call_at_end
+from services.common.launch.cluster_address import AUTO, cluster_address, split_address
+from services.common.launch.guard import end_sessions
+from services.common.private_folder import new_name, private_folder
+from services.common.stop_signals import deferring_stop_signals
+
+OBJECT_STORE_BYTES = 128 * 2**20  # only small results travel through it
+JOIN_SECONDS = 60.0
+POLL_SECONDS = 1.0
+LOST_SECONDS = 20.0
+REACH_SECONDS = 10.0
+LOST_HEAD_FAILURES = 4  # Ray's library ends the process after 60 s without the head
+LOST_RAYLET_FAILURES = 2
+CALL_THREAD = "ray-call"
+
+
+def connect(num_cpus: int) -> None:
+    """Join the cluster of RAY_ADDRESS, or start one on this machine."""
+    if ray.is_initialized():
+        _watch.require_ray()
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "runtime_env": {"env_vars": {"PYTHONPATH": _python_path()}},
+    }
+    address = cluster_address()
+    if address is None:
+        _start_here(options, num_cpus)
+    else:
+        _join(address, options)
+    logging.getLogger("ray").setLevel(logging.ERROR)
+
+
+@contextmanager
+def calling_ray() -> Iterator[None]:
+    """For calls into Ray by the main thread: Ray drops what a signal handler raises there, and prints it.
+
+    Raises `TryAgain` when Ray is lost.
+    """
+    with deferring_stop_signals():
+        try:
+            _watch.require_ray()
+            yield
+        except MillraceError:
+            raise
+        except Exception as error:
+            if _watch.is_lost(within_seconds=2 * POLL_SECONDS):
+                raise _watch.loss from error
+            raise
+
+
+def call_in_thread(call: Callable[[], object]) -> Exception | None:
+    """What a long call into Ray raised. In the main thread it would take Ctrl-C and SIGTERM away from us.
+
+    Raises `TryAgain` when Ray is lost.
+    """
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - handed to the main thread
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name=CALL_THREAD, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+        _watch.require_ray()
+    return failures[0] if failures else None
+
+
+def is_lost() -> bool:
+    """Whether Ray itself was lost, which no call into it outlives."""
+    return _watch.is_lost()
+
+
+class _Watch:
+    """Notices that Ray itself is lost. Ray's library would end the process a minute later, with 1."""
+
+    def __init__(self) -> None:
+        self._lost = threading.Event()
+        self._what = ""
+
+    def begin(self, find_lost: Callable[[], str], interval_seconds: float) -> None:
+        """Ask `find_lost` until it answers with a few words, or Ray has been left."""
+        thread = threading.Thread(target=self._ask, args=(find_lost, interval_seconds), name="ray-watch", daemon=True)
+        thread.start()
+
+    def is_lost(self, within_seconds: float = 0.0) -> bool:
+        return self._lost.wait(within_seconds)
+
+    def require_ray(self) -> None:
+        """Raises `TryAgain` when Ray is lost."""
+        if self.is_lost():
+            raise self.loss
+
+    @property
+    def loss(self) -> TryAgain:
+        return TryAgain(f"Ray was lost: {self._what}. The same command continues from what was committed.")
+
+    def _ask(self, find_lost: Callable[[], str], interval_seconds: float) -> None:
+        watched = ray._private.worker._global_node
+        while not self._what:
+            time.sleep(interval_seconds)
+            self._what = find_lost()
+            if not ray.is_initialized() or ray._private.worker._global_node is not watched:
+                self._what = ""
+                return
+        self._lost.set()
+        time.sleep(LOST_SECONDS)  # enough, unless the main thread hangs in a call into Ray
+        os.write(2, f"millrace: {self.loss}\n".encode())
+        os._exit(TryAgain.exit_code)
+
+
+_watch = _Watch()
+
+
+def _start_here(options: dict[str, Any], num_cpus: int) -> None:
+    os.environ.pop("RAY_ADDRESS", None)  # an empty one
+    # Else Ray replaces a loopback address by the one at which other machines reach this one. It read the
+    # variable when it was imported, so this process needs the constant, and the processes it starts the variable.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+    stack = ExitStack()
+    # Ray's own folder would be one that everybody can write to.
+    folder = stack.enter_context(private_folder(new_name("ray"), is_short=True))
+    started: list[subprocess.Popen[Any]] = []
+    call_at_end(partial(_leave, started, stack))
+    with deferring_stop_signals(), _leaving_sigterm_to_us(), _starting_sessions(started):
+        try:
+            ray.init(
+                address="local",  # else Ray joins one that it finds on this machine, such as another command's
+                num_cpus=max(num_cpus, os.cpu_count() or 1),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(folder),
+                **options,
+            )
+        except Exception as error:
+            raise _explain_failed_start(error, started) from error
+    node: Any = ray._private.worker._global_node
+    essential = {name: node.all_processes[name][0].process for name in ("gcs_server", "raylet")}
+    _watch.begin(partial(_find_ended, essential), POLL_SECONDS)
+
+
+def _find_ended(processes: dict[str, subprocess.Popen[Any]]) -> str:
+    return ", ".join(
+        f"its process {name} ended with {process.returncode}"
+        for name, process in processes.items()
+        if process.poll() is not None
+    )
+
+
+def _explain_failed_start(error: Exception, started: list[subprocess.Popen[Any]]) -> Exception:
+    """A process that was killed, or a machine too busy for Ray's own time limits, is no reason to give up."""
+    ended = [process for process in started if process.poll() is not None]
+    if not ended and isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
+        return error
+    return TryAgain(f"Ray did not start on this machine: {error}. The same command tries it again.")
+
+
+@contextmanager
+def _leaving_sigterm_to_us() -> Iterator[None]:
+    """Ray would replace our handler by one that exits with 1 or 15."""
+    utils = ray._private.utils
+    set_handler, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = set_handler
+
+
+@contextmanager
+def _starting_sessions(started: list[subprocess.Popen[Any]]) -> Iterator[None]:
+    """Let each process of Ray's lead a session, to which no signal to our group comes, and end with this process."""
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "services.common.launch.guard"],
+        env={**os.environ, "PYTHONPATH": _python_path()},
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    services: Any = ray._private.services
+    popen = services.ConsolePopen
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
+        process = popen(*arguments, **options, start_new_session=True)
+        started.append(process)
+        with suppress(BrokenPipeError):  # the guard was killed
+            os.write(guard.stdin.fileno(), f"{process.pid}\n".encode())  # type: ignore[union-attr]
+        return process
+
+    services.ConsolePopen = start
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
+    started.append(guard)
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, sys.path))
+
+
+def _leave(started: list[subprocess.Popen[Any]], folder: ExitStack, exit_code: int) -> None:
+    """Leave Ray, and end what of it was started here."""
+    # Ray's library would wait for what is lost, or end this process itself when the thread goes on, with other codes.
+    is_orderly = not _watch.is_lost() and all(thread.name != CALL_THREAD for thread in threading.enumerate())
+    if is_orderly:
+        ray.shutdown()
+    for process in started:
+        process.kill()
+        process.wait()
+    end_sessions({process.pid for process in started})
+    folder.close()
+    if not is_orderly:
+        sys.stdout.flush()
+        os._exit(exit_code)
+
+
+def _join(address: str, options: dict[str, Any]) -> None:
+    if address == AUTO:
+        address = os.environ["RAY_ADDRESS"] = _find_cluster()
+    _wait_for_cluster(address)
+    with deferring_stop_signals(), _leaving_sigterm_to_us():
+        try:
+            # Fails in 40 s where something else listens; ray.init would try for a quarter of an hour.
+            client: Any = ray._raylet
+            client.GcsClient(address=ray._private.services.canonicalize_bootstrap_address(address))
+            ray.init(**options)
+        except Exception as error:
+            if "ersion mismatch" in str(error):
+                raise DeviceError(f"the Ray cluster at {address} is another: {error}") from error
+            raise _unreachable(error) from error
+    call_at_end(partial(_leave, [], ExitStack()))
+    node: Any = ray._private.worker._global_node
+    _watch.begin(_Reach(node.gcs_address, node.raylet_socket_name).find_lost, REACH_SECONDS)
+
+
+class _Reach:
+    """Whether the cluster's head and this node's raylet answer. A network may fail for a while, a local socket not."""
+
+    def __init__(self, address: str, raylet_socket: str) -> None:
+        self._probes: dict[str, tuple[Callable[[], None], int]] = {
+            "head": (partial(_reach_port, address), LOST_HEAD_FAILURES),
+            "raylet on this node": (partial(_reach_socket, raylet_socket), LOST_RAYLET_FAILURES),
+        }
+        self._failures = dict.fromkeys(self._probes, 0)
+
+    def find_lost(self) -> str:
+        """Which of them has not answered so often that it counts as lost."""
+        for name, (probe, _) in self._probes.items():
+            try:
+                probe()
+                self._failures[name] = 0
+            except OSError:
+                self._failures[name] += 1
+        silent = [name for name, (_, limit) in self._probes.items() if self._failures[name] >= limit]
+        return f"its {' and its '.join(silent)} no longer answers" if silent else ""
+
+
+def _reach_port(address: str) -> None:
+    place = split_address(address)
+    assert place is not None
+    socket.create_connection(place, timeout=POLL_SECONDS).close()
+
+
+def _reach_socket(path: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(POLL_SECONDS)
+        probe.connect(path)
+
+
+def _find_cluster() -> str:
+    """The address of the cluster that has a node on this machine."""
+    del os.environ["RAY_ADDRESS"]  # Ray would take `auto` for what was found
+    try:
+        return ray._private.services.canonicalize_bootstrap_address_or_die(AUTO)
+    except ConnectionError as error:
+        os.environ["RAY_ADDRESS"] = AUTO
+        raise _unreachable(error) from error
+
+
+def _wait_for_cluster(address: str) -> None:
+    """Raises `TryAgain` when nobody listens at HOST:PORT for JOIN_SECONDS."""
+    deadline = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            _reach_port(address)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise _unreachable(error) from error
+        time.sleep(POLL_SECONDS)
+
+
+def _unreachable(error: Exception) -> TryAgain:
+    return TryAgain(
+        f"no Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')} ({error}). Start it and run the same "
+        f"command again, or unset RAY_ADDRESS: Ray is then started on this machine."
+    )
