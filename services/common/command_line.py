@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from services.common.errors import RecipeError
+from services.common.launch.launcher import LAUNCHERS
 from services.common.recipe import Recipe
 from services.common.recipe_file import load_recipe
 
@@ -75,7 +76,7 @@ class StageParser(RecipeParser):
     def add_launch(self) -> None:
         self.add_argument(
             "--launch",
-            choices=("ray", "inline"),
+            choices=tuple(LAUNCHERS),
             default="ray",
             help="ray: a Ray cluster, started in place when none is given (default); inline: plain processes",
         )

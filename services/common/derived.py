@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 from services.common.artifacts.corpus import CorpusPayload
+from services.common.platform import BACKENDS, image_variant
 from services.common.recipe import STAGES, Recipe, stage_nodes
-
-TRACED_GRAPHS = ("forward", "backward", "update", "evaluate")
 
 
 def describe(recipe: Recipe, corpus: CorpusPayload | None) -> str:
@@ -31,7 +30,7 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
         "floating-point operations": f"{total_tokens * flops_per_token(recipe):.2e}",
         "memory per worker, about": f"{memory_per_worker_bytes(recipe) / 2**20:,.0f} MiB",
         "checkpoint size": f"{model.num_parameters * 12 / 2**20:,.0f} MiB",
-        "graphs to compile": f"{len(TRACED_GRAPHS)} ({', '.join(TRACED_GRAPHS)})" if recipe.compile.enabled else "none",
+        "graphs to compile": _graphs(recipe),
         "CPU cores for training": f"{recipe.parallel.data_parallel_size * recipe.parallel.threads_per_worker}",
         "nodes on a cluster": ", ".join(f"{stage} {stage_nodes(recipe, stage)}" for stage in STAGES),
     }
@@ -44,6 +43,13 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
         "steps per epoch": f"{steps:,.1f}",
         "epochs in max_steps": f"{train.max_steps / steps:,.2f}" if steps else "none: the corpus has no sample",
     }
+
+
+def _graphs(recipe: Recipe) -> str:
+    backend = BACKENDS.get(image_variant())
+    if not recipe.compile.enabled:
+        return "none"
+    return f"{len(backend.graphs)} ({', '.join(backend.graphs)})" if backend else "unknown: no backend for this image"
 
 
 def flops_per_token(recipe: Recipe) -> float:

@@ -13,12 +13,24 @@ import importlib
 import importlib.util
 import os
 import platform
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from services.common.errors import DeviceError, run_stage
 
-# The module of services/common/program/backends that runs the program on a variant's device.
-BACKENDS = {"cpu": "torch_native"}
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """What runs the program on a variant's device, described without its libraries."""
+
+    module: str
+    """Of services/common/program/backends."""
+    class_name: str
+    graphs: tuple[str, ...]
+    """That it compiles for a recipe."""
+
+
+BACKENDS = {"cpu": BackendEntry("torch_native", "TorchNative", ("forward", "backward", "update", "evaluate"))}
 
 EVERY_SERVICE = ("numpy", "psutil", "pyarrow", "pydantic", "ray", "rich", "xxhash")
 # By the service whose image it is: what its requirements name beyond those of every service.
@@ -81,18 +93,19 @@ def image_service() -> str:
     return os.environ.get("MILLRACE_SERVICE", "")
 
 
-def require_backend(variant: str) -> None:
-    """Raises `DeviceError` when the program cannot run on the device that this variant's images are given.
+def require_backend(variant: str) -> BackendEntry:
+    """What runs the program on the device that this variant's images are given. Raises `DeviceError` without one.
 
     There is no other device instead: on a Trainium node the CPU would train for weeks while the chips are paid for.
     """
     if variant not in BACKENDS:
-        have = ", ".join(f"{module} ({name})" for name, module in BACKENDS.items())
+        have = ", ".join(f"{entry.module} ({name})" for name, entry in BACKENDS.items())
         raise DeviceError(
             f"this is a {variant} image, and the program has no backend for the {variant} variant's device: "
             f"services/common/program/backends has {have}. Run the compiler and the trainer in images of a variant "
             f"that has one: make images VARIANT={next(iter(BACKENDS))}"
         )
+    return BACKENDS[variant]
 
 
 def require_libraries(service: str, variant: str, without_device: bool = False) -> None:

@@ -20,6 +20,7 @@ from services.common.artifacts.files import list_files
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import DeviceError, StorageError, WorkersLost
 from services.common.private_folder import new_name, private_folder
+from services.common.program.backends.choice import choose_backend
 from services.common.recipe import Recipe, fingerprint
 from services.common.telemetry import Stopwatch, show_progress
 from services.compiler.trace import PHASES
@@ -94,7 +95,8 @@ def _child(folder: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
     with (folder / "log.txt").open("wb") as log, private_folder(new_name("compiler")) as plain:
         # Inductor splits its compiler's command line at spaces, and a root or the usual TMPDIR may have some.
         (plain / "cache").symlink_to(cache)
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(plain / "cache"), "TMPDIR": str(plain)}
+        of_cache = choose_backend().cache_environment(plain / "cache")
+        environment = {**os.environ, **of_cache, "TMPDIR": str(plain)}
         child = subprocess.Popen(
             command,
             env=environment,

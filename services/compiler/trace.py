@@ -2,7 +2,7 @@
 
 The process is rank 0 of a group whose other ranks are fake: shapes and graphs are real, values are not.
 `python -m services.compiler.trace FOLDER` reads FOLDER/recipe.json, fills the cache directory that
-TORCHINDUCTOR_CACHE_DIR names, prints the name of each phase when it is done and writes FOLDER/report.json.
+its environment names, prints the name of each phase when it is done and writes FOLDER/report.json.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from services.common.errors import run_stage
-from services.common.program.backends.torch_native import TorchNative
+from services.common.program.backends.choice import choose_backend
+from services.common.program.backends.protocol import Backend
+from services.common.program.mesh import Mesh
 from services.common.program.step import Program
+from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
 
 PHASES = ("first step", "second step", "third step", "save and resume", "step after resume", "evaluation")
@@ -29,19 +33,18 @@ def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     recipe = Recipe.model_validate_json((folder / "recipe.json").read_text(encoding="utf-8"))
-    backend = TorchNative(recipe.parallel.threads_per_worker)
-    if recipe.parallel.data_parallel_size > 1:
-        backend.join_fake(recipe.parallel.data_parallel_size)
+    WorkerGroup.imagine(recipe.parallel.data_parallel_size)
+    mesh = Mesh(0, data_parallel_size=recipe.parallel.data_parallel_size)
+    backend = choose_backend()(mesh, recipe.parallel.threads_per_worker, recipe.train.reduction)
     trace(recipe, backend, report=lambda phase: print(phase, flush=True))
-    result = {"graphs_compiled": backend.graphs_compiled}
-    (folder / "report.json").write_text(json.dumps(result), encoding="utf-8")
+    (folder / "report.json").write_text(json.dumps(asdict(backend.cache_report())), encoding="utf-8")
     return 0
 
 
-def trace(recipe: Recipe, backend: TorchNative, report: Callable[[str], None]) -> None:
+def trace(recipe: Recipe, backend: Backend, report: Callable[[str], None]) -> None:
     """Run PHASES on synthetic tokens."""
     program = Program(recipe, backend)
-    tokens = _synthetic_micro_batches(recipe)
+    tokens = _synthetic_micro_batches(recipe, backend.mesh)
     for step in range(3):
         program.train_step(step, tokens)
         report(PHASES[step])
@@ -54,12 +57,12 @@ def trace(recipe: Recipe, backend: TorchNative, report: Callable[[str], None]) -
     report(PHASES[5])
 
 
-def _synthetic_micro_batches(recipe: Recipe) -> list[Tensor]:
+def _synthetic_micro_batches(recipe: Recipe, mesh: Mesh) -> list[Tensor]:
     """One worker's share of a global batch; a graph depends on the shape of the tokens and not on their values."""
-    share = recipe.batch.num_micro_batches // recipe.parallel.data_parallel_size
+    share = mesh.share(recipe.batch.num_micro_batches)
     shape = (recipe.batch.micro_batch_size, recipe.corpus.sequence_length + 1)
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(recipe.model.vocab_size, shape, generator=generator) for _ in range(share)]
+    return [torch.randint(recipe.model.vocab_size, shape, generator=generator) for _ in share]
 
 
 def _end_with_parent() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,10 +35,31 @@ from services.common.artifacts.store import (
 )
 from services.common.errors import ArtifactError, TryAgain, UnreadableError
 from services.common.program.step import Program
-from services.common.recipe import Checkpoint
+from services.common.recipe import Checkpoint, Recipe
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)
+
+
+class CheckpointSchedule:
+    """When a checkpoint is due."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._interval_steps, self._max_steps = recipe.checkpoint.interval_steps, recipe.train.max_steps
+        self._is_interval_over = False
+
+    def is_due(self, step: int, is_stopping: bool, is_applied: bool) -> bool:
+        """Asked once after each step: is it the last one, a stop's, or an update with which the interval is over?
+
+        The interval does not end with a skipped step. The checkpoint would hold nothing new, and in a run that diverges
+        it would push out one from before.
+        """
+        self._is_interval_over |= step % self._interval_steps == 0
+        return step == self._max_steps or is_stopping or (self._is_interval_over and is_applied)
+
+    def saved(self) -> None:
+        """Begin another interval."""
+        self._is_interval_over = False
 
 
 class CheckpointWriter:
@@ -106,7 +127,14 @@ class CheckpointWriter:
         discard_old(job.checkpoint_shelf, job.recipe.checkpoint, payload.step, job.lease)
 
 
-def newest_checkpoint(shelf: Path) -> Artifact[CheckpointManifest] | None:
+def verify_checkpoint(checkpoint: Artifact[CheckpointManifest]) -> None:
+    """Raise `ArtifactError` that names the files that are damaged."""
+    verify_files(checkpoint.path, checkpoint.manifest)
+
+
+def newest_checkpoint(
+    shelf: Path, verify: Callable[[Artifact[CheckpointManifest]], None] = verify_checkpoint
+) -> Artifact[CheckpointManifest] | None:
     """The newest checkpoint that verifies; damaged ones are reported and passed over.
 
     Raises `UnreadableError` for one that this user may not read: it may be intact. Raises `ArtifactError` when there
@@ -116,7 +144,7 @@ def newest_checkpoint(shelf: Path) -> Artifact[CheckpointManifest] | None:
     for step in reversed(_checkpoint_steps(shelf)):
         name = checkpoint_id(step)
         try:
-            checkpoint = _open_verified(shelf / name)
+            checkpoint = _open_verified(shelf / name, verify)
         except UnreadableError:
             raise
         except ArtifactError as error:
@@ -137,12 +165,14 @@ def _checkpoint_steps(shelf: Path) -> list[int]:
     return sorted(step for name in published_ids(shelf) if (step := step_of(name)) is not None)
 
 
-def _open_verified(folder: Path) -> Artifact[CheckpointManifest]:
+def _open_verified(
+    folder: Path, verify: Callable[[Artifact[CheckpointManifest]], None] = verify_checkpoint
+) -> Artifact[CheckpointManifest]:
     checkpoint = require_in_place(open_artifact(folder, CheckpointManifest))
     step = checkpoint.manifest.checkpoint.step
     if folder.name != checkpoint_id(step):
         raise ArtifactError(f"{folder}: its manifest says that it is the state after step {step:,}.")
-    verify_files(checkpoint.path, checkpoint.manifest)
+    verify(checkpoint)
     return checkpoint
 
 

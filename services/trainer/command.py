@@ -22,7 +22,6 @@ from services.common.errors import ArtifactError, MillraceError, naming_the_plac
 from services.common.platform import image_variant, require_backend
 from services.common.recipe import Recipe
 from services.common.telemetry import configure_logging
-from services.trainer.checkpoint import newest_checkpoint
 from services.trainer.export import export
 from services.trainer.job import (
     ALLOW_CHANGED_PROGRAM,
@@ -33,7 +32,7 @@ from services.trainer.job import (
     open_cache,
     run_name,
 )
-from services.trainer.node import prepare_node, using_node
+from services.trainer.node import newest_checkpoint_on_node, prepare_node, using_node
 from services.trainer.report import read_state, write_report
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
 from services.trainer.sample import Writer, require_drawable
@@ -60,8 +59,8 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
     require_backend(image_variant())
     job = _open_job(arguments, recipe)
     job.run_folder.mkdir(parents=True, exist_ok=True)
-    with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held:
-        checkpoint = newest_checkpoint(job.checkpoint_shelf)
+    with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, using_node(job):
+        checkpoint = newest_checkpoint_on_node(job)
         step = completed_step(checkpoint)
         if checkpoint and step < recipe.train.max_steps:
             job = continue_run(job, checkpoint, arguments.allow_changed_program)
@@ -72,10 +71,9 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
                 report_training(job, arguments.recipe)
             print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_shelf}")
             return 0
-        with using_node(job):
-            prepare_node(job)
-            with naming_the_place(job.root):
-                supervise(replace(job, workers_started_at=datetime.now(UTC)), held)
+        prepare_node(job)
+        with naming_the_place(job.root):
+            supervise(replace(job, workers_started_at=datetime.now(UTC)), held)
     report_training(job, arguments.recipe)
     print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_shelf}")
     return 0

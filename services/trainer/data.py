@@ -16,20 +16,19 @@ import torch
 from torch import Tensor
 
 from services.common.artifacts.token_stream import TokenStream
+from services.common.program.mesh import Mesh
 from services.common.recipe import Batch
 
 _ROUNDS = 6
 _MASK32 = np.uint64(0xFFFFFFFF)
 
 
-def micro_batches(
-    stream: TokenStream, batch: Batch, seed: int, step: int, rank: int, world_size: int
-) -> Iterator[Tensor]:
+def micro_batches(stream: TokenStream, batch: Batch, seed: int, step: int, mesh: Mesh) -> Iterator[Tensor]:
     """This worker's micro-batches of a step, in order: tokens int64 [micro_batch_size, L + 1]."""
-    share = batch.global_batch_size // world_size
-    first = step * batch.global_batch_size + rank * share
-    samples = sample_indices(stream.num_samples, seed, first, share)
-    for start in range(0, share, batch.micro_batch_size):
+    share = mesh.share(batch.global_batch_size)
+    first = step * batch.global_batch_size + share.start
+    samples = sample_indices(stream.num_samples, seed, first, len(share))
+    for start in range(0, len(share), batch.micro_batch_size):
         yield torch.from_numpy(stream.read(samples[start : start + batch.micro_batch_size]))
 
 

@@ -1,4 +1,4 @@
-"""What a node does once for all of a command's processes on it: verify the corpus, copy the compile cache.
+"""What a node does once for all of a command's processes on it: verify what they read, copy the compile cache.
 
 The processes meet in a node-local folder named after the command's attempt; the first one to lock it does
 the work and leaves a stamp. The next command verifies again: a stamp never outlives its attempt, whose folder goes
@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import GRAPHS
 from services.common.artifacts.files import list_files, locate, verify_files
+from services.common.artifacts.store import Artifact
 from services.common.errors import WorkersLost
 from services.common.private_folder import private_base, private_folder
+from services.trainer.checkpoint import newest_checkpoint, verify_checkpoint
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)
@@ -44,12 +47,8 @@ def prepare_node(job: Job) -> None:
 
     Raises `ArtifactError` that names the damaged files.
     """
-    folder = node_folder(job)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        stamp = folder / "prepared"
-        if stamp.exists():
+    with _doing_once(job, "prepared") as is_to_do:
+        if not is_to_do:
             return
         verify_files(job.corpus.path, job.corpus.manifest)
         logger.info("verified the corpus %s", job.corpus.path)
@@ -64,6 +63,31 @@ def prepare_node(job: Job) -> None:
                     target = cache / below  # no part of a listed path is `..`
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(locate(job.cache.path, entry.path), target)
+
+
+def newest_checkpoint_on_node(job: Job) -> Artifact[CheckpointManifest] | None:
+    """See `newest_checkpoint`; each is verified by one of this command's processes on the node."""
+
+    def verify_once(checkpoint: Artifact[CheckpointManifest]) -> None:
+        with _doing_once(job, f"verified-{checkpoint.manifest.id}-{checkpoint.manifest.content_digest}") as is_to_do:
+            if is_to_do:
+                verify_checkpoint(checkpoint)
+                logger.info("verified the checkpoint %s", checkpoint.path)
+
+    return newest_checkpoint(job.checkpoint_shelf, verify_once)
+
+
+@contextmanager
+def _doing_once(job: Job, what: str) -> Iterator[bool]:
+    """Whether `what` is still to be done by this node. It counts as done when the block ends without an error; others
+    wait meanwhile.
+    """
+    folder = node_folder(job)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stamp = folder / what
+        yield not stamp.exists()
         stamp.touch()
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from services.common.artifacts.lease import HeldLease
 from services.common.errors import NoRoomForWorkers, WorkersLost
-from services.common.launch.launcher import WorkerEnvironment, choose_launcher
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, choose_launcher
 from services.common.private_folder import private_base
 from services.common.stop_signals import Stopped, name_signal, on_stop_signal
 from services.common.telemetry import Progress, show_progress
@@ -41,9 +41,13 @@ def supervise(job: Job, lease: HeldLease) -> None:
     parallel, max_restarts = job.recipe.parallel, job.recipe.train.max_restarts
     forget_signals(job.run_folder)
     launcher = choose_launcher(job.launch)
-    logger.info(
-        "starting %d workers (%s); logs are in %s", parallel.data_parallel_size, job.launch, job.run_folder / "logs"
+    spec = WorkerGroupSpec(
+        num_workers=parallel.data_parallel_size,
+        threads_per_worker=parallel.threads_per_worker,
+        workers_per_node=job.recipe.cluster.trainer_workers_per_node,
+        shared_folder=job.run_folder,
     )
+    logger.info("starting %d workers (%s); logs are in %s", spec.num_workers, job.launch, job.run_folder / "logs")
     restarts, committed = 0, newest_step(job.checkpoint_shelf) or 0
     request = _StopRequest(job)
     with on_stop_signal(request.make, again=_end_at_once), _progress_of(job) as progress:
@@ -53,10 +57,7 @@ def supervise(job: Job, lease: HeldLease) -> None:
                 launcher.run_workers(
                     train_on_node,
                     replace(job, lease=lease.renew()),
-                    parallel.data_parallel_size,
-                    parallel.threads_per_worker,
-                    job.recipe.cluster.trainer_workers_per_node,
-                    shared_folder=job.run_folder,
+                    spec,
                 )
                 return
             except NoRoomForWorkers:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 
-# The launcher imports these by name, so that a program without Ray runs without it.
+# These are imported by name, so that a program without Ray, or without a device's libraries, runs without them.
 CHOSEN_AT_RUN_TIME = {
-    "services.common.launch.launcher": {"services.common.launch.inline", "services.common.launch.ray"}
+    "services.common.launch.launcher": {"services.common.launch.inline", "services.common.launch.ray"},
+    "services.common.program.backends.choice": {"services.common.program.backends.torch_native"},
 }
 
 

@@ -17,11 +17,10 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from services.common.errors import MillraceError, WorkersLost
-from services.common.launch.launcher import LOOPBACK_INTERFACE, R, T, WorkerEnvironment, name_the_cause
+from services.common.launch.launcher import LOOPBACK_INTERFACE, R, T, WorkerEnvironment, WorkerGroupSpec, name_the_cause
 from services.common.private_folder import new_name, private_folder
 from services.common.stop_signals import STOP_SIGNALS, deferring_stop_signals
 
@@ -55,22 +54,15 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
                 _stop(list(pool._processes.values()))
 
 
-def run_workers(
-    function: Callable[[Any, WorkerEnvironment], None],
-    argument: Any,
-    num_workers: int,
-    threads_per_worker: int,
-    workers_per_node: int,
-    shared_folder: Path,
-) -> None:
+def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec) -> None:
     """See `Launcher.run_workers`. Workers meet in a file, so no port is opened before the group forms."""
     with private_folder(new_name("workers")) as folder:
         workers: list[tuple[BaseProcess, Connection]] = []
         try:
-            for rank in range(num_workers):
+            for rank in range(spec.num_workers):
                 receiver, sender = _CONTEXT.Pipe(duplex=False)
-                environment = WorkerEnvironment(rank, num_workers, "inline")
-                arguments = (function, argument, environment, folder / "rendezvous", threads_per_worker, sender)
+                environment = WorkerEnvironment(rank, spec.num_workers, "inline", str(folder / "rendezvous"))
+                arguments = (function, argument, environment, spec.threads_per_worker, sender)
                 process = _CONTEXT.Process(target=_work, args=arguments, name=f"rank-{rank}")
                 with _starting_processes():
                     process.start()
@@ -119,14 +111,12 @@ def _work(
     function: Callable[[Any, WorkerEnvironment], None],
     argument: Any,
     environment: WorkerEnvironment,
-    rendezvous: Path,
     threads_per_worker: int,
     sender: Connection,
 ) -> None:
     # A signal to the whole group is for the parent, which lets the workers commit a checkpoint.
     _follow_parent(ignored=STOP_SIGNALS)
     os.environ["OMP_NUM_THREADS"] = str(threads_per_worker)
-    os.environ["MILLRACE_RENDEZVOUS"] = str(rendezvous)
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
     try:
         function(argument, environment)

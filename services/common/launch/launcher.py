@@ -25,13 +25,32 @@ STAGE_RESOURCE_PREFIX = "stage_"
 DRIVER_SHARE = 0.01
 
 
+LAUNCHERS = {"ray": "services.common.launch.ray", "inline": "services.common.launch.inline"}
+
+
+@dataclass(frozen=True)
+class WorkerGroupSpec:
+    """The processes that a launcher starts together."""
+
+    num_workers: int
+    threads_per_worker: int
+    workers_per_node: int
+    """At most, on a cluster."""
+    shared_folder: Path
+    """Where the launcher keeps its own files: every node sees it, no other command uses it, and they are gone when the
+    workers have ended.
+    """
+
+
 @dataclass(frozen=True)
 class WorkerEnvironment:
-    """Which of the workers of a run this process is."""
+    """Which of the workers of a run this process is, and where it meets the others."""
 
     rank: int
     world_size: int
     launch: str
+    rendezvous: str = ""
+    """`tcp://HOST:PORT`, or the path of a file that all workers see; of no use to one that is alone."""
 
 
 class Launcher(Protocol):
@@ -44,18 +63,9 @@ class Launcher(Protocol):
         ...
 
     def run_workers(
-        self,
-        function: Callable[[Any, WorkerEnvironment], None],
-        argument: Any,
-        num_workers: int,
-        threads_per_worker: int,
-        workers_per_node: int,
-        shared_folder: Path,
+        self, function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec
     ) -> None:
-        """Run `function(argument, environment)` in `num_workers` processes that can form a process group.
-
-        On a cluster no node gets more than `workers_per_node` of them, and the launcher keeps its own files below
-        `shared_folder`, which every node sees and no other command uses; they are gone when this returns.
+        """Run `function(argument, environment)` in processes that can form a group.
 
         Returns when all returned. Raises the `MillraceError` that a worker raised, or `WorkersLost`; when several
         failed, what the others failed of.
@@ -88,4 +98,4 @@ def name_the_cause(raised: Sequence[BaseException], lost: str | None) -> BaseExc
 
 def choose_launcher(name: str) -> Launcher:
     """The launcher called `name`; Ray is imported when it is the one asked for, so `inline` never needs it."""
-    return cast(Launcher, importlib.import_module(f"services.common.launch.{name}"))
+    return cast(Launcher, importlib.import_module(LAUNCHERS[name]))

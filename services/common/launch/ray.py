@@ -31,6 +31,7 @@ from services.common.launch.launcher import (
     R,
     T,
     WorkerEnvironment,
+    WorkerGroupSpec,
     name_the_cause,
 )
 from services.common.launch.ray_cluster import call_in_thread, calling_ray, connect, is_lost
@@ -82,14 +83,7 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
                     ray.cancel(reference, force=True)
 
 
-def run_workers(
-    function: Callable[[Any, WorkerEnvironment], None],
-    argument: Any,
-    num_workers: int,
-    threads_per_worker: int,
-    workers_per_node: int,
-    shared_folder: Path,
-) -> None:
+def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec) -> None:
     """See `Launcher.run_workers`. A lost worker ends the whole group here, and the caller decides whether to start
     another: Ray's own restart would go by Ray's own checkpoints.
     """
@@ -98,14 +92,14 @@ def run_workers(
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # noqa: PLC0415
 
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(GROUP_START_SECONDS))
-    connect(num_workers * threads_per_worker)
-    demand = {"CPU": float(threads_per_worker), **_share_of_group(_worker_share(workers_per_node))}
-    _wait_for_room(demand, num_workers)
-    with _storage(shared_folder) as storage:
-        meeting_file = None if cluster_address() else Path(storage) / "rendezvous"
+    connect(spec.num_workers * spec.threads_per_worker)
+    demand = {"CPU": float(spec.threads_per_worker), **_share_of_group(_worker_share(spec.workers_per_node))}
+    _wait_for_room(demand, spec.num_workers)
+    with _storage(spec.shared_folder) as storage:
+        rendezvous_file = None if cluster_address() else Path(storage) / "rendezvous"
         trainer = DataParallelTrainer(
-            _WorkerFunction(function, argument, meeting_file),
-            scaling_config=ray.train.ScalingConfig(num_workers=num_workers, resources_per_worker=demand),
+            _WorkerFunction(function, argument, rendezvous_file),
+            scaling_config=ray.train.ScalingConfig(num_workers=spec.num_workers, resources_per_worker=demand),
             run_config=ray.train.RunConfig(
                 name="attempt",
                 storage_path=storage,
@@ -120,7 +114,7 @@ def run_workers(
     with calling_ray():
         _end_coordinator()
     if failure is not None:
-        raise _explain(failure, demand, num_workers)
+        raise _explain(failure, demand, spec.num_workers)
 
 
 def is_preemption_noticed() -> bool:
@@ -134,17 +128,17 @@ class _WorkerFunction:
     """What Ray Train calls in each worker."""
 
     def __init__(
-        self, function: Callable[[Any, WorkerEnvironment], None], argument: Any, meeting_file: Path | None
+        self, function: Callable[[Any, WorkerEnvironment], None], argument: Any, rendezvous_file: Path | None
     ) -> None:
-        self._function, self._argument, self._meeting_file = function, argument, meeting_file
+        self._function, self._argument, self._rendezvous_file = function, argument, rendezvous_file
 
     def __call__(self) -> None:
         import ray.train  # noqa: PLC0415
 
         context = ray.train.get_context()
-        environment = WorkerEnvironment(context.get_world_rank(), context.get_world_size(), "ray")
-        os.environ["MILLRACE_RENDEZVOUS"] = str(self._meeting_file or _agree_on_address(environment.rank))
-        self._function(self._argument, environment)
+        rank = context.get_world_rank()
+        rendezvous = str(self._rendezvous_file or _agree_on_address(rank))
+        self._function(self._argument, WorkerEnvironment(rank, context.get_world_size(), "ray", rendezvous))
 
 
 def _agree_on_address(rank: int) -> str:

@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from services.common.program.backends.torch_native import TorchNative
+from services.common.program.backends.protocol import Backend
 from services.common.program.flat import FlatParameters
 from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
@@ -19,7 +19,7 @@ from services.common.recipe import Recipe
 
 
 class StepResult(NamedTuple):
-    """Values on the device; reading one waits for the step."""
+    """Scalars on the device; they are read through `Backend.defer`."""
 
     loss: Tensor
     """Mean over the global batch, nats per token."""
@@ -32,7 +32,7 @@ class StepResult(NamedTuple):
 class Program:
     """The model, its optimizer state and the step, on one worker of a data-parallel group."""
 
-    def __init__(self, recipe: Recipe, backend: TorchNative) -> None:
+    def __init__(self, recipe: Recipe, backend: Backend) -> None:
         self.recipe = recipe
         self.backend = backend
         self.model = Llama(recipe.model, recipe.corpus.sequence_length)
@@ -54,28 +54,32 @@ class Program:
             loss = self._loss(tokens_BS)
             gradients = torch.autograd.grad(loss, self.flat.parameters)
             total.add(self.flat.flatten(gradients, extra=loss.detach()))
-        summed_P1 = self.backend.sum_over_workers(total.result(), self.recipe.train.reduction)
+            self.backend.end_graph()
+        summed_P1 = self.backend.all_reduce(total.result(), "data")
         summed_P1 /= self.recipe.batch.num_micro_batches
         norm, is_applied = self._update(summed_P1[:-1], step_scalars(self.recipe.optimizer, step, skipped_steps))
+        self.backend.end_graph()
         return StepResult(summed_P1[-1], norm, is_applied)
 
     @torch.no_grad()
     def evaluate(self, read: Callable[[int], Tensor], count: int) -> Tensor:
         """Mean loss over the micro-batches `read(0)` to `read(count - 1)` of tokens [B, L + 1], shared by the workers.
+        A scalar on the device.
 
         In each round every worker takes one, and all learn of all losses: the mean has the same bits on each worker and
         for every number of them, and none waits longer than for one forward pass.
         """
         losses: list[Tensor] = []
         while len(losses) < count:
-            mine = len(losses) + self.backend.rank
+            mine = len(losses) + self.backend.mesh.index("data")
             loss = self._loss(read(mine)) if mine < count else torch.zeros((), device=self.backend.device)
-            losses += self.backend.gather_over_workers(loss)
+            losses += self.backend.all_gather(loss.reshape(1), "data").unbind()
+            self.backend.end_graph()
         return torch.stack(losses[:count]).mean()
 
-    def is_finite(self) -> bool:
-        """Are all weights numbers? One that is not stays so, whatever the gradients are."""
-        return all(bool(extreme.isfinite()) for extreme in torch.aminmax(self.flat.weights_P))
+    def is_finite(self) -> Tensor:
+        """Are all weights numbers? One that is not stays so, whatever the gradients are. A scalar on the device."""
+        return torch.stack(torch.aminmax(self.flat.weights_P)).isfinite().all()
 
     def digests(self) -> dict[str, int]:
         """A 63-bit hash over the bytes of each part of the state: equal on all workers as long as their bits are."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import run_stage
 from services.common.launch import inline
+from services.common.launch.launcher import WorkerGroupSpec
 from services.common.recipe_file import load_recipe
 from services.common.stop_signals import deferring_stop_signals, end_at_once, on_stop_signal
 from services.common.tests import work
@@ -107,7 +108,7 @@ def lost_pipe(arguments: list[str]) -> int:
 
 
 def workers(arguments: list[str]) -> int:
-    inline.run_workers(work.block, Path(arguments[0]), 2, 1, 1, Path(arguments[0]))
+    inline.run_workers(work.block, Path(arguments[0]), WorkerGroupSpec(2, 1, 1, Path(arguments[0])))
     return 0
 
 

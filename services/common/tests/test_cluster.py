@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import NoRoomForWorkers
-from services.common.launch.launcher import Launcher, choose_launcher
+from services.common.launch.launcher import Launcher, WorkerGroupSpec, choose_launcher
 from services.common.tests import work
 
 ray = pytest.importorskip("ray")
@@ -62,7 +62,7 @@ def test_every_node_of_the_stage_gets_its_workers(
     nodes.mkdir()
     (shared / "ray-train/attempt").mkdir(parents=True)  # of a command that was killed
 
-    launcher.run_workers(work.write_node, nodes, num_workers, 1, workers_per_node, shared)
+    launcher.run_workers(work.write_node, nodes, WorkerGroupSpec(num_workers, 1, workers_per_node, shared))
 
     placed = [path.read_text(encoding="utf-8") for path in nodes.iterdir()]
     assert sorted(placed) == sorted([*trainer_nodes()] * workers_per_node)
@@ -84,7 +84,7 @@ def test_workers_that_the_nodes_cannot_hold_end_the_command(
     wanted = rf"no room for {num_workers} x \(CPU {threads}, stage_trainer 0.99\)(.|\n)*CPU 4, stage_trainer 1\n"
 
     with pytest.raises(NoRoomForWorkers, match=wanted):
-        launcher.run_workers(work.write_node, tmp_path, num_workers, threads, 1, tmp_path)
+        launcher.run_workers(work.write_node, tmp_path, WorkerGroupSpec(num_workers, threads, 1, tmp_path))
 
 
 def test_nodes_that_others_have_taken_end_the_command_too(tmp_path: Path, launcher: Launcher, impatient: None) -> None:
@@ -93,7 +93,7 @@ def test_nodes_that_others_have_taken_end_the_command_too(tmp_path: Path, launch
     ray.get([holder.hold.remote() for holder in holders])
 
     with pytest.raises(NoRoomForWorkers, match="no room for 2 x"):
-        launcher.run_workers(work.write_node, tmp_path, 2, 1, 1, tmp_path)
+        launcher.run_workers(work.write_node, tmp_path, WorkerGroupSpec(2, 1, 1, tmp_path))
 
 
 class _Holder:

@@ -13,7 +13,7 @@ import pytest
 from services.common.errors import ArtifactError, RecipeError, TryAgain, WorkersLost
 from services.common.launch import inline
 from services.common.launch.cluster_address import cluster_address
-from services.common.launch.launcher import choose_launcher, name_the_cause
+from services.common.launch.launcher import WorkerGroupSpec, choose_launcher, name_the_cause
 from services.common.tests import work
 from services.common.tests.builders import REPOSITORY, wait_until
 
@@ -46,7 +46,7 @@ def test_a_killed_task_is_a_lost_worker() -> None:
 
 
 def test_workers_know_their_rank(tmp_path: Path) -> None:
-    inline.run_workers(work.write_rank, tmp_path, 2, 1, 1, tmp_path)
+    inline.run_workers(work.write_rank, tmp_path, WorkerGroupSpec(2, 1, 1, tmp_path))
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-of-2", "1-of-2"]
 
@@ -54,19 +54,19 @@ def test_workers_know_their_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("message", ["rank 1 found damage", "much " * 100_000])
 def test_the_error_of_a_worker_comes_back_as_itself(tmp_path: Path, message: str) -> None:
     with pytest.raises(ArtifactError) as caught:
-        inline.run_workers(work.raise_on_last_rank, message, 2, 1, 1, tmp_path)
+        inline.run_workers(work.raise_on_last_rank, message, WorkerGroupSpec(2, 1, 1, tmp_path))
 
     assert str(caught.value) == message
 
 
 def test_a_bug_of_a_worker_comes_back_as_itself(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="bug"):
-        inline.run_workers(work.fail_with_a_bug, None, 1, 1, 1, tmp_path)
+        inline.run_workers(work.fail_with_a_bug, None, WorkerGroupSpec(1, 1, 1, tmp_path))
 
 
 def test_a_killed_worker_ends_the_group(tmp_path: Path) -> None:
     with pytest.raises(WorkersLost, match=r"rank 1 \(pid \d+\) ended with -9"):
-        inline.run_workers(work.die_on_last_rank, None, 2, 1, 1, tmp_path)
+        inline.run_workers(work.die_on_last_rank, None, WorkerGroupSpec(2, 1, 1, tmp_path))
 
 
 @pytest.fixture
@@ -182,8 +182,8 @@ def test_ray_keeps_the_same_promises(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(ArtifactError, match="task 1 found damage"):
             list(launcher.map_tasks(work.fail_or_block, [0, 1], 2))
         with pytest.raises(ArtifactError, match="a worker found damage"):
-            launcher.run_workers(work.raise_on_last_rank, "a worker found damage", 1, 1, 1, tmp_path)
+            launcher.run_workers(work.raise_on_last_rank, "a worker found damage", WorkerGroupSpec(1, 1, 1, tmp_path))
         with pytest.raises(WorkersLost):
-            launcher.run_workers(work.die_on_last_rank, None, 1, 1, 1, tmp_path)
+            launcher.run_workers(work.die_on_last_rank, None, WorkerGroupSpec(1, 1, 1, tmp_path))
     finally:
         ray.shutdown()

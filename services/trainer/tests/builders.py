@@ -30,7 +30,10 @@ from services.common.artifacts.files import describe_files
 from services.common.artifacts.lease import Lease
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, artifact_id, publish_once
+from services.common.program.backends.torch_native import TorchNative
 from services.common.program.fingerprint import program_facts
+from services.common.program.mesh import Mesh
+from services.common.program.step import Program
 from services.common.recipe import Recipe, fingerprint
 from services.common.recipe_file import load_recipe
 from services.trainer.job import Job, run_name
@@ -95,6 +98,11 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object] = lambda fiel
     fields["files"] = [entry.model_dump(mode="json") for entry in describe_files(folder)]
     change(fields)
     (folder / MANIFEST).write_text(json.dumps({**fields, "seal": fingerprint(fields)}), encoding="utf-8")
+
+
+def make_program(recipe: Recipe) -> Program:
+    """The program of a run's only worker."""
+    return Program(recipe, TorchNative(Mesh(0, data_parallel_size=1), 1, recipe.train.reduction))
 
 
 def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lease: Lease) -> Job:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from services.common.artifacts.token_stream import TokenStream
+from services.common.program.mesh import Mesh
 from services.trainer.data import evaluation_batch, micro_batches, num_evaluation_batches, permute, sample_indices
 from services.trainer.tests.builders import make_corpus, make_recipe
 
@@ -45,7 +46,7 @@ def test_any_number_of_workers_reads_the_same_global_batch(tmp_path: Path) -> No
     stream = TokenStream(corpus.path, corpus.manifest.corpus, "train")
     for step in (0, 9, 10, 31):  # 80 samples in batches of 8: an epoch ends after step 9
         batches = [
-            torch.cat([b for rank in range(w) for b in micro_batches(stream, recipe.batch, 0, step, rank, w)])
+            torch.cat([b for rank in range(w) for b in micro_batches(stream, recipe.batch, 0, step, Mesh(rank, w))])
             for w in (1, 2, 4)
         ]
         assert torch.equal(batches[0], batches[1])

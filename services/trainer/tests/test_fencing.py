@@ -14,11 +14,10 @@ from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import is_work
 from services.common.errors import TryAgain
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.program.backends.torch_native import TorchNative
-from services.common.program.step import Program
 from services.trainer.checkpoint import CheckpointWriter, newest_checkpoint
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import train
+from services.trainer.tests.builders import make_program
 from services.trainer.tests.runs import checkpoints
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
@@ -44,7 +43,7 @@ def test_a_worker_that_wakes_up_while_it_writes_ends_and_damages_nothing(
     serialize, calls = safetensors.torch.save, itertools.count()
     with hold_lease(tmp_path / "command.lock") as held:
         lost = replace(new_job(), lease=held.lease)
-        program = Program(lost.recipe, TorchNative(1))
+        program = make_program(lost.recipe)
 
         def sleep_before(*arguments: object, **options: object) -> bytes:
             if next(calls) == wakes_at:

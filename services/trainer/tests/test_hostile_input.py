@@ -26,8 +26,6 @@ from services.common.artifacts.token_stream import TokenStream
 from services.common.artifacts.upstream import open_corpus
 from services.common.errors import ArtifactError, UnreadableError, exit_code_of
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.program.backends.torch_native import TorchNative
-from services.common.program.step import Program
 from services.common.recipe import Checkpoint
 from services.trainer.__main__ import main
 from services.trainer.checkpoint import discard_old, load_checkpoint, newest_checkpoint
@@ -37,7 +35,7 @@ from services.trainer.loop import train
 from services.trainer.node import compile_cache_folder, prepare_node
 from services.trainer.run import RUN_FILE, open_run
 from services.trainer.sample import Writer, load_model
-from services.trainer.tests.builders import forge, make_corpus, make_recipe, write_recipe
+from services.trainer.tests.builders import forge, make_corpus, make_program, make_recipe, write_recipe
 from services.trainer.tests.runs import checkpoints
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
@@ -266,7 +264,7 @@ def test_tensors_that_are_not_the_models_are_refused(
 ) -> None:
     folder = trained.checkpoint_address(1).path
     rewrite_tensors(folder, WEIGHTS, change)
-    program = Program(trained.recipe, TorchNative(1))
+    program = make_program(trained.recipe)
     checkpoint = newest_checkpoint(trained.checkpoint_shelf)
     assert checkpoint is not None
     run = open_run(trained.root, trained.run)
@@ -287,7 +285,7 @@ def test_a_file_that_holds_no_tensors_is_refused(trained: Job) -> None:
     assert checkpoint is not None
 
     with pytest.raises(ArtifactError, match="cannot be read as safetensors"):
-        load_checkpoint(checkpoint, Program(trained.recipe, TorchNative(1)))
+        load_checkpoint(checkpoint, make_program(trained.recipe))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.program.backends import torch_native
+from services.common.program import worker_group
 from services.common.program.step import Program
 from services.trainer.checkpoint import CheckpointWriter
 from services.trainer.job import Job
@@ -25,7 +25,7 @@ EVALUATION_BATCHES = 6
 
 def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
     """Train where collectives end after COLLECTIVE_SECONDS. What a worker does besides steps takes longer."""
-    torch_native.COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
+    worker_group.COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
     write, loss, patch = CheckpointWriter._write, Program._micro_loss, pytest.MonkeyPatch()
 
     def prepare_slowly(job: Job) -> None:

@@ -1,0 +1,85 @@
+"""What differs between devices; the rest of the program is the same code on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from services.common.program.mesh import Axis, Mesh
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What became of the compile cache in this process."""
+
+    graphs_compiled: int
+    """Graphs that the cache did not hold."""
+
+
+class DeferredRead(Protocol):
+    def read(self) -> dict[str, float]:
+        """The values, once the device has computed them."""
+        ...
+
+
+class Backend(Protocol):
+    """One worker's device, and its connection to those of the others.
+
+    Asked of the class, where there may be no device:
+
+    - `facts(is_compiled)`: what decides a graph and its bits on this machine, besides recipe and source, by name.
+      Raises `DeviceError` when a program that compiles lacks its compiler.
+    - `cache_environment(folder)`: the variables with which a process keeps its compiled graphs in `folder`. To be set
+      before the backend is made.
+
+    Made once the worker group has formed; `Backend(mesh, threads, reduction)` takes the device, with `threads` for what
+    runs on the host. `device` is where tensors of the program are made, `mesh` where this worker stands.
+
+    Collectives go along one axis of the mesh, are called by all workers of the axis in the same order, and return a new
+    tensor, or the given one where the axis has one worker. They raise `WorkersLost`.
+
+    - `index(axis)`: this worker's index along the axis, int32 [1] on the device: the form in which a graph may hold it.
+    - `all_reduce(x, axis, op)`: the sum, or the maximum, on every worker the same bits; with reduction `exact` a sum
+      also has the same bits for every number of workers.
+    - `all_gather(x, axis, dim)`: the workers' tensors, one behind the other along `dim`.
+    - `reduce_scatter(x, axis, dim)`: of the sum, this worker's slice along `dim`, which the workers divide evenly.
+    - `fence(x)`: x, which no compiler moves or merges work across.
+
+    - `end_graph()`: what was computed so far is one graph, and the device may run it.
+    - `defer(values)`: read scalars of the device later. This is the only way to read one.
+    - `autocast(dtype)`: the context in which the model computes in `dtype`.
+    - `compile(function)`: the function, compiled for the shapes of its first call. After `require_warm_cache()` a call
+      raises `DeviceError` where the cache does not hold its graph.
+    - `cache_report()`: what was not in the cache.
+    """
+
+    mesh: Mesh
+    device: torch.device
+
+    def __init__(self, mesh: Mesh, threads: int, reduction: str) -> None: ...
+
+    @staticmethod
+    def facts(is_compiled: bool) -> dict[str, Any]: ...
+    @staticmethod
+    def cache_environment(folder: Path) -> dict[str, str]: ...
+
+    def index(self, axis: Axis) -> Tensor: ...
+    def all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor: ...
+    def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor: ...
+    def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor: ...
+    def fence(self, x: Tensor) -> Tensor: ...
+
+    def end_graph(self) -> None: ...
+    def defer(self, values: Mapping[str, Tensor]) -> DeferredRead: ...
+    def autocast(self, dtype: str) -> AbstractContextManager[Any]: ...
+    def compile(self, function: Callable[..., R]) -> Callable[..., R]: ...
+    def require_warm_cache(self) -> None: ...
+    def cache_report(self) -> CacheReport: ...

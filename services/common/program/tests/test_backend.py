@@ -1,0 +1,64 @@
+"""The collectives of plain PyTorch, over real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.errors import DeviceError
+from services.common.launch import inline
+from services.common.launch.launcher import WorkerGroupSpec
+from services.common.program.backends.choice import choose_backend
+from services.common.program.backends.torch_native import TorchNative
+from services.common.program.mesh import AXES, Mesh
+from services.common.program.tests import work
+
+
+def test_collectives_go_along_one_axis_of_the_mesh(tmp_path: Path) -> None:
+    inline.run_workers(work.run_collectives, tmp_path, WorkerGroupSpec(work.WORKERS, 1, work.WORKERS, tmp_path))
+
+    for rank in range(work.WORKERS):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        for axis in AXES:
+            mesh = Mesh(rank, data_parallel_size=2, tensor_parallel_size=2)
+            index, parts = mesh.index(axis), [work.part_of(peer) for peer in mesh.group(axis)]
+            total = parts[0] + parts[1]
+            for reduction in ("exact", "fast"):
+                assert torch.equal(found[f"{reduction} sum {axis}"], total)
+                assert torch.equal(found[f"{reduction} max {axis}"], torch.maximum(*parts))
+                assert torch.equal(found[f"{reduction} gather {axis}"], torch.cat(parts, dim=1))
+                assert torch.equal(found[f"{reduction} scatter {axis}"], total.chunk(2)[index])
+                assert found[f"{reduction} index {axis}"].tolist() == [index]
+
+
+def test_slices_of_an_exact_sum_have_the_bits_of_the_whole(tmp_path: Path) -> None:
+    inline.run_workers(work.sum_exactly, tmp_path, WorkerGroupSpec(work.WORKERS, 1, work.WORKERS, tmp_path))
+
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(work.WORKERS)]
+    first, second, third, fourth = (work.part_of(rank) for rank in range(work.WORKERS))
+    assert all(torch.equal(total, (first + second) + (third + fourth)) for total, _ in found)
+    assert torch.equal(torch.cat([part for _, part in found]), found[0][0])
+
+
+def test_one_worker_needs_no_others() -> None:
+    backend, mine = TorchNative(Mesh(0, data_parallel_size=1), 1, "exact"), work.part_of(0)
+
+    for axis in AXES:
+        for result in (
+            backend.all_reduce(mine, axis),
+            backend.all_gather(mine, axis),
+            backend.reduce_scatter(mine, axis),
+            backend.fence(mine),
+        ):
+            assert torch.equal(result, mine)
+    assert backend.defer({"half": torch.tensor(0.5), "yes": torch.tensor(True)}).read() == {"half": 0.5, "yes": 1.0}
+
+
+def test_a_variant_without_a_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_backend() is TorchNative
+    monkeypatch.setenv("MILLRACE_VARIANT", "neuron")
+
+    with pytest.raises(DeviceError, match="this is a neuron image, and the program has no backend"):
+        choose_backend()
