@@ -31,7 +31,8 @@ from images.platforms import REPOSITORY, SERVICES, read_digests, read_platforms
 from images.release import release
 from images.sbom import write_sboms
 from images.versions import describe_build
-from services.common.errors import RecipeError, exit_code_of
+from services.common.entry_point import exit_code_of
+from services.common.errors import RecipeError
 
 
 def main(argv: list[str]) -> int:

@@ -21,7 +21,8 @@ from k8s.deploy.overlay import choose_overlay, cluster_down, cluster_up
 from k8s.deploy.stage import require_stage_name
 from k8s.deploy.status import describe_status
 from k8s.deploy.wish import Wish
-from services.common.errors import RecipeError, exit_code_of
+from services.common.entry_point import exit_code_of
+from services.common.errors import RecipeError
 
 START_TIMEOUT_SECONDS = 1800
 

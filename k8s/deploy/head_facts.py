@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from k8s.deploy.deployment import RECORDS_READ
-from services.common.platform import describe_platform
+from services.common.image_platform import describe_platform
 
 
 def describe_head() -> dict[str, object]:

@@ -22,7 +22,8 @@ from k8s.deploy.placement import pods_of
 from k8s.deploy.release import rayjobs_of, release_pods, stop_rayjobs
 from k8s.deploy.stage import read_stage
 from k8s.deploy.verdict import has_ended
-from services.common.errors import MillraceError, exit_code_of
+from services.common.entry_point import exit_code_of
+from services.common.errors import MillraceError
 from services.common.recipe import STAGES
 
 POLL_SECONDS = 2.0

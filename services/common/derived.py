@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from services.common.artifacts.corpus import CorpusPayload
-from services.common.platform import BACKENDS, image_variant
+from services.common.image_platform import BACKENDS, image_variant
 from services.common.recipe import STAGES, Recipe, stage_nodes
 
 

@@ -6,23 +6,11 @@ Anything that is not one of these is a bug of ours: it keeps its traceback and e
 
 from __future__ import annotations
 
-import atexit
 import errno
-import io
-import logging
-import os
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
-
-from services.common.stop_signals import Stopped, ignore_stop_signals, install, is_reader_gone, name_signal
-
-logger = logging.getLogger(__name__)
-
-_at_end: list[Callable[[int], None]] = []
 
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
@@ -123,74 +111,3 @@ def naming_the_place(folder: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(folder)
         raise
-
-
-def run_stage(main: Callable[[list[str]], int]) -> NoReturn:
-    """The process edge of every program: run `main(argv)` and leave with the exit code its errors stand for."""
-    # A stage that is told to stop while it holds only restartable work ends like one that was preempted.
-    # The trainer replaces this by what commits a checkpoint first.
-    install(_raise_stopped)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names and text of any language, on a terminal of any encoding
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        exit_code = exit_code_of(lambda: main(sys.argv[1:]))
-    except Stopped as error:  # while another end was reported
-        exit_code = error.exit_code
-    install(lambda signum: os._exit(exit_code))  # nothing is left to be stopped
-    for leave in _at_end:
-        leave(exit_code)
-    if exit_code in (TryAgain.exit_code, EXIT_INTERRUPTED):
-        # A library's threads may be at work, and then its own end of a process is to abort it.
-        atexit._run_exitfuncs()
-        with suppress(OSError):  # nobody reads
-            sys.stdout.flush()
-        os._exit(exit_code)
-    ignore_stop_signals()  # Python would restore what they do at the very end
-    sys.exit(exit_code)
-
-
-def call_at_end(leave: Callable[[int], None]) -> None:
-    """Let `run_stage` call `leave(exit_code)` when all else is done."""
-    _at_end.append(leave)
-
-
-def exit_code_of(work: Callable[[], int]) -> int:
-    """Run `work` and translate what it raises into an exit code and a printed message."""
-    try:
-        exit_code = work()
-        sys.stdout.flush()  # here, where a reader that has gone can be handled
-        return exit_code
-    except (MillraceError, Stopped) as error:
-        return _report(error)
-    except KeyboardInterrupt:  # of a program that is no stage
-        return _report(Interrupted("Interrupted. Nothing was published half; the same command continues."))
-    except BrokenPipeError:
-        if not is_reader_gone(sys.stdout.fileno()):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        if error.errno in STORAGE_ERRNOS:
-            return _report(explain_storage_error(error))
-        if error.errno in TRANSIENT_ERRNOS and not isinstance(error, ConnectionError):
-            return _report(
-                TryAgain(
-                    f"{error.filename or 'the file system'}: {error.strerror}. Look after the mount or the disk; the "
-                    f"same command continues from what was committed."
-                )
-            )
-        if error.errno == errno.ENAMETOOLONG:
-            return _report(
-                RecipeError(f"{error.filename}: {error.strerror}. Pass a shorter path, or shorten the name.")
-            )
-        raise
-
-
-def _report(error: MillraceError | Stopped) -> int:
-    with suppress(OSError):  # nobody reads
-        print(f"millrace: {error}", file=sys.stderr, flush=True)
-    return error.exit_code
-
-
-def _raise_stopped(signum: int) -> NoReturn:
-    raise Stopped(signum, f"Stopped by {name_signal(signum)} before publishing. The same command continues the work.")

@@ -20,6 +20,7 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.artifacts.upstream import find_cache, open_corpus
 from services.common.command_line import RecipeParser
+from services.common.entry_point import run_stage
 from services.common.errors import (
     STORAGE_ERRNOS,
     ArtifactError,
@@ -28,9 +29,8 @@ from services.common.errors import (
     RecipeError,
     StorageError,
     explain_storage_error,
-    run_stage,
 )
-from services.common.platform import WITH_PROGRAM, describe_platform, image_variant, require_backend
+from services.common.image_platform import WITH_PROGRAM, describe_platform, image_variant, require_backend
 from services.common.recipe import STAGES, Recipe
 
 

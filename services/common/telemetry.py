@@ -9,14 +9,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import rich.console
 import rich.progress
-
-from services.common.artifacts.manifest import Phase
 
 PLAIN_PROGRESS_SECONDS = 10.0
 _LAST_LINE_BYTES = 16_384
@@ -72,19 +69,6 @@ def _parse_object(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
-
-
-class Stopwatch:
-    """Times the phases of a stage for its manifest."""
-
-    def __init__(self) -> None:
-        self.phases: list[Phase] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        started_at, start = datetime.now(UTC), time.perf_counter()
-        yield
-        self.phases.append(Phase(name=name, started_at=started_at, seconds=round(time.perf_counter() - start, 3)))
 
 
 class Progress(Protocol):

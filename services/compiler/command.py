@@ -11,7 +11,7 @@ from services.common.artifacts.files import total_bytes
 from services.common.artifacts.store import Address, publish_once
 from services.common.command_line import StageParser
 from services.common.derived import describe
-from services.common.platform import image_variant, require_backend
+from services.common.image_platform import image_variant, require_backend
 from services.common.program.fingerprint import program_facts
 from services.common.recipe import fingerprint
 from services.common.telemetry import configure_logging

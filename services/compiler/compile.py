@@ -17,12 +17,13 @@ from typing import Any
 
 from services.common.artifacts.compile_cache import GRAPHS, CompileCachePayload
 from services.common.artifacts.files import list_files
+from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import DeviceError, StorageError, WorkersLost
 from services.common.private_folder import new_name, private_folder
 from services.common.program.backends.choice import choose_backend
 from services.common.recipe import Recipe, fingerprint
-from services.common.telemetry import Stopwatch, show_progress
+from services.common.telemetry import show_progress
 from services.compiler.trace import PHASES
 
 NEARLY_FULL_BYTES = 2**20
@@ -42,12 +43,12 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace) 
 
     Raises `DeviceError` with the compiler's log when a graph fails, `StorageError` when the disk is full.
     """
-    scratch, stopwatch = workspace.own_scratch, Stopwatch()
-    with stopwatch.phase("compile"):
+    scratch, phase_timer = workspace.own_scratch, PhaseTimer()
+    with phase_timer.phase("compile"):
         compiled = _trace(recipe, scratch / "compile", title="compiling")
         published = workspace.files / GRAPHS
         _copy_files(scratch / "compile" / "cache", published)
-    with stopwatch.phase("verify"):
+    with phase_timer.phase("verify"):
         # Another path, as on a trainer's node: a cache that only works where it was made is not a cache.
         verified = _trace(recipe, scratch / "verify", title="verifying", warm_from=published)
     if verified.graphs_compiled or verified.new_files:
@@ -64,7 +65,7 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace) 
         graphs_compiled=compiled.graphs_compiled,
         graphs_missed_by_verification=0,
         world_size_traced=recipe.parallel.data_parallel_size,
-        phases=tuple(stopwatch.phases),
+        phases=tuple(phase_timer.phases),
     )
     return Draft(payload)
 

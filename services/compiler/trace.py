@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.common.errors import run_stage
+from services.common.entry_point import run_stage
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend
 from services.common.program.mesh import Mesh
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     recipe = Recipe.model_validate_json((folder / "recipe.json").read_text(encoding="utf-8"))
-    WorkerGroup.imagine(recipe.parallel.data_parallel_size)
+    WorkerGroup.fake(recipe.parallel.data_parallel_size)
     mesh = Mesh(0, data_parallel_size=recipe.parallel.data_parallel_size)
     backend = choose_backend()(mesh, recipe.parallel.threads_per_worker, recipe.train.reduction)
     trace(recipe, backend, report=lambda phase: print(phase, flush=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.errors import run_stage
+from services.common.entry_point import run_stage
 from services.common.stop_signals import end_at_once, on_stop_signal
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from services.common.artifacts.corpus import SPLITS, CorpusPayload, SourceCounts, Vocabulary
 from services.common.artifacts.manifest import write_durably
+from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import Launcher
 from services.common.recipe import Recipe
-from services.common.telemetry import Stopwatch, show_progress
+from services.common.telemetry import show_progress
 from services.tokenizer.encode_task import EncodedSplit, EncodeTask, encode_split
 from services.tokenizer.encoding.encoder import token_dtype
 from services.tokenizer.encoding.vocabulary_file import explain_choice, reference_name
@@ -24,17 +25,19 @@ from services.tokenizer.vocabulary import provide_vocabulary
 logger = logging.getLogger(__name__)
 
 
-def build_corpus(workspace: Workspace, recipe: Recipe, plan: Plan, launcher: Launcher, stopwatch: Stopwatch) -> Draft:
+def build_corpus(
+    workspace: Workspace, recipe: Recipe, plan: Plan, launcher: Launcher, phase_timer: PhaseTimer
+) -> Draft:
     """Fill the workspace. What an interrupted attempt finished in `scratch` is kept: vocabulary, encoded splits."""
-    with stopwatch.phase("vocabulary"):
+    with phase_timer.phase("vocabulary"):
         vocabulary_path, vocabulary = provide_vocabulary(recipe, plan, workspace.scratch)
     logger.info("%s", explain_choice(vocabulary_path.read_bytes(), vocabulary, recipe.tokenizer.encoder))
     folder = begin_encoding(workspace, plan, vocabulary, recipe.tokenizer.encoder)
     tasks = make_tasks(recipe, plan, vocabulary_path, vocabulary, folder)
-    with stopwatch.phase("encode"):
+    with phase_timer.phase("encode"):
         encoded = _encode(tasks, launcher, recipe.tokenizer.num_workers)
     _require_a_sample(encoded, recipe.corpus.sequence_length)
-    with stopwatch.phase("pack"):
+    with phase_timer.phase("pack"):
         _copy_vocabulary(vocabulary_path, workspace.files / vocabulary.path)
         layout = Layout(
             token_dtype=token_dtype(vocabulary.vocab_size),
@@ -53,7 +56,7 @@ def build_corpus(workspace: Workspace, recipe: Recipe, plan: Plan, launcher: Lau
         **{count: sum(getattr(each, count) for each in encoded) for count in _SUMMED},
         sources=_count_sources(recipe, plan, encoded),
         splits=counts,
-        phases=tuple(stopwatch.phases),
+        phases=tuple(phase_timer.phases),
     )
     return Draft(payload, plan.links)
 

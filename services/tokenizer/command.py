@@ -13,12 +13,13 @@ from collections.abc import Callable
 
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import total_bytes
+from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Address, Artifact, publish_once
 from services.common.command_line import StageParser
 from services.common.derived import describe
 from services.common.errors import RecipeError
 from services.common.launch.launcher import choose_launcher
-from services.common.telemetry import Stopwatch, configure_logging
+from services.common.telemetry import configure_logging
 from services.tokenizer.build import build_corpus
 from services.tokenizer.plan import make_plan
 from services.tokenizer.tools.comparison import diff
@@ -55,15 +56,15 @@ def make_corpus(argv: list[str]) -> int:
     if arguments.dry_run:
         print(describe(recipe, None))
         return 0
-    stopwatch = Stopwatch()
-    with stopwatch.phase("plan"):
+    phase_timer = PhaseTimer()
+    with phase_timer.phase("plan"):
         plan = make_plan(recipe)
     corpus, is_new = publish_once(
         Address(arguments.root, "corpus", recipe.corpus.name, plan.artifact_id),
         CorpusManifest,
         "tokenizer",
         recipe,
-        lambda workspace: build_corpus(workspace, recipe, plan, choose_launcher(arguments.launch), stopwatch),
+        lambda workspace: build_corpus(workspace, recipe, plan, choose_launcher(arguments.launch), phase_timer),
     )
     print(summarize(corpus, is_new, time.perf_counter() - start))
     return 0

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from services.common.artifacts.corpus import SPLITS, Split, Vocabulary
 from services.common.artifacts.files import xxh3_of
-from services.common.artifacts.manifest import Record
+from services.common.artifacts.manifest import ManifestModel
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
 from services.tokenizer.encoding.vocabulary_file import EncoderChoice, load_encoder
@@ -52,7 +52,7 @@ class EncodeTask:
         return self.scratch / f"{self.split.index:06d}.json"
 
 
-class EncodedPart(Record):
+class EncodedPart(ManifestModel):
     """What an input split adds to the train or the validation stream."""
 
     documents: int
@@ -66,7 +66,7 @@ class EncodedPart(Record):
         return self.document_tokens + BOS_AND_EOS * self.documents
 
 
-class EncodedSplit(Record):
+class EncodedSplit(ManifestModel):
     """The result of a task, and its marker."""
 
     vocabulary_sha256: str

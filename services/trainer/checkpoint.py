@@ -124,7 +124,7 @@ class CheckpointWriter:
             commit(address, CheckpointManifest, "trainer", job.recipe, Draft(payload, inputs), job.lease)
         logger.info("committed checkpoint step=%d", payload.step)
         self.slowest_seconds = max(self.slowest_seconds, time.perf_counter() - started)
-        discard_old(job.checkpoint_shelf, job.recipe.checkpoint, payload.step, job.lease)
+        discard_old(job.checkpoint_collection, job.recipe.checkpoint, payload.step, job.lease)
 
 
 def verify_checkpoint(checkpoint: Artifact[CheckpointManifest]) -> None:
@@ -133,7 +133,7 @@ def verify_checkpoint(checkpoint: Artifact[CheckpointManifest]) -> None:
 
 
 def newest_checkpoint(
-    shelf: Path, verify: Callable[[Artifact[CheckpointManifest]], None] = verify_checkpoint
+    collection: Path, verify: Callable[[Artifact[CheckpointManifest]], None] = verify_checkpoint
 ) -> Artifact[CheckpointManifest] | None:
     """The newest checkpoint that verifies; damaged ones are reported and passed over.
 
@@ -141,10 +141,10 @@ def newest_checkpoint(
     are checkpoints and all of them are damaged: starting again from nothing would not be what the user meant.
     """
     damages = []
-    for step in reversed(_checkpoint_steps(shelf)):
+    for step in reversed(_checkpoint_steps(collection)):
         name = checkpoint_id(step)
         try:
-            checkpoint = _open_verified(shelf / name, verify)
+            checkpoint = _open_verified(collection / name, verify)
         except UnreadableError:
             raise
         except ArtifactError as error:
@@ -154,15 +154,15 @@ def newest_checkpoint(
             return checkpoint
     if damages:
         raise ArtifactError(
-            f"{shelf}: all {len(damages)} checkpoints are damaged:\n  " + "\n  ".join(damages) + f"\n"
-            f"Restore one from a copy, or move {shelf} away to start this run from step 0."
+            f"{collection}: all {len(damages)} checkpoints are damaged:\n  " + "\n  ".join(damages) + f"\n"
+            f"Restore one from a copy, or move {collection} away to start this run from step 0."
         )
     return None
 
 
-def _checkpoint_steps(shelf: Path) -> list[int]:
+def _checkpoint_steps(collection: Path) -> list[int]:
     """Steps of the published checkpoints, ascending; not what a person has renamed."""
-    return sorted(step for name in published_ids(shelf) if (step := step_of(name)) is not None)
+    return sorted(step for name in published_ids(collection) if (step := step_of(name)) is not None)
 
 
 def _open_verified(
@@ -184,9 +184,9 @@ def _is_intact(folder: Path) -> bool:
     return True
 
 
-def newest_step(shelf: Path) -> int | None:
+def newest_step(collection: Path) -> int | None:
     """Of the committed checkpoints, without a look at whether they verify."""
-    return max(_checkpoint_steps(shelf), default=None)
+    return max(_checkpoint_steps(collection), default=None)
 
 
 def load_checkpoint(checkpoint: Artifact[CheckpointManifest], program: Program) -> None:
@@ -222,21 +222,21 @@ def _describe(tensor: tuple[tuple[int, ...], torch.dtype] | None) -> str:
     return f"{tensor[1]} {list(tensor[0])}" if tensor else "none"
 
 
-def discard_old(shelf: Path, policy: Checkpoint, committed_step: int, lease: Lease) -> None:
+def discard_old(collection: Path, policy: Checkpoint, committed_step: int, lease: Lease) -> None:
     """Remove what is older than the `keep_latest` newest intact checkpoints, but for those that are kept for good.
 
     `committed_step` has just been committed; the others count once they verify, by their checksums. Damaged ones among
     those that are kept stay where they are, for a person to look at. Later ones are damaged too, or the run would have
     continued from them. A removal that fails is reported: the run needs none.
     """
-    steps = [step for step in reversed(_checkpoint_steps(shelf)) if step <= committed_step]
+    steps = [step for step in reversed(_checkpoint_steps(collection)) if step <= committed_step]
     intact = 0
     for step in steps:
         if intact >= policy.keep_latest:
             if not policy.keep_interval_steps or step % policy.keep_interval_steps:
-                _discard(shelf / checkpoint_id(step), lease)
+                _discard(collection / checkpoint_id(step), lease)
         elif len(steps) > policy.keep_latest:
-            intact += step == committed_step or _is_intact(shelf / checkpoint_id(step))
+            intact += step == committed_step or _is_intact(collection / checkpoint_id(step))
 
 
 def _discard(checkpoint: Path, lease: Lease) -> None:

@@ -19,7 +19,7 @@ from services.common.artifacts.upstream import open_corpus
 from services.common.command_line import StageParser
 from services.common.derived import describe
 from services.common.errors import ArtifactError, MillraceError, naming_the_place
-from services.common.platform import image_variant, require_backend
+from services.common.image_platform import image_variant, require_backend
 from services.common.recipe import Recipe
 from services.common.telemetry import configure_logging
 from services.trainer.export import export
@@ -32,10 +32,10 @@ from services.trainer.job import (
     open_cache,
     run_name,
 )
-from services.trainer.node import newest_checkpoint_on_node, prepare_node, using_node
+from services.trainer.node_staging import newest_checkpoint_on_node, prepare_node, using_node
 from services.trainer.report import read_state, write_report
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
-from services.trainer.sample import Writer, require_drawable
+from services.trainer.sample import TextGenerator, require_drawable
 from services.trainer.supervise import supervise
 
 logger = logging.getLogger(__name__)
@@ -69,13 +69,13 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             # Where they differ, the command was killed between the last commit and the report.
             if read_state(job.run_folder) != describe_state(checkpoint):
                 report_training(job, arguments.recipe)
-            print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_shelf}")
+            print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_collection}")
             return 0
         prepare_node(job)
         with naming_the_place(job.root):
             supervise(replace(job, workers_started_at=datetime.now(UTC)), held)
     report_training(job, arguments.recipe)
-    print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_shelf}")
+    print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_collection}")
     return 0
 
 
@@ -98,7 +98,7 @@ def print_sample(arguments: Namespace, recipe: Recipe) -> int:
     """Let the newest checkpoint continue a prompt."""
     require_drawable(arguments.tokens, arguments.temperature, arguments.seed)
     run = _find_run(arguments, recipe)
-    print(Writer(run).write(arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed))
+    print(TextGenerator(run).generate(arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed))
     return 0
 
 
@@ -132,8 +132,8 @@ def report_training(job: Job, recipe_path: Path) -> None:
 
 def closing_sample(run: Run) -> str:
     """Three beginnings and what the model makes of them. It takes the memory of a float32 model."""
-    writer = Writer(run)
-    written = [writer.write(prompt, num_tokens=60, temperature=0.7, seed=0) for prompt in CLOSING_PROMPTS]
+    writer = TextGenerator(run)
+    written = [writer.generate(prompt, num_tokens=60, temperature=0.7, seed=0) for prompt in CLOSING_PROMPTS]
     return "\n\n".join(f"> {text.strip()}" for text in written)
 
 

@@ -31,7 +31,7 @@ class SkippedSteps:
 
 def diverged(job: Job, record: StepRecord, skipped: SkippedSteps) -> RecipeError:
     """What a run that diverged ends with: exit 2, for no retry can help."""
-    train, newest = job.recipe.train, newest_step(job.checkpoint_shelf)
+    train, newest = job.recipe.train, newest_step(job.checkpoint_collection)
     if skipped.are_too_many:
         what = (
             f"{skipped.in_a_row} steps in a row were skipped because their gradients were not finite, "
@@ -45,5 +45,5 @@ def diverged(job: Job, record: StepRecord, skipped: SkippedSteps) -> RecipeError
         f"{record.gradient_norm:g}, the learning rate is {record.learning_rate:g}; in all {skipped.total} of "
         f"{record.step} steps were skipped. The same command would repeat these steps bit for bit. "
         f"Change what they are made of, first of all a lower optimizer.learning_rate, a longer optimizer.warmup_steps "
-        f"or another train.seed: that begins a run of its own. Checkpoints stay in {job.checkpoint_shelf}; {kept}."
+        f"or another train.seed: that begins a run of its own. Checkpoints stay in {job.checkpoint_collection}; {kept}."
     )

@@ -50,8 +50,8 @@ class Job:
         return Address(self.root, "checkpoint", self.run, checkpoint_id(step))
 
     @property
-    def checkpoint_shelf(self) -> Path:
-        return self.checkpoint_address(0).shelf
+    def checkpoint_collection(self) -> Path:
+        return self.checkpoint_address(0).collection
 
 
 def run_folder(root: Path, run: str) -> Path:

@@ -25,9 +25,9 @@ from services.trainer.data import evaluation_batch, micro_batches, num_evaluatio
 from services.trainer.divergence import ENDED_BY, SkippedSteps, diverged
 from services.trainer.job import Job
 from services.trainer.metrics import StepRecord
-from services.trainer.node import compile_cache_folder, new_cache_files, newest_checkpoint_on_node, prepare_node
-from services.trainer.recorder import Recorder
-from services.trainer.stop import StopReason, StopWatch, clear_stop, stopped
+from services.trainer.node_staging import compile_cache_folder, new_cache_files, newest_checkpoint_on_node, prepare_node
+from services.trainer.recorder import MetricsRecorder
+from services.trainer.stop import StopConditions, StopReason, clear_stop, stopped
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     require_same_step(job, group, first_step)
     training = TokenStream(job.corpus.path, job.corpus.manifest.corpus, "train")
     validation = TokenStream(job.corpus.path, job.corpus.manifest.corpus, "validation")
-    stop_watch = StopWatch(job, environment)
+    stop_conditions = StopConditions(job, environment)
     skipped = SkippedSteps(job, skipped_steps)
     schedule = CheckpointSchedule(recipe)
     writer = CheckpointWriter(job, environment.world_size) if rank == 0 else None
@@ -58,7 +58,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     reason, done = StopReason.NONE, first_step
     divergence: StepRecord | None = None
 
-    with Recorder(job, rank, first_step) as recorder:
+    with MetricsRecorder(job, rank, first_step) as recorder:
         while done < recipe.train.max_steps and not reason and not divergence:
             step, started = done, time.perf_counter()
             tokens = list(micro_batches(training, recipe.batch, recipe.train.seed, step, backend.mesh))
@@ -69,7 +69,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
             step_seconds = time.perf_counter() - started
 
             done = step + 1
-            reason = StopReason(group.maximum(stop_watch.look(done)))
+            reason = StopReason(group.maximum(stop_conditions.check(done)))
             record = StepRecord(
                 step=done,
                 loss=result["loss"],
@@ -167,8 +167,9 @@ def require_same_step(job: Job, group: WorkerGroup, first_step: int) -> None:
     newest, oldest = group.maximum(first_step), -group.maximum(-first_step)
     if newest != oldest:
         raise ArtifactError(
-            f"{job.checkpoint_shelf}: one worker resumes after step {newest}, another after step {oldest}: not all "
-            f"nodes can read the newest checkpoint. Run `python -m services.common.artifacts verify` on each of them."
+            f"{job.checkpoint_collection}: one worker resumes after step {newest}, another after step {oldest}: not "
+            f"all nodes can read the newest checkpoint. Run `python -m services.common.artifacts verify` on each of "
+            f"them."
         )
 
 

@@ -69,7 +69,7 @@ class _AttemptLine(_Line):
 
 
 @dataclass(frozen=True)
-class Records:
+class ParsedLines:
     """What a file of JSON lines holds, and how many of its lines could not be read."""
 
     lines: list[dict[str, Any]]
@@ -127,14 +127,14 @@ class MetricsWriter:
         self._held.unlink(missing_ok=True)
 
 
-def read_metrics(run_folder: Path) -> Records:
+def read_metrics(run_folder: Path) -> ParsedLines:
     """One record per step, in order. A step that was done again after a crash counts once, as done last."""
     found = _read(run_folder / METRICS_FILE, _StepLine)
     by_step = {record["step"]: record for record in found.lines}
-    return Records([by_step[step] for step in sorted(by_step)], found.unreadable)
+    return ParsedLines([by_step[step] for step in sorted(by_step)], found.unreadable)
 
 
-def read_attempts(run_folder: Path) -> Records:
+def read_attempts(run_folder: Path) -> ParsedLines:
     return _read(run_folder / ATTEMPTS_FILE, _AttemptLine)
 
 
@@ -151,10 +151,10 @@ def mean_tokens_per_second(records: list[dict[str, Any]]) -> float:
     return sum(record["step_tokens"] for record in counted) / seconds if seconds else 0.0
 
 
-def _read(path: Path, kind: type[_Line]) -> Records:
+def _read(path: Path, kind: type[_Line]) -> ParsedLines:
     lines = read_json_lines(path)
     readable = [line for line in lines if line is not None and _is_readable(line, kind)]
-    return Records(readable, len(lines) - len(readable))
+    return ParsedLines(readable, len(lines) - len(readable))
 
 
 def _is_readable(record: dict[str, Any], kind: type[_Line]) -> bool:

@@ -11,7 +11,7 @@ from services.trainer.job import Job
 from services.trainer.metrics import MetricsWriter, StepRecord
 
 
-class Recorder:
+class MetricsRecorder:
     """Every worker has one, and those of other ranks than 0 write nothing."""
 
     def __init__(self, job: Job, rank: int, first_step: int) -> None:

@@ -68,7 +68,10 @@ def write_run(job: Job) -> None:
         "run": job.run,
         "recipe": job.recipe.model_dump(mode="json"),
         "artifacts": {"corpus": job.corpus.manifest.id},
-        "paths": {"corpus": _below(job.root, job.corpus.path), "checkpoints": _below(job.root, job.checkpoint_shelf)},
+        "paths": {
+            "corpus": _below(job.root, job.corpus.path),
+            "checkpoints": _below(job.root, job.checkpoint_collection),
+        },
     }
     if job.cache:
         run["artifacts"]["compile_cache"] = job.cache.manifest.id
@@ -109,10 +112,10 @@ def open_run(root: Path, name: str) -> Run:
             f"{folder / RUN_FILE}: describes the run {run_name(recipe, corpus)}, expected {name}. "
             f"The trainer's command for this recipe writes it anew."
         )
-    shelf = Address(root, "checkpoint", name, "").shelf
-    checkpoint = newest_checkpoint(shelf)
+    collection = Address(root, "checkpoint", name, "").collection
+    checkpoint = newest_checkpoint(collection)
     if checkpoint is None:
-        raise ArtifactError(f"{shelf}: the run has no checkpoint yet. Continue it, or wait for one.")
+        raise ArtifactError(f"{collection}: the run has no checkpoint yet. Continue it, or wait for one.")
     metrics, attempts = read_metrics(folder), read_attempts(folder)
     return Run(
         folder=folder,

@@ -19,7 +19,7 @@ MIN_TEMPERATURE = 1e-3
 """Below it float32 cannot divide every logit."""
 
 
-class Writer:
+class TextGenerator:
     """A run's newest checkpoint and its vocabulary, loaded once for all that they write."""
 
     def __init__(self, run: Run) -> None:
@@ -29,7 +29,7 @@ class Writer:
         self._model = load_model(run)
         self._sequence_length = run.recipe.corpus.sequence_length
 
-    def write(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
+    def generate(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
         """The prompt and up to `num_tokens` tokens of its continuation, ending at a document's end."""
         generator = torch.Generator().manual_seed(seed)
         tokens = [self._vocabulary.bos_id, *(self._codec.encode(prompt) if prompt else [])]

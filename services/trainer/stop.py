@@ -42,7 +42,7 @@ class StopReason(enum.IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-class StopWatch:
+class StopConditions:
     """One worker's view of the reasons to stop."""
 
     def __init__(self, job: Job, environment: WorkerEnvironment) -> None:
@@ -56,7 +56,7 @@ class StopWatch:
         if threading.current_thread() is threading.main_thread():  # Ray calls a worker in another thread
             signal.signal(signal.SIGTERM, self._terminate)
 
-    def look(self, step: int) -> StopReason:
+    def check(self, step: int) -> StopReason:
         """The strongest reason that this worker sees. Called after every step, by every worker."""
         reasons = [StopReason.NONE]
         if self._is_terminated:

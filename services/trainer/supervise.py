@@ -23,7 +23,7 @@ from services.trainer.checkpoint import newest_step
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics import read_last_step
-from services.trainer.node import using_node
+from services.trainer.node_staging import using_node
 from services.trainer.stop import StopReason, forget_signals, request_stop
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def supervise(job: Job, lease: HeldLease) -> None:
         shared_folder=job.run_folder,
     )
     logger.info("starting %d workers (%s); logs are in %s", spec.num_workers, job.launch, job.run_folder / "logs")
-    restarts, committed = 0, newest_step(job.checkpoint_shelf) or 0
+    restarts, committed = 0, newest_step(job.checkpoint_collection) or 0
     request = _StopRequest(job)
     with on_stop_signal(request.make, again=_end_at_once), _progress_of(job) as progress:
         while True:
@@ -69,7 +69,7 @@ def supervise(job: Job, lease: HeldLease) -> None:
                         f"Stopped by {name_signal(request.signum)}, and the workers were lost meanwhile ({error}). The "
                         f"same command continues from the newest committed checkpoint.",
                     ) from error
-                before, committed = committed, newest_step(job.checkpoint_shelf) or 0
+                before, committed = committed, newest_step(job.checkpoint_collection) or 0
                 restarts = 0 if committed > before else restarts  # a run of weeks may lose workers many times
                 if restarts == max_restarts:
                     raise WorkersLost(

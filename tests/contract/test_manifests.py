@@ -18,7 +18,8 @@ from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, CheckpointMan
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import Address, Draft, Workspace, publish_once
-from services.common.errors import ArtifactError, exit_code_of
+from services.common.entry_point import exit_code_of
+from services.common.errors import ArtifactError
 from services.common.recipe_file import load_recipe
 from services.common.tests.builders import RECIPE, fill, publish, write_recipe
 from services.tokenizer.__main__ import main as tokenizer

@@ -256,7 +256,7 @@ def test_the_neuron_image_keeps_the_torch_of_its_base_and_says_what_nodes_it_nee
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_neuron_image_has_what_its_service_stands_on(neuron_images: dict[str, str], service: str) -> None:
-    check = ("--entrypoint", "python", neuron_images[service], "-m", "services.common.platform")
+    check = ("--entrypoint", "python", neuron_images[service], "-m", "services.common.image_platform")
     assert "neuron" in docker("run", "--rm", "--read-only", *check)
 
 

@@ -87,17 +87,17 @@ def is_program(service: str) -> bool:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_gets_its_code_after_its_libraries_were_found(service: str) -> None:
-    """The check sees the three modules that it is made of, so that a change of other code finds it in the cache."""
+    """The check sees the modules that it is made of alone, so that a change of other code finds it in the cache."""
     text = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8")
     check = (
         "FROM packages AS code\nARG VARIANT\n"
-        "COPY services/common/errors.py services/common/platform.py services/common/stop_signals.py "
-        "/app/services/common/\n"
-        "RUN MILLRACE_VARIANT=$VARIANT python -m services.common.platform --without-device\n"
+        "COPY services/common/entry_point.py services/common/errors.py services/common/image_platform.py \\\n"
+        "    services/common/stop_signals.py /app/services/common/\n"
+        "RUN MILLRACE_VARIANT=$VARIANT python -m services.common.image_platform --without-device\n"
         "COPY services/common /app/services/common\n"
     )
     assert check in text
     assert f"    MILLRACE_SERVICE={service}\n" in text
     assert "\nFROM packages\n" in text
-    checked = {f"services.common.{name}" for name in ("platform", "errors", "stop_signals")}
-    assert closure_of(modules_of(REPOSITORY), {"services.common.platform"}) == checked
+    checked = {f"services.common.{name}" for name in ("entry_point", "errors", "image_platform", "stop_signals")}
+    assert closure_of(modules_of(REPOSITORY), {"services.common.image_platform"}) == checked

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM
-from services.common.platform import EVERY_SERVICE, LIBRARIES, NEURON_LIBRARIES, WITH_PROGRAM
+from services.common.image_platform import EVERY_SERVICE, LIBRARIES, NEURON_LIBRARIES, WITH_PROGRAM
 from tests.small import write_notes, write_small_recipe
 
 LOCAL = ("--tokenizer.num_workers=1", "--launch", "inline")
@@ -97,7 +97,7 @@ def test_a_library_that_is_there_and_breaks_is_named(tmp_path: Path) -> None:
     (tmp_path / "rich.py").write_text(BROKEN_RICH, encoding="utf-8")
 
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
-    done = run("services.common.platform", MILLRACE_SERVICE="head", PYTHONPATH=path)
+    done = run("services.common.image_platform", MILLRACE_SERVICE="head", PYTHONPATH=path)
 
     assert done.returncode == 4, done.stderr
     assert "rich is broken on the cpu variant (_ARRAY_API not found)" in done.stderr
@@ -114,8 +114,8 @@ def test_where_images_are_built_neuron_libraries_are_not_imported(tmp_path: Path
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)]),
     }
 
-    built = run("services.common.platform", "--without-device", **neuron)
-    started = run("services.common.platform", **neuron)
+    built = run("services.common.image_platform", "--without-device", **neuron)
+    started = run("services.common.image_platform", **neuron)
 
     assert built.returncode == 0, built.stderr
     assert started.returncode == 4
@@ -124,6 +124,6 @@ def test_where_images_are_built_neuron_libraries_are_not_imported(tmp_path: Path
 
 @pytest.mark.parametrize("service", ["tokenizer", "head"])
 def test_images_without_the_program_need_no_neuron_library(service: str) -> None:
-    done = run("services.common.platform", MILLRACE_SERVICE=service, MILLRACE_VARIANT="neuron")
+    done = run("services.common.image_platform", MILLRACE_SERVICE=service, MILLRACE_VARIANT="neuron")
 
     assert done.returncode == 0, done.stderr

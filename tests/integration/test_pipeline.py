@@ -54,11 +54,11 @@ def pipeline(options: tuple[str, ...]) -> dict[str, subprocess.CompletedProcess[
 
 def kill_while_compiling(options: tuple[str, ...]) -> None:
     """kill -9 the compiler stage after its first compiled files; nothing of it lives on and nothing is published."""
-    shelf = Path(options[-1]) / "compile_cache" / "small"
+    collection = Path(options[-1]) / "compile_cache" / "small"
     command = [sys.executable, "-m", "services.compiler", *options]
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 120
-        while not any(shelf.glob("*.scratch/*/compile/cache/*/*")):
+        while not any(collection.glob("*.scratch/*/compile/cache/*/*")):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -66,7 +66,7 @@ def kill_while_compiling(options: tuple[str, ...]) -> None:
         process.kill()
     _, alive = psutil.wait_procs(at_work, timeout=30)
     assert not alive
-    assert not list(shelf.glob("*[0-9a-f]/manifest.json"))
+    assert not list(collection.glob("*[0-9a-f]/manifest.json"))
 
 
 def stop_while_training(options: tuple[str, ...]) -> subprocess.CompletedProcess[str]:

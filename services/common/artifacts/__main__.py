@@ -17,7 +17,8 @@ from services.common.artifacts.lease import FolderWatch, LeaseTaken, LockWatch, 
 from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed, unreadable
 from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id, is_work, read_current
 from services.common.artifacts.token_stream import TokenStream
-from services.common.errors import ArtifactError, RecipeError, run_stage
+from services.common.entry_point import run_stage
+from services.common.errors import ArtifactError, RecipeError
 from services.common.input_file import parse_json, read_file
 
 MANIFEST_TYPES: dict[str, type[Manifest]] = {
@@ -27,7 +28,7 @@ RUNS = "run"
 
 # What the stages call their locks, and the temporary files beside them and beside `current.json`.
 _LOCK_OF_RUN = r"[a-z0-9][a-z0-9._-]*-[0-9a-f]{8}\.lock"
-_LOCK_ON_SHELF = r"(?:[0-9a-f]{16}|step-\d{8,}|current\.json)\.lock"
+_LOCK_IN_COLLECTION = r"(?:[0-9a-f]{16}|step-\d{8,}|current\.json)\.lock"
 _LOCK_MOVED = r"\.(?:(?:dead|released)-)?[0-9a-f]{32}"
 _CURRENT_DRAFT = r"\.current\.json\.[0-9a-f]+\.tmp"
 
@@ -138,19 +139,19 @@ def _raise_unreadable(error: OSError) -> NoReturn:
 
 
 def _find_work(root: Path) -> list[Path]:
-    """What stages leave on the shelves when they are interrupted; whether somebody still works with it is not asked.
+    """What interrupted stages leave in the collections; whether somebody still works with it is not asked.
 
     Partial, scratch and displaced folders, artifacts whose removal was interrupted, locks and temporary files. What is
     inside of an artifact is none of our business, nor is anything that has a name which no stage gives.
     """
     found = []
-    for shelf in _shelves(root):
-        for path in sorted(shelf.iterdir()):
+    for collection in _collections(root):
+        for path in sorted(collection.iterdir()):
             if path.is_dir() and not path.is_symlink():
                 is_headless = is_id(path.name) and not (path / MANIFEST).exists()
-                is_ours = shelf != root / RUNS and (is_work(path.name) or is_headless)
+                is_ours = collection != root / RUNS and (is_work(path.name) or is_headless)
             else:
-                lock = _LOCK_OF_RUN if shelf == root / RUNS else _LOCK_ON_SHELF
+                lock = _LOCK_OF_RUN if collection == root / RUNS else _LOCK_IN_COLLECTION
                 is_ours = re.fullmatch(rf"{lock}|\.{lock}{_LOCK_MOVED}|{_CURRENT_DRAFT}", path.name) is not None
             if is_ours:
                 found.append(path)
@@ -161,18 +162,18 @@ def _find_unreferenced(root: Path) -> list[Path]:
     """Corpora and compile caches that no manifest, no run and no `current.json` names. Checkpoints are kept."""
     published = {folder: read_manifest(folder) for folder in _find_published(root)}
     named = {link.id for manifest in published.values() for link in manifest.inputs}
-    for shelf in _shelves(root):
-        if (shelf / CURRENT).exists():
-            named.update(read_current(shelf).values())
+    for collection in _collections(root):
+        if (collection / CURRENT).exists():
+            named.update(read_current(collection).values())
     for run in (root / RUNS).glob("*/run.json"):
         named.update(_artifacts_of(run))
-    shelves = set(_shelves(root))
+    collections = set(_collections(root))
     return [
         folder
         for folder, manifest in published.items()
         if manifest.id not in named and manifest.kind != "checkpoint"
         # A copy that a person made is that person's.
-        if folder.parent in shelves and is_id(folder.name)
+        if folder.parent in collections and is_id(folder.name)
     ]
 
 
@@ -191,29 +192,32 @@ def _artifacts_of(run: Path) -> list[str]:
         ) from error
 
 
-def _shelves(root: Path) -> list[Path]:
+def _collections(root: Path) -> list[Path]:
     """The folders in which stages write and lock. Raises `RecipeError` when `root` is something else."""
     kinds = [root / kind for kind in (*MANIFEST_TYPES, RUNS) if (root / kind).is_dir()]
     if not kinds:
         raise RecipeError(f"{root}: none of {', '.join((*MANIFEST_TYPES, RUNS))} is in it. Pass the --root of a stage.")
     return [
-        shelf for kind in kinds for shelf in ([kind] if kind.name == RUNS else sorted(kind.iterdir())) if shelf.is_dir()
+        collection
+        for kind in kinds
+        for collection in ([kind] if kind.name == RUNS else sorted(kind.iterdir()))
+        if collection.is_dir()
     ]
 
 
 def _lock_of(path: Path) -> Path:
-    """What tells whether somebody works with something on a shelf.
+    """What tells whether somebody works with something in a collection.
 
     Checkpoints are written under the lock of their run. A lock that is being made, or was moved aside, names its owner.
     """
-    shelf = path.parent
+    collection = path.parent
     if path.name.startswith("."):
-        return shelf / f"{CURRENT}{LOCK_SUFFIX}" if re.fullmatch(_CURRENT_DRAFT, path.name) else path
+        return collection / f"{CURRENT}{LOCK_SUFFIX}" if re.fullmatch(_CURRENT_DRAFT, path.name) else path
     if path.suffix == LOCK_SUFFIX:
         return path
-    if shelf.parent.name == "checkpoint":
-        return shelf.parent.parent / RUNS / f"{shelf.name}{LOCK_SUFFIX}"
-    return shelf / f"{path.name.split('.')[0]}{LOCK_SUFFIX}"
+    if collection.parent.name == "checkpoint":
+        return collection.parent.parent / RUNS / f"{collection.name}{LOCK_SUFFIX}"
+    return collection / f"{path.name.split('.')[0]}{LOCK_SUFFIX}"
 
 
 def _remove(path: Path, watch: LockWatch, is_published: bool) -> bool:

@@ -12,13 +12,13 @@ from typing import ClassVar, Self
 
 from pydantic import model_validator
 
-from services.common.artifacts.manifest import Count, Manifest, Record
+from services.common.artifacts.manifest import Count, Manifest, ManifestModel
 
 WEIGHTS = "weights.safetensors"
 MOMENTS = "moments.safetensors"
 
 
-class CheckpointPayload(Record):
+class CheckpointPayload(ManifestModel):
     step: Count
     """Optimizer steps done."""
     tokens: Count

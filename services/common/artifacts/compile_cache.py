@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from services.common.artifacts.manifest import Count, Manifest, Phase, Record, Sha256
+from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Phase, Sha256
 
 GRAPHS = "graphs"
 """Subfolder that holds the compiler's cache directory."""
 
 
-class CompileCachePayload(Record):
+class CompileCachePayload(ManifestModel):
     target: Literal["cpu"]
     program_fingerprint: Sha256
     facts: dict[str, Any]

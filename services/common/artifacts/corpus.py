@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from services.common.artifacts.manifest import Count, Manifest, Phase, Record, RelativePath, Sha256
+from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Phase, RelativePath, Sha256
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -23,7 +23,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 VocabularyKind = Literal["sentencepiece", "tokenizer_json", "tiktoken"]
 
 
-class Vocabulary(Record):
+class Vocabulary(ManifestModel):
     kind: VocabularyKind
     path: RelativePath
     sha256: Sha256
@@ -38,7 +38,7 @@ class Vocabulary(Record):
         return self
 
 
-class SplitCounts(Record):
+class SplitCounts(ManifestModel):
     documents: Count
     document_tokens: Count
     """Tokens of the documents' text, without BOS and EOS."""
@@ -53,7 +53,7 @@ class SplitCounts(Record):
         return self.document_tokens + self.bos + self.eos
 
 
-class SourceCounts(Record):
+class SourceCounts(ManifestModel):
     """What a source of the recipe became."""
 
     uri: str
@@ -66,7 +66,7 @@ class SourceCounts(Record):
     """Of the corpus's tokens."""
 
 
-class CorpusPayload(Record):
+class CorpusPayload(ManifestModel):
     vocabulary: Vocabulary
     token_dtype: Literal["uint16", "uint32"]
     sequence_length: Annotated[int, Field(ge=1, lt=2**31)]

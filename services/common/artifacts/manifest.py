@@ -47,11 +47,11 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
-class Record(BaseModel):
+class ManifestModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True)
 
 
-class FileEntry(Record):
+class FileEntry(ManifestModel):
     path: RelativePath
     bytes: Count
     xxh3_128: Xxh3
@@ -60,21 +60,21 @@ class FileEntry(Record):
     """Recorded for provenance."""
 
 
-class InputLink(Record):
+class InputLink(ManifestModel):
     schema_id: Annotated[str, Field(alias="schema")]
     path: str
     id: str
     content_digest: str
 
 
-class Producer(Record):
+class Producer(ManifestModel):
     service: str
     version: str
     git_sha: str
     image: str
 
 
-class Phase(Record):
+class Phase(ManifestModel):
     """A timed part of a stage's work, for the timeline of the report."""
 
     name: str
@@ -82,7 +82,7 @@ class Phase(Record):
     seconds: Annotated[float, Field(ge=0)]
 
 
-class Manifest(Record):
+class Manifest(ManifestModel):
     """The header; each kind derives from it and adds its payload under the kind's own name."""
 
     SCHEMA: ClassVar[str]

@@ -65,16 +65,16 @@ class Address:
     id: str
 
     @property
-    def shelf(self) -> Path:
+    def collection(self) -> Path:
         """The folder of all artifacts of this kind and name."""
         return self.root / self.kind / self.name
 
     @property
     def path(self) -> Path:
-        return self.shelf / self.id
+        return self.collection / self.id
 
     def beside(self, suffix: str) -> Path:
-        return self.shelf / f"{self.id}{suffix}"
+        return self.collection / f"{self.id}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def publish_once(
     verifies what the first one published, and returns it. A crash at any point leaves either nothing
     visible or the complete artifact. Raises `TryAgain` when another writer took over.
     """
-    address.shelf.mkdir(parents=True, exist_ok=True)
+    address.collection.mkdir(parents=True, exist_ok=True)
     with hold_lease(address.beside(LOCK_SUFFIX)) as held:
         lease = held.lease
         if (address.path / MANIFEST).exists():
@@ -161,9 +161,9 @@ def begin_partial(address: Address, lease: Lease) -> Path:
     What earlier writers of `address` left unfinished is removed. What stands in the artifact's place without being
     one is displaced and not lost: it may be somebody's.
     """
-    address.shelf.mkdir(parents=True, exist_ok=True)
+    address.collection.mkdir(parents=True, exist_ok=True)
     displace(address, lease)
-    for path in list(address.shelf.iterdir()):
+    for path in list(address.collection.iterdir()):
         if re.fullmatch(re.escape(address.id) + _UNFINISHED, path.name):
             discard(path, lease)
     partial = _partial_of(address, lease)
@@ -238,7 +238,7 @@ def commit(address: Address, manifest_type: type[M], service: str, recipe: Recip
         if not _has_inode(address.path / MANIFEST, manifest_inode):
             raise
         # Done, and the answer was lost: a network file system sends a request again.
-    sync_folder(address.shelf)
+    sync_folder(address.collection)
     return manifest
 
 
@@ -251,12 +251,12 @@ def _has_inode(path: Path, inode: int) -> bool:
 
 def record_current(address: Address, key: str) -> None:
     """Make `address` the artifact that stages find for recipes with this identity."""
-    with hold_lease(address.shelf / f"{CURRENT}{LOCK_SUFFIX}") as held:
-        stored = _load_current(address.shelf)
+    with hold_lease(address.collection / f"{CURRENT}{LOCK_SUFFIX}") as held:
+        stored = _load_current(address.collection)
         if stored is None or stored.get(key) != address.id:
-            entries = {**read_current(address.shelf), key: address.id}
+            entries = {**read_current(address.collection), key: address.id}
             content = json.dumps(entries, indent=1, sort_keys=True).encode()
-            write_durably(address.shelf / CURRENT, content, fence=held.lease.require)
+            write_durably(address.collection / CURRENT, content, fence=held.lease.require)
 
 
 def find_artifact(
@@ -266,13 +266,13 @@ def find_artifact(
 
     Raises `ArtifactError` that says what makes one, `made_by`, when there is none.
     """
-    shelf = root / kind / name
-    found = read_current(shelf).get(identity_key(recipe, kind))
+    collection = root / kind / name
+    found = read_current(collection).get(identity_key(recipe, kind))
     if found is not None:
-        return require_in_place(open_artifact(shelf / found, manifest_type), identity_key(recipe, kind))
-    others = published_ids(shelf)
+        return require_in_place(open_artifact(collection / found, manifest_type), identity_key(recipe, kind))
+    others = published_ids(collection)
     seen = f" ({len(others)} there for other recipe settings: {', '.join(others[:4])})" if others else ""
-    raise ArtifactError(f"{shelf}: no {kind} for this recipe{seen}. Make it with {made_by}.")
+    raise ArtifactError(f"{collection}: no {kind} for this recipe{seen}. Make it with {made_by}.")
 
 
 def open_artifact(path: Path, manifest_type: type[M]) -> Artifact[M]:
@@ -296,8 +296,8 @@ def require_in_place(artifact: Artifact[M], key: str | None = None) -> Artifact[
     return artifact
 
 
-def published_ids(shelf: Path) -> list[str]:
-    return sorted(path.parent.name for path in shelf.glob(f"*/{MANIFEST}") if not is_work(path.parent.name))
+def published_ids(collection: Path) -> list[str]:
+    return sorted(path.parent.name for path in collection.glob(f"*/{MANIFEST}") if not is_work(path.parent.name))
 
 
 def is_id(name: str) -> bool:
@@ -310,29 +310,29 @@ def is_work(name: str) -> bool:
     return re.fullmatch(rf"{_ID}(?:{_UNFINISHED}|{_DISPLACED}|\.scratch)", name) is not None
 
 
-def read_current(shelf: Path) -> dict[str, str]:
+def read_current(collection: Path) -> dict[str, str]:
     """The map from identity key to newest id; rebuilt from the manifests when it is lost or torn.
 
     Raises `ArtifactError` when that needs a manifest that is damaged: passing over it could find an older artifact.
     """
-    stored = _load_current(shelf)
+    stored = _load_current(collection)
     if stored is not None:
         return stored
-    headers = [(Header.read(shelf / found), found) for found in published_ids(shelf)]
+    headers = [(Header.read(collection / found), found) for found in published_ids(collection)]
     headers.sort(key=lambda each: each[0].created_at)
     return {header.identity_key: found for header, found in headers}
 
 
-def _load_current(shelf: Path) -> dict[str, str] | None:
+def _load_current(collection: Path) -> dict[str, str] | None:
     """What `current.json` says; None when it is lost or torn, or names what is no longer there."""
-    path = shelf / CURRENT
+    path = collection / CURRENT
     try:
         entries = parse_json(read_file(path))
     except (FileNotFoundError, ValueError):
         return None
     except OSError as error:
         raise unreadable(path, error) from error
-    published = set(published_ids(shelf))
+    published = set(published_ids(collection))
     if isinstance(entries, dict) and all(isinstance(each, str) and each in published for each in entries.values()):
         return entries
     return None

@@ -20,7 +20,8 @@ from typing import Any
 
 import ray
 
-from services.common.errors import DeviceError, MillraceError, TryAgain, call_at_end
+from services.common.entry_point import call_at_end
+from services.common.errors import DeviceError, MillraceError, TryAgain
 from services.common.launch.cluster_address import AUTO, cluster_address, split_address
 from services.common.launch.guard import end_sessions
 from services.common.private_folder import new_name, private_folder

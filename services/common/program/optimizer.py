@@ -32,8 +32,8 @@ def step_scalars(optimizer: Optimizer, step: int, skipped_steps: int = 0) -> Ten
 
 def update_in_place(
     weights_P: Tensor,
-    first_P: Tensor,
-    second_P: Tensor,
+    exp_avg_P: Tensor,
+    exp_avg_sq_P: Tensor,
     gradient_P: Tensor,
     scalars_3: Tensor,
     optimizer: Optimizer,
@@ -47,12 +47,12 @@ def update_in_place(
     norm = gradient_P.square().sum().sqrt()
     is_finite = torch.isfinite(norm)
     clipped_P = gradient_P * torch.clamp(optimizer.max_grad_norm / (norm + 1e-6), max=1.0)
-    new_first_P = optimizer.beta1 * first_P + (1.0 - optimizer.beta1) * clipped_P
-    new_second_P = optimizer.beta2 * second_P + (1.0 - optimizer.beta2) * clipped_P.square()
-    direction_P = (new_first_P / correction1) / ((new_second_P / correction2).sqrt() + optimizer.epsilon)
+    new_exp_avg_P = optimizer.beta1 * exp_avg_P + (1.0 - optimizer.beta1) * clipped_P
+    new_exp_avg_sq_P = optimizer.beta2 * exp_avg_sq_P + (1.0 - optimizer.beta2) * clipped_P.square()
+    direction_P = (new_exp_avg_P / correction1) / ((new_exp_avg_sq_P / correction2).sqrt() + optimizer.epsilon)
     is_decayed_P = torch.arange(weights_P.numel(), device=weights_P.device) < num_decayed
     decay_P = is_decayed_P.float() * (rate * optimizer.weight_decay)
     weights_P.copy_(torch.where(is_finite, weights_P - decay_P * weights_P - rate * direction_P, weights_P))
-    first_P.copy_(torch.where(is_finite, new_first_P, first_P))
-    second_P.copy_(torch.where(is_finite, new_second_P, second_P))
+    exp_avg_P.copy_(torch.where(is_finite, new_exp_avg_P, exp_avg_P))
+    exp_avg_sq_P.copy_(torch.where(is_finite, new_exp_avg_sq_P, exp_avg_sq_P))
     return norm, is_finite

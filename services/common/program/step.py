@@ -38,8 +38,8 @@ class Program:
         self.model = Llama(recipe.model, recipe.corpus.sequence_length)
         initialize(self.model, recipe.model, recipe.train.seed)
         self.flat = FlatParameters(self.model)
-        self.first_P = torch.zeros_like(self.flat.weights_P)
-        self.second_P = torch.zeros_like(self.flat.weights_P)
+        self.exp_avg_P = torch.zeros_like(self.flat.weights_P)
+        self.exp_avg_sq_P = torch.zeros_like(self.flat.weights_P)
         is_compiled = recipe.compile.enabled
         self._loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
         self._update = backend.compile(self._apply_gradient) if is_compiled else self._apply_gradient
@@ -83,7 +83,7 @@ class Program:
 
     def digests(self) -> dict[str, int]:
         """A 63-bit hash over the bytes of each part of the state: equal on all workers as long as their bits are."""
-        parts = {"weights": self.flat.weights_P, "first moments": self.first_P, "second moments": self.second_P}
+        parts = {"weights": self.flat.weights_P, "first moments": self.exp_avg_P, "second moments": self.exp_avg_sq_P}
         return {name: xxhash.xxh3_64_intdigest(part.cpu().numpy().data) >> 1 for name, part in parts.items()}
 
     def weights(self) -> dict[str, Tensor]:
@@ -92,8 +92,8 @@ class Program:
 
     def moments(self) -> dict[str, Tensor]:
         """AdamW's moments as `first/<name>` and `second/<name>`; views, not copies."""
-        first = {f"first/{name}": view for name, view in self.flat.views(self.first_P).items()}
-        second = {f"second/{name}": view for name, view in self.flat.views(self.second_P).items()}
+        first = {f"first/{name}": view for name, view in self.flat.views(self.exp_avg_P).items()}
+        second = {f"second/{name}": view for name, view in self.flat.views(self.exp_avg_sq_P).items()}
         return first | second
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -110,8 +110,8 @@ class Program:
     def _apply_gradient(self, gradient_P: Tensor, scalars_3: Tensor) -> tuple[Tensor, Tensor]:
         return update_in_place(
             self.flat.weights_P,
-            self.first_P,
-            self.second_P,
+            self.exp_avg_P,
+            self.exp_avg_sq_P,
             gradient_P,
             scalars_3,
             self.recipe.optimizer,

@@ -43,7 +43,7 @@ class WorkerGroup:
         return cls(rank, world_size)
 
     @classmethod
-    def imagine(cls, world_size: int) -> Self:
+    def fake(cls, world_size: int) -> Self:
         """Rank 0 of a group whose other ranks do not exist: right shapes, meaningless values. For tracing."""
         from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - test module, slow import
 

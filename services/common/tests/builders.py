@@ -19,7 +19,7 @@ from services.common.artifacts.compile_cache import CompileCacheManifest, Compil
 from services.common.artifacts.files import describe_files
 from services.common.artifacts.manifest import MANIFEST, InputLink
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
-from services.common.errors import exit_code_of
+from services.common.entry_point import exit_code_of
 from services.common.recipe import Recipe, fingerprint
 from services.common.recipe_file import load_recipe
 

@@ -33,7 +33,7 @@ from services.common.artifacts.store import (
     find_artifact,
     publish_once,
 )
-from services.common.errors import exit_code_of
+from services.common.entry_point import exit_code_of
 from services.common.recipe import Recipe, fingerprint
 from services.common.tests.builders import (
     ID,
@@ -174,21 +174,21 @@ def test_list_shows_what_is_whole_beside_a_damaged_manifest(
 
 def test_gc_removes_what_dead_writers_left(root: Path, recipe: Recipe) -> None:
     artifact, _ = publish(root, recipe)
-    shelf, dead = artifact.path.parent, "d" * 16
+    collection, dead = artifact.path.parent, "d" * 16
     folders = [
-        make_folder(shelf / f"{dead}{PARTIAL_SUFFIX}"),
-        make_folder(shelf / f"{dead}.01234567{PARTIAL_SUFFIX}"),
-        make_folder(shelf / f"{ID}.displaced-01234567{PARTIAL_SUFFIX}"),
-        make_folder(shelf / f"{ID}.removed-01234567{PARTIAL_SUFFIX}"),
-        make_folder(shelf / f"{dead}{SCRATCH_SUFFIX}"),
+        make_folder(collection / f"{dead}{PARTIAL_SUFFIX}"),
+        make_folder(collection / f"{dead}.01234567{PARTIAL_SUFFIX}"),
+        make_folder(collection / f"{ID}.displaced-01234567{PARTIAL_SUFFIX}"),
+        make_folder(collection / f"{ID}.removed-01234567{PARTIAL_SUFFIX}"),
+        make_folder(collection / f"{dead}{SCRATCH_SUFFIX}"),
         make_folder(root / "checkpoint" / RUN / f"step-00000005.01234567{PARTIAL_SUFFIX}"),
     ]
     files = [
-        shelf / f"{dead}{LOCK_SUFFIX}",
+        collection / f"{dead}{LOCK_SUFFIX}",
         root / "run" / f"{RUN}{LOCK_SUFFIX}",
-        shelf / ".current.json.123.tmp",
-        shelf / f".{dead}{LOCK_SUFFIX}.{TOKEN}",
-        shelf / f".{dead}{LOCK_SUFFIX}.dead-{TOKEN}",
+        collection / ".current.json.123.tmp",
+        collection / f".{dead}{LOCK_SUFFIX}.{TOKEN}",
+        collection / f".{dead}{LOCK_SUFFIX}.dead-{TOKEN}",
         root / "run" / f".{RUN}{LOCK_SUFFIX}.released-{TOKEN}",
     ]
     for path in files:
@@ -198,20 +198,20 @@ def test_gc_removes_what_dead_writers_left(root: Path, recipe: Recipe) -> None:
     assert run("gc", root) == 0
 
     assert [path for path in left if path.exists()] == []
-    assert sorted(path.name for path in shelf.iterdir()) == [ID, CURRENT]
+    assert sorted(path.name for path in collection.iterdir()) == [ID, CURRENT]
 
 
 def test_gc_watches_locks_of_other_machines_and_all_at_once(
     root: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The time of their last change tells nothing: that machine's clock may be slow by days."""
-    shelf = publish(root, recipe)[0].path.parent
+    collection = publish(root, recipe)[0].path.parent
     identifiers = [f"{number:016x}" for number in range(20)]
     for identifier in identifiers:
-        make_folder(shelf / f"{identifier}{SCRATCH_SUFFIX}")
-        write_foreign_lock(shelf / f"{identifier}{LOCK_SUFFIX}")
-        os.utime(shelf / f"{identifier}{LOCK_SUFFIX}", (0, 0))
-    alive = shelf / f"{identifiers[7]}{LOCK_SUFFIX}"
+        make_folder(collection / f"{identifier}{SCRATCH_SUFFIX}")
+        write_foreign_lock(collection / f"{identifier}{LOCK_SUFFIX}")
+        os.utime(collection / f"{identifier}{LOCK_SUFFIX}", (0, 0))
+    alive = collection / f"{identifiers[7]}{LOCK_SUFFIX}"
     is_over = threading.Event()
 
     def beat() -> None:
@@ -228,7 +228,7 @@ def test_gc_watches_locks_of_other_machines_and_all_at_once(
         is_over.set()
         beating.result()
 
-    assert sorted(path.name for path in shelf.iterdir()) == sorted(
+    assert sorted(path.name for path in collection.iterdir()) == sorted(
         [ID, CURRENT, alive.name, f"{identifiers[7]}{SCRATCH_SUFFIX}"]
     )
     assert capsys.readouterr().out.count("watching 20 locks and folders") == 1
@@ -245,15 +245,15 @@ def test_gc_does_not_wait_for_writers_that_are_known_to_be_dead(
 
     assert run("gc", root) == 0
 
-    assert list(address_in(root).shelf.iterdir()) == []
+    assert list(address_in(root).collection.iterdir()) == []
 
 
 @pytest.mark.parametrize("is_alive", [False, True])
 def test_gc_takes_a_checkpoint_whose_removal_was_interrupted(root: Path, is_alive: bool) -> None:
     """Its manifest went first. A folder that grows may be one that is being copied to here."""
-    shelf = root / "checkpoint" / RUN
-    headless = make_folder(shelf / "step-00000005")
-    renamed = make_folder(shelf / "step-00000005.mine")
+    collection = root / "checkpoint" / RUN
+    headless = make_folder(collection / "step-00000005")
+    renamed = make_folder(collection / "step-00000005.mine")
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(run, "gc", root)
         while is_alive and not done.done():
@@ -284,16 +284,16 @@ def test_gc_keeps_an_artifact_whose_copy_was_completed_while_it_watched(
 
 def test_gc_leaves_alone_what_has_a_name_that_no_stage_gives(root: Path, recipe: Recipe) -> None:
     artifact, _ = publish(root, recipe)
-    shelf = artifact.path.parent
-    shutil.copytree(artifact.path, shelf / "mine.partial")
+    collection = artifact.path.parent
+    shutil.copytree(artifact.path, collection / "mine.partial")
     kept = [
-        shelf / "mine.partial",
-        make_folder(shelf / "experiment.scratch"),
+        collection / "mine.partial",
+        make_folder(collection / "experiment.scratch"),
         make_folder(root / "run" / "old.partial"),
     ]
     for name in ("notes.lock", ".mine.tmp"):
-        (shelf / name).write_text("mine")
-        kept.append(shelf / name)
+        (collection / name).write_text("mine")
+        kept.append(collection / name)
     publish(root, recipe, "b" * 16)
 
     assert run("gc", root, "--unreferenced", "--yes") == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.common.artifacts.store import published_ids
+from services.common.entry_point import exit_code_of
 from services.common.errors import (
     ArtifactError,
     DeviceError,
@@ -21,7 +22,6 @@ from services.common.errors import (
     StorageError,
     TryAgain,
     WorkersLost,
-    exit_code_of,
     explain_storage_error,
 )
 from services.common.tests.builders import REPOSITORY, address_in, make_recipe, publish, write_recipe
@@ -164,7 +164,7 @@ def test_a_publishing_stage_ends_with_0(tmp_path: Path) -> None:
     stage.communicate()
 
     assert stage.returncode == 0
-    assert len(published_ids(address_in(tmp_path / "fsx").shelf)) == 1
+    assert len(published_ids(address_in(tmp_path / "fsx").collection)) == 1
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_killed_at_any_operation_it_leaves_nothing_or_the_complete_artifact(tmp_
         victim = start_process(publish_and_die, root, recipe, operation)
         victim.join()
         assert victim.exitcode == -signal.SIGKILL
-        if published_ids(address_in(root).shelf):
+        if published_ids(address_in(root).collection):
             visible_after.append(operation)
             verify_files(address_in(root).path, open_artifact(address_in(root).path, CompileCacheManifest).manifest)
         artifact, _ = publish(root, recipe)
@@ -151,7 +151,7 @@ def test_a_writer_that_lost_its_lease_publishes_nothing(root: Path, recipe: Reci
     with pytest.raises(TryAgain, match="lost to another writer"):
         publish(root, recipe, build=build)
 
-    assert published_ids(address_in(root).shelf) == []
+    assert published_ids(address_in(root).collection) == []
     assert "another-machine" in lock.read_text()
 
 
@@ -239,23 +239,23 @@ def test_a_commit_whose_answer_is_lost_is_a_commit(
 
 
 def test_what_dead_writers_left_is_gone_when_the_next_one_has_published(root: Path, recipe: Recipe) -> None:
-    shelf = address_in(root).shelf
+    collection = address_in(root).collection
     for name in (f"{ID}.partial", f"{ID}.01234567.partial", f"{ID}.scratch/writer-01234567"):
-        (shelf / name).mkdir(parents=True)
+        (collection / name).mkdir(parents=True)
 
     publish(root, recipe)
 
-    assert sorted(path.name for path in shelf.iterdir()) == [ID, CURRENT]
+    assert sorted(path.name for path in collection.iterdir()) == [ID, CURRENT]
 
 
 def test_nothing_is_touched_before_the_lease_is_held(
     root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shelf = address_in(root).shelf
-    (shelf / f"{ID}.partial").mkdir(parents=True)
-    (shelf / ID).mkdir()
+    collection = address_in(root).collection
+    (collection / f"{ID}.partial").mkdir(parents=True)
+    (collection / ID).mkdir()
     write_foreign_lock(address_in(root).beside(LOCK_SUFFIX))
-    before = sorted(shelf.iterdir())
+    before = sorted(collection.iterdir())
 
     def give_up(seconds: float) -> None:
         raise TryAgain("terminated while it waits")
@@ -264,7 +264,7 @@ def test_nothing_is_touched_before_the_lease_is_held(
     with pytest.raises(TryAgain, match="while it waits"):
         publish(root, recipe)
 
-    assert sorted(shelf.iterdir()) == before
+    assert sorted(collection.iterdir()) == before
 
 
 def test_a_failed_build_publishes_nothing_and_frees_the_lock(root: Path, recipe: Recipe) -> None:
@@ -275,7 +275,7 @@ def test_a_failed_build_publishes_nothing_and_frees_the_lock(root: Path, recipe:
     with pytest.raises(ArtifactError):
         publish(root, recipe, build=build)
 
-    assert published_ids(address_in(root).shelf) == []
+    assert published_ids(address_in(root).collection) == []
     assert not address_in(root).beside(LOCK_SUFFIX).exists()
 
 

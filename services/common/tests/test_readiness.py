@@ -13,7 +13,7 @@ import pytest
 
 from services.common.artifacts.corpus import SPLITS, CorpusManifest, CorpusPayload, SplitCounts, Vocabulary, tail_path
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
-from services.common.errors import exit_code_of
+from services.common.entry_point import exit_code_of
 from services.common.readiness import main
 from services.common.tests.builders import REPOSITORY, fill, make_recipe, publish, write_recipe
 

@@ -9,14 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.common import telemetry
-from services.common.telemetry import (
-    JsonLines,
-    Stopwatch,
-    configure_logging,
-    read_json_lines,
-    read_last_json_line,
-    show_progress,
-)
+from services.common.artifacts.phase_timer import PhaseTimer
+from services.common.telemetry import JsonLines, configure_logging, read_json_lines, read_last_json_line, show_progress
 
 
 @pytest.fixture
@@ -137,14 +131,14 @@ def test_frequent_progress_is_one_line_at_the_end(
     assert capsys.readouterr().err == "encode: 100/100 bytes\n"
 
 
-def test_a_stopwatch_keeps_phases_in_order() -> None:
-    stopwatch = Stopwatch()
-    with stopwatch.phase("plan"):
+def test_a_phase_timer_keeps_phases_in_order() -> None:
+    phase_timer = PhaseTimer()
+    with phase_timer.phase("plan"):
         pass
-    with stopwatch.phase("encode"):
+    with phase_timer.phase("encode"):
         pass
 
-    assert [phase.name for phase in stopwatch.phases] == ["plan", "encode"]
+    assert [phase.name for phase in phase_timer.phases] == ["plan", "encode"]
 
 
 @pytest.mark.usefixtures("_logging_as_before")

@@ -24,7 +24,7 @@ import tokenizers
 from services.common.artifacts.corpus import CorpusManifest, Split
 from services.common.artifacts.files import describe_files
 from services.common.artifacts.store import Artifact
-from services.common.errors import exit_code_of
+from services.common.entry_point import exit_code_of
 from services.common.recipe import fingerprint
 from services.tokenizer.__main__ import main
 from services.tokenizer.encoding.sentencepiece_model import load_model

@@ -16,7 +16,7 @@ import safetensors.torch
 import xxhash
 
 from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, step_of
-from services.common.errors import exit_code_of
+from services.common.entry_point import exit_code_of
 from services.trainer.__main__ import main
 from services.trainer.metrics import read_metrics
 

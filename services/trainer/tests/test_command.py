@@ -15,7 +15,7 @@ import pytest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import read_sealed
 from services.common.artifacts.store import Artifact
-from services.common.errors import exit_code_of
+from services.common.entry_point import exit_code_of
 from services.trainer.__main__ import main
 from services.trainer.report import read_state
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
@@ -203,7 +203,7 @@ def test_training_succeeds_without_its_views_and_never_loads_the_model_for_them(
         raise MemoryError
 
     with monkeypatch.context() as small_machine:
-        small_machine.setattr("services.trainer.command.Writer", out_of_memory)
+        small_machine.setattr("services.trainer.command.TextGenerator", out_of_memory)
         small_machine.setattr("services.trainer.report._timeline", out_of_memory)
         exit_code, output = call_trainer(capfd, recipe, root, *alone)
         assert exit_code == 0, output

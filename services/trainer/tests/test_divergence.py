@@ -58,7 +58,7 @@ def test_a_run_that_updates_nothing_any_more_ends_with_2_and_says_what_to_change
         "gradient norm is",
         "the learning rate is",
         "lower optimizer.learning_rate",
-        str(job.checkpoint_shelf),
+        str(job.checkpoint_collection),
     ):
         assert part in message
     assert read_attempts(job.run_folder).lines[-1]["ended_by"] == "divergence"

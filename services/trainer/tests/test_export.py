@@ -15,7 +15,7 @@ from services.trainer.export import export
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.run import Run, open_run, vocabulary_file
-from services.trainer.sample import Writer, load_model
+from services.trainer.sample import TextGenerator, load_model
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 LLAMA_3_1 = {
@@ -85,8 +85,8 @@ def test_a_sample_continues_the_prompt_and_is_the_same_for_the_same_seed(
     train(job, ALONE)
     run = open_run(job.root, job.run)
     prompt = "sentence 1 </s><|end_of_text|>"  # typed, so no end
-    writer = Writer(run)
-    texts = [writer.write(prompt, num_tokens=30, temperature=1.0, seed=seed) for seed in (0, 0, 1)]
+    writer = TextGenerator(run)
+    texts = [writer.generate(prompt, num_tokens=30, temperature=1.0, seed=seed) for seed in (0, 0, 1)]
     assert texts[0].startswith(prompt)
     assert texts[0] == texts[1] != texts[2]
 

@@ -58,8 +58,8 @@ def test_a_worker_that_wakes_up_while_it_writes_ends_and_damages_nothing(
         with pytest.raises(TryAgain, match="lost to another writer"):
             writer.wait()
 
-    assert completed_step(newest_checkpoint(lost.checkpoint_shelf)) == 5
-    assert [path.name for path in lost.checkpoint_shelf.iterdir()] == ["step-00000005"]
+    assert completed_step(newest_checkpoint(lost.checkpoint_collection)) == 5
+    assert [path.name for path in lost.checkpoint_collection.iterdir()] == ["step-00000005"]
 
 
 def test_what_earlier_attempts_left_of_a_checkpoint_is_removed_by_the_one_that_writes_it(
@@ -67,8 +67,8 @@ def test_what_earlier_attempts_left_of_a_checkpoint_is_removed_by_the_one_that_w
 ) -> None:
     job = new_job(train__max_steps="5")
     for name in LEFTOVERS:
-        (job.checkpoint_shelf / name).mkdir(parents=True)
+        (job.checkpoint_collection / name).mkdir(parents=True)
 
     train(job, ALONE)
 
-    assert not [path for path in job.checkpoint_shelf.iterdir() if is_work(path.name)]
+    assert not [path for path in job.checkpoint_collection.iterdir() if is_work(path.name)]

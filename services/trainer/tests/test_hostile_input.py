@@ -24,7 +24,8 @@ from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import CURRENT, Address, Artifact, Draft, Workspace, open_artifact, publish_once
 from services.common.artifacts.token_stream import TokenStream
 from services.common.artifacts.upstream import open_corpus
-from services.common.errors import ArtifactError, UnreadableError, exit_code_of
+from services.common.entry_point import exit_code_of
+from services.common.errors import ArtifactError, UnreadableError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.recipe import Checkpoint
 from services.trainer.__main__ import main
@@ -32,9 +33,9 @@ from services.trainer.checkpoint import discard_old, load_checkpoint, newest_che
 from services.trainer.export import export
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.node import compile_cache_folder, prepare_node
+from services.trainer.node_staging import compile_cache_folder, prepare_node
 from services.trainer.run import RUN_FILE, open_run
-from services.trainer.sample import Writer, load_model
+from services.trainer.sample import TextGenerator, load_model
 from services.trainer.tests.builders import forge, make_corpus, make_program, make_recipe, write_recipe
 from services.trainer.tests.runs import checkpoints
 
@@ -265,7 +266,7 @@ def test_tensors_that_are_not_the_models_are_refused(
     folder = trained.checkpoint_address(1).path
     rewrite_tensors(folder, WEIGHTS, change)
     program = make_program(trained.recipe)
-    checkpoint = newest_checkpoint(trained.checkpoint_shelf)
+    checkpoint = newest_checkpoint(trained.checkpoint_collection)
     assert checkpoint is not None
     run = open_run(trained.root, trained.run)
 
@@ -281,7 +282,7 @@ def test_tensors_that_are_not_the_models_are_refused(
 def test_a_file_that_holds_no_tensors_is_refused(trained: Job) -> None:
     (trained.checkpoint_address(1).path / MOMENTS).write_bytes(b"\xff" * 100)
     forge(trained.checkpoint_address(1).path)
-    checkpoint = newest_checkpoint(trained.checkpoint_shelf)
+    checkpoint = newest_checkpoint(trained.checkpoint_collection)
     assert checkpoint is not None
 
     with pytest.raises(ArtifactError, match="cannot be read as safetensors"):
@@ -302,7 +303,7 @@ def test_a_checkpoint_that_is_not_what_its_place_says_is_damaged(trained: Job, c
     forge(trained.checkpoint_address(1).path, change)
 
     with pytest.raises(ArtifactError, match=f"all 1 checkpoints are damaged(?s:.*){message}"):
-        newest_checkpoint(trained.checkpoint_shelf)
+        newest_checkpoint(trained.checkpoint_collection)
 
 
 def test_a_checkpoint_that_this_user_may_not_read_is_not_passed_over(
@@ -320,7 +321,7 @@ def test_a_checkpoint_that_this_user_may_not_read_is_not_passed_over(
     monkeypatch.setattr(os, "open", refuse)
 
     with pytest.raises(UnreadableError, match=r"weights\.safetensors: cannot be read: Permission denied"):
-        newest_checkpoint(trained.checkpoint_shelf)
+        newest_checkpoint(trained.checkpoint_collection)
 
 
 def change_run(**changes: Any) -> Callable[[str], str]:
@@ -377,7 +378,7 @@ def test_weights_that_are_not_finite_write_nothing(trained: Job) -> None:
     rewrite_tensors(trained.checkpoint_address(1).path, WEIGHTS, lambda tensors: tensors[NORM].fill_(float("nan")))
 
     with pytest.raises(ArtifactError, match="logits that are not finite"):
-        Writer(open_run(trained.root, trained.run)).write("a", num_tokens=1, temperature=0.7, seed=0)
+        TextGenerator(open_run(trained.root, trained.run)).generate("a", num_tokens=1, temperature=0.7, seed=0)
 
 
 @pytest.mark.parametrize("content", [b"", b"no vocabulary", b'{"added_tokens": 5}'])
@@ -388,22 +389,22 @@ def test_a_vocabulary_that_its_library_does_not_take_is_named(trained: Job, cont
     forge(folder)
 
     with pytest.raises(ArtifactError, match=r"tokenizer\.model: "):
-        Writer(replace(run, corpus=open_artifact(folder, CorpusManifest)))
+        TextGenerator(replace(run, corpus=open_artifact(folder, CorpusManifest)))
 
 
 def test_checkpoints_are_ordered_by_number_beyond_a_hundred_million_steps(tmp_path: Path) -> None:
-    recipe, shelf = make_recipe(tmp_path), tmp_path / "fsx" / "checkpoint" / "run-1"
+    recipe, collection = make_recipe(tmp_path), tmp_path / "fsx" / "checkpoint" / "run-1"
     steps = [7, 99_999_999, 100_000_000, 100_000_001, 1_000_000_000]
     for step in steps:
         publish_checkpoint(tmp_path / "fsx", step, recipe)
 
-    newest = newest_checkpoint(shelf)
+    newest = newest_checkpoint(collection)
     assert newest is not None
     assert newest.manifest.checkpoint.step == 1_000_000_000
     assert list(checkpoints(tmp_path / "fsx")) == [checkpoint_id(step) for step in steps]
 
     with hold_lease(tmp_path / "run.lock") as held:
-        discard_old(shelf, Checkpoint(keep_latest=2), committed_step=1_000_000_000, lease=held.lease)
+        discard_old(collection, Checkpoint(keep_latest=2), committed_step=1_000_000_000, lease=held.lease)
     assert list(checkpoints(tmp_path / "fsx")) == ["step-100000001", "step-1000000000"]
 
 

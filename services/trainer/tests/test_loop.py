@@ -78,13 +78,13 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_made_again(new_job: Call
         case "manifest torn":
             (newest / MANIFEST).write_bytes((newest / MANIFEST).read_bytes()[:100])
 
-    found = newest_checkpoint(job.checkpoint_shelf)
+    found = newest_checkpoint(job.checkpoint_collection)
     train(job, ALONE)
 
     assert completed_step(found) == 5
     assert "passing over a damaged checkpoint" in (job.run_folder / "logs" / "rank-00000.log").read_text()
     assert state_hash(checkpoints(job.root)["step-00000010"]) == expected
-    assert completed_step(newest_checkpoint(job.checkpoint_shelf)) == 10
+    assert completed_step(newest_checkpoint(job.checkpoint_collection)) == 10
 
 
 def test_when_every_checkpoint_is_damaged_the_run_does_not_start_over(new_job: Callable[..., Job]) -> None:
@@ -110,7 +110,7 @@ def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(new_job: Cal
     policy = job.recipe.checkpoint.model_copy(update={"keep_latest": 2})
 
     assert job.lease
-    discard_old(job.checkpoint_shelf, policy, committed_step=8, lease=job.lease)
+    discard_old(job.checkpoint_collection, policy, committed_step=8, lease=job.lease)
     assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (2, 4, 6, 8)]
 
     train(new_job(checkpoint__interval_steps="2", train__max_steps="10"), ALONE)
@@ -127,9 +127,9 @@ def test_damaged_later_checkpoints_do_not_push_out_the_intact_ones(new_job: Call
         shorter.checkpoint_address(step).path.rename(job.checkpoint_address(step).path)
 
     assert job.lease
-    discard_old(job.checkpoint_shelf, job.recipe.checkpoint, committed_step=10, lease=job.lease)
+    discard_old(job.checkpoint_collection, job.recipe.checkpoint, committed_step=10, lease=job.lease)
 
-    assert completed_step(newest_checkpoint(job.checkpoint_shelf)) == 10
+    assert completed_step(newest_checkpoint(job.checkpoint_collection)) == 10
 
 
 def test_a_poisoned_step_is_skipped_and_counted_and_the_run_goes_on(
@@ -156,7 +156,7 @@ def test_a_poisoned_step_is_skipped_and_counted_and_the_run_goes_on(
     skipped = [record["skipped_steps"] for record in read_metrics(job.run_folder).lines]
     assert skipped == [0] * 8 + [1] * 12
     assert torch.equal(weights_before[8], weights_before[9])
-    newest = newest_checkpoint(job.checkpoint_shelf)
+    newest = newest_checkpoint(job.checkpoint_collection)
     assert newest is not None
     assert newest.manifest.checkpoint.skipped_steps == 1
 

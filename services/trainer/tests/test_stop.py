@@ -15,8 +15,8 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.job import Job
 from services.trainer.stop import (
     STOP_FILE,
+    StopConditions,
     StopReason,
-    StopWatch,
     clear_stop,
     forget_signals,
     request_stop,
@@ -46,11 +46,11 @@ def test_whatever_lies_there_is_a_request_and_is_used_up(
     request_by_hand(path)
 
     forget_signals(job.run_folder)
-    assert StopWatch(job, ALONE).look(1) is StopReason.STOP_FILE
+    assert StopConditions(job, ALONE).check(1) is StopReason.STOP_FILE
 
     clear_stop(job.run_folder)
     assert not os.path.lexists(path)
-    assert StopWatch(job, ALONE).look(2) is StopReason.NONE
+    assert StopConditions(job, ALONE).check(2) is StopReason.NONE
 
 
 @pytest.mark.parametrize("reason", [StopReason.SIGTERM, StopReason.INTERRUPT])
@@ -59,10 +59,10 @@ def test_a_signals_request_says_which_and_does_not_stop_the_next_command(
 ) -> None:
     job = new_job()
     request_stop(job.run_folder, reason)
-    assert StopWatch(job, ALONE).look(1) is reason
+    assert StopConditions(job, ALONE).check(1) is reason
 
     forget_signals(job.run_folder)
-    assert StopWatch(job, ALONE).look(1) is StopReason.NONE
+    assert StopConditions(job, ALONE).check(1) is StopReason.NONE
 
 
 def test_a_folder_that_is_not_empty_stays_and_every_command_says_why_it_stops(
@@ -72,7 +72,7 @@ def test_a_folder_that_is_not_empty_stays_and_every_command_says_why_it_stops(
     (job.run_folder / STOP_FILE / "notes").mkdir(parents=True)
 
     request_stop(job.run_folder, StopReason.SIGTERM)  # as a signal does on top of it
-    assert StopWatch(job, ALONE).look(1) is StopReason.STOP_FILE
+    assert StopConditions(job, ALONE).check(1) is StopReason.STOP_FILE
     clear_stop(job.run_folder)
 
     assert f"{job.run_folder / STOP_FILE} is still there" in str(stopped(StopReason.STOP_FILE, 1, job.run_folder))
@@ -92,7 +92,7 @@ def test_a_stop_that_left_nothing_behind_says_so_by_its_silence(
 def test_a_clock_that_is_set_during_a_run_does_not_end_it_by_its_time_limit(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop_watch = StopWatch(new_job(train__time_limit_seconds="3600.0"), ALONE)
+    stop_conditions = StopConditions(new_job(train__time_limit_seconds="3600.0"), ALONE)
 
     class AnHourLater(datetime):
         @classmethod
@@ -101,4 +101,4 @@ def test_a_clock_that_is_set_during_a_run_does_not_end_it_by_its_time_limit(
 
     monkeypatch.setattr("services.trainer.stop.datetime", AnHourLater)
 
-    assert stop_watch.look(1) is StopReason.NONE
+    assert stop_conditions.check(1) is StopReason.NONE

@@ -16,7 +16,7 @@ from services.common.program.step import Program
 from services.trainer.checkpoint import CheckpointWriter
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.node import prepare_node
+from services.trainer.node_staging import prepare_node
 
 COLLECTIVE_SECONDS = 4.0
 SLOW_SECONDS = 6.0

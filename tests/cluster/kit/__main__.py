@@ -14,7 +14,8 @@ import signal
 import sys
 from typing import NoReturn
 
-from services.common.errors import RecipeError, TryAgain, exit_code_of
+from services.common.entry_point import exit_code_of
+from services.common.errors import RecipeError, TryAgain
 from tests.cluster.kit import cluster, fake_nodes, node_images
 
 

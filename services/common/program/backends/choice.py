@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import cast
 
-from services.common.platform import image_variant, require_backend
+from services.common.image_platform import image_variant, require_backend
 from services.common.program.backends.protocol import Backend
 
 

@@ -15,11 +15,11 @@ R = TypeVar("R")
 
 
 class Inductor:
-    """Compiles functions; `witness` counts the graphs that were not in the cache."""
+    """Compiles functions; `counter` counts the graphs that were not in the cache."""
 
     def __init__(self) -> None:
-        self.witness = CompileWitness()
-        torch._inductor.config.post_grad_custom_pre_pass = self.witness
+        self.counter = CompileCounter()
+        torch._inductor.config.post_grad_custom_pre_pass = self.counter
 
     def compile(self, function: Callable[..., R]) -> Callable[..., R]:
         """Compile for the shapes of the first call; another shape compiles again."""
@@ -29,14 +29,14 @@ class Inductor:
             try:
                 return compiled(*arguments)
             except RuntimeError as error:  # Dynamo wraps what a pass raises
-                if self.witness.refusal:
-                    raise self.witness.refusal from error
+                if self.counter.refusal:
+                    raise self.counter.refusal from error
                 raise
 
         return call
 
 
-class CompileWitness(CustomGraphPass):
+class CompileCounter(CustomGraphPass):
     """An Inductor pass that changes nothing and counts: it runs when a graph is compiled, not when it is found.
 
     Inductor's own counters also call "hit" a graph whose machine code it then builds anew. The pass has a fixed
@@ -58,4 +58,4 @@ class CompileWitness(CustomGraphPass):
             raise self.refusal
 
     def uuid(self) -> str:
-        return "millrace-compile-witness"
+        return "millrace-compile-counter"

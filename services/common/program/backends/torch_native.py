@@ -104,10 +104,10 @@ class TorchNative:
         return self._inductor.compile(function)
 
     def require_warm_cache(self) -> None:
-        self._inductor.witness.is_forbidden = True
+        self._inductor.counter.is_forbidden = True
 
     def cache_report(self) -> CacheReport:
-        return CacheReport(self._inductor.witness.graphs_compiled if "_inductor" in self.__dict__ else 0)
+        return CacheReport(self._inductor.counter.graphs_compiled if "_inductor" in self.__dict__ else 0)
 
     @cached_property
     def _inductor(self) -> Inductor:

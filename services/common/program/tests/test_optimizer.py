@@ -21,7 +21,7 @@ def _random(*shape: int) -> torch.Tensor:
 def test_updates_match_torch_adamw_with_clipping_and_decay_on_matrices_only() -> None:
     matrix, vector = torch.nn.Parameter(_random(6, 5)), torch.nn.Parameter(_random(7))
     weights_P = torch.cat([matrix.detach().flatten(), vector.detach()])
-    first_P, second_P = torch.zeros(37), torch.zeros(37)
+    exp_avg_P, exp_avg_sq_P = torch.zeros(37), torch.zeros(37)
     groups = [{"params": [matrix], "weight_decay": SETTINGS.weight_decay}, {"params": [vector], "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, betas=(SETTINGS.beta1, SETTINGS.beta2), eps=SETTINGS.epsilon)
 
@@ -32,7 +32,7 @@ def test_updates_match_torch_adamw_with_clipping_and_decay_on_matrices_only() ->
         for group in reference.param_groups:
             group["lr"] = learning_rate(SETTINGS, step)
         reference.step()
-        update_in_place(weights_P, first_P, second_P, gradient_P, step_scalars(SETTINGS, step), SETTINGS, 30)
+        update_in_place(weights_P, exp_avg_P, exp_avg_sq_P, gradient_P, step_scalars(SETTINGS, step), SETTINGS, 30)
 
     expected_P = torch.cat([matrix.detach().flatten(), vector.detach()])
     torch.testing.assert_close(weights_P, expected_P, rtol=1e-5, atol=1e-6)
@@ -42,7 +42,7 @@ def test_bias_corrections_count_the_updates_that_were_applied() -> None:
     """As torch's AdamW does when its step is not called, while the learning rate goes on with the step."""
     parameter = torch.nn.Parameter(_random(6, 5))
     weights_P = parameter.detach().flatten().clone()
-    first_P, second_P = torch.zeros(30), torch.zeros(30)
+    exp_avg_P, exp_avg_sq_P = torch.zeros(30), torch.zeros(30)
     reference = torch.optim.AdamW(
         [parameter], betas=(SETTINGS.beta1, SETTINGS.beta2), eps=SETTINGS.epsilon, weight_decay=SETTINGS.weight_decay
     )
@@ -52,7 +52,7 @@ def test_bias_corrections_count_the_updates_that_were_applied() -> None:
         if step in (0, 1, 5):
             gradient_P[7] = math.nan
         scalars_3 = step_scalars(SETTINGS, step, skipped_steps)
-        _, is_applied = update_in_place(weights_P, first_P, second_P, gradient_P, scalars_3, SETTINGS, 30)
+        _, is_applied = update_in_place(weights_P, exp_avg_P, exp_avg_sq_P, gradient_P, scalars_3, SETTINGS, 30)
         skipped_steps += not is_applied
         if is_applied:
             parameter.grad = gradient_P.view(6, 5).clone()

@@ -45,7 +45,7 @@ def test_another_statement_makes_another_program(digest: Callable[..., str]) -> 
 
 
 def test_a_file_that_the_step_imports_from_afar_counts(digest: Callable[..., str]) -> None:
-    assert digest() != digest("backends/inductor.py", 'return "millrace-compile-witness"', 'return "another"')
+    assert digest() != digest("backends/inductor.py", 'return "millrace-compile-counter"', 'return "another"')
 
 
 def test_another_backend_and_what_no_step_imports_do_not_count(digest: Callable[..., str]) -> None:

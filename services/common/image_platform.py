@@ -1,9 +1,9 @@
 """What a service runs on: Python, Ray, torch, its libraries, and on the Neuron variant those of the SDK.
 
-`python -m services.common.platform` prints it and exits with 4 where a library of the image cannot be imported: the
-first thing to run in a new image, before it is given a node. Each image is built through the same check with
-`--without-device`: no image that lacks a library gets a tag. That check sees this module, `errors` and `stop_signals`
-alone, so that a change of other code does not repeat it.
+`python -m services.common.image_platform` prints it and exits with 4 where a library of the image cannot be imported:
+the first thing to run in a new image, before it is given a node. Each image is built through the same check with
+`--without-device`: no image that lacks a library gets a tag. That check sees this module, `entry_point`, `errors` and
+`stop_signals` alone, so that a change of other code does not repeat it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from services.common.errors import DeviceError, run_stage
+from services.common.entry_point import run_stage
+from services.common.errors import DeviceError
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ BROKEN = (ImportError, OSError, AttributeError, RuntimeError, TypeError, ValueEr
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m services.common.platform", description="What this image runs on.")
+    parser = argparse.ArgumentParser(
+        prog="python -m services.common.image_platform", description="What this image runs on."
+    )
     parser.add_argument(
         "--without-device",
         action="store_true",

@@ -74,7 +74,7 @@ def newest_checkpoint_on_node(job: Job) -> Artifact[CheckpointManifest] | None:
                 verify_checkpoint(checkpoint)
                 logger.info("verified the checkpoint %s", checkpoint.path)
 
-    return newest_checkpoint(job.checkpoint_shelf, verify_once)
+    return newest_checkpoint(job.checkpoint_collection, verify_once)
 
 
 @contextmanager

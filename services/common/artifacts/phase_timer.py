@@ -1,0 +1,23 @@
+"""How long the phases of a stage took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+from services.common.artifacts.manifest import Phase
+
+
+class PhaseTimer:
+    """Times the phases of a stage for its manifest."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started_at, start = datetime.now(UTC), time.perf_counter()
+        yield
+        self.phases.append(Phase(name=name, started_at=started_at, seconds=round(time.perf_counter() - start, 3)))
