@@ -6,9 +6,9 @@ compile cache once a second process has found nothing left to compile.
 
 from __future__ import annotations
 
-from services.common.artifacts.compile_cache import CompileCacheManifest
+from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.files import total_bytes
-from services.common.artifacts.store import Address, publish_once
+from services.common.artifacts.store import publish_once
 from services.common.command_line import StageParser
 from services.common.derived import describe
 from services.common.image_platform import image_variant, require_backend
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
         print("nothing to compile: the recipe says compile.enabled = false")
         return 0
     facts = program_facts(recipe)
-    address = Address(arguments.root, "compile_cache", recipe.name, fingerprint(facts)[:16])
+    address = compile_cache_address(arguments.root, recipe, fingerprint(facts))
     cache, is_new = publish_once(
         address, CompileCacheManifest, "compiler", recipe, lambda workspace: compile_graphs(recipe, facts, workspace)
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.artifacts.checkpoint import CheckpointManifest, checkpoint_id
-from services.common.artifacts.compile_cache import CompileCacheManifest
+from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.lease import Lease
 from services.common.artifacts.store import Address, Artifact, artifact_id, open_artifact
@@ -76,7 +76,7 @@ def open_cache(
     ours = fingerprint(facts)
     if not recipe.compile.enabled:
         return None, ours
-    exact = Address(root, "compile_cache", recipe.name, ours[:16])
+    exact = compile_cache_address(root, recipe, ours)
     try:
         if explicit:
             cache = open_artifact(explicit.absolute(), CompileCacheManifest)

@@ -6,11 +6,14 @@ works on a node-local copy, because caches write into the directory that they re
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Phase, Sha256
+from services.common.artifacts.store import Address
+from services.common.recipe import Recipe
 
 GRAPHS = "graphs"
 """Subfolder that holds the compiler's cache directory."""
@@ -26,6 +29,11 @@ class CompileCachePayload(ManifestModel):
     """Graphs that a second process had to compile although it was given this cache."""
     world_size_traced: Count
     phases: tuple[Phase, ...]
+
+
+def compile_cache_address(root: Path, recipe: Recipe, program_fingerprint: str) -> Address:
+    """Where the cache of this recipe's program belongs: the compiler publishes it there, the trainer looks there."""
+    return Address(root, "compile_cache", recipe.name, program_fingerprint[:16])
 
 
 class CompileCacheManifest(Manifest):

@@ -118,7 +118,7 @@ class HeldLease:
 
     def try_acquire(self, watch: LockWatch) -> bool:
         """One attempt. Raises `OSError` for whatever the file system says."""
-        state = watch.look()
+        state = watch.poll()
         if watch.token == self._owner.token:  # linked before, and the answer was lost
             return True
         if state in (LockState.HELD, LockState.UNKNOWN):
@@ -204,7 +204,7 @@ class ChangeWatch:
         self._seen: Hashable = None
         self._since: float | None = None
 
-    def look(self) -> LockState:
+    def poll(self) -> LockState:
         """Raises `OSError` where it cannot be read: that is no change, and no silence either."""
         began = time.monotonic()  # before, so that a process which is stopped in here does not count that as silence
         seen = self._observe()
@@ -285,7 +285,7 @@ def find_idle(watches: Iterable[ChangeWatch], tell: Callable[[int, float], None]
     while waiting:
         unknown = []
         for watch in waiting:
-            state = _keep_trying(watch.look, watch.path)
+            state = _keep_trying(watch.poll, watch.path)
             if state in (LockState.FREE, LockState.DEAD):
                 idle.append(watch)
             elif state is LockState.UNKNOWN and not watch.has_changed:

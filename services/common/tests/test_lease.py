@@ -43,7 +43,7 @@ def hold(lock: Path, node: str | None = None) -> None:
 
 def look_for(watch: ChangeWatch, seconds: float) -> LockState:
     deadline = time.monotonic() + seconds
-    while (state := watch.look()) is not LockState.DEAD and time.monotonic() < deadline:
+    while (state := watch.poll()) is not LockState.DEAD and time.monotonic() < deadline:
         time.sleep(0.01)
     return state
 
@@ -56,11 +56,11 @@ def test_a_step_of_the_clock_does_not_make_a_live_holder_look_dead(lock: Path, m
     os.utime(lock, (0, 0))
     watch = LockWatch(lock)
 
-    assert watch.look() is LockState.HELD
+    assert watch.poll() is LockState.HELD
 
     holder.kill()
     holder.join()
-    assert watch.look() is LockState.DEAD
+    assert watch.poll() is LockState.DEAD
 
 
 def test_the_lock_of_a_killed_process_is_taken_over_before_its_lease_ends(
@@ -92,7 +92,7 @@ def test_a_process_that_got_the_pid_of_a_dead_holder_is_not_taken_for_it(lock: P
         content = lock.read_text()
     lock.write_text(content.replace(" ticks", "1 ticks").replace(f'"pid": {os.getpid()}', f'"pid": {os.getppid()}'))
 
-    assert LockWatch(lock).look() is LockState.DEAD
+    assert LockWatch(lock).poll() is LockState.DEAD
 
 
 @pytest.mark.parametrize("age_seconds", [-PATIENT, 0, PATIENT])
@@ -105,7 +105,7 @@ def test_a_holder_on_another_machine_is_dead_once_nothing_changes(
     watch = LockWatch(lock)
     began = time.monotonic()
 
-    assert watch.look() is LockState.UNKNOWN
+    assert watch.poll() is LockState.UNKNOWN
     assert look_for(watch, seconds=60) is LockState.DEAD
     assert time.monotonic() - began >= SHORT_LEASE_SECONDS
 
@@ -119,7 +119,7 @@ def test_a_holder_on_another_machine_is_alive_while_it_changes_its_lock(lock: Pa
         write_foreign_lock(lock, beats := beats + 1)
         os.utime(lock, (0, 0))
 
-        assert watch.look() is LockState.UNKNOWN
+        assert watch.poll() is LockState.UNKNOWN
 
 
 def test_a_holder_changes_its_lock_also_while_its_clock_stands_still(
@@ -141,12 +141,12 @@ def test_a_reader_that_was_stopped_does_not_take_its_own_sleep_for_silence(
     """It wakes up between two looks, and the holder has changed its lock meanwhile."""
     write_foreign_lock(lock)
     watch = LockWatch(lock)
-    watch.look()
+    watch.poll()
     write_foreign_lock(lock, beats=1)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + PATIENT)
 
-    assert watch.look() is LockState.UNKNOWN
+    assert watch.poll() is LockState.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_reader_that_was_stopped_does_not_take_its_own_sleep_for_silence(
 def test_a_lock_that_names_nobody_is_free_once_it_stays_so(lock: Path, short_lease: None, content: bytes) -> None:
     """As a machine that lost power leaves it."""
     lock.write_bytes(content)
-    assert LockWatch(lock).look() is LockState.UNKNOWN
+    assert LockWatch(lock).poll() is LockState.UNKNOWN
 
     with hold_lease(lock) as held:
         assert held.is_held()
@@ -171,7 +171,7 @@ def test_a_lock_that_names_nobody_is_free_once_it_stays_so(lock: Path, short_lea
 def test_a_lock_of_a_version_that_wrote_times_of_day_is_judged_by_change(lock: Path) -> None:
     lock.write_text(f'{{"token": "t", "node": "{process.node_name()}", "pid": {os.getpid()}, "started": 17.0}}')
 
-    assert LockWatch(lock).look() is LockState.UNKNOWN
+    assert LockWatch(lock).poll() is LockState.UNKNOWN
 
 
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO, errno.ESTALE])
@@ -258,7 +258,7 @@ def test_a_lease_is_lost_to_who_took_over_and_that_one_keeps_it(lock: Path) -> N
         work()
 
     assert isinstance(caught.value.__cause__, FileNotFoundError)
-    assert LockWatch(lock).look() is LockState.UNKNOWN
+    assert LockWatch(lock).poll() is LockState.UNKNOWN
 
 
 def test_a_lease_whose_lock_was_removed_is_lost(lock: Path) -> None:
