@@ -1,0 +1,43 @@
+"""What the documents name is there: files, make targets and links."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from tests.architecture.imports import REPOSITORY
+
+_LISTED = subprocess.run(
+    ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+    cwd=REPOSITORY,
+    capture_output=True,
+    text=True,
+    check=False,  # a copy of the sources has no git
+).stdout.split()
+DOCUMENTS = [name for name in _LISTED if "CHANGELOG" not in name]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name: str) -> None:
+    document = REPOSITORY / name
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_paths_that_are_named_exist(name: str) -> None:
+    """In backticks, from the repository's root, with a folder and no placeholder."""
+    named = re.findall(
+        r"`((?:services|tests|k8s|images|docs|benchmarks|recipes|deploy)/[\w./-]*)`",
+        (REPOSITORY / name).read_text(encoding="utf-8"),
+    )
+    assert [path for path in named if not (REPOSITORY / path).exists()] == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_make_targets_that_are_named_exist(name: str) -> None:
+    targets = set(re.findall(r"^([a-z][\w-]*):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = re.findall(r"`make ([a-z][\w-]*)", (REPOSITORY / name).read_text(encoding="utf-8"))
+    assert sorted(set(named) - targets) == []
