@@ -10,6 +10,7 @@ import pytest
 
 from services.common.artifacts.lease import Lease, hold_lease
 from services.common.errors import NoRoomForWorkers, WorkersLost
+from services.common.launch.launcher import WorkerGroupSpec
 from services.trainer.job import Job
 from services.trainer.supervise import supervise
 
@@ -30,12 +31,12 @@ def test_lost_workers_are_started_again_but_not_where_there_is_no_room(
     message: str,
 ) -> None:
     """What is left of an attempt, frozen or cut off, does not hold the lease any more when the next one starts."""
-    started = []
+    started: list[WorkerGroupSpec] = []
     attempts: list[Lease] = []
 
     class Failing:
-        def run_workers(self, function: object, job: Job, *arguments: object, **options: object) -> None:
-            started.append(options)
+        def run_workers(self, function: object, job: Job, spec: WorkerGroupSpec) -> None:
+            started.append(spec)
             assert job.lease is not None
             attempts.append(job.lease)
             assert [attempt.is_held() for attempt in attempts] == [False] * (len(attempts) - 1) + [True]
@@ -47,7 +48,7 @@ def test_lost_workers_are_started_again_but_not_where_there_is_no_room(
     with hold_lease(tmp_path / "command.lock") as held, pytest.raises(WorkersLost, match=message):
         supervise(job, held)
 
-    assert started == [{"shared_folder": job.run_folder}] * starts
+    assert started == [WorkerGroupSpec(2, 1, 1, job.run_folder)] * starts
 
 
 def test_a_restart_has_a_begin_of_its_own(
@@ -58,7 +59,7 @@ def test_a_restart_has_a_begin_of_its_own(
     lost_at: list[datetime] = []
 
     class LosingOnce:
-        def run_workers(self, function: object, job: Job, *arguments: object, **options: object) -> None:
+        def run_workers(self, function: object, job: Job, spec: WorkerGroupSpec) -> None:
             jobs.append(job)
             if not lost_at:
                 lost_at.append(datetime.now(UTC))
@@ -84,7 +85,7 @@ def test_restarts_are_counted_since_the_newest_checkpoint(
     starts = 0
 
     class Losing:
-        def run_workers(self, *arguments: object, **options: object) -> None:
+        def run_workers(self, function: object, job: Job, spec: WorkerGroupSpec) -> None:
             nonlocal starts
             starts += 1
             folder = job.checkpoint_address(next(progress)).path
