@@ -13,10 +13,11 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from deploy.exit_codes import EXIT_AGAIN
 from images.platforms import REPOSITORY
-from k8s.deploy.api import Api, Object
-from k8s.deploy.deployment import EXIT_AGAIN
-from k8s.deploy.objects import deploy_job, recipe_config_map
+from k8s.objects.api import Api, Object
+from k8s.objects.deploy_job import deploy_job
+from k8s.objects.recipe import recipe_config_map
 from services.common.tests.builders import wait_until
 from tests.cluster.house import House, kill_group, load_images, make_house, name_of, publish_corpus
 from tests.cluster.kit import cluster, fake_nodes

@@ -24,10 +24,10 @@ from images.build import build_images, push_images
 from images.docker import docker
 from images.platforms import REPOSITORY
 from images.registry import find_image
-from k8s.deploy.api import Api, Object
-from k8s.deploy.deployment import RECORD_VERSION, Deployment
-from k8s.deploy.names import DEPLOYMENT_LABEL, job_name
-from k8s.deploy.objects import deploy_job
+from k8s.objects.api import Api, Object
+from k8s.objects.deploy_job import deploy_job
+from k8s.objects.deployment import RECORD_VERSION, Deployment
+from k8s.objects.names import DEPLOYMENT_LABEL, job_name
 from services.common.errors import DeviceError
 from services.common.tests.builders import wait_until
 from tests.cluster.house import House, make_house, name_of

@@ -17,14 +17,15 @@ from typing import Any
 import pytest
 from ray.job_submission import JobStatus
 
-from k8s.deploy.conductor import HEAD_LOST_SECONDS, PENDING_SECONDS, Conductor
-from k8s.deploy.deployment import Deployment, Ending, Record, read_record
-from k8s.deploy.objects import deploy_job
-from k8s.deploy.placement import pods_of
-from k8s.deploy.ray_jobs import DriverState, RayUnreachable
-from k8s.deploy.reaper import ORPHAN_SECONDS, StageReaper
-from k8s.deploy.stage import read_stage
-from k8s.deploy.status import describe_status
+from k8s.client.status import describe_status
+from k8s.controller.ray_jobs import DriverState, RayUnreachable
+from k8s.controller.reaper import ORPHAN_SECONDS, StageReaper
+from k8s.controller.reconciler import HEAD_LOST_SECONDS, PENDING_SECONDS, Conductor
+from k8s.objects.deploy_job import deploy_job
+from k8s.objects.deployment import Deployment
+from k8s.objects.placement import pods_of
+from k8s.objects.record import Ending, Record, read_record
+from k8s.objects.worker_group import read_stage
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing, cluster_of
 from tests.k8s.test_decisions import READY, Clock, clock, node
@@ -200,8 +201,8 @@ def world(overlays: dict[str, list[Thing]], tmp_path: Path, clock: Clock) -> Ite
 @pytest.fixture
 def conduct(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ending]:
     """Run a deployment to its end."""
-    monkeypatch.setattr("k8s.deploy.conductor.RayJobs", lambda cluster, namespace: world)
-    monkeypatch.setattr("k8s.deploy.conductor.DriverLog", NoLog)
+    monkeypatch.setattr("k8s.controller.reconciler.RayJobs", lambda cluster, namespace: world)
+    monkeypatch.setattr("k8s.controller.reconciler.DriverLog", NoLog)
     monkeypatch.setattr(Conductor, "_pause", lambda self: world.pass_time())
 
     def run(**changes: Any) -> Ending:

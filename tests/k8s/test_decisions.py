@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from ray.job_submission import JobStatus
 
-from k8s.deploy.capacity import WHOLE_GANG_SECONDS, next_size
-from k8s.deploy.deployment import FULL_MESSAGES, Ending, Record, shortened
-from k8s.deploy.lease import LEASE_SECONDS, LeaseHeld, StageLease
-from k8s.deploy.lost_pods import LostPods, loss_of
-from k8s.deploy.ray_jobs import DriverState
-from k8s.deploy.reaper import Sight, describe_orphan
-from k8s.deploy.remembering import newest_checkpoints
-from k8s.deploy.verdict import Phase, disturbances, has_progressed, may_try_again, phase_of
+from k8s.controller.decision import WHOLE_GANG_SECONDS, next_size
+from k8s.controller.history import newest_checkpoints
+from k8s.controller.lease import LEASE_SECONDS, LeaseHeld, StageLease
+from k8s.controller.outcome import disturbances, has_progressed, may_try_again
+from k8s.controller.phase import Phase, phase_of
+from k8s.controller.ray_jobs import DriverState
+from k8s.controller.reaper import Sight, describe_orphan
+from k8s.objects.lost_pods import LostPods, loss_of
+from k8s.objects.record import FULL_MESSAGES, Ending, Record, shortened
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing
 from tests.k8s.test_deployments import deployment_of

@@ -15,18 +15,23 @@ import pytest
 import yaml
 from ray.job_submission import JobStatus
 
-from k8s.deploy import job
-from k8s.deploy.capacity import check_nodes, check_queue, check_size
-from k8s.deploy.deployment import Deployment, Ending, record_of
-from k8s.deploy.driver_log import Readable
-from k8s.deploy.manifests import write_manifests
-from k8s.deploy.objects import deploy_job, isolated_rayjob, pod_group, rayjob, recipe_config_map
-from k8s.deploy.outline import read_outline
-from k8s.deploy.plan import describe_plan
-from k8s.deploy.ray_jobs import DriverState
-from k8s.deploy.stage import Stage, repository_of, stage_of
-from k8s.deploy.verdict import exit_code_of_driver, exit_code_of_rayjob
-from k8s.deploy.wish import Wish, resolve
+from k8s.client.manifests import write_manifests
+from k8s.client.outline import read_outline
+from k8s.client.plan import describe_plan
+from k8s.client.request import Wish, resolve
+from k8s.client.stage_image import repository_of
+from k8s.controller import job
+from k8s.controller.driver_log import Readable
+from k8s.controller.outcome import exit_code_of_driver, exit_code_of_rayjob
+from k8s.controller.ray_jobs import DriverState
+from k8s.objects.capacity import check_nodes, check_queue, check_size
+from k8s.objects.deploy_job import deploy_job
+from k8s.objects.deployment import Deployment
+from k8s.objects.pod_group import pod_group
+from k8s.objects.rayjob import isolated_rayjob, rayjob
+from k8s.objects.recipe import recipe_config_map
+from k8s.objects.record import Ending, record_of
+from k8s.objects.worker_group import Stage, stage_of
 from services.common.errors import RecipeError
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
 from tests.k8s.schemas import Kind, Schema, problems_of

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from k8s.deploy import preflight, probe
-from k8s.deploy.deployment import RECORD_VERSION, Deployment
-from k8s.deploy.preflight import Seen, check_in_pods
-from k8s.deploy.stage import Stage, stage_of
+from k8s.client import preflight, probe
+from k8s.client.preflight import Seen, check_in_pods
+from k8s.objects.deployment import RECORD_VERSION, Deployment
+from k8s.objects.worker_group import Stage, stage_of
 from tests.k8s.rendered import Thing, cluster_of
 from tests.k8s.schemas import Kind, Schema, problems_of
 from tests.k8s.test_deployments import deployment_of

@@ -8,21 +8,14 @@ from typing import Any
 
 import pytest
 
-from k8s.deploy import job
-from k8s.deploy.deployment import (
-    RECORD_VERSION,
-    RECORDS_READ,
-    Deployment,
-    Ending,
-    UnknownRecord,
-    record_of,
-    refuse_record,
-)
-from k8s.deploy.head_facts import describe_head
-from k8s.deploy.names import OUTCOME_ANNOTATION
-from k8s.deploy.objects import EXIT_ENDED_BADLY, deploy_job
-from k8s.deploy.stage import stage_of
-from k8s.deploy.status import describe_status
+from k8s.client.status import describe_status
+from k8s.controller import job
+from k8s.controller.head_facts import describe_head
+from k8s.objects.deploy_job import EXIT_ENDED_BADLY, deploy_job
+from k8s.objects.deployment import RECORD_VERSION, RECORDS_READ, Deployment, UnknownRecord
+from k8s.objects.names import OUTCOME_ANNOTATION
+from k8s.objects.record import Ending, record_of, refuse_record
+from k8s.objects.worker_group import stage_of
 from tests.k8s.rendered import Thing, cluster_of
 from tests.k8s.test_deployments import deployment_of
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from k8s.deploy.api import Api, Object
-from k8s.deploy.names import COMPONENT_LABEL
-from k8s.deploy.placement import is_ready
+from k8s.objects.api import Api, Object
+from k8s.objects.names import COMPONENT_LABEL
+from k8s.objects.placement import is_ready
 
 UNREACHABLE = "node.kubernetes.io/unreachable"
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"  # a person says that the machine is off

@@ -8,8 +8,9 @@ import sys
 import threading
 from pathlib import Path
 
-from k8s.deploy.ray_jobs import RayJobs, RayUnreachable
+from k8s.controller.ray_jobs import RayJobs, RayUnreachable
 
+LOG_FOLDER = "log"
 AGAIN_SECONDS = 1.0
 STATE_DUMP = "[state-dump]"  # hundreds of lines, which a raylet's end puts into every driver's log
 

@@ -10,14 +10,17 @@ import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from k8s.deploy.api import Api
-from k8s.deploy.deployment import Deployment, Mode, Record
-from k8s.deploy.names import recipe_name
-from k8s.deploy.outline import Outline, read_outline, read_outline_of_text
-from k8s.deploy.stage import Stage, require_stage_name
-from k8s.deploy.stage_image import choose_image
+from k8s.client.outline import Outline, read_outline, read_outline_of_text
+from k8s.client.stage_image import choose_image
+from k8s.objects.api import Api
+from k8s.objects.deployment import Deployment, Mode
+from k8s.objects.names import recipe_name
+from k8s.objects.record import Record
+from k8s.objects.worker_group import Stage
 from services.common.command_line import read_override
 from services.common.errors import DeviceError, RecipeError
+from services.common.recipe import STAGES
+from services.common.recipe import Stage as StageName
 from services.common.recipe_file import load_recipe
 
 DEFAULT_RECIPE = Path("recipes/tiny-cpu.toml")
@@ -163,3 +166,9 @@ def _read(path: Path) -> str:
 def _needed_drain(stage: Stage) -> int:
     """What the manifests say, or three times what the slowest checkpoint took where that is more."""
     return max(stage.drain_seconds, math.ceil(CHECKPOINTS_PER_DRAIN * stage.checkpoint_seconds))
+
+
+def require_stage_name(name: str) -> StageName:
+    if name not in STAGES:
+        raise RecipeError(f"STAGE={name or 'nothing'}: a stage is one of {', '.join(STAGES)}")
+    return name

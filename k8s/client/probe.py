@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from k8s.deploy.announcements import Announcements
-from k8s.deploy.api import Api, ApiUnreachable, Object
-from k8s.deploy.deployment import EXIT_AGAIN
-from k8s.deploy.names import COMPONENT_LABEL, STAGE_LABEL
-from k8s.deploy.placement import explain_start
-from k8s.deploy.stage import Stage, image_of
-from k8s.deploy.verdict import last_words
+from deploy.exit_codes import EXIT_AGAIN, last_words
+from deploy.progress import Announcements
+from k8s.objects.api import Api, ApiUnreachable, Object
+from k8s.objects.names import COMPONENT_LABEL, STAGE_LABEL
+from k8s.objects.placement import explain_start
+from k8s.objects.worker_group import Stage, image_of
 from services.common.errors import ArtifactError, DeviceError, RecipeError, StorageError
 
 POLL_SECONDS = 0.5

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from k8s.deploy.api import Api, Object
-from k8s.deploy.deployment import Deployment, Ending, Record, UnknownRecord, read_record
-from k8s.deploy.placement import explain_placement, heads_of, is_ready, placed_size, pods_of
-from k8s.deploy.stage import Stage, read_cluster, stage_of
-from k8s.deploy.verdict import nodes_of
+from k8s.objects.api import Api, Object
+from k8s.objects.deployment import Deployment, UnknownRecord
+from k8s.objects.placement import explain_placement, heads_of, is_ready, pods_of
+from k8s.objects.pod_group import placed_size
+from k8s.objects.rayjob import nodes_of
+from k8s.objects.record import Ending, Record, read_record
+from k8s.objects.worker_group import Stage, read_cluster, stage_of
 from services.common.recipe import STAGES
 
 

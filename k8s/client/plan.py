@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from k8s.deploy.api import Object
-from k8s.deploy.deployment import Deployment
-from k8s.deploy.objects import desired_group
-from k8s.deploy.outline import Outline
-from k8s.deploy.stage import Stage
+from k8s.client.outline import Outline
+from k8s.objects.api import Object
+from k8s.objects.deployment import Deployment
+from k8s.objects.worker_group import Stage, desired_group
 
 
 def describe_plan(stage: Stage, deployment: Deployment, outline: Outline) -> str:

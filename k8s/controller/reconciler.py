@@ -12,38 +12,26 @@ import time
 import traceback
 from pathlib import Path
 
-from k8s.deploy.announcements import Announcements
-from k8s.deploy.api import Api, ApiUnreachable, Conflict, Object
-from k8s.deploy.capacity import count_room, next_size
-from k8s.deploy.deployment import (
-    EXIT_AGAIN,
-    Deployment,
-    Ending,
-    Record,
-    no_more_failures,
-    read_record,
-    write_attempt,
-    write_outcome,
-)
-from k8s.deploy.driver_log import DriverLog
-from k8s.deploy.lease import LeaseHeld, StageLease
-from k8s.deploy.lost_pods import LostPods
-from k8s.deploy.names import CLUSTER, job_name
-from k8s.deploy.objects import LOG_FOLDER, desired_group, isolated_rayjob, pod_group, rayjob
-from k8s.deploy.placement import explain_placement, newest_event, placed_size, pods_of
-from k8s.deploy.ray_jobs import DriverState, RayJobs, RayUnreachable
-from k8s.deploy.release import drop_rayjobs, release_pods, replace_group, scale_down, stop_rayjobs
-from k8s.deploy.remembering import newest_checkpoints, remember_checkpoint_seconds, remember_good_image
-from k8s.deploy.stage import Stage, read_stage
-from k8s.deploy.verdict import (
-    Phase,
-    exit_code_of_driver,
-    exit_code_of_rayjob,
-    has_progressed,
-    may_try_again,
-    nodes_of,
-    phase_of,
-)
+from deploy.exit_codes import EXIT_AGAIN
+from deploy.progress import Announcements
+from k8s.controller.decision import next_size
+from k8s.controller.driver_log import LOG_FOLDER, DriverLog
+from k8s.controller.history import newest_checkpoints, remember_checkpoint_seconds, remember_good_image
+from k8s.controller.lease import LeaseHeld, StageLease
+from k8s.controller.outcome import exit_code_of_driver, exit_code_of_rayjob, has_progressed, may_try_again
+from k8s.controller.phase import Phase, phase_of
+from k8s.controller.ray_jobs import DriverState, RayJobs, RayUnreachable
+from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
+from k8s.objects.capacity import count_room
+from k8s.objects.deployment import Deployment
+from k8s.objects.lost_pods import LostPods
+from k8s.objects.names import CLUSTER, job_name
+from k8s.objects.placement import explain_placement, newest_event, pods_of
+from k8s.objects.pod_group import placed_size, pod_group
+from k8s.objects.rayjob import isolated_rayjob, nodes_of, rayjob
+from k8s.objects.record import Ending, Record, no_more_failures, read_record, write_attempt, write_outcome
+from k8s.objects.teardown import drop_rayjobs, release_pods, stop_rayjobs
+from k8s.objects.worker_group import Stage, desired_group, read_stage, replace_group, scale_down
 from services.common.errors import EXIT_BUG, MillraceError
 
 POLL_SECONDS = 2.0

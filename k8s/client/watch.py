@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 
-from k8s.deploy.announcements import Announcements
-from k8s.deploy.api import Api, ApiUnreachable, Object
-from k8s.deploy.deployment import EXIT_AGAIN, Record, read_record
-from k8s.deploy.names import DEPLOYMENT_LABEL, job_name
-from k8s.deploy.placement import explain_start
+from deploy.exit_codes import EXIT_AGAIN
+from deploy.progress import Announcements
+from k8s.objects.api import Api, ApiUnreachable, Object
+from k8s.objects.names import DEPLOYMENT_LABEL, job_name
+from k8s.objects.placement import explain_start
+from k8s.objects.record import Record, read_record
 from services.common.errors import DeviceError
 
 POLL_SECONDS = 1.0

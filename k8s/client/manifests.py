@@ -6,12 +6,14 @@ from typing import TextIO
 
 import yaml
 
-from k8s.deploy.api import API_VERSIONS, Api, Object
-from k8s.deploy.deployment import Deployment
-from k8s.deploy.names import CLUSTER
-from k8s.deploy.objects import deploy_job, desired_group, isolated_rayjob, pod_group, rayjob, recipe_config_map
-from k8s.deploy.release import groups_with
-from k8s.deploy.stage import Stage
+from k8s.objects.api import API_VERSIONS, Api, Object
+from k8s.objects.deploy_job import deploy_job
+from k8s.objects.deployment import Deployment
+from k8s.objects.names import CLUSTER
+from k8s.objects.pod_group import pod_group
+from k8s.objects.rayjob import isolated_rayjob, rayjob
+from k8s.objects.recipe import recipe_config_map
+from k8s.objects.worker_group import Stage, desired_group, groups_with
 
 
 def write_manifests(file: TextIO, api: Api, stage: Stage, deployment: Deployment, recipe_text: str) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from k8s.deploy.api import Api, Object
-from k8s.deploy.deployment import Deployment
-from k8s.deploy.stage import Stage, quantity
-
-WHOLE_GANG_SECONDS = 300.0  # for which all nodes are waited for where fewer would do
+from k8s.objects.api import Api, Object
+from k8s.objects.worker_group import Stage, quantity
 
 
 def check_size(stage: Stage, nodes: int) -> str:
@@ -75,19 +72,6 @@ def count_room(api: Api, stage: Stage) -> int:
         for node in api.find_all("Node")
         if selector.items() <= (node["metadata"].get("labels") or {}).items() and not _refusing_taints(node, stage)
     )
-
-
-def next_size(deployment: Deployment, nodes: int, is_after_loss: bool, room: int, waited_seconds: float) -> int:
-    """The number of nodes to place a gang on that still lacks some of `nodes`; 0 to give up.
-
-    After a loss it is the largest that the recipe allows and for which there may be room; Volcano has the last word.
-    """
-    patience = deployment.start_timeout_seconds
-    if is_after_loss and waited_seconds > min(WHOLE_GANG_SECONDS, patience):
-        fewer = next((each for each in deployment.fewer_nodes if each < nodes and each <= room), None)
-        if fewer is not None:
-            return fewer
-    return 0 if waited_seconds > patience else nodes
 
 
 def _pods_that_fit(node: Object, stage: Stage) -> int:

@@ -17,7 +17,7 @@ from kubernetes.config.config_exception import ConfigException
 from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import ResourceNotFoundError
 
-from k8s.deploy.names import NAMESPACE
+from k8s.objects.names import NAMESPACE
 from services.common.errors import DeviceError
 
 Object = dict[str, Any]

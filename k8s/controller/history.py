@@ -6,10 +6,10 @@ import glob
 import json
 from pathlib import Path
 
-from k8s.deploy.api import Api
-from k8s.deploy.names import checkpoint_annotation, good_images_annotation
-from k8s.deploy.placement import pods_of
-from k8s.deploy.stage import Stage
+from k8s.objects.api import Api
+from k8s.objects.names import checkpoint_annotation, good_images_annotation
+from k8s.objects.placement import pods_of
+from k8s.objects.worker_group import Stage
 from services.common.artifacts.manifest import MANIFEST
 from services.common.telemetry import read_last_json_line
 

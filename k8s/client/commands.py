@@ -11,18 +11,20 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TextIO
 
-from k8s.deploy.api import Api, Conflict
-from k8s.deploy.deployment import Deployment, Record, ask_to_stop, read_record, read_running_record
-from k8s.deploy.following import follow
-from k8s.deploy.lost_pods import LostPods
-from k8s.deploy.manifests import write_manifests
-from k8s.deploy.names import STAGE_LABEL, job_name, lease_name, recipe_name
-from k8s.deploy.objects import DRAIN_MARGIN_SECONDS, deploy_job, recipe_config_map
-from k8s.deploy.plan import describe_plan
-from k8s.deploy.preflight import Problem, check_cluster, check_in_pods
-from k8s.deploy.release import release_pods, stop_rayjobs
-from k8s.deploy.stage import Stage, read_stage
-from k8s.deploy.wish import Wanted, Wish, previous_wish, resolve, user_name
+from k8s.client.manifests import write_manifests
+from k8s.client.plan import describe_plan
+from k8s.client.preflight import Problem, check_cluster, check_in_pods
+from k8s.client.request import Wanted, Wish, previous_wish, resolve, user_name
+from k8s.client.watch import follow
+from k8s.objects.api import Api, Conflict
+from k8s.objects.deploy_job import deploy_job
+from k8s.objects.deployment import Deployment
+from k8s.objects.lost_pods import LostPods
+from k8s.objects.names import STAGE_LABEL, job_name, lease_name, recipe_name
+from k8s.objects.recipe import recipe_config_map
+from k8s.objects.record import Record, ask_to_stop, read_record, read_running_record
+from k8s.objects.teardown import release_pods, stop_rayjobs
+from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, Stage, read_stage
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
 from services.common.recipe import STAGES
 

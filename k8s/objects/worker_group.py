@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from decimal import Decimal
@@ -9,8 +10,9 @@ from typing import Any
 
 from kubernetes.utils import parse_quantity
 
-from k8s.deploy.api import Api, Object
-from k8s.deploy.names import (
+from k8s.objects.api import Api, Object
+from k8s.objects.deployment import Deployment
+from k8s.objects.names import (
     CLUSTER,
     DRAIN_ANNOTATION,
     GROUP_ANNOTATION,
@@ -18,11 +20,13 @@ from k8s.deploy.names import (
     VARIANT_ANNOTATION,
     checkpoint_annotation,
     good_images_annotation,
+    recipe_name,
 )
-from services.common.errors import DeviceError, RecipeError
+from services.common.errors import DeviceError
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
-from services.common.recipe import STAGES
-from services.common.recipe import Stage as StageName
+
+DRAIN_MARGIN_SECONDS = 30  # KubeRay's and Ray's own way down
+DRAIN_VARIABLES = ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "RAY_JOB_STOP_WAIT_TIME_S")
 
 
 @dataclass(frozen=True)
@@ -161,12 +165,6 @@ class Stage:
         return annotations[annotation]
 
 
-def require_stage_name(name: str) -> StageName:
-    if name not in STAGES:
-        raise RecipeError(f"STAGE={name or 'nothing'}: a stage is one of {', '.join(STAGES)}")
-    return name
-
-
 def read_cluster(api: Api) -> Object:
     """The live RayCluster. Raises `DeviceError` when there is none."""
     cluster = api.find("RayCluster", CLUSTER)
@@ -205,7 +203,37 @@ def quantity(text: str) -> Decimal:
     return Decimal(parse_quantity(text))
 
 
-def repository_of(image: str) -> str:
-    path = image.partition("@")[0]
-    folder, slash, last = path.rpartition("/")
-    return folder + slash + last.partition(":")[0]
+def desired_group(stage: Stage, deployment: Deployment) -> Object:
+    """The worker group with the deployment's image, recipe and drain."""
+    group = copy.deepcopy(stage.group)
+    pod = group["template"]["spec"]
+    pod["containers"][0]["image"] = deployment.image
+    pod["volumes"][stage.recipe_index]["configMap"]["name"] = recipe_name(stage.name, deployment.recipe_digest)
+    for variable in pod["containers"][0]["env"]:
+        if variable["name"] in DRAIN_VARIABLES:
+            variable["value"] = str(deployment.drain_seconds)
+    pod["terminationGracePeriodSeconds"] = deployment.drain_seconds + DRAIN_MARGIN_SECONDS
+    return group
+
+
+def scale_down(api: Api, stage: Stage) -> None:
+    if stage.replicas:
+        replace_group(api, stage, stage.group | {"replicas": 0})
+
+
+def replace_group(api: Api, stage: Stage, group: Object) -> None:
+    """Write a worker group in one piece, if the RayCluster is still the one that was read.
+
+    The list of groups has no key, so server-side apply cannot own one of them. Raises `Conflict`.
+    """
+    metadata = stage.cluster["metadata"]
+    lock = {"resourceVersion": metadata["resourceVersion"]}
+    patch = {"metadata": lock, "spec": {"workerGroupSpecs": groups_with(stage, group)}}
+    api.merge("RayCluster", metadata["name"], patch)
+
+
+def groups_with(stage: Stage, group: Object) -> list[Object]:
+    """The RayCluster's worker groups, with this one in the place of the stage's."""
+    groups = list(stage.cluster["spec"]["workerGroupSpecs"])
+    groups[stage.index] = group
+    return groups

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from k8s.deploy.api import Api, Object
-from k8s.deploy.deployment import Deployment
-from k8s.deploy.names import CLUSTER, COMPONENT_LABEL, PLACED_FOR_ANNOTATION
-from k8s.deploy.stage import Stage
+from k8s.objects.api import Api, Object
+from k8s.objects.names import CLUSTER, COMPONENT_LABEL
+from k8s.objects.worker_group import Stage
 
 # A container that waits for one of these waits for a person; `PodInitializing` and `ContainerCreating` pass.
 PASSING = frozenset({"PodInitializing", "ContainerCreating", ""})
@@ -29,14 +28,6 @@ def is_ready(pod: Object) -> bool:
     conditions = pod.get("status", {}).get("conditions") or []
     ready = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
     return ready and "deletionTimestamp" not in pod["metadata"]
-
-
-def placed_size(group: Object | None, deployment: Deployment, attempt: int) -> int:
-    """Nodes that the attempt is placed on: all, but where its PodGroup has been given fewer."""
-    placed_for = ((group or {}).get("metadata", {}).get("annotations") or {}).get(PLACED_FOR_ANNOTATION)
-    if group and placed_for == deployment.rayjob(attempt):
-        return int(group["spec"]["minMember"])
-    return deployment.nodes
 
 
 def explain_placement(api: Api, stage: Stage, nodes: int) -> str:

@@ -6,8 +6,8 @@ import re
 
 from images.registry import read_labels, resolve_digest
 from images.versions import describe_build
-from k8s.deploy.api import Api, Object
-from k8s.deploy.stage import Stage, repository_of
+from k8s.objects.api import Api, Object
+from k8s.objects.worker_group import Stage
 from services.common.errors import DeviceError
 
 
@@ -70,3 +70,9 @@ def full_name(image: str) -> str:
     if slash and ("." in domain or ":" in domain or domain == "localhost"):
         return image
     return f"docker.io/{image}" if slash else f"docker.io/library/{image}"
+
+
+def repository_of(image: str) -> str:
+    path = image.partition("@")[0]
+    folder, slash, last = path.rpartition("/")
+    return folder + slash + last.partition(":")[0]

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from k8s.deploy.api import Api, ApiUnreachable, Object
-from k8s.deploy.capacity import check_nodes, check_queue, check_size
-from k8s.deploy.deployment import RECORD_VERSION, UPDATE_CLIENT, UPDATE_HEAD, Deployment, read_running_record
-from k8s.deploy.names import CLUSTER, DEPLOYER
-from k8s.deploy.placement import heads_of, is_ready
-from k8s.deploy.probe import Answer, head_probe, stage_probe
-from k8s.deploy.stage import Stage, image_of
-from k8s.deploy.stage_image import read_platform_labels
+from k8s.client.probe import Answer, head_probe, stage_probe
+from k8s.client.stage_image import read_platform_labels
+from k8s.objects.api import Api, ApiUnreachable, Object
+from k8s.objects.capacity import check_nodes, check_queue, check_size
+from k8s.objects.deployment import RECORD_VERSION, UPDATE_CLIENT, UPDATE_HEAD, Deployment
+from k8s.objects.names import CLUSTER, DEPLOYER
+from k8s.objects.placement import heads_of, is_ready
+from k8s.objects.record import read_running_record
+from k8s.objects.worker_group import Stage, image_of
 from services.common.errors import DeviceError, RecipeError
 
 NEURON = "aws.amazon.com/neuron"

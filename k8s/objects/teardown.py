@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from k8s.deploy.api import Api, Object
-from k8s.deploy.names import CLUSTER, STAGE_LABEL
-from k8s.deploy.placement import pods_of
-from k8s.deploy.stage import Stage, stage_of
-from k8s.deploy.verdict import has_ended
-
-
-def rayjobs_of(api: Api, stage: str) -> list[Object]:
-    return api.find_all("RayJob", f"{STAGE_LABEL}={stage}")
+from k8s.objects.api import Api
+from k8s.objects.names import CLUSTER, STAGE_LABEL
+from k8s.objects.placement import pods_of
+from k8s.objects.rayjob import has_ended, rayjobs_of
+from k8s.objects.worker_group import scale_down, stage_of
 
 
 def drop_rayjobs(api: Api, stage: str) -> int:
@@ -46,26 +42,3 @@ def release_pods(api: Api, stage: str) -> int:
         for group in api.find_all("PodGroup", f"{STAGE_LABEL}={stage}"):
             api.delete("PodGroup", group["metadata"]["name"])
     return left
-
-
-def scale_down(api: Api, stage: Stage) -> None:
-    if stage.replicas:
-        replace_group(api, stage, stage.group | {"replicas": 0})
-
-
-def replace_group(api: Api, stage: Stage, group: Object) -> None:
-    """Write a worker group in one piece, if the RayCluster is still the one that was read.
-
-    The list of groups has no key, so server-side apply cannot own one of them. Raises `Conflict`.
-    """
-    metadata = stage.cluster["metadata"]
-    lock = {"resourceVersion": metadata["resourceVersion"]}
-    patch = {"metadata": lock, "spec": {"workerGroupSpecs": groups_with(stage, group)}}
-    api.merge("RayCluster", metadata["name"], patch)
-
-
-def groups_with(stage: Stage, group: Object) -> list[Object]:
-    """The RayCluster's worker groups, with this one in the place of the stage's."""
-    groups = list(stage.cluster["spec"]["workerGroupSpecs"])
-    groups[stage.index] = group
-    return groups

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import yaml
 
-from k8s.deploy.announcements import Announcements
-from k8s.deploy.api import Api, Conflict, KindAbsent, Object
-from k8s.deploy.deployment import read_running_record
-from k8s.deploy.names import CLUSTER, COMPONENT_LABEL, VARIANT_ANNOTATION
-from k8s.deploy.objects import DRAIN_VARIABLES
-from k8s.deploy.placement import explain_start, heads_of, is_ready, newest_event, pods_of
-from k8s.deploy.stage import Stage, head_pod_of, image_of, read_cluster, stage_of
-from k8s.deploy.stage_image import choose_image
+from deploy.progress import Announcements
+from k8s.client.stage_image import choose_image
+from k8s.objects.api import Api, Conflict, KindAbsent, Object
+from k8s.objects.names import CLUSTER, COMPONENT_LABEL, VARIANT_ANNOTATION
+from k8s.objects.placement import explain_start, heads_of, is_ready, newest_event, pods_of
+from k8s.objects.record import read_running_record
+from k8s.objects.worker_group import DRAIN_VARIABLES, Stage, head_pod_of, image_of, read_cluster, stage_of
 from services.common.errors import DeviceError, RecipeError, TryAgain
 from services.common.recipe import STAGES
 

@@ -1,4 +1,4 @@
-"""Deploys stages on a KubeRay cluster: `python -m k8s.deploy COMMAND`.
+"""Deploys stages on a KubeRay cluster: `python -m k8s.client COMMAND`.
 
 The Makefile's targets call it and say which variables each takes; it reads them from the environment.
 """
@@ -14,13 +14,12 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TextIO, cast
 
-from k8s.deploy.api import connect
-from k8s.deploy.client import deploy_stage, rollback_stage, run_pipeline, show_log, stop_stage
-from k8s.deploy.deployment import Mode
-from k8s.deploy.overlay import choose_overlay, cluster_down, cluster_up
-from k8s.deploy.stage import require_stage_name
-from k8s.deploy.status import describe_status
-from k8s.deploy.wish import Wish
+from k8s.client.commands import deploy_stage, rollback_stage, run_pipeline, show_log, stop_stage
+from k8s.client.overlay import choose_overlay, cluster_down, cluster_up
+from k8s.client.request import Wish, require_stage_name
+from k8s.client.status import describe_status
+from k8s.objects.api import connect
+from k8s.objects.deployment import Mode
 from services.common.errors import RecipeError, exit_code_of
 
 START_TIMEOUT_SECONDS = 1800
@@ -37,7 +36,7 @@ def main(argv: list[str]) -> int:
         "rollback-stage": rollback,
         "pipeline": pipeline,
     }
-    parser = argparse.ArgumentParser(prog="python -m k8s.deploy", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m k8s.client", description=__doc__)
     parser.add_argument("command", choices=commands)
     return commands[parser.parse_args(argv).command]()
 

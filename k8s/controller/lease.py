@@ -10,8 +10,8 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from k8s.deploy.api import Api, Conflict, Object
-from k8s.deploy.names import STAGE_LABEL, lease_name
+from k8s.objects.api import Api, Conflict, Object
+from k8s.objects.names import STAGE_LABEL, lease_name
 
 LEASE_SECONDS = 30
 

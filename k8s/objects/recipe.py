@@ -1,0 +1,16 @@
+"""The ConfigMap in which a recipe travels to a stage's pods."""
+
+from __future__ import annotations
+
+from k8s.objects.api import Object
+from k8s.objects.names import STAGE_LABEL, recipe_name
+
+
+def recipe_config_map(stage: str, text: str, digest: str) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": recipe_name(stage, digest), "labels": {STAGE_LABEL: stage}},
+        "immutable": True,
+        "data": {"recipe.toml": text},
+    }
