@@ -4,7 +4,7 @@ RECIPE ?= recipes/tiny-cpu.toml
 ROOT ?= ./fsx
 
 python := .venv/bin/python
-deploy = $(python) -m k8s.deploy
+deploy = $(python) -m k8s.client
 images = ./bootstrap python -m images
 
 .PHONY: help setup demo test test-slow test-torch29 test-images test-cluster test-cluster-smoke check format lock clean \

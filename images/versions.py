@@ -14,6 +14,9 @@ from pathlib import Path
 from images.platforms import REPOSITORY, STAGES_WITH_PROGRAM
 from services.common.errors import DeviceError
 
+# What the head's image has besides its service and the contracts.
+CONTROLLER_FOLDERS = ("deploy", "k8s/objects", "k8s/controller", "k8s/deploy")
+
 
 @dataclass(frozen=True)
 class Build:
@@ -76,7 +79,7 @@ def is_released(build: Build, repository: Path = REPOSITORY) -> bool:
 def sources_of(service: str, variant: str) -> list[str]:
     """Git pathspecs of everything that decides an image's content."""
     locks = ["uv", f"{service}-{variant}"] + ([f"program-{variant}"] if service in STAGES_WITH_PROGRAM else [])
-    deploy_tool = [":(glob)k8s/deploy/**/*.py", ":(exclude,glob)k8s/deploy/tests/**"] if service == "head" else []
+    controller = [f":(glob){folder}/*.py" for folder in CONTROLLER_FOLDERS] if service == "head" else []
     return [
         ":(glob)services/common/**/*.py",
         f":(glob)services/{service}/**/*.py",
@@ -87,7 +90,7 @@ def sources_of(service: str, variant: str) -> list[str]:
         "images/without_cuda.py",
         "images/platforms.toml",
         ".dockerignore",
-        *deploy_tool,
+        *controller,
         *(f"lockfiles/{lock}.txt" for lock in locks),
     ]
 

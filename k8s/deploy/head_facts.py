@@ -1,21 +1,13 @@
-"""What a client asks the head's image before it sends anything: `python -m k8s.deploy.head_facts` prints a JSON object.
+"""The name by which clients ask a head's image what it can do.
 
-`platform` (variant, python, ray) decides which stages' images may join; `records` are the versions of a deployment's
-record that its deploy Jobs read.
+Client and head may be of different versions, so this file stays where it is as long as clients name it.
 """
 
 from __future__ import annotations
 
-import json
+import sys
 
-from k8s.deploy.deployment import RECORDS_READ
-from services.common.image_platform import describe_platform
-
-
-def describe_head() -> dict[str, object]:
-    found = describe_platform()
-    return {"platform": {name: found[name] for name in ("variant", "python", "ray")}, "records": RECORDS_READ}
-
+from k8s.controller.head_facts import main
 
 if __name__ == "__main__":
-    print(json.dumps(describe_head()))
+    sys.exit(main())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from k8s.deploy.api import Api, connect
+from k8s.objects.api import Api, connect
 from services.common.errors import DeviceError
 from tests.cluster.kit import cluster
 

@@ -16,12 +16,11 @@ from images.build import build_images
 from images.demo import IMAGE_USER
 from images.platforms import REPOSITORY
 from images.versions import describe_build
-from k8s.deploy.api import Api, Object
-from k8s.deploy.deployment import Record, read_record
-from k8s.deploy.placement import heads_of, is_ready, pods_of
-from k8s.deploy.release import rayjobs_of
-from k8s.deploy.stage import Stage, read_stage
-from k8s.deploy.verdict import has_ended
+from k8s.objects.api import Api, Object
+from k8s.objects.placement import heads_of, is_ready, pods_of
+from k8s.objects.rayjob import has_ended, rayjobs_of
+from k8s.objects.record import Record, read_record
+from k8s.objects.worker_group import WorkerGroup, read_worker_group
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import open_artifact
 from services.common.tests.builders import wait_until
@@ -57,7 +56,7 @@ class House:
     def start(self, command: str, **variables: str) -> subprocess.Popen[str]:
         environment = os.environ | {"OVERLAY": str(self.overlay), "RECIPE": str(self.recipe)} | variables
         return subprocess.Popen(
-            [sys.executable, "-m", "k8s.deploy", command],
+            [sys.executable, "-m", "k8s.client", command],
             cwd=REPOSITORY,
             env=environment,
             stdout=subprocess.PIPE,
@@ -66,8 +65,8 @@ class House:
             start_new_session=True,  # so that it can be killed with its children
         )
 
-    def stage(self, name: str) -> Stage:
-        return read_stage(self.api, name)
+    def stage(self, name: str) -> WorkerGroup:
+        return read_worker_group(self.api, name)
 
     def record(self, stage: str) -> Record:
         record = read_record(self.api, stage)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from images.platforms import REPOSITORY
-from k8s.deploy.api import Api
-from k8s.deploy.overlay import choose_overlay
+from k8s.client.overlay import choose_overlay
+from k8s.objects.api import Api
 from tests.cluster.house import House
 from tests.cluster.kit import cluster
 

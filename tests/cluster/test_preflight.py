@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from images.platforms import REPOSITORY
-from k8s.deploy.api import Api, Object
-from k8s.deploy.release import replace_group
+from k8s.objects.api import Api, Object
+from k8s.objects.worker_group import replace_group
 from services.common.tests.builders import wait_until
 from tests.cluster.house import House, held_images, load_images, make_house, name_of
 from tests.cluster.kit import cluster, fake_nodes, node_images

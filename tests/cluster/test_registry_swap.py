@@ -24,10 +24,10 @@ from images.build import build_images, push_images
 from images.docker import docker
 from images.platforms import REPOSITORY
 from images.registry import find_image
-from k8s.deploy.api import Api, Object
-from k8s.deploy.deployment import RECORD_VERSION, Deployment
-from k8s.deploy.names import DEPLOYMENT_LABEL, job_name
-from k8s.deploy.objects import deploy_job
+from k8s.objects.api import Api, Object
+from k8s.objects.deploy_job import render_deploy_job
+from k8s.objects.deployment import RECORD_VERSION, Deployment
+from k8s.objects.names import DEPLOYMENT_LABEL, job_name
 from services.common.errors import DeviceError
 from services.common.tests.builders import wait_until
 from tests.cluster.house import House, make_house, name_of
@@ -351,7 +351,7 @@ def test_a_record_that_the_head_cannot_read_ends_its_job_at_once(training: Place
     stage = house.stage("compiler")
     record: Deployment = replace(house.record("trainer").deployment, stage="compiler", id="a1b2c3")
     newer = json.loads(record.to_json()) | {"version": RECORD_VERSION + 1, "hosts": 3}
-    job = deploy_job(stage, record)
+    job = render_deploy_job(stage, record)
     job["spec"]["template"]["spec"]["containers"][0]["args"] = [json.dumps(newer)]
     house.api.create(job)
     try:

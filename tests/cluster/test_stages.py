@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from deploy.exit_codes import EXIT_AGAIN
 from images.platforms import REPOSITORY
-from k8s.deploy.api import Api
-from k8s.deploy.deployment import EXIT_AGAIN
+from k8s.objects.api import Api
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.store import open_artifact
 from services.common.tests.builders import wait_until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from k8s.deploy.overlay import find_kubectl, render
+from k8s.client.overlay import find_kubectl, render
 from services.common.errors import DeviceError
 from tests.k8s.rendered import OVERLAYS, Thing
 from tests.k8s.schemas import Kind, NoSchemas, Schema, read_schemas

@@ -11,12 +11,12 @@ import itertools
 import re
 from typing import Any
 
-from k8s.deploy.api import Conflict
+from k8s.objects.api import Conflict
 from tests.k8s.rendered import Thing
 
 
 class MemoryApi:
-    """The calls of `k8s.deploy.api.Api` that deployments make."""
+    """The calls of `k8s.objects.api.Api` that deployments make."""
 
     namespace = "millrace"
     server = "https://memory"

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from images.docker import inspect_image
-from k8s.deploy.stage import repository_of
-from k8s.deploy.stage_image import full_name
+from k8s.client.stage_image import full_name, repository_of
 from services.common.errors import DeviceError
 from tests.cluster.kit.processes import HOME, SOCKET, run
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from images.platforms import REPOSITORY
-from k8s.deploy.stage import repository_of
-from k8s.deploy.stage_image import full_name
+from k8s.client.stage_image import full_name, repository_of
 from services.common.errors import DeviceError, RecipeError
 from tests.cluster.kit import __main__ as command
 from tests.cluster.kit import cluster, fake_nodes, node_images

@@ -1,0 +1,292 @@
+"""The cluster itself: render an overlay, apply it, wait for the head; and take everything away again."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import yaml
+
+from deploy.progress import Progress
+from deploy.stage_contract import DRAIN_VARIABLES, RECIPE
+from k8s.client.stage_image import choose_image
+from k8s.objects.api import Api, Conflict, KindAbsent, Object
+from k8s.objects.names import CLUSTER, COMPONENT_LABEL, VARIANT_ANNOTATION
+from k8s.objects.placement import explain_start, heads_of, is_ready, newest_event, pods_of
+from k8s.objects.record import read_running_record
+from k8s.objects.worker_group import WorkerGroup, head_pod_of, image_of, read_cluster, worker_group_of
+from services.common.errors import DeviceError, RecipeError, TryAgain
+from services.common.recipe import STAGES
+
+OVERLAYS = Path(__file__).parents[1] / "overlays"
+LOCAL_KUBECTL = Path(__file__).parents[2] / ".cluster/bin/kubectl"
+OLDEST_KUSTOMIZE = 5  # components, labels and replacements as the manifests use them; kubectl has it from 1.27 on
+PLACEHOLDER = "CHANGE-ME"
+POLL_SECONDS = 1.0
+HEAD_SECONDS = 900.0
+DOWN_SECONDS = 600.0
+APPLY_ATTEMPTS = 10
+UNSET = ":unset"  # an image that no deployment has chosen yet
+# Whatever needs the operator or holds a volume goes before what it needs.
+DOWN_FIRST = ("Job", "CronJob", "RayJob", "RayCluster")
+
+
+def render(overlay: Path) -> list[Object]:
+    """The overlay's objects, as kustomize writes them. Raises `DeviceError` with kustomize's words when it cannot."""
+    if not (overlay / "kustomization.yaml").is_file():
+        known = ", ".join(sorted(each.name for each in OVERLAYS.iterdir() if each.is_dir()))
+        raise RecipeError(f"OVERLAY={overlay}: no kustomization there. Known: {known}, or a folder of your own")
+    done = subprocess.run([find_kubectl(), "kustomize", overlay], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise DeviceError(f"{overlay} cannot be rendered: {done.stderr.strip()}")
+    return [each for each in yaml.safe_load_all(done.stdout) if each and not _is_local(each)]
+
+
+def find_kubectl() -> Path:
+    """kubectl of PATH, else the one that `make cluster-local` compiled; only for its kustomize.
+
+    Raises `DeviceError` when neither is new enough.
+    """
+    on_path = shutil.which("kubectl")
+    candidates = [*([Path(on_path)] if on_path else []), LOCAL_KUBECTL]
+    for kubectl in candidates:
+        if kubectl.exists() and _kustomize_of(kubectl) >= OLDEST_KUSTOMIZE:
+            return kubectl
+    raise DeviceError(
+        f"no kubectl of 1.27 or newer on PATH or in {LOCAL_KUBECTL.parent} renders the manifests: install one, or "
+        f"compile it with `.venv/bin/python -m tests.cluster.kit build`"
+    )
+
+
+def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
+    """Apply the overlay and wait for the head. What deployments changed in it (images, replicas) stays theirs.
+
+    Raises `DeviceError` where it would change the head, or a group's pods, under a stage; then nothing is applied.
+    """
+    objects = render(overlay)
+    _require_filled_in(overlay, objects)
+    cluster = next(each for each in objects if each["kind"] == "RayCluster")
+    _set_head_image(api, cluster, head_tag)
+    live = _find_cluster(api)
+    if live:
+        _require_stages_untouched(api, _merged(cluster, live), live)
+    for each in _in_order(objects):
+        if each is cluster:
+            _apply_cluster(api, each)
+        elif each["kind"] == "CronJob":
+            api.apply(_as_the_head(each, head_pod_of(cluster)))
+        else:
+            api.apply(each)
+        print(f"applied     {each['kind']} {each['metadata']['name']}", flush=True)
+    head, image = _await_head(api)
+    if image_of(head["spec"]) != image:
+        print(
+            f"the head goes on with {image_of(head['spec'])}; for {image} delete its pod when no stage runs: "
+            f"kubectl -n {api.namespace} delete pod -l ray.io/node-type=head"
+        )
+    print(f"RayCluster {CLUSTER} is up at {api.server}: make deploy-stage STAGE=tokenizer")
+    return 0
+
+
+def cluster_down(api: Api, overlay: Path, is_forced: bool) -> int:
+    """Delete what the overlay made, RayCluster first, volumes' data never. Refuses while a stage is deployed."""
+    objects = render(overlay)
+    running = [] if is_forced else [stage for stage in STAGES if read_running_record(api, stage)]
+    if running:
+        raise DeviceError(
+            f"{', '.join(running)} is deployed: make stop-stage STAGE={running[0]} first, or make cluster-down "
+            f"FORCE=1, which loses the steps since the newest checkpoint"
+        )
+    for kind in DOWN_FIRST:
+        for each in api.find_all(kind):
+            api.delete(kind, each["metadata"]["name"])
+        _await_gone(api, kind)
+        # A deploy Job's process takes its stage down when its Job is deleted, and needs its rights and the RayCluster.
+        _await_gone(api, "Pod", f"{COMPONENT_LABEL}=deploy")
+    for each in reversed(_in_order(objects)):
+        api.delete_object(each)
+        print(f"deleted     {each['kind']} {each['metadata']['name']}", flush=True)
+    deadline = time.monotonic() + DOWN_SECONDS
+    while api.find("Namespace", api.namespace):
+        if time.monotonic() > deadline:
+            raise TryAgain(
+                f"namespace {api.namespace} is still terminating: kubectl get namespace {api.namespace} -o yaml"
+            )
+        time.sleep(POLL_SECONDS)
+    print("nothing is left but the artifacts")
+    return 0
+
+
+def choose_overlay(name: str) -> Path:
+    """A name of k8s/overlays, or any folder."""
+    known = OVERLAYS / name
+    return known if known.is_dir() else Path(name)
+
+
+def _set_head_image(api: Api, rendered: Object, head_tag: str) -> None:
+    head = head_pod_of(rendered)["containers"][0]
+    variant = rendered["metadata"]["annotations"][VARIANT_ANNOTATION]
+    head["image"] = choose_image(api, "head", variant, head, head_tag)
+
+
+def _find_cluster(api: Api) -> Object | None:
+    try:
+        return api.find("RayCluster", CLUSTER)
+    except KindAbsent:  # said when it is applied
+        return None
+
+
+def _as_the_head(cron_job: Object, head: Object) -> Object:
+    """The reaper runs the head's image, where the head may run."""
+    job = copy.deepcopy(cron_job)
+    pod = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    pod |= {key: head[key] for key in ("nodeSelector", "tolerations") if key in head}
+    pod["containers"][0] |= {key: head["containers"][0][key] for key in ("image", "imagePullPolicy")}
+    return job
+
+
+def _apply_cluster(api: Api, rendered: Object) -> None:
+    """Apply the RayCluster, with what deployments set in the live one, as long as nobody deploys in between."""
+    for _ in range(APPLY_ATTEMPTS):
+        live = api.find("RayCluster", CLUSTER)
+        merged = _merged(rendered, live)
+        try:
+            if live:
+                _require_stages_untouched(api, merged, live)
+            api.apply(merged)
+            return
+        except Conflict:
+            time.sleep(POLL_SECONDS)
+    raise TryAgain(f"RayCluster {CLUSTER} is being changed all the time: run the same command again")
+
+
+def _merged(rendered: Object, live: Object | None) -> Object:
+    """The rendered RayCluster with each live group's replicas, image, recipe and drain, which are its deployment's."""
+    if live is None:
+        return rendered
+    cluster = copy.deepcopy(rendered)
+    cluster["metadata"]["resourceVersion"] = live["metadata"]["resourceVersion"]
+    was_there = {group["groupName"] for group in live["spec"].get("workerGroupSpecs") or []}
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        if group["groupName"] in was_there:
+            _keep_deployment(group, worker_group_of(live, group["groupName"]))
+    return cluster
+
+
+def _keep_deployment(group: Object, was: WorkerGroup) -> None:
+    pod = group["template"]["spec"]
+    container = pod["containers"][0]
+    group["replicas"] = was.replicas
+    if not was.image.endswith(UNSET):
+        container["image"] = was.image
+    pod["volumes"] = [was.pod["volumes"][was.recipe_index] if v["name"] == RECIPE.name else v for v in pod["volumes"]]
+    if was.replicas:  # between deployments the manifests' own
+        pod["terminationGracePeriodSeconds"] = was.pod["terminationGracePeriodSeconds"]
+        drains = {v["name"]: v for v in was.container["env"] if v["name"] in DRAIN_VARIABLES}
+        container["env"] = [drains.get(variable["name"], variable) for variable in container["env"]]
+
+
+def _require_stages_untouched(api: Api, wanted: Object, live: Object) -> None:
+    """Raises `DeviceError` for a changed head while a stage is deployed, and for changed pods of a group that runs.
+
+    The API server tells what would be, with its defaults. The operator replaces no pod for a change, but one that is
+    lost comes back changed: a head with another Ray, which no worker may join, or a pod unlike its neighbours.
+    """
+    would_be = api.apply(wanted, is_trial=True)
+    groups = {group["groupName"]: group for group in would_be["spec"].get("workerGroupSpecs") or []}
+    for group in live["spec"].get("workerGroupSpecs") or []:
+        name = group["groupName"]
+        if group.get("replicas") and groups.get(name, {}).get("template") != group["template"]:
+            raise DeviceError(
+                f"worker group {name} runs, and the manifests change its pods: wait for the stage, or "
+                f"make stop-stage STAGE={name}. Nothing was applied to the RayCluster."
+            )
+    changed = sorted(_changes_of_head(live["spec"], would_be["spec"]))
+    busy = [stage for stage in STAGES if read_running_record(api, stage) or pods_of(api, stage)] if changed else []
+    if busy:
+        present = image_of(head_pod_of(live))
+        raise DeviceError(
+            f"stage {' and '.join(busy)} is deployed or has pods up, and this changes the head under it: "
+            f"{'; '.join(changed)}. Wait for it, or make stop-stage STAGE={busy[0]}, then run this again. "
+            f"HEAD_TAG={present} keeps the head's image. Nothing was applied to the RayCluster."
+        )
+
+
+def _changes_of_head(live: Object, would_be: Object) -> Iterator[str]:
+    """What differs in the RayCluster but for its worker groups, each in a few words."""
+    before, after = copy.deepcopy(live), copy.deepcopy(would_be)
+    was, will_be = (spec["headGroupSpec"]["template"]["spec"]["containers"][0] for spec in (before, after))
+    if was["image"] != will_be["image"]:
+        yield f"head image {was['image']} -> {will_be['image']}"
+        was["image"] = will_be["image"]
+    if before["headGroupSpec"] != after["headGroupSpec"]:
+        yield "the head's pod template or its Ray parameters"
+    for key in (before.keys() | after.keys()) - {"headGroupSpec", "workerGroupSpecs"}:
+        if before.get(key) != after.get(key):
+            yield f"{key} {before.get(key)} -> {after.get(key)}"
+
+
+def _require_filled_in(overlay: Path, objects: Iterable[Object]) -> None:
+    left = sorted({f"{each['kind']} {each['metadata']['name']}" for each in objects if PLACEHOLDER in yaml.dump(each)})
+    if left:
+        raise RecipeError(f"{overlay}: {PLACEHOLDER} is still in {', '.join(left)}: write your own values there")
+
+
+def _await_head(api: Api) -> tuple[Object, str]:
+    """The ready head's pod, and the image that a new one would run."""
+    image = image_of(head_pod_of(read_cluster(api)))
+    deadline = time.monotonic() + HEAD_SECONDS
+    progress = Progress("the Ray head is not ready")
+    while True:
+        heads = heads_of(api)
+        if ready := [head for head in heads if is_ready(head)]:
+            return ready[0], image
+        if heads and image_of(heads[0]["spec"]) != image and _never_ran(heads[0]):
+            # The operator replaces no pod whose template changed.
+            api.delete("Pod", heads[0]["metadata"]["name"], uid=heads[0]["metadata"]["uid"])
+        state = explain_start(api, heads[0]) if heads else _cluster_events(api)
+        progress.report(state)
+        if time.monotonic() > deadline:
+            raise TryAgain(f"the Ray head was not ready after {HEAD_SECONDS:.0f} s: {state}")
+        time.sleep(POLL_SECONDS)
+
+
+def _never_ran(pod: Object) -> bool:
+    """Waits for its image, so that nothing is lost with it."""
+    containers = pod["status"].get("containerStatuses") or []
+    return all("waiting" in each["state"] and not each.get("restartCount") for each in containers)
+
+
+def _cluster_events(api: Api) -> str:
+    warning = newest_event(api, read_cluster(api))
+    return warning or "the operator has made no pod yet. Does the KubeRay operator run?"
+
+
+def _await_gone(api: Api, kind: str, selector: str = "") -> None:
+    deadline = time.monotonic() + DOWN_SECONDS
+    while left := api.find_all(kind, selector):
+        if time.monotonic() > deadline:
+            names = ", ".join(each["metadata"]["name"] for each in left)
+            raise TryAgain(f"{kind} {names} does not go away. Does the KubeRay operator run?")
+        time.sleep(POLL_SECONDS)
+
+
+def _in_order(objects: list[Object]) -> list[Object]:
+    """As kustomize sorts them, but the RayCluster last: its pods need everything else."""
+    return sorted(objects, key=lambda each: each["kind"] == "RayCluster")
+
+
+def _is_local(each: Object) -> bool:
+    return (each["metadata"].get("annotations") or {}).get("config.kubernetes.io/local-config") == "true"
+
+
+def _kustomize_of(kubectl: Path) -> int:
+    """The major version of kustomize that it has inside; 0 for a kubectl that does not tell."""
+    done = subprocess.run([kubectl, "version", "--client", "-o", "json"], capture_output=True, text=True, check=False)
+    version = json.loads(done.stdout).get("kustomizeVersion", "") if done.returncode == 0 else ""
+    return int(version.lstrip("v").partition(".")[0] or 0)

@@ -1,0 +1,68 @@
+"""What a deployment will change, in words, before it does."""
+
+from __future__ import annotations
+
+from deploy.stage_contract import RECIPE
+from k8s.client.outline import Outline
+from k8s.objects.api import Object
+from k8s.objects.deployment import Deployment
+from k8s.objects.worker_group import WorkerGroup, render_worker_group
+
+
+def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
+    """Lines of what changes, what restarts, and what it holds."""
+    recipe = _recipe_of(render_worker_group(group, deployment))
+    lines = [
+        f"stage       {group.name}: {outline.describe_topology(group.name, deployment.nodes)}",
+        f"image       {_change(group.image, deployment.image)}",
+        f"recipe      {outline.name}, ConfigMap {_change(group.recipe, recipe)}",
+        f"arguments   {' '.join(deployment.arguments) or 'none'}",
+        f"restarts    {_restarts(group, deployment)}",
+        f"holds       {_holds(group, deployment, outline)}",
+        f"retries     {_retries(group, deployment)}",
+    ]
+    if deployment.fewer_nodes:
+        fewer = ", ".join(map(str, deployment.fewer_nodes))
+        lines.append(f"fewer       after a loss without a spare node it goes on with {fewer} nodes (cluster.min_nodes)")
+    measured = f"; its slowest checkpoint took {group.checkpoint_seconds} s" if group.checkpoint_seconds else ""
+    lines.append(f"notice      {deployment.drain_seconds} s before a pod ends{measured}")
+    if deployment.keep:
+        lines.append("afterwards  KEEP=1: the pods stay up, and hold their nodes, until make stop-stage")
+    return "\n".join(lines)
+
+
+def _retries(group: WorkerGroup, deployment: Deployment) -> str:
+    if group.name == "trainer":
+        return f"{deployment.retries} without a new checkpoint between them, after exit code 75 or a lost head"
+    return f"{deployment.retries}, after exit code 75 or a lost head"
+
+
+def _restarts(group: WorkerGroup, deployment: Deployment) -> str:
+    if deployment.mode == "isolated":
+        return "nothing: a Ray cluster of its own starts, and ends with the stage"
+    others = [name for name in _groups(group.cluster) if name != group.name]
+    kept = f"the head and {' and '.join(others)} keep their pods"
+    if group.replicas and render_worker_group(group, deployment)["template"] != group.spec["template"]:
+        return f"{group.replicas} {group.name} pods that an earlier deployment left up; {kept}"
+    return f"nothing: {group.replicas} -> {deployment.nodes} {group.name} pods; {kept}"
+
+
+def _holds(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
+    selector = group.pod.get("nodeSelector") or {}
+    kind = selector.get("node.kubernetes.io/instance-type", "any node")
+    limit = outline.train.time_limit_seconds if group.name == "trainer" else None
+    most = f", at most {deployment.nodes * limit / 3600:.1f} an attempt" if limit else ""
+    return f"{deployment.nodes} x {kind} from now until the stage ends: {deployment.nodes} node-hours an hour{most}"
+
+
+def _groups(cluster: Object) -> list[str]:
+    return [str(group["groupName"]) for group in cluster["spec"]["workerGroupSpecs"]]
+
+
+def _recipe_of(group: Object) -> str:
+    volumes = group["template"]["spec"]["volumes"]
+    return str(next(volume["configMap"]["name"] for volume in volumes if volume["name"] == RECIPE.name))
+
+
+def _change(before: str, after: str) -> str:
+    return f"{after} (as it is)" if before == after else f"{before} -> {after}"

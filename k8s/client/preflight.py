@@ -1,0 +1,288 @@
+"""What would keep a deployment from running, found before anything is sent. Each names what does not match."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from k8s.client.probe import Answer, head_probe, stage_probe
+from k8s.client.stage_image import read_platform_labels
+from k8s.objects.api import Api, ApiUnreachable, Object
+from k8s.objects.capacity import check_nodes, check_queue, check_size
+from k8s.objects.deployment import RECORD_VERSION, UPDATE_CLIENT, UPDATE_HEAD, Deployment
+from k8s.objects.names import CLUSTER, DEPLOYER
+from k8s.objects.placement import heads_of, is_ready
+from k8s.objects.record import read_running_record
+from k8s.objects.worker_group import WorkerGroup, image_of
+from services.common.errors import DeviceError, RecipeError
+
+NEURON = "aws.amazon.com/neuron"
+# What the API server accepts and the operator refuses later, in the RayJob's status alone.
+RAYJOB_NAME_CHARACTERS = 47
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason not to deploy, and the exit code it stands for."""
+
+    text: str
+    exit_code: int = DeviceError.exit_code
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What short pods saw."""
+
+    problems: list[Problem]
+    upstream: list[dict[str, Any]]
+    ray_version: str
+    """Of the stage's image; empty where it could not be seen."""
+
+
+def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment) -> list[Problem]:
+    """Everything that the Kubernetes API can tell. What may not be looked at is a problem of its own."""
+    checks: list[Callable[[], Iterable[str]]] = [
+        lambda: _check_rights(api),
+        lambda: [_check_head(api, group)],
+        lambda: [_check_token(api)],
+        lambda: [_check_operator(api)],
+        lambda: [check_size(group, deployment.nodes)],
+        lambda: [check_queue(api, group, deployment.nodes)],
+        lambda: _check_claims(api, group),
+        lambda: _check_accounts(api, group),
+        lambda: [_check_priority(api, group)],
+        lambda: [check_nodes(api, group, deployment.nodes)],
+        lambda: _check_routing(group),
+        lambda: [_check_other_stages(api, group)],
+        lambda: [_check_names(deployment)],
+    ]
+    return [Problem(text) for check in checks for text in _found(check) if text]
+
+
+def check_in_pods(api: Api, group: WorkerGroup, deployment: Deployment, recipe: str) -> Findings:
+    """What short pods see: problems, and the upstream artifacts that the stage will read.
+
+    The stage's own image judges the recipe and the artifacts: the head's, and this checkout, may know other keys. Where
+    its labels tell that it does not fit the head, it is not pulled for that.
+    """
+    with (
+        stage_probe(
+            api, group, deployment.image, recipe, list(deployment.arguments), deployment.start_timeout_seconds
+        ) as stages,
+        head_probe(api, group) as heads,
+    ):
+        head = heads.await_answer()
+        labels = read_platform_labels(group, deployment.image)
+        problems = _check_head_image(group, head) + _compare(deployment, labels, head.platform)
+        if problems:
+            return Findings(problems, [], labels.get("ray", ""))
+        own = stages.await_answer()
+    if own.problem:
+        problems.append(Problem(_name_judge(deployment.image, own), own.exit_code))
+    problems += _compare(deployment, own.platform, head.platform)
+    return Findings(problems, own.upstream, own.platform.get("ray", ""))
+
+
+def _check_head_image(group: WorkerGroup, head: Answer) -> list[Problem]:
+    """Can its deploy Jobs read what this client would send?"""
+    image = image_of(group.head_pod)
+    if head.problem and "No module named" in head.problem:
+        return [
+            Problem(
+                f"the head's image {image} is older than this checkout, and cannot read what it sends: {UPDATE_HEAD}"
+            )
+        ]
+    if head.problem:
+        return [Problem(head.problem, head.exit_code)]
+    if RECORD_VERSION in head.records:
+        return []
+    is_head_older = max(head.records, default=0) < RECORD_VERSION
+    older, update = ("the head's image", UPDATE_HEAD) if is_head_older else ("this checkout", UPDATE_CLIENT)
+    reads = " and ".join(map(str, head.records)) or "none"
+    return [
+        Problem(
+            f"the head's image {image} reads deployments of version {reads}, this checkout sends version "
+            f"{RECORD_VERSION}; {older} is the older one: {update}"
+        )
+    ]
+
+
+def _name_judge(image: str, own: Answer) -> str:
+    """A recipe's keys are those of the image, whatever this checkout knows."""
+    if own.exit_code != RecipeError.exit_code:
+        return str(own.problem)
+    return f"the image {image} does not take this recipe: {own.problem} RECIPE= and ARGS= say what it takes."
+
+
+def _compare(deployment: Deployment, ours: dict[str, str], heads: dict[str, str]) -> list[Problem]:
+    """Only a shared cluster joins them."""
+    if deployment.mode != "shared" or not ours or not heads:
+        return []
+    return [Problem(text) for text in _compare_platforms(deployment.image, ours, heads)]
+
+
+def _found(check: Callable[[], Iterable[str]]) -> list[str]:
+    try:
+        return list(check())
+    except ApiUnreachable:
+        raise
+    except DeviceError as error:
+        return [str(error)]
+
+
+def _check_head(api: Api, group: WorkerGroup) -> str:
+    heads = heads_of(api)
+    wanted = image_of(group.head_pod)
+    for pod in filter(is_ready, heads):
+        runs = image_of(pod["spec"])
+        if runs == wanted:
+            return ""
+        return (
+            f"the Ray head still runs {runs}, the cluster is to have {wanted}: when no stage runs, "
+            f"kubectl -n {api.namespace} delete pod {pod['metadata']['name']}"
+        )
+    state = heads[0]["status"].get("phase", "unknown") if heads else "absent"
+    return f"the Ray head is not ready ({state}): kubectl -n {api.namespace} describe pods -l ray.io/node-type=head"
+
+
+def _check_token(api: Api) -> str:
+    if api.find("Secret", CLUSTER):
+        return ""
+    return f"Secret {CLUSTER} (the Ray token) is missing; the operator makes it with the RayCluster: make cluster-up"
+
+
+def _check_operator(api: Api) -> str:
+    """An operator with a batch scheduler makes a PodGroup for every RayCluster."""
+    group = f"ray-{CLUSTER}-pg"
+    if api.find("PodGroup", group) is None:
+        return ""
+    return (
+        f"the KubeRay operator runs with its own batch scheduler (it made PodGroup {group}): a RayJob on this cluster "
+        f"would stay Initializing for ever. Start it without (Helm: batchScheduler.name unset), delete that PodGroup, "
+        f"then: make cluster-down cluster-up"
+    )
+
+
+def _check_claims(api: Api, group: WorkerGroup) -> list[str]:
+    problems = []
+    for claim in group.claims.values():
+        found = api.find("PersistentVolumeClaim", claim)
+        if found is None:
+            others = [each["metadata"]["name"] for each in api.find_all("PersistentVolumeClaim")]
+            problems.append(
+                f"claim {claim}, which worker group {group.name} mounts, does not exist (there is "
+                f"{', '.join(others) or 'none'}): make cluster-up, or mend the name in k8s/stages/{group.name}"
+            )
+        elif found["status"].get("phase") != "Bound":
+            volume = found["spec"].get("volumeName", "any")
+            problems.append(
+                f"claim {claim} is {found['status'].get('phase')}, not Bound: its volume {volume} does not exist, is "
+                f"taken, or is smaller than asked"
+            )
+    return problems
+
+
+def _check_accounts(api: Api, group: WorkerGroup) -> list[str]:
+    wanted = (group.pod["serviceAccountName"], DEPLOYER)
+    return [
+        f"service account {name} does not exist: make cluster-up"
+        for name in wanted
+        if api.find("ServiceAccount", name) is None
+    ]
+
+
+def _check_priority(api: Api, group: WorkerGroup) -> str:
+    name = group.pod["priorityClassName"]
+    if api.find("PriorityClass", name):
+        return ""
+    return f"PriorityClass {name}, which worker group {group.name} names, does not exist: make cluster-up"
+
+
+def _check_routing(group: WorkerGroup) -> list[str]:
+    _ = group.routing_resource  # says itself what is wrong with it
+    return []
+
+
+def _check_other_stages(api: Api, worker_group: WorkerGroup) -> str:
+    """Two stages that take whole Trainium nodes run one after the other."""
+    if NEURON not in worker_group.requests:
+        return ""
+    for group in worker_group.cluster["spec"]["workerGroupSpecs"]:
+        name = group["groupName"]
+        requests = group["template"]["spec"]["containers"][0].get("resources", {}).get("requests", {})
+        if name == worker_group.name or NEURON not in requests:
+            continue
+        record = read_running_record(api, name)
+        if record:
+            return (
+                f"stage {name} is deployed by {record.deployment.user} and holds {record.deployment.nodes} Trainium "
+                f"nodes: wait for it (make stage-status), or make stop-stage STAGE={name}"
+            )
+        if group.get("replicas"):
+            return (
+                f"stage {name} left {group['replicas']} pods up (KEEP=1), which hold Trainium nodes: "
+                f"make stop-stage STAGE={name}"
+            )
+    return ""
+
+
+def _check_rights(api: Api) -> list[str]:
+    """May we make what a deployment needs, and may the deploy Job do its part?"""
+    ours = [
+        ("create", "batch", "jobs"),
+        ("create", "", "configmaps"),
+        ("get", "ray.io", "rayclusters"),
+        ("get", "", "pods"),
+    ]
+    theirs = [
+        ("patch", "ray.io", "rayclusters", CLUSTER),
+        ("create", "ray.io", "rayjobs", ""),
+        ("create", "scheduling.volcano.sh", "podgroups", ""),
+        ("create", "coordination.k8s.io", "leases", ""),
+        ("patch", "batch", "jobs", ""),
+        ("list", "", "pods", ""),
+        ("delete", "", "pods", ""),
+        ("get", "", "nodes", ""),
+    ]
+    problems = [
+        f"you may not {verb} {resource} in namespace {api.namespace}; ask for the rights of k8s/README.md"
+        for verb, group, resource in ours
+        if not _may(api, "SelfSubjectAccessReview", {}, verb, group, resource, "")
+    ]
+    user = {"user": f"system:serviceaccount:{api.namespace}:{DEPLOYER}"}
+    problems += [
+        f"the deploy Job's account may not {verb} {resource}: k8s/base/deployer.yaml grants it, make cluster-up"
+        for verb, group, resource, name in theirs
+        if not _may(api, "SubjectAccessReview", user, verb, group, resource, name)
+    ]
+    return problems
+
+
+def _compare_platforms(image: str, ours: dict[str, str], heads: dict[str, str]) -> list[str]:
+    """Ray refuses a node of another Ray version or of another Python patch version."""
+    return [
+        f"image {image} has {what} {ours.get(what)}, the Ray head has {heads.get(what)}, and Ray joins equals alone. "
+        f"Build both on one pin (make images), or give the stage a cluster of its own: MODE=isolated"
+        for what in ("variant", "python", "ray")
+        if ours.get(what) != heads.get(what)
+    ]
+
+
+def _check_names(deployment: Deployment) -> str:
+    name = deployment.rayjob_name(99)
+    return (
+        f"RayJob name {name} exceeds {RAYJOB_NAME_CHARACTERS} characters" if len(name) > RAYJOB_NAME_CHARACTERS else ""
+    )
+
+
+def _may(api: Api, kind: str, subject: Object, verb: str, group: str, resource: str, name: str) -> bool:
+    attributes: dict[str, Any] = {"namespace": api.namespace, "verb": verb, "group": group, "resource": resource}
+    if name:
+        attributes["name"] = name
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": kind,
+        "spec": subject | {"resourceAttributes": attributes},
+    }
+    return bool(api.create(review | {"metadata": {}})["status"]["allowed"])

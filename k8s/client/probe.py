@@ -1,0 +1,228 @@
+"""Short pods that look at what only a pod can see: an image's platform, and the artifacts on the file system.
+
+Each asks one image about itself. The head's looks beside the head. A stage's that is pulled looks where the stage's
+pods will be, since what it pulls is needed there anyway; one that is brought to the nodes looks beside the head, too.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from deploy.exit_codes import EXIT_AGAIN, find_error_line
+from deploy.progress import Progress
+from deploy.stage_contract import RECIPE
+from k8s.objects.api import Api, ApiUnreachable, Object
+from k8s.objects.names import COMPONENT_LABEL, STAGE_LABEL
+from k8s.objects.placement import explain_start
+from k8s.objects.worker_group import WorkerGroup, image_of
+from services.common.errors import ArtifactError, DeviceError, RecipeError, StorageError
+
+POLL_SECONDS = 0.5
+LEAST_SECONDS = 600.0  # for an image that may have to be pulled
+# kubelet pulls again after 10, 20, 40 s: a registry that is away for a moment has been asked four times by then.
+PULL_PATIENCE_SECONDS = 90.0
+PULL_ERRORS = ("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable", "ImageInspectError")
+HOPELESS = ("ErrImageNeverPull", "InvalidImageName", "CreateContainerConfigError")
+OTHER_PROCESSOR = ("no match for platform", "exec format error")
+LEFTOVER_SECONDS = 300  # a probe whose client was killed goes by itself
+CONTAINER = "look"
+PLACEMENT_FIELDS = ("nodeSelector", "tolerations", "affinity", "imagePullSecrets")
+STAGE_CODES = (RecipeError.exit_code, ArtifactError.exit_code, StorageError.exit_code)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an image said, or why it could not."""
+
+    platform: dict[str, str] = field(default_factory=dict)
+    """Variant, python and ray; empty where it could not be seen."""
+    records: tuple[int, ...] = ()
+    """Versions of a deployment's record that the head's image reads."""
+    upstream: list[dict[str, Any]] = field(default_factory=list)
+    problem: str | None = None
+    exit_code: int = DeviceError.exit_code
+
+
+class Probe:
+    """One short pod, for as long as this is entered."""
+
+    def __init__(self, api: Api, job: Object, what: str, timeout_seconds: float) -> None:
+        self._api, self._job, self._what = api, job, what
+        self._timeout_seconds = timeout_seconds
+        self._image = image_of(job["spec"]["template"]["spec"])
+        self._uid = ""
+
+    def __enter__(self) -> Self:
+        self._uid = self._api.create(self._job)["metadata"]["uid"]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._api.delete("Job", self._job["metadata"]["name"], uid=self._uid)
+
+    def await_answer(self) -> Answer:
+        """Wait for the pod's end, as long as its image is being pulled, too, and tell what is waited for."""
+        deadline = time.monotonic() + self._timeout_seconds
+        report = Progress(self._what).report
+        waits, failing_since = "no pod was made", None
+        while time.monotonic() < deadline:
+            for pod in self._api.find_all("Pod", f"job-name={self._job['metadata']['name']}"):
+                if pod["status"].get("phase") in ("Succeeded", "Failed"):
+                    return self._read_answer(pod)
+                reason = _waiting_reason(pod)
+                waits = self._explain(pod, reason)
+                report(waits)
+                if reason in HOPELESS:
+                    return Answer(problem=f"{self._image} cannot run: {waits}")
+                if reason in PULL_ERRORS:
+                    failing_since = failing_since or time.monotonic()
+                    is_final = any(each in waits for each in OTHER_PROCESSOR)
+                    if is_final or time.monotonic() - failing_since > PULL_PATIENCE_SECONDS:
+                        return Answer(problem=self._explain_refusal(pod, waits))
+            time.sleep(POLL_SECONDS)
+        problem = f"the short pod that looks at {self._image} did not end: {waits}"
+        return Answer(problem=problem, exit_code=EXIT_AGAIN)
+
+    def _explain(self, pod: Object, reason: str) -> str:
+        if reason in ("", "ContainerCreating", "PodInitializing"):
+            events = self._api.find_all("Event", fields=f"involvedObject.uid={pod['metadata']['uid']}")
+            reasons = {event.get("reason") for event in events}
+            if "Pulling" in reasons and "Pulled" not in reasons and "Failed" not in reasons:
+                return f"pulling {self._image} on {pod['spec'].get('nodeName')}"
+        return explain_start(self._api, pod)
+
+    def _explain_refusal(self, pod: Object, waits: str) -> str:
+        advice = (
+            "Does the tag exist, may the nodes pull from that registry, and do they reach it? make images PUSH=... "
+            "pushes what this checkout builds, TAG= names another image"
+        )
+        if any(each in waits for each in OTHER_PROCESSOR):
+            advice = (
+                "It is built for another processor than the node's: build it for that one, or name another with TAG="
+            )
+        return f"image {self._image} cannot be pulled on {pod['spec'].get('nodeName')}: {waits}. {advice}"
+
+    def _read_answer(self, pod: Object) -> Answer:
+        terminated = _terminated_state(pod)
+        exit_code = int(terminated.get("exitCode", EXIT_AGAIN))
+        lines = self._read_log(pod)
+        told = next(filter(None, map(_read_object, reversed(lines))), None)
+        if told:
+            return Answer(
+                told["platform"],
+                tuple(told.get("records", ())),
+                told.get("upstream", []),
+                told.get("problem"),
+                exit_code,
+            )
+        said = " ".join(lines[-3:]) or str(terminated.get("message") or pod["status"].get("message", "nothing"))
+        if any(each in said for each in OTHER_PROCESSOR):
+            node = pod["spec"].get("nodeName")
+            return Answer(
+                problem=f"image {self._image} cannot run on {node}, which has another processor than it is built for "
+                f"({said}): build it for that one, or name another with TAG="
+            )
+        if exit_code in STAGE_CODES:
+            return Answer(problem=find_error_line("\n".join(lines)), exit_code=exit_code)
+        is_lost = exit_code == EXIT_AGAIN
+        problem = f"image {self._image} does not answer (exit code {exit_code}): {said}"
+        return Answer(problem=problem, exit_code=EXIT_AGAIN if is_lost else DeviceError.exit_code)
+
+    def _read_log(self, pod: Object) -> list[str]:
+        """Nothing of a container that never began."""
+        try:
+            return [line.partition(" ")[2] for line in self._api.log(pod["metadata"]["name"], CONTAINER)]
+        except ApiUnreachable:
+            raise
+        except DeviceError:
+            return []
+
+
+def head_probe(api: Api, group: WorkerGroup) -> Probe:
+    """Asks the head's image for its platform, and for the records that its deploy Jobs read."""
+    head = group.head_pod
+    job = _job(group, "head", head, head["containers"][0], "exec python -m k8s.deploy.head_facts", {}, LEAST_SECONDS)
+    return Probe(api, job, "asking the head's image", LEAST_SECONDS)
+
+
+def stage_probe(
+    api: Api, group: WorkerGroup, image: str, recipe: str, arguments: list[str], timeout_seconds: float
+) -> Probe:
+    """Asks a stage's image whether it takes the recipe, and finds what it needs."""
+    script = (
+        'printf %s "$RECIPE" > "$TMPDIR/recipe.toml" && exec python -m services.common.readiness '
+        f"--stage {group.name} --recipe $TMPDIR/recipe.toml --root {group.root} {shlex.join(arguments)}"
+    )
+    seconds = max(timeout_seconds, LEAST_SECONDS)
+    place = group.head_pod if group.is_image_on_nodes else group.pod
+    container = group.container | {"image": image}
+    job = _job(group, group.name, place, container, script, {"RECIPE": recipe}, seconds)
+    return Probe(api, job, f"asking the {group.name}'s image", seconds)
+
+
+def _job(
+    group: WorkerGroup,
+    what: str,
+    place: Object,
+    container: Object,
+    script: str,
+    environment: dict[str, str],
+    seconds: float,
+) -> Object:
+    """The stage's mounts and account, on a node that suits the pod `place`, with one small container."""
+    labels = {STAGE_LABEL: group.name, COMPONENT_LABEL: "preflight"}
+    pod = {
+        "restartPolicy": "Never",
+        "serviceAccountName": group.pod["serviceAccountName"],
+        "automountServiceAccountToken": False,
+        "securityContext": group.pod["securityContext"],
+        **{name: place[name] for name in PLACEMENT_FIELDS if name in place},
+        "volumes": [volume for volume in group.pod["volumes"] if volume["name"] != RECIPE.name],
+        "containers": [
+            {
+                "name": CONTAINER,
+                "image": container["image"],
+                "imagePullPolicy": container["imagePullPolicy"],
+                "command": ["sh", "-c", script],
+                "env": [{"name": name, "value": value} for name, value in environment.items()],
+                "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
+                "securityContext": group.container["securityContext"],
+                "volumeMounts": [m for m in group.container["volumeMounts"] if m["name"] != RECIPE.name],
+            }
+        ],
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": f"preflight-{what}-{secrets.token_hex(3)}", "labels": labels},
+        "spec": {
+            "backoffLimit": 0,
+            "activeDeadlineSeconds": int(seconds),
+            "ttlSecondsAfterFinished": LEFTOVER_SECONDS,
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+
+
+def _waiting_reason(pod: Object) -> str:
+    statuses = pod["status"].get("containerStatuses") or []
+    return str((statuses[0]["state"].get("waiting") or {}).get("reason", "")) if statuses else ""
+
+
+def _terminated_state(pod: Object) -> Object:
+    statuses = pod["status"].get("containerStatuses") or []
+    return dict(statuses[0]["state"].get("terminated") or {}) if statuses else {}
+
+
+def _read_object(line: str) -> dict[str, Any] | None:
+    """An image's answer; None for any other line."""
+    try:
+        told = json.loads(line)
+    except ValueError:
+        return None
+    return told if isinstance(told, dict) and "platform" in told else None

@@ -1,0 +1,177 @@
+"""A deploy request: what a person typed, and the deployment that it is resolved to."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import math
+import os
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deploy.stage_contract import RECIPE_FILE
+from k8s.client.outline import Outline, read_outline, read_outline_of_text
+from k8s.client.stage_image import choose_image
+from k8s.objects.api import Api
+from k8s.objects.deployment import Deployment, Mode
+from k8s.objects.names import recipe_name
+from k8s.objects.record import Record
+from k8s.objects.worker_group import WorkerGroup
+from services.common.command_line import read_override
+from services.common.errors import DeviceError, RecipeError
+from services.common.recipe import STAGES
+from services.common.recipe import Stage as StageName
+from services.common.recipe_file import load_recipe
+
+DEFAULT_RECIPE = Path("recipes/tiny-cpu.toml")
+CHECKPOINTS_PER_DRAIN = 3
+RESERVED_OPTIONS = ("--recipe", "--root", "--launch", "--dry-run")
+
+
+@dataclass(frozen=True)
+class DeployRequest:
+    """A command's variables; None where one was not given."""
+
+    stage: str
+    recipe: Path | None
+    tag: str
+    nodes: int | None
+    mode: Mode | None
+    arguments: tuple[str, ...] | None
+    retries: int
+    start_timeout_seconds: int
+    drain_seconds: int
+    keep: bool
+    dry_run: bool
+    follow: bool
+    recipe_text: str = ""
+    """Instead of a file."""
+
+
+@dataclass(frozen=True)
+class ResolvedRequest:
+    """The deployment that a request asks for, with the recipe that it was resolved from."""
+
+    deployment: Deployment
+    outline: Outline
+    recipe_text: str
+
+
+def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedRequest:
+    """Raises `RecipeError` for what cannot be, `DeviceError` for an image that is nowhere.
+
+    The image that the working tree builds has the recipe's type that is here, and a wrong key is told at once. Of
+    another image (TAG=), which may know other keys, the image itself is asked, in preflight.
+    """
+    text = request.recipe_text or _read(request.recipe or DEFAULT_RECIPE)
+    arguments = request.arguments or ()
+    name = require_stage_name(request.stage)
+    _require_free(arguments)
+    outline = _outline(request, text, arguments)
+    nodes = request.nodes if request.nodes is not None else outline.nodes_of(name)
+    if nodes < 1:
+        raise RecipeError(f"NODES={nodes}: a stage needs at least one")
+    if request.mode == "isolated" and request.keep:
+        raise RecipeError("KEEP=1 with MODE=isolated: a Ray cluster of a stage's own ends with the stage")
+    if name == "trainer" and nodes != outline.nodes_of(name):
+        workers = nodes * outline.cluster.trainer_workers_per_node
+        arguments = (*arguments, f"--parallel.data_parallel_size={workers}")
+        outline = _outline(request, text, arguments)
+    deployment = Deployment(
+        stage=name,
+        id=secrets.token_hex(3),
+        image=choose_image(api, name, group.variant, group.container, request.tag),
+        nodes=nodes,
+        mode=request.mode or "shared",
+        recipe_digest=hashlib.sha256(text.encode()).hexdigest(),
+        arguments=arguments,
+        retries=request.retries,
+        keep=request.keep,
+        user=user_name(),
+        start_timeout_seconds=request.start_timeout_seconds,
+        drain_seconds=request.drain_seconds or _needed_drain(group),
+        recipe=outline.name,
+        fewer_nodes=_fewer_nodes(outline) if name == "trainer" and request.mode != "isolated" else (),
+        workers_per_node=outline.cluster.trainer_workers_per_node,
+    )
+    return ResolvedRequest(deployment, outline, text)
+
+
+def _fewer_nodes(outline: Outline) -> tuple[int, ...]:
+    return outline.cluster.fewer_nodes(outline.parallel.data_parallel_size, outline.batch.num_micro_batches)
+
+
+def complete_from_record(api: Api, group: WorkerGroup, request: DeployRequest, record: Record | None) -> DeployRequest:
+    """Fill in what was not typed (recipe, options, nodes, mode) from the record of the stage's newest deployment."""
+    if record is None:
+        if request.recipe is None:
+            raise DeviceError(
+                f"{group.name} has no deployment any more whose recipe could be taken over: RECIPE= (and ARGS=, NODES=)"
+            )
+        return request
+    before = record.deployment
+    request = replace(
+        request, mode=request.mode or before.mode, nodes=request.nodes if request.nodes is not None else before.nodes
+    )
+    if request.arguments is None:
+        request = replace(request, arguments=before.arguments)
+    if request.recipe is None:
+        name = recipe_name(group.name, before.recipe_digest)
+        kept = api.find("ConfigMap", name)
+        if kept is None:
+            raise DeviceError(f"the recipe of the deployment before (ConfigMap {name}) is gone: name one with RECIPE=")
+        request = replace(request, recipe_text=kept["data"][RECIPE_FILE])
+    return request
+
+
+def _require_free(arguments: tuple[str, ...]) -> None:
+    """Raises `RecipeError` for options that the deployment itself gives."""
+    for argument in arguments:
+        option = argument.partition("=")[0]
+        if option in RESERVED_OPTIONS:
+            raise RecipeError(f"ARGS: {option} is the deployment's own; RECIPE=, NODES=, DRY_RUN=1 say what you mean")
+        if "." in option and option.startswith("--") and "=" not in argument:
+            raise RecipeError(f"ARGS: {argument!r}: a recipe override reads --section.key=value")
+
+
+def recipe_overrides(arguments: tuple[str, ...]) -> dict[str, str]:
+    """Those of a stage's options that override the recipe: `--train.max_steps=500`."""
+    return dict(filter(None, map(read_override, arguments)))
+
+
+def user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return f"uid {os.getuid()}"
+
+
+def _outline(request: DeployRequest, text: str, arguments: tuple[str, ...]) -> Outline:
+    """From the file that was named, so that an error names it; from the text where there is no file."""
+    overrides = recipe_overrides(arguments)
+    if request.recipe_text:
+        return read_outline_of_text(text, overrides)
+    file = request.recipe or DEFAULT_RECIPE
+    if not request.tag:
+        load_recipe(file, overrides)
+    return read_outline(file, overrides)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        read_outline(path, {})  # says what is wrong with the file
+        raise
+
+
+def _needed_drain(group: WorkerGroup) -> int:
+    """What the manifests say, or three times what the slowest checkpoint took where that is more."""
+    return max(group.drain_seconds, math.ceil(CHECKPOINTS_PER_DRAIN * group.checkpoint_seconds))
+
+
+def require_stage_name(name: str) -> StageName:
+    if name not in STAGES:
+        raise RecipeError(f"STAGE={name or 'nothing'}: a stage is one of {', '.join(STAGES)}")
+    return name

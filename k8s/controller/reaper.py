@@ -1,0 +1,121 @@
+"""Takes down what no deploy Job holds any more: `python -m k8s.deploy.reaper`, started by a CronJob every quarter of an
+hour.
+
+A stage is orphaned when its Job was deleted with `--cascade=orphan`, or has failed, or was never made, and its pods or
+its gang are still there. It is taken down when that has been so for a while and nobody renewed its Lease. Stages that
+were deployed with KEEP=1 stay.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+
+from deploy.progress import Progress
+from k8s.controller.job import connect_patiently
+from k8s.objects.api import Api, ApiUnreachable, Conflict
+from k8s.objects.lost_pods import LostPods
+from k8s.objects.names import KEEP_ANNOTATION, lease_name
+from k8s.objects.placement import pods_of
+from k8s.objects.rayjob import has_ended, rayjobs_of
+from k8s.objects.record import read_record
+from k8s.objects.teardown import release_pods, stop_rayjobs
+from k8s.objects.worker_group import read_worker_group
+from services.common.errors import MillraceError
+from services.common.recipe import STAGES
+
+POLL_SECONDS = 2.0
+ORPHAN_SECONDS = 120.0  # four times as long as a Lease holds
+RUN_SECONDS = 840.0  # then the next run goes on
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the reaper sees of a stage."""
+
+    replicas: int
+    pods: int
+    rayjobs: int
+    """That have not ended."""
+    has_gang: bool
+    is_kept: bool
+    is_held: bool
+    """By a deploy Job that goes on."""
+    lease: str
+    """Its version, which changes while a process works on the stage; empty when there is none."""
+
+
+def describe_orphan(observation: Observation) -> str:
+    """What is left of a stage that nobody holds; empty when it is held, kept, or down."""
+    if observation.is_held or observation.is_kept:
+        return ""
+    parts = [
+        f"{observation.pods} pods" if observation.pods or observation.replicas else "",
+        f"{observation.rayjobs} RayJobs that run" if observation.rayjobs else "",
+        "its PodGroup" if observation.has_gang else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+class StageReaper:
+    """Watches one stage."""
+
+    def __init__(self, api: Api, stage: str) -> None:
+        self._api, self._stage = api, stage
+        self._report = Progress(f"reaper: {stage}").report
+        self._lost = LostPods(api, stage, self._report)
+        self._seen: tuple[str, float] = ("", 0.0)  # the Lease's version, and since when it is an orphan with that one
+
+    def advance(self) -> bool:
+        """Do the next thing. False when there is nothing to do, or to wait for."""
+        observation = self._observe()
+        orphan = describe_orphan(observation)
+        lost = self._lost.remove(is_idle=bool(orphan))
+        if not orphan:
+            self._seen = ("", 0.0)
+            return lost > 0
+        version = f"lease {observation.lease}"
+        if self._seen[0] != version:
+            self._seen = (version, time.monotonic())
+            self._report(f"no deploy Job holds {orphan}")
+        if time.monotonic() - self._seen[1] < ORPHAN_SECONDS:
+            return True
+        left = stop_rayjobs(self._api, self._stage) or release_pods(self._api, self._stage)
+        self._report(f"taking it down, {left} left" if left else "is down: no pods, no gang")
+        if not left:
+            self._api.delete("Lease", lease_name(self._stage))
+        return left > 0
+
+    def _observe(self) -> Observation:
+        worker_group = read_worker_group(self._api, self._stage)
+        record = read_record(self._api, self._stage)
+        group = self._api.find("PodGroup", worker_group.pod_group)
+        lease = self._api.find("Lease", lease_name(self._stage))
+        marks = ((group or {}).get("metadata", {}).get("annotations")) or {}
+        return Observation(
+            replicas=worker_group.replicas,
+            pods=len(pods_of(self._api, self._stage)),
+            rayjobs=sum(not has_ended(job) for job in rayjobs_of(self._api, self._stage)),
+            has_gang=group is not None,
+            is_kept=marks.get(KEEP_ANNOTATION) == "1" or bool(record and record.is_over and record.deployment.keep),
+            is_held=bool(record and not record.is_over and not record.is_deleted),
+            lease=lease["metadata"]["resourceVersion"] if lease else "",
+        )
+
+
+def main() -> int:
+    api = connect_patiently()
+    reapers = [StageReaper(api, stage) for stage in STAGES]
+    deadline = time.monotonic() + RUN_SECONDS
+    while sum(map(_advance, reapers)) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return 0
+
+
+def _advance(reaper: StageReaper) -> bool:
+    try:
+        return reaper.advance()
+    except MillraceError as error:  # of this stage alone, such as a record that cannot be read
+        print(f"reaper: {error}", file=sys.stderr, flush=True)
+        return isinstance(error, ApiUnreachable | Conflict)  # somebody wrote in between

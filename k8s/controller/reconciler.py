@@ -1,0 +1,345 @@
+"""The reconciler of one deployment: gang, pods, RayJob, follow, retry, and down again.
+
+It is level-triggered: each pass observes the cluster, lets `decide` choose the one next thing, and does it. It
+remembers nothing that it could not observe again. So it may be killed between any two lines and started anew; only
+deadlines begin again.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+from deploy.exit_codes import EXIT_AGAIN
+from deploy.progress import Progress
+from k8s.controller.decision import (
+    Action,
+    DeleteOlderRayJobs,
+    EmptyGroup,
+    EndAttempt,
+    EndDeployment,
+    Gang,
+    Observation,
+    PlaceGang,
+    ShrinkGang,
+    StartAttempt,
+    StopDriver,
+    TakeDown,
+    decide,
+)
+from k8s.controller.driver_log import LOG_FOLDER, DriverLog
+from k8s.controller.history import find_newest_checkpoints, record_checkpoint_seconds, record_good_image
+from k8s.controller.lease import LeaseHeld, StageLease
+from k8s.controller.outcome import has_progressed
+from k8s.controller.phase import Phase
+from k8s.controller.ray_jobs import RayJobs, RayUnreachable
+from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
+from k8s.objects.capacity import count_room
+from k8s.objects.deployment import Deployment
+from k8s.objects.lost_pods import LostPods
+from k8s.objects.names import CLUSTER, job_name
+from k8s.objects.placement import explain_placement, newest_event, pods_of
+from k8s.objects.pod_group import placed_size, render_pod_group
+from k8s.objects.rayjob import nodes_of, rayjobs_of, render_isolated_rayjob, render_rayjob
+from k8s.objects.record import Outcome, Record, no_more_failures, read_record, write_attempt, write_outcome
+from k8s.objects.teardown import delete_rayjobs, release_pods, stop_rayjobs
+from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_worker_group, replace_group, scale_down
+from services.common.errors import EXIT_BUG, MillraceError
+
+POLL_SECONDS = 2.0
+LOG_SECONDS = 20.0
+
+
+class Reconciler:
+    """Brings one deployment about, or goes on with one that an earlier process began."""
+
+    def __init__(self, api: Api, deployment: Deployment, pod: str) -> None:
+        self._api = api
+        self._deployment = deployment
+        self._stage = deployment.stage
+        self._lease = StageLease(api, deployment.stage, f"{deployment.id}/{pod}")
+        self._has_lease = False
+        self._terminated = threading.Event()
+        self._report = Progress("deploy").report
+        self._lost = LostPods(api, deployment.stage, self._report)
+        self._refused_since: float | None = None
+        self._wait: tuple[str, float] = ("", 0.0)  # what is waited for, and since when
+        self._log: DriverLog | None = None
+        self._submission: tuple[str, int] | None = None  # the one whose log is followed
+        self._stopped: tuple[str, int] | None = None  # the one that was told to stop
+
+    def run(self) -> Outcome | None:
+        """Until the deployment is over and its pods are gone. None when another process goes on with it."""
+        signal.signal(signal.SIGTERM, lambda *_: self._terminated.set())
+        while True:
+            try:
+                if self._terminated.is_set() and self._own_record():
+                    self._lease.release()
+                    self._report("told to leave; the Job starts again and goes on")
+                    return None
+                self._lease.hold()
+                self._has_lease = True
+                outcome = self._reconcile()
+                self._refused_since = None
+                if outcome:
+                    if outcome.exit_code:
+                        self._fail_job()
+                    self._lease.release()
+                    self._report(f"{outcome.message} (exit code {outcome.exit_code})")
+                    return outcome
+            except LeaseHeld as error:
+                if self._has_lease:
+                    self._report(f"{error}: this process leaves")
+                    return None
+                self._report(f"waiting: {error}")
+            except MillraceError as error:
+                # The API is away, somebody wrote in between, a right is missing for a moment: nodes may be held, so
+                # this process stays until they are not.
+                self._report(f"again in {POLL_SECONDS:.0f} s: {error}")
+                self._end_after_long_refusal(error)
+            except Exception as error:  # noqa: BLE001 - a bug must not leave nodes held either
+                traceback.print_exc()
+                self._end_at_once(Outcome(EXIT_BUG, f"a bug in the deploy tool: {error!r}"))
+            self._pause()
+
+    def _reconcile(self) -> Outcome | None:
+        """Observe, decide, act: one pass. The outcome once everything is down."""
+        record = self._read_record()
+        name = self._deployment.rayjob_name(len(record.attempts) + 1)
+        rayjob = None if record.outcome else self._api.find("RayJob", name)
+        lost = self._lost.remove(is_idle=rayjob is None)
+        observation = self._observe(record, rayjob)
+        self._follow_log(observation)
+        action = decide(observation)
+        is_done = self._act(action, observation)
+        if action.report:
+            self._report(action.report)
+        if action.waits_for is not None and action.waits_for != self._wait[0]:
+            self._wait = (action.waits_for, time.monotonic())
+        # A pod of ours on a lost node would keep the Job from being over.
+        return record.outcome if is_done and not lost else None
+
+    def _observe(self, record: Record, rayjob: Object | None) -> Observation:
+        waiting_for, since = self._wait
+        seen = Observation(
+            record=record, rayjob=rayjob, waiting_for=waiting_for, waited_seconds=time.monotonic() - since
+        )
+        if rayjob is not None:
+            return self._observe_attempt(seen, rayjob)
+        if not seen.is_start_due:
+            return seen
+        older = rayjobs_of(self._api, self._stage)
+        if older:
+            return replace(seen, older_rayjobs=len(older))
+        return replace(seen, gang=self._observe_gang(seen))
+
+    def _observe_gang(self, seen: Observation) -> Gang:
+        group = read_worker_group(self._api, self._stage)
+        nodes = placed_size(self._api.find("PodGroup", group.pod_group), self._deployment, seen.attempt)
+        wanted = render_worker_group(group, self._deployment)
+        is_after_loss = bool(seen.record.attempts and self._deployment.fewer_nodes)
+        gang = Gang(
+            nodes=nodes,
+            replicas=group.replicas,
+            pods=len(pods_of(self._api, self._stage)),
+            is_up_to_date=self._deployment.mode == "shared" and wanted["template"] == group.spec["template"],
+            room=count_room(self._api, group) if is_after_loss else 0,
+            group=group,
+        )
+        if not gang.is_up_to_date or gang.replicas != nodes:
+            return gang
+        missing = explain_placement(self._api, group, nodes)
+        if missing:
+            return replace(gang, missing=missing)
+        try:
+            return replace(gang, joined=self._ray(CLUSTER).count_nodes(group.routing_resource))
+        except RayUnreachable as error:
+            return replace(gang, ray_error=str(error))
+
+    def _observe_attempt(self, seen: Observation, rayjob: Object) -> Observation:
+        try:
+            seen = replace(seen, driver=self._ray_of(rayjob).find(rayjob["metadata"]["name"]))
+        except RayUnreachable as error:
+            seen = replace(seen, ray_error=str(error))
+        if seen.phase is Phase.PENDING:
+            group = read_worker_group(self._api, self._stage)
+            missing = explain_placement(self._api, group, nodes_of(rayjob, self._deployment))
+            return replace(seen, missing=missing, routing_resource=group.routing_resource)
+        if seen.phase is Phase.ISOLATED_START:
+            group = read_worker_group(self._api, self._stage)
+            name = (rayjob.get("status") or {}).get("rayClusterName")
+            cluster = self._api.find("RayCluster", name) if name else None
+            event = newest_event(self._api, cluster) if cluster else ""
+            missing = explain_placement(self._api, group, self._deployment.nodes)
+            return replace(seen, missing=missing, cluster_event=event)
+        return seen
+
+    def _act(self, action: Action, observation: Observation) -> bool:
+        """True when the stage is down."""
+        group = observation.gang.group if observation.gang else None
+        match action:
+            case DeleteOlderRayJobs():
+                delete_rayjobs(self._api, self._stage)
+            case EmptyGroup() if group:
+                scale_down(self._api, group)
+            case PlaceGang(nodes=nodes) if group:
+                self._place(group, observation.attempt, nodes)
+            case ShrinkGang(nodes=nodes) if group:
+                self._ensure_pod_group(group, observation.attempt, nodes)
+            case StartAttempt(nodes=nodes) if group:
+                self._start(group, observation.attempt, nodes)
+            case StopDriver():
+                self._stop_driver(observation)
+            case EndAttempt():
+                self._end_attempt(action, observation)
+            case EndDeployment(outcome=outcome):
+                write_outcome(self._api, observation.record, outcome)
+            case TakeDown():
+                return self._take_down(action)
+        return False
+
+    def _place(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
+        """Make or mend the PodGroup, and write the shared cluster's worker group in one piece where it differs."""
+        self._ensure_pod_group(group, attempt, nodes)
+        wanted = render_worker_group(group, self._deployment)
+        if group.replicas != nodes or wanted["template"] != group.spec["template"]:
+            replace_group(self._api, group, wanted | {"replicas": nodes})
+
+    def _ensure_pod_group(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
+        wanted = render_pod_group(group, self._deployment, attempt, nodes)
+        found = self._api.find("PodGroup", group.pod_group)
+        if found is None:
+            self._api.create(wanted)
+            return
+        annotations = wanted["metadata"]["annotations"]
+        there = found["metadata"].get("annotations") or {}
+        if found["spec"].get("minMember") != nodes or not annotations.items() <= there.items():
+            patch = {"metadata": {"annotations": annotations}, "spec": wanted["spec"]}
+            self._api.merge("PodGroup", group.pod_group, patch)
+
+    def _start(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
+        self._ensure_pod_group(group, attempt, nodes)
+        if self._deployment.mode == "isolated":
+            self._api.create(render_isolated_rayjob(group, self._deployment, attempt))
+        else:
+            self._api.create(render_rayjob(group, self._deployment, attempt, nodes))
+
+    def _stop_driver(self, observation: Observation) -> None:
+        """Once per submission: after a lost head the operator submits the job again, which starts without a notice."""
+        if observation.rayjob is None or observation.driver is None:
+            return
+        submission = (observation.rayjob["metadata"]["name"], observation.driver.started_at_ms)
+        if self._stopped != submission:
+            self._ray_of(observation.rayjob).stop(submission[0])
+            self._stopped = submission
+
+    def _end_attempt(self, action: EndAttempt, observation: Observation) -> None:
+        """Record how it ended before anything of it is removed."""
+        if action.is_driver_stopped and observation.rayjob is not None:
+            self._ray_of(observation.rayjob).stop(observation.rayjob["metadata"]["name"])
+        if self._log:
+            self._log.close(LOG_SECONDS)
+            self._log = self._submission = None
+        group = read_worker_group(self._api, self._stage)
+        if action.exit_code == 0:
+            try:
+                record_good_image(self._api, group, self._deployment.image)
+            except (OSError, ValueError) as error:  # a history that is lost fails no stage
+                self._report(f"the root does not keep the image: {error}")
+        try:
+            record_checkpoint_seconds(self._api, group)
+        except (OSError, ValueError, AttributeError) as error:  # a run's folder may be removed at any time
+            self._report(f"no checkpoint time is recorded: {error}")
+        number = observation.attempt
+        record = self._read_record()  # those who ask it to stop write to the Job, too; what was tried is ours alone
+        checkpoints = self._look_for_checkpoints(group, record.checkpoints)
+        is_newer = has_progressed(record.checkpoints, checkpoints, action.message)
+        write_attempt(self._api, record, Outcome(action.exit_code, action.message, is_newer), checkpoints)
+        if not action.is_rayjob_kept:
+            self._api.delete("RayJob", self._deployment.rayjob_name(number))
+        progress = "; there is a newer checkpoint, so retries are counted anew" if is_newer and action.exit_code else ""
+        self._report(f"attempt {number} ended with exit code {action.exit_code}: {action.message}{progress}")
+
+    def _take_down(self, action: TakeDown) -> bool:
+        """RayJobs ended, then pods and gang down; True once they are gone."""
+        if stop_rayjobs(self._api, self._stage, action.ended_rayjobs):
+            return False
+        if action.are_pods_kept:
+            return True
+        left = release_pods(self._api, self._stage)
+        if left:
+            self._report(f"waiting for {left} {self._stage} pods to leave")
+        return left == 0
+
+    def _look_for_checkpoints(self, group: WorkerGroup, before: dict[str, int]) -> dict[str, int]:
+        """The trainer's; no other stage goes on from a checkpoint, and its retries count attempts."""
+        if group.name != "trainer" or not self._deployment.recipe:
+            return {}
+        try:
+            return find_newest_checkpoints(Path(group.root), self._deployment.recipe)
+        except OSError as error:
+            self._report(f"no checkpoint is seen: {error}")
+            return before
+
+    def _fail_job(self) -> None:
+        """Else the Job makes another pod after this one, which ends with a failure."""
+        if self._own_record() and (job := self._api.find("Job", job_name(self._stage))):
+            self._api.merge("Job", job_name(self._stage), no_more_failures(job))
+
+    def _end_after_long_refusal(self, error: MillraceError) -> None:
+        """Nodes are not held for longer than a start may take by an API that says no."""
+        self._refused_since = self._refused_since or time.monotonic()
+        seconds = self._deployment.start_timeout_seconds
+        if isinstance(error, ApiUnreachable | Conflict) or time.monotonic() - self._refused_since < seconds:
+            return
+        self._end_at_once(Outcome(error.exit_code, f"refused for {seconds} s: {error}"))
+
+    def _end_at_once(self, outcome: Outcome) -> None:
+        try:
+            record = self._read_record()
+            if not record.outcome:
+                write_outcome(self._api, record, outcome)
+        except MillraceError as away:
+            self._report(f"again in {POLL_SECONDS:.0f} s: {away}")
+
+    def _follow_log(self, observation: Observation) -> None:
+        """Follow the log of the attempt's newest submission, also of one that has ended already."""
+        rayjob, driver = observation.rayjob, observation.driver
+        if rayjob is None or driver is None or driver.status == "PENDING":
+            return
+        name = rayjob["metadata"]["name"]
+        submission = (name, driver.started_at_ms)
+        if self._submission == submission:
+            return
+        if self._log:
+            self._log.abandon()
+        folder = Path(read_worker_group(self._api, self._stage).root) / LOG_FOLDER / self._stage
+        self._submission = submission
+        self._log = DriverLog(self._ray_of(rayjob), name, driver.started_at_ms, folder)
+        self._report(f"the driver's log goes to {self._log.path}")
+
+    def _read_record(self) -> Record:
+        """The deployment's record. A Job that somebody deleted has none any more: its stage is stopped."""
+        outcome = Outcome(EXIT_AGAIN, "stopped, because its Job was deleted; the same command continues")
+        return self._own_record() or Record(self._deployment, "", "", (), {}, outcome, "", False, True, "")
+
+    def _own_record(self) -> Record | None:
+        """None when the Job is gone, is being deleted, or is another deployment's."""
+        record = read_record(self._api, self._stage)
+        is_ours = record and record.deployment.id == self._deployment.id and not record.is_deleted
+        return record if is_ours else None
+
+    def _ray_of(self, rayjob: Object) -> RayJobs:
+        """Of the cluster on which the attempt runs."""
+        return self._ray((rayjob.get("status") or {}).get("rayClusterName") or CLUSTER)
+
+    def _ray(self, cluster: str) -> RayJobs:
+        return RayJobs(cluster, self._api.namespace)
+
+    def _pause(self) -> None:
+        # A process that was told to leave, but has a stage to bring down, goes on in the same rhythm.
+        time.sleep(POLL_SECONDS) if self._terminated.is_set() else self._terminated.wait(POLL_SECONDS)

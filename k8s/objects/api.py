@@ -1,0 +1,252 @@
+"""The Kubernetes API, as dictionaries: the few calls that the deploy tool makes, with errors a user can act on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import kubernetes
+import urllib3
+import urllib3.exceptions
+import yaml
+from kubernetes.client.exceptions import ApiException
+from kubernetes.config.config_exception import ConfigException
+from kubernetes.dynamic import DynamicClient
+from kubernetes.dynamic.exceptions import ResourceNotFoundError
+
+from k8s.objects.names import NAMESPACE
+from services.common.errors import DeviceError
+
+Object = dict[str, Any]
+
+API_VERSIONS = {
+    "Namespace": "v1",
+    "Node": "v1",
+    "Pod": "v1",
+    "Event": "v1",
+    "ConfigMap": "v1",
+    "Secret": "v1",
+    "ServiceAccount": "v1",
+    "PersistentVolumeClaim": "v1",
+    "Job": "batch/v1",
+    "CronJob": "batch/v1",
+    "Lease": "coordination.k8s.io/v1",
+    "PriorityClass": "scheduling.k8s.io/v1",
+    "SelfSubjectAccessReview": "authorization.k8s.io/v1",
+    "SubjectAccessReview": "authorization.k8s.io/v1",
+    "RayCluster": "ray.io/v1",
+    "RayJob": "ray.io/v1",
+    "PodGroup": "scheduling.volcano.sh/v1beta1",
+    "Queue": "scheduling.volcano.sh/v1beta1",
+}
+LOCAL_KUBECONFIG = Path(".cluster/kubeconfig")  # while `make cluster-local` is up
+TIMEOUT_SECONDS = 30.0
+CONNECT_SECONDS = 10.0
+SILENCE_SECONDS = 600.0  # of a log: then it is asked for again
+FIELD_MANAGER = "millrace"
+
+
+class ApiUnreachable(DeviceError):
+    """The API server does not answer: not now, perhaps in a moment."""
+
+
+class KindAbsent(DeviceError):
+    """The API server does not know a type: its operator is not installed."""
+
+
+class Conflict(DeviceError):
+    """Somebody else was faster: the object exists already, or is no longer what it was."""
+
+
+class Api:
+    """The API server, for the objects of one namespace and those that have none. Objects are as JSON has them."""
+
+    def __init__(self, client: kubernetes.client.ApiClient, namespace: str = NAMESPACE) -> None:
+        self.namespace = namespace
+        self.server = str(client.configuration.host)
+        self._client = client
+        with _explained(self.server):
+            self._dynamic = DynamicClient(client)
+
+    def find(self, kind: str, name: str) -> Object | None:
+        """The object, or None where there is none."""
+        try:
+            with _explained(f"get {kind} {name}"):
+                resource = self._resource(kind)
+                return _plain(resource.get(name=name, **self._scope(resource)))
+        except _Absent:
+            return None
+
+    def find_all(self, kind: str, selector: str = "", fields: str = "") -> list[Object]:
+        """Objects by label selector and field selector."""
+        with _explained(f"list {kind}"):
+            resource = self._resource(kind)
+            found = resource.get(label_selector=selector, field_selector=fields, **self._scope(resource))
+        return list(_plain(found)["items"])
+
+    def create(self, body: Object) -> Object:
+        """Raises `Conflict` when an object of that name exists."""
+        kind = body["kind"]
+        with _explained(f"create {kind} {body['metadata'].get('name', '')}"):
+            resource = self._resource(kind, body["apiVersion"])
+            return _plain(resource.create(body=body, **self._scope(resource)))
+
+    def replace(self, body: Object) -> Object:
+        """Raises `Conflict` when the object is no longer the one that was read (its resourceVersion)."""
+        kind = body["kind"]
+        with _explained(f"update {kind} {body['metadata']['name']}"):
+            resource = self._resource(kind)
+            return _plain(resource.replace(body=body, **self._scope(resource)))
+
+    def merge(self, kind: str, name: str, patch: Object) -> Object:
+        """JSON merge patch. With the resourceVersion that was read in it, raises `Conflict` when it is another now."""
+        with _explained(f"patch {kind} {name}"):
+            resource = self._resource(kind)
+            content_type = "application/merge-patch+json"
+            return _plain(resource.patch(body=patch, name=name, content_type=content_type, **self._scope(resource)))
+
+    def apply(self, body: Object, is_trial: bool = False) -> Object:
+        """Server-side apply: fields that others own stay theirs. A trial answers what would be, and changes nothing."""
+        kind = body["kind"]
+        with _explained(f"apply {kind} {body['metadata']['name']}"):
+            resource = self._resource(kind, body["apiVersion"])
+            options = {"field_manager": FIELD_MANAGER, "force_conflicts": True}
+            options |= {"dry_run": "All"} if is_trial else {}
+            return _plain(resource.server_side_apply(body=body, **options, **self._scope(resource)))
+
+    def delete(self, kind: str, name: str, uid: str | None = None, grace_seconds: int | None = None) -> None:
+        """Also what the object owns. One that is gone is fine; with `uid`, so is another of the same name.
+
+        With a grace of 0 s a pod's object goes at once, whether or not its node knows.
+        """
+        body: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+        if uid:
+            body["preconditions"] = {"uid": uid}
+        if grace_seconds is not None:
+            body["gracePeriodSeconds"] = grace_seconds
+        try:
+            with _explained(f"delete {kind} {name}"):
+                resource = self._resource(kind)
+                resource.delete(name=name, body=body, **self._scope(resource))
+        except _Absent:
+            return
+        except Conflict:
+            if not uid:
+                raise
+
+    def delete_object(self, body: Object) -> None:
+        """Delete an object of any kind; one that is gone is fine."""
+        kind, name = body["kind"], body["metadata"]["name"]
+        try:
+            with _explained(f"delete {kind} {name}"):
+                resource = self._resource(kind, body["apiVersion"])
+                resource.delete(name=name, body={"propagationPolicy": "Background"}, **self._scope(resource))
+        except (_Absent, KindAbsent):
+            return
+
+    def log(self, pod: str, container: str) -> Iterator[str]:
+        """Lines of a pod, each with its time stamp in front, while it runs. Ends when the stream does."""
+        core = kubernetes.client.CoreV1Api(self._client)
+        with _explained(f"read the log of pod {pod}"):
+            stream = core.read_namespaced_pod_log(
+                pod,
+                self.namespace,
+                container=container,
+                follow=True,
+                timestamps=True,
+                _preload_content=False,
+                _request_timeout=(CONNECT_SECONDS, SILENCE_SECONDS),
+            )
+            rest = b""
+            for chunk in cast(Any, stream).stream():
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from (line.decode(errors="replace") for line in lines)
+
+    def _resource(self, kind: str, api_version: str | None = None) -> Any:
+        version = api_version or API_VERSIONS[kind]
+        try:
+            return self._dynamic.resources.get(api_version=version, kind=kind)
+        except ApiException as error:
+            raise _explain(f"look up {kind}", error) from error
+        except urllib3.exceptions.HTTPError as error:
+            raise ApiUnreachable(f"the Kubernetes API does not answer: {error}") from error
+        except ResourceNotFoundError as error:
+            raise KindAbsent(
+                f"the cluster at {self.server} has no type {kind} ({version}): "
+                f"install its operator first; k8s/README.md lists what a cluster needs."
+            ) from error
+
+    def _scope(self, resource: Any) -> dict[str, str]:
+        return {"namespace": self.namespace} if resource.namespaced else {}
+
+
+def connect() -> Api:
+    """The cluster of this pod, of KUBECONFIG, of `make cluster-local` while it is up, or of ~/.kube/config.
+
+    Raises `DeviceError` when there is none or it does not answer.
+    """
+    try:
+        if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+            kubernetes.config.load_incluster_config()
+            return Api(_patient(kubernetes.client.ApiClient()))
+        file = os.environ.get("KUBECONFIG") or (str(LOCAL_KUBECONFIG) if LOCAL_KUBECONFIG.exists() else None)
+        return Api(_patient(kubernetes.config.new_client_from_config(config_file=file)))
+    except (ConfigException, OSError, yaml.YAMLError, TypeError, KeyError) as error:
+        raise DeviceError(
+            f"no Kubernetes cluster is configured ({error}). Set KUBECONFIG, or start one here: make cluster-local"
+        ) from error
+
+
+def _patient(client: kubernetes.client.ApiClient) -> kubernetes.client.ApiClient:
+    """With a time limit on every call, discovery too: a network that drops packets ends in words."""
+    pool = client.rest_client.pool_manager.connection_pool_kw
+    pool["timeout"] = urllib3.Timeout(connect=CONNECT_SECONDS, read=TIMEOUT_SECONDS)
+    pool["retries"] = urllib3.Retry(1, backoff_factor=0.5)
+    return client
+
+
+class _Absent(DeviceError):
+    pass
+
+
+class _explained:  # noqa: N801 - a context manager that reads as a word
+    """Turn what the client raises into errors that say what was asked for."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, ApiException):
+            raise _explain(self._what, error) from error
+        if isinstance(error, urllib3.exceptions.HTTPError):
+            raise ApiUnreachable(f"{self._what}: the Kubernetes API does not answer: {error}") from error
+
+
+def _explain(what: str, error: ApiException) -> DeviceError:
+    said = _message(error)
+    if error.status == 404:
+        return _Absent(f"{what}: there is none. {said}")
+    if error.status == 409:
+        return Conflict(f"{what}: {said}")
+    if error.status in (401, 403):
+        return DeviceError(f"{what}: the cluster refuses it: {said}")
+    if error.status in (429, 500, 502, 503, 504):
+        return ApiUnreachable(f"{what}: {said}")
+    return DeviceError(f"{what}: {said}")
+
+
+def _message(error: ApiException) -> str:
+    try:
+        return str(json.loads(error.body or "")["message"])
+    except (TypeError, ValueError, KeyError):
+        return str(error.reason)
+
+
+def _plain(answer: Any) -> Object:
+    return dict(answer.to_dict())

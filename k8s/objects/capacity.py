@@ -1,0 +1,124 @@
+"""Is there room: in the group, in the queue, on the nodes? What does not fit is named by its resource."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from k8s.objects.api import Api, Object
+from k8s.objects.worker_group import WorkerGroup, quantity
+
+
+def check_size(group: WorkerGroup, nodes: int) -> str:
+    most = group.spec["maxReplicas"]
+    if nodes <= most:
+        return ""
+    return (
+        f"NODES={nodes}, but worker group {group.name} has maxReplicas {most}; "
+        f"raise it in k8s/stages/{group.name} (and the queue with it), then: make cluster-up"
+    )
+
+
+def check_queue(api: Api, group: WorkerGroup, nodes: int) -> str:
+    queue = api.find("Queue", group.queue)
+    if queue is None:
+        return f"queue {group.queue} does not exist: k8s/base/queue.yaml makes it, make cluster-up"
+    state = (queue.get("status") or {}).get("state", "Open")
+    if state != "Open":
+        return f"queue {group.queue} is {state}, so no gang enters it"
+    capability = {name: quantity(each) for name, each in (queue["spec"].get("capability") or {}).items()}
+    short = [
+        f"{name}: {_told(amount * nodes)} asked, {_told(capability[name])} in the queue"
+        for name, amount in group.requests.items()
+        if name in capability and amount * nodes > capability[name]
+    ]
+    if not short:
+        return ""
+    return (
+        f"queue {group.queue} is too small for {nodes} {group.name} pods ({'; '.join(short)}): "
+        f"raise its capability in the overlay, or deploy with fewer NODES"
+    )
+
+
+def check_nodes(api: Api, group: WorkerGroup, nodes: int) -> str:
+    """Are there enough nodes that one pod each could ever go to?"""
+    present = api.find_all("Node")
+    selector = group.pod.get("nodeSelector") or {}
+    labelled = [node for node in present if selector.items() <= (node["metadata"].get("labels") or {}).items()]
+    if not labelled:
+        return (
+            f"no node has the labels that {group.name} pods select ({_labels(selector)}); instance types here: "
+            f"{', '.join(sorted({_instance_type(node) for node in present}))}"
+        )
+    open_to_us = [node for node in labelled if not _refusing_taints(node, group)]
+    if not open_to_us:
+        taints = sorted({taint for node in labelled for taint in _refusing_taints(node, group)})
+        return f"every node that {group.name} pods select has a taint that they do not tolerate: {', '.join(taints)}"
+    room = sum(_pods_that_fit(node, group) for node in open_to_us)
+    if room >= nodes:
+        return ""
+    lacking = _lacking(open_to_us, group)
+    return (
+        f"{len(open_to_us)} nodes could take {group.name} pods, with room for {room} of {nodes}"
+        + (f": none has enough {', '.join(lacking)}" if lacking else "")
+        + ". Add nodes, or deploy with fewer NODES"
+    )
+
+
+def count_room(api: Api, group: WorkerGroup) -> int:
+    """Pods of the stage that the nodes which are up could hold if nothing else ran there."""
+    selector = group.pod.get("nodeSelector") or {}
+    return sum(
+        _pods_that_fit(node, group)
+        for node in api.find_all("Node")
+        if selector.items() <= (node["metadata"].get("labels") or {}).items() and not _refusing_taints(node, group)
+    )
+
+
+def _pods_that_fit(node: Object, group: WorkerGroup) -> int:
+    """By the node's whole size: what runs there now may leave."""
+    allocatable = node["status"].get("allocatable") or {}
+    fits = [
+        int(quantity(allocatable.get(name, "0")) // amount) for name, amount in group.requests.items() if amount > 0
+    ]
+    return min(fits, default=0)
+
+
+def _lacking(nodes: list[Object], group: WorkerGroup) -> list[str]:
+    """Resources of which no node has enough for one pod."""
+    allocatable = [node["status"].get("allocatable") or {} for node in nodes]
+    return [
+        name
+        for name, amount in group.requests.items()
+        if all(quantity(each.get(name, "0")) < amount for each in allocatable)
+    ]
+
+
+def _refusing_taints(node: Object, group: WorkerGroup) -> list[str]:
+    taints = node["spec"].get("taints") or []
+    tolerations = group.pod.get("tolerations") or []
+    return [
+        f"{taint['key']}:{taint['effect']}"
+        for taint in taints
+        if taint["effect"] != "PreferNoSchedule" and not any(_tolerates(each, taint) for each in tolerations)
+    ]
+
+
+def _tolerates(toleration: Object, taint: Object) -> bool:
+    if toleration.get("effect") not in (None, "", taint["effect"]):
+        return False
+    if toleration.get("operator") == "Exists":
+        return toleration.get("key") in (None, "", taint["key"])
+    return toleration.get("key") == taint["key"] and toleration.get("value", "") == taint.get("value", "")
+
+
+def _instance_type(node: Object) -> str:
+    return str((node["metadata"].get("labels") or {}).get("node.kubernetes.io/instance-type", "unknown"))
+
+
+def _labels(selector: dict[str, str]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in selector.items()) or "any"
+
+
+def _told(number: Decimal) -> str:
+    """Bytes in GiB, everything else plainly."""
+    return f"{number / 2**30:,.0f} GiB" if number >= 2**30 else f"{number:g}"

@@ -1,0 +1,72 @@
+"""The Job that does a deployment's work in the cluster."""
+
+from __future__ import annotations
+
+from k8s.objects.api import Object
+from k8s.objects.deployment import Deployment
+from k8s.objects.names import CLUSTER, COMPONENT_LABEL, DEPLOYER, DEPLOYMENT_LABEL, STAGE_LABEL, job_name
+from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup
+
+JOB_MARGIN_SECONDS = 120
+MOST_FAILURES = 1000  # of a deploy Job's pods
+# Kubernetes' own is 300 s. What the pod does another goes on with, and its gang needs it.
+LOST_NODE_SECONDS = 30
+LOST_NODE_TOLERATIONS = [
+    {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
+    for state, seconds in (("not-ready", LOST_NODE_SECONDS), ("unreachable", LOST_NODE_SECONDS))
+]
+# Of the deploy Job's process, when the outcome is written and everything is down. Whatever else it ends with, such as
+# Python's own 1 and 2, makes Kubernetes start it again.
+EXIT_ENDED_BADLY = 64
+
+
+def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
+    """The Job that does the work in the cluster, from the head's image: a closed laptop holds no nodes."""
+    head = group.head_pod
+    container = head["containers"][0]
+    labels = {STAGE_LABEL: group.name, DEPLOYMENT_LABEL: deployment.id, COMPONENT_LABEL: "deploy"}
+    token = {"secretKeyRef": {"name": CLUSTER, "key": "auth_token"}}
+    pod = {
+        "serviceAccountName": DEPLOYER,
+        "restartPolicy": "Never",
+        # A Job that is deleted takes its stage down: a notice to the driver, then one to the pods.
+        "terminationGracePeriodSeconds": 2 * deployment.drain_seconds + DRAIN_MARGIN_SECONDS + JOB_MARGIN_SECONDS,
+        "securityContext": head["securityContext"],
+        "volumes": head["volumes"],
+        "nodeSelector": head.get("nodeSelector", {}),
+        "tolerations": [*head.get("tolerations", []), *LOST_NODE_TOLERATIONS],
+        "containers": [
+            {
+                "name": "deploy",
+                "image": container["image"],
+                "imagePullPolicy": container["imagePullPolicy"],
+                "command": ["python", "-m", "k8s.deploy.job"],
+                "args": [deployment.to_json()],
+                "env": [
+                    {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+                    {"name": "RAY_AUTH_MODE", "value": "token"},
+                    {"name": "RAY_AUTH_TOKEN", "valueFrom": token},
+                ],
+                "resources": {
+                    "requests": {"cpu": "100m", "memory": "256Mi"},
+                    "limits": {"memory": "1Gi"},
+                },
+                "securityContext": container["securityContext"],
+                "volumeMounts": container["volumeMounts"],
+            }
+        ],
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": job_name(group.name), "labels": labels},
+        "spec": {
+            # A pod that is deleted, evicted or lost comes back and goes on, how often that may be. One that ended a
+            # deployment does not: it lowers the limit to the failures that there were (`no_more_failures`). A policy
+            # on exit codes would say that, too, but with one Kubernetes makes no other pod while the old one is
+            # Terminating, which on a lost node is for ever. The Lease keeps two pods from acting at once.
+            "backoffLimit": MOST_FAILURES,
+            "podReplacementPolicy": "TerminatingOrFailed",
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }

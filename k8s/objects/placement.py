@@ -1,0 +1,112 @@
+"""Where a stage's pods are, and in one sentence why they are not where they should be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from k8s.objects.api import Api, Object
+from k8s.objects.names import CLUSTER, COMPONENT_LABEL
+from k8s.objects.worker_group import WorkerGroup
+
+# A container that waits for one of these waits for a person; `PodInitializing` and `ContainerCreating` pass.
+PASSING = frozenset({"PodInitializing", "ContainerCreating", ""})
+TELLING_EVENTS = ("FailedMount", "FailedAttachVolume", "FailedScheduling", "FailedCreatePodSandBox", "Failed")
+
+
+def pods_of(api: Api, stage: str) -> list[Object]:
+    """The stage's worker pods, in a shared or an isolated cluster, those on their way out too."""
+    return api.find_all("Pod", f"{COMPONENT_LABEL}={stage},ray.io/node-type=worker")
+
+
+def heads_of(api: Api) -> list[Object]:
+    """The shared cluster's head; two of them while one replaces the other."""
+    return api.find_all("Pod", f"ray.io/cluster={CLUSTER},ray.io/node-type=head")
+
+
+def is_ready(pod: Object) -> bool:
+    conditions = pod.get("status", {}).get("conditions") or []
+    ready = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+    return ready and "deletionTimestamp" not in pod["metadata"]
+
+
+def explain_placement(api: Api, group: WorkerGroup, nodes: int) -> str:
+    """Why fewer than `nodes` pods of the stage are ready, in one sentence; empty when all are."""
+    pods = [pod for pod in pods_of(api, group.name) if "deletionTimestamp" not in pod["metadata"]]
+    waiting = [pod for pod in pods if not is_ready(pod)]
+    ready = len(pods) - len(waiting)
+    if ready >= nodes:
+        return ""
+    count = f"{ready} of {nodes} {group.name} pods are ready"
+    unplaced = [pod for pod in waiting if not pod["spec"].get("nodeName")]
+    if unplaced:
+        return f"{count}: {_explain_unplaced(api, group, unplaced)}"
+    if len(pods) < nodes:
+        why = newest_event(api, group.cluster) or "the KubeRay operator has to make them; does it run?"
+        return f"{count}: {nodes - len(pods)} do not exist yet; {why}"
+    reasons = Counter(explain_start(api, pod) for pod in waiting)
+    return f"{count}: " + "; ".join(_counted(reasons))
+
+
+def _explain_unplaced(api: Api, worker_group: WorkerGroup, pods: list[Object]) -> str:
+    group = api.find("PodGroup", worker_group.pod_group)
+    if group is None:
+        return (
+            f"PodGroup {worker_group.pod_group} does not exist, and Volcano places no pod of a gang that it does not "
+            f"know. `make stop-stage STAGE={worker_group.name}`, then deploy it again"
+        )
+    said = Counter(filter(None, (_scheduling_message(pod) for pod in pods)))
+    parts = [*_queue_messages(api, group), *_counted(said), _newest_message(group)]
+    unknown = f"Volcano has not looked at them yet (PodGroup phase {group.get('status', {}).get('phase', 'none')})"
+    return "; ".join(dict.fromkeys(filter(None, parts))) or unknown
+
+
+def _queue_messages(api: Api, group: Object) -> list[str]:
+    """A full queue is told by an event of the gang alone, and by none of its conditions."""
+    if group.get("status", {}).get("phase") != "Pending":
+        return []
+    events = api.find_all("Event", fields=f"involvedObject.uid={group['metadata']['uid']}")
+    return sorted({each["message"] for each in events if each["message"].startswith("queue ")})
+
+
+def _scheduling_message(pod: Object) -> str:
+    for condition in pod.get("status", {}).get("conditions") or []:
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return str(condition.get("message", ""))
+    return ""
+
+
+def _newest_message(group: Object) -> str:
+    """Volcano leaves old conditions at True; the newest transition is what holds."""
+    conditions = (group.get("status") or {}).get("conditions") or []
+    newest = max(conditions, key=lambda each: str(each.get("lastTransitionTime", "")), default=None)
+    return str(newest.get("message", "")) if newest and newest["type"] == "Unschedulable" else ""
+
+
+def explain_start(api: Api, pod: Object) -> str:
+    status = pod.get("status", {})
+    for container in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
+        state = container.get("state", {})
+        waiting = state.get("waiting") or {}
+        if waiting.get("reason", "") not in PASSING:
+            return f"{container['name']} waits: {waiting['reason']} ({waiting.get('message', 'no message')})"
+        if container["name"] == "wait-gcs-ready" and state.get("running"):
+            return "waiting for the Ray head"
+        ended = (container.get("lastState") or {}).get("terminated")
+        if ended and not container.get("ready"):
+            return (
+                f"{container['name']} ended with exit code {ended['exitCode']} ({ended.get('reason', '')}) and restarts"
+            )
+    return newest_event(api, pod) or "starting"
+
+
+def newest_event(api: Api, thing: Object) -> str:
+    """The newest warning that was given about an object; empty when there is none."""
+    events = api.find_all("Event", fields=f"involvedObject.uid={thing['metadata']['uid']}")
+    telling = [each for each in events if each.get("type") == "Warning" or each.get("reason") in TELLING_EVENTS]
+    newest = max(telling, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""), default=None)
+    return f"{newest['reason']}: {newest['message']}" if newest else ""
+
+
+def _counted(reasons: Counter[str]) -> Iterable[str]:
+    return (f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.items())

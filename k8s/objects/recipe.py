@@ -1,0 +1,17 @@
+"""The ConfigMap in which a recipe travels to a stage's pods."""
+
+from __future__ import annotations
+
+from deploy.stage_contract import RECIPE_FILE
+from k8s.objects.api import Object
+from k8s.objects.names import STAGE_LABEL, recipe_name
+
+
+def render_recipe_config_map(stage: str, text: str, digest: str) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": recipe_name(stage, digest), "labels": {STAGE_LABEL: stage}},
+        "immutable": True,
+        "data": {RECIPE_FILE: text},
+    }

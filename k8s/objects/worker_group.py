@@ -1,0 +1,240 @@
+"""A stage's worker group in the live RayCluster: it names the stage's image, its claim and its queue."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from kubernetes.utils import parse_quantity
+
+from deploy.stage_contract import DRAIN_VARIABLES, RECIPE, ROOT, make_command
+from k8s.objects.api import Api, Object
+from k8s.objects.deployment import Deployment
+from k8s.objects.names import (
+    CLUSTER,
+    DRAIN_ANNOTATION,
+    GROUP_ANNOTATION,
+    QUEUE_ANNOTATION,
+    VARIANT_ANNOTATION,
+    checkpoint_annotation,
+    good_images_annotation,
+    recipe_name,
+)
+from services.common.errors import DeviceError
+from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
+
+DRAIN_MARGIN_SECONDS = 30  # KubeRay's and Ray's own way down
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """The worker group of one stage, as it was read with its RayCluster."""
+
+    name: str
+    cluster: Object
+    index: int
+    """Of the group in the RayCluster's list, which has no key."""
+
+    @property
+    def spec(self) -> Object:
+        return dict(self.cluster["spec"]["workerGroupSpecs"][self.index])
+
+    @property
+    def pod(self) -> Object:
+        return dict(self.spec["template"]["spec"])
+
+    @property
+    def container(self) -> Object:
+        return dict(self.pod["containers"][0])
+
+    @property
+    def image(self) -> str:
+        return image_of(self.pod)
+
+    @property
+    def head_pod(self) -> Object:
+        """What the cluster's head is to be."""
+        return head_pod_of(self.cluster)
+
+    @property
+    def is_image_on_nodes(self) -> bool:
+        """Is the image never pulled, but brought to the nodes beforehand?"""
+        return self.container.get("imagePullPolicy") == "Never"
+
+    @property
+    def replicas(self) -> int:
+        return int(self.spec.get("replicas") or 0)
+
+    @property
+    def variant(self) -> str:
+        return str(self._annotation(self.cluster, VARIANT_ANNOTATION, f"RayCluster {CLUSTER}"))
+
+    @property
+    def queue(self) -> str:
+        return str(self._annotation(self.cluster, QUEUE_ANNOTATION, f"RayCluster {CLUSTER}"))
+
+    @property
+    def pod_group(self) -> str:
+        return str(self._annotation(self.spec["template"], GROUP_ANNOTATION, f"worker group {self.name}"))
+
+    @property
+    def routing_resource(self) -> str:
+        """The Ray resource that only this group's pods declare."""
+        declared = self.spec.get("resources") or {}
+        name = f"{STAGE_RESOURCE_PREFIX}{self.name}"
+        if name not in declared:
+            raise DeviceError(
+                f"worker group {self.name} does not declare the Ray resource {name} (it has "
+                f"{', '.join(declared) or 'none'}), so no job can be sent to its pods. "
+                f"Mend k8s/stages/{self.name}/worker-group.yaml, then: make cluster-up"
+            )
+        return name
+
+    @property
+    def good_images(self) -> list[str]:
+        """Images with which the stage ended well, oldest first."""
+        annotations = self.cluster["metadata"].get("annotations") or {}
+        return list(json.loads(annotations.get(good_images_annotation(self.name), "[]")))
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        """What the slowest checkpoint of the newest deployment took; 0 when none was measured."""
+        annotations = self.cluster["metadata"].get("annotations") or {}
+        return float(annotations.get(checkpoint_annotation(self.name), 0))
+
+    @property
+    def drain_seconds(self) -> int:
+        """Between a pod's notice and the end of its work, as the manifests have it."""
+        return int(self._annotation(self.spec["template"], DRAIN_ANNOTATION, f"worker group {self.name}"))
+
+    @property
+    def requests(self) -> dict[str, Decimal]:
+        """What one pod asks of Kubernetes, in each resource's own unit."""
+        requests = self.container.get("resources", {}).get("requests", {})
+        return {name: quantity(amount) for name, amount in requests.items()}
+
+    @property
+    def claims(self) -> dict[str, str]:
+        """Volume name to claim name."""
+        volumes = self.pod.get("volumes", [])
+        return {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v}
+
+    @property
+    def root(self) -> str:
+        """Where the artifacts are, in a pod of the stage."""
+        return self._mount_of(ROOT.name)
+
+    @property
+    def recipe_folder(self) -> str:
+        return self._mount_of(RECIPE.name)
+
+    @property
+    def recipe(self) -> str:
+        """The ConfigMap that the group's pods mount."""
+        return str(self.pod["volumes"][self.recipe_index]["configMap"]["name"])
+
+    @property
+    def recipe_index(self) -> int:
+        return next(index for index, volume in enumerate(self.pod["volumes"]) if volume["name"] == RECIPE.name)
+
+    def entrypoint(self, arguments: list[str]) -> list[str]:
+        """The stage's command, for Ray's shell."""
+        # exec: else a stop's SIGTERM ends the shell around it, the stage's process is left to process 1 of the pod,
+        # which reaps nothing, and Ray waits for the zombie until its patience ends.
+        return ["exec", *make_command(self.name, self.recipe_folder, self.root, arguments)]
+
+    def _mount_of(self, volume: str) -> str:
+        for mount in self.container.get("volumeMounts", []):
+            if mount["name"] == volume:
+                return str(mount["mountPath"])
+        raise DeviceError(
+            f"worker group {self.name} mounts no volume {volume!r}. Mend k8s/stages/{self.name}/worker-group.yaml, "
+            f"then: make cluster-up"
+        )
+
+    def _annotation(self, thing: Object, annotation: str, what: str) -> Any:
+        annotations = thing["metadata"].get("annotations") or {}
+        if annotation not in annotations:
+            raise DeviceError(
+                f"{what} has no annotation {annotation}. Mend the manifests in k8s/, then: make cluster-up"
+            )
+        return annotations[annotation]
+
+
+def read_cluster(api: Api) -> Object:
+    """The live RayCluster. Raises `DeviceError` when there is none."""
+    cluster = api.find("RayCluster", CLUSTER)
+    if cluster is None:
+        raise DeviceError(f"{api.server} has no RayCluster {CLUSTER} in namespace {api.namespace}: make cluster-up")
+    return cluster
+
+
+def read_worker_group(api: Api, name: str) -> WorkerGroup:
+    """The stage's worker group as it is now. Raises `DeviceError` when the cluster or the group is absent."""
+    return worker_group_of(read_cluster(api), name)
+
+
+def worker_group_of(cluster: Object, name: str) -> WorkerGroup:
+    groups = [group["groupName"] for group in cluster["spec"].get("workerGroupSpecs") or []]
+    if name not in groups:
+        raise DeviceError(
+            f"RayCluster {CLUSTER} has no worker group {name}; it has {', '.join(groups) or 'none'}. "
+            f"k8s/stages/{name} brings it: make cluster-up"
+        )
+    return WorkerGroup(name, cluster, groups.index(name))
+
+
+def head_pod_of(cluster: Object) -> Object:
+    """The head's pod as the RayCluster describes it."""
+    return dict(cluster["spec"]["headGroupSpec"]["template"]["spec"])
+
+
+def image_of(pod: Object) -> str:
+    """The image of a Ray pod's own container."""
+    return str(pod["containers"][0]["image"])
+
+
+def quantity(text: str) -> Decimal:
+    """A Kubernetes quantity (`200m`, `4Gi`) as a number."""
+    return Decimal(parse_quantity(text))
+
+
+def render_worker_group(worker_group: WorkerGroup, deployment: Deployment) -> Object:
+    """The worker group with the deployment's image, recipe and drain."""
+    group = copy.deepcopy(worker_group.spec)
+    pod = group["template"]["spec"]
+    pod["containers"][0]["image"] = deployment.image
+    pod["volumes"][worker_group.recipe_index]["configMap"]["name"] = recipe_name(
+        worker_group.name, deployment.recipe_digest
+    )
+    for variable in pod["containers"][0]["env"]:
+        if variable["name"] in DRAIN_VARIABLES:
+            variable["value"] = str(deployment.drain_seconds)
+    pod["terminationGracePeriodSeconds"] = deployment.drain_seconds + DRAIN_MARGIN_SECONDS
+    return group
+
+
+def scale_down(api: Api, group: WorkerGroup) -> None:
+    if group.replicas:
+        replace_group(api, group, group.spec | {"replicas": 0})
+
+
+def replace_group(api: Api, worker_group: WorkerGroup, group: Object) -> None:
+    """Write a worker group in one piece, if the RayCluster is still the one that was read.
+
+    The list of groups has no key, so server-side apply cannot own one of them. Raises `Conflict`.
+    """
+    metadata = worker_group.cluster["metadata"]
+    lock = {"resourceVersion": metadata["resourceVersion"]}
+    patch = {"metadata": lock, "spec": {"workerGroupSpecs": groups_with(worker_group, group)}}
+    api.merge("RayCluster", metadata["name"], patch)
+
+
+def groups_with(worker_group: WorkerGroup, group: Object) -> list[Object]:
+    """The RayCluster's worker groups, with this one in the place of the stage's."""
+    groups = list(worker_group.cluster["spec"]["workerGroupSpecs"])
+    groups[worker_group.index] = group
+    return groups

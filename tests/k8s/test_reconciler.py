@@ -1,0 +1,496 @@
+"""Whole deployments against a small world in memory, in which hours pass in a moment.
+
+The world plays what surrounds the deploy tool: an operator that makes and removes pods, a scheduler that places a gang
+or none of it, nodes that are lost, and Ray. `tests/cluster` has the real ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.job_submission import JobStatus
+
+from deploy.history import read_good_images
+from k8s.client.status import describe_status
+from k8s.controller.decision import HEAD_LOST_SECONDS, PENDING_SECONDS, decide
+from k8s.controller.ray_jobs import DriverState, RayUnreachable
+from k8s.controller.reaper import ORPHAN_SECONDS, StageReaper
+from k8s.controller.reconciler import Reconciler
+from k8s.objects.deploy_job import render_deploy_job
+from k8s.objects.deployment import Deployment
+from k8s.objects.placement import pods_of
+from k8s.objects.record import Outcome, Record, read_record
+from k8s.objects.worker_group import read_worker_group
+from tests.k8s.memory_api import MemoryApi
+from tests.k8s.rendered import Thing, cluster_of
+from tests.k8s.test_decisions import READY, Clock, clock, node
+from tests.k8s.test_deployments import deployment_of
+
+__all__ = ["clock"]
+
+POLL_SECONDS = 5.0
+LONGEST_SECONDS = 10_000.0
+GRACE_SECONDS = 90.0  # a drain of 60 s and KubeRay's own way down
+DARK = ([{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}], [{"type": "Ready", "status": "Unknown"}])
+
+
+class World:
+    """A trainer's worker group, some nodes with room for one pod each, and a Ray head."""
+
+    def __init__(self, cluster: Thing, clock: Clock, nodes: int) -> None:
+        self.clock = clock
+        self.api = MemoryApi(copy.deepcopy(cluster))
+        self.is_head_there = True
+        self.drivers: dict[str, DriverState] = {}
+        self.attempt: Callable[[int], DriverState | None] = lambda number: ended(0)
+        self.watch: Callable[[], None] = lambda: None
+        self._pods_made = 0
+        for number in range(nodes):
+            self.set_node(f"n{number}", [], [READY])
+
+    def set_node(self, name: str, taints: list[Thing], conditions: list[Thing]) -> None:
+        made = node(name, taints, conditions)
+        group = cluster_group(self.api.find("RayCluster", "millrace") or {})
+        pod = group["template"]["spec"]
+        made["metadata"]["labels"] = pod.get("nodeSelector") or {}
+        made["status"]["allocatable"] = pod["containers"][0]["resources"]["requests"]
+        if self.api.find("Node", name):
+            self.api.merge("Node", name, made)
+        else:
+            self.api.create(made)
+
+    def deploy(self, **changes: Any) -> Deployment:
+        settings = {"arguments": (), "recipe": "small", "start_timeout_seconds": 1_800}
+        deployment = deployment_of(**settings | changes)
+        if self.api.find("Job", "deploy-trainer"):
+            self.api.delete("Job", "deploy-trainer")
+        job = render_deploy_job(read_worker_group(self.api, "trainer"), deployment)  # type: ignore[arg-type]
+        self.api.create(job | {"status": {"failed": 2}})
+        return deployment
+
+    @property
+    def record(self) -> Record:
+        record = read_record(self.api, "trainer")  # type: ignore[arg-type]
+        assert record
+        return record
+
+    def bound(self) -> list[str]:
+        return sorted(each["spec"]["nodeName"] for each in self._pods() if each["spec"].get("nodeName"))
+
+    def pass_time(self) -> None:
+        self.clock.now += POLL_SECONDS
+        assert self.clock.now < LONGEST_SECONDS, "it waits for ever"
+        self._end_pods_on_live_nodes()
+        self._evict_from_dark_nodes()
+        self._operate()
+        self._schedule()
+        self._run_ray()
+        self.watch()
+
+    def _pods(self) -> list[Thing]:
+        return pods_of(self.api, "trainer")  # type: ignore[arg-type]
+
+    def _is_up(self, name: str) -> bool:
+        return (self.api.find("Node", name) or {"spec": {"taints": ["gone"]}})["spec"]["taints"] == []
+
+    def _end_pods_on_live_nodes(self) -> None:
+        for pod in self._pods():
+            where = pod["spec"].get("nodeName")
+            if "deletionTimestamp" in pod["metadata"] and (not where or self._is_up(where)):
+                self.api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
+
+    def _evict_from_dark_nodes(self) -> None:
+        for pod in self._pods():
+            if pod["spec"].get("nodeName") and not self._is_up(pod["spec"]["nodeName"]):
+                self.api.merge("Pod", pod["metadata"]["name"], {"status": {"conditions": []}})
+                self.api.delete("Pod", pod["metadata"]["name"])
+
+    def _operate(self) -> None:
+        """As KubeRay does: pods that are Terminating count."""
+        cluster = self.api.find("RayCluster", "millrace")
+        if cluster is None:
+            return
+        group, pods = cluster_group(cluster), self._pods()
+        for pod in pods[group["replicas"] :]:
+            self.api.delete("Pod", pod["metadata"]["name"])
+        for _ in range(group["replicas"] - len(pods)):
+            self._pods_made += 1
+            labels = {"millrace.dev/component": "trainer", "ray.io/node-type": "worker"}
+            spec = {"terminationGracePeriodSeconds": group["template"]["spec"]["terminationGracePeriodSeconds"]}
+            name = f"trainer-{self._pods_made}"
+            pod = {"kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec, "status": {}}
+            self.api.create(pod)
+
+    def _schedule(self) -> None:
+        """As Volcano does: the gang or none of it."""
+        gang = self.api.find("PodGroup", "millrace-trainer")
+        pods = self._pods()
+        standing = [each for each in pods if each["spec"].get("nodeName")]
+        waiting = [each for each in pods if not each["spec"].get("nodeName")]
+        taken = {each["spec"]["nodeName"] for each in standing}
+        free = [name for name in self.api.names("Node") if name not in taken and self._is_up(name)]
+        up = [each for each in standing if self._is_up(each["spec"]["nodeName"])]
+        if gang is None or len(up) + min(len(free), len(waiting)) < gang["spec"]["minMember"]:
+            return
+        for each, name in zip(waiting, free, strict=False):
+            patch = {"spec": {"nodeName": name}, "status": {"conditions": [READY]}}
+            self.api.merge("Pod", each["metadata"]["name"], patch)
+
+    def _run_ray(self) -> None:
+        for name in self.api.names("RayJob"):
+            number = int(name.rpartition("-")[2])
+            if name not in self.drivers and (state := self.attempt(number)):
+                self.drivers[name] = state
+            state = self.drivers.get(name)
+            if state and state.status.is_terminal():
+                status = {"jobDeploymentStatus": "Complete", "jobStatus": str(state.status)}
+                self.api.merge("RayJob", name, {"status": status})
+
+    # What the deploy tool asks of Ray.
+
+    def find(self, name: str) -> DriverState | None:
+        if not self.is_head_there:
+            raise RayUnreachable("no head")
+        return self.drivers.get(name)
+
+    def stop(self, name: str) -> None:
+        self.drivers[name] = DriverState(JobStatus.STOPPED, None, "", 1)
+
+    def count_nodes(self, resource: str) -> int:
+        return sum(self._is_up(name) for name in self.bound())
+
+
+class NoLog:
+    """The driver's log is followed elsewhere."""
+
+    path = "nowhere"
+
+    def __init__(self, *arguments: object) -> None: ...
+
+    def close(self, timeout_seconds: float) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+def cluster_group(cluster: Thing) -> Thing:
+    return dict(next(each for each in cluster["spec"]["workerGroupSpecs"] if each["groupName"] == "trainer"))
+
+
+def ended(exit_code: int, message: str = "millrace: done") -> DriverState:
+    return DriverState(JobStatus.FAILED if exit_code else JobStatus.SUCCEEDED, exit_code, message, 1)
+
+
+LOST = DriverState(JobStatus.FAILED, None, "the driver's node died", 1)
+
+
+@pytest.fixture
+def world(overlays: dict[str, list[Thing]], tmp_path: Path, clock: Clock) -> Iterator[World]:
+    cluster = copy.deepcopy(cluster_of(overlays["eks"]))
+    container = cluster_group(cluster)["template"]["spec"]["containers"][0]
+    next(each for each in container["volumeMounts"] if each["name"] == "fsx")["mountPath"] = str(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    yield World(cluster, clock, nodes=2)
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def reconcile(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """Run a deployment to its end."""
+    monkeypatch.setattr("k8s.controller.reconciler.RayJobs", lambda cluster, namespace: world)
+    monkeypatch.setattr("k8s.controller.reconciler.DriverLog", NoLog)
+    monkeypatch.setattr(Reconciler, "_pause", lambda self: world.pass_time())
+
+    def run(**changes: Any) -> Outcome:
+        outcome = Reconciler(world.api, world.deploy(**changes), "pod").run()  # type: ignore[arg-type]
+        assert outcome
+        return outcome
+
+    return run
+
+
+def commit(root: Path, step: int) -> None:
+    folder = root / f"checkpoint/small-0123abcd/step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+
+
+def is_down(world: World) -> bool:
+    kinds = ("Pod", "PodGroup", "Lease")
+    return not any(world.api.names(kind) for kind in kinds) and read_worker_group(world.api, "trainer").replicas == 0  # type: ignore[arg-type]
+
+
+def test_a_run_that_commits_checkpoints_outlives_any_number_of_evictions(
+    world: World, reconcile: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    def attempt(number: int) -> DriverState:
+        commit(tmp_path, 100 * number)
+        return LOST if number < 9 else ended(0)
+
+    world.attempt = attempt
+    assert reconcile(retries=3) == Outcome(0, "done after 9 attempts")
+    assert [each.progressed for each in world.record.attempts] == [True] * 9
+    assert is_down(world)
+
+
+def test_four_disturbances_without_a_checkpoint_end_it(
+    world: World, reconcile: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    def attempt(number: int) -> DriverState:
+        if number == 2:
+            commit(tmp_path, 100)
+        return LOST
+
+    world.attempt = attempt
+    outcome = reconcile(retries=3)
+    assert (outcome.exit_code, len(world.record.attempts)) == (75, 5)
+    assert "after 5 attempts" in outcome.message
+
+
+def test_another_stage_s_retries_count_attempts(
+    world: World, reconcile: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """It has no checkpoints, and those of a run of the same recipe are none of its doing."""
+
+    def attempt(number: int) -> DriverState:
+        commit(tmp_path, number)
+        return LOST
+
+    world.attempt = attempt
+    reconcile(retries=2, recipe="")
+    assert len(world.record.attempts) == 3
+
+
+def test_a_job_that_ended_badly_gets_no_further_pod(world: World, reconcile: Callable[..., Outcome]) -> None:
+    """Its pod's exit code is the failure that is one too many; before that, it comes back however often it fails."""
+    limit = world.api.find("Job", world.deploy().stage and "deploy-trainer")["spec"]["backoffLimit"]  # type: ignore[index]
+    assert limit >= 1_000
+    world.attempt = lambda number: ended(3, "millrace: no corpus")
+    assert reconcile() == Outcome(3, "no corpus")
+    assert world.api.find("Job", "deploy-trainer")["spec"]["backoffLimit"] == 2  # type: ignore[index]
+
+
+def test_a_pod_on_a_dead_node_is_replaced_and_the_run_goes_on(world: World, reconcile: Callable[..., Outcome]) -> None:
+    """KubeRay counts the old one for as long as it is Terminating, which on a dead node is for ever."""
+
+    def attempt(number: int) -> DriverState:
+        if number == 1:
+            world.set_node("n1", *DARK)
+            world.set_node("n2", [], [READY])
+            return LOST
+        return ended(0)
+
+    world.attempt = attempt
+    began = world.clock.now
+    assert reconcile(drain_seconds=60) == Outcome(0, "done after 2 attempts")
+    assert GRACE_SECONDS < world.clock.now - began < GRACE_SECONDS + 120
+    assert is_down(world)
+
+
+def test_teardown_ends_although_a_node_is_dead(world: World, reconcile: Callable[..., Outcome]) -> None:
+    def attempt(number: int) -> DriverState:
+        world.set_node("n1", *DARK)
+        return ended(0)
+
+    world.attempt = attempt
+    assert reconcile(drain_seconds=60) == Outcome(0, "done")
+    assert is_down(world)
+
+
+def test_without_a_spare_node_it_goes_on_with_fewer_and_takes_all_again(
+    world: World, reconcile: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attempt 1 loses a node, attempt 2 runs on the other, and when that attempt is lost the node is back."""
+    ran: list[tuple[str, str, list[str]]] = []
+    statuses: list[str] = []
+
+    def attempt(number: int) -> DriverState:
+        job = world.api.find("RayJob", f"trainer-abc123-{number}") or {}
+        ran.append((job["spec"]["metadata"]["nodes"], job["spec"]["entrypoint"].rpartition(" ")[2], world.bound()))
+        statuses.append(describe_status(world.api))  # type: ignore[arg-type]
+        world.set_node("n1", *(DARK if number == 1 else ([], [READY])))
+        return LOST if number < 3 else ended(0)
+
+    world.attempt = attempt
+    reconcile(drain_seconds=60, nodes=2, fewer_nodes=(1,), workers_per_node=4, retries=3)
+    root = read_worker_group(world.api, "trainer").root  # type: ignore[arg-type]
+    assert ran == [
+        ("2", root, ["n0", "n1"]),
+        ("1", "--parallel.data_parallel_size=4", ["n0"]),
+        ("2", root, ["n0", "n1"]),
+    ]
+    assert "room for 1: this attempt goes on with 1" in capsys.readouterr().out
+    assert "attempt 2 on 1 of 2 nodes" in statuses[1]
+    assert "attempt 3:" in statuses[2]
+
+
+def test_without_the_recipe_s_word_it_waits_for_all_nodes(world: World, reconcile: Callable[..., Outcome]) -> None:
+    def attempt(number: int) -> DriverState:
+        world.set_node("n1", *DARK)
+        return LOST
+
+    world.attempt = attempt
+    outcome = reconcile(drain_seconds=60, start_timeout_seconds=600)
+    assert outcome.exit_code == 75
+    assert "not up after 600 s: 1 of 2 trainer pods are ready" in outcome.message
+    assert is_down(world)
+
+
+@pytest.mark.parametrize(
+    ("state", "is_head_there", "seconds", "said"),
+    [
+        (DriverState(JobStatus.PENDING, None, "", 1), True, PENDING_SECONDS, "no live Ray node has stage_trainer"),
+        (None, True, 300.0, "the operator did not submit the job within 300 s"),
+        (None, False, HEAD_LOST_SECONDS, "the Ray head was lost"),
+    ],
+)
+def test_what_never_begins_has_a_deadline(
+    world: World,
+    reconcile: Callable[..., Outcome],
+    state: DriverState | None,
+    is_head_there: bool,
+    seconds: float,
+    said: str,
+) -> None:
+    """KubeRay and Ray leave such a job as it is for ever."""
+
+    def attempt(number: int) -> DriverState | None:
+        world.is_head_there = is_head_there
+        return state
+
+    world.attempt = attempt
+    began = world.clock.now
+    outcome = reconcile(retries=0)
+    assert outcome.exit_code == 75
+    assert said in outcome.message
+    assert seconds < world.clock.now - began < seconds + 120
+    assert world.api.names("RayJob") == [], "it could still begin"
+    assert is_down(world)
+
+
+def test_the_last_rayjob_stays_until_the_next_deployment(world: World, reconcile: Callable[..., Outcome]) -> None:
+    world.attempt = lambda number: LOST if number == 1 else ended(0)
+    reconcile()
+    assert world.api.names("RayJob") == ["trainer-abc123-2"]
+    assert world.api.find("RayJob", "trainer-abc123-2")["status"]["jobDeploymentStatus"] == "Complete"  # type: ignore[index]
+    reconcile(id="def456", image="another")
+    assert world.api.names("RayJob") == ["trainer-def456-2"]
+
+
+def test_an_ended_rayjob_that_the_operator_does_not_see_is_deleted(
+    world: World, reconcile: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.api, "merge", _without_rayjobs(world.api.merge))
+    reconcile()
+    assert world.api.names("RayJob") == []
+    assert is_down(world)
+
+
+def _without_rayjobs(merge: Callable[..., Thing]) -> Callable[..., Thing]:
+    return lambda kind, name, patch: {} if kind == "RayJob" else merge(kind, name, patch)
+
+
+def reap(world: World, seconds: float) -> None:
+    reaper = StageReaper(world.api, "trainer")  # type: ignore[arg-type]
+    until = world.clock.now + seconds
+    while reaper.advance() and world.clock.now < until:
+        world.pass_time()
+
+
+def orphan(world: World, **changes: Any) -> None:
+    """A stage that stands, whose Job is deleted with --cascade=orphan, and whose pod is lost."""
+
+    class Gone(Exception):
+        pass
+
+    def leave() -> None:
+        if len(world.bound()) == 2 and world.drivers:
+            raise Gone
+
+    world.watch = leave
+    world.attempt = lambda number: DriverState(JobStatus.RUNNING, None, "", 1)
+    with pytest.raises(Gone):
+        Reconciler(world.api, world.deploy(**changes), "pod").run()  # type: ignore[arg-type]
+    world.watch = lambda: None
+
+
+@pytest.mark.usefixtures("reconcile")
+def test_a_stage_that_nobody_holds_is_taken_down(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    orphan(world)
+    reap(world, 10 * ORPHAN_SECONDS)
+    assert world.bound() == ["n0", "n1"], "its Job is there and goes on: its next pod holds the stage"
+    world.api.delete("Job", "deploy-trainer")
+    reap(world, ORPHAN_SECONDS - 10)
+    assert world.bound() == ["n0", "n1"], "somebody may be about to deploy it"
+    reap(world, 2 * ORPHAN_SECONDS)
+    assert is_down(world)
+    assert world.api.names("RayJob") == []
+    said = capsys.readouterr().out
+    assert "reaper: trainer: no deploy Job holds 2 pods, 1 RayJobs that run, its PodGroup" in said
+    assert "is down" in said
+
+
+@pytest.mark.usefixtures("reconcile")
+def test_a_stage_that_somebody_works_on_is_left_alone(world: World) -> None:
+    """The Job is deleted, its process is not: it takes the stage down itself, with time for a checkpoint."""
+    orphan(world)
+    world.api.delete("Job", "deploy-trainer")
+    world.watch = lambda: world.api.merge("Lease", "stage-trainer", {"spec": {}}) and None
+    reap(world, 3 * ORPHAN_SECONDS)
+    assert world.bound() == ["n0", "n1"]
+
+
+@pytest.mark.parametrize("is_job_there", [True, False])
+def test_pods_that_were_to_stay_stay(world: World, reconcile: Callable[..., Outcome], is_job_there: bool) -> None:
+    reconcile(keep=True)
+    condition = {"type": "Complete", "status": "True"}
+    world.api.merge("Job", "deploy-trainer", {"status": {"conditions": [condition]}})
+    if not is_job_there:
+        world.api.delete("Job", "deploy-trainer")
+    reap(world, 3 * ORPHAN_SECONDS)
+    assert world.bound() == ["n0", "n1"]
+
+
+def test_the_record_holds_what_a_restarted_process_needs(world: World, reconcile: Callable[..., Outcome]) -> None:
+    """The attempt that was given fewer nodes has them after a restart of the deploy Job's pod, too."""
+    deployment = world.deploy(nodes=2, fewer_nodes=(1,))
+    worker_group = read_worker_group(world.api, "trainer")  # type: ignore[arg-type]
+    first = Reconciler(world.api, deployment, "first")  # type: ignore[arg-type]
+    first._ensure_pod_group(worker_group, 2, 1)
+    record = replace(world.record, attempts=(Outcome(75, "lost"),))
+    second = Reconciler(world.api, deployment, "second")  # type: ignore[arg-type]
+    observation = second._observe(record, None)
+    second._act(decide(observation), observation)
+    group = world.api.find("PodGroup", worker_group.pod_group) or {}
+    assert group["spec"]["minMember"] == 1
+    assert read_worker_group(world.api, "trainer").replicas == 1  # type: ignore[arg-type]
+    assert json.loads(deployment.to_json())["fewer_nodes"] == [1]
+    assert reconcile(nodes=2, fewer_nodes=(1,)) == Outcome(0, "done")
+
+
+def test_an_image_that_ended_well_is_known_to_the_next_cluster(
+    world: World, reconcile: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """Clients read it from the RayCluster; the root keeps it where the RayCluster does not."""
+    annotation = "millrace.dev/trainer-good-images"
+    reconcile(image="a@sha256:1")
+    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1"]  # type: ignore[arg-type]
+    world.api.merge("RayCluster", "millrace", {"metadata": {"annotations": {annotation: None}}})
+    reconcile(id="def456", image="a@sha256:2")
+    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1", "a@sha256:2"]  # type: ignore[arg-type]
+    assert read_good_images(tmp_path, "trainer") == ["a@sha256:1", "a@sha256:2"]
+
+
+def test_a_root_that_keeps_no_history_fails_no_stage(
+    world: World, reconcile: Callable[..., Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deploy").touch()
+    assert reconcile(image="a@sha256:1") == Outcome(0, "done")
+    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1"]  # type: ignore[arg-type]
+    assert "the root does not keep the image" in capsys.readouterr().out
