@@ -76,6 +76,17 @@ def requirements_of(root: Path, service: str) -> set[str]:
     return {_normal(line) for line in lines if line.strip() and not line.startswith(("#", "-"))}
 
 
+def production_imports_nothing_of_tests(root: Path) -> list[str]:
+    """Images leave out services.common.testing and the services' tests."""
+    return [
+        f"{module} imports {name}"
+        for module, path in modules_of(root).items()
+        if not module.startswith("services.common.testing.")
+        for name in sorted(imports_of(path))
+        if re.match(r"services\.common\.testing\b|services\..*\btests\b", name)
+    ]
+
+
 def one_function_joins_paths_of_manifests(root: Path) -> list[str]:
     """`files.locate` alone joins the folder of an artifact with what a manifest lists: it believes no manifest."""
     return [

@@ -27,6 +27,7 @@ RULES: list[Rule] = [
     rules.ray_is_imported_in_one_place,
     rules.neuron_is_imported_nowhere,
     rules.the_tokenizer_never_imports_torch,
+    rules.production_imports_nothing_of_tests,
     rules.one_function_joins_paths_of_manifests,
     rules.services_is_no_package,
     rules.services_have_their_papers,
@@ -83,6 +84,18 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
         "services/common/launch/inline.py",
         "import torch",
         "services.common.launch.inline imports torch",
+    ),
+    (
+        rules.production_imports_nothing_of_tests,
+        "services/common/artifacts/store.py",
+        "from services.common.testing import recipes",
+        "services.common.artifacts.store imports services.common.testing.recipes",
+    ),
+    (
+        rules.production_imports_nothing_of_tests,
+        "services/trainer/loop.py",
+        "from services.trainer.tests.builders import make_corpus",
+        "services.trainer.loop imports services.trainer.tests.builders.make_corpus",
     ),
     (
         rules.one_function_joins_paths_of_manifests,

@@ -24,7 +24,7 @@ from k8s.deploy.stage import Stage, read_stage
 from k8s.deploy.verdict import has_ended
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import open_artifact
-from services.common.tests.builders import wait_until
+from services.common.testing.waiting import wait_until
 from tests.cluster.kit import cluster, node_images
 from tests.small import write_notes, write_small_recipe
 

@@ -17,7 +17,7 @@ from images.platforms import REPOSITORY
 from k8s.deploy.api import Api, Object
 from k8s.deploy.deployment import EXIT_AGAIN
 from k8s.deploy.objects import deploy_job, recipe_config_map
-from services.common.tests.builders import wait_until
+from services.common.testing.waiting import wait_until
 from tests.cluster.house import House, kill_group, load_images, make_house, name_of, publish_corpus
 from tests.cluster.kit import cluster, fake_nodes
 from tests.k8s.test_deployments import deployment_of

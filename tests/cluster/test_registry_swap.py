@@ -29,7 +29,7 @@ from k8s.deploy.deployment import RECORD_VERSION, Deployment
 from k8s.deploy.names import DEPLOYMENT_LABEL, job_name
 from k8s.deploy.objects import deploy_job
 from services.common.errors import DeviceError
-from services.common.tests.builders import wait_until
+from services.common.testing.waiting import wait_until
 from tests.cluster.house import House, make_house, name_of
 from tests.cluster.kit.processes import BIN, KUBECONFIG
 from tests.registry import running_registry

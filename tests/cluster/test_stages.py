@@ -21,7 +21,7 @@ from k8s.deploy.api import Api
 from k8s.deploy.deployment import EXIT_AGAIN
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.store import open_artifact
-from services.common.tests.builders import wait_until
+from services.common.testing.waiting import wait_until
 from tests.cluster.house import (
     House,
     another_version,
