@@ -21,7 +21,7 @@ from services.common.artifacts.store import Artifact, open_artifact
 from services.common.errors import exit_code_of
 from services.common.testing import recipes
 from services.tokenizer.__main__ import main
-from services.tokenizer.vocabulary_training import train_vocabulary
+from services.tokenizer.vocabulary.training import train_vocabulary
 
 REPOSITORY = Path(__file__).parents[3]
 VOCAB_SIZE = 400

@@ -37,8 +37,8 @@ from services.tokenizer.tests.builders import (
     write_model,
     write_recipe,
 )
-from services.tokenizer.vocabulary import provide_vocabulary
-from services.tokenizer.vocabulary_training import train_vocabulary
+from services.tokenizer.vocabulary.provision import provide_vocabulary
+from services.tokenizer.vocabulary.training import train_vocabulary
 
 TEXTS = [document.decode() for document in make_documents(60)]
 PIECES = 300

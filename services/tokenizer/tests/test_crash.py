@@ -35,7 +35,7 @@ from services.tokenizer.tests.builders import (
     write_documents,
     write_recipe,
 )
-from services.tokenizer.vocabulary import provide_vocabulary
+from services.tokenizer.vocabulary.provision import provide_vocabulary
 
 ALONE = "--tokenizer.num_workers=1"
 

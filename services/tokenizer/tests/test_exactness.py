@@ -22,6 +22,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from services.common.errors import DeviceError
 from services.common.testing.seeds import draw_seed
+from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.encoding import chunk_encoder
 from services.tokenizer.encoding.bpe_kernel import CACHED_BYTES
 from services.tokenizer.encoding.byte_level import FastokensEncoder, TiktokenEncoder
@@ -31,7 +32,6 @@ from services.tokenizer.encoding.chunk_tables import SPACE_PIECE, obstacle_to_ch
 from services.tokenizer.encoding.compiled_kernels import compile_once
 from services.tokenizer.encoding.reference import SentencePieceEncoder, TokenizersEncoder
 from services.tokenizer.encoding.self_check import CheckedEncoder, find_difference, fuzz_documents
-from services.tokenizer.encoding.sentencepiece_model import load_model
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.sources.python_docs import URI
 from services.tokenizer.tests.builders import (
@@ -45,7 +45,7 @@ from services.tokenizer.tests.builders import (
     write_recipe,
 )
 from services.tokenizer.text_batch import TextBatch
-from services.tokenizer.vocabulary_training import train_vocabulary
+from services.tokenizer.vocabulary.training import train_vocabulary
 
 GREEK_AND_KANA = [("αβγδ εζη " * 30 + "かな カナ 漢字かな " * 30 + "naïve café ").encode()] * 20
 

@@ -26,8 +26,8 @@ from services.common.artifacts.files import describe_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import exit_code_of
 from services.common.recipe import fingerprint
+from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.__main__ import main
-from services.tokenizer.encoding.sentencepiece_model import load_model
 from services.tokenizer.tests.builders import (
     REPOSITORY,
     VOCAB_SIZE,
@@ -40,7 +40,7 @@ from services.tokenizer.tests.builders import (
     write_recipe,
 )
 from services.tokenizer.tools import comparison
-from services.tokenizer.vocabulary_training import train_vocabulary
+from services.tokenizer.vocabulary.training import train_vocabulary
 
 SPECIAL = "größe </s> <s> 漢字 and 🎉".encode()
 MODEL = "tokenizer/tokenizer.model"
