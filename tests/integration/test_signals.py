@@ -146,7 +146,7 @@ def test_a_lost_node_or_head_of_a_joined_cluster_ends_the_command_with_75(
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         process = start("ray")
         train_a_step(folder, process)
-        cluster.head_node.all_processes[name][0].process.kill()
+        cluster.head_node.all_processes[name][0].process.kill()  # type: ignore[attr-defined]
         output, _ = process.communicate(timeout=END_SECONDS)
     finally:
         cluster.shutdown()
