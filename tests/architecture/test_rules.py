@@ -28,6 +28,7 @@ RULES: list[Rule] = [
     rules.neuron_is_imported_nowhere,
     rules.the_tokenizer_never_imports_torch,
     rules.production_imports_nothing_of_tests,
+    rules.tests_draw_seeds_in_one_place,
     rules.one_function_joins_paths_of_manifests,
     rules.services_is_no_package,
     rules.services_have_their_papers,
@@ -96,6 +97,18 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
         "services/trainer/loop.py",
         "from services.trainer.tests.builders import make_corpus",
         "services.trainer.loop imports services.trainer.tests.builders.make_corpus",
+    ),
+    (
+        rules.tests_draw_seeds_in_one_place,
+        "services/trainer/tests/test_loop.py",
+        "import random\nchosen = random.Random(random.randrange(9))",
+        "services/trainer/tests/test_loop.py calls random.randrange; use",
+    ),
+    (
+        rules.tests_draw_seeds_in_one_place,
+        "tests/integration/test_all.py",
+        "import numpy as np\nchosen = np.random.default_rng()",
+        "tests/integration/test_all.py calls np.random.default_rng; use",
     ),
     (
         rules.one_function_joins_paths_of_manifests,
