@@ -22,10 +22,9 @@ import pytest
 import tokenizers
 
 from services.common.artifacts.corpus import CorpusManifest, Split
-from services.common.artifacts.files import describe_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import exit_code_of
-from services.common.recipe import fingerprint
+from services.common.testing.manifests import forge, reseal
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.__main__ import main
 from services.tokenizer.tests.builders import (
@@ -380,15 +379,9 @@ def lose_a_document(shard: Path) -> None:
         writer.write_batch(rewritten)
 
 
-def reseal(folder: Path) -> None:
-    """Make a folder's manifest fit its files."""
-    manifest = CorpusManifest.read(folder)
-    manifest.model_copy(update={"files": describe_files(folder)}).write(folder)
-
-
 def test_the_first_token_begins_a_document(copy: Path, tool: Tool) -> None:
     begin_late(copy / "train" / "shard-00000.arrow")
-    reseal(copy)
+    forge(copy)
     said = tool("inspect", copy)
 
     assert said.exit_code == 3
@@ -397,7 +390,7 @@ def test_the_first_token_begins_a_document(copy: Path, tool: Tool) -> None:
 
 def test_documents_are_counted(copy: Path, tool: Tool) -> None:
     lose_a_document(copy / "train" / "shard-00001.arrow")
-    reseal(copy)
+    forge(copy)
     number = len(read_stream(copy, "train").starts)
     said = tool("inspect", copy)
 
@@ -453,9 +446,7 @@ def test_a_folder_that_is_no_corpus_is_refused(tmp_path: Path, tool: Tool, argum
 
 @pytest.mark.parametrize("schema", ["checkpoint/1", "corpus/9"])
 def test_an_artifact_of_another_schema_is_refused(copy: Path, tool: Tool, schema: str) -> None:
-    raw = {**json.loads((copy / "manifest.json").read_bytes()), "schema": schema}
-    del raw["seal"]
-    (copy / "manifest.json").write_text(json.dumps({**raw, "seal": fingerprint(raw)}))
+    reseal(copy, lambda fields: fields.update(schema=schema))
     said = tool("inspect", copy)
 
     assert said.exit_code == 3
@@ -590,7 +581,7 @@ def test_tokens_that_belong_to_no_further_document_are_another_stream(
     longer = make_corpus(tmp_path / "longer", documents[:21], tokenizer__model=str(model))
     end = len(read_stream(short.path, "train").tokens)
     lose_a_document(longer.path / "train" / f"shard-{end // (8 * 16):05d}.arrow")
-    reseal(longer.path)
+    forge(longer.path)
     said = tool("diff", short.path, longer.path)
 
     assert read_stream(longer.path, "train").starts == read_stream(short.path, "train").starts
@@ -606,7 +597,7 @@ def test_documents_that_begin_elsewhere_are_another_corpus(
     other = Path(shutil.copytree(stored.path, tmp_path / "other"))
     lose_a_document(other / "train" / "shard-00001.arrow")
     lost = next(start for start in reversed(read_stream(stored.path, "train").starts) if start < 2 * 8 * 16)
-    reseal(other)
+    forge(other)
     said = tool("diff", stored.path, other)
 
     assert said.exit_code == 3
@@ -618,7 +609,7 @@ def test_a_difference_in_validation_alone_is_seen(
 ) -> None:
     other = Path(shutil.copytree(corpus.path, tmp_path / "other"))
     flip_a_token(other / "validation" / "shard-00000.arrow", 3, 77)
-    reseal(other)
+    forge(other)
     said = tool("diff", corpus.path, other)
 
     assert said.exit_code == 3
