@@ -15,7 +15,7 @@ from services.tokenizer.tests.builders import (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("vocabulary"), PIECES)
 

@@ -35,19 +35,19 @@ def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
     return use
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def documents() -> list[bytes]:
     return [*make_documents(50), SPECIAL, b"A document whose end is long after its begin. " * 40]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory, documents: list[bytes]) -> Path:
     path = tmp_path_factory.mktemp("model") / "given.model"
     path.write_bytes(train_vocabulary(documents, VOCAB_SIZE))
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory, documents: list[bytes], model: Path) -> Artifact[CorpusManifest]:
     """52 documents in several shards of both splits."""
     overrides: dict[str, Any] = {"corpus__validation_fraction": 0.3, "tokenizer__model": str(model)}
