@@ -11,9 +11,7 @@ import pyarrow.parquet as pq
 
 from services.common.recipe import Source
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
-from services.tokenizer.tests.builders import (
-    make_documents,
-)
+from services.tokenizer.tests.builders import make_documents
 
 DOCUMENTS = ["first\r\nline", "", " ", "nul\0", "emoji 👍🏽", "e\u0301", '" and \\ and \u2028 and \x85 breaks', "last"]
 DOCUMENTS += [document.decode() for document in make_documents(140, mean_bytes=60)]

@@ -20,12 +20,7 @@ from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe import Source
 from services.tokenizer.sources import hub
 from services.tokenizer.sources.documents import list_inputs
-from services.tokenizer.tests.builders import (
-    make_documents,
-    published,
-    run,
-    write_recipe,
-)
+from services.tokenizer.tests.builders import make_documents, published, run, write_recipe
 from services.tokenizer.tests.stored_documents import DOCUMENTS, read_all, write_gzip, write_jsonl, write_parquet
 
 # Web servers and stores

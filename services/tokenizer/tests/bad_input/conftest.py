@@ -6,13 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.tokenizer.tests.bad_input.stage import (
-    PIECES,
-    Stage,
-)
-from services.tokenizer.tests.builders import (
-    write_model,
-)
+from services.tokenizer.tests.bad_input.stage import PIECES, Stage
+from services.tokenizer.tests.builders import write_model
 
 
 @pytest.fixture(scope="session")

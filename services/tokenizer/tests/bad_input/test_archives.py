@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.tokenizer.tests.bad_input.stage import (
-    TEXTS,
-    Stage,
-    cut_off,
-    overwrite,
-)
+from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, cut_off, overwrite
 
 ARTICLE = '<doc id="12" title="%s" nonfiltered="1" processed="1" dbindex="0">\n%s\n\nENDOFARTICLE.\n</doc>\n'
 

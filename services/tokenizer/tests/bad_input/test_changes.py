@@ -15,22 +15,8 @@ from services.common.recipe import Source
 from services.common.recipe_file import load_recipe
 from services.tokenizer.plan import make_plan
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
-from services.tokenizer.tests.bad_input.stage import (
-    PIECES,
-    TEXTS,
-    Stage,
-    cut_off,
-    jsonl,
-    overwrite,
-    write_parquet,
-)
-from services.tokenizer.tests.builders import (
-    decode_documents,
-    make_documents,
-    make_text,
-    published,
-    write_recipe,
-)
+from services.tokenizer.tests.bad_input.stage import PIECES, TEXTS, Stage, cut_off, jsonl, overwrite, write_parquet
+from services.tokenizer.tests.builders import decode_documents, make_documents, make_text, published, write_recipe
 from services.tokenizer.vocabulary.provision import provide_vocabulary
 from services.tokenizer.vocabulary.training import train_vocabulary
 

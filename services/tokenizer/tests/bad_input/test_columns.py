@@ -12,14 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.tokenizer.tests.bad_input.stage import (
-    TEXTS,
-    Stage,
-    cut_off,
-    overwrite,
-    write_arrow,
-    write_parquet,
-)
+from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, cut_off, overwrite, write_arrow, write_parquet
 
 # Parquet
 

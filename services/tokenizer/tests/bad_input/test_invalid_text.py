@@ -8,16 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.tokenizer.tests.bad_input.stage import (
-    TEXTS,
-    Stage,
-    jsonl,
-    write_arrow,
-)
-from services.tokenizer.tests.builders import (
-    decode_documents,
-    published,
-)
+from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, jsonl, write_arrow
+from services.tokenizer.tests.builders import decode_documents, published
 
 SURROGATES = [r"\ud800", r"\udfff and \udc80", r"\udcc3\udca9"]
 """The last would be the bytes of an é, had they been bytes."""

@@ -12,11 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from services.tokenizer.tests.bad_input.stage import (
-    TEXTS,
-    Stage,
-    jsonl,
-)
+from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, jsonl
 
 # Compressed files
 

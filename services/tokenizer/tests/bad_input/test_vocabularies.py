@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.tokenizer.tests.bad_input.stage import (
-    Stage,
-    write_parquet,
-)
+from services.tokenizer.tests.bad_input.stage import Stage, write_parquet
 
 
 def test_a_vocabulary_file_without_a_byte_is_refused(stage: Stage, tmp_path: Path) -> None:

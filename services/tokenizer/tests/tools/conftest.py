@@ -12,16 +12,8 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import Artifact
 from services.common.errors import exit_code_of
 from services.tokenizer.__main__ import main
-from services.tokenizer.tests.builders import (
-    VOCAB_SIZE,
-    make_documents,
-)
-from services.tokenizer.tests.tools.corpora import (
-    SPECIAL,
-    Said,
-    Tool,
-    make_corpus,
-)
+from services.tokenizer.tests.builders import VOCAB_SIZE, make_documents
+from services.tokenizer.tests.tools.corpora import SPECIAL, Said, Tool, make_corpus
 from services.tokenizer.vocabulary.training import train_vocabulary
 
 

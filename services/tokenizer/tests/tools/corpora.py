@@ -14,13 +14,7 @@ import tokenizers
 
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import Artifact
-from services.tokenizer.tests.builders import (
-    VOCAB_SIZE,
-    published,
-    run,
-    write_documents,
-    write_recipe,
-)
+from services.tokenizer.tests.builders import VOCAB_SIZE, published, run, write_documents, write_recipe
 
 SPECIAL = "größe </s> <s> 漢字 and 🎉".encode()
 MODEL = "tokenizer/tokenizer.model"

@@ -7,9 +7,7 @@ import re
 import pytest
 
 from services.tokenizer.__main__ import main
-from services.tokenizer.tests.tools.corpora import (
-    Tool,
-)
+from services.tokenizer.tests.tools.corpora import Tool
 
 
 @pytest.mark.parametrize(

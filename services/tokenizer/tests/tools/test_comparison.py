@@ -12,10 +12,7 @@ import pytest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import Artifact
 from services.common.testing.manifests import forge
-from services.tokenizer.tests.builders import (
-    VOCAB_SIZE,
-    read_stream,
-)
+from services.tokenizer.tests.builders import VOCAB_SIZE, read_stream
 from services.tokenizer.tests.tools.corpora import (
     Tool,
     flip_a_token,

@@ -16,19 +16,8 @@ import pytest
 from services.common.artifacts.corpus import CorpusManifest, Split
 from services.common.artifacts.store import Artifact
 from services.common.vocabularies.sentencepiece_model import load_model
-from services.tokenizer.tests.builders import (
-    REPOSITORY,
-    VOCAB_SIZE,
-    make_text,
-    read_stream,
-)
-from services.tokenizer.tests.tools.corpora import (
-    SPECIAL,
-    Tool,
-    flip_a_token,
-    make_corpus,
-    write_tokenizer_json,
-)
+from services.tokenizer.tests.builders import REPOSITORY, VOCAB_SIZE, make_text, read_stream
+from services.tokenizer.tests.tools.corpora import SPECIAL, Tool, flip_a_token, make_corpus, write_tokenizer_json
 
 
 def shown_documents(output: str) -> list[str]:

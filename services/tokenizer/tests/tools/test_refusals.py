@@ -9,15 +9,8 @@ import pyarrow as pa
 import pytest
 
 from services.common.testing.manifests import forge, reseal
-from services.tokenizer.tests.builders import (
-    read_stream,
-)
-from services.tokenizer.tests.tools.corpora import (
-    MODEL,
-    Tool,
-    flip_a_token,
-    lose_a_document,
-)
+from services.tokenizer.tests.builders import read_stream
+from services.tokenizer.tests.tools.corpora import MODEL, Tool, flip_a_token, lose_a_document
 
 
 def cut_off(shard: Path) -> None:

@@ -11,16 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.tokenizer.tests.builders import (
-    VOCAB_SIZE,
-    make_text,
-    write_documents,
-)
-from services.tokenizer.tests.tools.corpora import (
-    MODEL,
-    Tool,
-    make_corpus,
-)
+from services.tokenizer.tests.builders import VOCAB_SIZE, make_text, write_documents
+from services.tokenizer.tests.tools.corpora import MODEL, Tool, make_corpus
 from services.tokenizer.vocabulary.training import train_vocabulary
 
 
