@@ -8,8 +8,11 @@ import pytest
 
 
 def pytest_configure() -> None:
-    """A shell that starts tests in the background lets them ignore Ctrl-C, which programs that they start inherit."""
+    """A shell that starts tests in the background lets them ignore Ctrl-C, and `nohup` the end of a terminal; programs
+    that they start inherit it.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -83,6 +83,7 @@ def sources_of(service: str, variant: str) -> list[str]:
     return [
         ":(glob)services/common/**/*.py",
         f":(glob)services/{service}/**/*.py",
+        ":(exclude,glob)services/common/testing/**",
         ":(exclude,glob)services/**/tests/**",
         f"services/{service}/Dockerfile",
         f"services/{service}/VERSION",

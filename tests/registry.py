@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from images.docker import docker
-from services.common.tests.builders import wait_until
+from services.common.testing.waiting import wait_until
 
 PROGRAM = "docker-registry"
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding"}

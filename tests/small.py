@@ -4,46 +4,33 @@ from __future__ import annotations
 
 from pathlib import Path
 
-RECIPE = """
-name = "small"
-[corpus]
-name = "notes"
-sequence_length = 32
-rows_per_shard = 64
-validation_fraction = 0.1
-sources = [{ uri = "%s" }]
-[tokenizer]
-num_workers = 2
-[tokenizer.train]
-vocab_size = 320
-[model]
-vocab_size = 320
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 2
-[parallel]
-data_parallel_size = 2
-[batch]
-micro_batch_size = 4
-global_batch_size = 64
-[optimizer]
-learning_rate = 1e-2
-min_learning_rate = 1e-3
-warmup_steps = 2
-decay_steps = 60
-[train]
-max_steps = 60
-evaluation_interval_steps = 15
-[checkpoint]
-interval_steps = 25
-"""
+from services.common.testing.recipes import recipe_text
 
 
 def write_small_recipe(path: Path, text: str) -> Path:
     """A recipe over the folder of text files `text`, as the stages will see it."""
-    path.write_text(RECIPE % text, encoding="utf-8")
+    recipe = recipe_text(
+        corpus__name="notes",
+        corpus__sequence_length=32,
+        corpus__rows_per_shard=64,
+        corpus__validation_fraction=0.1,
+        corpus__sources=[{"uri": text}],
+        tokenizer__num_workers=2,
+        tokenizer__train__vocab_size=320,
+        model__vocab_size=320,
+        model__hidden_size=32,
+        model__intermediate_size=64,
+        model__num_hidden_layers=1,
+        model__num_key_value_heads=2,
+        parallel__data_parallel_size=2,
+        batch__micro_batch_size=4,
+        batch__global_batch_size=64,
+        optimizer__decay_steps=60,
+        train__max_steps=60,
+        train__evaluation_interval_steps=15,
+        checkpoint__interval_steps=25,
+    )
+    path.write_text(recipe, encoding="utf-8")
     return path
 
 

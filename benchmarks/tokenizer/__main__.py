@@ -45,7 +45,7 @@ from benchmarks.tokenizer.stage_rows import (
     warm_2,
 )
 from benchmarks.tokenizer.workbench import Workbench
-from services.tokenizer.vocabulary_training import take_first, train_vocabulary
+from services.tokenizer.vocabulary.training import take_first, train_vocabulary
 
 REPOSITORY = Path(__file__).parents[2]
 VOCAB_SIZE = 32_000

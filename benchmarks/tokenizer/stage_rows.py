@@ -121,7 +121,7 @@ def _encode_tasks(bench: Workbench, num_processes: int) -> Measurement:
     from services.common.recipe_file import load_recipe  # noqa: PLC0415
     from services.tokenizer.build import make_tasks  # noqa: PLC0415
     from services.tokenizer.plan import make_plan  # noqa: PLC0415
-    from services.tokenizer.vocabulary import provide_vocabulary  # noqa: PLC0415
+    from services.tokenizer.vocabulary.provision import provide_vocabulary  # noqa: PLC0415
 
     recipe = load_recipe(bench.write_recipe(num_processes))
     plan = make_plan(recipe)
@@ -135,8 +135,8 @@ def _encode_tasks(bench: Workbench, num_processes: int) -> Measurement:
 
 def _prepare_encoding_splits(tasks: Any, num_taken: Any) -> Callable[[], None]:
     from services.tokenizer.encode_task import encode_split  # noqa: PLC0415
+    from services.tokenizer.encoding.encoder_choice import load_encoder  # noqa: PLC0415
     from services.tokenizer.encoding.self_check import SAMPLED_DOCUMENTS  # noqa: PLC0415
-    from services.tokenizer.encoding.vocabulary_file import load_encoder  # noqa: PLC0415
     from services.tokenizer.text_batch import TextBatch  # noqa: PLC0415
 
     encoder = load_encoder(tasks[0].vocabulary_path, tasks[0].vocabulary, tasks[0].encoder)

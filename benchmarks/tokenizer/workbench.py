@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.package_text import Text
-from services.tokenizer.encoding.sentencepiece_model import load_model
+from services.common.vocabularies.sentencepiece_model import load_model
 
 SEQUENCE_LENGTH = 4096
 

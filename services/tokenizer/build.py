@@ -17,10 +17,10 @@ from services.common.recipe import Recipe
 from services.common.telemetry import show_progress
 from services.tokenizer.encode_task import EncodedSplit, EncodeTask, encode_split
 from services.tokenizer.encoding.encoder import token_dtype
-from services.tokenizer.encoding.vocabulary_file import explain_choice, reference_name
+from services.tokenizer.encoding.encoder_choice import explain_choice, reference_name
 from services.tokenizer.pack import Layout, pack_split
 from services.tokenizer.plan import Plan, begin_encoding
-from services.tokenizer.vocabulary import provide_vocabulary
+from services.tokenizer.vocabulary.provision import provide_vocabulary
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import ManifestModel
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
-from services.tokenizer.encoding.vocabulary_file import EncoderChoice, load_encoder
+from services.tokenizer.encoding.encoder_choice import EncoderChoice, load_encoder
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.piece import InputSplit
 from services.tokenizer.split_assignment import are_for_validation, are_sampled

@@ -15,7 +15,7 @@ from services.common.artifacts.manifest import InputLink, write_durably
 from services.common.artifacts.store import Workspace, artifact_id, discard
 from services.common.recipe import Recipe, fingerprint
 from services.tokenizer.atomic_file import TEMPORARY_SUFFIX
-from services.tokenizer.encoding.vocabulary_file import EncoderChoice
+from services.tokenizer.encoding.encoder_choice import EncoderChoice
 from services.tokenizer.sources.documents import cut_file, list_inputs
 from services.tokenizer.sources.file_system import open_file
 from services.tokenizer.sources.piece import InputFile, InputSplit, Piece

@@ -58,6 +58,13 @@ def joined_paths_of(path: Path) -> Iterator[tuple[str, str, str]]:
             yield ast.unparse(node.left), ast.unparse(node.right), ast.unparse(node)
 
 
+def calls_of(path: Path) -> Iterator[tuple[str, bool]]:
+    """Every call in a file: what is called, as it is written, and whether it has arguments."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), bool(node.args or node.keywords)
+
+
 def third_parties_of(path: Path) -> set[str]:
     """Top-level names that a file imports and that are neither ours nor Python's."""
     names = {full.split(".")[0] for full in imports_of(path)}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.architecture.imports import closure_of, imports_of, joined_paths_of, modules_of, third_parties_of
+from tests.architecture.imports import calls_of, closure_of, imports_of, joined_paths_of, modules_of, third_parties_of
 
 STAGES = ("tokenizer", "compiler", "trainer")
 SERVICES = (*STAGES, "head")
@@ -104,6 +104,30 @@ def requirements_name_what_is_imported(root: Path, distributions: Mapping[str, S
 def requirements_of(root: Path, service: str) -> set[str]:
     lines = (root / "services" / service / "requirements.txt").read_text(encoding="utf-8").splitlines()
     return {_normal(line) for line in lines if line.strip() and not line.startswith(("#", "-"))}
+
+
+def production_imports_nothing_of_tests(root: Path) -> list[str]:
+    """Images leave out services.common.testing and the services' tests."""
+    return [
+        f"{module} imports {name}"
+        for module, path in modules_of(root).items()
+        if not module.startswith("services.common.testing.")
+        for name in sorted(imports_of(path))
+        if re.match(r"services\.common\.testing\b|services\..*\btests\b", name)
+    ]
+
+
+def tests_draw_seeds_in_one_place(root: Path) -> list[str]:
+    """Chance without a seed that is written down or printed makes a failure that nobody can repeat."""
+    paths = [path for folder in ("services", "tests", "benchmarks") for path in sorted((root / folder).rglob("*.py"))]
+    return [
+        f"{path.relative_to(root)} calls {name}; use services.common.testing.seeds.draw_seed"
+        for path in paths
+        if path != root / "services/common/testing/seeds.py"
+        for name, has_arguments in calls_of(path)
+        if re.fullmatch(r"random\.(?!Random$)\w+|(np|numpy)\.random\.(?!default_rng$)\w+", name)
+        or (not has_arguments and re.fullmatch(r"(random\.)?Random|((np|numpy)\.random\.)?default_rng", name))
+    ]
 
 
 def one_function_joins_paths_of_manifests(root: Path) -> list[str]:

@@ -23,7 +23,7 @@ from k8s.objects.record import Record, read_record
 from k8s.objects.worker_group import WorkerGroup, read_worker_group
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import open_artifact
-from services.common.tests.builders import wait_until
+from services.common.testing.waiting import wait_until
 from tests.cluster.kit import cluster, node_images
 from tests.small import write_notes, write_small_recipe
 

@@ -18,7 +18,7 @@ from images.platforms import REPOSITORY
 from k8s.objects.api import Api, Object
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.recipe import render_recipe_config_map
-from services.common.tests.builders import wait_until
+from services.common.testing.waiting import wait_until
 from tests.cluster.house import House, kill_group, load_images, make_house, name_of, publish_corpus
 from tests.cluster.kit import cluster, fake_nodes
 from tests.k8s.test_deployments import deployment_of

@@ -15,7 +15,7 @@ import pytest
 
 from images.platforms import REPOSITORY
 from services.common.errors import DeviceError, TryAgain
-from services.common.tests.builders import wait_until
+from services.common.testing.waiting import wait_until
 from tests.cluster.kit import cluster, fake_nodes, node_images
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]

@@ -13,7 +13,7 @@ import pytest
 from images.platforms import REPOSITORY
 from k8s.objects.api import Api, Object
 from k8s.objects.worker_group import replace_group
-from services.common.tests.builders import wait_until
+from services.common.testing.waiting import wait_until
 from tests.cluster.house import House, held_images, load_images, make_house, name_of
 from tests.cluster.kit import cluster, fake_nodes, node_images
 

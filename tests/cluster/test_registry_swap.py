@@ -29,7 +29,7 @@ from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import RECORD_VERSION, Deployment
 from k8s.objects.names import DEPLOYMENT_LABEL, job_name
 from services.common.errors import DeviceError
-from services.common.tests.builders import wait_until
+from services.common.testing.waiting import wait_until
 from tests.cluster.house import House, make_house, name_of
 from tests.cluster.kit.processes import BIN, KUBECONFIG
 from tests.registry import running_registry

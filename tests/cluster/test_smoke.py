@@ -12,7 +12,7 @@ import pytest
 
 from images.platforms import REPOSITORY
 from k8s.objects.api import Api
-from services.common.tests.builders import wait_until
+from services.common.testing.waiting import wait_until
 from tests.cluster.house import House, another_version, corpus_digest, give_to_stages, load_images, make_house
 from tests.small import write_notes, write_small_recipe
 

@@ -21,7 +21,7 @@ from images.platforms import REPOSITORY
 from k8s.objects.api import Api
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.store import open_artifact
-from services.common.tests.builders import wait_until
+from services.common.testing.waiting import wait_until
 from tests.cluster.house import (
     House,
     another_version,

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from services.common.artifacts.__main__ import MANIFEST_TYPES, read_manifest
-from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, CheckpointManifest, CheckpointPayload
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import MANIFEST
-from services.common.artifacts.store import Address, Draft, Workspace, publish_once
+from services.common.artifacts.store import Draft, Workspace
 from services.common.entry_point import exit_code_of
 from services.common.errors import ArtifactError
 from services.common.recipe_file import load_recipe
-from services.common.tests.builders import RECIPE, fill, publish, write_recipe
+from services.common.testing.artifacts import fill, publish, publish_checkpoint
+from services.common.testing.recipes import write_recipe
 from services.tokenizer.__main__ import main as tokenizer
 
 GOLDEN = Path(__file__).parent / "manifests"
@@ -35,7 +35,7 @@ def write_corpus(root: Path, recipe: Path) -> None:
     for number in range(40):
         words = " ".join(f"sentence {line} of text {number} has {line * number} words" for line in range(12))
         (texts / f"{number}.txt").write_text(words, encoding="utf-8")
-    recipe.write_text(RECIPE.replace("nowhere", str(texts)), encoding="utf-8")
+    write_recipe(recipe.parent, corpus__sources=[{"uri": str(texts)}])
     command = ["--recipe", str(recipe), "--root", str(root), "--launch", "inline"]
     assert exit_code_of(lambda: tokenizer(command)) == 0
 
@@ -49,17 +49,8 @@ def write_compile_cache(root: Path, recipe: Path) -> None:
 
 
 def write_checkpoint(root: Path, recipe: Path) -> None:
-    payload = CheckpointPayload(
-        step=1, tokens=1, skipped_steps=0, data_parallel_size=1, program_fingerprint="eager", waivers=("--flag",)
-    )
     inputs = read_golden("checkpoint-1", root.parent).inputs
-
-    def build(workspace: Workspace) -> Draft:
-        fill(workspace, {WEIGHTS: b"", MOMENTS: b""})
-        return Draft(payload, inputs)
-
-    address = Address(root, "checkpoint", "run-1", "step-00000001")
-    publish_once(address, CheckpointManifest, "trainer", load_recipe(recipe), build)
+    publish_checkpoint(root, load_recipe(recipe), step=1, inputs=inputs, waivers=("--flag",))
 
 
 WRITERS: dict[str, Callable[[Path, Path], None]] = {

@@ -25,7 +25,7 @@ def write(path: Path, content: str) -> None:
 def make_checkout(folder: Path) -> Path:
     """A committed repository with every service, real contracts, and pinned bases."""
     repository = folder / "checkout"
-    ignored = shutil.ignore_patterns("tests", "__pycache__", "*.crt")
+    ignored = shutil.ignore_patterns("tests", "testing", "__pycache__", "*.crt")
     for name in ("services/common", "images"):
         shutil.copytree(REPOSITORY / name, repository / name, ignore=ignored)
     for service in SERVICES:

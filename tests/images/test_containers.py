@@ -11,16 +11,14 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from images.build import CA_BUNDLE, choose_platform
 from images.docker import docker, inspect_image, require_engine
 from images.platforms import REPOSITORY, SERVICES
-from services.common.artifacts.manifest import read_sealed
 from services.common.errors import DeviceError
-from services.common.recipe import fingerprint
+from services.common.testing.manifests import reseal
 from tests.images.checkout import commit, git
 from tests.small import write_notes, write_small_recipe
 
@@ -164,8 +162,7 @@ def test_a_stage_refuses_what_another_schema_wrote(checkout: Path, images: dict[
     root = make_root(tmp_path / "fsx")
     assert run_stage(checkout, "tokenizer", root).returncode == 0
     manifest = next(root.glob("corpus/*/*/manifest.json"))
-    raw: dict[str, Any] = {**read_sealed(manifest.parent), "schema": "corpus/3"}
-    manifest.write_text(json.dumps({**raw, "seal": fingerprint(raw)}), encoding="utf-8")
+    reseal(manifest.parent, lambda fields: fields.update(schema="corpus/3"))
     refused = run_stage(checkout, "trainer", root)
     assert refused.returncode == 3
     assert "schema 'corpus/3', this program reads 'corpus/2'" in refused.stderr

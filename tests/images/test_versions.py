@@ -43,6 +43,7 @@ def test_tests_and_documents_give_no_image_a_new_tag(tmp_path: Path) -> None:
     write(repository / "services/trainer/tests/test_work.py", "assert True\n")
     write(repository / "services/trainer/README.md", "# trainer\n")
     write(repository / "services/common/tests/test_more.py", "assert True\n")
+    write(repository / "services/common/testing/more.py", "assert True\n")
     assert tags(repository) == before
     commit(repository, "Test and document")
     assert tags(repository) == before

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from benchmarks.package_text import read_text
+from services.common.testing.seeds import draw_seed
+from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.encoding.chunk_encoder import ChunkEncoder
 from services.tokenizer.encoding.reference import SentencePieceEncoder
 from services.tokenizer.encoding.self_check import find_difference, fuzz_documents
-from services.tokenizer.encoding.sentencepiece_model import load_model
 from services.tokenizer.text_batch import TextBatch, in_batches
-from services.tokenizer.vocabulary_training import take_first, train_vocabulary
+from services.tokenizer.vocabulary.training import take_first, train_vocabulary
 
 MEGABYTE = 10**6
 VOCAB_SIZE = 32_000
@@ -34,7 +33,7 @@ def test_no_document_of_100_megabytes_or_of_200000_of_fuzz_has_other_ids_than_se
 
     processor = load_model(model)
     pieces = [str(processor.id_to_piece(index)) for index in range(VOCAB_SIZE)]
-    first_seed = random.randrange(10**9)
+    first_seed = draw_seed()
     for seed in range(first_seed, first_seed + 20):
         different = find_difference(kernel, reference, TextBatch.of(fuzz_documents(pieces, 10_000, seed)))
         assert different is None, seed

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from services.common.testing.waiting import wait_until
 from tests.small import write_notes, write_small_recipe
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the whole pipeline
@@ -56,12 +57,8 @@ def kill_while_compiling(options: tuple[str, ...]) -> None:
     """kill -9 the compiler stage after its first compiled files; nothing of it lives on and nothing is published."""
     collection = Path(options[-1]) / "compile_cache" / "small"
     command = [sys.executable, "-m", "services.compiler", *options]
-    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 120
-        while not any(collection.glob("*.scratch/*/compile/cache/*/*")):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL, text=True) as process:
+        wait_until(lambda: any(collection.glob("*.scratch/*/compile/cache/*/*")), 120, process=process)
         at_work = psutil.Process(process.pid).children(recursive=True)
         process.kill()
     _, alive = psutil.wait_procs(at_work, timeout=30)
@@ -75,11 +72,8 @@ def stop_while_training(options: tuple[str, ...]) -> subprocess.CompletedProcess
     with subprocess.Popen(
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        deadline = time.monotonic() + 200
-        while not any(path.stat().st_size for path in Path(options[-1]).glob("run/*/metrics.jsonl")):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        metrics = functools.partial(Path(options[-1]).glob, "run/*/metrics.jsonl")
+        wait_until(lambda: any(path.stat().st_size for path in metrics()), 200, process=process)
         process.terminate()
         output, errors = process.communicate(timeout=60)
     return subprocess.CompletedProcess(command, process.returncode, output, errors)

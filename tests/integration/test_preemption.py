@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
-from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
 
+from services.common.testing.waiting import wait_until
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
-from services.trainer.tests.runs import REPOSITORY, checkpoints, read_run, wait_for
+from services.trainer.tests.runs import REPOSITORY, checkpoints, read_run
 
 DEADLINE_SECONDS = 60
 
@@ -48,7 +49,7 @@ def command(tmp_path: Path, cluster: Cluster) -> Iterator[subprocess.Popen[str]]
         text=True,
     ) as process:
         try:
-            wait_for(lambda: read_run(root).records, process, timeout_seconds=240)
+            wait_until(lambda: read_run(root).records, 240, process=process)
             yield process
         finally:
             process.kill()

@@ -17,8 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.common.testing.seeds import draw_seed
+from services.common.testing.waiting import wait_until
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
-from services.trainer.tests.runs import REPOSITORY, checkpoints, read_run, start_trainer, wait_for
+from services.trainer.tests.runs import REPOSITORY, checkpoints, read_run, start_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -55,7 +57,7 @@ def start(folder: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 def train_a_step(folder: Path, process: subprocess.Popen[str]) -> None:
     """Wait until the command has recorded one more step."""
     before = len(read_run(folder / "fsx").records)
-    wait_for(lambda: len(read_run(folder / "fsx").records) > before, process, timeout_seconds=300)
+    wait_until(lambda: len(read_run(folder / "fsx").records) > before, 300, process=process)
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,10 @@ class Traces:
     def require_gone(self) -> None:
         _, alive = psutil.wait_procs(self.processes, timeout=30)
         assert alive == []
-        deadline = time.monotonic() + 30
-        while left := [path for path in self.folders if path.exists()]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
+        wait_until(lambda: not self.folders_left(), 30)
+
+    def folders_left(self) -> list[Path]:
+        return [path for path in self.folders if path.exists()]
 
 
 def traces_of(folder: Path, process: subprocess.Popen[str]) -> Traces:
@@ -144,7 +146,7 @@ def test_a_lost_node_or_head_of_a_joined_cluster_ends_the_command_with_75(
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         process = start("ray")
         train_a_step(folder, process)
-        cluster.head_node.all_processes[name][0].process.kill()
+        cluster.head_node.all_processes[name][0].process.kill()  # type: ignore[attr-defined]
         output, _ = process.communicate(timeout=END_SECONDS)
     finally:
         cluster.shutdown()
@@ -166,7 +168,7 @@ def test_nothing_of_ray_outlives_a_killed_command(folder: Path, start: Callable[
 def test_random_signals_to_random_processes_end_the_command_in_order(
     folder: Path, start: Callable[[str], subprocess.Popen[str]]
 ) -> None:
-    seed = random.randrange(10**6)
+    seed = draw_seed()
     chosen = random.Random(seed)
     for number in range(12):
         process = start("inline")

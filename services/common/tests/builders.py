@@ -1,4 +1,4 @@
-"""Small real inputs for the tests of the contracts: a recipe, and a stage that publishes a compile cache."""
+"""What the tests of the contracts start: processes that die, freeze or wait."""
 
 from __future__ import annotations
 
@@ -8,105 +8,23 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 from services.common.artifacts import process
-from services.common.artifacts.compile_cache import CompileCacheManifest, CompileCachePayload
-from services.common.artifacts.files import describe_files
-from services.common.artifacts.manifest import MANIFEST, InputLink
-from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
+from services.common.artifacts.store import Draft, Workspace
 from services.common.entry_point import exit_code_of
-from services.common.recipe import Recipe, fingerprint
-from services.common.recipe_file import load_recipe
+from services.common.recipe import Recipe
+from services.common.testing.artifacts import fill, publish
+from services.common.testing.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
-ID = "0123456789abcdef"
-FILES = {"graphs/ab/inner/one.bin": b"one" * 100, "graphs/two.bin": b"two" * 100, "three.json": b"{}"}
 
 # Children of a fork server start in milliseconds and, unlike forks of the test's own process, without its threads.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([__name__])
-
-RECIPE = """
-name = "small"
-[corpus]
-name = "sentences"
-sequence_length = 16
-sources = [{ uri = "nowhere" }]
-[tokenizer.train]
-vocab_size = 300
-[model]
-vocab_size = 300
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 1
-[batch]
-micro_batch_size = 2
-global_batch_size = 8
-[optimizer]
-learning_rate = 1e-2
-min_learning_rate = 1e-3
-warmup_steps = 2
-decay_steps = 20
-[train]
-max_steps = 20
-"""
-
-
-def write_recipe(folder: Path, text: str = RECIPE) -> Path:
-    path = folder / "small.toml"
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def make_recipe(folder: Path, **overrides: str) -> Recipe:
-    """The small recipe; overrides as `train__max_steps="7"`."""
-    return load_recipe(write_recipe(folder), {key.replace("__", "."): value for key, value in overrides.items()})
-
-
-def address_in(root: Path, identifier: str = ID) -> Address:
-    return Address(root, "compile_cache", "small", identifier)
-
-
-def fill(workspace: Workspace, files: dict[str, bytes] = FILES, inputs: tuple[InputLink, ...] = ()) -> Draft:
-    """What a stage's `build` does: write the files and describe them."""
-    for name, content in files.items():
-        path = workspace.files / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    payload = CompileCachePayload(
-        target="cpu",
-        program_fingerprint="0" * 64,
-        facts={"torch": "none"},
-        graphs_compiled=2,
-        graphs_missed_by_verification=0,
-        world_size_traced=1,
-        phases=(),
-    )
-    return Draft(payload, inputs)
-
-
-def publish(
-    root: Path, recipe: Recipe, identifier: str = ID, build: Callable[[Workspace], Draft] = fill
-) -> tuple[Artifact[CompileCacheManifest], bool]:
-    return publish_once(address_in(root, identifier), CompileCacheManifest, "compiler", recipe, build)
-
-
-def forge(folder: Path, change: Callable[[dict[str, Any]], object] = lambda fields: None) -> None:
-    """Write an artifact's manifest as another program might: it fits the files as they are now, it is sealed, and
-    `change` has had its fields.
-    """
-    fields = json.loads((folder / MANIFEST).read_bytes())
-    del fields["seal"]
-    fields["files"] = [entry.model_dump(mode="json") for entry in describe_files(folder)]
-    change(fields)
-    (folder / MANIFEST).write_text(json.dumps({**fields, "seal": fingerprint(fields)}), encoding="utf-8")
 
 
 def start_process(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
@@ -120,13 +38,6 @@ def write_foreign_lock(path: Path, beats: int = 0) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     owner = {"token": "f" * 32, "node": "another-machine", "pid": 1, "started": "1 ticks after boot", "beats": beats}
     path.write_text(json.dumps(owner), encoding="utf-8")
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 def count_operations(root: Path, chosen: int = -1, signum: signal.Signals = signal.SIGKILL) -> list[str]:

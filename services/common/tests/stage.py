@@ -14,8 +14,8 @@ from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec
 from services.common.recipe_file import load_recipe
 from services.common.stop_signals import deferring_stop_signals, end_at_once, on_stop_signal
+from services.common.testing.artifacts import fill, publish
 from services.common.tests import work
-from services.common.tests.builders import fill, publish
 
 
 def main(argv: list[str]) -> int:

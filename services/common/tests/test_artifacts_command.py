@@ -18,7 +18,6 @@ import pytest
 
 from services.common.artifacts import lease
 from services.common.artifacts.__main__ import main
-from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, CheckpointManifest, CheckpointPayload
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.lease import ChangeWatch, find_idle, hold_lease
 from services.common.artifacts.manifest import MANIFEST
@@ -34,19 +33,12 @@ from services.common.artifacts.store import (
     publish_once,
 )
 from services.common.entry_point import exit_code_of
-from services.common.recipe import Recipe, fingerprint
-from services.common.tests.builders import (
-    ID,
-    REPOSITORY,
-    address_in,
-    fill,
-    make_recipe,
-    publish,
-    publish_slowly,
-    start_process,
-    wait_until,
-    write_foreign_lock,
-)
+from services.common.recipe import Recipe
+from services.common.testing.artifacts import ID, address_in, fill, publish, publish_checkpoint
+from services.common.testing.manifests import reseal
+from services.common.testing.recipes import make_recipe
+from services.common.testing.waiting import wait_until
+from services.common.tests.builders import REPOSITORY, publish_slowly, start_process, write_foreign_lock
 
 SHORT_LEASE_SECONDS = 0.3
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -136,9 +128,7 @@ def test_an_artifact_of_an_unknown_kind_ends_with_3(
     root: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     artifact, _ = publish(root, recipe)
-    raw = json.loads((artifact.path / MANIFEST).read_text()) | {"schema": "song/1"}
-    del raw["seal"]
-    (artifact.path / MANIFEST).write_text(json.dumps({**raw, "seal": fingerprint(raw)}))
+    reseal(artifact.path, lambda fields: fields.update(schema="song/1"))
 
     assert run("show", artifact.path) == 3
     assert "schema 'song/1', this program reads corpus/2, compile_cache/1, checkpoint/1" in capsys.readouterr().err
@@ -442,15 +432,7 @@ def test_gc_removes_nothing_while_it_cannot_tell_what_is_referred_to(
 
 
 def test_gc_keeps_checkpoints(root: Path, recipe: Recipe) -> None:
-    def build(workspace: Workspace) -> Draft:
-        fill(workspace, {WEIGHTS: b"", MOMENTS: b""})
-        payload = CheckpointPayload(
-            step=5, tokens=1, skipped_steps=0, data_parallel_size=1, program_fingerprint="eager", waivers=()
-        )
-        return Draft(payload)
-
-    address = Address(root, "checkpoint", "run-1", "step-00000005")
-    checkpoint, _ = publish_once(address, CheckpointManifest, "trainer", recipe, build)
+    checkpoint = publish_checkpoint(root, recipe, step=5)
     (checkpoint.path.parent / CURRENT).unlink()
 
     run("gc", root, "--unreferenced", "--yes")

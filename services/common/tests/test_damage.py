@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -22,8 +21,10 @@ from services.common.artifacts.files import listed_file, verify_files
 from services.common.artifacts.manifest import MANIFEST, Manifest
 from services.common.artifacts.store import open_artifact
 from services.common.errors import ArtifactError, TryAgain, UnreadableError
-from services.common.recipe import fingerprint
-from services.common.tests.builders import REPOSITORY, forge, make_recipe, publish
+from services.common.testing.artifacts import publish
+from services.common.testing.manifests import forge, reseal, write_sealed
+from services.common.testing.recipes import make_recipe
+from services.common.tests.builders import REPOSITORY
 
 
 @pytest.fixture
@@ -122,16 +123,10 @@ def replace_file_by_pipe(artifact: Path) -> None:
     os.mkfifo(artifact / "three.json")
 
 
-def reseal(**changes: object) -> Callable[[Path], None]:
+def rewrite(**changes: object) -> Callable[[Path], None]:
     """What another version of the program would have written."""
 
-    def rewrite(artifact: Path) -> None:
-        raw = json.loads((artifact / MANIFEST).read_text())
-        del raw["seal"]
-        raw |= changes
-        (artifact / MANIFEST).write_text(json.dumps({**raw, "seal": fingerprint(raw)}))
-
-    return rewrite
+    return lambda artifact: reseal(artifact, lambda fields: fields.update(changes))
 
 
 @pytest.mark.parametrize(
@@ -147,10 +142,10 @@ def reseal(**changes: object) -> Callable[[Path], None]:
         (replace_by(""), "damaged: not a sealed manifest"),
         (replace_by('["seal"]'), "damaged: not a sealed manifest"),
         (replace_by('{"seal": 1, "seconds": 12e345}'), "damaged: not a sealed manifest"),
-        (reseal(schema="compile_cache/2"), "schema 'compile_cache/2', this program reads 'compile_cache/1'"),
-        (reseal(surprise=1), "does not follow compile_cache/1"),
-        (reseal(created_at="2026-01-01T00:00:00"), "created_at: Input should have timezone info"),
-        (reseal(files=[{}] * 1_000), "and 3,995 more"),
+        (rewrite(schema="compile_cache/2"), "schema 'compile_cache/2', this program reads 'compile_cache/1'"),
+        (rewrite(surprise=1), "does not follow compile_cache/1"),
+        (rewrite(created_at="2026-01-01T00:00:00"), "created_at: Input should have timezone info"),
+        (rewrite(files=[{}] * 1_000), "and 3,995 more"),
         (replace_by('{"seal": ' + "[" * 100_000), "damaged: not a sealed manifest (nested deeper than 64)"),
         (replace_by('{"seal": 1, "recipe": ' + '{"a":' * 300 + "1" + "}" * 301), "nested deeper than 64"),
         (replace_by('{"seal": ' + "9" * 5_000 + "}"), "damaged: not a sealed manifest"),
@@ -284,7 +279,7 @@ def test_a_damaged_file_is_not_opened(artifact: Path) -> None:
 def test_a_manifest_that_lacks_almost_everything_is_damaged(
     tmp_path: Path, raw: dict[str, Any], message: str, manifest_type: type[Manifest]
 ) -> None:
-    (tmp_path / MANIFEST).write_text(json.dumps({**raw, "seal": fingerprint(raw)}))
+    write_sealed(tmp_path, raw)
 
     with pytest.raises(ArtifactError, match=message if manifest_type is CorpusManifest else "this program reads"):
         open_artifact(tmp_path, manifest_type)

@@ -24,7 +24,9 @@ from services.common.errors import (
     WorkersLost,
     explain_storage_error,
 )
-from services.common.tests.builders import REPOSITORY, address_in, make_recipe, publish, write_recipe
+from services.common.testing.artifacts import address_in, publish
+from services.common.testing.recipes import make_recipe, write_recipe
+from services.common.tests.builders import REPOSITORY
 from services.common.tests.stage import main as run_stage_in_small
 
 STAGE = [sys.executable, "-m", "services.common.tests.stage"]

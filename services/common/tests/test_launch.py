@@ -14,8 +14,9 @@ from services.common.errors import ArtifactError, RecipeError, TryAgain, Workers
 from services.common.launch import inline
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import WorkerGroupSpec, choose_launcher, name_the_cause
+from services.common.testing.waiting import wait_until
 from services.common.tests import work
-from services.common.tests.builders import REPOSITORY, wait_until
+from services.common.tests.builders import REPOSITORY
 
 LOST = WorkersLost("a peer was lost")
 DAMAGE = ArtifactError("damage")

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from services.common.artifacts.corpus import SPLITS, CorpusManifest, CorpusPayload, SplitCounts, Vocabulary, tail_path
+from services.common.artifacts.corpus import SPLITS, CorpusManifest, Split, SplitCounts, Vocabulary, tail_path
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
 from services.common.entry_point import exit_code_of
 from services.common.readiness import main
-from services.common.tests.builders import REPOSITORY, fill, make_recipe, publish, write_recipe
+from services.common.testing.artifacts import fill, publish
+from services.common.testing.corpora import corpus_payload
+from services.common.testing.recipes import make_recipe, write_recipe
+from services.common.tests.builders import REPOSITORY
 
 NOTHING = SplitCounts(documents=0, document_tokens=0, bos=0, eos=0, rows=0, tail_tokens=0, shards=())
 
@@ -31,27 +34,11 @@ def publish_corpus(
 
     def build(workspace: Workspace) -> Draft:
         fill(workspace, {path: identifier.encode() for path in ("m", shard, *map(tail_path, SPLITS))})
-        payload = CorpusPayload(
-            vocabulary=Vocabulary(
-                kind="sentencepiece", path="m", sha256="0" * 64, vocab_size=vocab_size, bos_id=1, eos_id=2
-            ),
-            token_dtype="uint16",
-            sequence_length=sequence_length,
-            rows_per_shard=1,
-            encoder="none",
-            reference="none",
-            documents_checked=0,
-            control_text="text",
-            documents_read=1,
-            documents_empty=0,
-            documents_too_short=0,
-            documents_not_sampled=0,
-            documents_with_invalid_utf8=0,
-            sources=(),
-            text_bytes=0,
-            splits={"train": one_sample, "validation": NOTHING},
-            phases=(),
+        vocabulary = Vocabulary(
+            kind="sentencepiece", path="m", sha256="0" * 64, vocab_size=vocab_size, bos_id=1, eos_id=2
         )
+        splits: dict[Split, SplitCounts] = {"train": one_sample, "validation": NOTHING}
+        payload = corpus_payload(vocabulary, splits, sequence_length=sequence_length, rows_per_shard=1)
         return Draft(payload)
 
     address = Address(folder / "fsx", "corpus", "sentences", identifier)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -17,7 +18,8 @@ from services.common.errors import RecipeError
 from services.common.presets import MODEL_PRESETS
 from services.common.recipe import MAX_NAME_LENGTH, Identity, Kind, Model, Recipe, identity, stage_nodes
 from services.common.recipe_file import load_recipe
-from services.common.tests.builders import RECIPE, fill, make_recipe, write_recipe
+from services.common.testing.artifacts import fill
+from services.common.testing.recipes import make_recipe, write_recipe
 
 KINDS: tuple[Kind, ...] = ("corpus", "compile_cache", "checkpoint")
 
@@ -96,8 +98,8 @@ NOT_ALONE = {
 }
 
 
-def load(folder: Path, overrides: dict[str, str], text: str = RECIPE) -> Recipe:
-    return load_recipe(write_recipe(folder, text), overrides)
+def load(folder: Path, overrides: dict[str, str], **changes: Any) -> Recipe:
+    return load_recipe(write_recipe(folder, **changes), overrides)
 
 
 def all_fields(section: type[BaseModel] = Recipe, prefix: str = "") -> set[str]:
@@ -380,11 +382,9 @@ def test_the_vocabulary_decides_the_corpus_and_the_program(tmp_path: Path) -> No
 def test_a_preset_and_its_values_written_out_are_one_identity(tmp_path: Path) -> None:
     sizes = MODEL_PRESETS["llama2-7b"]
     vocabulary = {"tokenizer.train.vocab_size": str(sizes["vocab_size"])}
-    head, rest = RECIPE.split("[model]\n")
-    recipe = head.replace("{", "{{").replace("}", "}}") + "[model]\n{}[batch]" + rest.split("[batch]")[1]
 
-    by_preset = load(tmp_path, vocabulary, recipe.format('preset = "llama2-7b"\n'))
-    written_out = load(tmp_path, vocabulary, recipe.format("".join(f"{key} = {sizes[key]}\n" for key in sizes)))
+    by_preset = load(tmp_path, vocabulary, model=None, model__preset="llama2-7b")
+    written_out = load(tmp_path, vocabulary, model=None, **{f"model__{key}": size for key, size in sizes.items()})
 
     assert identity(by_preset, "checkpoint") == identity(written_out, "checkpoint")
 

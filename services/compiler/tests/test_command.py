@@ -9,55 +9,35 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from services.common.testing.recipes import write_recipe
+from services.common.testing.waiting import wait_until
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 
-RECIPE = """
-name = "small"
-[corpus]
-name = "none"
-sequence_length = 16
-sources = [{ uri = "nowhere" }]
-[tokenizer.train]
-vocab_size = 300
-[model]
-vocab_size = 300
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 1
-[parallel]
-data_parallel_size = 2
-[batch]
-micro_batch_size = 2
-global_batch_size = 4
-[optimizer]
-learning_rate = 1e-2
-min_learning_rate = 1e-3
-warmup_steps = 2
-decay_steps = 20
-[train]
-max_steps = 20
-"""
+SMALLER: dict[str, Any] = {
+    "model__num_hidden_layers": 1,
+    "parallel__data_parallel_size": 2,
+    "batch__global_batch_size": 4,
+}
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start the command; whatever is left of it ends with the test."""
-    (tmp_path / "small.toml").write_text(RECIPE, encoding="utf-8")
+    recipe = write_recipe(tmp_path, **SMALLER)
     started: list[subprocess.Popen[str]] = []
 
     def command(*options: str, root: Path | None = None, **environment: str) -> subprocess.Popen[str]:
-        recipe, where = str(tmp_path / "small.toml"), str(root or tmp_path / "fsx")
+        where = str(root or tmp_path / "fsx")
         process = subprocess.Popen(
-            [sys.executable, "-m", "services.compiler", "--recipe", recipe, "--root", where, *options],
+            [sys.executable, "-m", "services.compiler", "--recipe", str(recipe), "--root", where, *options],
             cwd=REPOSITORY,
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
@@ -77,11 +57,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 def _wait_until_compiling(process: subprocess.Popen[str], root: Path) -> list[psutil.Process]:
     """Wait for the first compiled file; returns the processes that are at work."""
-    deadline = time.monotonic() + 120
-    while not any(root.glob("compile_cache/*/*.scratch/*/compile/cache/*/*")):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: any(root.glob("compile_cache/*/*.scratch/*/compile/cache/*/*")), 120, process=process)
     return psutil.Process(process.pid).children(recursive=True)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from services.common.vocabularies.sentencepiece_model import load_model, read_settings
 from services.tokenizer.encoding.bpe_kernel import CACHED_BYTES, LongChunk, Scratch
 from services.tokenizer.encoding.chunk_kernel import (
     BLOCK_BYTES,
@@ -18,7 +19,6 @@ from services.tokenizer.encoding.chunk_kernel import (
 from services.tokenizer.encoding.chunk_tables import ChunkTables, build_tables
 from services.tokenizer.encoding.compiled_kernels import compile_once
 from services.tokenizer.encoding.encoder import Offsets, TokenIds, token_dtype
-from services.tokenizer.encoding.sentencepiece_model import load_model, read_settings
 from services.tokenizer.text_batch import TextBatch
 
 _ENTRY_BYTES = 32

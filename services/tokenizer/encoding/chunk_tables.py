@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import sentencepiece
 
-from services.tokenizer.encoding.sentencepiece_model import load_model, read_settings
+from services.common.vocabularies.sentencepiece_model import load_model, read_settings
 
 SPACE_PIECE = "\u2581"
 """How SentencePiece writes a space. The kernel keeps it as the byte of a space."""

@@ -7,9 +7,9 @@ import importlib.metadata
 import numpy as np
 import tokenizers
 
+from services.common.vocabularies.sentencepiece_model import load_model
 from services.common.vocabularies.tokenizer_json import load_tokenizer
 from services.tokenizer.encoding.encoder import Offsets, TokenIds, join_documents, token_dtype
-from services.tokenizer.encoding.sentencepiece_model import load_model
 from services.tokenizer.text_batch import TextBatch
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,9 @@ import sentencepiece
 from services.common.artifacts.corpus import CorpusManifest, Split
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.entry_point import exit_code_of
+from services.common.testing import recipes
 from services.tokenizer.__main__ import main
-from services.tokenizer.vocabulary_training import train_vocabulary
+from services.tokenizer.vocabulary.training import train_vocabulary
 
 REPOSITORY = Path(__file__).parents[3]
 VOCAB_SIZE = 400
@@ -32,30 +31,24 @@ _WORDS = (
 )
 
 
-def write_recipe(folder: Path, *uris: str | Path, sources: str = "", **overrides: Any) -> Path:
-    """A recipe over `uris` (or over literal `[[corpus.sources]]` tables); overrides are dotted with `__`."""
-    tables = sources or "".join(f"[[corpus.sources]]\nuri = {json.dumps(str(uri))}\n" for uri in uris)
-    values: dict[str, dict[str, Any]] = {
-        "corpus": {"name": "test", "sequence_length": 16, "rows_per_shard": 8, "validation_fraction": 0.0},
-        "tokenizer": {},
-        "tokenizer.train": {"vocab_size": VOCAB_SIZE, "max_bytes": 200_000},
-        "model": {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-        | {"num_attention_heads": 2, "num_key_value_heads": 2},
-        "batch": {"micro_batch_size": 1, "global_batch_size": 1},
-        "optimizer": {"learning_rate": 1e-3, "min_learning_rate": 0.0, "warmup_steps": 1, "decay_steps": 10},
-        "train": {"max_steps": 10},
-    }
-    for dotted, value in overrides.items():
-        section, key = dotted.rsplit("__", 1)
-        values[section.replace("__", ".")][key] = value
-    if "model" in values["tokenizer"]:
-        del values["tokenizer.train"]
-    sections = [
-        f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in section.items())
-        for name, section in values.items()
-    ]
-    path = folder / "recipe.toml"
-    path.write_text('name = "test"\n' + "\n".join(sections) + tables, encoding="utf-8")
+SMALL: dict[str, Any] = {
+    "name": "test",
+    "corpus__name": "test",
+    "corpus__rows_per_shard": 8,
+    "corpus__validation_fraction": 0.0,
+    "tokenizer__train__vocab_size": VOCAB_SIZE,
+    "tokenizer__train__max_bytes": 200_000,
+    "model__vocab_size": VOCAB_SIZE,
+}
+
+
+def write_recipe(folder: Path, *uris: str | Path, sources: str = "", **changes: Any) -> Path:
+    """A recipe over `uris`, or over literal `[[corpus.sources]]` tables; changes as `corpus__split_bytes=1`."""
+    settings = SMALL | changes | {"corpus__sources": None if sources else [{"uri": str(uri)} for uri in uris]}
+    if "tokenizer__model" in changes:
+        settings["tokenizer__train"] = None
+    path = recipes.write_recipe(folder, **settings)
+    path.write_text(path.read_text(encoding="utf-8") + sources, encoding="utf-8")
     return path
 
 
@@ -109,14 +102,6 @@ def start(recipe: Path, root: Path, *arguments: str, launch: str = "inline") -> 
         start_new_session=True,
         env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
     )
-
-
-def wait_until(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 60) -> None:
-    """Wait for the condition, or for the process to end."""
-    deadline = time.monotonic() + seconds
-    while not condition() and process.poll() is None:
-        assert time.monotonic() < deadline, "the process made no progress"
-        time.sleep(0.002)
 
 
 def published(root: Path) -> Artifact[CorpusManifest]:

@@ -26,7 +26,7 @@ from services.tokenizer.tests.builders import (
     write_recipe,
 )
 from services.tokenizer.text_batch import TextBatch
-from services.tokenizer.vocabulary_training import train_vocabulary
+from services.tokenizer.vocabulary.training import train_vocabulary
 
 NASTY = [
     b"",

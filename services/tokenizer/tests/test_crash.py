@@ -20,6 +20,8 @@ from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import Workspace, find_artifact
 from services.common.recipe import Recipe
 from services.common.recipe_file import load_recipe
+from services.common.testing.seeds import draw_seed
+from services.common.testing.waiting import wait_until
 from services.tokenizer.build import make_tasks
 from services.tokenizer.encode_task import EncodeTask, encode_split
 from services.tokenizer.plan import begin_encoding, make_plan
@@ -30,11 +32,10 @@ from services.tokenizer.tests.builders import (
     published,
     run,
     start,
-    wait_until,
     write_documents,
     write_recipe,
 )
-from services.tokenizer.vocabulary import provide_vocabulary
+from services.tokenizer.vocabulary.provision import provide_vocabulary
 
 ALONE = "--tokenizer.num_workers=1"
 
@@ -55,7 +56,7 @@ def recipe(tmp_path: Path) -> Path:
 
 def kill_when(condition: Callable[[], object], process: subprocess.Popen[str]) -> bool:
     """SIGKILL the stage, and the processes it started, once the condition holds; was it still running?"""
-    wait_until(condition, process)
+    wait_until(lambda: condition() or process.poll() is not None)
     was_running = process.poll() is None
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -86,20 +87,19 @@ def test_kill_at_every_stage_then_the_same_command_gives_the_same_corpus(tmp_pat
 @pytest.mark.parametrize("launch", ["inline", "ray"])
 def test_twenty_kills_at_random_moments_give_the_same_corpus(tmp_path: Path, recipe: Path, launch: str) -> None:
     """Each kill comes some time after the stage has begun to make something; what it left is continued."""
-    seed = random.randrange(10**6)
-    chosen = random.Random(seed)
+    chosen = random.Random(draw_seed())
     root = tmp_path / "fsx"
     for _ in range(20):
         process = start(recipe, root, launch=launch)
-        wait_until(lambda: any(root.rglob("plan.json")) or is_anything_published(root), process)
+        wait_until(lambda: any(root.rglob("plan.json")) or is_anything_published(root), process=process)
         moment = time.monotonic() + chosen.uniform(0, 4 if launch == "inline" else 8)
         kill_when(lambda at=moment: time.monotonic() > at, process)  # type: ignore[misc]
         if is_anything_published(root):
             shutil.rmtree(root)
-    assert run(recipe, root, ALONE) == 0, seed
+    assert run(recipe, root, ALONE) == 0
     assert run(recipe, tmp_path / "undisturbed", ALONE) == 0
     found, expected = published(root).manifest, published(tmp_path / "undisturbed").manifest
-    assert found.content_digest == expected.content_digest, seed
+    assert found.content_digest == expected.content_digest
 
 
 def test_a_finished_split_is_not_encoded_again_and_a_damaged_one_is(tmp_path: Path, recipe: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_stopped_stage_says_so_and_publishes_nothing(
         tmp_path, text, corpus__split_bytes=1, tokenizer__train__max_bytes=6_000_000, tokenizer__num_workers=2
     )
     process = start(recipe, tmp_path / "fsx")
-    wait_until(lambda: any((tmp_path / "fsx").rglob(milestone)), process)
+    wait_until(lambda: any((tmp_path / "fsx").rglob(milestone)), process=process)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
 

@@ -19,7 +19,7 @@ from services.tokenizer.tests.builders import (
     write_documents,
     write_recipe,
 )
-from services.tokenizer.vocabulary_training import train_vocabulary
+from services.tokenizer.vocabulary.training import train_vocabulary
 
 GOOD_LINE = b'{"text": "good"}\n'
 

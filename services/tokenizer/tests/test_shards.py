@@ -131,7 +131,7 @@ def test_a_split_without_documents_has_a_tail_and_no_shards(tmp_path: Path) -> N
 
 
 def make_digit_model(folder: Path) -> str:
-    from services.tokenizer.vocabulary_training import train_vocabulary  # noqa: PLC0415
+    from services.tokenizer.vocabulary.training import train_vocabulary  # noqa: PLC0415
 
     path = folder / "digits.model"
     path.write_bytes(train_vocabulary([make_text(20_000)], 300))

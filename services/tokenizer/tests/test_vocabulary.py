@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from services.tokenizer.encoding.sentencepiece_model import load_model
+from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.split_assignment import are_for_validation
 from services.tokenizer.tests.builders import (
     VOCAB_SIZE,
@@ -23,7 +23,7 @@ from services.tokenizer.tests.builders import (
     write_recipe,
 )
 from services.tokenizer.text_batch import TextBatch
-from services.tokenizer.vocabulary_training import train_vocabulary
+from services.tokenizer.vocabulary.training import train_vocabulary
 
 
 def pieces_of(model: bytes) -> list[str]:
@@ -108,7 +108,7 @@ def test_a_model_without_byte_pieces_is_warned_about(tmp_path: Path, capsys: pyt
 
 INTERRUPTED_WHILE_READING = """
 import _thread, threading, time
-from services.tokenizer.vocabulary_training import train_vocabulary
+from services.tokenizer.vocabulary.training import train_vocabulary
 
 def read_slowly():
     threading.Timer(0.3, _thread.interrupt_main).start()

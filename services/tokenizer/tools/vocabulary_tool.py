@@ -16,10 +16,10 @@ from services.common.artifacts.manifest import write_durably
 from services.common.errors import ArtifactError, RecipeError, naming_the_place
 from services.common.recipe import Corpus, Source, VocabularyTraining
 from services.common.telemetry import configure_logging
-from services.tokenizer.encoding.sentencepiece_model import load_model
+from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tools.tool_parser import ToolParser
-from services.tokenizer.vocabulary_training import take_first, train_vocabulary
+from services.tokenizer.vocabulary.training import take_first, train_vocabulary
 
 logger = logging.getLogger(__name__)
 

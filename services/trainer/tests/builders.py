@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import json
 import uuid
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,84 +18,44 @@ import tokenizers
 from services.common.artifacts.corpus import (
     SPLITS,
     CorpusManifest,
-    CorpusPayload,
+    Split,
     SplitCounts,
     Vocabulary,
     VocabularyKind,
     arrow_schema,
 )
-from services.common.artifacts.files import describe_files
 from services.common.artifacts.lease import Lease
-from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, artifact_id, publish_once
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.fingerprint import program_facts
 from services.common.program.mesh import Mesh
 from services.common.program.step import Program
 from services.common.recipe import Recipe, fingerprint
-from services.common.recipe_file import load_recipe
+from services.common.testing import recipes
+from services.common.testing.corpora import corpus_payload
 from services.trainer.job import Job, run_name
 from services.trainer.run import write_run
 
-RECIPE = """
-name = "small"
-[corpus]
-name = "sentences"
-sequence_length = 16
-rows_per_shard = 32
-validation_fraction = 0.1
-sources = [{ uri = "nowhere" }]
-[tokenizer.train]
-vocab_size = 300
-[model]
-vocab_size = 300
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 1
-[parallel]
-data_parallel_size = 2
-[batch]
-micro_batch_size = 2
-global_batch_size = 8
-loss_chunk_tokens = 16
-[optimizer]
-learning_rate = 1e-2
-min_learning_rate = 1e-3
-warmup_steps = 2
-decay_steps = 20
-[compile]
-enabled = false
-[train]
-max_steps = 20
-evaluation_interval_steps = 10
-evaluation_batches = 2
-[checkpoint]
-interval_steps = 5
-"""
+SMALL: dict[str, Any] = {
+    "corpus__rows_per_shard": 32,
+    "corpus__validation_fraction": 0.1,
+    "parallel__data_parallel_size": 2,
+    "batch__loss_chunk_tokens": 16,
+    "compile__enabled": False,
+    "train__evaluation_interval_steps": 10,
+    "train__evaluation_batches": 2,
+    "checkpoint__interval_steps": 5,
+}
+"""What the small recipe lacks: a run of two workers that evaluates, and commits checkpoints."""
 
 
 def write_recipe(folder: Path) -> Path:
-    path = folder / "small.toml"
-    path.write_text(RECIPE, encoding="utf-8")
-    return path
+    return recipes.write_recipe(folder, **SMALL)
 
 
 def make_recipe(folder: Path, **overrides: str) -> Recipe:
     """The small recipe; overrides as `train__max_steps="7"`."""
-    return load_recipe(write_recipe(folder), {key.replace("__", "."): value for key, value in overrides.items()})
-
-
-def forge(folder: Path, change: Callable[[dict[str, Any]], object] = lambda fields: None) -> None:
-    """Write an artifact's manifest as another program might: it fits the files as they are now, it is sealed, and
-    `change` has had its fields.
-    """
-    fields = json.loads((folder / MANIFEST).read_bytes())
-    del fields["seal"]
-    fields["files"] = [entry.model_dump(mode="json") for entry in describe_files(folder)]
-    change(fields)
-    (folder / MANIFEST).write_text(json.dumps({**fields, "seal": fingerprint(fields)}), encoding="utf-8")
+    return recipes.load_with(write_recipe(folder), **overrides)
 
 
 def make_program(recipe: Recipe) -> Program:
@@ -140,7 +98,7 @@ def make_corpus(
 
 def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind) -> Draft:
     length = recipe.corpus.sequence_length
-    splits = {}
+    splits: dict[Split, SplitCounts] = {}
     for number, split in enumerate(SPLITS):
         generator = np.random.default_rng(number)
         tokens = (np.cumsum(generator.integers(1, 3, rows * length + 5)) % recipe.model.vocab_size).astype(np.uint16)
@@ -155,24 +113,11 @@ def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind)
         splits[split] = SplitCounts(
             documents=1, document_tokens=len(tokens) - 2, bos=1, eos=1, rows=rows, tail_tokens=5, shards=tuple(shards)
         )
-    payload = CorpusPayload(
-        vocabulary=_write_vocabulary(workspace.files, kind, recipe.model.vocab_size),
-        token_dtype="uint16",
+    payload = corpus_payload(
+        _write_vocabulary(workspace.files, kind, recipe.model.vocab_size),
+        splits,
         sequence_length=length,
         rows_per_shard=recipe.corpus.rows_per_shard,
-        encoder="none",
-        reference="none",
-        documents_checked=0,
-        control_text="text",
-        documents_read=2,
-        documents_empty=0,
-        documents_too_short=0,
-        documents_not_sampled=0,
-        documents_with_invalid_utf8=0,
-        sources=(),
-        text_bytes=0,
-        splits=splits,
-        phases=(),
     )
     return Draft(payload)
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,18 +67,6 @@ def state_hash(checkpoint: Path) -> str:
             hasher.update(key.encode())
             hasher.update(tensor.numpy().tobytes())
     return hasher.hexdigest()
-
-
-def wait_for(condition: object, process: subprocess.Popen[str], timeout_seconds: float = 120.0) -> None:
-    """Poll until `condition()` holds; fail when the process ends before."""
-    assert callable(condition)
-    deadline = time.monotonic() + timeout_seconds
-    while not condition():
-        if process.poll() is not None:
-            raise AssertionError(f"the trainer ended early with {process.returncode}: {process.communicate()[0]}")
-        if time.monotonic() > deadline:
-            raise AssertionError("timed out waiting for the trainer")
-        time.sleep(0.01)
 
 
 def kill_session(process: subprocess.Popen[str], number: int = signal.SIGKILL) -> None:

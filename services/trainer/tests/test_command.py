@@ -16,6 +16,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import read_sealed
 from services.common.artifacts.store import Artifact
 from services.common.entry_point import exit_code_of
+from services.common.testing.waiting import wait_until
 from services.trainer.__main__ import main
 from services.trainer.report import read_state
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
@@ -27,7 +28,6 @@ from services.trainer.tests.runs import (
     run_trainer,
     start_trainer,
     state_hash,
-    wait_for,
 )
 
 # Steps of a sixth of a second, so that a signal arrives in the middle of a run. More micro-batches, same model.
@@ -64,7 +64,7 @@ def test_resume_after_kill_gives_identical_losses_and_weights(
 ) -> None:
     root = tmp_path / "fsx"
     process = start_trainer(recipe, root, *SLOW)
-    wait_for(lambda: "step-00000007" in checkpoints(root), process)
+    wait_until(lambda: "step-00000007" in checkpoints(root), 120, process=process)
     kill_session(process)
     assert "step-00000020" not in checkpoints(root)
 
@@ -83,11 +83,12 @@ def test_a_killed_worker_is_replaced_and_the_number_of_workers_may_change(
     """Two workers, one killed, the group started again, stopped by SIGTERM, and finished by four."""
     root = tmp_path / "fsx"
     process = start_trainer(recipe, root, *SLOW)
-    wait_for(lambda: "step-00000007" in checkpoints(root), process)
+    wait_until(lambda: "step-00000007" in checkpoints(root), 120, process=process)
     workers_of(process)[1].kill()
-    wait_for(lambda: len(read_run(root).starts) == 2, process)
+    wait_until(lambda: len(read_run(root).starts) == 2, 120, process=process)
     reached = read_run(root).records[-1]["step"]
-    wait_for(lambda: read_run(root).records[-1]["step"] > reached, process)  # a signal before the next step saves none
+    # A signal before the next step saves none.
+    wait_until(lambda: read_run(root).records[-1]["step"] > reached, 120, process=process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
 
@@ -108,7 +109,7 @@ def test_a_signal_to_the_command_and_its_workers_commits_a_checkpoint(
     """As a terminal sends it for Ctrl-C and when it closes, or `timeout`, which sends it twice to the command."""
     root = tmp_path / "fsx"
     process = start_trainer(recipe, root, *SLOW)
-    wait_for(lambda: read_run(root).records, process)
+    wait_until(lambda: read_run(root).records, 120, process=process)
     os.killpg(process.pid, number)
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
@@ -125,7 +126,7 @@ def test_a_signal_while_the_workers_import_ends_the_command_at_once(
 ) -> None:
     root = tmp_path / "fsx"
     process = start_trainer(recipe, root)
-    wait_for(lambda: len(workers_of(process)) == 2, process)
+    wait_until(lambda: len(workers_of(process)) == 2, 120, process=process)
     workers = workers_of(process)
     os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=120)

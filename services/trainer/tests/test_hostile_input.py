@@ -16,18 +16,20 @@ import pytest
 import safetensors.torch
 import torch
 
-from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, CheckpointManifest, checkpoint_id, step_of
+from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, checkpoint_id, step_of
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import verify_files
 from services.common.artifacts.lease import hold_lease
-from services.common.artifacts.store import CURRENT, Address, Artifact, Draft, Workspace, open_artifact, publish_once
+from services.common.artifacts.store import CURRENT, Artifact, open_artifact
 from services.common.artifacts.token_stream import TokenStream
 from services.common.artifacts.upstream import open_corpus
 from services.common.entry_point import exit_code_of
 from services.common.errors import ArtifactError, UnreadableError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.recipe import Checkpoint
+from services.common.testing.artifacts import publish, publish_checkpoint
+from services.common.testing.manifests import forge
 from services.trainer.__main__ import main
 from services.trainer.checkpoint import discard_old, load_checkpoint, newest_checkpoint
 from services.trainer.export import export
@@ -36,7 +38,7 @@ from services.trainer.loop import train
 from services.trainer.node_staging import compile_cache_folder, prepare_node
 from services.trainer.run import RUN_FILE, open_run
 from services.trainer.sample import TextGenerator, load_model
-from services.trainer.tests.builders import forge, make_corpus, make_program, make_recipe, write_recipe
+from services.trainer.tests.builders import make_corpus, make_program, make_recipe, write_recipe
 from services.trainer.tests.runs import checkpoints
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
@@ -396,7 +398,7 @@ def test_checkpoints_are_ordered_by_number_beyond_a_hundred_million_steps(tmp_pa
     recipe, collection = make_recipe(tmp_path), tmp_path / "fsx" / "checkpoint" / "run-1"
     steps = [7, 99_999_999, 100_000_000, 100_000_001, 1_000_000_000]
     for step in steps:
-        publish_checkpoint(tmp_path / "fsx", step, recipe)
+        publish_checkpoint(tmp_path / "fsx", recipe, step)
 
     newest = newest_checkpoint(collection)
     assert newest is not None
@@ -406,25 +408,6 @@ def test_checkpoints_are_ordered_by_number_beyond_a_hundred_million_steps(tmp_pa
     with hold_lease(tmp_path / "run.lock") as held:
         discard_old(collection, Checkpoint(keep_latest=2), committed_step=1_000_000_000, lease=held.lease)
     assert list(checkpoints(tmp_path / "fsx")) == ["step-100000001", "step-1000000000"]
-
-
-def publish_checkpoint(root: Path, step: int, recipe: Any) -> None:
-    def build(workspace: Workspace) -> Draft:
-        for name in (WEIGHTS, MOMENTS):
-            (workspace.files / name).touch()
-        return Draft(
-            {
-                "step": step,
-                "tokens": 1,
-                "skipped_steps": 0,
-                "data_parallel_size": 1,
-                "program_fingerprint": "eager",
-                "waivers": (),
-            }
-        )
-
-    address = Address(root, "checkpoint", "run-1", checkpoint_id(step))
-    publish_once(address, CheckpointManifest, "trainer", recipe, build)
 
 
 @pytest.mark.parametrize(
@@ -444,35 +427,15 @@ def test_a_checkpoints_name_is_its_step(name: str, step: int | None) -> None:
     assert step_of(name) == step
 
 
-def publish_cache(job: Job) -> Artifact[CompileCacheManifest]:
-    def build(workspace: Workspace) -> Draft:
-        for path in ("graphs/ab/inner/one.bin", "graphs/two.bin", "notes.bin"):
-            (workspace.files / path).parent.mkdir(parents=True, exist_ok=True)
-            (workspace.files / path).write_text(path)
-        return Draft(
-            {
-                "target": "cpu",
-                "program_fingerprint": "0" * 64,
-                "facts": {},
-                "graphs_compiled": 1,
-                "graphs_missed_by_verification": 0,
-                "world_size_traced": 1,
-                "phases": (),
-            }
-        )
-
-    address = Address(job.root, "compile_cache", "small", "c" * 16)
-    return publish_once(address, CompileCacheManifest, "trainer", job.recipe, build)[0]
-
-
 def test_a_compile_cache_is_copied_into_the_nodes_folder_alone(new_job: Callable[..., Job], tmp_path: Path) -> None:
     job = new_job()
-    cache = publish_cache(job)
+    cache, _ = publish(job.root, job.recipe)
     copy = Path(shutil.copytree(cache.path, tmp_path / "copy"))
     forge(copy, lambda fields: fields["files"][0].update(path="graphs/../../outside"))
     with pytest.raises(ArtifactError, match="is no path below the artifact's folder"):
         open_artifact(copy, CompileCacheManifest)
 
     prepare_node(replace(job, cache=cache))
-    copied = [path.relative_to(compile_cache_folder(job)) for path in compile_cache_folder(job).rglob("*.bin")]
+    folder = compile_cache_folder(job)
+    copied = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     assert sorted(map(str, copied)) == ["ab/inner/one.bin", "two.bin"]

@@ -13,6 +13,7 @@ import torch
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program import worker_group
 from services.common.program.step import Program
+from services.common.testing.waiting import wait_until
 from services.trainer.checkpoint import CheckpointWriter
 from services.trainer.job import Job
 from services.trainer.loop import train
@@ -73,5 +74,4 @@ def train_with_a_faulty_worker(job: Job, environment: WorkerEnvironment) -> None
 def _meet(job: Job, environment: WorkerEnvironment) -> None:
     """Wait until all workers have been started: on a busy machine that takes longer than a collective may here."""
     (job.run_folder / f"ready-{environment.rank}").touch()
-    while len(list(job.run_folder.glob("ready-*"))) < environment.world_size:
-        time.sleep(0.01)
+    wait_until(lambda: len(list(job.run_folder.glob("ready-*"))) >= environment.world_size, 120)

@@ -12,12 +12,12 @@ from services.common.artifacts.corpus import Vocabulary
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe import Recipe, VocabularyTraining
-from services.tokenizer.encoding.vocabulary_file import describe_vocabulary
 from services.tokenizer.plan import VOCABULARY, Plan
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.file_system import open_file
 from services.tokenizer.split_assignment import are_for_validation, are_sampled
-from services.tokenizer.vocabulary_training import take_first, train_vocabulary
+from services.tokenizer.vocabulary.description import describe_vocabulary
+from services.tokenizer.vocabulary.training import take_first, train_vocabulary
 
 logger = logging.getLogger(__name__)
 

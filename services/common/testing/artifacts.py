@@ -1,0 +1,66 @@
+"""Small artifacts for tests, published as the stages publish theirs: compile caches and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, CheckpointManifest, CheckpointPayload, checkpoint_id
+from services.common.artifacts.compile_cache import CompileCacheManifest, CompileCachePayload
+from services.common.artifacts.manifest import InputLink
+from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
+from services.common.recipe import Recipe
+
+ID = "0123456789abcdef"
+FILES = {"graphs/ab/inner/one.bin": b"one" * 100, "graphs/two.bin": b"two" * 100, "three.json": b"{}"}
+
+
+def fill(workspace: Workspace, files: Mapping[str, bytes] = FILES, inputs: tuple[InputLink, ...] = ()) -> Draft:
+    """What a stage's `build` does: write the files and describe them, as a compile cache."""
+    for name, content in files.items():
+        path = workspace.files / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    payload = CompileCachePayload(
+        target="cpu",
+        program_fingerprint="0" * 64,
+        facts={"torch": "none"},
+        graphs_compiled=2,
+        graphs_missed_by_verification=0,
+        world_size_traced=1,
+        phases=(),
+    )
+    return Draft(payload, inputs)
+
+
+def address_in(root: Path, identifier: str = ID) -> Address:
+    return Address(root, "compile_cache", "small", identifier)
+
+
+def publish(
+    root: Path, recipe: Recipe, identifier: str = ID, build: Callable[[Workspace], Draft] = fill
+) -> tuple[Artifact[CompileCacheManifest], bool]:
+    """A compile cache, and whether it is new."""
+    return publish_once(address_in(root, identifier), CompileCacheManifest, "compiler", recipe, build)
+
+
+def publish_checkpoint(
+    root: Path, recipe: Recipe, step: int, inputs: tuple[InputLink, ...] = (), **changes: Any
+) -> Artifact[CheckpointManifest]:
+    """A checkpoint of run-1 whose files have no bytes."""
+    fields = {
+        "step": step,
+        "tokens": 1,
+        "skipped_steps": 0,
+        "data_parallel_size": 1,
+        "program_fingerprint": "eager",
+        "waivers": (),
+    }
+
+    def build(workspace: Workspace) -> Draft:
+        fill(workspace, {WEIGHTS: b"", MOMENTS: b""})
+        return Draft(CheckpointPayload.model_validate(fields | changes), inputs)
+
+    address = Address(root, "checkpoint", "run-1", checkpoint_id(step))
+    return publish_once(address, CheckpointManifest, "trainer", recipe, build)[0]

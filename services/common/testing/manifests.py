@@ -1,0 +1,36 @@
+"""Manifests as other programs might write them: other fields, and a seal that fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from services.common.artifacts.files import describe_files
+from services.common.artifacts.manifest import MANIFEST, read_sealed
+from services.common.recipe import fingerprint
+
+Fields = dict[str, Any]
+
+
+def write_sealed(folder: Path, fields: Mapping[str, Any]) -> None:
+    """A manifest of these fields, whatever they are."""
+    (folder / MANIFEST).write_text(json.dumps({**fields, "seal": fingerprint(dict(fields))}), encoding="utf-8")
+
+
+def reseal(folder: Path, change: Callable[[Fields], object]) -> None:
+    """Write an artifact's manifest again after `change` has had its fields."""
+    fields = read_sealed(folder)
+    change(fields)
+    write_sealed(folder, fields)
+
+
+def forge(folder: Path, change: Callable[[Fields], object] = lambda fields: None) -> None:
+    """As `reseal`, of a manifest that fits the files as they are now."""
+
+    def describe_then_change(fields: Fields) -> None:
+        fields["files"] = [entry.model_dump(mode="json") for entry in describe_files(folder)]
+        change(fields)
+
+    reseal(folder, describe_then_change)

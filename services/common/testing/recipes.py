@@ -1,0 +1,71 @@
+"""One small recipe for all tests: a model of a few thousand parameters, and sources that are nowhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from services.common.recipe import Recipe
+from services.common.recipe_file import load_recipe
+
+_SMALL: dict[str, dict[str, Any]] = {
+    "": {"name": "small"},
+    "corpus": {"name": "sentences", "sequence_length": 16, "sources": [{"uri": "nowhere"}]},
+    "tokenizer.train": {"vocab_size": 300},
+    "model": {
+        "vocab_size": 300,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "batch": {"micro_batch_size": 2, "global_batch_size": 8},
+    "optimizer": {"learning_rate": 1e-2, "min_learning_rate": 1e-3, "warmup_steps": 2, "decay_steps": 20},
+    "train": {"max_steps": 20},
+}
+
+
+def recipe_text(**changes: Any) -> str:
+    """The small recipe as TOML, with changes such as `train__max_steps=7`; `tokenizer__train=None` leaves that out."""
+    sections = {name: dict(values) for name, values in _SMALL.items()}
+    for name, value in changes.items():
+        dotted = name.replace("__", ".")
+        section, _, key = dotted.rpartition(".")
+        if value is not None:
+            sections.setdefault(section, {})[key] = value
+        elif dotted in sections:
+            del sections[dotted]
+        else:
+            del sections[section][key]
+    return "\n".join(
+        (f"[{name}]\n" if name else "") + "".join(f"{key} = {_toml(value)}\n" for key, value in section.items())
+        for name, section in sections.items()
+    )
+
+
+def write_recipe(folder: Path, **changes: Any) -> Path:
+    """The small recipe as a file, with changes as in `recipe_text`."""
+    path = folder / "small.toml"
+    path.write_text(recipe_text(**changes), encoding="utf-8")
+    return path
+
+
+def make_recipe(folder: Path, **overrides: str) -> Recipe:
+    """The small recipe, written and read with overrides as in `load_with`."""
+    return load_with(write_recipe(folder), **overrides)
+
+
+def load_with(path: Path, **overrides: str) -> Recipe:
+    """A recipe's file, read with overrides as a command line has them: `train__max_steps="7"`."""
+    return load_recipe(path, {name.replace("__", "."): text for name, text in overrides.items()})
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,66 @@
+"""The stage over one source that is bad, and good files to make bad ones of."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from services.tokenizer.tests.builders import is_anything_published, make_documents, run, write_recipe
+
+TEXTS = [document.decode() for document in make_documents(60)]
+PIECES = 300
+
+
+class Stage:
+    """The stage over one source, with a vocabulary that is given."""
+
+    def __init__(self, folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.root = folder, folder / "fsx"
+        self._model, self._capsys = model, capsys
+
+    def run(self, *uris: Path, **settings: Any) -> int:
+        given: dict[str, Any] = {"tokenizer__model": str(self._model), "model__vocab_size": PIECES}
+        recipe = write_recipe(self.folder, *uris, **(given | settings))
+        self._capsys.readouterr()
+        return run(recipe, self.root)
+
+    def refuse(self, exit_code: int, *uris: Path, **settings: Any) -> str:
+        """The message with which it ends."""
+        assert self.run(*uris, **settings) == exit_code
+        assert not is_anything_published(self.root)
+        errors = self._capsys.readouterr().err
+        assert errors.count("millrace: ") == 1
+        assert "Traceback" not in errors
+        return errors[errors.index("millrace: ") :]
+
+
+def jsonl(texts: Sequence[object]) -> bytes:
+    return b"".join(json.dumps({"id": 1, "text": text}).encode() + b"\n" for text in texts)
+
+
+def write_parquet(path: Path, **settings: Any) -> pq.FileMetaData:
+    table = pa.table({"id": range(len(TEXTS)), "text": TEXTS})
+    pq.write_table(table, path, row_group_size=20, use_dictionary=False, **settings)
+    return pq.read_metadata(path)
+
+
+def write_arrow(path: Path, table: pa.Table, writer: Callable[..., Any], rows: int = 20) -> None:
+    with writer(str(path), table.schema) as file:
+        file.write_table(table, max_chunksize=rows)
+
+
+def overwrite(path: Path, position: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        file.write(content)
+
+
+def cut_off(path: Path, size: int) -> None:
+    os.truncate(path, size)

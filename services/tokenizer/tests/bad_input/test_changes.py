@@ -1,0 +1,122 @@
+"""Inputs that change while they are read are named."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import ArtifactError
+from services.common.recipe import Source
+from services.common.recipe_file import load_recipe
+from services.tokenizer.plan import make_plan
+from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
+from services.tokenizer.tests.bad_input.stage import PIECES, TEXTS, Stage, cut_off, jsonl, overwrite, write_parquet
+from services.tokenizer.tests.builders import decode_documents, make_documents, make_text, published, write_recipe
+from services.tokenizer.vocabulary.provision import provide_vocabulary
+from services.tokenizer.vocabulary.training import train_vocabulary
+
+
+@contextmanager
+def before_encoding(act: Callable[[], object]) -> Iterator[None]:
+    """Do something when the stage, which has planned and has its vocabulary, says how it will encode."""
+    logger = logging.getLogger("services.tokenizer.build")
+
+    def notice(record: logging.LogRecord) -> bool:
+        act()
+        return True
+
+    logger.addFilter(notice)
+    try:
+        yield
+    finally:
+        logger.removeFilter(notice)
+
+
+def append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(jsonl(["one more line"]))
+
+
+def replace_by_another_of_the_same_size(path: Path) -> None:
+    """With the old time of change too, as a restored backup has."""
+    status = path.stat()
+    other = path.with_suffix(".new")
+    other.write_bytes(path.read_bytes().replace(b"the", b"eht"))
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.replace(path)
+    assert path.stat().st_size == status.st_size
+
+
+def write_in_place(path: Path) -> None:
+    overwrite(path, 30, b"X")
+
+
+@pytest.mark.parametrize("change", [append, replace_by_another_of_the_same_size, write_in_place])
+@pytest.mark.parametrize("split_bytes", [2_000, 10**6])
+def test_an_input_that_changes_between_plan_and_encode_is_named(
+    stage: Stage, tmp_path: Path, change: Callable[[Path], None], split_bytes: int
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
+    with before_encoding(lambda: change(tmp_path / "a.jsonl")):
+        message = stage.refuse(3, tmp_path / "a.jsonl", corpus__split_bytes=split_bytes)
+    assert "a.jsonl: changed while the corpus was made from it, so nothing was published" in message
+
+    assert stage.run(tmp_path / "a.jsonl", corpus__split_bytes=split_bytes) == 0
+
+
+def test_an_input_that_loses_its_end_while_it_is_read_has_changed_and_is_not_just_damaged(
+    stage: Stage, tmp_path: Path
+) -> None:
+    write_parquet(tmp_path / "a.parquet")
+    with before_encoding(lambda: cut_off(tmp_path / "a.parquet", 1_000)):
+        assert "a.parquet: changed while the corpus was made" in stage.refuse(3, tmp_path / "a.parquet")
+
+
+def test_an_input_that_is_removed_before_it_is_read_is_named(stage: Stage, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
+    with before_encoding((tmp_path / "a.jsonl").unlink):
+        message = stage.refuse(3, tmp_path / "a.jsonl")
+    assert "a.jsonl: cannot be read: No such file or directory" in message
+
+
+def test_an_input_that_is_written_while_it_is_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl([make_text(1_000_000, seed=seed).decode() for seed in range(6)]))
+    [file] = list_inputs(Source(uri=str(tmp_path / "a.jsonl")))
+    batches = read_documents(cut_file(file, 10**9), "replace")
+    assert len(next(batches)) >= 4
+    append(tmp_path / "a.jsonl")
+    with pytest.raises(ArtifactError, match=r"a\.jsonl: changed while"):
+        list(batches)
+
+
+def test_a_copy_with_the_same_content_is_the_same_input(stage: Stage, tmp_path: Path) -> None:
+    """Such as the one that each node of a cluster has in its image."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl(TEXTS))
+
+    def copy() -> None:
+        (tmp_path / "copy").write_bytes(path.read_bytes())
+        (tmp_path / "copy").replace(path)
+
+    with before_encoding(copy):
+        assert stage.run(path, corpus__split_bytes=2_000) == 0
+    assert decode_documents(published(stage.root).path, "train") == [text.encode() for text in TEXTS]
+
+
+def test_a_vocabulary_that_changes_after_the_plan_is_not_taken(tmp_path: Path, model: Path) -> None:
+    """The corpus's id says which it is."""
+    write_parquet(tmp_path / "a.parquet")
+    given = tmp_path / "given.model"
+    given.write_bytes(model.read_bytes())
+    recipe = load_recipe(
+        write_recipe(tmp_path, tmp_path / "a.parquet", tokenizer__model=str(given), model__vocab_size=PIECES)
+    )
+    plan = make_plan(recipe)
+    given.write_bytes(train_vocabulary(make_documents(60, seed=9), PIECES))
+    with pytest.raises(ArtifactError, match=r"given\.model: changed since the corpus was planned"):
+        provide_vocabulary(recipe, plan, tmp_path)
