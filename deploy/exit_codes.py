@@ -9,7 +9,7 @@ EXIT_AGAIN = TryAgain.exit_code
 MESSAGE_CHARACTERS = 500
 
 
-def last_words(message: str) -> str:
+def find_error_line(message: str) -> str:
     """A stage's own error line where there is one, else the end of what was said."""
     lines = [line for line in message.strip().splitlines() if line.strip()]
     for number in range(len(lines) - 1, -1, -1):

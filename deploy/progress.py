@@ -1,16 +1,16 @@
-"""Progress for people: what is said twice in a row is printed once."""
+"""Progress for people: a line that is reported twice in a row is printed once."""
 
 from __future__ import annotations
 
 
-class Announcements:
+class Progress:
     """Lines with one prefix, of which only a change is printed."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._said = ""
+        self._reported = ""
 
-    def say(self, text: str) -> None:
-        if text != self._said:
+    def report(self, text: str) -> None:
+        if text != self._reported:
             print(f"{self._prefix}: {text}", flush=True)
-            self._said = text
+            self._reported = text

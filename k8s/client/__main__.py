@@ -16,7 +16,7 @@ from typing import TextIO, cast
 
 from k8s.client.commands import deploy_stage, rollback_stage, run_pipeline, show_log, stop_stage
 from k8s.client.overlay import choose_overlay, cluster_down, cluster_up
-from k8s.client.request import Wish, require_stage_name
+from k8s.client.request import DeployRequest, require_stage_name
 from k8s.client.status import describe_status
 from k8s.objects.api import connect
 from k8s.objects.deployment import Mode
@@ -54,9 +54,9 @@ def down() -> int:
 def deploy() -> int:
     """STAGE, RECIPE, TAG, NODES, MODE=shared|isolated, ARGS, RETRIES, WAIT, DRAIN, KEEP=1, DRY_RUN=1, OUTPUT=yaml,
     FOLLOW=0."""
-    wish = _wish(_stage())
-    with _manifests(wish) as file:
-        return deploy_stage(connect(), wish, file)
+    request = _read_request(_stage())
+    with _manifests(request) as file:
+        return deploy_stage(connect(), request, file)
 
 
 def status() -> int:
@@ -78,23 +78,23 @@ def stop() -> int:
 
 def rollback() -> int:
     """STAGE, and all that `deploy-stage` takes but TAG; default: as it was deployed last."""
-    wish = _wish(_stage())
-    with _manifests(wish) as file:
-        return rollback_stage(connect(), wish, file)
+    request = _read_request(_stage())
+    with _manifests(request) as file:
+        return rollback_stage(connect(), request, file)
 
 
 def pipeline() -> int:
     """All that `deploy-stage` takes but STAGE, TAG and NODES."""
-    wish = _wish("tokenizer")
-    with _manifests(wish) as file:
-        return run_pipeline(connect(), wish, file)
+    request = _read_request("tokenizer")
+    with _manifests(request) as file:
+        return run_pipeline(connect(), request, file)
 
 
-def _wish(stage: str) -> Wish:
+def _read_request(stage: str) -> DeployRequest:
     mode, recipe, arguments = os.environ.get("MODE"), os.environ.get("RECIPE"), os.environ.get("ARGS")
     if mode not in (None, "", "shared", "isolated"):
         raise RecipeError(f"MODE={mode}: shared or isolated")
-    return Wish(
+    return DeployRequest(
         stage=stage,
         recipe=Path(recipe) if recipe else None,
         tag=os.environ.get("TAG", ""),
@@ -111,12 +111,12 @@ def _wish(stage: str) -> Wish:
 
 
 @contextmanager
-def _manifests(wish: Wish) -> Iterator[TextIO | None]:
+def _manifests(request: DeployRequest) -> Iterator[TextIO | None]:
     """With OUTPUT=yaml, stdout is for manifests alone, and all words go to stderr."""
     output = os.environ.get("OUTPUT", "")
     if output not in ("", "yaml"):
         raise RecipeError(f"OUTPUT={output}: yaml is what there is")
-    if output and not wish.dry_run:
+    if output and not request.dry_run:
         raise RecipeError("OUTPUT=yaml writes what would be applied: DRY_RUN=1 OUTPUT=yaml")
     if not output:
         yield None

@@ -14,17 +14,17 @@ from typing import TextIO
 from k8s.client.manifests import write_manifests
 from k8s.client.plan import describe_plan
 from k8s.client.preflight import Problem, check_cluster, check_in_pods
-from k8s.client.request import Wanted, Wish, previous_wish, resolve, user_name
+from k8s.client.request import DeployRequest, ResolvedRequest, complete_from_record, resolve, user_name
 from k8s.client.watch import follow
 from k8s.objects.api import Api, Conflict
-from k8s.objects.deploy_job import deploy_job
+from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import Deployment
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import STAGE_LABEL, job_name, lease_name, recipe_name
-from k8s.objects.recipe import recipe_config_map
+from k8s.objects.recipe import render_recipe_config_map
 from k8s.objects.record import Record, ask_to_stop, read_record, read_running_record
 from k8s.objects.teardown import release_pods, stop_rayjobs
-from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, Stage, read_stage
+from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup, read_worker_group
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
 from services.common.recipe import STAGES
 
@@ -41,29 +41,29 @@ class NotDeployed(MillraceError):
         self.exit_code = exit_code
 
 
-def deploy_stage(api: Api, wish: Wish, manifests: TextIO | None = None) -> int:
+def deploy_stage(api: Api, request: DeployRequest, manifests: TextIO | None = None) -> int:
     """Preflight, diff, deploy Job, follow. A stage that is being deployed just so is followed, not deployed again.
 
     Returns the stage's exit code, or 0 at once with FOLLOW=0 or DRY_RUN=1, which writes what would be applied.
     """
-    stage = read_stage(api, wish.stage)
-    wanted = resolve(api, stage, wish)
-    running = read_running_record(api, wish.stage)
+    group = read_worker_group(api, request.stage)
+    resolved = resolve(api, group, request)
+    running = read_running_record(api, request.stage)
     if running and (running.stop or running.outcome or running.is_deleted):
-        print(f"waiting for the deployment of {wish.stage} before to go down", flush=True)
+        print(f"waiting for the deployment of {request.stage} before to go down", flush=True)
         if not _wait_until_over(api, running):
-            raise DeviceError(f"it does not go down: make stop-stage STAGE={wish.stage} takes it down from here")
-        stage = read_stage(api, wish.stage)
+            raise DeviceError(f"it does not go down: make stop-stage STAGE={request.stage} takes it down from here")
+        group = read_worker_group(api, request.stage)
     elif running:
-        return _attach(api, running, wanted.deployment, wish)
-    deployment = _check(api, stage, wanted)
-    if wish.dry_run:
+        return _attach(api, running, resolved.deployment, request)
+    deployment = _check(api, group, resolved)
+    if request.dry_run:
         print("\nDRY_RUN=1: nothing was changed")
         if manifests:
-            write_manifests(manifests, api, stage, deployment, wanted.recipe_text)
+            write_manifests(manifests, api, group, deployment, resolved.recipe_text)
         return 0
-    _send(api, stage, deployment, wanted.recipe_text)
-    return _follow(api, deployment, wish)
+    _send(api, group, deployment, resolved.recipe_text)
+    return _follow(api, deployment, request)
 
 
 def stop_stage(api: Api, stage: str) -> int:
@@ -81,41 +81,41 @@ def stop_stage(api: Api, stage: str) -> int:
     return 0
 
 
-def rollback_stage(api: Api, wish: Wish, manifests: TextIO | None = None) -> int:
+def rollback_stage(api: Api, request: DeployRequest, manifests: TextIO | None = None) -> int:
     """Deploy the stage as it was deployed last, with the image before, of those with which it ended well.
 
     What runs is stopped once the other is known to be able to run.
     """
-    stage = read_stage(api, wish.stage)
-    record = read_record(api, wish.stage)
-    present = record.deployment.image if record else stage.image
-    image = _image_before(stage, present)
-    print(f"rolling {wish.stage} back: {present} -> {image}", flush=True)
-    again = replace(previous_wish(api, stage, wish, record), tag=image)
+    group = read_worker_group(api, request.stage)
+    record = read_record(api, request.stage)
+    present = record.deployment.image if record else group.image
+    image = _image_before(group, present)
+    print(f"rolling {request.stage} back: {present} -> {image}", flush=True)
+    again = replace(complete_from_record(api, group, request, record), tag=image)
     if record and not record.is_over:
-        wanted = resolve(api, stage, again)
-        deployment = _check(api, stage, wanted)
-        if wish.dry_run:
-            print(f"\nDRY_RUN=1: nothing was changed; {wish.stage} would be stopped first")
+        resolved = resolve(api, group, again)
+        deployment = _check(api, group, resolved)
+        if request.dry_run:
+            print(f"\nDRY_RUN=1: nothing was changed; {request.stage} would be stopped first")
             if manifests:
-                write_manifests(manifests, api, stage, deployment, wanted.recipe_text)
+                write_manifests(manifests, api, group, deployment, resolved.recipe_text)
             return 0
-        stop_stage(api, wish.stage)
+        stop_stage(api, request.stage)
     return deploy_stage(api, again, manifests)
 
 
-def run_pipeline(api: Api, wish: Wish, manifests: TextIO | None = None) -> int:
+def run_pipeline(api: Api, request: DeployRequest, manifests: TextIO | None = None) -> int:
     """The three stages, one after the other; stops at the first that fails."""
-    if not wish.follow or wish.keep:
+    if not request.follow or request.keep:
         raise RecipeError("pipeline waits for each stage and takes it down before the next: no FOLLOW=0, no KEEP=1")
-    if wish.tag or wish.nodes is not None:
+    if request.tag or request.nodes is not None:
         raise RecipeError("TAG and NODES are one stage's: make deploy-stage STAGE=... for each, or NODES in the recipe")
     for stage in STAGES:
         print(f"\n== {stage}", flush=True)
         try:
-            code = deploy_stage(api, replace(wish, stage=stage), manifests)
+            code = deploy_stage(api, replace(request, stage=stage), manifests)
         except NotDeployed as error:
-            if not (wish.dry_run and error.exit_code == ArtifactError.exit_code and stage != STAGES[0]):
+            if not (request.dry_run and error.exit_code == ArtifactError.exit_code and stage != STAGES[0]):
                 raise
             print(f"{error}\nwhich the stages before may bring")
             code = 0
@@ -135,19 +135,19 @@ def show_log(api: Api, stage_name: str) -> int:
     return 0
 
 
-def _check(api: Api, stage: Stage, wanted: Wanted) -> Deployment:
+def _check(api: Api, group: WorkerGroup, resolved: ResolvedRequest) -> Deployment:
     """Show the plan; the deployment, completed by what was seen. Raises `NotDeployed` with every problem found."""
-    deployment = wanted.deployment
-    print(describe_plan(stage, deployment, wanted.outline), flush=True)
-    problems = check_cluster(api, stage, deployment)
+    deployment = resolved.deployment
+    print(describe_plan(group, deployment, resolved.outline), flush=True)
+    problems = check_cluster(api, group, deployment)
     if not problems:  # short pods need the claim and the account that were just looked for
-        found = check_in_pods(api, stage, deployment, wanted.recipe_text)
+        found = check_in_pods(api, group, deployment, resolved.recipe_text)
         problems = found.problems
         deployment = replace(deployment, ray_version=found.ray_version)
         for artifact in found.upstream:
             print(f"reads       {artifact['schema']} {artifact['name']}/{artifact['id']}", flush=True)
     if problems:
-        raise NotDeployed(_listed(stage.name, problems), max(problem.exit_code for problem in problems))
+        raise NotDeployed(_listed(group.name, problems), max(problem.exit_code for problem in problems))
     return deployment
 
 
@@ -156,39 +156,39 @@ def _listed(stage: str, problems: list[Problem]) -> str:
     return f"{stage} is not deployed, nothing was changed:{lines}"
 
 
-def _send(api: Api, stage: Stage, deployment: Deployment, recipe_text: str) -> None:
+def _send(api: Api, group: WorkerGroup, deployment: Deployment, recipe_text: str) -> None:
     """Create recipe and Job. The Job's fixed name makes the API server the judge between two clients."""
     with suppress(Conflict):  # its name says its content
-        api.create(recipe_config_map(stage.name, recipe_text, deployment.recipe_digest))
-    before = read_record(api, stage.name)
+        api.create(render_recipe_config_map(group.name, recipe_text, deployment.recipe_digest))
+    before = read_record(api, group.name)
     if before and before.is_over:
-        api.delete("Job", job_name(stage.name), uid=before.uid)
+        api.delete("Job", job_name(group.name), uid=before.uid)
         _wait_until_gone(api, before)
     try:
-        api.create(deploy_job(stage, deployment))
+        api.create(render_deploy_job(group, deployment))
     except Conflict as error:
         raise DeviceError(
-            f"somebody else began to deploy {stage.name} at this moment: make stage-status shows what; "
+            f"somebody else began to deploy {group.name} at this moment: make stage-status shows what; "
             f"the same command follows it when it is the same"
         ) from error
-    _forget_recipes(api, stage, deployment, before)
+    _forget_recipes(api, group, deployment, before)
 
 
-def _attach(api: Api, running: Record, deployment: Deployment, wish: Wish) -> int:
+def _attach(api: Api, running: Record, deployment: Deployment, request: DeployRequest) -> int:
     differences = running.deployment.differences(deployment)
     if differences:
         raise NotDeployed(
-            f"{wish.stage} is being deployed by {running.deployment.user} since {running.created_at}, and you ask for "
-            f"another: {'; '.join(differences)}. Wait for it (make stage-logs STAGE={wish.stage}) or end it first "
-            f"(make stop-stage STAGE={wish.stage}).",
+            f"{request.stage} is being deployed by {running.deployment.user} since {running.created_at}, and you ask "
+            f"for another: {'; '.join(differences)}. Wait for it (make stage-logs STAGE={request.stage}) or end it "
+            f"first (make stop-stage STAGE={request.stage}).",
             DeviceError.exit_code,
         )
-    print(f"{wish.stage} is being deployed just so since {running.created_at}: following it", flush=True)
-    return 0 if wish.dry_run else _follow(api, running.deployment, wish)
+    print(f"{request.stage} is being deployed just so since {running.created_at}: following it", flush=True)
+    return 0 if request.dry_run else _follow(api, running.deployment, request)
 
 
-def _follow(api: Api, deployment: Deployment, wish: Wish) -> int:
-    if not wish.follow:
+def _follow(api: Api, deployment: Deployment, request: DeployRequest) -> int:
+    if not request.follow:
         print(f"{deployment.stage} is being deployed; make stage-logs STAGE={deployment.stage} follows it")
         return 0
     try:
@@ -201,24 +201,24 @@ def _follow(api: Api, deployment: Deployment, wish: Wish) -> int:
         raise
 
 
-def _image_before(stage: Stage, present: str) -> str:
-    good = stage.good_images
+def _image_before(group: WorkerGroup, present: str) -> str:
+    good = group.good_images
     digests = [image.rpartition("@")[2] for image in good]
     digest = present.rpartition("@")[2]
     earlier = good[: digests.index(digest)] if digest in digests else good
     if not earlier:
         known = f"only {present} is known to be good" if good else "no image of it has ended well here yet"
         raise DeviceError(
-            f"{stage.name} cannot go back: {known}. make deploy-stage STAGE={stage.name} TAG=... takes any"
+            f"{group.name} cannot go back: {known}. make deploy-stage STAGE={group.name} TAG=... takes any"
         )
     return earlier[-1]
 
 
-def _forget_recipes(api: Api, stage: Stage, deployment: Deployment, before: Record | None) -> None:
+def _forget_recipes(api: Api, group: WorkerGroup, deployment: Deployment, before: Record | None) -> None:
     """Remove recipes of older deployments; a pod template names one until it is changed, a rollback takes the last."""
     digests = {each.recipe_digest for each in (deployment, before.deployment if before else None) if each}
-    kept = {recipe_name(stage.name, digest) for digest in digests} | {stage.recipe}
-    for recipe in api.find_all("ConfigMap", f"{STAGE_LABEL}={stage.name}"):
+    kept = {recipe_name(group.name, digest) for digest in digests} | {group.recipe}
+    for recipe in api.find_all("ConfigMap", f"{STAGE_LABEL}={group.name}"):
         if recipe["metadata"]["name"] not in kept:
             api.delete("ConfigMap", recipe["metadata"]["name"])
 

@@ -7,24 +7,28 @@ from typing import TextIO
 import yaml
 
 from k8s.objects.api import API_VERSIONS, Api, Object
-from k8s.objects.deploy_job import deploy_job
+from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import CLUSTER
-from k8s.objects.pod_group import pod_group
-from k8s.objects.rayjob import isolated_rayjob, rayjob
-from k8s.objects.recipe import recipe_config_map
-from k8s.objects.worker_group import Stage, desired_group, groups_with
+from k8s.objects.pod_group import render_pod_group
+from k8s.objects.rayjob import render_isolated_rayjob, render_rayjob
+from k8s.objects.recipe import render_recipe_config_map
+from k8s.objects.worker_group import WorkerGroup, groups_with, render_worker_group
 
 
-def write_manifests(file: TextIO, api: Api, stage: Stage, deployment: Deployment, recipe_text: str) -> None:
+def write_manifests(file: TextIO, api: Api, group: WorkerGroup, deployment: Deployment, recipe_text: str) -> None:
     """Every object that the client and its deploy Job make or change, in this order."""
     is_shared = deployment.mode == "shared"
-    first = rayjob(stage, deployment, 1, deployment.nodes) if is_shared else isolated_rayjob(stage, deployment, 1)
+    first = (
+        render_rayjob(group, deployment, 1, deployment.nodes)
+        if is_shared
+        else render_isolated_rayjob(group, deployment, 1)
+    )
     documents = [
-        ("the client creates it", recipe_config_map(stage.name, recipe_text, deployment.recipe_digest)),
-        ("the client creates it; it does what follows", deploy_job(stage, deployment)),
-        ("while the stage is deployed", pod_group(stage, deployment, 1, deployment.nodes)),
-        *([("a patch, with the other groups as they are", _group_patch(stage, deployment))] if is_shared else []),
+        ("the client creates it", render_recipe_config_map(group.name, recipe_text, deployment.recipe_digest)),
+        ("the client creates it; it does what follows", render_deploy_job(group, deployment)),
+        ("while the stage is deployed", render_pod_group(group, deployment, 1, deployment.nodes)),
+        *([("a patch, with the other groups as they are", _group_patch(group, deployment))] if is_shared else []),
         ("when the gang stands; another for each new attempt", first),
     ]
     for comment, each in documents:
@@ -34,11 +38,11 @@ def write_manifests(file: TextIO, api: Api, stage: Stage, deployment: Deployment
     file.flush()
 
 
-def _group_patch(stage: Stage, deployment: Deployment) -> Object:
-    group = desired_group(stage, deployment) | {"replicas": deployment.nodes}
+def _group_patch(worker_group: WorkerGroup, deployment: Deployment) -> Object:
+    group = render_worker_group(worker_group, deployment) | {"replicas": deployment.nodes}
     return {
         "apiVersion": API_VERSIONS["RayCluster"],
         "kind": "RayCluster",
         "metadata": {"name": CLUSTER},
-        "spec": {"workerGroupSpecs": groups_with(stage, group)},
+        "spec": {"workerGroupSpecs": groups_with(worker_group, group)},
     }

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import yaml
 
-from deploy.progress import Announcements
+from deploy.progress import Progress
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api, Conflict, KindAbsent, Object
 from k8s.objects.names import CLUSTER, COMPONENT_LABEL, VARIANT_ANNOTATION
 from k8s.objects.placement import explain_start, heads_of, is_ready, newest_event, pods_of
 from k8s.objects.record import read_running_record
-from k8s.objects.worker_group import DRAIN_VARIABLES, Stage, head_pod_of, image_of, read_cluster, stage_of
+from k8s.objects.worker_group import DRAIN_VARIABLES, WorkerGroup, head_pod_of, image_of, read_cluster, worker_group_of
 from services.common.errors import DeviceError, RecipeError, TryAgain
 from services.common.recipe import STAGES
 
@@ -173,11 +173,11 @@ def _merged(rendered: Object, live: Object | None) -> Object:
     was_there = {group["groupName"] for group in live["spec"].get("workerGroupSpecs") or []}
     for group in cluster["spec"]["workerGroupSpecs"]:
         if group["groupName"] in was_there:
-            _keep_deployment(group, stage_of(live, group["groupName"]))
+            _keep_deployment(group, worker_group_of(live, group["groupName"]))
     return cluster
 
 
-def _keep_deployment(group: Object, was: Stage) -> None:
+def _keep_deployment(group: Object, was: WorkerGroup) -> None:
     pod = group["template"]["spec"]
     container = pod["containers"][0]
     group["replicas"] = was.replicas
@@ -240,7 +240,7 @@ def _await_head(api: Api) -> tuple[Object, str]:
     """The ready head's pod, and the image that a new one would run."""
     image = image_of(head_pod_of(read_cluster(api)))
     deadline = time.monotonic() + HEAD_SECONDS
-    announcements = Announcements("the Ray head is not ready")
+    progress = Progress("the Ray head is not ready")
     while True:
         heads = heads_of(api)
         if ready := [head for head in heads if is_ready(head)]:
@@ -249,7 +249,7 @@ def _await_head(api: Api) -> tuple[Object, str]:
             # The operator replaces no pod whose template changed.
             api.delete("Pod", heads[0]["metadata"]["name"], uid=heads[0]["metadata"]["uid"])
         state = explain_start(api, heads[0]) if heads else _cluster_events(api)
-        announcements.say(state)
+        progress.report(state)
         if time.monotonic() > deadline:
             raise TryAgain(f"the Ray head was not ready after {HEAD_SECONDS:.0f} s: {state}")
         time.sleep(POLL_SECONDS)

@@ -5,50 +5,51 @@ from __future__ import annotations
 from k8s.client.outline import Outline
 from k8s.objects.api import Object
 from k8s.objects.deployment import Deployment
-from k8s.objects.worker_group import Stage, desired_group
+from k8s.objects.worker_group import WorkerGroup, render_worker_group
 
 
-def describe_plan(stage: Stage, deployment: Deployment, outline: Outline) -> str:
+def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
     """Lines of what changes, what restarts, and what it holds."""
+    recipe = _recipe_of(render_worker_group(group, deployment))
     lines = [
-        f"stage       {stage.name}: {outline.describe_topology(stage.name, deployment.nodes)}",
-        f"image       {_change(stage.image, deployment.image)}",
-        f"recipe      {outline.name}, ConfigMap {_change(stage.recipe, _recipe_of(desired_group(stage, deployment)))}",
+        f"stage       {group.name}: {outline.describe_topology(group.name, deployment.nodes)}",
+        f"image       {_change(group.image, deployment.image)}",
+        f"recipe      {outline.name}, ConfigMap {_change(group.recipe, recipe)}",
         f"arguments   {' '.join(deployment.arguments) or 'none'}",
-        f"restarts    {_restarts(stage, deployment)}",
-        f"holds       {_holds(stage, deployment, outline)}",
-        f"retries     {_retries(stage, deployment)}",
+        f"restarts    {_restarts(group, deployment)}",
+        f"holds       {_holds(group, deployment, outline)}",
+        f"retries     {_retries(group, deployment)}",
     ]
     if deployment.fewer_nodes:
         fewer = ", ".join(map(str, deployment.fewer_nodes))
         lines.append(f"fewer       after a loss without a spare node it goes on with {fewer} nodes (cluster.min_nodes)")
-    measured = f"; its slowest checkpoint took {stage.checkpoint_seconds} s" if stage.checkpoint_seconds else ""
+    measured = f"; its slowest checkpoint took {group.checkpoint_seconds} s" if group.checkpoint_seconds else ""
     lines.append(f"notice      {deployment.drain_seconds} s before a pod ends{measured}")
     if deployment.keep:
         lines.append("afterwards  KEEP=1: the pods stay up, and hold their nodes, until make stop-stage")
     return "\n".join(lines)
 
 
-def _retries(stage: Stage, deployment: Deployment) -> str:
-    if stage.name == "trainer":
+def _retries(group: WorkerGroup, deployment: Deployment) -> str:
+    if group.name == "trainer":
         return f"{deployment.retries} without a new checkpoint between them, after exit code 75 or a lost head"
     return f"{deployment.retries}, after exit code 75 or a lost head"
 
 
-def _restarts(stage: Stage, deployment: Deployment) -> str:
+def _restarts(group: WorkerGroup, deployment: Deployment) -> str:
     if deployment.mode == "isolated":
         return "nothing: a Ray cluster of its own starts, and ends with the stage"
-    others = [name for name in _groups(stage.cluster) if name != stage.name]
+    others = [name for name in _groups(group.cluster) if name != group.name]
     kept = f"the head and {' and '.join(others)} keep their pods"
-    if stage.replicas and desired_group(stage, deployment)["template"] != stage.group["template"]:
-        return f"{stage.replicas} {stage.name} pods that an earlier deployment left up; {kept}"
-    return f"nothing: {stage.replicas} -> {deployment.nodes} {stage.name} pods; {kept}"
+    if group.replicas and render_worker_group(group, deployment)["template"] != group.spec["template"]:
+        return f"{group.replicas} {group.name} pods that an earlier deployment left up; {kept}"
+    return f"nothing: {group.replicas} -> {deployment.nodes} {group.name} pods; {kept}"
 
 
-def _holds(stage: Stage, deployment: Deployment, outline: Outline) -> str:
-    selector = stage.pod.get("nodeSelector") or {}
+def _holds(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
+    selector = group.pod.get("nodeSelector") or {}
     kind = selector.get("node.kubernetes.io/instance-type", "any node")
-    limit = outline.train.time_limit_seconds if stage.name == "trainer" else None
+    limit = outline.train.time_limit_seconds if group.name == "trainer" else None
     most = f", at most {deployment.nodes * limit / 3600:.1f} an attempt" if limit else ""
     return f"{deployment.nodes} x {kind} from now until the stage ends: {deployment.nodes} node-hours an hour{most}"
 

@@ -14,7 +14,7 @@ from k8s.objects.deployment import RECORD_VERSION, UPDATE_CLIENT, UPDATE_HEAD, D
 from k8s.objects.names import CLUSTER, DEPLOYER
 from k8s.objects.placement import heads_of, is_ready
 from k8s.objects.record import read_running_record
-from k8s.objects.worker_group import Stage, image_of
+from k8s.objects.worker_group import WorkerGroup, image_of
 from services.common.errors import DeviceError, RecipeError
 
 NEURON = "aws.amazon.com/neuron"
@@ -31,7 +31,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Findings:
     """What short pods saw."""
 
     problems: list[Problem]
@@ -40,27 +40,27 @@ class Seen:
     """Of the stage's image; empty where it could not be seen."""
 
 
-def check_cluster(api: Api, stage: Stage, deployment: Deployment) -> list[Problem]:
+def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment) -> list[Problem]:
     """Everything that the Kubernetes API can tell. What may not be looked at is a problem of its own."""
     checks: list[Callable[[], Iterable[str]]] = [
         lambda: _check_rights(api),
-        lambda: [_check_head(api, stage)],
+        lambda: [_check_head(api, group)],
         lambda: [_check_token(api)],
         lambda: [_check_operator(api)],
-        lambda: [check_size(stage, deployment.nodes)],
-        lambda: [check_queue(api, stage, deployment.nodes)],
-        lambda: _check_claims(api, stage),
-        lambda: _check_accounts(api, stage),
-        lambda: [_check_priority(api, stage)],
-        lambda: [check_nodes(api, stage, deployment.nodes)],
-        lambda: _check_routing(stage),
-        lambda: [_check_other_stages(api, stage)],
+        lambda: [check_size(group, deployment.nodes)],
+        lambda: [check_queue(api, group, deployment.nodes)],
+        lambda: _check_claims(api, group),
+        lambda: _check_accounts(api, group),
+        lambda: [_check_priority(api, group)],
+        lambda: [check_nodes(api, group, deployment.nodes)],
+        lambda: _check_routing(group),
+        lambda: [_check_other_stages(api, group)],
         lambda: [_check_names(deployment)],
     ]
     return [Problem(text) for check in checks for text in _found(check) if text]
 
 
-def check_in_pods(api: Api, stage: Stage, deployment: Deployment, recipe: str) -> Seen:
+def check_in_pods(api: Api, group: WorkerGroup, deployment: Deployment, recipe: str) -> Findings:
     """What short pods see: problems, and the upstream artifacts that the stage will read.
 
     The stage's own image judges the recipe and the artifacts: the head's, and this checkout, may know other keys. Where
@@ -68,25 +68,25 @@ def check_in_pods(api: Api, stage: Stage, deployment: Deployment, recipe: str) -
     """
     with (
         stage_probe(
-            api, stage, deployment.image, recipe, list(deployment.arguments), deployment.start_timeout_seconds
+            api, group, deployment.image, recipe, list(deployment.arguments), deployment.start_timeout_seconds
         ) as stages,
-        head_probe(api, stage) as heads,
+        head_probe(api, group) as heads,
     ):
         head = heads.await_answer()
-        labels = read_platform_labels(stage, deployment.image)
-        problems = _check_head_image(stage, head) + _compare(deployment, labels, head.platform)
+        labels = read_platform_labels(group, deployment.image)
+        problems = _check_head_image(group, head) + _compare(deployment, labels, head.platform)
         if problems:
-            return Seen(problems, [], labels.get("ray", ""))
+            return Findings(problems, [], labels.get("ray", ""))
         own = stages.await_answer()
     if own.problem:
         problems.append(Problem(_name_judge(deployment.image, own), own.exit_code))
     problems += _compare(deployment, own.platform, head.platform)
-    return Seen(problems, own.upstream, own.platform.get("ray", ""))
+    return Findings(problems, own.upstream, own.platform.get("ray", ""))
 
 
-def _check_head_image(stage: Stage, head: Answer) -> list[Problem]:
+def _check_head_image(group: WorkerGroup, head: Answer) -> list[Problem]:
     """Can its deploy Jobs read what this client would send?"""
-    image = image_of(stage.head_pod)
+    image = image_of(group.head_pod)
     if head.problem and "No module named" in head.problem:
         return [
             Problem(
@@ -131,9 +131,9 @@ def _found(check: Callable[[], Iterable[str]]) -> list[str]:
         return [str(error)]
 
 
-def _check_head(api: Api, stage: Stage) -> str:
+def _check_head(api: Api, group: WorkerGroup) -> str:
     heads = heads_of(api)
-    wanted = image_of(stage.head_pod)
+    wanted = image_of(group.head_pod)
     for pod in filter(is_ready, heads):
         runs = image_of(pod["spec"])
         if runs == wanted:
@@ -164,15 +164,15 @@ def _check_operator(api: Api) -> str:
     )
 
 
-def _check_claims(api: Api, stage: Stage) -> list[str]:
+def _check_claims(api: Api, group: WorkerGroup) -> list[str]:
     problems = []
-    for claim in stage.claims.values():
+    for claim in group.claims.values():
         found = api.find("PersistentVolumeClaim", claim)
         if found is None:
             others = [each["metadata"]["name"] for each in api.find_all("PersistentVolumeClaim")]
             problems.append(
-                f"claim {claim}, which worker group {stage.name} mounts, does not exist (there is "
-                f"{', '.join(others) or 'none'}): make cluster-up, or mend the name in k8s/stages/{stage.name}"
+                f"claim {claim}, which worker group {group.name} mounts, does not exist (there is "
+                f"{', '.join(others) or 'none'}): make cluster-up, or mend the name in k8s/stages/{group.name}"
             )
         elif found["status"].get("phase") != "Bound":
             volume = found["spec"].get("volumeName", "any")
@@ -183,8 +183,8 @@ def _check_claims(api: Api, stage: Stage) -> list[str]:
     return problems
 
 
-def _check_accounts(api: Api, stage: Stage) -> list[str]:
-    wanted = (stage.pod["serviceAccountName"], DEPLOYER)
+def _check_accounts(api: Api, group: WorkerGroup) -> list[str]:
+    wanted = (group.pod["serviceAccountName"], DEPLOYER)
     return [
         f"service account {name} does not exist: make cluster-up"
         for name in wanted
@@ -192,26 +192,26 @@ def _check_accounts(api: Api, stage: Stage) -> list[str]:
     ]
 
 
-def _check_priority(api: Api, stage: Stage) -> str:
-    name = stage.pod["priorityClassName"]
+def _check_priority(api: Api, group: WorkerGroup) -> str:
+    name = group.pod["priorityClassName"]
     if api.find("PriorityClass", name):
         return ""
-    return f"PriorityClass {name}, which worker group {stage.name} names, does not exist: make cluster-up"
+    return f"PriorityClass {name}, which worker group {group.name} names, does not exist: make cluster-up"
 
 
-def _check_routing(stage: Stage) -> list[str]:
-    _ = stage.routing_resource  # says itself what is wrong with it
+def _check_routing(group: WorkerGroup) -> list[str]:
+    _ = group.routing_resource  # says itself what is wrong with it
     return []
 
 
-def _check_other_stages(api: Api, stage: Stage) -> str:
+def _check_other_stages(api: Api, worker_group: WorkerGroup) -> str:
     """Two stages that take whole Trainium nodes run one after the other."""
-    if NEURON not in stage.requests:
+    if NEURON not in worker_group.requests:
         return ""
-    for group in stage.cluster["spec"]["workerGroupSpecs"]:
+    for group in worker_group.cluster["spec"]["workerGroupSpecs"]:
         name = group["groupName"]
         requests = group["template"]["spec"]["containers"][0].get("resources", {}).get("requests", {})
-        if name == stage.name or NEURON not in requests:
+        if name == worker_group.name or NEURON not in requests:
             continue
         record = read_running_record(api, name)
         if record:
@@ -270,7 +270,7 @@ def _compare_platforms(image: str, ours: dict[str, str], heads: dict[str, str]) 
 
 
 def _check_names(deployment: Deployment) -> str:
-    name = deployment.rayjob(99)
+    name = deployment.rayjob_name(99)
     return (
         f"RayJob name {name} exceeds {RAYJOB_NAME_CHARACTERS} characters" if len(name) > RAYJOB_NAME_CHARACTERS else ""
     )

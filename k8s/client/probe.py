@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from deploy.exit_codes import EXIT_AGAIN, last_words
-from deploy.progress import Announcements
+from deploy.exit_codes import EXIT_AGAIN, find_error_line
+from deploy.progress import Progress
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.names import COMPONENT_LABEL, STAGE_LABEL
 from k8s.objects.placement import explain_start
-from k8s.objects.worker_group import Stage, image_of
+from k8s.objects.worker_group import WorkerGroup, image_of
 from services.common.errors import ArtifactError, DeviceError, RecipeError, StorageError
 
 POLL_SECONDS = 0.5
@@ -67,7 +67,7 @@ class Probe:
     def await_answer(self) -> Answer:
         """Wait for the pod's end, as long as its image is being pulled, too, and tell what is waited for."""
         deadline = time.monotonic() + self._timeout_seconds
-        say = Announcements(self._what).say
+        report = Progress(self._what).report
         waits, failing_since = "no pod was made", None
         while time.monotonic() < deadline:
             for pod in self._api.find_all("Pod", f"job-name={self._job['metadata']['name']}"):
@@ -75,7 +75,7 @@ class Probe:
                     return self._read_answer(pod)
                 reason = _waiting_reason(pod)
                 waits = self._explain(pod, reason)
-                say(waits)
+                report(waits)
                 if reason in HOPELESS:
                     return Answer(problem=f"{self._image} cannot run: {waits}")
                 if reason in PULL_ERRORS:
@@ -107,8 +107,8 @@ class Probe:
         return f"image {self._image} cannot be pulled on {pod['spec'].get('nodeName')}: {waits}. {advice}"
 
     def _read_answer(self, pod: Object) -> Answer:
-        ending = _ending(pod)
-        exit_code = int(ending.get("exitCode", EXIT_AGAIN))
+        terminated = _terminated_state(pod)
+        exit_code = int(terminated.get("exitCode", EXIT_AGAIN))
         lines = self._read_log(pod)
         told = next(filter(None, map(_read_object, reversed(lines))), None)
         if told:
@@ -119,7 +119,7 @@ class Probe:
                 told.get("problem"),
                 exit_code,
             )
-        said = " ".join(lines[-3:]) or str(ending.get("message") or pod["status"].get("message", "nothing"))
+        said = " ".join(lines[-3:]) or str(terminated.get("message") or pod["status"].get("message", "nothing"))
         if any(each in said for each in OTHER_PROCESSOR):
             node = pod["spec"].get("nodeName")
             return Answer(
@@ -127,7 +127,7 @@ class Probe:
                 f"({said}): build it for that one, or name another with TAG="
             )
         if exit_code in STAGE_CODES:
-            return Answer(problem=last_words("\n".join(lines)), exit_code=exit_code)
+            return Answer(problem=find_error_line("\n".join(lines)), exit_code=exit_code)
         is_lost = exit_code == EXIT_AGAIN
         problem = f"image {self._image} does not answer (exit code {exit_code}): {said}"
         return Answer(problem=problem, exit_code=EXIT_AGAIN if is_lost else DeviceError.exit_code)
@@ -142,38 +142,46 @@ class Probe:
             return []
 
 
-def head_probe(api: Api, stage: Stage) -> Probe:
+def head_probe(api: Api, group: WorkerGroup) -> Probe:
     """Asks the head's image for its platform, and for the records that its deploy Jobs read."""
-    head = stage.head_pod
-    job = _job(stage, "head", head, head["containers"][0], "exec python -m k8s.deploy.head_facts", {}, LEAST_SECONDS)
+    head = group.head_pod
+    job = _job(group, "head", head, head["containers"][0], "exec python -m k8s.deploy.head_facts", {}, LEAST_SECONDS)
     return Probe(api, job, "asking the head's image", LEAST_SECONDS)
 
 
-def stage_probe(api: Api, stage: Stage, image: str, recipe: str, arguments: list[str], timeout_seconds: float) -> Probe:
+def stage_probe(
+    api: Api, group: WorkerGroup, image: str, recipe: str, arguments: list[str], timeout_seconds: float
+) -> Probe:
     """Asks a stage's image whether it takes the recipe, and finds what it needs."""
     script = (
         'printf %s "$RECIPE" > "$TMPDIR/recipe.toml" && exec python -m services.common.readiness '
-        f"--stage {stage.name} --recipe $TMPDIR/recipe.toml --root {stage.root} {shlex.join(arguments)}"
+        f"--stage {group.name} --recipe $TMPDIR/recipe.toml --root {group.root} {shlex.join(arguments)}"
     )
     seconds = max(timeout_seconds, LEAST_SECONDS)
-    place = stage.head_pod if stage.is_image_on_nodes else stage.pod
-    container = stage.container | {"image": image}
-    job = _job(stage, stage.name, place, container, script, {"RECIPE": recipe}, seconds)
-    return Probe(api, job, f"asking the {stage.name}'s image", seconds)
+    place = group.head_pod if group.is_image_on_nodes else group.pod
+    container = group.container | {"image": image}
+    job = _job(group, group.name, place, container, script, {"RECIPE": recipe}, seconds)
+    return Probe(api, job, f"asking the {group.name}'s image", seconds)
 
 
 def _job(
-    stage: Stage, what: str, place: Object, container: Object, script: str, environment: dict[str, str], seconds: float
+    group: WorkerGroup,
+    what: str,
+    place: Object,
+    container: Object,
+    script: str,
+    environment: dict[str, str],
+    seconds: float,
 ) -> Object:
     """The stage's mounts and account, on a node that suits the pod `place`, with one small container."""
-    labels = {STAGE_LABEL: stage.name, COMPONENT_LABEL: "preflight"}
+    labels = {STAGE_LABEL: group.name, COMPONENT_LABEL: "preflight"}
     pod = {
         "restartPolicy": "Never",
-        "serviceAccountName": stage.pod["serviceAccountName"],
+        "serviceAccountName": group.pod["serviceAccountName"],
         "automountServiceAccountToken": False,
-        "securityContext": stage.pod["securityContext"],
+        "securityContext": group.pod["securityContext"],
         **{name: place[name] for name in PLACEMENT_FIELDS if name in place},
-        "volumes": [volume for volume in stage.pod["volumes"] if volume["name"] != "recipe"],
+        "volumes": [volume for volume in group.pod["volumes"] if volume["name"] != "recipe"],
         "containers": [
             {
                 "name": CONTAINER,
@@ -182,8 +190,8 @@ def _job(
                 "command": ["sh", "-c", script],
                 "env": [{"name": name, "value": value} for name, value in environment.items()],
                 "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
-                "securityContext": stage.container["securityContext"],
-                "volumeMounts": [m for m in stage.container["volumeMounts"] if m["name"] != "recipe"],
+                "securityContext": group.container["securityContext"],
+                "volumeMounts": [m for m in group.container["volumeMounts"] if m["name"] != "recipe"],
             }
         ],
     }
@@ -205,7 +213,7 @@ def _waiting_reason(pod: Object) -> str:
     return str((statuses[0]["state"].get("waiting") or {}).get("reason", "")) if statuses else ""
 
 
-def _ending(pod: Object) -> Object:
+def _terminated_state(pod: Object) -> Object:
     statuses = pod["status"].get("containerStatuses") or []
     return dict(statuses[0]["state"].get("terminated") or {}) if statuses else {}
 

@@ -1,4 +1,4 @@
-"""What was typed, and what it comes to: an image, a recipe, a number of nodes."""
+"""A deploy request: what a person typed, and the deployment that it is resolved to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from k8s.objects.api import Api
 from k8s.objects.deployment import Deployment, Mode
 from k8s.objects.names import recipe_name
 from k8s.objects.record import Record
-from k8s.objects.worker_group import Stage
+from k8s.objects.worker_group import WorkerGroup
 from services.common.command_line import read_override
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe import STAGES
@@ -29,7 +29,7 @@ RESERVED_OPTIONS = ("--recipe", "--root", "--launch", "--dry-run")
 
 
 @dataclass(frozen=True)
-class Wish:
+class DeployRequest:
     """A command's variables; None where one was not given."""
 
     stage: str
@@ -49,77 +49,79 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a wish comes to."""
+class ResolvedRequest:
+    """The deployment that a request asks for, with the recipe that it was resolved from."""
 
     deployment: Deployment
     outline: Outline
     recipe_text: str
 
 
-def resolve(api: Api, stage: Stage, wish: Wish) -> Wanted:
+def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedRequest:
     """Raises `RecipeError` for what cannot be, `DeviceError` for an image that is nowhere.
 
     The image that the working tree builds has the recipe's type that is here, and a wrong key is told at once. Of
     another image (TAG=), which may know other keys, the image itself is asked, in preflight.
     """
-    text = wish.recipe_text or _read(wish.recipe or DEFAULT_RECIPE)
-    arguments = wish.arguments or ()
-    name = require_stage_name(wish.stage)
+    text = request.recipe_text or _read(request.recipe or DEFAULT_RECIPE)
+    arguments = request.arguments or ()
+    name = require_stage_name(request.stage)
     _require_free(arguments)
-    outline = _outline(wish, text, arguments)
-    nodes = wish.nodes if wish.nodes is not None else outline.nodes_of(name)
+    outline = _outline(request, text, arguments)
+    nodes = request.nodes if request.nodes is not None else outline.nodes_of(name)
     if nodes < 1:
         raise RecipeError(f"NODES={nodes}: a stage needs at least one")
-    if wish.mode == "isolated" and wish.keep:
+    if request.mode == "isolated" and request.keep:
         raise RecipeError("KEEP=1 with MODE=isolated: a Ray cluster of a stage's own ends with the stage")
     if name == "trainer" and nodes != outline.nodes_of(name):
         workers = nodes * outline.cluster.trainer_workers_per_node
         arguments = (*arguments, f"--parallel.data_parallel_size={workers}")
-        outline = _outline(wish, text, arguments)
+        outline = _outline(request, text, arguments)
     deployment = Deployment(
         stage=name,
         id=secrets.token_hex(3),
-        image=choose_image(api, name, stage.variant, stage.container, wish.tag),
+        image=choose_image(api, name, group.variant, group.container, request.tag),
         nodes=nodes,
-        mode=wish.mode or "shared",
+        mode=request.mode or "shared",
         recipe_digest=hashlib.sha256(text.encode()).hexdigest(),
         arguments=arguments,
-        retries=wish.retries,
-        keep=wish.keep,
+        retries=request.retries,
+        keep=request.keep,
         user=user_name(),
-        start_timeout_seconds=wish.start_timeout_seconds,
-        drain_seconds=wish.drain_seconds or _needed_drain(stage),
+        start_timeout_seconds=request.start_timeout_seconds,
+        drain_seconds=request.drain_seconds or _needed_drain(group),
         recipe=outline.name,
-        fewer_nodes=_fewer_nodes(outline) if name == "trainer" and wish.mode != "isolated" else (),
+        fewer_nodes=_fewer_nodes(outline) if name == "trainer" and request.mode != "isolated" else (),
         workers_per_node=outline.cluster.trainer_workers_per_node,
     )
-    return Wanted(deployment, outline, text)
+    return ResolvedRequest(deployment, outline, text)
 
 
 def _fewer_nodes(outline: Outline) -> tuple[int, ...]:
     return outline.cluster.fewer_nodes(outline.parallel.data_parallel_size, outline.batch.num_micro_batches)
 
 
-def previous_wish(api: Api, stage: Stage, wish: Wish, record: Record | None) -> Wish:
-    """The wish, with recipe, options, nodes and mode of the stage's newest deployment where they were not typed."""
+def complete_from_record(api: Api, group: WorkerGroup, request: DeployRequest, record: Record | None) -> DeployRequest:
+    """Fill in what was not typed (recipe, options, nodes, mode) from the record of the stage's newest deployment."""
     if record is None:
-        if wish.recipe is None:
+        if request.recipe is None:
             raise DeviceError(
-                f"{stage.name} has no deployment any more whose recipe could be taken over: RECIPE= (and ARGS=, NODES=)"
+                f"{group.name} has no deployment any more whose recipe could be taken over: RECIPE= (and ARGS=, NODES=)"
             )
-        return wish
+        return request
     before = record.deployment
-    wish = replace(wish, mode=wish.mode or before.mode, nodes=wish.nodes if wish.nodes is not None else before.nodes)
-    if wish.arguments is None:
-        wish = replace(wish, arguments=before.arguments)
-    if wish.recipe is None:
-        name = recipe_name(stage.name, before.recipe_digest)
+    request = replace(
+        request, mode=request.mode or before.mode, nodes=request.nodes if request.nodes is not None else before.nodes
+    )
+    if request.arguments is None:
+        request = replace(request, arguments=before.arguments)
+    if request.recipe is None:
+        name = recipe_name(group.name, before.recipe_digest)
         kept = api.find("ConfigMap", name)
         if kept is None:
             raise DeviceError(f"the recipe of the deployment before (ConfigMap {name}) is gone: name one with RECIPE=")
-        wish = replace(wish, recipe_text=kept["data"]["recipe.toml"])
-    return wish
+        request = replace(request, recipe_text=kept["data"]["recipe.toml"])
+    return request
 
 
 def _require_free(arguments: tuple[str, ...]) -> None:
@@ -144,13 +146,13 @@ def user_name() -> str:
         return f"uid {os.getuid()}"
 
 
-def _outline(wish: Wish, text: str, arguments: tuple[str, ...]) -> Outline:
+def _outline(request: DeployRequest, text: str, arguments: tuple[str, ...]) -> Outline:
     """From the file that was named, so that an error names it; from the text where there is no file."""
     overrides = recipe_overrides(arguments)
-    if wish.recipe_text:
+    if request.recipe_text:
         return read_outline_of_text(text, overrides)
-    file = wish.recipe or DEFAULT_RECIPE
-    if not wish.tag:
+    file = request.recipe or DEFAULT_RECIPE
+    if not request.tag:
         load_recipe(file, overrides)
     return read_outline(file, overrides)
 
@@ -163,9 +165,9 @@ def _read(path: Path) -> str:
         raise
 
 
-def _needed_drain(stage: Stage) -> int:
+def _needed_drain(group: WorkerGroup) -> int:
     """What the manifests say, or three times what the slowest checkpoint took where that is more."""
-    return max(stage.drain_seconds, math.ceil(CHECKPOINTS_PER_DRAIN * stage.checkpoint_seconds))
+    return max(group.drain_seconds, math.ceil(CHECKPOINTS_PER_DRAIN * group.checkpoint_seconds))
 
 
 def require_stage_name(name: str) -> StageName:

@@ -7,7 +7,7 @@ import re
 from images.registry import read_labels, resolve_digest
 from images.versions import describe_build
 from k8s.objects.api import Api, Object
-from k8s.objects.worker_group import Stage
+from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
 
 
@@ -25,12 +25,12 @@ def choose_image(api: Api, service: str, variant: str, container: Object, tag: s
     return f"{repository_of(image)}@{resolve_digest(image)}"
 
 
-def read_platform_labels(stage: Stage, image: str) -> dict[str, str]:
+def read_platform_labels(group: WorkerGroup, image: str) -> dict[str, str]:
     """Variant, Python and Ray of an image in a registry, from its labels; nothing where there are none.
 
     A node may reach a registry that this machine does not: what cannot be read here the image tells itself.
     """
-    if stage.is_image_on_nodes:
+    if group.is_image_on_nodes:
         return {}
     try:
         labels = read_labels(image)

@@ -7,8 +7,8 @@ from k8s.objects.deployment import Deployment, UnknownRecord
 from k8s.objects.placement import explain_placement, heads_of, is_ready, pods_of
 from k8s.objects.pod_group import placed_size
 from k8s.objects.rayjob import nodes_of
-from k8s.objects.record import Ending, Record, read_record
-from k8s.objects.worker_group import Stage, read_cluster, stage_of
+from k8s.objects.record import Outcome, Record, read_record
+from k8s.objects.worker_group import WorkerGroup, read_cluster, worker_group_of
 from services.common.recipe import STAGES
 
 
@@ -18,35 +18,35 @@ def describe_status(api: Api) -> str:
     heads = heads_of(api)
     head = "ready" if any(map(is_ready, heads)) else "not ready"
     paragraphs = [f"cluster     {api.server}, namespace {api.namespace}, Ray head {head}"]
-    paragraphs += [_describe_stage(api, stage_of(cluster, name)) for name in STAGES]
+    paragraphs += [_describe_stage(api, worker_group_of(cluster, name)) for name in STAGES]
     return "\n\n".join(paragraphs)
 
 
-def _describe_stage(api: Api, stage: Stage) -> str:
+def _describe_stage(api: Api, group: WorkerGroup) -> str:
     try:
-        record = read_record(api, stage.name)
+        record = read_record(api, group.name)
     except UnknownRecord as error:
-        return f"{stage.name}\n  deployed  {error}"
-    pods = pods_of(api, stage.name)
+        return f"{group.name}\n  deployed  {error}"
+    pods = pods_of(api, group.name)
     lines = [
-        f"{stage.name}",
-        f"  image     {stage.image}",
-        f"  pods      {sum(map(is_ready, pods))} ready, {len(pods)} there, {stage.replicas} wanted",
+        f"{group.name}",
+        f"  image     {group.image}",
+        f"  pods      {sum(map(is_ready, pods))} ready, {len(pods)} there, {group.replicas} wanted",
     ]
     if record:
-        lines += _describe_record(api, stage, record)
+        lines += _describe_record(api, group, record)
     if pods and (record is None or (record.is_over and not record.deployment.keep)):
         lines.append(
-            f"  orphaned  {len(pods)} pods are there and no deployment holds them: make stop-stage STAGE={stage.name}"
+            f"  orphaned  {len(pods)} pods are there and no deployment holds them: make stop-stage STAGE={group.name}"
         )
     if record and record.is_over and record.deployment.keep and pods:
-        lines.append(f"  kept      {len(pods)} pods hold their nodes (KEEP=1): make stop-stage STAGE={stage.name}")
-    if stage.good_images:
-        lines.append(f"  good      {stage.good_images[-1]}")
+        lines.append(f"  kept      {len(pods)} pods hold their nodes (KEEP=1): make stop-stage STAGE={group.name}")
+    if group.good_images:
+        lines.append(f"  good      {group.good_images[-1]}")
     return "\n".join(lines)
 
 
-def _describe_record(api: Api, stage: Stage, record: Record) -> list[str]:
+def _describe_record(api: Api, group: WorkerGroup, record: Record) -> list[str]:
     deployment = record.deployment
     lines = [
         f"  deployed  by {deployment.user} at {record.created_at}, {deployment.nodes} nodes, {deployment.mode} cluster"
@@ -59,23 +59,23 @@ def _describe_record(api: Api, stage: Stage, record: Record) -> list[str]:
         lines.append(f"  outcome   exit code {record.outcome.exit_code}: {record.outcome.message}")
     elif not record.is_over:
         number = len(record.attempts) + 1
-        job = api.find("RayJob", deployment.rayjob(number))
+        job = api.find("RayJob", deployment.rayjob_name(number))
         state = (job.get("status") or {}).get("jobStatus") or "not submitted yet" if job else "pods are being placed"
-        nodes = _nodes_now(api, stage, deployment, job, number)
+        nodes = _nodes_now(api, group, deployment, job, number)
         on = f" on {nodes} of {deployment.nodes} nodes" if nodes < deployment.nodes else ""
         stopping = f", stopping for {record.stop}" if record.stop else ""
         lines.append(f"  now       attempt {number}{on}: {state.lower()}{stopping}")
-        missing = explain_placement(api, stage, nodes) if deployment.mode == "shared" else ""
+        missing = explain_placement(api, group, nodes) if deployment.mode == "shared" else ""
         lines += [f"  waits     {missing}"] if missing else []
     return lines
 
 
-def _progress(attempt: Ending) -> str:
+def _progress(attempt: Outcome) -> str:
     return " and a newer checkpoint" if attempt.progressed and attempt.exit_code else ""
 
 
-def _nodes_now(api: Api, stage: Stage, deployment: Deployment, job: Object | None, attempt: int) -> int:
+def _nodes_now(api: Api, group: WorkerGroup, deployment: Deployment, job: Object | None, attempt: int) -> int:
     """Nodes of the attempt that is placed or runs."""
     if job:
         return nodes_of(job, deployment)
-    return placed_size(api.find("PodGroup", stage.pod_group), deployment, attempt)
+    return placed_size(api.find("PodGroup", group.pod_group), deployment, attempt)

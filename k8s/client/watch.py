@@ -1,4 +1,4 @@
-"""Watching a deployment from outside: the deploy Job's own output, and at its end the exit code.
+"""The watch on a deployment from outside: it prints the deploy Job's output, and ends with the exit code.
 
 The stream is a convenience: when it breaks it is taken up again, and the outcome is read from the Job, not from it.
 """
@@ -10,7 +10,7 @@ import threading
 import time
 
 from deploy.exit_codes import EXIT_AGAIN
-from deploy.progress import Announcements
+from deploy.progress import Progress
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.names import DEPLOYMENT_LABEL, job_name
 from k8s.objects.placement import explain_start
@@ -63,7 +63,7 @@ class _Output(threading.Thread):
         self._api, self._selector = api, f"{DEPLOYMENT_LABEL}={deployment_id}"
         self._printed: dict[str, str] = {}  # pod to the time stamp of its last line
         self._is_over = threading.Event()
-        self._say = Announcements("deploy").say
+        self._report = Progress("deploy").report
 
     def finish(self) -> None:
         """Take the last lines, and stop."""
@@ -78,17 +78,17 @@ class _Output(threading.Thread):
                 for pod in self._api.find_all("Pod", self._selector):
                     self._show(pod)
             except DeviceError as error:
-                self._say(f"{error}; the stage goes on")
+                self._report(f"{error}; the stage goes on")
             self._is_over.wait(POLL_SECONDS)
 
     def _show(self, pod: Object) -> None:
         if pod["status"].get("phase") == "Pending":
-            self._say(f"the deploy Job's pod has not begun: {explain_start(self._api, pod)}")
+            self._report(f"the deploy Job's pod has not begun: {explain_start(self._api, pod)}")
             return
         try:
             self._copy(pod["metadata"]["name"])
         except DeviceError as error:  # the outcome comes from the Job
-            self._say(f"{error}; the stage goes on")
+            self._report(f"{error}; the stage goes on")
 
     def _copy(self, pod: str) -> None:
         for line in self._api.log(pod, "deploy"):

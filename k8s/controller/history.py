@@ -1,4 +1,6 @@
-"""What an attempt leaves: checkpoints, and for the next deployment annotations of the RayCluster."""
+"""The history of a stage: the checkpoints that an attempt left, and what the RayCluster's annotations keep for the next
+deployment: images with which the stage ended well, and the time of its slowest checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from pathlib import Path
 from k8s.objects.api import Api
 from k8s.objects.names import checkpoint_annotation, good_images_annotation
 from k8s.objects.placement import pods_of
-from k8s.objects.worker_group import Stage
+from k8s.objects.worker_group import WorkerGroup
 from services.common.artifacts.manifest import MANIFEST
 from services.common.telemetry import read_last_json_line
 
@@ -18,7 +20,7 @@ RUN_DIGEST = "[0-9a-f]" * 8
 STEP_DIGITS = "[0-9]" * 8
 
 
-def newest_checkpoints(root: Path, recipe: str) -> dict[str, int]:
+def find_newest_checkpoints(root: Path, recipe: str) -> dict[str, int]:
     """The newest committed step of each run of a recipe, by the run's name. Raises `OSError`.
 
     Which of them a deployment continues follows from its corpus, too, so progress is that any of them has grown.
@@ -30,31 +32,31 @@ def newest_checkpoints(root: Path, recipe: str) -> dict[str, int]:
     return runs
 
 
-def remember_good_image(api: Api, stage: Stage, image: str) -> None:
+def record_good_image(api: Api, group: WorkerGroup, image: str) -> None:
     """Add the image to those with which the stage ended well, by digest where it has one."""
-    image = image if "@sha256:" in image else _digest_of_pods(api, stage) or image
-    known = stage.good_images
+    image = image if "@sha256:" in image else _digest_of_pods(api, group) or image
+    known = group.good_images
     digests = [each.rpartition("@")[2] for each in known]
     if image.rpartition("@")[2] not in digests:  # one that was rolled back to keeps its place in the order
-        _annotate(api, stage, good_images_annotation(stage.name), json.dumps([*known, image][-GOOD_IMAGES_KEPT:]))
+        _annotate(api, group, good_images_annotation(group.name), json.dumps([*known, image][-GOOD_IMAGES_KEPT:]))
 
 
-def remember_checkpoint_seconds(api: Api, stage: Stage) -> None:
+def record_checkpoint_seconds(api: Api, group: WorkerGroup) -> None:
     """What the newest run of the root measured: the next drain must be longer. The trainer alone has runs."""
-    if stage.name != "trainer":
+    if group.name != "trainer":
         return
-    files = sorted(Path(stage.root).glob("run/*/attempts.jsonl"), key=lambda file: file.stat().st_mtime)
+    files = sorted(Path(group.root).glob("run/*/attempts.jsonl"), key=lambda file: file.stat().st_mtime)
     last = read_last_json_line(files[-1]) if files else None
     if last and last.get("slowest_checkpoint_seconds"):
-        _annotate(api, stage, checkpoint_annotation(stage.name), f"{last['slowest_checkpoint_seconds']:.1f}")
+        _annotate(api, group, checkpoint_annotation(group.name), f"{last['slowest_checkpoint_seconds']:.1f}")
 
 
-def _digest_of_pods(api: Api, stage: Stage) -> str:
+def _digest_of_pods(api: Api, group: WorkerGroup) -> str:
     """The digest that the pods really ran; a tag may have moved."""
-    pods = pods_of(api, stage.name)
+    pods = pods_of(api, group.name)
     found = [status["imageID"] for pod in pods for status in pod.get("status", {}).get("containerStatuses") or []]
     return next((image for image in found if "@sha256:" in image), "")
 
 
-def _annotate(api: Api, stage: Stage, annotation: str, text: str) -> None:
-    api.merge("RayCluster", stage.cluster["metadata"]["name"], {"metadata": {"annotations": {annotation: text}}})
+def _annotate(api: Api, group: WorkerGroup, annotation: str, text: str) -> None:
+    api.merge("RayCluster", group.cluster["metadata"]["name"], {"metadata": {"annotations": {annotation: text}}})

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 
-from k8s.controller.reconciler import Conductor
+from k8s.controller.reconciler import Reconciler
 from k8s.objects.api import Api, connect
 from k8s.objects.deploy_job import EXIT_ENDED_BADLY
 from k8s.objects.deployment import Deployment, UnknownRecord
@@ -31,7 +31,7 @@ def main(text: str) -> int:
         deployment = Deployment.from_json(text)
     except UnknownRecord as error:
         return _refuse(text, error)
-    outcome = Conductor(connect_patiently(), deployment, os.environ["POD_NAME"]).run()
+    outcome = Reconciler(connect_patiently(), deployment, os.environ["POD_NAME"]).run()
     if outcome is None:
         return EXIT_START_AGAIN
     return 0 if outcome.exit_code == 0 else EXIT_ENDED_BADLY

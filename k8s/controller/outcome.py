@@ -1,4 +1,4 @@
-"""What a job's end means: an exit code of ours and one line."""
+"""The outcome of an attempt: from Ray's word or the operator's, an exit code of ours and one line."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 
 from ray.job_submission import JobStatus
 
-from deploy.exit_codes import EXIT_AGAIN, last_words
+from deploy.exit_codes import EXIT_AGAIN, find_error_line
 from k8s.controller.ray_jobs import DriverState
 from k8s.objects.api import Object
-from k8s.objects.record import Ending, Record
+from k8s.objects.record import Outcome, Record
 from services.common.errors import DeviceError
 
-WISHED_ENDS = ("Stopped by time limit", "Stopped by stop file")  # the trainer's words
+REQUESTED_ENDS = ("Stopped by time limit", "Stopped by stop file")  # the trainer's words
 
 
 def exit_code_of_driver(driver: DriverState, stop: str) -> tuple[int, str]:
@@ -22,8 +22,8 @@ def exit_code_of_driver(driver: DriverState, stop: str) -> tuple[int, str]:
     if driver.status == JobStatus.STOPPED:
         return EXIT_AGAIN, f"stopped by {stop or 'a request to Ray'}; the same command continues"
     if driver.exit_code is not None and driver.exit_code > 0:
-        return driver.exit_code, last_words(driver.message)
-    return EXIT_AGAIN, f"the driver was lost: {last_words(driver.message)}"
+        return driver.exit_code, find_error_line(driver.message)
+    return EXIT_AGAIN, f"the driver was lost: {find_error_line(driver.message)}"
 
 
 def exit_code_of_rayjob(job: Object) -> tuple[int, str]:
@@ -35,10 +35,10 @@ def exit_code_of_rayjob(job: Object) -> tuple[int, str]:
     if status.get("jobStatus") == "SUCCEEDED":
         return 0, "done"
     told = re.search(r"failed with exit code (\d+)", message)
-    return (int(told[1]) if told else EXIT_AGAIN), last_words(message)
+    return (int(told[1]) if told else EXIT_AGAIN), find_error_line(message)
 
 
-def disturbances(attempts: tuple[Ending, ...]) -> int:
+def count_disturbances(attempts: tuple[Outcome, ...]) -> int:
     """Attempts since a new checkpoint was committed, and the one that did it: each of them was disturbed."""
     count = 0
     for attempt in reversed(attempts):
@@ -50,11 +50,11 @@ def disturbances(attempts: tuple[Ending, ...]) -> int:
 
 def may_try_again(record: Record) -> bool:
     """Retries count disturbances: after a new checkpoint the count starts again."""
-    is_left = disturbances(record.attempts) <= record.deployment.retries
+    is_left = count_disturbances(record.attempts) <= record.deployment.retries
     return record.attempts[-1].exit_code == EXIT_AGAIN and is_left and not record.stop
 
 
 def has_progressed(before: dict[str, int], after: dict[str, int], message: str) -> bool:
     """Is there a newer checkpoint? A run that was told to end, by its time limit or a stop file, was not disturbed."""
     is_newer = any(step > before.get(run, -1) for run, step in after.items())
-    return is_newer and not message.startswith(WISHED_ENDS)
+    return is_newer and not message.startswith(REQUESTED_ENDS)

@@ -30,7 +30,7 @@ class Phase(enum.Enum):
 
 
 def phase_of(job: Object, driver: DriverState | None, is_ray_there: bool, stop: str, mode: Mode) -> Phase:
-    """From the RayJob, from what Ray says of it (None: nothing), and from the wish that it stop."""
+    """From the RayJob, from what Ray says of it (None: nothing), and from the request that it stop."""
     if driver:
         if driver.status.is_terminal():
             return Phase.DRIVER_ENDED

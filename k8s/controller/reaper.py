@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from deploy.progress import Announcements
+from deploy.progress import Progress
 from k8s.controller.job import connect_patiently
 from k8s.objects.api import Api, ApiUnreachable, Conflict
 from k8s.objects.lost_pods import LostPods
@@ -21,7 +21,7 @@ from k8s.objects.placement import pods_of
 from k8s.objects.rayjob import has_ended, rayjobs_of
 from k8s.objects.record import read_record
 from k8s.objects.teardown import release_pods, stop_rayjobs
-from k8s.objects.worker_group import read_stage
+from k8s.objects.worker_group import read_worker_group
 from services.common.errors import MillraceError
 from services.common.recipe import STAGES
 
@@ -31,8 +31,8 @@ RUN_SECONDS = 840.0  # then the next run goes on
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What is seen of a stage."""
+class Observation:
+    """What the reaper sees of a stage."""
 
     replicas: int
     pods: int
@@ -46,14 +46,14 @@ class Sight:
     """Its version, which changes while a process works on the stage; empty when there is none."""
 
 
-def describe_orphan(sight: Sight) -> str:
+def describe_orphan(observation: Observation) -> str:
     """What is left of a stage that nobody holds; empty when it is held, kept, or down."""
-    if sight.is_held or sight.is_kept:
+    if observation.is_held or observation.is_kept:
         return ""
     parts = [
-        f"{sight.pods} pods" if sight.pods or sight.replicas else "",
-        f"{sight.rayjobs} RayJobs that run" if sight.rayjobs else "",
-        "its PodGroup" if sight.has_gang else "",
+        f"{observation.pods} pods" if observation.pods or observation.replicas else "",
+        f"{observation.rayjobs} RayJobs that run" if observation.rayjobs else "",
+        "its PodGroup" if observation.has_gang else "",
     ]
     return ", ".join(filter(None, parts))
 
@@ -63,38 +63,38 @@ class StageReaper:
 
     def __init__(self, api: Api, stage: str) -> None:
         self._api, self._stage = api, stage
-        self._say = Announcements(f"reaper: {stage}").say
-        self._lost = LostPods(api, stage, self._say)
+        self._report = Progress(f"reaper: {stage}").report
+        self._lost = LostPods(api, stage, self._report)
         self._seen: tuple[str, float] = ("", 0.0)  # the Lease's version, and since when it is an orphan with that one
 
     def advance(self) -> bool:
         """Do the next thing. False when there is nothing to do, or to wait for."""
-        sight = self._look()
-        orphan = describe_orphan(sight)
+        observation = self._observe()
+        orphan = describe_orphan(observation)
         lost = self._lost.remove(is_idle=bool(orphan))
         if not orphan:
             self._seen = ("", 0.0)
             return lost > 0
-        version = f"lease {sight.lease}"
+        version = f"lease {observation.lease}"
         if self._seen[0] != version:
             self._seen = (version, time.monotonic())
-            self._say(f"no deploy Job holds {orphan}")
+            self._report(f"no deploy Job holds {orphan}")
         if time.monotonic() - self._seen[1] < ORPHAN_SECONDS:
             return True
         left = stop_rayjobs(self._api, self._stage) or release_pods(self._api, self._stage)
-        self._say(f"taking it down, {left} left" if left else "is down: no pods, no gang")
+        self._report(f"taking it down, {left} left" if left else "is down: no pods, no gang")
         if not left:
             self._api.delete("Lease", lease_name(self._stage))
         return left > 0
 
-    def _look(self) -> Sight:
-        stage = read_stage(self._api, self._stage)
+    def _observe(self) -> Observation:
+        worker_group = read_worker_group(self._api, self._stage)
         record = read_record(self._api, self._stage)
-        group = self._api.find("PodGroup", stage.pod_group)
+        group = self._api.find("PodGroup", worker_group.pod_group)
         lease = self._api.find("Lease", lease_name(self._stage))
         marks = ((group or {}).get("metadata", {}).get("annotations")) or {}
-        return Sight(
-            replicas=stage.replicas,
+        return Observation(
+            replicas=worker_group.replicas,
             pods=len(pods_of(self._api, self._stage)),
             rayjobs=sum(not has_ended(job) for job in rayjobs_of(self._api, self._stage)),
             has_gang=group is not None,

@@ -5,97 +5,97 @@ from __future__ import annotations
 from decimal import Decimal
 
 from k8s.objects.api import Api, Object
-from k8s.objects.worker_group import Stage, quantity
+from k8s.objects.worker_group import WorkerGroup, quantity
 
 
-def check_size(stage: Stage, nodes: int) -> str:
-    most = stage.group["maxReplicas"]
+def check_size(group: WorkerGroup, nodes: int) -> str:
+    most = group.spec["maxReplicas"]
     if nodes <= most:
         return ""
     return (
-        f"NODES={nodes}, but worker group {stage.name} has maxReplicas {most}; "
-        f"raise it in k8s/stages/{stage.name} (and the queue with it), then: make cluster-up"
+        f"NODES={nodes}, but worker group {group.name} has maxReplicas {most}; "
+        f"raise it in k8s/stages/{group.name} (and the queue with it), then: make cluster-up"
     )
 
 
-def check_queue(api: Api, stage: Stage, nodes: int) -> str:
-    queue = api.find("Queue", stage.queue)
+def check_queue(api: Api, group: WorkerGroup, nodes: int) -> str:
+    queue = api.find("Queue", group.queue)
     if queue is None:
-        return f"queue {stage.queue} does not exist: k8s/base/queue.yaml makes it, make cluster-up"
+        return f"queue {group.queue} does not exist: k8s/base/queue.yaml makes it, make cluster-up"
     state = (queue.get("status") or {}).get("state", "Open")
     if state != "Open":
-        return f"queue {stage.queue} is {state}, so no gang enters it"
+        return f"queue {group.queue} is {state}, so no gang enters it"
     capability = {name: quantity(each) for name, each in (queue["spec"].get("capability") or {}).items()}
     short = [
         f"{name}: {_told(amount * nodes)} asked, {_told(capability[name])} in the queue"
-        for name, amount in stage.requests.items()
+        for name, amount in group.requests.items()
         if name in capability and amount * nodes > capability[name]
     ]
     if not short:
         return ""
     return (
-        f"queue {stage.queue} is too small for {nodes} {stage.name} pods ({'; '.join(short)}): "
+        f"queue {group.queue} is too small for {nodes} {group.name} pods ({'; '.join(short)}): "
         f"raise its capability in the overlay, or deploy with fewer NODES"
     )
 
 
-def check_nodes(api: Api, stage: Stage, nodes: int) -> str:
+def check_nodes(api: Api, group: WorkerGroup, nodes: int) -> str:
     """Are there enough nodes that one pod each could ever go to?"""
     present = api.find_all("Node")
-    selector = stage.pod.get("nodeSelector") or {}
+    selector = group.pod.get("nodeSelector") or {}
     labelled = [node for node in present if selector.items() <= (node["metadata"].get("labels") or {}).items()]
     if not labelled:
         return (
-            f"no node has the labels that {stage.name} pods select ({_labels(selector)}); instance types here: "
+            f"no node has the labels that {group.name} pods select ({_labels(selector)}); instance types here: "
             f"{', '.join(sorted({_instance_type(node) for node in present}))}"
         )
-    open_to_us = [node for node in labelled if not _refusing_taints(node, stage)]
+    open_to_us = [node for node in labelled if not _refusing_taints(node, group)]
     if not open_to_us:
-        taints = sorted({taint for node in labelled for taint in _refusing_taints(node, stage)})
-        return f"every node that {stage.name} pods select has a taint that they do not tolerate: {', '.join(taints)}"
-    room = sum(_pods_that_fit(node, stage) for node in open_to_us)
+        taints = sorted({taint for node in labelled for taint in _refusing_taints(node, group)})
+        return f"every node that {group.name} pods select has a taint that they do not tolerate: {', '.join(taints)}"
+    room = sum(_pods_that_fit(node, group) for node in open_to_us)
     if room >= nodes:
         return ""
-    lacking = _lacking(open_to_us, stage)
+    lacking = _lacking(open_to_us, group)
     return (
-        f"{len(open_to_us)} nodes could take {stage.name} pods, with room for {room} of {nodes}"
+        f"{len(open_to_us)} nodes could take {group.name} pods, with room for {room} of {nodes}"
         + (f": none has enough {', '.join(lacking)}" if lacking else "")
         + ". Add nodes, or deploy with fewer NODES"
     )
 
 
-def count_room(api: Api, stage: Stage) -> int:
+def count_room(api: Api, group: WorkerGroup) -> int:
     """Pods of the stage that the nodes which are up could hold if nothing else ran there."""
-    selector = stage.pod.get("nodeSelector") or {}
+    selector = group.pod.get("nodeSelector") or {}
     return sum(
-        _pods_that_fit(node, stage)
+        _pods_that_fit(node, group)
         for node in api.find_all("Node")
-        if selector.items() <= (node["metadata"].get("labels") or {}).items() and not _refusing_taints(node, stage)
+        if selector.items() <= (node["metadata"].get("labels") or {}).items() and not _refusing_taints(node, group)
     )
 
 
-def _pods_that_fit(node: Object, stage: Stage) -> int:
+def _pods_that_fit(node: Object, group: WorkerGroup) -> int:
     """By the node's whole size: what runs there now may leave."""
     allocatable = node["status"].get("allocatable") or {}
     fits = [
-        int(quantity(allocatable.get(name, "0")) // amount) for name, amount in stage.requests.items() if amount > 0
+        int(quantity(allocatable.get(name, "0")) // amount) for name, amount in group.requests.items() if amount > 0
     ]
     return min(fits, default=0)
 
 
-def _lacking(nodes: list[Object], stage: Stage) -> list[str]:
+def _lacking(nodes: list[Object], group: WorkerGroup) -> list[str]:
     """Resources of which no node has enough for one pod."""
     allocatable = [node["status"].get("allocatable") or {} for node in nodes]
     return [
         name
-        for name, amount in stage.requests.items()
+        for name, amount in group.requests.items()
         if all(quantity(each.get(name, "0")) < amount for each in allocatable)
     ]
 
 
-def _refusing_taints(node: Object, stage: Stage) -> list[str]:
+def _refusing_taints(node: Object, group: WorkerGroup) -> list[str]:
     taints = node["spec"].get("taints") or []
-    tolerations = stage.pod.get("tolerations") or []
+    tolerations = group.pod.get("tolerations") or []
     return [
         f"{taint['key']}:{taint['effect']}"
         for taint in taints

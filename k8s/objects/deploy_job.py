@@ -5,7 +5,7 @@ from __future__ import annotations
 from k8s.objects.api import Object
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import CLUSTER, COMPONENT_LABEL, DEPLOYER, DEPLOYMENT_LABEL, STAGE_LABEL, job_name
-from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, Stage
+from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup
 
 JOB_MARGIN_SECONDS = 120
 MOST_FAILURES = 1000  # of a deploy Job's pods
@@ -20,11 +20,11 @@ LOST_NODE_TOLERATIONS = [
 EXIT_ENDED_BADLY = 64
 
 
-def deploy_job(stage: Stage, deployment: Deployment) -> Object:
+def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
     """The Job that does the work in the cluster, from the head's image: a closed laptop holds no nodes."""
-    head = stage.head_pod
+    head = group.head_pod
     container = head["containers"][0]
-    labels = {STAGE_LABEL: stage.name, DEPLOYMENT_LABEL: deployment.id, COMPONENT_LABEL: "deploy"}
+    labels = {STAGE_LABEL: group.name, DEPLOYMENT_LABEL: deployment.id, COMPONENT_LABEL: "deploy"}
     token = {"secretKeyRef": {"name": CLUSTER, "key": "auth_token"}}
     pod = {
         "serviceAccountName": DEPLOYER,
@@ -59,7 +59,7 @@ def deploy_job(stage: Stage, deployment: Deployment) -> Object:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": job_name(stage.name), "labels": labels},
+        "metadata": {"name": job_name(group.name), "labels": labels},
         "spec": {
             # A pod that is deleted, evicted or lost comes back and goes on, how often that may be. One that ended a
             # deployment does not: it lowers the limit to the failures that there were (`no_more_failures`). A policy

@@ -61,7 +61,7 @@ class Deployment:
     workers_per_node: int = 1
     """Of the trainer."""
 
-    def rayjob(self, attempt: int) -> str:
+    def rayjob_name(self, attempt: int) -> str:
         return f"{self.stage}-{self.id}-{attempt}"
 
     def arguments_for(self, nodes: int) -> tuple[str, ...]:

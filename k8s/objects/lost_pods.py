@@ -32,8 +32,8 @@ class Loss:
 class LostPods:
     """Removes a stage's pods from lost nodes, each after its grace period by this process's own clock."""
 
-    def __init__(self, api: Api, stage: str, say: Callable[[str], None]) -> None:
-        self._api, self._stage, self._say = api, stage, say
+    def __init__(self, api: Api, stage: str, report: Callable[[str], None]) -> None:
+        self._api, self._stage, self._report = api, stage, report
         self._lost_since: dict[str, float] = {}  # by the pod's uid
 
     def remove(self, is_idle: bool) -> int:
@@ -53,9 +53,9 @@ class LostPods:
             where = f"pod {name} is on node {pod['spec']['nodeName']}, which {loss.text}"
             if is_due(loss, grace, now - self._lost_since[uid]):
                 self._api.delete("Pod", name, uid=uid, grace_seconds=0)
-                self._say(f"{where}: removed by force")
+                self._report(f"{where}: removed by force")
             elif uid not in before:
-                self._say(f"{where}: it has {grace:.0f} s to end, then it is removed by force")
+                self._report(f"{where}: it has {grace:.0f} s to end, then it is removed by force")
         return len(lost)
 
     def _pods(self) -> list[Object]:

@@ -15,7 +15,7 @@ DRAIN_ANNOTATION = "millrace.dev/drain-seconds"
 COMPONENT_LABEL = "millrace.dev/component"
 VARIANT_ANNOTATION = "millrace.dev/variant"
 
-# On a deploy Job: what was tried, how it ended, and the wish that it stop.
+# On a deploy Job: what was tried, how it ended, and who asks it to stop.
 ATTEMPTS_ANNOTATION = "millrace.dev/attempts"
 CHECKPOINTS_ANNOTATION = "millrace.dev/checkpoints"
 OUTCOME_ANNOTATION = "millrace.dev/outcome"

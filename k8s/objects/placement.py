@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from k8s.objects.api import Api, Object
 from k8s.objects.names import CLUSTER, COMPONENT_LABEL
-from k8s.objects.worker_group import Stage
+from k8s.objects.worker_group import WorkerGroup
 
 # A container that waits for one of these waits for a person; `PodInitializing` and `ContainerCreating` pass.
 PASSING = frozenset({"PodInitializing", "ContainerCreating", ""})
@@ -30,30 +30,30 @@ def is_ready(pod: Object) -> bool:
     return ready and "deletionTimestamp" not in pod["metadata"]
 
 
-def explain_placement(api: Api, stage: Stage, nodes: int) -> str:
+def explain_placement(api: Api, group: WorkerGroup, nodes: int) -> str:
     """Why fewer than `nodes` pods of the stage are ready, in one sentence; empty when all are."""
-    pods = [pod for pod in pods_of(api, stage.name) if "deletionTimestamp" not in pod["metadata"]]
+    pods = [pod for pod in pods_of(api, group.name) if "deletionTimestamp" not in pod["metadata"]]
     waiting = [pod for pod in pods if not is_ready(pod)]
     ready = len(pods) - len(waiting)
     if ready >= nodes:
         return ""
-    count = f"{ready} of {nodes} {stage.name} pods are ready"
+    count = f"{ready} of {nodes} {group.name} pods are ready"
     unplaced = [pod for pod in waiting if not pod["spec"].get("nodeName")]
     if unplaced:
-        return f"{count}: {_explain_unplaced(api, stage, unplaced)}"
+        return f"{count}: {_explain_unplaced(api, group, unplaced)}"
     if len(pods) < nodes:
-        why = newest_event(api, stage.cluster) or "the KubeRay operator has to make them; does it run?"
+        why = newest_event(api, group.cluster) or "the KubeRay operator has to make them; does it run?"
         return f"{count}: {nodes - len(pods)} do not exist yet; {why}"
     reasons = Counter(explain_start(api, pod) for pod in waiting)
     return f"{count}: " + "; ".join(_counted(reasons))
 
 
-def _explain_unplaced(api: Api, stage: Stage, pods: list[Object]) -> str:
-    group = api.find("PodGroup", stage.pod_group)
+def _explain_unplaced(api: Api, worker_group: WorkerGroup, pods: list[Object]) -> str:
+    group = api.find("PodGroup", worker_group.pod_group)
     if group is None:
         return (
-            f"PodGroup {stage.pod_group} does not exist, and Volcano places no pod of a gang that it does not know. "
-            f"`make stop-stage STAGE={stage.name}`, then deploy it again"
+            f"PodGroup {worker_group.pod_group} does not exist, and Volcano places no pod of a gang that it does not "
+            f"know. `make stop-stage STAGE={worker_group.name}`, then deploy it again"
         )
     said = Counter(filter(None, (_scheduling_message(pod) for pod in pods)))
     parts = [*_queue_messages(api, group), *_counted(said), _newest_message(group)]

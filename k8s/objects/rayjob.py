@@ -15,48 +15,48 @@ from k8s.objects.names import (
     NODES_KEY,
     STAGE_LABEL,
 )
-from k8s.objects.worker_group import Stage, desired_group
+from k8s.objects.worker_group import WorkerGroup, render_worker_group
 from services.common.launch.launcher import DRIVER_SHARE
 
 RAYJOB_ENDS = ("Complete", "Failed", "ValidationFailed")
 
 
-def rayjob(stage: Stage, deployment: Deployment, attempt: int, nodes: int) -> Object:
+def render_rayjob(group: WorkerGroup, deployment: Deployment, attempt: int, nodes: int) -> Object:
     """A RayJob on the shared cluster: submitted over HTTP, its driver on one of the stage's pods."""
-    job = _rayjob(stage, deployment, attempt, nodes)
+    job = _rayjob(group, deployment, attempt, nodes)
     job["spec"]["clusterSelector"] = {"ray.io/cluster": CLUSTER}
     return job
 
 
-def isolated_rayjob(stage: Stage, deployment: Deployment, attempt: int) -> Object:
+def render_isolated_rayjob(worker_group: WorkerGroup, deployment: Deployment, attempt: int) -> Object:
     """A RayJob with a cluster of its own, whose head too runs the stage's image: its Ray and Python may differ."""
-    spec = copy.deepcopy(stage.cluster["spec"])
+    spec = copy.deepcopy(worker_group.cluster["spec"])
     spec.pop("upgradeStrategy", None)  # refused in a RayJob's cluster
     spec["rayVersion"] = deployment.ray_version or spec["rayVersion"]
     spec["authOptions"] = spec.get("authOptions", {}) | {"secretName": CLUSTER}
     head = spec["headGroupSpec"]["template"]
     head["metadata"].setdefault("labels", {})[COMPONENT_LABEL] = "isolated-head"  # outside of the head's PDB
     head["spec"]["containers"][0]["image"] = deployment.image
-    group = desired_group(stage, deployment)
+    group = render_worker_group(worker_group, deployment)
     group["replicas"] = deployment.nodes
     spec["workerGroupSpecs"] = [group]
-    job = _rayjob(stage, deployment, attempt, deployment.nodes)
+    job = _rayjob(worker_group, deployment, attempt, deployment.nodes)
     job["spec"] |= {"rayClusterSpec": spec, "shutdownAfterJobFinishes": True}
     return job
 
 
-def _rayjob(stage: Stage, deployment: Deployment, attempt: int, nodes: int) -> Object:
-    name = deployment.rayjob(attempt)
-    metadata = {"stage": stage.name, "deployment": deployment.id, "image": deployment.image, NODES_KEY: str(nodes)}
+def _rayjob(group: WorkerGroup, deployment: Deployment, attempt: int, nodes: int) -> Object:
+    name = deployment.rayjob_name(attempt)
+    metadata = {"stage": group.name, "deployment": deployment.id, "image": deployment.image, NODES_KEY: str(nodes)}
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
-        "metadata": {"name": name, "labels": {STAGE_LABEL: stage.name, DEPLOYMENT_LABEL: deployment.id}},
+        "metadata": {"name": name, "labels": {STAGE_LABEL: group.name, DEPLOYMENT_LABEL: deployment.id}},
         "spec": {
             "jobId": name,
             "submissionMode": "HTTPMode",  # no submitter pod whose loss would fail a healthy run
-            "entrypoint": shlex.join(stage.entrypoint(list(deployment.arguments_for(nodes)))),
-            "entrypointResources": json.dumps({stage.routing_resource: DRIVER_SHARE}),
+            "entrypoint": shlex.join(group.entrypoint(list(deployment.arguments_for(nodes)))),
+            "entrypointResources": json.dumps({group.routing_resource: DRIVER_SHARE}),
             "metadata": metadata,
             # No deadline and no backoffLimit: with clusterSelector the one leaves the Ray job running and the other is
             # refused. Retries and deadlines are the deploy Job's.

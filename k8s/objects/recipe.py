@@ -6,7 +6,7 @@ from k8s.objects.api import Object
 from k8s.objects.names import STAGE_LABEL, recipe_name
 
 
-def recipe_config_map(stage: str, text: str, digest: str) -> Object:
+def render_recipe_config_map(stage: str, text: str, digest: str) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

@@ -24,7 +24,7 @@ SHORT_MESSAGE_CHARACTERS = 80
 
 
 @dataclass(frozen=True)
-class Ending:
+class Outcome:
     """How an attempt, which is one RayJob, or the whole deployment ended."""
 
     exit_code: int
@@ -47,10 +47,10 @@ class Record:
     uid: str
     version: str
     """The Job's resourceVersion: what is written about it is written about this Job as it was read."""
-    attempts: tuple[Ending, ...]
+    attempts: tuple[Outcome, ...]
     checkpoints: dict[str, int]
     """Newest committed step of each run of the recipe, when the last attempt ended."""
-    outcome: Ending | None
+    outcome: Outcome | None
     stop: str
     """Who wants it stopped; empty when nobody does."""
     is_over: bool
@@ -81,9 +81,9 @@ def record_of(job: Object) -> Record:
         deployment=_deployment_of(job),
         uid=metadata["uid"],
         version=metadata.get("resourceVersion", ""),
-        attempts=tuple(Ending.from_fields(each) for each in json.loads(annotations.get(ATTEMPTS_ANNOTATION, "[]"))),
+        attempts=tuple(Outcome.from_fields(each) for each in json.loads(annotations.get(ATTEMPTS_ANNOTATION, "[]"))),
         checkpoints=json.loads(annotations.get(CHECKPOINTS_ANNOTATION, "{}")),
-        outcome=Ending.from_fields(json.loads(outcome)) if outcome else None,
+        outcome=Outcome.from_fields(json.loads(outcome)) if outcome else None,
         stop=annotations.get(STOP_ANNOTATION, ""),
         is_over=any(each["type"] in ("Complete", "Failed") and each["status"] == "True" for each in conditions),
         is_deleted="deletionTimestamp" in metadata,
@@ -105,7 +105,7 @@ def _text_of(job: Object) -> str:
     return str(job["spec"]["template"]["spec"]["containers"][0]["args"][-1])
 
 
-def refuse_record(api: Api, text: str, error: UnknownRecord) -> Ending:
+def refuse_record(api: Api, text: str, error: UnknownRecord) -> Outcome:
     """End the deployment of a record that the head's image, which runs this, cannot read. Nothing was begun.
 
     Raises `Conflict` when its Job was changed meanwhile.
@@ -113,7 +113,7 @@ def refuse_record(api: Api, text: str, error: UnknownRecord) -> Ending:
     side = f"the head's image is older than the client: {UPDATE_HEAD}"
     if not error.is_newer:
         side = f"the client is older than the head's image: {UPDATE_CLIENT}"
-    outcome = Ending(error.exit_code, f"nothing was begun: {error}; {side}")
+    outcome = Outcome(error.exit_code, f"nothing was begun: {error}; {side}")
     for name in map(job_name, STAGES):
         job = api.find("Job", name)
         if job and _text_of(job) == text:
@@ -125,17 +125,17 @@ def refuse_record(api: Api, text: str, error: UnknownRecord) -> Ending:
 
 
 def ask_to_stop(api: Api, record: Record, user: str) -> None:
-    """Leave the wish that the stage stop at its deploy Job, which looks for it. Raises `Conflict` for another Job."""
+    """Write a stop request to the stage's deploy Job, whose process reads it. Raises `Conflict` for another Job."""
     metadata = {"uid": record.uid, "annotations": {STOP_ANNOTATION: user}}
     api.merge("Job", job_name(record.deployment.stage), {"metadata": metadata})
 
 
-def write_attempt(api: Api, record: Record, attempt: Ending, checkpoints: dict[str, int]) -> None:
+def write_attempt(api: Api, record: Record, attempt: Outcome, checkpoints: dict[str, int]) -> None:
     """Add an attempt to those of the record, and the checkpoints that were there at its end.
 
     Raises `Conflict` when the record's Job is another by now, or was changed.
     """
-    attempts = [asdict(each) for each in shortened((*record.attempts, attempt))]
+    attempts = [asdict(each) for each in shorten((*record.attempts, attempt))]
     _annotate(
         api,
         record,
@@ -143,13 +143,13 @@ def write_attempt(api: Api, record: Record, attempt: Ending, checkpoints: dict[s
     )
 
 
-def shortened(attempts: tuple[Ending, ...]) -> list[Ending]:
+def shorten(attempts: tuple[Outcome, ...]) -> list[Outcome]:
     """With the beginning of what older ones said: an object's annotations have 256 KiB, for 1,500 attempts."""
     older, newer = attempts[:-FULL_MESSAGES], attempts[-FULL_MESSAGES:]
     return [*(replace(each, message=each.message[:SHORT_MESSAGE_CHARACTERS]) for each in older), *newer]
 
 
-def write_outcome(api: Api, record: Record, outcome: Ending) -> None:
+def write_outcome(api: Api, record: Record, outcome: Outcome) -> None:
     """Raises `Conflict` when the record's Job is another by now, or was changed."""
     _annotate(api, record, {OUTCOME_ANNOTATION: json.dumps(asdict(outcome))})
 

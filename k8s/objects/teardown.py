@@ -1,4 +1,4 @@
-"""Taking a stage down: by its deploy Job, or by a person where there is no Job any more."""
+"""The teardown of a stage. Its deploy Job does it; the reaper or a person does it where there is no Job any more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from k8s.objects.api import Api
 from k8s.objects.names import CLUSTER, STAGE_LABEL
 from k8s.objects.placement import pods_of
 from k8s.objects.rayjob import has_ended, rayjobs_of
-from k8s.objects.worker_group import scale_down, stage_of
+from k8s.objects.worker_group import scale_down, worker_group_of
 
 
 def drop_rayjobs(api: Api, stage: str) -> int:
@@ -36,7 +36,7 @@ def release_pods(api: Api, stage: str) -> int:
     """
     cluster = api.find("RayCluster", CLUSTER)
     if cluster:
-        scale_down(api, stage_of(cluster, stage))
+        scale_down(api, worker_group_of(cluster, stage))
     left = len(pods_of(api, stage))
     if left == 0:
         for group in api.find_all("PodGroup", f"{STAGE_LABEL}={stage}"):

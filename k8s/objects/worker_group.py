@@ -1,4 +1,4 @@
-"""A stage as the live RayCluster describes it: its worker group is what names its image, its claim and its queue."""
+"""A stage's worker group in the live RayCluster: it names the stage's image, its claim and its queue."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ DRAIN_VARIABLES = ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "RAY_JOB_STOP_WAIT_T
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One worker group of one RayCluster."""
+class WorkerGroup:
+    """The worker group of one stage, as it was read with its RayCluster."""
 
     name: str
     cluster: Object
@@ -39,12 +39,12 @@ class Stage:
     """Of the group in the RayCluster's list, which has no key."""
 
     @property
-    def group(self) -> Object:
+    def spec(self) -> Object:
         return dict(self.cluster["spec"]["workerGroupSpecs"][self.index])
 
     @property
     def pod(self) -> Object:
-        return dict(self.group["template"]["spec"])
+        return dict(self.spec["template"]["spec"])
 
     @property
     def container(self) -> Object:
@@ -66,7 +66,7 @@ class Stage:
 
     @property
     def replicas(self) -> int:
-        return int(self.group.get("replicas") or 0)
+        return int(self.spec.get("replicas") or 0)
 
     @property
     def variant(self) -> str:
@@ -78,12 +78,12 @@ class Stage:
 
     @property
     def pod_group(self) -> str:
-        return str(self._annotation(self.group["template"], GROUP_ANNOTATION, f"worker group {self.name}"))
+        return str(self._annotation(self.spec["template"], GROUP_ANNOTATION, f"worker group {self.name}"))
 
     @property
     def routing_resource(self) -> str:
         """The Ray resource that only this group's pods declare."""
-        declared = self.group.get("resources") or {}
+        declared = self.spec.get("resources") or {}
         name = f"{STAGE_RESOURCE_PREFIX}{self.name}"
         if name not in declared:
             raise DeviceError(
@@ -108,7 +108,7 @@ class Stage:
     @property
     def drain_seconds(self) -> int:
         """Between a pod's notice and the end of its work, as the manifests have it."""
-        return int(self._annotation(self.group["template"], DRAIN_ANNOTATION, f"worker group {self.name}"))
+        return int(self._annotation(self.spec["template"], DRAIN_ANNOTATION, f"worker group {self.name}"))
 
     @property
     def requests(self) -> dict[str, Decimal]:
@@ -173,19 +173,19 @@ def read_cluster(api: Api) -> Object:
     return cluster
 
 
-def read_stage(api: Api, name: str) -> Stage:
+def read_worker_group(api: Api, name: str) -> WorkerGroup:
     """The stage's worker group as it is now. Raises `DeviceError` when the cluster or the group is absent."""
-    return stage_of(read_cluster(api), name)
+    return worker_group_of(read_cluster(api), name)
 
 
-def stage_of(cluster: Object, name: str) -> Stage:
+def worker_group_of(cluster: Object, name: str) -> WorkerGroup:
     groups = [group["groupName"] for group in cluster["spec"].get("workerGroupSpecs") or []]
     if name not in groups:
         raise DeviceError(
             f"RayCluster {CLUSTER} has no worker group {name}; it has {', '.join(groups) or 'none'}. "
             f"k8s/stages/{name} brings it: make cluster-up"
         )
-    return Stage(name, cluster, groups.index(name))
+    return WorkerGroup(name, cluster, groups.index(name))
 
 
 def head_pod_of(cluster: Object) -> Object:
@@ -203,12 +203,14 @@ def quantity(text: str) -> Decimal:
     return Decimal(parse_quantity(text))
 
 
-def desired_group(stage: Stage, deployment: Deployment) -> Object:
+def render_worker_group(worker_group: WorkerGroup, deployment: Deployment) -> Object:
     """The worker group with the deployment's image, recipe and drain."""
-    group = copy.deepcopy(stage.group)
+    group = copy.deepcopy(worker_group.spec)
     pod = group["template"]["spec"]
     pod["containers"][0]["image"] = deployment.image
-    pod["volumes"][stage.recipe_index]["configMap"]["name"] = recipe_name(stage.name, deployment.recipe_digest)
+    pod["volumes"][worker_group.recipe_index]["configMap"]["name"] = recipe_name(
+        worker_group.name, deployment.recipe_digest
+    )
     for variable in pod["containers"][0]["env"]:
         if variable["name"] in DRAIN_VARIABLES:
             variable["value"] = str(deployment.drain_seconds)
@@ -216,24 +218,24 @@ def desired_group(stage: Stage, deployment: Deployment) -> Object:
     return group
 
 
-def scale_down(api: Api, stage: Stage) -> None:
-    if stage.replicas:
-        replace_group(api, stage, stage.group | {"replicas": 0})
+def scale_down(api: Api, group: WorkerGroup) -> None:
+    if group.replicas:
+        replace_group(api, group, group.spec | {"replicas": 0})
 
 
-def replace_group(api: Api, stage: Stage, group: Object) -> None:
+def replace_group(api: Api, worker_group: WorkerGroup, group: Object) -> None:
     """Write a worker group in one piece, if the RayCluster is still the one that was read.
 
     The list of groups has no key, so server-side apply cannot own one of them. Raises `Conflict`.
     """
-    metadata = stage.cluster["metadata"]
+    metadata = worker_group.cluster["metadata"]
     lock = {"resourceVersion": metadata["resourceVersion"]}
-    patch = {"metadata": lock, "spec": {"workerGroupSpecs": groups_with(stage, group)}}
+    patch = {"metadata": lock, "spec": {"workerGroupSpecs": groups_with(worker_group, group)}}
     api.merge("RayCluster", metadata["name"], patch)
 
 
-def groups_with(stage: Stage, group: Object) -> list[Object]:
+def groups_with(worker_group: WorkerGroup, group: Object) -> list[Object]:
     """The RayCluster's worker groups, with this one in the place of the stage's."""
-    groups = list(stage.cluster["spec"]["workerGroupSpecs"])
-    groups[stage.index] = group
+    groups = list(worker_group.cluster["spec"]["workerGroupSpecs"])
+    groups[worker_group.index] = group
     return groups

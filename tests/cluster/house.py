@@ -20,7 +20,7 @@ from k8s.objects.api import Api, Object
 from k8s.objects.placement import heads_of, is_ready, pods_of
 from k8s.objects.rayjob import has_ended, rayjobs_of
 from k8s.objects.record import Record, read_record
-from k8s.objects.worker_group import Stage, read_stage
+from k8s.objects.worker_group import WorkerGroup, read_worker_group
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import open_artifact
 from services.common.tests.builders import wait_until
@@ -65,8 +65,8 @@ class House:
             start_new_session=True,  # so that it can be killed with its children
         )
 
-    def stage(self, name: str) -> Stage:
-        return read_stage(self.api, name)
+    def worker_group(self, name: str) -> WorkerGroup:
+        return read_worker_group(self.api, name)
 
     def record(self, stage: str) -> Record:
         record = read_record(self.api, stage)
@@ -89,7 +89,7 @@ class House:
 
     def is_down(self, stage: str) -> bool:
         """No pods, no gang, no lease, no RayJob that has not ended."""
-        group = self.stage(stage)
+        group = self.worker_group(stage)
         return (
             group.replicas == 0
             and not self.pods(stage)

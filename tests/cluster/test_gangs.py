@@ -16,8 +16,8 @@ import yaml
 from deploy.exit_codes import EXIT_AGAIN
 from images.platforms import REPOSITORY
 from k8s.objects.api import Api, Object
-from k8s.objects.deploy_job import deploy_job
-from k8s.objects.recipe import recipe_config_map
+from k8s.objects.deploy_job import render_deploy_job
+from k8s.objects.recipe import render_recipe_config_map
 from services.common.tests.builders import wait_until
 from tests.cluster.house import House, kill_group, load_images, make_house, name_of, publish_corpus
 from tests.cluster.kit import cluster, fake_nodes
@@ -172,7 +172,7 @@ def stray_gang(house: House) -> None:
         "metadata": {"name": "stray", "namespace": "millrace"},
         "spec": {"minMember": 1, "queue": "millrace", "minResources": DEVICES},
     }
-    container = house.stage("trainer").container
+    container = house.worker_group("trainer").container
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -185,7 +185,7 @@ def stray_gang(house: House) -> None:
             "schedulerName": "volcano",
             "nodeSelector": {"type": "kwok"},
             "tolerations": [{"operator": "Exists"}],
-            "securityContext": house.stage("trainer").pod["securityContext"],
+            "securityContext": house.worker_group("trainer").pod["securityContext"],
             "containers": [
                 {
                     "name": "c",
@@ -217,7 +217,7 @@ def test_of_two_people_who_deploy_at_once_one_is_refused(house: House) -> None:
     wait_until(lambda: len(house.ready("compiler")) == wanted, MINUTE)
 
 
-def test_a_second_call_follows_the_first_and_another_wish_is_named(house: House) -> None:
+def test_a_second_call_follows_the_first_and_another_request_is_named(house: House) -> None:
     deploy(house)
     assert "being deployed just so" in deploy(house)
     said = refused(house, nodes=1)
@@ -392,10 +392,10 @@ def test_a_deploy_job_s_pod_on_a_dead_node_is_replaced(house: House) -> None:
 def send(house: House) -> None:
     """Only the deploy Job: preflight needs a node for its own pod."""
     forget(house)
-    stage = house.stage("compiler")
+    stage = house.worker_group("compiler")
     deployment = deployment_of("compiler", image=name_of("head"), drain_seconds=5)
-    house.api.create(recipe_config_map("compiler", "", deployment.recipe_digest))
-    house.api.create(deploy_job(stage, deployment))
+    house.api.create(render_recipe_config_map("compiler", "", deployment.recipe_digest))
+    house.api.create(render_deploy_job(stage, deployment))
 
 
 def forget(house: House) -> None:

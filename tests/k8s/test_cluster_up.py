@@ -10,8 +10,8 @@ import pytest
 
 from k8s.client import overlay
 from k8s.client.overlay import cluster_up
-from k8s.objects.deploy_job import deploy_job
-from k8s.objects.worker_group import stage_of
+from k8s.objects.deploy_job import render_deploy_job
+from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
 from tests.k8s.rendered import Thing, cluster_of
 from tests.k8s.test_deployments import deployment_of
@@ -56,7 +56,7 @@ def live(overlays: dict[str, list[Thing]]) -> Thing:
 
 
 def running(live: Thing) -> Thing:
-    job = deploy_job(stage_of(live, "trainer"), deployment_of())
+    job = render_deploy_job(worker_group_of(live, "trainer"), deployment_of())
     job["metadata"] |= {"uid": "u", "resourceVersion": "1", "creationTimestamp": "now"}
     return job
 

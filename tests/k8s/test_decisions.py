@@ -10,19 +10,19 @@ import pytest
 from ray.job_submission import JobStatus
 
 from k8s.controller.decision import WHOLE_GANG_SECONDS, next_size
-from k8s.controller.history import newest_checkpoints
+from k8s.controller.history import find_newest_checkpoints
 from k8s.controller.lease import LEASE_SECONDS, LeaseHeld, StageLease
-from k8s.controller.outcome import disturbances, has_progressed, may_try_again
+from k8s.controller.outcome import count_disturbances, has_progressed, may_try_again
 from k8s.controller.phase import Phase, phase_of
 from k8s.controller.ray_jobs import DriverState
-from k8s.controller.reaper import Sight, describe_orphan
+from k8s.controller.reaper import Observation, describe_orphan
 from k8s.objects.lost_pods import LostPods, loss_of
-from k8s.objects.record import FULL_MESSAGES, Ending, Record, shortened
+from k8s.objects.record import FULL_MESSAGES, Outcome, Record, shorten
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing
 from tests.k8s.test_deployments import deployment_of
 
-LOST, MOVED = Ending(75, "the driver was lost"), Ending(75, "the driver was lost", progressed=True)
+LOST, MOVED = Outcome(75, "the driver was lost"), Outcome(75, "the driver was lost", progressed=True)
 
 
 class Clock:
@@ -47,17 +47,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         ((MOVED, MOVED, MOVED, MOVED, MOVED, MOVED), 1, True),  # a run of weeks
         ((LOST, LOST, LOST, MOVED, LOST, LOST), 3, True),
         ((LOST, LOST, MOVED, LOST, LOST, LOST), 4, False),
-        ((MOVED, Ending(3, "no corpus")), 2, False),
+        ((MOVED, Outcome(3, "no corpus")), 2, False),
     ],
 )
 def test_retries_count_disturbances_since_the_newest_checkpoint(
-    attempts: tuple[Ending, ...], count: int, goes_on: bool
+    attempts: tuple[Outcome, ...], count: int, goes_on: bool
 ) -> None:
-    assert disturbances(attempts) == count
+    assert count_disturbances(attempts) == count
     assert may_try_again(record_of(attempts)) is goes_on
 
 
-def record_of(attempts: tuple[Ending, ...], **changes: Any) -> Record:
+def record_of(attempts: tuple[Outcome, ...], **changes: Any) -> Record:
     return Record(deployment_of(**changes), "u", "1", attempts, {}, None, "", False, False, "now")
 
 
@@ -98,12 +98,12 @@ def test_only_committed_checkpoints_of_the_recipe_count(tmp_path: Path) -> None:
         if is_committed:
             (tmp_path / "checkpoint" / name / "manifest.json").touch()
 
-    assert newest_checkpoints(tmp_path, "small") == {"small-0123abcd": 200, "small-fedc4321": 50}
-    assert newest_checkpoints(tmp_path / "elsewhere", "small") == {}
+    assert find_newest_checkpoints(tmp_path, "small") == {"small-0123abcd": 200, "small-fedc4321": 50}
+    assert find_newest_checkpoints(tmp_path / "elsewhere", "small") == {}
 
 
 def test_a_thousand_attempts_fit_into_an_annotation() -> None:
-    attempts = shortened((Ending(75, "x" * 500, True),) * 1_000)
+    attempts = shorten((Outcome(75, "x" * 500, True),) * 1_000)
     assert len(attempts) == 1_000
     assert sum(len(each.message) for each in attempts) < 128 * 2**10
     assert {len(each.message) for each in attempts[-FULL_MESSAGES:]} == {500}
@@ -295,26 +295,26 @@ def test_a_lease_is_lost_by_silence_and_not_by_another_machine_s_clock(clock: Cl
         there.hold()
 
 
-def sight(**changes: Any) -> Sight:
+def observation(**changes: Any) -> Observation:
     nothing: dict[str, Any] = {"replicas": 0, "pods": 0, "rayjobs": 0, "has_gang": False}
     nothing |= {"is_kept": False, "is_held": False, "lease": ""}
-    return Sight(**nothing | changes)
+    return Observation(**nothing | changes)
 
 
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        (sight(), ""),
-        (sight(lease="7"), ""),
-        (sight(replicas=2, pods=2, has_gang=True), "2 pods, its PodGroup"),
-        (sight(replicas=2), "0 pods"),
-        (sight(rayjobs=1), "1 RayJobs that run"),
-        (sight(has_gang=True), "its PodGroup"),
-        (sight(replicas=2, pods=2, has_gang=True, is_held=True), ""),
-        (sight(replicas=2, pods=2, has_gang=True, is_kept=True), ""),
+        (observation(), ""),
+        (observation(lease="7"), ""),
+        (observation(replicas=2, pods=2, has_gang=True), "2 pods, its PodGroup"),
+        (observation(replicas=2), "0 pods"),
+        (observation(rayjobs=1), "1 RayJobs that run"),
+        (observation(has_gang=True), "its PodGroup"),
+        (observation(replicas=2, pods=2, has_gang=True, is_held=True), ""),
+        (observation(replicas=2, pods=2, has_gang=True, is_kept=True), ""),
     ],
 )
-def test_what_nobody_holds_is_an_orphan(seen: Sight, expected: str) -> None:
+def test_what_nobody_holds_is_an_orphan(seen: Observation, expected: str) -> None:
     assert describe_orphan(seen) == expected
 
 

@@ -18,20 +18,20 @@ from ray.job_submission import JobStatus
 from k8s.client.manifests import write_manifests
 from k8s.client.outline import read_outline
 from k8s.client.plan import describe_plan
-from k8s.client.request import Wish, resolve
+from k8s.client.request import DeployRequest, resolve
 from k8s.client.stage_image import repository_of
 from k8s.controller import job
 from k8s.controller.driver_log import Readable
 from k8s.controller.outcome import exit_code_of_driver, exit_code_of_rayjob
 from k8s.controller.ray_jobs import DriverState
 from k8s.objects.capacity import check_nodes, check_queue, check_size
-from k8s.objects.deploy_job import deploy_job
+from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import Deployment
-from k8s.objects.pod_group import pod_group
-from k8s.objects.rayjob import isolated_rayjob, rayjob
-from k8s.objects.recipe import recipe_config_map
-from k8s.objects.record import Ending, record_of
-from k8s.objects.worker_group import Stage, stage_of
+from k8s.objects.pod_group import render_pod_group
+from k8s.objects.rayjob import render_isolated_rayjob, render_rayjob
+from k8s.objects.recipe import render_recipe_config_map
+from k8s.objects.record import Outcome, record_of
+from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
 from tests.k8s.schemas import Kind, Schema, problems_of
@@ -68,21 +68,21 @@ def deployment_of(stage: str = "trainer", **changes: Any) -> Deployment:
 def test_everything_that_is_sent_fits_the_api(
     clusters: dict[str, Thing], schemas: dict[Kind, Schema], overlay: str, stage: str
 ) -> None:
-    worker = stage_of(clusters[overlay], stage)
+    worker = worker_group_of(clusters[overlay], stage)
     deployment = deployment_of(stage)
     sent = [
-        recipe_config_map(stage, "name = 'x'", DIGEST),
-        pod_group(worker, deployment, 1, 2),
-        rayjob(worker, deployment, 1, 2),
-        isolated_rayjob(worker, deployment_of(stage, mode="isolated"), 1),
-        deploy_job(worker, deployment),
+        render_recipe_config_map(stage, "name = 'x'", DIGEST),
+        render_pod_group(worker, deployment, 1, 2),
+        render_rayjob(worker, deployment, 1, 2),
+        render_isolated_rayjob(worker, deployment_of(stage, mode="isolated"), 1),
+        render_deploy_job(worker, deployment),
     ]
     assert [problem for thing in sent for problem in problems_of(thing, schemas)] == []
 
 
 def test_what_is_wanted_survives_the_job_that_carries_it(clusters: dict[str, Thing]) -> None:
     deployment = deployment_of()
-    job = deploy_job(stage_of(clusters["eks"], "trainer"), deployment)
+    job = render_deploy_job(worker_group_of(clusters["eks"], "trainer"), deployment)
     job["metadata"] |= {"uid": "u", "resourceVersion": "1", "creationTimestamp": "now"}
     record = record_of(job)
     assert record.deployment == deployment
@@ -91,21 +91,25 @@ def test_what_is_wanted_survives_the_job_that_carries_it(clusters: dict[str, Thi
         "millrace.dev/attempts": '[{"exit_code": 75, "message": "m"}]',
         "millrace.dev/outcome": '{"exit_code": 0, "message": "done"}',
     }
-    assert record_of(job).attempts == (Ending(75, "m"),)
-    assert record_of(job).outcome == Ending(0, "done")
+    assert record_of(job).attempts == (Outcome(75, "m"),)
+    assert record_of(job).outcome == Outcome(0, "done")
 
 
 def test_a_gang_reserves_whole_nodes(clusters: dict[str, Thing]) -> None:
-    spec = pod_group(stage_of(clusters["eks"], "trainer"), deployment_of(), 1, 16)["spec"]
+    spec = render_pod_group(worker_group_of(clusters["eks"], "trainer"), deployment_of(), 1, 16)["spec"]
     assert spec["minMember"] == 16
     assert spec["minResources"]["aws.amazon.com/neuron"] == "256"
     assert spec["minResources"]["cpu"] == "1920"
-    local = pod_group(stage_of(clusters["local"], "tokenizer"), deployment_of(), 1, 3)["spec"]["minResources"]
+    local = render_pod_group(worker_group_of(clusters["local"], "tokenizer"), deployment_of(), 1, 3)["spec"][
+        "minResources"
+    ]
     assert local["cpu"] == "600m"
 
 
 def test_a_drain_reaches_pod_and_ray(clusters: dict[str, Thing]) -> None:
-    job = isolated_rayjob(stage_of(clusters["eks"], "trainer"), deployment_of(drain_seconds=500, mode="isolated"), 1)
+    job = render_isolated_rayjob(
+        worker_group_of(clusters["eks"], "trainer"), deployment_of(drain_seconds=500, mode="isolated"), 1
+    )
     pod = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
     environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
     assert environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == environment["RAY_JOB_STOP_WAIT_TIME_S"] == "500"
@@ -149,38 +153,42 @@ def test_how_a_rayjob_ended_when_ray_cannot_be_asked(status: Thing, code: int) -
     ],
 )
 def test_options_that_cannot_be_are_refused_before_anything_is_asked(
-    trainer: Stage, arguments: tuple[str, ...], said: str
+    trainer: WorkerGroup, arguments: tuple[str, ...], said: str
 ) -> None:
-    wish = Wish("trainer", None, f"a/b@sha256:{DIGEST}", None, None, arguments, 3, 60, 0, False, False, True)
+    request = DeployRequest(
+        "trainer", None, f"a/b@sha256:{DIGEST}", None, None, arguments, 3, 60, 0, False, False, True
+    )
     with pytest.raises(RecipeError, match=said):
-        resolve(Listing(), trainer, wish)  # type: ignore[arg-type]
+        resolve(Listing(), trainer, request)  # type: ignore[arg-type]
 
 
-def test_nodes_decide_the_data_parallel_degree(trainer: Stage) -> None:
-    wish = Wish("trainer", None, f"a/b@sha256:{DIGEST}", 1, None, (), 3, 60, 0, False, False, True)
-    wanted = resolve(Listing(), trainer, wish)  # type: ignore[arg-type]
-    assert wanted.outline.parallel.data_parallel_size == 1
-    assert wanted.deployment.arguments == ("--parallel.data_parallel_size=1",)
-    assert wanted.deployment.drain_seconds == 300
+def test_nodes_decide_the_data_parallel_degree(trainer: WorkerGroup) -> None:
+    request = DeployRequest("trainer", None, f"a/b@sha256:{DIGEST}", 1, None, (), 3, 60, 0, False, False, True)
+    resolved = resolve(Listing(), trainer, request)  # type: ignore[arg-type]
+    assert resolved.outline.parallel.data_parallel_size == 1
+    assert resolved.deployment.arguments == ("--parallel.data_parallel_size=1",)
+    assert resolved.deployment.drain_seconds == 300
     trainer.cluster["metadata"]["annotations"]["millrace.dev/trainer-checkpoint-seconds"] = "200.5"
-    assert resolve(Listing(), trainer, wish).deployment.drain_seconds == 602  # type: ignore[arg-type]
+    assert resolve(Listing(), trainer, request).deployment.drain_seconds == 602  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="cannot be shared"):
-        resolve(Listing(), trainer, replace(wish, tag="", nodes=3))  # type: ignore[arg-type]
+        resolve(Listing(), trainer, replace(request, tag="", nodes=3))  # type: ignore[arg-type]
 
 
-def test_a_key_that_this_checkout_does_not_know_is_for_the_image_to_judge(trainer: Stage) -> None:
+def test_a_key_that_this_checkout_does_not_know_is_for_the_image_to_judge(trainer: WorkerGroup) -> None:
     """The image that this checkout builds knows the keys of this checkout, and is refused a wrong one at once."""
-    wish = Wish("trainer", None, "", 2, None, ("--train.new_key=5", "--cluster.new=1"), 3, 60, 0, False, False, True)
+    request = DeployRequest(
+        "trainer", None, "", 2, None, ("--train.new_key=5", "--cluster.new=1"), 3, 60, 0, False, False, True
+    )
     with pytest.raises(RecipeError, match=r"unknown key 'train\.new_key'"):
-        resolve(Listing(), trainer, wish)  # type: ignore[arg-type]
-    other = resolve(Listing(), trainer, replace(wish, tag=f"a/b@sha256:{DIGEST}"))  # type: ignore[arg-type]
+        resolve(Listing(), trainer, request)  # type: ignore[arg-type]
+    other = resolve(Listing(), trainer, replace(request, tag=f"a/b@sha256:{DIGEST}"))  # type: ignore[arg-type]
     assert other.deployment.nodes == 2
     assert other.deployment.arguments == ("--train.new_key=5", "--cluster.new=1")
 
 
-def test_what_nodes_follow_from_has_to_be_read_all_the_same(trainer: Stage, tmp_path: Path) -> None:
+def test_what_nodes_follow_from_has_to_be_read_all_the_same(trainer: WorkerGroup, tmp_path: Path) -> None:
     recipe = tmp_path / "odd.toml"
-    wish = Wish("tokenizer", recipe, f"a/b@sha256:{DIGEST}", None, None, (), 3, 60, 0, False, False, True)
+    request = DeployRequest("tokenizer", recipe, f"a/b@sha256:{DIGEST}", None, None, (), 3, 60, 0, False, False, True)
     for text, said in [
         ("name = 'x'\n[cluster]\ntokenizer_nodes = 'two'", "odd.toml: the nodes .* cluster.tokenizer_nodes: .*'two'"),
         ("name = ", "odd.toml: not a TOML file"),
@@ -188,9 +196,9 @@ def test_what_nodes_follow_from_has_to_be_read_all_the_same(trainer: Stage, tmp_
     ]:
         recipe.write_text(text)
         with pytest.raises(RecipeError, match=said):
-            resolve(Listing(), trainer, wish)  # type: ignore[arg-type]
+            resolve(Listing(), trainer, request)  # type: ignore[arg-type]
     recipe.write_text("name = 'x'\n[future]\nkey = 1\n[cluster]\ntokenizer_nodes = 2")
-    assert resolve(Listing(), trainer, wish).deployment.nodes == 2  # type: ignore[arg-type]
+    assert resolve(Listing(), trainer, request).deployment.nodes == 2  # type: ignore[arg-type]
 
 
 def test_a_deploy_job_reads_no_recipe() -> None:
@@ -233,11 +241,11 @@ class Listing:
 
 
 @pytest.fixture
-def trainer(clusters: dict[str, Thing]) -> Stage:
-    return stage_of(copy.deepcopy(clusters["eks"]), "trainer")
+def trainer(clusters: dict[str, Thing]) -> WorkerGroup:
+    return worker_group_of(copy.deepcopy(clusters["eks"]), "trainer")
 
 
-def test_room_on_nodes(trainer: Stage) -> None:
+def test_room_on_nodes(trainer: WorkerGroup) -> None:
     def check(*nodes: Thing, pods: int = 2) -> str:
         return check_nodes(Listing(Node=nodes), trainer, pods)  # type: ignore[arg-type]
 
@@ -252,7 +260,7 @@ def test_room_on_nodes(trainer: Stage) -> None:
     assert "none has enough vpc.amazonaws.com/efa" in check(without_efa)
 
 
-def test_room_in_group_and_queue(trainer: Stage) -> None:
+def test_room_in_group_and_queue(trainer: WorkerGroup) -> None:
     assert "maxReplicas 16" in check_size(trainer, 17)
     queue = {"spec": {"capability": {"memory": "800Gi"}}, "status": {"state": "Open"}}
     assert "memory: 880 GiB asked, 800 GiB in the queue" in check_queue(Listing(Queue=queue), trainer, 2)  # type: ignore[arg-type]
@@ -260,7 +268,7 @@ def test_room_in_group_and_queue(trainer: Stage) -> None:
     assert "does not exist" in check_queue(Listing(), trainer, 1)  # type: ignore[arg-type]
 
 
-def test_the_plan_says_what_restarts_and_what_it_costs(trainer: Stage) -> None:
+def test_the_plan_says_what_restarts_and_what_it_costs(trainer: WorkerGroup) -> None:
     recipe = OVERLAYS["local"].parents[2] / "recipes/tiny-cpu.toml"
     outline = read_outline(recipe, {"train.time_limit_seconds": "7200"})
     said = describe_plan(trainer, deployment_of(), outline)
@@ -298,7 +306,7 @@ def test_a_followed_log_leaves_out_ray_s_state_dumps() -> None:
 
 def test_ray_s_clients_say_nothing_of_their_web_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A logger that has set its own level does not ask its parent's."""
-    monkeypatch.setattr(job, "Conductor", lambda *arguments: Ended())
+    monkeypatch.setattr(job, "Reconciler", lambda *arguments: Ended())
     monkeypatch.setattr(job, "connect_patiently", lambda: None)
     monkeypatch.setenv("POD_NAME", "pod")
     assert job.main(deployment_of().to_json()) == 0
@@ -308,8 +316,8 @@ def test_ray_s_clients_say_nothing_of_their_web_sockets(monkeypatch: pytest.Monk
 
 
 class Ended:
-    def run(self) -> Ending:
-        return Ending(0, "done")
+    def run(self) -> Outcome:
+        return Outcome(0, "done")
 
 
 @pytest.mark.parametrize("stage", ["tokenizer", "trainer"])
@@ -317,7 +325,7 @@ class Ended:
 def test_a_dry_run_writes_every_manifest(
     clusters: dict[str, Thing], schemas: dict[Kind, Schema], stage: str, mode: str
 ) -> None:
-    worker, file = stage_of(clusters["eks"], stage), io.StringIO()
+    worker, file = worker_group_of(clusters["eks"], stage), io.StringIO()
     text = "name = 'x' # it's \u00e4\n"
     deployment = deployment_of(stage, mode=mode)
     write_manifests(file, Listing(), worker, deployment, text)  # type: ignore[arg-type]
@@ -338,7 +346,7 @@ def test_a_dry_run_writes_every_manifest(
 
 def test_a_deploy_job_s_pod_leaves_a_lost_node_soon_and_another_does_not_wait(clusters: dict[str, Thing]) -> None:
     """With a failure policy Kubernetes makes no other while the old one is Terminating: on a lost node, for ever."""
-    spec = deploy_job(stage_of(clusters["eks"], "trainer"), deployment_of())["spec"]
+    spec = render_deploy_job(worker_group_of(clusters["eks"], "trainer"), deployment_of())["spec"]
     assert "podFailurePolicy" not in spec
     assert spec["podReplacementPolicy"] == "TerminatingOrFailed"
     leaves = {each["key"]: each["tolerationSeconds"] for each in spec["template"]["spec"]["tolerations"]}

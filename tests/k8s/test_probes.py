@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from k8s.client import preflight, probe
-from k8s.client.preflight import Seen, check_in_pods
+from k8s.client.preflight import Findings, check_in_pods
 from k8s.objects.deployment import RECORD_VERSION, Deployment
-from k8s.objects.worker_group import Stage, stage_of
+from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from tests.k8s.rendered import Thing, cluster_of
 from tests.k8s.schemas import Kind, Schema, problems_of
 from tests.k8s.test_deployments import deployment_of
@@ -71,14 +71,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def trainer(overlays: dict[str, list[Thing]]) -> Stage:
+def trainer(overlays: dict[str, list[Thing]]) -> WorkerGroup:
     """Its image is pulled."""
-    return stage_of(cluster_of(overlays["eks"]), "trainer")
+    return worker_group_of(cluster_of(overlays["eks"]), "trainer")
 
 
-def look(api: Pods, stage: Stage, **changes: Any) -> Seen:
+def look(api: Pods, group: WorkerGroup, **changes: Any) -> Findings:
     deployment: Deployment = deployment_of(**changes)
-    return check_in_pods(api, stage, deployment, "name = 'x'")  # type: ignore[arg-type]
+    return check_in_pods(api, group, deployment, "name = 'x'")  # type: ignore[arg-type]
 
 
 def answers(stage: Thing | str = READY, code: int = 0, head: Thing | str = HEAD, head_code: int = 0) -> Pods:
@@ -87,7 +87,9 @@ def answers(stage: Thing | str = READY, code: int = 0, head: Thing | str = HEAD,
     return Pods({"stage": [ended(code)], "head": [ended(head_code)]}, texts)
 
 
-def test_the_stage_is_asked_in_its_own_image_on_a_node_of_its_own(trainer: Stage, schemas: dict[Kind, Schema]) -> None:
+def test_the_stage_is_asked_in_its_own_image_on_a_node_of_its_own(
+    trainer: WorkerGroup, schemas: dict[Kind, Schema]
+) -> None:
     api = answers()
     seen = look(api, trainer)
     assert (seen.problems, seen.ray_version) == ([], "2.60.0")
@@ -103,20 +105,20 @@ def test_the_stage_is_asked_in_its_own_image_on_a_node_of_its_own(trainer: Stage
 
 def test_an_image_that_is_brought_to_the_nodes_is_asked_beside_the_head(overlays: dict[str, list[Thing]]) -> None:
     api = answers(READY, head=HEAD)
-    look(api, stage_of(cluster_of(overlays["local"]), "trainer"))
+    look(api, worker_group_of(cluster_of(overlays["local"]), "trainer"))
     pods = [job["spec"]["template"]["spec"] for job in api.jobs.values()]
     assert [pod.get("nodeSelector") for pod in pods] == [None, None]
     assert {pod["containers"][0]["imagePullPolicy"] for pod in pods} == {"Never"}
 
 
-def test_the_stage_s_image_refuses_its_recipe(trainer: Stage) -> None:
+def test_the_stage_s_image_refuses_its_recipe(trainer: WorkerGroup) -> None:
     """The head's image is not asked about it."""
     [problem] = look(answers(READY | {"problem": "unknown key 'train.new'"}, code=2), trainer).problems
     assert problem.exit_code == 2
     assert f"the image {IMAGE} does not take this recipe: unknown key 'train.new'" in problem.text
 
 
-def test_an_image_that_says_it_in_words_alone_is_heard(trainer: Stage) -> None:
+def test_an_image_that_says_it_in_words_alone_is_heard(trainer: WorkerGroup) -> None:
     """As releases did that have no answer for a recipe they refuse."""
     log = "millrace: /scratch/7.toml: \n  unknown key 'a'.\n  unknown key 'b'."
     [problem] = look(answers(log, code=2), trainer).problems
@@ -125,7 +127,7 @@ def test_an_image_that_says_it_in_words_alone_is_heard(trainer: Stage) -> None:
     assert "unknown key 'b'." in problem.text
 
 
-def test_a_platform_that_does_not_fit_the_head_s(trainer: Stage) -> None:
+def test_a_platform_that_does_not_fit_the_head_s(trainer: WorkerGroup) -> None:
     other = READY | {"platform": PLATFORM | {"ray": "2.59.0"}}
     [problem] = look(answers(other), trainer).problems
     assert "has ray 2.59.0, the Ray head has 2.60.0" in problem.text
@@ -133,7 +135,7 @@ def test_a_platform_that_does_not_fit_the_head_s(trainer: Stage) -> None:
     assert look(answers(other), trainer, mode="isolated").ray_version == "2.59.0"
 
 
-def test_labels_that_do_not_fit_spare_the_pull(trainer: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_that_do_not_fit_spare_the_pull(trainer: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "read_platform_labels", lambda stage, image: PLATFORM | {"python": "3.11.2"})
     api = Pods({"stage": [waiting("ContainerCreating")], "head": [ended(0)]}, {"head": json.dumps(HEAD)})
     [problem] = look(api, trainer).problems
@@ -155,14 +157,14 @@ def test_labels_that_do_not_fit_spare_the_pull(trainer: Stage, monkeypatch: pyte
     ],
 )
 def test_a_head_of_another_version_is_told_before_anything_is_sent(
-    trainer: Stage, head: Thing | str, code: int, expected: str
+    trainer: WorkerGroup, head: Thing | str, code: int, expected: str
 ) -> None:
     [problem] = look(answers(head=head, head_code=code), trainer).problems
     assert problem.exit_code == 4
     assert re.search(expected, problem.text)
 
 
-def test_a_pull_is_waited_for_and_told(trainer: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pull_is_waited_for_and_told(trainer: WorkerGroup, capsys: pytest.CaptureFixture[str]) -> None:
     api = answers()
     api._states["stage"] = [waiting("ContainerCreating"), waiting("ErrImagePull", "connection reset"), ended(0)]
     api._events = [{"reason": "Pulling", "message": "Pulling image"}]
@@ -172,7 +174,7 @@ def test_a_pull_is_waited_for_and_told(trainer: Stage, capsys: pytest.CaptureFix
     assert "ErrImagePull (connection reset)" in told
 
 
-def test_an_image_that_cannot_be_pulled_is_named(trainer: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_cannot_be_pulled_is_named(trainer: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     api = answers()
     api._states["stage"] = [
         waiting("ErrImagePull", "manifest unknown"),
@@ -193,7 +195,7 @@ def test_an_image_that_cannot_be_pulled_is_named(trainer: Stage, monkeypatch: py
         [ended(128, "exec /bin/sh: exec format error")],
     ],
 )
-def test_an_image_for_another_processor_is_told_at_once(trainer: Stage, states: list[Thing]) -> None:
+def test_an_image_for_another_processor_is_told_at_once(trainer: WorkerGroup, states: list[Thing]) -> None:
     api = answers("")
     api._states["stage"] = states
     [problem] = look(api, trainer).problems
@@ -201,7 +203,7 @@ def test_an_image_for_another_processor_is_told_at_once(trainer: Stage, states: 
     assert "another processor than" in problem.text
 
 
-def test_a_pod_that_is_lost_is_tried_again(trainer: Stage) -> None:
+def test_a_pod_that_is_lost_is_tried_again(trainer: WorkerGroup) -> None:
     api = answers("")
     api._states["stage"] = [{"phase": "Failed", "message": "The node was low on resource"}]
     [problem] = look(api, trainer).problems

@@ -11,11 +11,11 @@ import pytest
 from k8s.client.status import describe_status
 from k8s.controller import job
 from k8s.controller.head_facts import describe_head
-from k8s.objects.deploy_job import EXIT_ENDED_BADLY, deploy_job
+from k8s.objects.deploy_job import EXIT_ENDED_BADLY, render_deploy_job
 from k8s.objects.deployment import RECORD_VERSION, RECORDS_READ, Deployment, UnknownRecord
 from k8s.objects.names import OUTCOME_ANNOTATION
-from k8s.objects.record import Ending, record_of, refuse_record
-from k8s.objects.worker_group import stage_of
+from k8s.objects.record import Outcome, record_of, refuse_record
+from k8s.objects.worker_group import worker_group_of
 from tests.k8s.rendered import Thing, cluster_of
 from tests.k8s.test_deployments import deployment_of
 
@@ -88,7 +88,7 @@ def cluster(overlays: dict[str, list[Thing]]) -> Thing:
 
 
 def job_with(cluster: Thing, text: str) -> Thing:
-    made = deploy_job(stage_of(cluster, "trainer"), deployment_of())
+    made = render_deploy_job(worker_group_of(cluster, "trainer"), deployment_of())
     made["metadata"] |= {"uid": "u", "resourceVersion": "7", "creationTimestamp": "now"}
     made["spec"]["template"]["spec"]["containers"][0]["args"] = [text]
     return made
@@ -108,7 +108,7 @@ def test_a_deploy_job_that_cannot_read_its_record_ends_at_once_and_says_which_si
     api = Jobs(job_with(cluster, text))
     monkeypatch.setattr(job, "connect", lambda: api)
     assert job.main(text) == EXIT_ENDED_BADLY
-    outcome = Ending(**json.loads(api.job["metadata"]["annotations"][OUTCOME_ANNOTATION]))
+    outcome = Outcome(**json.loads(api.job["metadata"]["annotations"][OUTCOME_ANNOTATION]))
     assert outcome.exit_code == 4
     assert side in outcome.message
     assert side in capsys.readouterr().out
@@ -145,8 +145,8 @@ def test_how_it_ended_is_read_whatever_else_is_told(cluster: Thing) -> None:
         "millrace.dev/attempts": '[{"exit_code": 75, "message": "m", "seconds": 3}]',
         OUTCOME_ANNOTATION: '{"exit_code": 0, "message": "done", "seconds": 3}',
     }
-    assert record_of(made).attempts == (Ending(75, "m"),)
-    assert record_of(made).outcome == Ending(0, "done")
+    assert record_of(made).attempts == (Outcome(75, "m"),)
+    assert record_of(made).outcome == Outcome(0, "done")
 
 
 def test_a_head_tells_which_records_it_reads() -> None:

@@ -20,12 +20,12 @@ from ray.job_submission import JobStatus
 from k8s.client.status import describe_status
 from k8s.controller.ray_jobs import DriverState, RayUnreachable
 from k8s.controller.reaper import ORPHAN_SECONDS, StageReaper
-from k8s.controller.reconciler import HEAD_LOST_SECONDS, PENDING_SECONDS, Conductor
-from k8s.objects.deploy_job import deploy_job
+from k8s.controller.reconciler import HEAD_LOST_SECONDS, PENDING_SECONDS, Reconciler
+from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import Deployment
 from k8s.objects.placement import pods_of
-from k8s.objects.record import Ending, Record, read_record
-from k8s.objects.worker_group import read_stage
+from k8s.objects.record import Outcome, Record, read_record
+from k8s.objects.worker_group import read_worker_group
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing, cluster_of
 from tests.k8s.test_decisions import READY, Clock, clock, node
@@ -69,7 +69,7 @@ class World:
         deployment = deployment_of(**settings | changes)
         if self.api.find("Job", "deploy-trainer"):
             self.api.delete("Job", "deploy-trainer")
-        job = deploy_job(read_stage(self.api, "trainer"), deployment)  # type: ignore[arg-type]
+        job = render_deploy_job(read_worker_group(self.api, "trainer"), deployment)  # type: ignore[arg-type]
         self.api.create(job | {"status": {"failed": 2}})
         return deployment
 
@@ -199,16 +199,16 @@ def world(overlays: dict[str, list[Thing]], tmp_path: Path, clock: Clock) -> Ite
 
 
 @pytest.fixture
-def conduct(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ending]:
+def reconcile(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """Run a deployment to its end."""
     monkeypatch.setattr("k8s.controller.reconciler.RayJobs", lambda cluster, namespace: world)
     monkeypatch.setattr("k8s.controller.reconciler.DriverLog", NoLog)
-    monkeypatch.setattr(Conductor, "_pause", lambda self: world.pass_time())
+    monkeypatch.setattr(Reconciler, "_pause", lambda self: world.pass_time())
 
-    def run(**changes: Any) -> Ending:
-        ending = Conductor(world.api, world.deploy(**changes), "pod").run()  # type: ignore[arg-type]
-        assert ending
-        return ending
+    def run(**changes: Any) -> Outcome:
+        outcome = Reconciler(world.api, world.deploy(**changes), "pod").run()  # type: ignore[arg-type]
+        assert outcome
+        return outcome
 
     return run
 
@@ -221,24 +221,24 @@ def commit(root: Path, step: int) -> None:
 
 def is_down(world: World) -> bool:
     kinds = ("Pod", "PodGroup", "Lease")
-    return not any(world.api.names(kind) for kind in kinds) and read_stage(world.api, "trainer").replicas == 0  # type: ignore[arg-type]
+    return not any(world.api.names(kind) for kind in kinds) and read_worker_group(world.api, "trainer").replicas == 0  # type: ignore[arg-type]
 
 
 def test_a_run_that_commits_checkpoints_outlives_any_number_of_evictions(
-    world: World, conduct: Callable[..., Ending], tmp_path: Path
+    world: World, reconcile: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     def attempt(number: int) -> DriverState:
         commit(tmp_path, 100 * number)
         return LOST if number < 9 else ended(0)
 
     world.attempt = attempt
-    assert conduct(retries=3) == Ending(0, "done after 9 attempts")
+    assert reconcile(retries=3) == Outcome(0, "done after 9 attempts")
     assert [each.progressed for each in world.record.attempts] == [True] * 9
     assert is_down(world)
 
 
 def test_four_disturbances_without_a_checkpoint_end_it(
-    world: World, conduct: Callable[..., Ending], tmp_path: Path
+    world: World, reconcile: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     def attempt(number: int) -> DriverState:
         if number == 2:
@@ -246,12 +246,14 @@ def test_four_disturbances_without_a_checkpoint_end_it(
         return LOST
 
     world.attempt = attempt
-    ending = conduct(retries=3)
-    assert (ending.exit_code, len(world.record.attempts)) == (75, 5)
-    assert "after 5 attempts" in ending.message
+    outcome = reconcile(retries=3)
+    assert (outcome.exit_code, len(world.record.attempts)) == (75, 5)
+    assert "after 5 attempts" in outcome.message
 
 
-def test_another_stage_s_retries_count_attempts(world: World, conduct: Callable[..., Ending], tmp_path: Path) -> None:
+def test_another_stage_s_retries_count_attempts(
+    world: World, reconcile: Callable[..., Outcome], tmp_path: Path
+) -> None:
     """It has no checkpoints, and those of a run of the same recipe are none of its doing."""
 
     def attempt(number: int) -> DriverState:
@@ -259,20 +261,20 @@ def test_another_stage_s_retries_count_attempts(world: World, conduct: Callable[
         return LOST
 
     world.attempt = attempt
-    conduct(retries=2, recipe="")
+    reconcile(retries=2, recipe="")
     assert len(world.record.attempts) == 3
 
 
-def test_a_job_that_ended_badly_gets_no_further_pod(world: World, conduct: Callable[..., Ending]) -> None:
+def test_a_job_that_ended_badly_gets_no_further_pod(world: World, reconcile: Callable[..., Outcome]) -> None:
     """Its pod's exit code is the failure that is one too many; before that, it comes back however often it fails."""
     limit = world.api.find("Job", world.deploy().stage and "deploy-trainer")["spec"]["backoffLimit"]  # type: ignore[index]
     assert limit >= 1_000
     world.attempt = lambda number: ended(3, "millrace: no corpus")
-    assert conduct() == Ending(3, "no corpus")
+    assert reconcile() == Outcome(3, "no corpus")
     assert world.api.find("Job", "deploy-trainer")["spec"]["backoffLimit"] == 2  # type: ignore[index]
 
 
-def test_a_pod_on_a_dead_node_is_replaced_and_the_run_goes_on(world: World, conduct: Callable[..., Ending]) -> None:
+def test_a_pod_on_a_dead_node_is_replaced_and_the_run_goes_on(world: World, reconcile: Callable[..., Outcome]) -> None:
     """KubeRay counts the old one for as long as it is Terminating, which on a dead node is for ever."""
 
     def attempt(number: int) -> DriverState:
@@ -284,23 +286,23 @@ def test_a_pod_on_a_dead_node_is_replaced_and_the_run_goes_on(world: World, cond
 
     world.attempt = attempt
     began = world.clock.now
-    assert conduct(drain_seconds=60) == Ending(0, "done after 2 attempts")
+    assert reconcile(drain_seconds=60) == Outcome(0, "done after 2 attempts")
     assert GRACE_SECONDS < world.clock.now - began < GRACE_SECONDS + 120
     assert is_down(world)
 
 
-def test_teardown_ends_although_a_node_is_dead(world: World, conduct: Callable[..., Ending]) -> None:
+def test_teardown_ends_although_a_node_is_dead(world: World, reconcile: Callable[..., Outcome]) -> None:
     def attempt(number: int) -> DriverState:
         world.set_node("n1", *DARK)
         return ended(0)
 
     world.attempt = attempt
-    assert conduct(drain_seconds=60) == Ending(0, "done")
+    assert reconcile(drain_seconds=60) == Outcome(0, "done")
     assert is_down(world)
 
 
 def test_without_a_spare_node_it_goes_on_with_fewer_and_takes_all_again(
-    world: World, conduct: Callable[..., Ending], capsys: pytest.CaptureFixture[str]
+    world: World, reconcile: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Attempt 1 loses a node, attempt 2 runs on the other, and when that attempt is lost the node is back."""
     ran: list[tuple[str, str, list[str]]] = []
@@ -314,8 +316,8 @@ def test_without_a_spare_node_it_goes_on_with_fewer_and_takes_all_again(
         return LOST if number < 3 else ended(0)
 
     world.attempt = attempt
-    conduct(drain_seconds=60, nodes=2, fewer_nodes=(1,), workers_per_node=4, retries=3)
-    root = read_stage(world.api, "trainer").root  # type: ignore[arg-type]
+    reconcile(drain_seconds=60, nodes=2, fewer_nodes=(1,), workers_per_node=4, retries=3)
+    root = read_worker_group(world.api, "trainer").root  # type: ignore[arg-type]
     assert ran == [
         ("2", root, ["n0", "n1"]),
         ("1", "--parallel.data_parallel_size=4", ["n0"]),
@@ -326,15 +328,15 @@ def test_without_a_spare_node_it_goes_on_with_fewer_and_takes_all_again(
     assert "attempt 3:" in statuses[2]
 
 
-def test_without_the_recipe_s_word_it_waits_for_all_nodes(world: World, conduct: Callable[..., Ending]) -> None:
+def test_without_the_recipe_s_word_it_waits_for_all_nodes(world: World, reconcile: Callable[..., Outcome]) -> None:
     def attempt(number: int) -> DriverState:
         world.set_node("n1", *DARK)
         return LOST
 
     world.attempt = attempt
-    ending = conduct(drain_seconds=60, start_timeout_seconds=600)
-    assert ending.exit_code == 75
-    assert "not up after 600 s: 1 of 2 trainer pods are ready" in ending.message
+    outcome = reconcile(drain_seconds=60, start_timeout_seconds=600)
+    assert outcome.exit_code == 75
+    assert "not up after 600 s: 1 of 2 trainer pods are ready" in outcome.message
     assert is_down(world)
 
 
@@ -348,7 +350,7 @@ def test_without_the_recipe_s_word_it_waits_for_all_nodes(world: World, conduct:
 )
 def test_what_never_begins_has_a_deadline(
     world: World,
-    conduct: Callable[..., Ending],
+    reconcile: Callable[..., Outcome],
     state: DriverState | None,
     is_head_there: bool,
     seconds: float,
@@ -362,28 +364,28 @@ def test_what_never_begins_has_a_deadline(
 
     world.attempt = attempt
     began = world.clock.now
-    ending = conduct(retries=0)
-    assert ending.exit_code == 75
-    assert said in ending.message
+    outcome = reconcile(retries=0)
+    assert outcome.exit_code == 75
+    assert said in outcome.message
     assert seconds < world.clock.now - began < seconds + 120
     assert world.api.names("RayJob") == [], "it could still begin"
     assert is_down(world)
 
 
-def test_the_last_rayjob_stays_until_the_next_deployment(world: World, conduct: Callable[..., Ending]) -> None:
+def test_the_last_rayjob_stays_until_the_next_deployment(world: World, reconcile: Callable[..., Outcome]) -> None:
     world.attempt = lambda number: LOST if number == 1 else ended(0)
-    conduct()
+    reconcile()
     assert world.api.names("RayJob") == ["trainer-abc123-2"]
     assert world.api.find("RayJob", "trainer-abc123-2")["status"]["jobDeploymentStatus"] == "Complete"  # type: ignore[index]
-    conduct(id="def456", image="another")
+    reconcile(id="def456", image="another")
     assert world.api.names("RayJob") == ["trainer-def456-2"]
 
 
 def test_an_ended_rayjob_that_the_operator_does_not_see_is_deleted(
-    world: World, conduct: Callable[..., Ending], monkeypatch: pytest.MonkeyPatch
+    world: World, reconcile: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(world.api, "merge", _without_rayjobs(world.api.merge))
-    conduct()
+    reconcile()
     assert world.api.names("RayJob") == []
     assert is_down(world)
 
@@ -412,11 +414,11 @@ def orphan(world: World, **changes: Any) -> None:
     world.watch = leave
     world.attempt = lambda number: DriverState(JobStatus.RUNNING, None, "", 1)
     with pytest.raises(Gone):
-        Conductor(world.api, world.deploy(**changes), "pod").run()  # type: ignore[arg-type]
+        Reconciler(world.api, world.deploy(**changes), "pod").run()  # type: ignore[arg-type]
     world.watch = lambda: None
 
 
-@pytest.mark.usefixtures("conduct")
+@pytest.mark.usefixtures("reconcile")
 def test_a_stage_that_nobody_holds_is_taken_down(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     orphan(world)
     reap(world, 10 * ORPHAN_SECONDS)
@@ -432,7 +434,7 @@ def test_a_stage_that_nobody_holds_is_taken_down(world: World, capsys: pytest.Ca
     assert "is down" in said
 
 
-@pytest.mark.usefixtures("conduct")
+@pytest.mark.usefixtures("reconcile")
 def test_a_stage_that_somebody_works_on_is_left_alone(world: World) -> None:
     """The Job is deleted, its process is not: it takes the stage down itself, with time for a checkpoint."""
     orphan(world)
@@ -443,8 +445,8 @@ def test_a_stage_that_somebody_works_on_is_left_alone(world: World) -> None:
 
 
 @pytest.mark.parametrize("is_job_there", [True, False])
-def test_pods_that_were_to_stay_stay(world: World, conduct: Callable[..., Ending], is_job_there: bool) -> None:
-    conduct(keep=True)
+def test_pods_that_were_to_stay_stay(world: World, reconcile: Callable[..., Outcome], is_job_there: bool) -> None:
+    reconcile(keep=True)
     condition = {"type": "Complete", "status": "True"}
     world.api.merge("Job", "deploy-trainer", {"status": {"conditions": [condition]}})
     if not is_job_there:
@@ -453,16 +455,16 @@ def test_pods_that_were_to_stay_stay(world: World, conduct: Callable[..., Ending
     assert world.bound() == ["n0", "n1"]
 
 
-def test_the_record_holds_what_a_restarted_process_needs(world: World, conduct: Callable[..., Ending]) -> None:
+def test_the_record_holds_what_a_restarted_process_needs(world: World, reconcile: Callable[..., Outcome]) -> None:
     """The attempt that was given fewer nodes has them after a restart of the deploy Job's pod, too."""
     deployment = world.deploy(nodes=2, fewer_nodes=(1,))
-    stage = read_stage(world.api, "trainer")  # type: ignore[arg-type]
-    first = Conductor(world.api, deployment, "first")  # type: ignore[arg-type]
-    first._ensure_pod_group(stage, 2, 1)
-    record = replace(world.record, attempts=(Ending(75, "lost"),))
-    Conductor(world.api, deployment, "second")._start(record, 2)  # type: ignore[arg-type]
-    group = world.api.find("PodGroup", stage.pod_group) or {}
+    worker_group = read_worker_group(world.api, "trainer")  # type: ignore[arg-type]
+    first = Reconciler(world.api, deployment, "first")  # type: ignore[arg-type]
+    first._ensure_pod_group(worker_group, 2, 1)
+    record = replace(world.record, attempts=(Outcome(75, "lost"),))
+    Reconciler(world.api, deployment, "second")._start(record, 2)  # type: ignore[arg-type]
+    group = world.api.find("PodGroup", worker_group.pod_group) or {}
     assert group["spec"]["minMember"] == 1
-    assert read_stage(world.api, "trainer").replicas == 1  # type: ignore[arg-type]
+    assert read_worker_group(world.api, "trainer").replicas == 1  # type: ignore[arg-type]
     assert json.loads(deployment.to_json())["fewer_nodes"] == [1]
-    assert conduct(nodes=2, fewer_nodes=(1,)) == Ending(0, "done")
+    assert reconcile(nodes=2, fewer_nodes=(1,)) == Outcome(0, "done")
