@@ -9,7 +9,7 @@ from k8s.objects.rayjob import has_ended, rayjobs_of
 from k8s.objects.worker_group import scale_down, worker_group_of
 
 
-def drop_rayjobs(api: Api, stage: str) -> int:
+def delete_rayjobs(api: Api, stage: str) -> int:
     """Delete the stage's RayJobs; the operator stops what still runs of them. The number that is left."""
     jobs = rayjobs_of(api, stage)
     for job in jobs:

@@ -18,9 +18,10 @@ import pytest
 from ray.job_submission import JobStatus
 
 from k8s.client.status import describe_status
+from k8s.controller.decision import HEAD_LOST_SECONDS, PENDING_SECONDS, decide
 from k8s.controller.ray_jobs import DriverState, RayUnreachable
 from k8s.controller.reaper import ORPHAN_SECONDS, StageReaper
-from k8s.controller.reconciler import HEAD_LOST_SECONDS, PENDING_SECONDS, Reconciler
+from k8s.controller.reconciler import Reconciler
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import Deployment
 from k8s.objects.placement import pods_of
@@ -462,7 +463,9 @@ def test_the_record_holds_what_a_restarted_process_needs(world: World, reconcile
     first = Reconciler(world.api, deployment, "first")  # type: ignore[arg-type]
     first._ensure_pod_group(worker_group, 2, 1)
     record = replace(world.record, attempts=(Outcome(75, "lost"),))
-    Reconciler(world.api, deployment, "second")._start(record, 2)  # type: ignore[arg-type]
+    second = Reconciler(world.api, deployment, "second")  # type: ignore[arg-type]
+    observation = second._observe(record, None)
+    second._act(decide(observation), observation)
     group = world.api.find("PodGroup", worker_group.pod_group) or {}
     assert group["spec"]["minMember"] == 1
     assert read_worker_group(world.api, "trainer").replicas == 1  # type: ignore[arg-type]
