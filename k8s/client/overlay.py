@@ -13,12 +13,13 @@ from pathlib import Path
 import yaml
 
 from deploy.progress import Progress
+from deploy.stage_contract import DRAIN_VARIABLES, RECIPE
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api, Conflict, KindAbsent, Object
 from k8s.objects.names import CLUSTER, COMPONENT_LABEL, VARIANT_ANNOTATION
 from k8s.objects.placement import explain_start, heads_of, is_ready, newest_event, pods_of
 from k8s.objects.record import read_running_record
-from k8s.objects.worker_group import DRAIN_VARIABLES, WorkerGroup, head_pod_of, image_of, read_cluster, worker_group_of
+from k8s.objects.worker_group import WorkerGroup, head_pod_of, image_of, read_cluster, worker_group_of
 from services.common.errors import DeviceError, RecipeError, TryAgain
 from services.common.recipe import STAGES
 
@@ -183,7 +184,7 @@ def _keep_deployment(group: Object, was: WorkerGroup) -> None:
     group["replicas"] = was.replicas
     if not was.image.endswith(UNSET):
         container["image"] = was.image
-    pod["volumes"] = [was.pod["volumes"][was.recipe_index] if v["name"] == "recipe" else v for v in pod["volumes"]]
+    pod["volumes"] = [was.pod["volumes"][was.recipe_index] if v["name"] == RECIPE.name else v for v in pod["volumes"]]
     if was.replicas:  # between deployments the manifests' own
         pod["terminationGracePeriodSeconds"] = was.pod["terminationGracePeriodSeconds"]
         drains = {v["name"]: v for v in was.container["env"] if v["name"] in DRAIN_VARIABLES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deploy.stage_contract import RECIPE
 from k8s.client.outline import Outline
 from k8s.objects.api import Object
 from k8s.objects.deployment import Deployment
@@ -60,7 +61,7 @@ def _groups(cluster: Object) -> list[str]:
 
 def _recipe_of(group: Object) -> str:
     volumes = group["template"]["spec"]["volumes"]
-    return str(next(volume["configMap"]["name"] for volume in volumes if volume["name"] == "recipe"))
+    return str(next(volume["configMap"]["name"] for volume in volumes if volume["name"] == RECIPE.name))
 
 
 def _change(before: str, after: str) -> str:

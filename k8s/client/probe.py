@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from deploy.exit_codes import EXIT_AGAIN, find_error_line
 from deploy.progress import Progress
+from deploy.stage_contract import RECIPE
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.names import COMPONENT_LABEL, STAGE_LABEL
 from k8s.objects.placement import explain_start
@@ -181,7 +182,7 @@ def _job(
         "automountServiceAccountToken": False,
         "securityContext": group.pod["securityContext"],
         **{name: place[name] for name in PLACEMENT_FIELDS if name in place},
-        "volumes": [volume for volume in group.pod["volumes"] if volume["name"] != "recipe"],
+        "volumes": [volume for volume in group.pod["volumes"] if volume["name"] != RECIPE.name],
         "containers": [
             {
                 "name": CONTAINER,
@@ -191,7 +192,7 @@ def _job(
                 "env": [{"name": name, "value": value} for name, value in environment.items()],
                 "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
                 "securityContext": group.container["securityContext"],
-                "volumeMounts": [m for m in group.container["volumeMounts"] if m["name"] != "recipe"],
+                "volumeMounts": [m for m in group.container["volumeMounts"] if m["name"] != RECIPE.name],
             }
         ],
     }

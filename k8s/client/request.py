@@ -10,6 +10,7 @@ import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from deploy.stage_contract import RECIPE_FILE
 from k8s.client.outline import Outline, read_outline, read_outline_of_text
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api
@@ -120,7 +121,7 @@ def complete_from_record(api: Api, group: WorkerGroup, request: DeployRequest, r
         kept = api.find("ConfigMap", name)
         if kept is None:
             raise DeviceError(f"the recipe of the deployment before (ConfigMap {name}) is gone: name one with RECIPE=")
-        request = replace(request, recipe_text=kept["data"]["recipe.toml"])
+        request = replace(request, recipe_text=kept["data"][RECIPE_FILE])
     return request
 
 

@@ -6,7 +6,7 @@ import re
 
 from ray.job_submission import JobStatus
 
-from deploy.exit_codes import EXIT_AGAIN, find_error_line
+from deploy.exit_codes import EXIT_AGAIN, find_error_line, is_tried_again, resolve_exit_code
 from k8s.controller.ray_jobs import DriverState
 from k8s.objects.api import Object
 from k8s.objects.record import Outcome, Record
@@ -21,9 +21,8 @@ def exit_code_of_driver(driver: DriverState, stop: str) -> tuple[int, str]:
         return 0, "done"
     if driver.status == JobStatus.STOPPED:
         return EXIT_AGAIN, f"stopped by {stop or 'a request to Ray'}; the same command continues"
-    if driver.exit_code is not None and driver.exit_code > 0:
-        return driver.exit_code, find_error_line(driver.message)
-    return EXIT_AGAIN, f"the driver was lost: {find_error_line(driver.message)}"
+    exit_code, line = resolve_exit_code(driver.exit_code or None), find_error_line(driver.message)
+    return exit_code, line if exit_code == driver.exit_code else f"the driver was lost: {line}"
 
 
 def exit_code_of_rayjob(job: Object) -> tuple[int, str]:
@@ -51,7 +50,7 @@ def count_disturbances(attempts: tuple[Outcome, ...]) -> int:
 def may_try_again(record: Record) -> bool:
     """Retries count disturbances: after a new checkpoint the count starts again."""
     is_left = count_disturbances(record.attempts) <= record.deployment.retries
-    return record.attempts[-1].exit_code == EXIT_AGAIN and is_left and not record.stop
+    return is_tried_again(record.attempts[-1].exit_code) and is_left and not record.stop
 
 
 def has_progressed(before: dict[str, int], after: dict[str, int], message: str) -> bool:

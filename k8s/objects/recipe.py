@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deploy.stage_contract import RECIPE_FILE
 from k8s.objects.api import Object
 from k8s.objects.names import STAGE_LABEL, recipe_name
 
@@ -12,5 +13,5 @@ def render_recipe_config_map(stage: str, text: str, digest: str) -> Object:
         "kind": "ConfigMap",
         "metadata": {"name": recipe_name(stage, digest), "labels": {STAGE_LABEL: stage}},
         "immutable": True,
-        "data": {"recipe.toml": text},
+        "data": {RECIPE_FILE: text},
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 from kubernetes.utils import parse_quantity
 
+from deploy.stage_contract import DRAIN_VARIABLES, RECIPE, ROOT, make_command
 from k8s.objects.api import Api, Object
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import (
@@ -26,7 +27,6 @@ from services.common.errors import DeviceError
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
 
 DRAIN_MARGIN_SECONDS = 30  # KubeRay's and Ray's own way down
-DRAIN_VARIABLES = ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "RAY_JOB_STOP_WAIT_TIME_S")
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ class WorkerGroup:
     @property
     def root(self) -> str:
         """Where the artifacts are, in a pod of the stage."""
-        return self._mount_of("fsx")
+        return self._mount_of(ROOT.name)
 
     @property
     def recipe_folder(self) -> str:
-        return self._mount_of("recipe")
+        return self._mount_of(RECIPE.name)
 
     @property
     def recipe(self) -> str:
@@ -138,14 +138,13 @@ class WorkerGroup:
 
     @property
     def recipe_index(self) -> int:
-        return next(index for index, volume in enumerate(self.pod["volumes"]) if volume["name"] == "recipe")
+        return next(index for index, volume in enumerate(self.pod["volumes"]) if volume["name"] == RECIPE.name)
 
     def entrypoint(self, arguments: list[str]) -> list[str]:
-        """The stage's command: the same on a laptop, in a container and here."""
-        recipe = f"{self.recipe_folder}/recipe.toml"
+        """The stage's command, for Ray's shell."""
         # exec: else a stop's SIGTERM ends the shell around it, the stage's process is left to process 1 of the pod,
         # which reaps nothing, and Ray waits for the zombie until its patience ends.
-        return ["exec", "python", "-m", f"services.{self.name}", "--recipe", recipe, "--root", self.root, *arguments]
+        return ["exec", *make_command(self.name, self.recipe_folder, self.root, arguments)]
 
     def _mount_of(self, volume: str) -> str:
         for mount in self.container.get("volumeMounts", []):

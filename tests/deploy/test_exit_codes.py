@@ -1,0 +1,32 @@
+"""What the end of a stage's command means, on any target."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.exit_codes import find_error_line, is_tried_again, resolve_exit_code
+from services.common.errors import EXIT_INTERRUPTED, MillraceError, TryAgain
+
+
+@pytest.mark.parametrize(("told", "expected"), [(0, 0), (3, 3), (75, 75), (None, 75), (-9, 75), (-15, 75)])
+def test_a_command_that_told_no_code_was_lost(told: int | None, expected: int) -> None:
+    assert resolve_exit_code(told) == expected
+
+
+def test_one_code_is_tried_again() -> None:
+    codes = {each.exit_code for each in MillraceError.__subclasses__()} | {0, 1, EXIT_INTERRUPTED}
+    assert {code for code in codes if is_tried_again(code)} == {TryAgain.exit_code} == {75}
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ("", "no message"),
+        ("step 1\nkilled\n\n", "killed"),
+        ("step 1\nmillrace: no corpus\n", "no corpus"),
+        ("millrace: two keys:\n  a\n  b\n", "two keys:   a   b"),
+        ("millrace: first\nmillrace: last", "last"),
+    ],
+)
+def test_a_stage_s_own_line_is_found(said: str, line: str) -> None:
+    assert find_error_line(said) == line
