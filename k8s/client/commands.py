@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TextIO
 
+from deploy.history import find_image_before
 from k8s.client.manifests import write_manifests
 from k8s.client.plan import describe_plan
 from k8s.client.preflight import Problem, check_cluster, check_in_pods
@@ -202,16 +203,13 @@ def _follow(api: Api, deployment: Deployment, request: DeployRequest) -> int:
 
 
 def _image_before(group: WorkerGroup, present: str) -> str:
-    good = group.good_images
-    digests = [image.rpartition("@")[2] for image in good]
-    digest = present.rpartition("@")[2]
-    earlier = good[: digests.index(digest)] if digest in digests else good
-    if not earlier:
-        known = f"only {present} is known to be good" if good else "no image of it has ended well here yet"
+    image = find_image_before(group.good_images, present)
+    if image is None:
+        known = f"only {present} is known to be good" if group.good_images else "no image of it has ended well here yet"
         raise DeviceError(
             f"{group.name} cannot go back: {known}. make deploy-stage STAGE={group.name} TAG=... takes any"
         )
-    return earlier[-1]
+    return image
 
 
 def _forget_recipes(api: Api, group: WorkerGroup, deployment: Deployment, before: Record | None) -> None:

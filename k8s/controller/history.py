@@ -1,5 +1,5 @@
-"""The history of a stage: the checkpoints that an attempt left, and what the RayCluster's annotations keep for the next
-deployment: images with which the stage ended well, and the time of its slowest checkpoint.
+"""The history of a stage as its attempts leave it: checkpoints, images with which it ended well, and the time of the
+slowest checkpoint. Clients, which do not see the artifact root, read the last two from annotations of the RayCluster.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import glob
 import json
 from pathlib import Path
 
+from deploy.history import add_good_image, merge_histories, read_good_images, write_good_images
 from k8s.objects.api import Api
 from k8s.objects.names import checkpoint_annotation, good_images_annotation
 from k8s.objects.placement import pods_of
@@ -15,7 +16,6 @@ from k8s.objects.worker_group import WorkerGroup
 from services.common.artifacts.manifest import MANIFEST
 from services.common.telemetry import read_last_json_line
 
-GOOD_IMAGES_KEPT = 5
 RUN_DIGEST = "[0-9a-f]" * 8
 STEP_DIGITS = "[0-9]" * 8
 
@@ -33,12 +33,26 @@ def find_newest_checkpoints(root: Path, recipe: str) -> dict[str, int]:
 
 
 def record_good_image(api: Api, group: WorkerGroup, image: str) -> None:
-    """Add the image to those with which the stage ended well, by digest where it has one."""
+    """Add the image to those with which the stage ended well, by digest where it has one.
+
+    Raises `OSError` or `ValueError` where the root cannot keep it; the annotation has it all the same.
+    """
     image = image if "@sha256:" in image else _digest_of_pods(api, group) or image
-    known = group.good_images
-    digests = [each.rpartition("@")[2] for each in known]
-    if image.rpartition("@")[2] not in digests:  # one that was rolled back to keeps its place in the order
-        _annotate(api, group, good_images_annotation(group.name), json.dumps([*known, image][-GOOD_IMAGES_KEPT:]))
+    root = Path(group.root)
+    try:
+        kept = read_good_images(root, group.name)
+    except (OSError, ValueError):
+        _annotate_good_images(api, group, add_good_image(group.good_images, image))
+        raise
+    images = add_good_image(merge_histories(kept, group.good_images), image)
+    _annotate_good_images(api, group, images)
+    if images != kept:
+        write_good_images(root, group.name, images)
+
+
+def _annotate_good_images(api: Api, group: WorkerGroup, images: list[str]) -> None:
+    if images != group.good_images:
+        _annotate(api, group, good_images_annotation(group.name), json.dumps(images))
 
 
 def record_checkpoint_seconds(api: Api, group: WorkerGroup) -> None:

@@ -246,7 +246,10 @@ class Reconciler:
             self._log = self._submission = None
         group = read_worker_group(self._api, self._stage)
         if action.exit_code == 0:
-            record_good_image(self._api, group, self._deployment.image)
+            try:
+                record_good_image(self._api, group, self._deployment.image)
+            except (OSError, ValueError) as error:  # a history that is lost fails no stage
+                self._report(f"the root does not keep the image: {error}")
         try:
             record_checkpoint_seconds(self._api, group)
         except (OSError, ValueError, AttributeError) as error:  # a run's folder may be removed at any time

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from ray.job_submission import JobStatus
 
+from deploy.history import read_good_images
 from k8s.client.status import describe_status
 from k8s.controller.decision import HEAD_LOST_SECONDS, PENDING_SECONDS, decide
 from k8s.controller.ray_jobs import DriverState, RayUnreachable
@@ -471,3 +472,25 @@ def test_the_record_holds_what_a_restarted_process_needs(world: World, reconcile
     assert read_worker_group(world.api, "trainer").replicas == 1  # type: ignore[arg-type]
     assert json.loads(deployment.to_json())["fewer_nodes"] == [1]
     assert reconcile(nodes=2, fewer_nodes=(1,)) == Outcome(0, "done")
+
+
+def test_an_image_that_ended_well_is_known_to_the_next_cluster(
+    world: World, reconcile: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """Clients read it from the RayCluster; the root keeps it where the RayCluster does not."""
+    annotation = "millrace.dev/trainer-good-images"
+    reconcile(image="a@sha256:1")
+    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1"]  # type: ignore[arg-type]
+    world.api.merge("RayCluster", "millrace", {"metadata": {"annotations": {annotation: None}}})
+    reconcile(id="def456", image="a@sha256:2")
+    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1", "a@sha256:2"]  # type: ignore[arg-type]
+    assert read_good_images(tmp_path, "trainer") == ["a@sha256:1", "a@sha256:2"]
+
+
+def test_a_root_that_keeps_no_history_fails_no_stage(
+    world: World, reconcile: Callable[..., Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deploy").touch()
+    assert reconcile(image="a@sha256:1") == Outcome(0, "done")
+    assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1"]  # type: ignore[arg-type]
+    assert "the root does not keep the image" in capsys.readouterr().out
