@@ -14,7 +14,7 @@ from pathlib import Path
 from images.platforms import REPOSITORY, STAGES_WITH_PROGRAM
 from services.common.errors import DeviceError
 
-# What the head's image has besides the services.
+# What the head's image has besides its service and the contracts.
 CONTROLLER_FOLDERS = ("deploy", "k8s/objects", "k8s/controller", "k8s/deploy")
 
 

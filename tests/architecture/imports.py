@@ -21,10 +21,10 @@ def module_name(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def modules_of(root: Path) -> dict[str, Path]:
-    """Every module below `services`, without the tests, by name."""
-    paths = sorted(path for path in (root / "services").rglob("*.py") if "tests" not in path.parts)
-    return {module_name(path, root): path for path in paths}
+def modules_of(root: Path, *folders: str) -> dict[str, Path]:
+    """Every module below the folders, or below `services`, without the tests, by name."""
+    paths = sorted(path for folder in folders or ("services",) for path in (root / folder).rglob("*.py"))
+    return {module_name(path, root): path for path in paths if "tests" not in path.relative_to(root).parts}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -10,6 +10,16 @@ from tests.architecture.imports import closure_of, imports_of, joined_paths_of, 
 
 STAGES = ("tokenizer", "compiler", "trainer")
 SERVICES = (*STAGES, "head")
+FIRST_PARTIES = ("services", "images", "deploy", "k8s", "tests", "benchmarks")
+# What deploys stages, and what of ours each part may import besides itself. The head's image has all but the client,
+# and no `images`.
+DEPLOY_ROOMS = {
+    "deploy": ("services.common",),
+    "k8s.objects": ("deploy", "services.common"),
+    "k8s.controller": ("k8s.objects", "deploy", "services.common"),
+    "k8s.deploy": ("k8s.controller", "services.common"),
+    "k8s.client": ("k8s.objects", "deploy", "images", "services.common"),
+}
 NEURON = {"torch_neuronx", "neuronx_distributed", "neuronxcc", "libneuronxla", "torch_xla", "nki"}
 
 
@@ -34,6 +44,26 @@ def program_and_artifacts_ignore_each_other(root: Path) -> list[str]:
         for name in sorted(imports_of(path))
         for side, other in sides.items()
         if module.startswith(f"{side}.") and f"{name}.".startswith(f"{other}.")
+    ]
+
+
+def deploy_rooms_import_what_is_below_them(root: Path) -> list[str]:
+    """The client and the controller ignore each other, and what runs in the cluster never imports `images`."""
+    return [
+        f"{module} imports {name}"
+        for room, others in DEPLOY_ROOMS.items()
+        for module, path in modules_of(root, room.replace(".", "/")).items()
+        for name in sorted(imports_of(path))
+        if name.partition(".")[0] in FIRST_PARTIES and not _is_in(name, (room, *others))
+    ]
+
+
+def deploy_rooms_are_all_there_is(root: Path) -> list[str]:
+    """A module of k8s or deploy that is in no room is bound by no rule."""
+    return [
+        f"{module} is in none of {', '.join(DEPLOY_ROOMS)}"
+        for module in modules_of(root, "k8s", "deploy")
+        if not _is_in(module, tuple(DEPLOY_ROOMS))
     ]
 
 
@@ -109,6 +139,10 @@ def versions_are_in_the_changelog(root: Path) -> list[str]:
         if version not in (folder / "CHANGELOG.md").read_text(encoding="utf-8"):
             problems.append(f"{stage}: CHANGELOG.md does not mention {version}")
     return problems
+
+
+def _is_in(name: str, packages: Sequence[str]) -> bool:
+    return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
 def _who_imports(root: Path, names: set[str], but_for: Sequence[str] = ()) -> list[str]:

@@ -24,6 +24,8 @@ def requirements_name_what_is_imported(root: Path) -> list[str]:
 RULES: list[Rule] = [
     rules.stages_import_common_alone,
     rules.program_and_artifacts_ignore_each_other,
+    rules.deploy_rooms_import_what_is_below_them,
+    rules.deploy_rooms_are_all_there_is,
     rules.ray_is_imported_in_one_place,
     rules.neuron_is_imported_nowhere,
     rules.the_tokenizer_never_imports_torch,
@@ -60,6 +62,43 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
         "from services.common.program.step import Program",
         "services.common.artifacts.store imports services.common.program.step.Program",
     ),
+    (
+        rules.deploy_rooms_import_what_is_below_them,
+        "k8s/controller/reaper.py",
+        "def f():\n    from images.versions import describe_build",
+        "k8s.controller.reaper imports images.versions.describe_build",
+    ),
+    (
+        rules.deploy_rooms_import_what_is_below_them,
+        "k8s/objects/api.py",
+        "import images",
+        "k8s.objects.api imports images",
+    ),
+    (
+        rules.deploy_rooms_import_what_is_below_them,
+        "deploy/history.py",
+        "from k8s.objects import names",
+        "deploy.history imports k8s.objects.names",
+    ),
+    (
+        rules.deploy_rooms_import_what_is_below_them,
+        "k8s/controller/reaper.py",
+        "from k8s import client",
+        "k8s.controller.reaper imports k8s.client",
+    ),
+    (
+        rules.deploy_rooms_import_what_is_below_them,
+        "k8s/client/commands.py",
+        "from k8s.controller.decision import decide",
+        "k8s.client.commands imports k8s.controller.decision.decide",
+    ),
+    (
+        rules.deploy_rooms_import_what_is_below_them,
+        "k8s/deploy/job.py",
+        "from services.trainer import loop",
+        "k8s.deploy.job imports services.trainer.loop",
+    ),
+    (rules.deploy_rooms_are_all_there_is, "k8s/helm/chart.py", "", "k8s.helm.chart is in none of deploy, k8s.objects"),
     (
         rules.ray_is_imported_in_one_place,
         "services/trainer/loop.py",
@@ -132,6 +171,11 @@ def house(tmp_path: Path) -> Path:
         "services/common/launch/ray.py": "import ray",
         "services/tokenizer/__main__.py": "import services.common.near\nimport services.common.launch.launcher",
         "services/trainer/loop.py": "from services.common.launch.launcher import choose_launcher\nimport torch",
+        "deploy/history.py": "from services.common.near import something",
+        "k8s/objects/api.py": "import kubernetes\nfrom deploy import history",
+        "k8s/controller/reaper.py": "from k8s.objects.api import Api",
+        "k8s/deploy/job.py": "from k8s.controller.reaper import main",
+        "k8s/client/commands.py": "import images.versions\nfrom k8s.objects.api import Api",
         "services/compiler/trace.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import some_stubs",
     }
     for stage in rules.SERVICES:

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM
+from images.versions import CONTROLLER_FOLDERS
 from services.common.artifacts.__main__ import MANIFEST_TYPES
 from services.trainer.run import SCHEMA as RUN_SCHEMA
 from tests.architecture.imports import closure_of, modules_of
@@ -101,3 +102,19 @@ def test_an_image_gets_its_code_after_its_libraries_were_found(service: str) -> 
     assert "\nFROM packages\n" in text
     checked = {f"services.common.{name}" for name in ("platform", "errors", "stop_signals")}
     assert closure_of(modules_of(REPOSITORY), {"services.common.platform"}) == checked
+
+
+def test_the_head_s_image_has_all_that_the_controller_imports_and_no_client() -> None:
+    """The Dockerfile copies it, a build may read it, Pants passes it, and a change of it is a new tag."""
+    modules = modules_of(REPOSITORY, "services/common", "deploy", "k8s")
+    programs = {module for module in modules if module.startswith("k8s.deploy.")}
+    reached = closure_of(modules, programs)
+    folders = {module.rpartition(".")[0].replace(".", "/") for module in reached if not module.startswith("services.")}
+    assert folders == set(CONTROLLER_FOLDERS)
+    dockerfile = (REPOSITORY / "services/head/Dockerfile").read_text(encoding="utf-8")
+    ignored = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    sources = (REPOSITORY / "k8s/BUILD").read_text(encoding="utf-8")
+    copied = set(re.findall(r"^COPY ((?:deploy|k8s)\S*) /app/\1$", dockerfile, re.MULTILINE))
+    assert copied == set(CONTROLLER_FOLDERS)
+    assert {line for line in ignored if re.match("!(deploy|k8s)", line)} == {f"!{each}/*.py" for each in copied}
+    assert {f"k8s/{each}" for each in re.findall(r'"(\w+)/\*\.py"', sources)} == copied - {"deploy"}
