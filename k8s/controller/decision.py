@@ -198,7 +198,7 @@ def decide(observation: Observation) -> Action:
     return _place(observation, observation.gang)
 
 
-def next_size(deployment: Deployment, nodes: int, is_after_loss: bool, room: int, waited_seconds: float) -> int:
+def choose_size(deployment: Deployment, nodes: int, is_after_loss: bool, room: int, waited_seconds: float) -> int:
     """The number of nodes to place a gang on that still lacks some of `nodes`; 0 to give up.
 
     After a loss it is the largest that the recipe allows and for which there may be room; Volcano has the last word.
@@ -253,7 +253,7 @@ def _place(observation: Observation, gang: Gang) -> Action:
     what = f"a gang of {nodes}"
     waited = observation.waited_for(what)
     is_after_loss = bool(record.attempts and deployment.fewer_nodes)
-    size = next_size(deployment, nodes, is_after_loss, gang.room, waited)
+    size = choose_size(deployment, nodes, is_after_loss, gang.room, waited)
     if size == 0:
         return _end(record, EXIT_AGAIN, f"not up after {deployment.start_timeout_seconds} s: {missing}")
     if size < nodes:

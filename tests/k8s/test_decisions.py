@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.job_submission import JobStatus
 
-from k8s.controller.decision import WHOLE_GANG_SECONDS, next_size
+from k8s.controller.decision import WHOLE_GANG_SECONDS, choose_size
 from k8s.controller.history import find_newest_checkpoints
 from k8s.controller.lease import LEASE_SECONDS, LeaseHeld, StageLease
 from k8s.controller.outcome import count_disturbances, has_progressed, may_try_again
@@ -160,7 +160,7 @@ def test_a_gang_without_a_spare_node_goes_on_with_fewer(
     nodes: int, is_after_loss: bool, room: int, waited: float, expected: int
 ) -> None:
     deployment = deployment_of(nodes=8, fewer_nodes=(4, 2), start_timeout_seconds=1_800)
-    assert next_size(deployment, nodes, is_after_loss, room, waited) == expected
+    assert choose_size(deployment, nodes, is_after_loss, room, waited) == expected
 
 
 def test_fewer_nodes_are_another_data_parallel_degree() -> None:
