@@ -188,7 +188,7 @@ FOLLOWING: list[tuple[str, Observation, Action]] = [
     ),
     (
         "a driver that never gets one",
-        seen(**PENDING, routing_resource="stage_trainer", **waited("a resource", PENDING_SECONDS + 1)),
+        seen(**PENDING, **waited("a resource", PENDING_SECONDS + 1)),
         EndAttempt(
             exit_code=75,
             message="the job was pending for 300 s: no live Ray node has stage_trainer to give; all pods are ready",
