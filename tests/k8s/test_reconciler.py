@@ -30,7 +30,7 @@ from k8s.objects.record import Outcome, Record, read_record
 from k8s.objects.worker_group import read_worker_group
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing, cluster_of
-from tests.k8s.test_decisions import READY, Clock, clock, node
+from tests.k8s.test_controller import READY, Clock, clock, node
 from tests.k8s.test_deployments import deployment_of
 
 __all__ = ["clock"]

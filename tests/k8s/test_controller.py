@@ -1,4 +1,4 @@
-"""What the deploy Job and the reaper decide, as tables: from what is seen to what is done."""
+"""The parts of the controller, as tables: retries, phases, sizes of a gang, lost pods, the Lease, orphans."""
 
 from __future__ import annotations
 
