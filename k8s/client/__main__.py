@@ -105,9 +105,9 @@ def _read_request(stage: str) -> DeployRequest:
         retries=_number("RETRIES", 3),
         start_timeout_seconds=_number("WAIT", START_TIMEOUT_SECONDS),
         drain_seconds=_number("DRAIN", 0),
-        keep=_is_set("KEEP"),
-        dry_run=_is_set("DRY_RUN"),
-        follow=os.environ.get("FOLLOW", "1") != "0",
+        is_kept=_is_set("KEEP"),
+        is_dry_run=_is_set("DRY_RUN"),
+        is_followed=os.environ.get("FOLLOW", "1") != "0",
     )
 
 
@@ -117,7 +117,7 @@ def _manifests(request: DeployRequest) -> Iterator[TextIO | None]:
     output = os.environ.get("OUTPUT", "")
     if output not in ("", "yaml"):
         raise RecipeError(f"OUTPUT={output}: yaml is what there is")
-    if output and not request.dry_run:
+    if output and not request.is_dry_run:
         raise RecipeError("OUTPUT=yaml writes what would be applied: DRY_RUN=1 OUTPUT=yaml")
     if not output:
         yield None

@@ -58,7 +58,7 @@ def deploy_stage(api: Api, request: DeployRequest, manifests: TextIO | None = No
     elif running:
         return _attach(api, running, resolved.deployment, request)
     deployment = _check(api, group, resolved)
-    if request.dry_run:
+    if request.is_dry_run:
         print("\nDRY_RUN=1: nothing was changed")
         if manifests:
             write_manifests(manifests, api, group, deployment, resolved.recipe_text)
@@ -96,7 +96,7 @@ def rollback_stage(api: Api, request: DeployRequest, manifests: TextIO | None = 
     if record and not record.is_over:
         resolved = resolve(api, group, again)
         deployment = _check(api, group, resolved)
-        if request.dry_run:
+        if request.is_dry_run:
             print(f"\nDRY_RUN=1: nothing was changed; {request.stage} would be stopped first")
             if manifests:
                 write_manifests(manifests, api, group, deployment, resolved.recipe_text)
@@ -107,7 +107,7 @@ def rollback_stage(api: Api, request: DeployRequest, manifests: TextIO | None = 
 
 def run_pipeline(api: Api, request: DeployRequest, manifests: TextIO | None = None) -> int:
     """The three stages, one after the other; stops at the first that fails."""
-    if not request.follow or request.keep:
+    if not request.is_followed or request.is_kept:
         raise RecipeError("pipeline waits for each stage and takes it down before the next: no FOLLOW=0, no KEEP=1")
     if request.tag or request.nodes is not None:
         raise RecipeError("TAG and NODES are one stage's: make deploy-stage STAGE=... for each, or NODES in the recipe")
@@ -116,7 +116,7 @@ def run_pipeline(api: Api, request: DeployRequest, manifests: TextIO | None = No
         try:
             code = deploy_stage(api, replace(request, stage=stage), manifests)
         except NotDeployed as error:
-            if not (request.dry_run and error.exit_code == ArtifactError.exit_code and stage != STAGES[0]):
+            if not (request.is_dry_run and error.exit_code == ArtifactError.exit_code and stage != STAGES[0]):
                 raise
             print(f"{error}\nwhich the stages before may bring")
             code = 0
@@ -185,11 +185,11 @@ def _attach(api: Api, running: Record, deployment: Deployment, request: DeployRe
             DeviceError.exit_code,
         )
     print(f"{request.stage} is being deployed just so since {running.created_at}: following it", flush=True)
-    return 0 if request.dry_run else _follow(api, running.deployment, request)
+    return 0 if request.is_dry_run else _follow(api, running.deployment, request)
 
 
 def _follow(api: Api, deployment: Deployment, request: DeployRequest) -> int:
-    if not request.follow:
+    if not request.is_followed:
         print(f"{deployment.stage} is being deployed; make stage-logs STAGE={deployment.stage} follows it")
         return 0
     try:

@@ -1,4 +1,4 @@
-"""What a deployment would apply, as YAML: for a review, or for tools that look at manifests."""
+"""The manifests that a deployment would apply. The client writes them as YAML for a review, or for tools."""
 
 from __future__ import annotations
 

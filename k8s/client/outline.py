@@ -1,6 +1,6 @@
-"""The little that the deploy tool has to know of a recipe. The rest is for the stage's own image to judge.
+"""The outline of a recipe: the little that the client reads in it. The stage's own image judges the rest.
 
-The tool's checkout and the image may know different recipes: a key that is new in the image is unknown here.
+The client's checkout and the image may know different recipes: a key that is new in the image is unknown here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cluster itself: render an overlay, apply it, wait for the head; and take everything away again."""
+"""The overlay that makes a cluster. The client renders it, applies it and waits for the head, or deletes all of it."""
 
 from __future__ import annotations
 

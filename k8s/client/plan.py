@@ -1,4 +1,4 @@
-"""What a deployment will change, in words, before it does."""
+"""The plan of a deployment: it tells a person what will change before anything does."""
 
 from __future__ import annotations
 

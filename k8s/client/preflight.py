@@ -1,4 +1,6 @@
-"""What would keep a deployment from running, found before anything is sent. Each names what does not match."""
+"""The preflight of a deployment: it finds what would keep the stage from running before the client sends anything. Each
+problem names what does not match.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from k8s.client.probe import Answer, head_probe, stage_probe
+from k8s.client.probe import Answer, probe_head, probe_stage
 from k8s.client.stage_image import read_platform_labels
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.capacity import check_nodes, check_queue, check_size
@@ -67,10 +69,10 @@ def check_in_pods(api: Api, group: WorkerGroup, deployment: Deployment, recipe: 
     its labels tell that it does not fit the head, it is not pulled for that.
     """
     with (
-        stage_probe(
+        probe_stage(
             api, group, deployment.image, recipe, list(deployment.arguments), deployment.start_timeout_seconds
         ) as stages,
-        head_probe(api, group) as heads,
+        probe_head(api, group) as heads,
     ):
         head = heads.await_answer()
         labels = read_platform_labels(group, deployment.image)

@@ -1,4 +1,4 @@
-"""Short pods that look at what only a pod can see: an image's platform, and the artifacts on the file system.
+"""The probes of preflight: short pods that look at what only a pod sees, an image's platform and the artifacts.
 
 Each asks one image about itself. The head's looks beside the head. A stage's that is pulled looks where the stage's
 pods will be, since what it pulls is needed there anyway; one that is brought to the nodes looks beside the head, too.
@@ -143,14 +143,14 @@ class Probe:
             return []
 
 
-def head_probe(api: Api, group: WorkerGroup) -> Probe:
+def probe_head(api: Api, group: WorkerGroup) -> Probe:
     """Asks the head's image for its platform, and for the records that its deploy Jobs read."""
     head = group.head_pod
     job = _job(group, "head", head, head["containers"][0], "exec python -m k8s.deploy.head_facts", {}, LEAST_SECONDS)
     return Probe(api, job, "asking the head's image", LEAST_SECONDS)
 
 
-def stage_probe(
+def probe_stage(
     api: Api, group: WorkerGroup, image: str, recipe: str, arguments: list[str], timeout_seconds: float
 ) -> Probe:
     """Asks a stage's image whether it takes the recipe, and finds what it needs."""

@@ -42,9 +42,10 @@ class DeployRequest:
     retries: int
     start_timeout_seconds: int
     drain_seconds: int
-    keep: bool
-    dry_run: bool
-    follow: bool
+    is_kept: bool
+    """KEEP=1: the pods stay up afterwards."""
+    is_dry_run: bool
+    is_followed: bool
     recipe_text: str = ""
     """Instead of a file."""
 
@@ -72,7 +73,7 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedReq
     nodes = request.nodes if request.nodes is not None else outline.nodes_of(name)
     if nodes < 1:
         raise RecipeError(f"NODES={nodes}: a stage needs at least one")
-    if request.mode == "isolated" and request.keep:
+    if request.mode == "isolated" and request.is_kept:
         raise RecipeError("KEEP=1 with MODE=isolated: a Ray cluster of a stage's own ends with the stage")
     if name == "trainer" and nodes != outline.nodes_of(name):
         workers = nodes * outline.cluster.trainer_workers_per_node
@@ -87,7 +88,7 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedReq
         recipe_digest=hashlib.sha256(text.encode()).hexdigest(),
         arguments=arguments,
         retries=request.retries,
-        keep=request.keep,
+        keep=request.is_kept,
         user=user_name(),
         start_timeout_seconds=request.start_timeout_seconds,
         drain_seconds=request.drain_seconds or _needed_drain(group),

@@ -1,4 +1,4 @@
-"""Which image a deployment runs: TAG, or what the working tree builds, by digest where one is known."""
+"""The image that a deployment runs. TAG names it, or the working tree builds it; the client finds its digest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is deployed, where it stands, and how the last deployment of each stage ended."""
+"""The status of a cluster: what is deployed, where it stands, and how the last deployment of each stage ended."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from k8s.controller.ray_jobs import DriverState
 from k8s.objects.deployment import Deployment
 from k8s.objects.record import Outcome, Record
 from k8s.objects.worker_group import WorkerGroup
+from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
 
 WHOLE_GANG_SECONDS = 300.0  # for which all nodes are waited for where fewer would do
 PENDING_SECONDS = 300.0  # KubeRay and Ray leave a job that finds no resource PENDING for ever
@@ -65,8 +66,6 @@ class Observation:
     """Why not all pods are ready, of an attempt that waits for them."""
     cluster_event: str = ""
     """The newest warning about an isolated attempt's own cluster."""
-    routing_resource: str = ""
-    """The Ray resource that a pending driver waits for."""
     waiting_for: str = ""
     """What the passes before this one waited for."""
     waited_seconds: float = 0.0
@@ -198,7 +197,7 @@ def decide(observation: Observation) -> Action:
     return _place(observation, observation.gang)
 
 
-def next_size(deployment: Deployment, nodes: int, is_after_loss: bool, room: int, waited_seconds: float) -> int:
+def choose_size(deployment: Deployment, nodes: int, is_after_loss: bool, room: int, waited_seconds: float) -> int:
     """The number of nodes to place a gang on that still lacks some of `nodes`; 0 to give up.
 
     After a loss it is the largest that the recipe allows and for which there may be room; Volcano has the last word.
@@ -253,7 +252,7 @@ def _place(observation: Observation, gang: Gang) -> Action:
     what = f"a gang of {nodes}"
     waited = observation.waited_for(what)
     is_after_loss = bool(record.attempts and deployment.fewer_nodes)
-    size = next_size(deployment, nodes, is_after_loss, gang.room, waited)
+    size = choose_size(deployment, nodes, is_after_loss, gang.room, waited)
     if size == 0:
         return _end(record, EXIT_AGAIN, f"not up after {deployment.start_timeout_seconds} s: {missing}")
     if size < nodes:
@@ -321,10 +320,8 @@ def _await_resource(observation: Observation) -> Action:
     missing, what = observation.missing or "all pods are ready", "a resource"
     if observation.waited_for(what) <= PENDING_SECONDS:
         return Wait(report=f"the job is pending; {missing}", waits_for=what)
-    message = (
-        f"the job was pending for {PENDING_SECONDS:.0f} s: no live Ray node has {observation.routing_resource} to "
-        f"give; {missing}"
-    )
+    resource = f"{STAGE_RESOURCE_PREFIX}{observation.deployment.stage}"
+    message = f"the job was pending for {PENDING_SECONDS:.0f} s: no live Ray node has {resource} to give; {missing}"
     return _end_attempt(EXIT_AGAIN, message, is_driver_stopped=True)
 
 

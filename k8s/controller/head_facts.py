@@ -1,4 +1,5 @@
-"""What a client asks the head's image before it sends anything: `python -m k8s.deploy.head_facts` prints a JSON object.
+"""The facts of a head's image. A client asks for them before it sends anything: `python -m k8s.deploy.head_facts`
+prints a JSON object.
 
 `platform` (variant, python, ray) decides which stages' images may join; `records` are the versions of a deployment's
 record that its deploy Jobs read.

@@ -1,4 +1,4 @@
-"""One holder per stage: a Lease of the Kubernetes API, renewed while the deploy Job works.
+"""The Lease of a stage. One deploy Job's process holds it, and renews it while it works.
 
 Whether a holder is alive is judged as client-go does: by changes of the Lease, over the reader's own monotonic clock.
 The times in it are those of another machine and are for people.

@@ -1,4 +1,4 @@
-"""The outcome of an attempt: from Ray's word or the operator's, an exit code of ours and one line."""
+"""The outcome of an attempt. Ray or the operator says how it ended; that becomes an exit code and one line."""
 
 from __future__ import annotations
 

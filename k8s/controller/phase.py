@@ -1,4 +1,4 @@
-"""Where an attempt, which is one RayJob, stands."""
+"""The phase of an attempt, which is one RayJob."""
 
 from __future__ import annotations
 

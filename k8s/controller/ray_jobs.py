@@ -1,4 +1,4 @@
-"""Ray's own view: its jobs, its nodes, and the driver's log, from the head's API, which may be gone for a while."""
+"""Ray's own jobs, nodes and driver logs. The head's API tells them, and may be gone for a while."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Takes down what no deploy Job holds any more: `python -m k8s.deploy.reaper`, started by a CronJob every quarter of an
-hour.
+"""The reaper takes down what no deploy Job holds any more: a CronJob starts `python -m k8s.deploy.reaper` every quarter
+of an hour.
 
 A stage is orphaned when its Job was deleted with `--cascade=orphan`, or has failed, or was never made, and its pods or
 its gang are still there. It is taken down when that has been so for a while and nobody renewed its Lease. Stages that

@@ -167,8 +167,7 @@ class Reconciler:
             seen = replace(seen, ray_error=str(error))
         if seen.phase is Phase.PENDING:
             group = read_worker_group(self._api, self._stage)
-            missing = explain_placement(self._api, group, nodes_of(rayjob, self._deployment))
-            return replace(seen, missing=missing, routing_resource=group.routing_resource)
+            return replace(seen, missing=explain_placement(self._api, group, nodes_of(rayjob, self._deployment)))
         if seen.phase is Phase.ISOLATED_START:
             group = read_worker_group(self._api, self._stage)
             name = (rayjob.get("status") or {}).get("rayClusterName")

@@ -1,4 +1,4 @@
-"""The Kubernetes API, as dictionaries: the few calls that the deploy tool makes, with errors a user can act on."""
+"""The few calls of the Kubernetes API that client and controller make, with errors a user can act on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Is there room: in the group, in the queue, on the nodes? What does not fit is named by its resource."""
+"""The capacity for a gang: the worker group, the queue and the nodes have room for it, or a check names the resource
+that does not fit.
+"""
 
 from __future__ import annotations
 

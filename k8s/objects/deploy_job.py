@@ -1,4 +1,4 @@
-"""The Job that does a deployment's work in the cluster."""
+"""The deploy Job. The client creates it, and the controller in it does the deployment's work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The few names that the deploy tool cannot read from the cluster: what it looks for, and what it makes."""
+"""The names that nobody can read from the cluster: of the objects that client and controller look for, and of those
+that they make. Other versions of both know them, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a stage's pods are, and in one sentence why they are not where they should be."""
+"""The placement of a stage's pods: where they are, and in one sentence why they are not where they should be."""
 
 from __future__ import annotations
 

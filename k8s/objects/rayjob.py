@@ -1,4 +1,4 @@
-"""A RayJob: one attempt to run a stage. It follows from the stage's worker group and the deployment."""
+"""The RayJob of an attempt. The controller renders it from worker group and deployment; the operator submits it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The record of a deployment: what is wanted, what was tried, how it ended. All of it is in its deploy Job."""
+"""The record of a deployment: what is wanted, what was tried, how it ended.
+
+The deploy Job carries all of it. The client writes the request to stop, and the controller everything else.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class House:
             start_new_session=True,  # so that it can be killed with its children
         )
 
-    def stage(self, name: str) -> WorkerGroup:
+    def worker_group(self, name: str) -> WorkerGroup:
         return read_worker_group(self.api, name)
 
     def record(self, stage: str) -> Record:
@@ -89,7 +89,7 @@ class House:
 
     def is_down(self, stage: str) -> bool:
         """No pods, no gang, no lease, no RayJob that has not ended."""
-        group = self.stage(stage)
+        group = self.worker_group(stage)
         return (
             group.replicas == 0
             and not self.pods(stage)

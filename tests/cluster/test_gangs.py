@@ -172,7 +172,7 @@ def stray_gang(house: House) -> None:
         "metadata": {"name": "stray", "namespace": "millrace"},
         "spec": {"minMember": 1, "queue": "millrace", "minResources": DEVICES},
     }
-    container = house.stage("trainer").container
+    container = house.worker_group("trainer").container
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -185,7 +185,7 @@ def stray_gang(house: House) -> None:
             "schedulerName": "volcano",
             "nodeSelector": {"type": "kwok"},
             "tolerations": [{"operator": "Exists"}],
-            "securityContext": house.stage("trainer").pod["securityContext"],
+            "securityContext": house.worker_group("trainer").pod["securityContext"],
             "containers": [
                 {
                     "name": "c",
@@ -392,7 +392,7 @@ def test_a_deploy_job_s_pod_on_a_dead_node_is_replaced(house: House) -> None:
 def send(house: House) -> None:
     """Only the deploy Job: preflight needs a node for its own pod."""
     forget(house)
-    stage = house.stage("compiler")
+    stage = house.worker_group("compiler")
     deployment = deployment_of("compiler", image=name_of("head"), drain_seconds=5)
     house.api.create(render_recipe_config_map("compiler", "", deployment.recipe_digest))
     house.api.create(render_deploy_job(stage, deployment))

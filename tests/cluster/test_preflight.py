@@ -46,14 +46,14 @@ def refused(house: House, stage: str = "compiler", **variables: str) -> tuple[in
 @contextmanager
 def group_changed(house: House, change: Callable[[Object], None], stage: str = "compiler") -> Iterator[None]:
     """A worker group as a broken manifest would make it."""
-    before = house.stage(stage)
-    broken = copy.deepcopy(before.group)
+    before = house.worker_group(stage)
+    broken = copy.deepcopy(before.spec)
     change(broken)
     replace_group(house.api, before, broken)
     try:
         yield
     finally:
-        replace_group(house.api, house.stage(stage), before.group)
+        replace_group(house.api, house.worker_group(stage), before.spec)
 
 
 @contextmanager

@@ -170,9 +170,9 @@ def with_new_key(place: Place, folder: Path) -> tuple[str, Path]:
 def test_a_stage_with_a_new_key_is_swapped_in_while_another_trains_and_rolled_back(
     training: Place, tmp_path: Path
 ) -> None:
-    first = training.house.stage("tokenizer").image
+    first = training.house.worker_group("tokenizer").image
     assert first.startswith(f"{training.registry}/millrace/tokenizer@sha256:")
-    others = [training.house.stage(name).group for name in ("compiler", "trainer")]
+    others = [training.house.worker_group(name).spec for name in ("compiler", "trainer")]
     swapped, recipe = with_new_key(training, tmp_path)
 
     code, said = training.refused(RECIPE=str(recipe))
@@ -185,7 +185,7 @@ def test_a_stage_with_a_new_key_is_swapped_in_while_another_trains_and_rolled_ba
 
     said = training.deploy(RECIPE=str(recipe), TAG=swapped, ARGS="--corpus.validation_fraction=0.2")
     assert "the head and compiler and trainer keep their pods" in said
-    second = training.house.stage("tokenizer").image
+    second = training.house.worker_group("tokenizer").image
     assert second != first
     assert len(list((training.house.root / "corpus").glob("*/[0-9a-f]*/manifest.json"))) == 2
 
@@ -194,8 +194,8 @@ def test_a_stage_with_a_new_key_is_swapped_in_while_another_trains_and_rolled_ba
     assert "RECIPE= and ARGS= say what it takes" in done.said
     done = training.house.run("rollback-stage", STAGE="tokenizer")
     assert done.code == 0, done.said
-    assert training.house.stage("tokenizer").image == first
-    assert [training.house.stage(name).group for name in ("compiler", "trainer")] == others
+    assert training.house.worker_group("tokenizer").image == first
+    assert [training.house.worker_group(name).spec for name in ("compiler", "trainer")] == others
 
 
 def test_an_image_that_is_not_in_the_registry(training: Place) -> None:
@@ -319,7 +319,7 @@ def test_only_what_a_deployment_set_is_kept(
     training: Place, stage: str, change: Callable[[Object], None], said: str
 ) -> None:
     """A trial, which changes nothing: of a group that is down all else may change, and anybody may scale one down."""
-    cluster = training.house.stage(stage).cluster
+    cluster = training.house.worker_group(stage).cluster
     body = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": "millrace"}, "spec": cluster["spec"]}
     body = copy.deepcopy(body)
     change(next(group for group in body["spec"]["workerGroupSpecs"] if group["groupName"] == stage))
@@ -348,7 +348,7 @@ def test_what_runs_on_a_schedule_keeps_its_image(place: Place, tag: str, is_refu
 
 def test_a_record_that_the_head_cannot_read_ends_its_job_at_once(training: Place) -> None:
     house = training.house
-    stage = house.stage("compiler")
+    stage = house.worker_group("compiler")
     record: Deployment = replace(house.record("trainer").deployment, stage="compiler", id="a1b2c3")
     newer = json.loads(record.to_json()) | {"version": RECORD_VERSION + 1, "hosts": 3}
     job = render_deploy_job(stage, record)

@@ -58,17 +58,17 @@ def test_a_stage_on_the_cluster_makes_what_its_container_makes(house: House, tmp
 def test_an_image_is_swapped_in_and_rolled_back(house: House) -> None:
     """Nobody else's pods notice: the head's UID and the other groups are as they were."""
     deploy(house)
-    first, head = house.stage("tokenizer").image, house.head()["metadata"]["uid"]
-    others = [house.stage(name).group for name in ("compiler", "trainer")]
+    first, head = house.worker_group("tokenizer").image, house.head()["metadata"]["uid"]
+    others = [house.worker_group(name).spec for name in ("compiler", "trainer")]
     deploy(house, TAG=another_version("tokenizer"))
-    second = house.stage("tokenizer").image
+    second = house.worker_group("tokenizer").image
     assert second != first
     assert "@sha256:" in second
     done = house.run("rollback-stage", STAGE="tokenizer")
     assert done.code == 0, done.said
-    assert house.stage("tokenizer").image == first
+    assert house.worker_group("tokenizer").image == first
     assert house.head()["metadata"]["uid"] == head
-    assert [house.stage(name).group for name in ("compiler", "trainer")] == others
+    assert [house.worker_group(name).spec for name in ("compiler", "trainer")] == others
     assert "cannot go back" in house.run("rollback-stage", STAGE="tokenizer").said
 
 
@@ -86,7 +86,7 @@ def deploy(house: House, **variables: str) -> str:
 
 
 def test_a_stage_that_cannot_run_is_refused_with_the_next_command(house: House) -> None:
-    done = house.run("deploy-stage", STAGE="trainer", TAG=house.stage("tokenizer").image)
+    done = house.run("deploy-stage", STAGE="trainer", TAG=house.worker_group("tokenizer").image)
     assert done.code == 3
     assert "tokenizer" in done.said or "compile" in done.said
     assert house.is_down("trainer")

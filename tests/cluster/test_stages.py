@@ -220,16 +220,16 @@ def test_a_new_trainer_is_swapped_in_and_rolled_back(untrained: House) -> None:
     """Only its own pods are new: the head's UID and the other groups are as they were."""
     deploy(untrained, ARGS="--train.max_steps=40")
     swapped = another_version("trainer")
-    head, others = untrained.head()["metadata"]["uid"], [untrained.stage(name).group for name in STAGES[:2]]
-    first = untrained.stage("trainer").image
+    head, others = untrained.head()["metadata"]["uid"], [untrained.worker_group(name).spec for name in STAGES[:2]]
+    first = untrained.worker_group("trainer").image
     deploy(untrained, ARGS="--train.max_steps=80", TAG=swapped)
-    second = untrained.stage("trainer").image
+    second = untrained.worker_group("trainer").image
     assert second != first
     assert untrained.head()["metadata"]["uid"] == head
-    assert [untrained.stage(name).group for name in STAGES[:2]] == others
+    assert [untrained.worker_group(name).spec for name in STAGES[:2]] == others
     done = untrained.run("rollback-stage", STAGE="trainer", ARGS="--train.max_steps=120")
     assert done.code == 0, done.said
-    assert untrained.stage("trainer").image == first
+    assert untrained.worker_group("trainer").image == first
     assert steps(untrained)[-1] == 120
     assert "cannot go back" in untrained.run("rollback-stage", STAGE="trainer").said
 

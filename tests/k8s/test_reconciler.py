@@ -30,7 +30,7 @@ from k8s.objects.record import Outcome, Record, read_record
 from k8s.objects.worker_group import read_worker_group
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing, cluster_of
-from tests.k8s.test_decisions import READY, Clock, clock, node
+from tests.k8s.test_controller import READY, Clock, clock, node
 from tests.k8s.test_deployments import deployment_of
 
 __all__ = ["clock"]
@@ -50,7 +50,7 @@ class World:
         self.is_head_there = True
         self.drivers: dict[str, DriverState] = {}
         self.attempt: Callable[[int], DriverState | None] = lambda number: ended(0)
-        self.watch: Callable[[], None] = lambda: None
+        self.watch: Callable[[], object] = lambda: None
         self._pods_made = 0
         for number in range(nodes):
             self.set_node(f"n{number}", [], [READY])
@@ -67,7 +67,7 @@ class World:
             self.api.create(made)
 
     def deploy(self, **changes: Any) -> Deployment:
-        settings = {"arguments": (), "recipe": "small", "start_timeout_seconds": 1_800}
+        settings: dict[str, Any] = {"arguments": (), "recipe": "small", "start_timeout_seconds": 1_800}
         deployment = deployment_of(**settings | changes)
         if self.api.find("Job", "deploy-trainer"):
             self.api.delete("Job", "deploy-trainer")
@@ -441,7 +441,7 @@ def test_a_stage_that_somebody_works_on_is_left_alone(world: World) -> None:
     """The Job is deleted, its process is not: it takes the stage down itself, with time for a checkpoint."""
     orphan(world)
     world.api.delete("Job", "deploy-trainer")
-    world.watch = lambda: world.api.merge("Lease", "stage-trainer", {"spec": {}}) and None
+    world.watch = lambda: world.api.merge("Lease", "stage-trainer", {"spec": {}})
     reap(world, 3 * ORPHAN_SECONDS)
     assert world.bound() == ["n0", "n1"]
 

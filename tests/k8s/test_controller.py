@@ -1,4 +1,4 @@
-"""What the deploy Job and the reaper decide, as tables: from what is seen to what is done."""
+"""The parts of the controller, as tables: retries, phases, sizes of a gang, lost pods, the Lease, orphans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.job_submission import JobStatus
 
-from k8s.controller.decision import WHOLE_GANG_SECONDS, next_size
+from k8s.controller.decision import WHOLE_GANG_SECONDS, choose_size
 from k8s.controller.history import find_newest_checkpoints
 from k8s.controller.lease import LEASE_SECONDS, LeaseHeld, StageLease
 from k8s.controller.outcome import count_disturbances, has_progressed, may_try_again
@@ -160,7 +160,7 @@ def test_a_gang_without_a_spare_node_goes_on_with_fewer(
     nodes: int, is_after_loss: bool, room: int, waited: float, expected: int
 ) -> None:
     deployment = deployment_of(nodes=8, fewer_nodes=(4, 2), start_timeout_seconds=1_800)
-    assert next_size(deployment, nodes, is_after_loss, room, waited) == expected
+    assert choose_size(deployment, nodes, is_after_loss, room, waited) == expected
 
 
 def test_fewer_nodes_are_another_data_parallel_degree() -> None:
@@ -215,7 +215,7 @@ def pod(name: str, on: str, component: str = "trainer", **metadata: Any) -> Thin
     }
 
 
-TERMINATING = {"deletionTimestamp": "yesterday", "deletionGracePeriodSeconds": 330}
+TERMINATING: dict[str, Any] = {"deletionTimestamp": "yesterday", "deletionGracePeriodSeconds": 330}
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def seen(
     attempts: tuple[Outcome, ...] = (), outcome: Outcome | None = None, stop: str = "", **observed: Any
 ) -> Observation:
     """Of a deployment of 8 nodes that may go on with 4."""
-    wanted = {"nodes": 8, "fewer_nodes": (4,), "start_timeout_seconds": int(PATIENCE), "retries": 1}
+    wanted: dict[str, Any] = {"nodes": 8, "fewer_nodes": (4,), "start_timeout_seconds": int(PATIENCE), "retries": 1}
     wanted |= {name: observed.pop(name) for name in ("mode", "keep") if name in observed}
     record = Record(deployment_of(**wanted), "u", "1", attempts, {}, outcome, stop, False, False, "now")
     return Observation(record, **observed)
@@ -188,7 +188,7 @@ FOLLOWING: list[tuple[str, Observation, Action]] = [
     ),
     (
         "a driver that never gets one",
-        seen(**PENDING, routing_resource="stage_trainer", **waited("a resource", PENDING_SECONDS + 1)),
+        seen(**PENDING, **waited("a resource", PENDING_SECONDS + 1)),
         EndAttempt(
             exit_code=75,
             message="the job was pending for 300 s: no live Ray node has stage_trainer to give; all pods are ready",
