@@ -18,6 +18,7 @@ from images.platforms import REPOSITORY
 from k8s.objects.api import Api, Object
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.recipe import render_recipe_config_map
+from k8s.objects.record import read_record
 from services.common.testing.waiting import wait_until
 from tests.cluster.house import House, kill_group, load_images, make_house, name_of, publish_corpus
 from tests.cluster.kit import cluster, fake_nodes
@@ -252,7 +253,7 @@ def test_whoever_is_killed_the_deployment_goes_on(house: House, moment: str) -> 
 
 
 def is_deployed(house: House) -> bool:
-    record = house.record("compiler")
+    record = read_record(house.api, "compiler")
     return record is not None and not record.is_over
 
 
