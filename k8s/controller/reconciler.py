@@ -232,14 +232,22 @@ class Reconciler:
         if observation.rayjob is None or observation.driver is None:
             return
         submission = (observation.rayjob["metadata"]["name"], observation.driver.started_at_ms)
-        if self._stopped != submission:
-            self._ray_of(observation.rayjob).stop(submission[0])
+        if self._stopped != submission and self._tell_driver_to_stop(observation.rayjob):
             self._stopped = submission
+
+    def _tell_driver_to_stop(self, rayjob: Object) -> bool:
+        """False when the head was lost since it was observed: the next pass sees to that."""
+        try:
+            self._ray_of(rayjob).stop(rayjob["metadata"]["name"])
+        except RayUnreachable as error:
+            self._report(f"the driver could not be told to stop: {error}")
+            return False
+        return True
 
     def _end_attempt(self, action: EndAttempt, observation: Observation) -> None:
         """Record how it ended before anything of it is removed."""
         if action.is_driver_stopped and observation.rayjob is not None:
-            self._ray_of(observation.rayjob).stop(observation.rayjob["metadata"]["name"])
+            self._tell_driver_to_stop(observation.rayjob)  # without a head it does not begin either
         if self._log:
             self._log.close(LOG_SECONDS)
             self._log = self._submission = None

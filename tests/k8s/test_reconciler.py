@@ -48,6 +48,7 @@ class World:
         self.clock = clock
         self.api = MemoryApi(copy.deepcopy(cluster))
         self.is_head_there = True
+        self.is_head_lost_before_stop = False
         self.drivers: dict[str, DriverState] = {}
         self.attempt: Callable[[int], DriverState | None] = lambda number: ended(0)
         self.watch: Callable[[], object] = lambda: None
@@ -161,6 +162,9 @@ class World:
         return self.drivers.get(name)
 
     def stop(self, name: str) -> None:
+        if self.is_head_lost_before_stop:
+            self.is_head_lost_before_stop = False
+            raise RayUnreachable("no head")
         self.drivers[name] = DriverState(JobStatus.STOPPED, None, "", 1)
 
     def count_nodes(self, resource: str) -> int:
@@ -371,6 +375,20 @@ def test_what_never_begins_has_a_deadline(
     assert said in outcome.message
     assert seconds < world.clock.now - began < seconds + 120
     assert world.api.names("RayJob") == [], "it could still begin"
+    assert is_down(world)
+
+
+def test_a_head_that_is_lost_while_the_driver_is_told_to_stop_is_no_bug(
+    world: World, reconcile: Callable[..., Outcome]
+) -> None:
+    world.is_head_lost_before_stop = True
+    world.attempt = lambda number: DriverState(JobStatus.PENDING, None, "", 1)
+
+    outcome = reconcile(retries=0)
+
+    assert outcome.exit_code == 75
+    assert "no live Ray node has stage_trainer" in outcome.message
+    assert not world.is_head_lost_before_stop
     assert is_down(world)
 
 
