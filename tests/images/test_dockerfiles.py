@@ -83,9 +83,9 @@ def test_all_that_is_temporary_is_in_the_one_folder_that_a_pod_mounts(service: s
 
 def test_an_image_has_no_code_of_tests() -> None:
     left_out = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    sources = (REPOSITORY / "services/common/BUILD").read_text(encoding="utf-8").splitlines()[-1]
+    targets = (REPOSITORY / "services/common/BUILD").read_text(encoding="utf-8").splitlines()
     assert {"services/common/testing", "services/**/tests"} <= set(left_out)
-    assert sources == 'files(name="image_sources", sources=["**/*.py", "!testing/**", "!**/tests/**"])'
+    assert 'files(name="image_sources", sources=["**/*.py", "!testing/**", "!**/tests/**"])' in targets
 
 
 def is_program(service: str) -> bool:
