@@ -82,6 +82,13 @@ def test_all_that_is_temporary_is_in_the_one_folder_that_a_pod_mounts(service: s
     assert ("WORKDIR /scratch\n" in text) == is_program(service)
 
 
+def test_an_image_has_no_code_of_tests() -> None:
+    left_out = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    targets = (REPOSITORY / "services/common/BUILD").read_text(encoding="utf-8").splitlines()
+    assert {"services/common/testing", "services/**/tests"} <= set(left_out)
+    assert 'files(name="image_sources", sources=["**/*.py", "!testing/**", "!**/tests/**"])' in targets
+
+
 def is_program(service: str) -> bool:
     return service in STAGES_WITH_PROGRAM
 
