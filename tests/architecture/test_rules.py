@@ -1,4 +1,4 @@
-"""The house keeps its rules, and each rule notices when it is broken."""
+"""The repository keeps its rules, and each rule notices when it is broken."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Path:
+def repository(tmp_path: Path) -> Path:
     """A small repository that keeps all rules; the tokenizer reaches services.common.far through another module."""
     files = {
         "services/common/requirements.txt": "numpy>=2\n",
@@ -237,17 +237,17 @@ def test_the_house_keeps_its_rules(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_a_house_that_keeps_the_rules_is_not_accused(house: Path, rule: Rule) -> None:
-    assert rule(house) == []
+def test_a_house_that_keeps_the_rules_is_not_accused(repository: Path, rule: Rule) -> None:
+    assert rule(repository) == []
 
 
 @pytest.mark.parametrize(
     ("rule", "file", "content", "reported"), BREACHES, ids=lambda part: getattr(part, "__name__", "")
 )
-def test_a_broken_rule_is_noticed(house: Path, rule: Rule, file: str, content: str, reported: str) -> None:
-    write(house / file, content)
+def test_a_broken_rule_is_noticed(repository: Path, rule: Rule, file: str, content: str, reported: str) -> None:
+    write(repository / file, content)
 
-    assert any(reported in problem for problem in rule(house))
+    assert any(reported in problem for problem in rule(repository))
 
 
 def test_every_rule_has_a_test_that_breaks_it() -> None:

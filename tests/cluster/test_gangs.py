@@ -20,7 +20,7 @@ from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.recipe import render_recipe_config_map
 from k8s.objects.record import read_record
 from services.common.testing.waiting import wait_until
-from tests.cluster.house import House, kill_group, load_images, make_house, name_of, publish_corpus
+from tests.cluster.harness import Harness, kill_group, load_images, make_house, name_of, publish_corpus
 from tests.cluster.kit import cluster, fake_nodes
 from tests.k8s.test_deployments import deployment_of
 
@@ -32,7 +32,7 @@ MINUTE = 60.0
 
 
 @pytest.fixture(scope="module")
-def house(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def harness(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     load_images("head")
     fake_nodes.fake(NODES)
     made = make_house(kit, tmp_path_factory.mktemp("gangs"), REPOSITORY / "tests/cluster/overlays/fake")
@@ -44,23 +44,23 @@ def house(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]
 
 
 @pytest.fixture(autouse=True)
-def nothing_deployed(house: House) -> Iterator[None]:
+def nothing_deployed(harness: Harness) -> Iterator[None]:
     yield
     for stage in ("compiler", "trainer"):
-        house.stop(stage)
+        harness.stop(stage)
 
 
-def deploy(house: House, stage: str = "compiler", nodes: int = 2, **variables: str) -> str:
+def deploy(harness: Harness, stage: str = "compiler", nodes: int = 2, **variables: str) -> str:
     """Deploy without waiting; what it said. The compiler reads no artifact, so it is there from the start."""
-    done = house.run("deploy-stage", STAGE=stage, NODES=str(nodes), TAG=name_of("head"), FOLLOW="0", **variables)
+    done = harness.run("deploy-stage", STAGE=stage, NODES=str(nodes), TAG=name_of("head"), FOLLOW="0", **variables)
     assert done.code == 0, done.said
     return done.said
 
 
-def refused(house: House, stage: str = "compiler", nodes: int = 2, **variables: str) -> str:
+def refused(harness: Harness, stage: str = "compiler", nodes: int = 2, **variables: str) -> str:
     """What `deploy-stage` says when it refuses. It has changed nothing."""
     variables = {"TAG": name_of("head"), **variables}
-    done = house.run("deploy-stage", STAGE=stage, NODES=str(nodes), DRY_RUN="1", **variables)
+    done = harness.run("deploy-stage", STAGE=stage, NODES=str(nodes), DRY_RUN="1", **variables)
     assert done.code != 0, done.said
     assert "Traceback" not in done.said
     return done.said
@@ -94,86 +94,86 @@ def leave(name: str) -> None:
     cluster.kubectl("-n", "default", "delete", "pods", "-l", f"of={name}", "--grace-period=0", "--force")
 
 
-def status(house: House) -> str:
-    return house.run("stage-status").said
+def status(harness: Harness) -> str:
+    return harness.run("stage-status").said
 
 
-def test_two_pods_are_placed_when_both_fit_and_none_before(house: House) -> None:
+def test_two_pods_are_placed_when_both_fit_and_none_before(harness: Harness) -> None:
     occupy("neighbour", NODES - 1)
-    deploy(house, nodes=2)
-    wait_until(lambda: "Insufficient aws.amazon.com/neuron" in status(house), MINUTE)
-    assert "0 of 2 compiler pods are ready" in status(house)
-    assert house.bound("compiler") == []
+    deploy(harness, nodes=2)
+    wait_until(lambda: "Insufficient aws.amazon.com/neuron" in status(harness), MINUTE)
+    assert "0 of 2 compiler pods are ready" in status(harness)
+    assert harness.bound("compiler") == []
     leave("neighbour")
-    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
-    wait_until(lambda: "0 of 2 compiler pods have joined Ray" in cluster_log(house, "compiler"), MINUTE)
+    wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
+    wait_until(lambda: "0 of 2 compiler pods have joined Ray" in cluster_log(harness, "compiler"), MINUTE)
 
 
-def cluster_log(house: House, stage: str) -> str:
+def cluster_log(harness: Harness, stage: str) -> str:
     """What the deploy Job said."""
-    pods = house.api.find_all("Pod", f"millrace.dev/component=deploy,millrace.dev/stage={stage}")
+    pods = harness.api.find_all("Pod", f"millrace.dev/component=deploy,millrace.dev/stage={stage}")
     return "".join(cluster.kubectl("-n", "millrace", "logs", pod["metadata"]["name"], quiet=True) for pod in pods)
 
 
-def test_the_trainer_takes_the_nodes_that_the_compiler_has_left(house: House) -> None:
+def test_the_trainer_takes_the_nodes_that_the_compiler_has_left(harness: Harness) -> None:
     occupy("neighbour", NODES - 2)
-    deploy(house, "compiler")
-    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
-    nodes = house.bound("compiler")
-    head = house.head()["metadata"]["uid"]
-    assert "stage compiler is deployed by" in refused(house, "trainer", ARGS="--compile.enabled=false")
-    house.stop("compiler")
-    publish_corpus(house)
-    deploy(house, "trainer", ARGS="--compile.enabled=false")
-    wait_until(lambda: house.bound("trainer") == nodes, MINUTE)
-    assert house.head()["metadata"]["uid"] == head
+    deploy(harness, "compiler")
+    wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
+    nodes = harness.bound("compiler")
+    head = harness.head()["metadata"]["uid"]
+    assert "stage compiler is deployed by" in refused(harness, "trainer", ARGS="--compile.enabled=false")
+    harness.stop("compiler")
+    publish_corpus(harness)
+    deploy(harness, "trainer", ARGS="--compile.enabled=false")
+    wait_until(lambda: harness.bound("trainer") == nodes, MINUTE)
+    assert harness.head()["metadata"]["uid"] == head
     leave("neighbour")
 
 
-def test_sixteen_nodes_are_a_gang_and_seventeen_are_refused(house: House) -> None:
-    publish_corpus(house)
+def test_sixteen_nodes_are_a_gang_and_seventeen_are_refused(harness: Harness) -> None:
+    publish_corpus(harness)
     said = refused(
-        house, "trainer", 17, ARGS="--compile.enabled=false --batch.global_batch_size=136 --train.reduction=fast"
+        harness, "trainer", 17, ARGS="--compile.enabled=false --batch.global_batch_size=136 --train.reduction=fast"
     )
     assert "maxReplicas 16" in said
     assert "room for 16 of 17" in said
     arguments = "--compile.enabled=false --batch.global_batch_size=64"
-    said = deploy(house, "trainer", 16, ARGS=arguments)
+    said = deploy(harness, "trainer", 16, ARGS=arguments)
     assert "data-parallel degree 16" in said
-    wait_until(lambda: len(house.ready("trainer")) == 16, MINUTE)
-    assert len(set(house.bound("trainer"))) == 16
+    wait_until(lambda: len(harness.ready("trainer")) == 16, MINUTE)
+    assert len(set(harness.bound("trainer"))) == 16
 
 
-def test_the_queue_caps_neuron_devices(house: House) -> None:
+def test_the_queue_caps_neuron_devices(harness: Harness) -> None:
     """Whoever asks, and although nodes are free."""
-    set_queue(house, {"aws.amazon.com/neuron": "32"})
+    set_queue(harness, {"aws.amazon.com/neuron": "32"})
     try:
-        assert "aws.amazon.com/neuron: 48 asked, 32 in the queue" in refused(house, nodes=3)
-        deploy(house, nodes=2)
-        wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
-        stray_gang(house)
-        wait_until(lambda: "queue resource quota insufficient" in group_says(house, "stray"), MINUTE)
+        assert "aws.amazon.com/neuron: 48 asked, 32 in the queue" in refused(harness, nodes=3)
+        deploy(harness, nodes=2)
+        wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
+        stray_gang(harness)
+        wait_until(lambda: "queue resource quota insufficient" in group_says(harness, "stray"), MINUTE)
         assert (
             json.loads(cluster.kubectl("-n", "millrace", "get", "pod", "stray", "-o", "json"))["spec"].get("nodeName")
             is None
         )
     finally:
         cluster.kubectl("-n", "millrace", "delete", "pod/stray", "podgroup/stray", "--ignore-not-found", "--force")
-        set_queue(house, {"aws.amazon.com/neuron": "256"})
+        set_queue(harness, {"aws.amazon.com/neuron": "256"})
 
 
-def set_queue(house: House, capability: dict[str, str]) -> None:
-    house.api.merge("Queue", "millrace", {"spec": {"capability": capability}})
+def set_queue(harness: Harness, capability: dict[str, str]) -> None:
+    harness.api.merge("Queue", "millrace", {"spec": {"capability": capability}})
 
 
-def stray_gang(house: House) -> None:
+def stray_gang(harness: Harness) -> None:
     group = {
         "apiVersion": "scheduling.volcano.sh/v1beta1",
         "kind": "PodGroup",
         "metadata": {"name": "stray", "namespace": "millrace"},
         "spec": {"minMember": 1, "queue": "millrace", "minResources": DEVICES},
     }
-    container = house.worker_group("trainer").container
+    container = harness.worker_group("trainer").container
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -186,7 +186,7 @@ def stray_gang(house: House) -> None:
             "schedulerName": "volcano",
             "nodeSelector": {"type": "kwok"},
             "tolerations": [{"operator": "Exists"}],
-            "securityContext": house.worker_group("trainer").pod["securityContext"],
+            "securityContext": harness.worker_group("trainer").pod["securityContext"],
             "containers": [
                 {
                     "name": "c",
@@ -200,131 +200,131 @@ def stray_gang(house: House) -> None:
     cluster.kubectl("apply", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": [group, pod]}))
 
 
-def group_says(house: House, name: str) -> str:
-    events = house.api.find_all("Event", fields=f"involvedObject.kind=PodGroup,involvedObject.name={name}")
+def group_says(harness: Harness, name: str) -> str:
+    events = harness.api.find_all("Event", fields=f"involvedObject.kind=PodGroup,involvedObject.name={name}")
     return " ".join(str(each.get("message")) for each in events)
 
 
-def test_of_two_people_who_deploy_at_once_one_is_refused(house: House) -> None:
+def test_of_two_people_who_deploy_at_once_one_is_refused(harness: Harness) -> None:
     both = [
-        house.start("deploy-stage", STAGE="compiler", NODES=str(nodes), TAG=name_of("head"), FOLLOW="0")
+        harness.start("deploy-stage", STAGE="compiler", NODES=str(nodes), TAG=name_of("head"), FOLLOW="0")
         for nodes in (1, 2)
     ]
     said = [process.communicate(timeout=120)[0] for process in both]
     assert sorted(process.returncode for process in both) == [0, 4], said
     loser = said[0] if both[0].returncode else said[1]
     assert "is being deployed by" in loser or "somebody else began to deploy" in loser
-    wanted = house.record("compiler").deployment.nodes
-    wait_until(lambda: len(house.ready("compiler")) == wanted, MINUTE)
+    wanted = harness.record("compiler").deployment.nodes
+    wait_until(lambda: len(harness.ready("compiler")) == wanted, MINUTE)
 
 
-def test_a_second_call_follows_the_first_and_another_request_is_named(house: House) -> None:
-    deploy(house)
-    assert "being deployed just so" in deploy(house)
-    said = refused(house, nodes=1)
+def test_a_second_call_follows_the_first_and_another_request_is_named(harness: Harness) -> None:
+    deploy(harness)
+    assert "being deployed just so" in deploy(harness)
+    said = refused(harness, nodes=1)
     assert "nodes 1 instead of 2" in said
     assert "make stop-stage STAGE=compiler" in said
 
 
 @pytest.mark.parametrize("moment", ["sent", "placing", "placed"])
-def test_whoever_is_killed_the_deployment_goes_on(house: House, moment: str) -> None:
+def test_whoever_is_killed_the_deployment_goes_on(harness: Harness, moment: str) -> None:
     """The client for good, the deploy Job's pod with and without notice."""
     occupy("neighbour", NODES - 1)
-    client = house.start("deploy-stage", STAGE="compiler", NODES="2", TAG=name_of("head"))
+    client = harness.start("deploy-stage", STAGE="compiler", NODES="2", TAG=name_of("head"))
     if moment == "sent":
-        wait_until(lambda: is_deployed(house), MINUTE)  # the Job of the deployment before may still be there
+        wait_until(lambda: is_deployed(harness), MINUTE)  # the Job of the deployment before may still be there
     else:
-        wait_until(lambda: len(house.pods("compiler")) == 2, MINUTE)
+        wait_until(lambda: len(harness.pods("compiler")) == 2, MINUTE)
     if moment == "placed":
         leave("neighbour")
-        wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
+        wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
     kill_group(client)
     for force in ((), ("--grace-period=0", "--force")):
-        wait_until(lambda: deploy_pod(house), 3 * MINUTE)  # the Job controller waits longer before each next pod
-        pod = deploy_pod(house)
+        wait_until(lambda: deploy_pod(harness), 3 * MINUTE)  # the Job controller waits longer before each next pod
+        pod = deploy_pod(harness)
         cluster.kubectl("-n", "millrace", "delete", "pod", pod, *force)
-        wait_until(lambda gone=pod: deploy_pod(house) not in ("", gone), 2 * MINUTE)
+        wait_until(lambda gone=pod: deploy_pod(harness) not in ("", gone), 2 * MINUTE)
     leave("neighbour")
-    wait_until(lambda: len(house.ready("compiler")) == 2, 2 * MINUTE)
-    uids = {pod["metadata"]["uid"] for pod in house.pods("compiler")}
-    wait_until(lambda: "have joined Ray" in cluster_log(house, "compiler"), 2 * MINUTE)
-    assert {pod["metadata"]["uid"] for pod in house.pods("compiler")} == uids
-    assert house.record("compiler").attempts == ()
+    wait_until(lambda: len(harness.ready("compiler")) == 2, 2 * MINUTE)
+    uids = {pod["metadata"]["uid"] for pod in harness.pods("compiler")}
+    wait_until(lambda: "have joined Ray" in cluster_log(harness, "compiler"), 2 * MINUTE)
+    assert {pod["metadata"]["uid"] for pod in harness.pods("compiler")} == uids
+    assert harness.record("compiler").attempts == ()
 
 
-def is_deployed(house: House) -> bool:
-    record = read_record(house.api, "compiler")
+def is_deployed(harness: Harness) -> bool:
+    record = read_record(harness.api, "compiler")
     return record is not None and not record.is_over
 
 
-def deploy_pod(house: House) -> str:
+def deploy_pod(harness: Harness) -> str:
     """The deploy Job's running pod."""
-    pods = house.api.find_all("Pod", "millrace.dev/component=deploy,millrace.dev/stage=compiler")
+    pods = harness.api.find_all("Pod", "millrace.dev/component=deploy,millrace.dev/stage=compiler")
     running = [
         pod for pod in pods if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
     ]
     return str(running[0]["metadata"]["name"]) if running else ""
 
 
-def test_a_deployment_that_finds_no_room_in_time_goes_down_by_itself(house: House) -> None:
+def test_a_deployment_that_finds_no_room_in_time_goes_down_by_itself(harness: Harness) -> None:
     occupy("neighbour", NODES)
-    done = house.run("deploy-stage", STAGE="compiler", NODES="1", TAG=name_of("head"), WAIT="15", RETRIES="0")
+    done = harness.run("deploy-stage", STAGE="compiler", NODES="1", TAG=name_of("head"), WAIT="15", RETRIES="0")
     assert done.code == EXIT_AGAIN
     assert "not up after 15 s" in done.said
     assert "Insufficient aws.amazon.com/neuron" in done.said
-    assert house.is_down("compiler")
-    assert "exit code 75: not up after 15 s" in status(house)
+    assert harness.is_down("compiler")
+    assert "exit code 75: not up after 15 s" in status(harness)
     leave("neighbour")
 
 
-def test_a_stage_whose_job_is_deleted_goes_down(house: House) -> None:
-    deploy(house)
-    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
-    wait_until(lambda: deploy_pod(house), MINUTE)
+def test_a_stage_whose_job_is_deleted_goes_down(harness: Harness) -> None:
+    deploy(harness)
+    wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
+    wait_until(lambda: deploy_pod(harness), MINUTE)
     cluster.kubectl("-n", "millrace", "delete", "job", "deploy-compiler", "--wait=false")
-    wait_until(lambda: house.is_down("compiler"), 2 * MINUTE)
+    wait_until(lambda: harness.is_down("compiler"), 2 * MINUTE)
 
 
-def test_a_stage_on_a_dead_node_goes_down(house: House, dead_node: Callable[[], str]) -> None:
+def test_a_stage_on_a_dead_node_goes_down(harness: Harness, dead_node: Callable[[], str]) -> None:
     """Its pod is Terminating for ever, since nobody is there who could end it, and KubeRay counts it."""
-    deploy(house, DRAIN="5")
-    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
+    deploy(harness, DRAIN="5")
+    wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
     dead = dead_node()
     wait_until(lambda: is_dead(dead), 3 * MINUTE)
-    house.stop("compiler")
+    harness.stop("compiler")
 
 
-def test_a_gang_that_lost_a_node_stands_again(house: House, dead_node: Callable[[], str]) -> None:
-    deploy(house, DRAIN="5")
-    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
-    before = house.bound("compiler")
+def test_a_gang_that_lost_a_node_stands_again(harness: Harness, dead_node: Callable[[], str]) -> None:
+    deploy(harness, DRAIN="5")
+    wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
+    before = harness.bound("compiler")
     dead = dead_node()
-    wait_until(lambda: len(house.ready("compiler")) == 2 and dead not in house.bound("compiler"), 6 * MINUTE)
-    assert len(set(before) & set(house.bound("compiler"))) == 1
-    assert "which is unreachable: removed by force" in cluster_log(house, "compiler")
+    wait_until(lambda: len(harness.ready("compiler")) == 2 and dead not in harness.bound("compiler"), 6 * MINUTE)
+    assert len(set(before) & set(harness.bound("compiler"))) == 1
+    assert "which is unreachable: removed by force" in cluster_log(harness, "compiler")
 
 
 def test_stop_stage_takes_down_what_is_on_a_dead_node_where_no_job_does(
-    house: House, dead_node: Callable[[], str]
+    harness: Harness, dead_node: Callable[[], str]
 ) -> None:
-    deploy(house, DRAIN="5")
-    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
-    abandon(house)
+    deploy(harness, DRAIN="5")
+    wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
+    abandon(harness)
     dead = dead_node()
     wait_until(lambda: is_dead(dead), 3 * MINUTE)
-    done = house.run("stop-stage", STAGE="compiler")
+    done = harness.run("stop-stage", STAGE="compiler")
     assert done.code == 0, done.said
     assert f"is on node {dead}, which is unreachable: removed by force" in done.said
-    assert house.is_down("compiler")
+    assert harness.is_down("compiler")
 
 
 @pytest.fixture
-def dead_node(house: House) -> Iterator[Callable[[], str]]:
+def dead_node(harness: Harness) -> Iterator[Callable[[], str]]:
     """Let one of the nodes that the compiler's pods are on die. A new one is there afterwards."""
     dead: list[str] = []
 
     def kill() -> str:
-        dead.append(house.bound("compiler")[0])
+        dead.append(harness.bound("compiler")[0])
         fake_nodes.silence(dead[0])
         return dead[0]
 
@@ -339,29 +339,29 @@ def is_dead(node: str) -> bool:
     return "node.kubernetes.io/unreachable" in cluster.kubectl("get", "node", node, "-o", "json")
 
 
-def abandon(house: House) -> None:
+def abandon(harness: Harness) -> None:
     """Nobody holds the stage any more: its Job's pod is gone, and then the Job, without what it made."""
     cluster.kubectl("-n", "millrace", "patch", "job", "deploy-compiler", "-p", '{"spec": {"suspend": true}}')
     selector = "millrace.dev/component=deploy,millrace.dev/stage=compiler"
-    wait_until(lambda: not house.api.find_all("Pod", selector), 2 * MINUTE)
+    wait_until(lambda: not harness.api.find_all("Pod", selector), 2 * MINUTE)
     cluster.kubectl("-n", "millrace", "delete", "job", "deploy-compiler", "--cascade=orphan")
-    assert len(house.ready("compiler")) == 2
+    assert len(harness.ready("compiler")) == 2
 
 
-def test_a_stage_that_nobody_holds_is_taken_down(house: House) -> None:
-    deploy(house)
-    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
-    abandon(house)
+def test_a_stage_that_nobody_holds_is_taken_down(harness: Harness) -> None:
+    deploy(harness)
+    wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
+    abandon(harness)
     said = reap()
     assert "reaper: compiler: no deploy Job holds 2 pods, its PodGroup" in said
-    assert house.is_down("compiler")
+    assert harness.is_down("compiler")
 
 
-def test_the_reaper_leaves_a_live_deployment_alone(house: House) -> None:
-    deploy(house)
-    wait_until(lambda: len(house.ready("compiler")) == 2, MINUTE)
+def test_the_reaper_leaves_a_live_deployment_alone(harness: Harness) -> None:
+    deploy(harness)
+    wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
     assert reap() == ""
-    assert len(house.ready("compiler")) == 2
+    assert len(harness.ready("compiler")) == 2
 
 
 def reap() -> str:
@@ -374,37 +374,37 @@ def reap() -> str:
         cluster.kubectl("-n", "millrace", "delete", "job", "reap-now")
 
 
-def test_a_deploy_job_s_pod_on_a_dead_node_is_replaced(house: House) -> None:
+def test_a_deploy_job_s_pod_on_a_dead_node_is_replaced(harness: Harness) -> None:
     """The node answers nobody from the start on, so that the pod is said to run there by hand."""
     cluster.kubectl("cordon", "node-a")
     cluster.kubectl("apply", "-f", "-", input=json.dumps(dead_machine("dead-0")))
     cluster.kubectl("patch", "node", "dead-0", "--subresource=status", "-p", json.dumps(HEALTHY))
     try:
-        send(house)
-        wait_until(lambda: deploy_pods_on(house, "dead-0"), MINUTE)
-        (lost,) = deploy_pods_on(house, "dead-0")
+        send(harness)
+        wait_until(lambda: deploy_pods_on(harness, "dead-0"), MINUTE)
+        (lost,) = deploy_pods_on(harness, "dead-0")
         running = json.dumps({"status": {"phase": "Running"}})
         cluster.kubectl("-n", "millrace", "patch", "pod", lost, "--subresource=status", "-p", running)
         cluster.kubectl("uncordon", "node-a")
-        wait_until(lambda: deploy_pod(house) not in ("", lost), 4 * MINUTE)
-        wait_until(lambda: len(house.ready("compiler")) == 2, 2 * MINUTE)
-        assert deploy_pods_on(house, "dead-0") == [lost], "it is Terminating, and the other did not wait for that"
+        wait_until(lambda: deploy_pod(harness) not in ("", lost), 4 * MINUTE)
+        wait_until(lambda: len(harness.ready("compiler")) == 2, 2 * MINUTE)
+        assert deploy_pods_on(harness, "dead-0") == [lost], "it is Terminating, and the other did not wait for that"
     finally:
         cluster.kubectl("uncordon", "node-a")
         cluster.kubectl("delete", "node", "dead-0")
-    house.stop("compiler")
+    harness.stop("compiler")
 
 
-def send(house: House) -> None:
+def send(harness: Harness) -> None:
     """Only the deploy Job: preflight needs a node for its own pod."""
-    forget(house)
-    stage = house.worker_group("compiler")
+    forget(harness)
+    stage = harness.worker_group("compiler")
     deployment = deployment_of("compiler", image=name_of("head"), drain_seconds=5)
-    house.api.create(render_recipe_config_map("compiler", "", deployment.recipe_digest))
-    house.api.create(render_deploy_job(stage, deployment))
+    harness.api.create(render_recipe_config_map("compiler", "", deployment.recipe_digest))
+    harness.api.create(render_deploy_job(stage, deployment))
 
 
-def forget(house: House) -> None:
+def forget(harness: Harness) -> None:
     """The ended Job of an earlier deployment, in whose place a client puts its own."""
     cluster.kubectl("-n", "millrace", "delete", "job", "deploy-compiler", "--ignore-not-found")
 
@@ -419,13 +419,13 @@ def dead_machine(name: str) -> Object:
     return made
 
 
-def deploy_pods_on(house: House, node: str) -> list[str]:
-    pods = house.api.find_all("Pod", "millrace.dev/component=deploy,millrace.dev/stage=compiler")
+def deploy_pods_on(harness: Harness, node: str) -> list[str]:
+    pods = harness.api.find_all("Pod", "millrace.dev/component=deploy,millrace.dev/stage=compiler")
     return [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") == node]
 
 
-def test_a_dry_run_s_manifests_are_what_an_api_server_takes(house: House) -> None:
-    done = house.run("deploy-stage", STAGE="compiler", NODES="2", TAG=name_of("head"), DRY_RUN="1", OUTPUT="yaml")
+def test_a_dry_run_s_manifests_are_what_an_api_server_takes(harness: Harness) -> None:
+    done = harness.run("deploy-stage", STAGE="compiler", NODES="2", TAG=name_of("head"), DRY_RUN="1", OUTPUT="yaml")
     assert done.code == 0, done.said
     text = done.said[done.said.index("---\n") :]
     assert [each["kind"] for each in yaml.safe_load_all(text)] == [
@@ -436,11 +436,11 @@ def test_a_dry_run_s_manifests_are_what_an_api_server_takes(house: House) -> Non
         "RayJob",
     ]
     without_the_patch = "---\n".join(part for part in text.split("---\n") if "kind: RayCluster\n" not in part)
-    forget(house)
+    forget(harness)
     cluster.kubectl("apply", "--dry-run=server", "-f", "-", input=without_the_patch)
 
 
-def test_the_job_may_do_its_work_and_no_more(house: House) -> None:
+def test_the_job_may_do_its_work_and_no_more(harness: Harness) -> None:
     account = "--as=system:serviceaccount:millrace:deployer"
 
     def may(*what: str) -> bool:

@@ -16,18 +16,18 @@ import pytest
 from images.platforms import REPOSITORY
 from k8s.client.overlay import choose_overlay
 from k8s.objects.api import Api
-from tests.cluster.house import House
+from tests.cluster.harness import Harness
 from tests.cluster.kit import cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")
-def house(api: Api) -> Iterator[House]:
+def harness(api: Api) -> Iterator[Harness]:
     if api.server == f"https://{cluster.ADDRESS}:6443":
         pytest.skip("the kit's cluster: the other files say more of it")
     overlay = choose_overlay(os.environ.get("OVERLAY") or "local").resolve()
-    made = House(api, overlay, Path("/fsx"), REPOSITORY / "recipes/tiny-cpu.toml")
+    made = Harness(api, overlay, Path("/fsx"), REPOSITORY / "recipes/tiny-cpu.toml")
     done = made.run("cluster-up")
     assert done.code == 0, done.said
     yield made
@@ -36,19 +36,19 @@ def house(api: Api) -> Iterator[House]:
     assert api.find("Namespace", "millrace") is None
 
 
-def test_a_stage_is_deployed_and_taken_down(house: House) -> None:
-    head = house.head()["metadata"]["uid"]
-    done = house.run("deploy-stage", STAGE="tokenizer", DRY_RUN="1")
+def test_a_stage_is_deployed_and_taken_down(harness: Harness) -> None:
+    head = harness.head()["metadata"]["uid"]
+    done = harness.run("deploy-stage", STAGE="tokenizer", DRY_RUN="1")
     assert done.code == 0, done.said
-    done = house.run("deploy-stage", STAGE="tokenizer")
+    done = harness.run("deploy-stage", STAGE="tokenizer")
     assert done.code == 0, done.said
     assert "published" in done.said
-    assert house.is_down("tokenizer")
-    assert house.head()["metadata"]["uid"] == head
-    assert "outcome   exit code 0" in house.run("stage-status").said
+    assert harness.is_down("tokenizer")
+    assert harness.head()["metadata"]["uid"] == head
+    assert "outcome   exit code 0" in harness.run("stage-status").said
 
 
-def test_what_cannot_run_is_refused(house: House) -> None:
-    done = house.run("deploy-stage", STAGE="trainer", NODES="100000")
+def test_what_cannot_run_is_refused(harness: Harness) -> None:
+    done = harness.run("deploy-stage", STAGE="trainer", NODES="100000")
     assert done.code == 2 or "maxReplicas" in done.said
-    assert house.is_down("trainer")
+    assert harness.is_down("trainer")

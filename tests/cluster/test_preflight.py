@@ -14,14 +14,14 @@ from images.platforms import REPOSITORY
 from k8s.objects.api import Api, Object
 from k8s.objects.worker_group import replace_group
 from services.common.testing.waiting import wait_until
-from tests.cluster.house import House, held_images, load_images, make_house, name_of
+from tests.cluster.harness import Harness, held_images, load_images, make_house, name_of
 from tests.cluster.kit import cluster, fake_nodes, node_images
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def house(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def harness(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     load_images("head")
     fake_nodes.fake(2)
     made = make_house(kit, tmp_path_factory.mktemp("preflight"), REPOSITORY / "tests/cluster/overlays/fake")
@@ -31,66 +31,66 @@ def house(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]
     fake_nodes.remove_fake(2)
 
 
-def refused(house: House, stage: str = "compiler", **variables: str) -> tuple[int, str]:
+def refused(harness: Harness, stage: str = "compiler", **variables: str) -> tuple[int, str]:
     """Exit code and words of a deployment that is not to be."""
     variables = {"TAG": name_of("head"), "NODES": "2", **variables}
-    done = house.run("deploy-stage", STAGE=stage, FOLLOW="0", **variables)
+    done = harness.run("deploy-stage", STAGE=stage, FOLLOW="0", **variables)
     if done.code == 0:
-        house.stop(stage)
+        harness.stop(stage)
     assert done.code != 0, done.said
     assert "Traceback" not in done.said
-    assert house.api.find("Job", f"deploy-{stage}") is None
+    assert harness.api.find("Job", f"deploy-{stage}") is None
     return done.code, done.said
 
 
 @contextmanager
-def group_changed(house: House, change: Callable[[Object], None], stage: str = "compiler") -> Iterator[None]:
+def group_changed(harness: Harness, change: Callable[[Object], None], stage: str = "compiler") -> Iterator[None]:
     """A worker group as a broken manifest would make it."""
-    before = house.worker_group(stage)
+    before = harness.worker_group(stage)
     broken = copy.deepcopy(before.spec)
     change(broken)
-    replace_group(house.api, before, broken)
+    replace_group(harness.api, before, broken)
     try:
         yield
     finally:
-        replace_group(house.api, house.worker_group(stage), before.spec)
+        replace_group(harness.api, harness.worker_group(stage), before.spec)
 
 
 @contextmanager
-def without(house: House, kind: str, name: str) -> Iterator[None]:
+def without(harness: Harness, kind: str, name: str) -> Iterator[None]:
     """An object is missing, and comes back."""
-    thing = house.api.find(kind, name)
+    thing = harness.api.find(kind, name)
     assert thing is not None
-    house.api.delete(kind, name)
-    wait_until(lambda: house.api.find(kind, name) is None)
+    harness.api.delete(kind, name)
+    wait_until(lambda: harness.api.find(kind, name) is None)
     try:
         yield
     finally:
         for field in ("uid", "resourceVersion", "creationTimestamp", "managedFields"):
             thing["metadata"].pop(field, None)
-        house.api.create(thing)
+        harness.api.create(thing)
 
 
-def test_everything_fits(house: House) -> None:
-    done = house.run("deploy-stage", STAGE="compiler", NODES="2", TAG=name_of("head"), DRY_RUN="1")
+def test_everything_fits(harness: Harness) -> None:
+    done = harness.run("deploy-stage", STAGE="compiler", NODES="2", TAG=name_of("head"), DRY_RUN="1")
     assert done.code == 0, done.said
     assert "2 x trn1.32xlarge" in done.said
     assert "the head and tokenizer and trainer keep their pods" in done.said
-    assert house.api.find("Job", "deploy-compiler") is None
-    assert house.api.find_all("ConfigMap", "millrace.dev/stage=compiler") == []
+    assert harness.api.find("Job", "deploy-compiler") is None
+    assert harness.api.find_all("ConfigMap", "millrace.dev/stage=compiler") == []
 
 
-def test_a_claim_that_does_not_exist(house: House) -> None:
+def test_a_claim_that_does_not_exist(harness: Harness) -> None:
     def rename(group: Object) -> None:
         group["template"]["spec"]["volumes"][1]["persistentVolumeClaim"]["claimName"] = "fsx-claim"
 
-    with group_changed(house, rename):
-        code, said = refused(house)
+    with group_changed(harness, rename):
+        code, said = refused(harness)
     assert code == 4
     assert "claim fsx-claim, which worker group compiler mounts, does not exist (there is fsx)" in said
 
 
-def test_a_claim_that_is_not_bound(house: House) -> None:
+def test_a_claim_that_is_not_bound(harness: Harness) -> None:
     claim = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -102,137 +102,137 @@ def test_a_claim_that_is_not_bound(house: House) -> None:
             "resources": {"requests": {"storage": "1Gi"}},
         },
     }
-    house.api.create(claim)
+    harness.api.create(claim)
 
     def rename(group: Object) -> None:
         group["template"]["spec"]["volumes"][1]["persistentVolumeClaim"]["claimName"] = "unbound"
 
     try:
-        with group_changed(house, rename):
-            _, said = refused(house)
+        with group_changed(harness, rename):
+            _, said = refused(harness)
     finally:
-        house.api.delete("PersistentVolumeClaim", "unbound")
+        harness.api.delete("PersistentVolumeClaim", "unbound")
     assert "claim unbound is Pending, not Bound: its volume nowhere" in said
 
 
-def test_a_label_that_no_node_has(house: House) -> None:
+def test_a_label_that_no_node_has(harness: Harness) -> None:
     def select(group: Object) -> None:
         group["template"]["spec"]["nodeSelector"] = {"instance-type": "trn1-32xl"}
 
-    with group_changed(house, select):
-        _, said = refused(house)
+    with group_changed(harness, select):
+        _, said = refused(harness)
     assert "no node has the labels that compiler pods select (instance-type=trn1-32xl)" in said
     assert "trn1.32xlarge" in said
 
 
-def test_a_taint_that_is_not_tolerated(house: House) -> None:
+def test_a_taint_that_is_not_tolerated(harness: Harness) -> None:
     def forget(group: Object) -> None:
         group["template"]["spec"]["tolerations"] = []
 
-    with group_changed(house, forget):
-        _, said = refused(house)
+    with group_changed(harness, forget):
+        _, said = refused(harness)
     assert "has a taint that they do not tolerate: aws.amazon.com/neuron:NoSchedule" in said
 
 
-def test_a_resource_that_no_node_has(house: House) -> None:
+def test_a_resource_that_no_node_has(harness: Harness) -> None:
     def misspell(group: Object) -> None:
         resources = group["template"]["spec"]["containers"][0]["resources"]
         for each in resources.values():
             each["aws.amazon.com/neurondevice"] = each.pop("aws.amazon.com/neuron")
 
-    with group_changed(house, misspell):
-        _, said = refused(house)
+    with group_changed(harness, misspell):
+        _, said = refused(harness)
     assert "none has enough aws.amazon.com/neurondevice" in said
 
 
-def test_a_routing_resource_that_is_not_declared(house: House) -> None:
+def test_a_routing_resource_that_is_not_declared(harness: Harness) -> None:
     def forget(group: Object) -> None:
         group["resources"].pop("stage_compiler")
 
-    with group_changed(house, forget):
-        _, said = refused(house)
+    with group_changed(harness, forget):
+        _, said = refused(harness)
     assert "worker group compiler does not declare the Ray resource stage_compiler" in said
 
 
-def test_more_pods_than_there_are_nodes(house: House) -> None:
-    _, said = refused(house, NODES="3")
+def test_more_pods_than_there_are_nodes(harness: Harness) -> None:
+    _, said = refused(harness, NODES="3")
     assert "2 nodes could take compiler pods, with room for 2 of 3" in said
 
 
-def test_a_queue_that_is_missing_closed_or_too_small(house: House) -> None:
-    with without(house, "Queue", "millrace"):
-        assert "queue millrace does not exist" in refused(house)[1]
-    wait_until(lambda: (house.api.find("Queue", "millrace") or {}).get("status", {}).get("state") == "Open")
-    house.api.merge("Queue", "millrace", {"spec": {"capability": {"vpc.amazonaws.com/efa": "8"}}})
-    said = refused(house)[1]
-    house.api.merge("Queue", "millrace", {"spec": {"capability": {"vpc.amazonaws.com/efa": "128"}}})
+def test_a_queue_that_is_missing_closed_or_too_small(harness: Harness) -> None:
+    with without(harness, "Queue", "millrace"):
+        assert "queue millrace does not exist" in refused(harness)[1]
+    wait_until(lambda: (harness.api.find("Queue", "millrace") or {}).get("status", {}).get("state") == "Open")
+    harness.api.merge("Queue", "millrace", {"spec": {"capability": {"vpc.amazonaws.com/efa": "8"}}})
+    said = refused(harness)[1]
+    harness.api.merge("Queue", "millrace", {"spec": {"capability": {"vpc.amazonaws.com/efa": "128"}}})
     assert "queue millrace is too small for 2 compiler pods (vpc.amazonaws.com/efa: 16 asked, 8 in the queue)" in said
 
 
-def test_an_image_that_no_node_has(house: House) -> None:
-    code, said = refused(house, TAG="9.9.9-cpu")
+def test_an_image_that_no_node_has(harness: Harness) -> None:
+    code, said = refused(harness, TAG="9.9.9-cpu")
     assert code == 4
     assert "no node has the image millrace/head:9.9.9-cpu" in said
     assert name_of("head") in said
 
 
-def test_an_image_of_another_platform(house: House) -> None:
+def test_an_image_of_another_platform(harness: Harness) -> None:
     """Ray would refuse its nodes one by one, after they were paid for."""
     name = "millrace/head:other-platform"
     dockerfile = f"FROM {name_of('head')}\nENV MILLRACE_VARIANT=neuron\n"
     subprocess.run(["docker", "build", "-q", "-t", name, "-"], input=dockerfile, text=True, check=True)
     node_images.load(name)
     wait_until(lambda: f"docker.io/{name}" in held_images(), seconds=120)
-    _, said = refused(house, TAG=name)
+    _, said = refused(harness, TAG=name)
     assert "has variant neuron, the Ray head has cpu" in said
     assert "MODE=isolated" in said
 
 
-def test_an_artifact_that_is_missing(house: House) -> None:
-    code, said = refused(house, "trainer", RECIPE=str(REPOSITORY / "recipes/tiny-cpu.toml"))
+def test_an_artifact_that_is_missing(harness: Harness) -> None:
+    code, said = refused(harness, "trainer", RECIPE=str(REPOSITORY / "recipes/tiny-cpu.toml"))
     assert code == 3
     assert "services.tokenizer" in said or "STAGE=tokenizer" in said
 
 
-def test_a_root_that_the_stages_cannot_write(house: House) -> None:
-    house.root.chmod(0o555)
-    cluster.run("chown", "0:0", house.root)
+def test_a_root_that_the_stages_cannot_write(harness: Harness) -> None:
+    harness.root.chmod(0o555)
+    cluster.run("chown", "0:0", harness.root)
     try:
-        code, said = refused(house)
+        code, said = refused(harness)
     finally:
-        cluster.run("chown", "10001:10001", house.root)
-        house.root.chmod(0o755)
+        cluster.run("chown", "10001:10001", harness.root)
+        harness.root.chmod(0o755)
     assert code == 5
     assert "/fsx" in said
 
 
-def test_a_secret_that_is_missing(house: House) -> None:
+def test_a_secret_that_is_missing(harness: Harness) -> None:
     cluster.stop("kuberay-operator")  # it would make it anew
     try:
-        with without(house, "Secret", "millrace"):
-            code, said = refused(house)
+        with without(harness, "Secret", "millrace"):
+            code, said = refused(harness)
     finally:
         cluster.start_kuberay()
     assert code == 4
     assert "Secret millrace (the Ray token) is missing" in said
 
 
-def test_a_priority_class_and_an_account_that_are_missing(house: House) -> None:
-    with without(house, "ServiceAccount", "compiler"):
-        assert "service account compiler does not exist" in refused(house)[1]
+def test_a_priority_class_and_an_account_that_are_missing(harness: Harness) -> None:
+    with without(harness, "ServiceAccount", "compiler"):
+        assert "service account compiler does not exist" in refused(harness)[1]
 
     def misname(group: Object) -> None:
         group["template"]["spec"]["priorityClassName"] = "urgent"
 
-    with group_changed(house, misname):
-        assert "PriorityClass urgent, which worker group compiler names, does not exist" in refused(house)[1]
+    with group_changed(harness, misname):
+        assert "PriorityClass urgent, which worker group compiler names, does not exist" in refused(harness)[1]
 
 
-def test_a_job_without_its_rights(house: House) -> None:
+def test_a_job_without_its_rights(harness: Harness) -> None:
     binding = json.loads(cluster.kubectl("-n", "millrace", "get", "rolebinding", "deployer", "-o", "json"))
     cluster.kubectl("-n", "millrace", "delete", "rolebinding", "deployer")
     try:
-        _, said = refused(house)
+        _, said = refused(harness)
     finally:
         for field in ("uid", "resourceVersion", "creationTimestamp"):
             binding["metadata"].pop(field)
@@ -240,39 +240,39 @@ def test_a_job_without_its_rights(house: House) -> None:
     assert "the deploy Job's account may not create rayjobs: k8s/base/deployer.yaml grants it" in said
 
 
-def test_a_person_without_rights(house: House) -> None:
+def test_a_person_without_rights(harness: Harness) -> None:
     """A user whom no role knows is told what is missing, not shown a traceback."""
-    config = house.root.parent / "nobody.kubeconfig"
+    config = harness.root.parent / "nobody.kubeconfig"
     text = json.loads(cluster.KUBECONFIG.read_text())
     text["users"][0]["user"] = {"token": cluster.kubectl("-n", "default", "create", "token", "default").strip()}
     config.write_text(json.dumps(text))
-    done = house.run("stage-status", KUBECONFIG=str(config))
+    done = harness.run("stage-status", KUBECONFIG=str(config))
     assert done.code == 4
     assert "system:serviceaccount:default:default" in done.said
     assert "Traceback" not in done.said
 
 
-def test_an_operator_with_a_batch_scheduler_of_its_own(house: House) -> None:
+def test_an_operator_with_a_batch_scheduler_of_its_own(harness: Harness) -> None:
     cluster.stop("kuberay-operator")
     cluster.start_kuberay("-batch-scheduler=volcano")
     try:
-        wait_until(lambda: house.api.find("PodGroup", "ray-millrace-pg"), 60)
-        _, said = refused(house)
+        wait_until(lambda: harness.api.find("PodGroup", "ray-millrace-pg"), 60)
+        _, said = refused(harness)
     finally:
         cluster.stop("kuberay-operator")
         cluster.start_kuberay()
-        house.api.delete("PodGroup", "ray-millrace-pg")
+        harness.api.delete("PodGroup", "ray-millrace-pg")
     assert "the KubeRay operator runs with its own batch scheduler" in said
 
 
-def test_a_stage_a_cluster_and_a_recipe_that_do_not_exist(house: House) -> None:
-    assert house.run("deploy-stage", STAGE="trainr").code == 2
-    assert house.run("deploy-stage", STAGE="trainer", RECIPE="recipes/none.toml").code == 2
-    nowhere = house.root.parent / "nowhere.kubeconfig"
+def test_a_stage_a_cluster_and_a_recipe_that_do_not_exist(harness: Harness) -> None:
+    assert harness.run("deploy-stage", STAGE="trainr").code == 2
+    assert harness.run("deploy-stage", STAGE="trainer", RECIPE="recipes/none.toml").code == 2
+    nowhere = harness.root.parent / "nowhere.kubeconfig"
     text = json.loads(cluster.KUBECONFIG.read_text())
     text["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
     nowhere.write_text(json.dumps(text))
-    done = house.run("stage-status", KUBECONFIG=str(nowhere))
+    done = harness.run("stage-status", KUBECONFIG=str(nowhere))
     assert done.code == 4
     assert "does not answer" in done.said
     assert "Traceback" not in done.said

@@ -30,7 +30,7 @@ from k8s.objects.deployment import RECORD_VERSION, Deployment
 from k8s.objects.names import DEPLOYMENT_LABEL, job_name
 from services.common.errors import DeviceError
 from services.common.testing.waiting import wait_until
-from tests.cluster.house import House, make_house, name_of
+from tests.cluster.harness import Harness, make_house, name_of
 from tests.cluster.kit.processes import BIN, KUBECONFIG
 from tests.registry import running_registry
 
@@ -45,21 +45,21 @@ TRAINING = "--compile.enabled=false --train.max_steps=1000000 --checkpoint.inter
 class Place:
     """A cluster that pulls from a registry."""
 
-    house: House
+    harness: Harness
     registry: str
 
     def deploy(self, **variables: str) -> str:
         """Run the tokenizer to its good end; what it said."""
-        done = self.house.run("deploy-stage", STAGE="tokenizer", **variables)
+        done = self.harness.run("deploy-stage", STAGE="tokenizer", **variables)
         assert done.code == 0, done.said
-        assert self.house.is_down("tokenizer")
+        assert self.harness.is_down("tokenizer")
         return done.said
 
     def refused(self, **variables: str) -> tuple[int, str]:
-        done = self.house.run("deploy-stage", STAGE="tokenizer", FOLLOW="0", **variables)
+        done = self.harness.run("deploy-stage", STAGE="tokenizer", FOLLOW="0", **variables)
         assert done.code != 0, done.said
         assert "Traceback" not in done.said
-        assert self.house.is_down("tokenizer")
+        assert self.harness.is_down("tokenizer")
         return done.code, done.said
 
     def push(self, local: str, service: str, tag: str) -> str:
@@ -70,12 +70,12 @@ class Place:
 
     def uids(self) -> dict[str, str]:
         """Of the head's pod and the trainer's."""
-        pods = [self.house.head(), *self.house.ready("trainer")]
+        pods = [self.harness.head(), *self.harness.ready("trainer")]
         return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in pods}
 
     def steps(self) -> int:
         """The newest that the trainer recorded."""
-        files = list((self.house.root / "run").glob("*/metrics.jsonl"))
+        files = list((self.harness.root / "run").glob("*/metrics.jsonl"))
         lines = files[0].read_text(encoding="utf-8").splitlines() if files else []
         return max((int(json.loads(line)["step"]) for line in lines if line.endswith("}")), default=0)
 
@@ -91,9 +91,9 @@ def registry(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
 @pytest.fixture(scope="module")
 def place(kit: Api, registry: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("swap")
-    house = make_house(kit, folder, write_pulling_overlay(folder / "pulling", registry))
-    yield Place(house, registry)
-    done = house.run("cluster-down", FORCE="1")
+    harness = make_house(kit, folder, write_pulling_overlay(folder / "pulling", registry))
+    yield Place(harness, registry)
+    done = harness.run("cluster-down", FORCE="1")
     assert done.code == 0, done.said
 
 
@@ -101,7 +101,7 @@ def place(kit: Api, registry: str, tmp_path_factory: pytest.TempPathFactory) -> 
 def training(place: Place) -> Iterator[Place]:
     """The corpus is published, and the trainer takes steps on it."""
     place.deploy()
-    client = place.house.start("deploy-stage", STAGE="trainer", NODES="1", ARGS=TRAINING)
+    client = place.harness.start("deploy-stage", STAGE="trainer", NODES="1", ARGS=TRAINING)
     try:
         wait_until(lambda: place.steps() > 20 or client.poll() is not None, 15 * MINUTE)
         assert client.poll() is None, client.communicate()[0]
@@ -109,7 +109,7 @@ def training(place: Place) -> Iterator[Place]:
         at = place.steps()
         wait_until(lambda: place.steps() > at + 20, 5 * MINUTE)
     finally:
-        place.house.stop("trainer")
+        place.harness.stop("trainer")
         client.communicate(timeout=5 * MINUTE)
 
 
@@ -125,7 +125,7 @@ def nobody_else_notices(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     assert place.uids() == before
     wait_until(lambda: place.steps() > step, 5 * MINUTE)
-    assert [attempt.message for attempt in place.house.record("trainer").attempts] == []
+    assert [attempt.message for attempt in place.harness.record("trainer").attempts] == []
 
 
 def write_pulling_overlay(folder: Path, registry: str) -> Path:
@@ -161,7 +161,7 @@ def with_new_key(place: Place, folder: Path) -> tuple[str, Path]:
     )
     (folder / "recipe.py").chmod(0o644)
     docker("build", "--quiet", "--tag", "millrace-test/tokenizer:next", str(folder))
-    small = place.house.recipe.read_text(encoding="utf-8")
+    small = place.harness.recipe.read_text(encoding="utf-8")
     file = folder / "next.toml"
     file.write_text(small.replace("[tokenizer]\n", '[tokenizer]\nnote = "new"\n'), encoding="utf-8")
     return place.push("millrace-test/tokenizer:next", "tokenizer", "next-cpu"), file
@@ -170,9 +170,9 @@ def with_new_key(place: Place, folder: Path) -> tuple[str, Path]:
 def test_a_stage_with_a_new_key_is_swapped_in_while_another_trains_and_rolled_back(
     training: Place, tmp_path: Path
 ) -> None:
-    first = training.house.worker_group("tokenizer").image
+    first = training.harness.worker_group("tokenizer").image
     assert first.startswith(f"{training.registry}/millrace/tokenizer@sha256:")
-    others = [training.house.worker_group(name).spec for name in ("compiler", "trainer")]
+    others = [training.harness.worker_group(name).spec for name in ("compiler", "trainer")]
     swapped, recipe = with_new_key(training, tmp_path)
 
     code, said = training.refused(RECIPE=str(recipe))
@@ -185,17 +185,17 @@ def test_a_stage_with_a_new_key_is_swapped_in_while_another_trains_and_rolled_ba
 
     said = training.deploy(RECIPE=str(recipe), TAG=swapped, ARGS="--corpus.validation_fraction=0.2")
     assert "the head and compiler and trainer keep their pods" in said
-    second = training.house.worker_group("tokenizer").image
+    second = training.harness.worker_group("tokenizer").image
     assert second != first
-    assert len(list((training.house.root / "corpus").glob("*/[0-9a-f]*/manifest.json"))) == 2
+    assert len(list((training.harness.root / "corpus").glob("*/[0-9a-f]*/manifest.json"))) == 2
 
-    done = training.house.run("rollback-stage", STAGE="tokenizer", RECIPE="")
+    done = training.harness.run("rollback-stage", STAGE="tokenizer", RECIPE="")
     assert done.code == 2, done.said
     assert "RECIPE= and ARGS= say what it takes" in done.said
-    done = training.house.run("rollback-stage", STAGE="tokenizer")
+    done = training.harness.run("rollback-stage", STAGE="tokenizer")
     assert done.code == 0, done.said
-    assert training.house.worker_group("tokenizer").image == first
-    assert [training.house.worker_group(name).spec for name in ("compiler", "trainer")] == others
+    assert training.harness.worker_group("tokenizer").image == first
+    assert [training.harness.worker_group(name).spec for name in ("compiler", "trainer")] == others
 
 
 def test_an_image_that_is_not_in_the_registry(training: Place) -> None:
@@ -263,15 +263,15 @@ def test_the_head_is_not_changed_under_a_stage(training: Place, tmp_path: Path) 
     (tmp_path / "Dockerfile").write_text(f"FROM {name_of('head')}\nLABEL another=yes\n", encoding="utf-8")
     docker("build", "--quiet", "--tag", "millrace-test/head:next", str(tmp_path))
     name = training.push("millrace-test/head:next", "head", "next-cpu")
-    before = live_cluster(training.house.api)
-    done = training.house.run("cluster-up", HEAD_TAG=name)
+    before = live_cluster(training.harness.api)
+    done = training.harness.run("cluster-up", HEAD_TAG=name)
     assert done.code == 4, done.said
     assert "stage trainer is deployed or has pods up" in done.said
     assert "applied     " not in done.said
-    assert live_cluster(training.house.api) == before
-    done = training.house.run("cluster-up")
+    assert live_cluster(training.harness.api) == before
+    done = training.harness.run("cluster-up")
     assert done.code == 0, done.said
-    assert live_cluster(training.house.api)["spec"] == before["spec"]
+    assert live_cluster(training.harness.api)["spec"] == before["spec"]
 
 
 def live_cluster(api: Api) -> Object:
@@ -282,16 +282,16 @@ def live_cluster(api: Api) -> Object:
 
 @pytest.mark.parametrize("options", [(), ("--server-side", "--force-conflicts")])
 def test_the_manifests_alone_do_not_reach_what_runs(training: Place, options: tuple[str, ...]) -> None:
-    before = live_cluster(training.house.api)
+    before = live_cluster(training.harness.api)
     done = subprocess.run(
-        [BIN / "kubectl", "--kubeconfig", KUBECONFIG, "apply", *options, "-k", training.house.overlay],
+        [BIN / "kubectl", "--kubeconfig", KUBECONFIG, "apply", *options, "-k", training.harness.overlay],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode != 0
     assert "make cluster-up" in done.stderr
-    assert live_cluster(training.house.api) == before
+    assert live_cluster(training.harness.api) == before
 
 
 def without_image(group: Object) -> None:
@@ -319,15 +319,15 @@ def test_only_what_a_deployment_set_is_kept(
     training: Place, stage: str, change: Callable[[Object], None], said: str
 ) -> None:
     """A trial, which changes nothing: of a group that is down all else may change, and anybody may scale one down."""
-    cluster = training.house.worker_group(stage).cluster
+    cluster = training.harness.worker_group(stage).cluster
     body = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": "millrace"}, "spec": cluster["spec"]}
     body = copy.deepcopy(body)
     change(next(group for group in body["spec"]["workerGroupSpecs"] if group["groupName"] == stage))
     if not said:
-        training.house.api.apply(body, is_trial=True)
+        training.harness.api.apply(body, is_trial=True)
         return
     with pytest.raises(DeviceError, match=said):
-        training.house.api.apply(body, is_trial=True)
+        training.harness.api.apply(body, is_trial=True)
 
 
 @pytest.mark.parametrize(("tag", "is_refused"), [("unset", True), ("1", False)])
@@ -340,32 +340,32 @@ def test_what_runs_on_a_schedule_keeps_its_image(place: Place, tag: str, is_refu
         "spec": {"schedule": "@daily", "jobTemplate": {"spec": {"template": {"spec": pod}}}},
     }
     if not is_refused:
-        place.house.api.apply(body, is_trial=True)
+        place.harness.api.apply(body, is_trial=True)
         return
     with pytest.raises(DeviceError, match="without the head's image"):
-        place.house.api.apply(body, is_trial=True)
+        place.harness.api.apply(body, is_trial=True)
 
 
 def test_a_record_that_the_head_cannot_read_ends_its_job_at_once(training: Place) -> None:
-    house = training.house
-    stage = house.worker_group("compiler")
-    record: Deployment = replace(house.record("trainer").deployment, stage="compiler", id="a1b2c3")
+    harness = training.harness
+    stage = harness.worker_group("compiler")
+    record: Deployment = replace(harness.record("trainer").deployment, stage="compiler", id="a1b2c3")
     newer = json.loads(record.to_json()) | {"version": RECORD_VERSION + 1, "hosts": 3}
     job = render_deploy_job(stage, record)
     job["spec"]["template"]["spec"]["containers"][0]["args"] = [json.dumps(newer)]
-    house.api.create(job)
+    harness.api.create(job)
     try:
-        wait_until(lambda: is_failed(house.api.find("Job", job_name("compiler"))), 5 * MINUTE)
-        assert len(house.api.find_all("Pod", f"{DEPLOYMENT_LABEL}=a1b2c3")) == 1
-        done = house.run("stage-status")
+        wait_until(lambda: is_failed(harness.api.find("Job", job_name("compiler"))), 5 * MINUTE)
+        assert len(harness.api.find_all("Pod", f"{DEPLOYMENT_LABEL}=a1b2c3")) == 1
+        done = harness.run("stage-status")
         assert done.code == 0
         assert f"Job deploy-compiler: its record is of version {RECORD_VERSION + 1}" in done.said
         assert "git pull" in done.said
-        told = (house.api.find("Job", job_name("compiler")) or {})["metadata"]["annotations"]["millrace.dev/outcome"]
+        told = (harness.api.find("Job", job_name("compiler")) or {})["metadata"]["annotations"]["millrace.dev/outcome"]
         assert json.loads(told)["exit_code"] == 4
         assert "make cluster-up HEAD_TAG=" in told
     finally:
-        house.api.delete("Job", job_name("compiler"))
+        harness.api.delete("Job", job_name("compiler"))
 
 
 def is_failed(job: Object | None) -> bool:

@@ -13,14 +13,14 @@ import pytest
 from images.platforms import REPOSITORY
 from k8s.objects.api import Api
 from services.common.testing.waiting import wait_until
-from tests.cluster.house import House, another_version, corpus_digest, give_to_stages, load_images, make_house
+from tests.cluster.harness import Harness, another_version, corpus_digest, give_to_stages, load_images, make_house
 from tests.small import write_notes, write_small_recipe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def house(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def harness(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     load_images("head", "tokenizer")
     made = make_house(kit, tmp_path_factory.mktemp("smoke"), REPOSITORY / "k8s/overlays/local")
     yield made
@@ -30,63 +30,63 @@ def house(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]
     assert kit.find("Queue", "millrace") is None
 
 
-def test_a_dry_run_changes_nothing(house: House) -> None:
-    done = house.run("deploy-stage", STAGE="tokenizer", DRY_RUN="1")
+def test_a_dry_run_changes_nothing(harness: Harness) -> None:
+    done = harness.run("deploy-stage", STAGE="tokenizer", DRY_RUN="1")
     assert done.code == 0, done.said
     assert "0 -> 1 tokenizer pods; the head and compiler and trainer keep their pods" in done.said
-    assert house.api.find("Job", "deploy-tokenizer") is None
-    assert house.is_down("tokenizer")
+    assert harness.api.find("Job", "deploy-tokenizer") is None
+    assert harness.is_down("tokenizer")
 
 
-def test_a_stage_on_the_cluster_makes_what_its_container_makes(house: House, tmp_path: Path) -> None:
+def test_a_stage_on_the_cluster_makes_what_its_container_makes(harness: Harness, tmp_path: Path) -> None:
     write_notes(tmp_path / "fsx/notes")
     give_to_stages(tmp_path / "fsx")
     recipe = write_small_recipe(tmp_path / "small.toml", "/fsx/notes")
     environment = os.environ | {"STAGE": "tokenizer", "RECIPE": str(recipe), "ROOT": str(tmp_path / "fsx")}
     subprocess.run([sys.executable, "-m", "images", "demo"], cwd=REPOSITORY, env=environment, check=True)
 
-    head = house.head()["metadata"]["uid"]
-    done = house.run("deploy-stage", STAGE="tokenizer")
+    head = harness.head()["metadata"]["uid"]
+    done = harness.run("deploy-stage", STAGE="tokenizer")
     assert done.code == 0, done.said
-    assert house.is_down("tokenizer")
-    assert house.head()["metadata"]["uid"] == head
-    assert corpus_digest(house.root) == corpus_digest(tmp_path / "fsx")
-    assert "published" in house.log_of("tokenizer")
-    assert "outcome   exit code 0" in house.run("stage-status").said
+    assert harness.is_down("tokenizer")
+    assert harness.head()["metadata"]["uid"] == head
+    assert corpus_digest(harness.root) == corpus_digest(tmp_path / "fsx")
+    assert "published" in harness.log_of("tokenizer")
+    assert "outcome   exit code 0" in harness.run("stage-status").said
 
 
-def test_an_image_is_swapped_in_and_rolled_back(house: House) -> None:
+def test_an_image_is_swapped_in_and_rolled_back(harness: Harness) -> None:
     """Nobody else's pods notice: the head's UID and the other groups are as they were."""
-    deploy(house)
-    first, head = house.worker_group("tokenizer").image, house.head()["metadata"]["uid"]
-    others = [house.worker_group(name).spec for name in ("compiler", "trainer")]
-    deploy(house, TAG=another_version("tokenizer"))
-    second = house.worker_group("tokenizer").image
+    deploy(harness)
+    first, head = harness.worker_group("tokenizer").image, harness.head()["metadata"]["uid"]
+    others = [harness.worker_group(name).spec for name in ("compiler", "trainer")]
+    deploy(harness, TAG=another_version("tokenizer"))
+    second = harness.worker_group("tokenizer").image
     assert second != first
     assert "@sha256:" in second
-    done = house.run("rollback-stage", STAGE="tokenizer")
+    done = harness.run("rollback-stage", STAGE="tokenizer")
     assert done.code == 0, done.said
-    assert house.worker_group("tokenizer").image == first
-    assert house.head()["metadata"]["uid"] == head
-    assert [house.worker_group(name).spec for name in ("compiler", "trainer")] == others
-    assert "cannot go back" in house.run("rollback-stage", STAGE="tokenizer").said
+    assert harness.worker_group("tokenizer").image == first
+    assert harness.head()["metadata"]["uid"] == head
+    assert [harness.worker_group(name).spec for name in ("compiler", "trainer")] == others
+    assert "cannot go back" in harness.run("rollback-stage", STAGE="tokenizer").said
 
 
-def test_a_stage_with_a_ray_cluster_of_its_own(house: House) -> None:
-    said = deploy(house, MODE="isolated")
+def test_a_stage_with_a_ray_cluster_of_its_own(harness: Harness) -> None:
+    said = deploy(harness, MODE="isolated")
     assert "a Ray cluster of its own starts" in said
-    wait_until(lambda: len(house.api.find_all("RayCluster")) == 1, 120)
+    wait_until(lambda: len(harness.api.find_all("RayCluster")) == 1, 120)
 
 
-def deploy(house: House, **variables: str) -> str:
-    done = house.run("deploy-stage", STAGE="tokenizer", **variables)
+def deploy(harness: Harness, **variables: str) -> str:
+    done = harness.run("deploy-stage", STAGE="tokenizer", **variables)
     assert done.code == 0, done.said
-    assert house.is_down("tokenizer")
+    assert harness.is_down("tokenizer")
     return done.said
 
 
-def test_a_stage_that_cannot_run_is_refused_with_the_next_command(house: House) -> None:
-    done = house.run("deploy-stage", STAGE="trainer", TAG=house.worker_group("tokenizer").image)
+def test_a_stage_that_cannot_run_is_refused_with_the_next_command(harness: Harness) -> None:
+    done = harness.run("deploy-stage", STAGE="trainer", TAG=harness.worker_group("tokenizer").image)
     assert done.code == 3
     assert "tokenizer" in done.said or "compile" in done.said
-    assert house.is_down("trainer")
+    assert harness.is_down("trainer")

@@ -22,8 +22,8 @@ from k8s.objects.api import Api
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.store import open_artifact
 from services.common.testing.waiting import wait_until
-from tests.cluster.house import (
-    House,
+from tests.cluster.harness import (
+    Harness,
     another_version,
     corpus_digest,
     forget_training,
@@ -45,7 +45,7 @@ ARGUMENTS = f"--train.max_steps={STEPS} --train.evaluation_interval_steps=500 --
 
 
 @pytest.fixture(scope="module")
-def house(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def harness(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     load_images("head", *STAGES)
     made = make_house(kit, tmp_path_factory.mktemp("stages"), REPOSITORY / "k8s/overlays/local")
     yield made
@@ -54,7 +54,7 @@ def house(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]
 
 
 @pytest.fixture(scope="module")
-def reference(house: House, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def reference(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Content digests of corpus and weights, from the same images as plain containers."""
     folder = tmp_path_factory.mktemp("reference")
     write_notes(folder / "fsx/notes")
@@ -66,31 +66,31 @@ def reference(house: House, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.fixture(scope="module")
-def prepared(house: House) -> House:
+def prepared(harness: Harness) -> Harness:
     """Corpus and compile cache are published."""
     for stage in STAGES[:2]:
-        deploy(house, stage)
-    return house
+        deploy(harness, stage)
+    return harness
 
 
 @pytest.fixture
-def untrained(prepared: House) -> House:
+def untrained(prepared: Harness) -> Harness:
     forget_training(prepared)
     return prepared
 
 
-def deploy(house: House, stage: str = "trainer", **variables: str) -> str:
+def deploy(harness: Harness, stage: str = "trainer", **variables: str) -> str:
     """Deploy a stage to its good end; what it said."""
-    done = house.run("deploy-stage", STAGE=stage, **{"ARGS": ARGUMENTS, **variables})
+    done = harness.run("deploy-stage", STAGE=stage, **{"ARGS": ARGUMENTS, **variables})
     assert done.code == 0, done.said
-    assert house.is_down(stage)
+    assert harness.is_down(stage)
     return done.said
 
 
-def train(house: House, **variables: str) -> subprocess.Popen[str]:
+def train(harness: Harness, **variables: str) -> subprocess.Popen[str]:
     """Begin to train, and return when steps are taken."""
-    client = house.start("deploy-stage", STAGE="trainer", **{"ARGS": ARGUMENTS, **variables})
-    wait_until(lambda: len(steps(house)) > 20 or client.poll() is not None, 4 * MINUTE)
+    client = harness.start("deploy-stage", STAGE="trainer", **{"ARGS": ARGUMENTS, **variables})
+    wait_until(lambda: len(steps(harness)) > 20 or client.poll() is not None, 4 * MINUTE)
     assert client.poll() is None, client.communicate()[0]
     return client
 
@@ -106,16 +106,16 @@ def weights_digest(root: Path) -> str:
     return open_artifact(folder, CheckpointManifest).manifest.content_digest
 
 
-def steps(house: House) -> list[int]:
+def steps(harness: Harness) -> list[int]:
     """Every step that was recorded, in the order in which it was taken."""
-    files = list((house.root / "run").glob("*/metrics.jsonl"))
+    files = list((harness.root / "run").glob("*/metrics.jsonl"))
     lines = files[0].read_text(encoding="utf-8").splitlines() if files else []
     return [json.loads(line)["step"] for line in lines if line.endswith("}")]
 
 
-def driver_pod(house: House) -> str:
+def driver_pod(harness: Harness) -> str:
     """The trainer pod that runs the driver."""
-    for pod in house.ready("trainer"):
+    for pod in harness.ready("trainer"):
         name = str(pod["metadata"]["name"])
         told = cluster.kubectl(
             "-n", "millrace", "exec", name, "-c", "trainer", "--", "sh", "-c", "cat /proc/*/cmdline", quiet=True
@@ -125,31 +125,31 @@ def driver_pod(house: House) -> str:
     raise AssertionError("no pod runs the driver")
 
 
-def other_pod(house: House) -> str:
-    driver = driver_pod(house)
-    return next(str(pod["metadata"]["name"]) for pod in house.ready("trainer") if pod["metadata"]["name"] != driver)
+def other_pod(harness: Harness) -> str:
+    driver = driver_pod(harness)
+    return next(str(pod["metadata"]["name"]) for pod in harness.ready("trainer") if pod["metadata"]["name"] != driver)
 
 
-def test_three_stages_make_what_plain_containers_make(house: House, reference: dict[str, str]) -> None:
-    forget_training(house)
-    head = house.head()["metadata"]["uid"]
+def test_three_stages_make_what_plain_containers_make(harness: Harness, reference: dict[str, str]) -> None:
+    forget_training(harness)
+    head = harness.head()["metadata"]["uid"]
     for stage in STAGES:
-        said = deploy(house, stage)
+        said = deploy(harness, stage)
         assert "keep their pods" in said
-    assert {"corpus": corpus_digest(house.root), "weights": weights_digest(house.root)} == reference
-    assert house.head()["metadata"]["uid"] == head
-    assert f"trained to step {STEPS}" in house.log_of("trainer")
-    assert "already published" in deploy(house, "tokenizer")
+    assert {"corpus": corpus_digest(harness.root), "weights": weights_digest(harness.root)} == reference
+    assert harness.head()["metadata"]["uid"] == head
+    assert f"trained to step {STEPS}" in harness.log_of("trainer")
+    assert "already published" in deploy(harness, "tokenizer")
 
 
-def test_a_worker_pod_is_killed_and_the_weights_are_the_same(untrained: House, reference: dict[str, str]) -> None:
+def test_a_worker_pod_is_killed_and_the_weights_are_the_same(untrained: Harness, reference: dict[str, str]) -> None:
     client = train(untrained)
     cluster.kubectl("-n", "millrace", "delete", "pod", other_pod(untrained), "--grace-period=0", "--force")
     ended(client)
     assert weights_digest(untrained.root) == reference["weights"]
 
 
-def test_the_driver_s_pod_is_killed_and_the_weights_are_the_same(untrained: House, reference: dict[str, str]) -> None:
+def test_the_driver_s_pod_is_killed_and_the_weights_are_the_same(untrained: Harness, reference: dict[str, str]) -> None:
     client = train(untrained)
     cluster.kubectl("-n", "millrace", "delete", "pod", driver_pod(untrained), "--grace-period=0", "--force")
     said = ended(client)
@@ -158,7 +158,7 @@ def test_the_driver_s_pod_is_killed_and_the_weights_are_the_same(untrained: Hous
 
 
 @pytest.mark.parametrize("which", [driver_pod, other_pod])
-def test_an_evicted_pod_loses_no_step(untrained: House, reference: dict[str, str], which: object) -> None:
+def test_an_evicted_pod_loses_no_step(untrained: Harness, reference: dict[str, str], which: object) -> None:
     client = train(untrained)
     evict(untrained, which(untrained))  # type: ignore[operator]
     said = ended(client)
@@ -167,18 +167,18 @@ def test_an_evicted_pod_loses_no_step(untrained: House, reference: dict[str, str
     assert weights_digest(untrained.root) == reference["weights"]
 
 
-def evict(house: House, pod: str) -> None:
+def evict(harness: Harness, pod: str) -> None:
     eviction = {
         "apiVersion": "policy/v1",
         "kind": "Eviction",
         "metadata": {"name": pod, "namespace": "millrace"},
     }
-    file = house.root.parent / "eviction.json"
+    file = harness.root.parent / "eviction.json"
     file.write_text(json.dumps(eviction), encoding="utf-8")
     cluster.kubectl("create", "--raw", f"/api/v1/namespaces/millrace/pods/{pod}/eviction", "-f", file)
 
 
-def test_the_head_is_deleted_and_the_run_ends_well(untrained: House, reference: dict[str, str]) -> None:
+def test_the_head_is_deleted_and_the_run_ends_well(untrained: Harness, reference: dict[str, str]) -> None:
     client = train(untrained)
     head = untrained.head()["metadata"]
     cluster.kubectl("-n", "millrace", "delete", "pod", head["name"], "--wait=false")
@@ -188,7 +188,7 @@ def test_the_head_is_deleted_and_the_run_ends_well(untrained: House, reference: 
     assert weights_digest(untrained.root) == reference["weights"]
 
 
-def test_client_and_deploy_job_are_killed_while_it_trains(untrained: House, reference: dict[str, str]) -> None:
+def test_client_and_deploy_job_are_killed_while_it_trains(untrained: Harness, reference: dict[str, str]) -> None:
     kill_group(train(untrained))
     again = untrained.start("deploy-stage", STAGE="trainer", ARGS=ARGUMENTS)
     pods = untrained.api.find_all("Pod", "millrace.dev/component=deploy,millrace.dev/stage=trainer")
@@ -201,7 +201,7 @@ def test_client_and_deploy_job_are_killed_while_it_trains(untrained: House, refe
     assert weights_digest(untrained.root) == reference["weights"]
 
 
-def test_a_person_s_ctrl_c_leaves_the_stage_and_stop_stage_ends_it(untrained: House) -> None:
+def test_a_person_s_ctrl_c_leaves_the_stage_and_stop_stage_ends_it(untrained: Harness) -> None:
     client = train(untrained)
     os.killpg(client.pid, signal.SIGINT)
     said, _ = client.communicate(timeout=60)
@@ -216,7 +216,7 @@ def test_a_person_s_ctrl_c_leaves_the_stage_and_stop_stage_ends_it(untrained: Ho
     assert untrained.record("trainer").outcome.exit_code == EXIT_AGAIN  # type: ignore[union-attr]
 
 
-def test_a_new_trainer_is_swapped_in_and_rolled_back(untrained: House) -> None:
+def test_a_new_trainer_is_swapped_in_and_rolled_back(untrained: Harness) -> None:
     """Only its own pods are new: the head's UID and the other groups are as they were."""
     deploy(untrained, ARGS="--train.max_steps=40")
     swapped = another_version("trainer")
@@ -234,14 +234,14 @@ def test_a_new_trainer_is_swapped_in_and_rolled_back(untrained: House) -> None:
     assert "cannot go back" in untrained.run("rollback-stage", STAGE="trainer").said
 
 
-def test_a_stage_with_a_cluster_of_its_own(untrained: House) -> None:
+def test_a_stage_with_a_cluster_of_its_own(untrained: Harness) -> None:
     said = deploy(untrained, MODE="isolated", ARGS="--train.max_steps=40")
     assert "a Ray cluster of its own" in said
     assert steps(untrained)[-1] == 40
     wait_until(lambda: len(untrained.api.find_all("RayCluster")) == 1, 2 * MINUTE)
 
 
-def test_a_wrong_recipe_ends_with_its_code_and_its_words(untrained: House) -> None:
+def test_a_wrong_recipe_ends_with_its_code_and_its_words(untrained: Harness) -> None:
     done = untrained.run("deploy-stage", STAGE="trainer", ARGS="--train.learning=1")
     assert done.code == 2
     assert "learning" in done.said

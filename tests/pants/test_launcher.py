@@ -42,7 +42,7 @@ echo "export TRAINER_CPU_TAG='1.0 cpu'"
 SHIM = "echo 'pyenv: python3.9: command not found' >&2; exit 127"
 
 
-class House:
+class Checkout:
     """A repository with ./pants and little else, on a machine with few programs."""
 
     def __init__(self, folder: Path) -> None:
@@ -98,88 +98,88 @@ def write_script(path: Path, text: str) -> None:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
-    return House(tmp_path)
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
 
 
-def test_without_python_3_9_it_says_what_is_missing_and_what_works(house: House) -> None:
-    done = house.run("test", "::")
+def test_without_python_3_9_it_says_what_is_missing_and_what_works(checkout: Checkout) -> None:
+    done = checkout.run("test", "::")
 
     assert done.returncode == 4
     assert "no Python 3.9" in done.stderr
     assert "make test" in done.stderr
-    assert not (house.repository / ".pants-bootstrap").exists()
+    assert not (checkout.repository / ".pants-bootstrap").exists()
 
 
-def test_a_python_3_9_that_only_prints_an_error_is_not_used(house: House) -> None:
-    write_script(house.path / "python3.9", SHIM)
+def test_a_python_3_9_that_only_prints_an_error_is_not_used(checkout: Checkout) -> None:
+    write_script(checkout.path / "python3.9", SHIM)
 
-    assert house.run("test", "::").returncode == 4
+    assert checkout.run("test", "::").returncode == 4
 
 
-def test_the_python_3_9_that_runs_is_found_behind_one_that_does_not(house: House) -> None:
-    write_script(house.path / "python3.9", SHIM)
-    write_script(house.python, PYTHON)
+def test_the_python_3_9_that_runs_is_found_behind_one_that_does_not(checkout: Checkout) -> None:
+    write_script(checkout.path / "python3.9", SHIM)
+    write_script(checkout.python, PYTHON)
 
-    done = house.run("test", "::")
+    done = checkout.run("test", "::")
 
     assert done.returncode == 0, done.stderr
-    assert str(house.python) in done.stderr
+    assert str(checkout.python) in done.stderr
     assert ".pants-bootstrap/bin/pants test ::" in done.stdout
     assert "configured by pants.offline.toml" in done.stdout
     assert "PEX ['known']" in done.stdout
 
 
-def test_pants_is_installed_once(house: House) -> None:
-    write_script(house.python, PYTHON)
+def test_pants_is_installed_once(checkout: Checkout) -> None:
+    write_script(checkout.python, PYTHON)
 
-    assert "installing" in house.run("list").stderr
-    assert "installing" not in house.run("list").stderr
+    assert "installing" in checkout.run("list").stderr
+    assert "installing" not in checkout.run("list").stderr
 
 
-def test_an_installation_that_was_killed_is_made_anew(house: House) -> None:
-    write_script(house.python, PYTHON)
-    killed = house.run("list", KILLED="yes")
-    (house.repository / ".pants-bootstrap/left").touch()
+def test_an_installation_that_was_killed_is_made_anew(checkout: Checkout) -> None:
+    write_script(checkout.python, PYTHON)
+    killed = checkout.run("list", KILLED="yes")
+    (checkout.repository / ".pants-bootstrap/left").touch()
 
-    done = house.run("list")
+    done = checkout.run("list")
 
     assert killed.returncode == -9
     assert ".pants-bootstrap/bin/pants list" in done.stdout
-    assert not (house.repository / ".pants-bootstrap/left").exists()
+    assert not (checkout.repository / ".pants-bootstrap/left").exists()
 
 
-def test_another_version_of_pants_is_installed_anew(house: House) -> None:
-    write_script(house.python, PYTHON)
-    house.run("list")
-    config = house.repository / "pants.toml"
+def test_another_version_of_pants_is_installed_anew(checkout: Checkout) -> None:
+    write_script(checkout.python, PYTHON)
+    checkout.run("list")
+    config = checkout.repository / "pants.toml"
     config.write_text(config.read_text(encoding="utf-8").replace('"2.17.1"', '"2.17.2"'), encoding="utf-8")
 
-    assert "installing pantsbuild.pants==2.17.2" in house.run("list").stderr
+    assert "installing pantsbuild.pants==2.17.2" in checkout.run("list").stderr
 
 
-def test_the_launcher_on_path_is_preferred(house: House) -> None:
-    write_script(house.python, PYTHON)
-    write_script(house.path / "pants", PANTS)
+def test_the_launcher_on_path_is_preferred(checkout: Checkout) -> None:
+    write_script(checkout.python, PYTHON)
+    write_script(checkout.path / "pants", PANTS)
 
-    done = house.run("test", "::")
+    done = checkout.run("test", "::")
 
-    assert done.stdout.startswith(f"{house.path}/pants test ::")
+    assert done.stdout.startswith(f"{checkout.path}/pants test ::")
     assert "configured by pants.toml alone" in done.stdout
 
 
-def test_it_does_not_take_itself_for_the_launcher(house: House) -> None:
-    done = house.run("list", PATH=f"{house.repository}{os.pathsep}{house.path}")
+def test_it_does_not_take_itself_for_the_launcher(checkout: Checkout) -> None:
+    done = checkout.run("list", PATH=f"{checkout.repository}{os.pathsep}{checkout.path}")
 
     assert done.returncode == 4
 
 
-def test_pants_sees_what_the_images_are_built_from(house: House) -> None:
-    write_script(house.path / "pants", PANTS)
+def test_pants_sees_what_the_images_are_built_from(checkout: Checkout) -> None:
+    write_script(checkout.path / "pants", PANTS)
 
-    done = house.run("list", PIP_INDEX_URL="https://one/simple", PIP_EXTRA_INDEX_URL="https://two https://three")
+    done = checkout.run("list", PIP_INDEX_URL="https://one/simple", PIP_EXTRA_INDEX_URL="https://two https://three")
 
     assert "tag 1.0 cpu" in done.stdout
-    assert not (house.repository / "made").exists()
+    assert not (checkout.repository / "made").exists()
     assert "packages ['https://one/simple', 'https://two', 'https://three', ]" in done.stdout
     assert "build arguments ['PIP_INDEX_URL', 'PIP_EXTRA_INDEX_URL', ]" in done.stdout

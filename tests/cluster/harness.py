@@ -39,7 +39,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class House:
+class Harness:
     """A RayCluster on the kit, an artifact root of this machine behind its claim, and a small recipe."""
 
     api: Api
@@ -159,20 +159,20 @@ def write_overlay(base: Path, folder: Path, root: Path) -> Path:
     return folder
 
 
-def make_house(api: Api, folder: Path, base: Path) -> House:
+def make_house(api: Api, folder: Path, base: Path) -> Harness:
     """The RayCluster of an overlay, up, over an empty root with a little text. The head's image must be on the node."""
     root = folder / "fsx"
     write_notes(root / "notes")
     give_to_stages(root)
-    house = House(
+    harness = Harness(
         api,
         write_overlay(base, folder / "overlay", root),
         root,
         write_small_recipe(folder / "small.toml", "/fsx/notes"),
     )
-    done = house.run("cluster-up")
+    done = harness.run("cluster-up")
     assert done.code == 0, done.said
-    return house
+    return harness
 
 
 def give_to_stages(folder: Path) -> None:
@@ -184,10 +184,10 @@ def give_to_stages(folder: Path) -> None:
             parent.chmod(parent.stat().st_mode | 0o011)
 
 
-def forget_training(house: House) -> None:
+def forget_training(harness: Harness) -> None:
     """As if the run had never begun: its checkpoints and its folder are removed."""
     for kind in ("checkpoint", "run"):
-        shutil.rmtree(house.root / kind, ignore_errors=True)
+        shutil.rmtree(harness.root / kind, ignore_errors=True)
 
 
 def corpus_digest(root: Path) -> str:
@@ -200,8 +200,8 @@ def one(root: Path, pattern: str) -> Path:
     return manifest.parent
 
 
-def publish_corpus(house: House) -> None:
-    """Tokenize the house's recipe on this machine, into the root that the cluster's claim shows."""
-    command = [sys.executable, "-m", "services.tokenizer", "--recipe", str(house.recipe), "--root", str(house.root)]
+def publish_corpus(harness: Harness) -> None:
+    """Tokenize the harness's recipe on this machine, into the root that the cluster's claim shows."""
+    command = [sys.executable, "-m", "services.tokenizer", "--recipe", str(harness.recipe), "--root", str(harness.root)]
     subprocess.run([*command, "--launch", "inline"], cwd=REPOSITORY, check=True)
-    give_to_stages(house.root)
+    give_to_stages(harness.root)
