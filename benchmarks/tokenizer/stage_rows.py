@@ -134,7 +134,7 @@ def _encode_tasks(bench: Workbench, num_processes: int) -> Measurement:
 
 
 def _prepare_encoding_splits(tasks: Any, num_taken: Any) -> Callable[[], None]:
-    from services.tokenizer.encode_task import encode_split  # noqa: PLC0415
+    from services.tokenizer.encode_task import encode_partition  # noqa: PLC0415
     from services.tokenizer.encoding.encoder_choice import load_encoder  # noqa: PLC0415
     from services.tokenizer.encoding.self_check import SAMPLED_DOCUMENTS  # noqa: PLC0415
     from services.tokenizer.text_batch import TextBatch  # noqa: PLC0415
@@ -142,16 +142,16 @@ def _prepare_encoding_splits(tasks: Any, num_taken: Any) -> Callable[[], None]:
     encoder = load_encoder(tasks[0].vocabulary_path, tasks[0].vocabulary, tasks[0].encoder)
     encoder.encode(TextBatch.of([b"x"] * SAMPLED_DOCUMENTS))  # instead of the sample that the self-check would take
 
-    def encode_splits() -> None:
+    def encode_partitions() -> None:
         while True:
             with num_taken.get_lock():
                 index = num_taken.value
                 num_taken.value += 1
             if index >= len(tasks):
                 return
-            encode_split(tasks[index])
+            encode_partition(tasks[index])
 
-    return encode_splits
+    return encode_partitions
 
 
 def _kernel_processes(bench: Workbench, num_processes: int, *, is_warm: bool) -> Measurement:

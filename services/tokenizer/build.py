@@ -15,7 +15,7 @@ from services.common.errors import ArtifactError
 from services.common.launch.launcher import Launcher
 from services.common.recipe import Recipe
 from services.common.telemetry import show_progress
-from services.tokenizer.encode_task import EncodedSplit, EncodeTask, encode_split
+from services.tokenizer.encode_task import EncodedPartition, EncodeTask, encode_partition
 from services.tokenizer.encoding.encoder import token_dtype
 from services.tokenizer.encoding.encoder_choice import explain_choice, reference_name
 from services.tokenizer.pack import Layout, pack_split
@@ -66,21 +66,21 @@ def make_tasks(
 ) -> list[EncodeTask]:
     return [
         EncodeTask(
-            split=split,
+            partition=partition,
             scratch=scratch,
             vocabulary_path=vocabulary_path,
             vocabulary=vocabulary,
             encoder=recipe.tokenizer.encoder,
-            weight=recipe.corpus.sources[split.source].weight,
+            weight=recipe.corpus.sources[partition.source].weight,
             validation_fraction=recipe.corpus.validation_fraction,
             min_document_bytes=recipe.corpus.min_document_bytes,
             invalid_utf8=recipe.corpus.invalid_utf8,
         )
-        for split in plan.splits
+        for partition in plan.partitions
     ]
 
 
-# Counts of splits that add up to the corpus's.
+# Counts of partitions that add up to the corpus's.
 _SUMMED = (
     "documents_checked",
     "documents_read",
@@ -92,15 +92,15 @@ _SUMMED = (
 )
 
 
-def _encode(tasks: Sequence[EncodeTask], launcher: Launcher, num_workers: int) -> list[EncodedSplit]:
+def _encode(tasks: Sequence[EncodeTask], launcher: Launcher, num_workers: int) -> list[EncodedPartition]:
     """Results in the order of the tasks, whichever finishes first."""
-    encoded: dict[int, EncodedSplit] = {}
+    encoded: dict[int, EncodedPartition] = {}
     done_bytes = tokens = 0
     begin = time.perf_counter()
-    with show_progress("encode", sum(task.split.bytes for task in tasks), "bytes") as progress:
-        for index, result in launcher.map_tasks(encode_split, tasks, num_workers):
+    with show_progress("encode", sum(task.partition.bytes for task in tasks), "bytes") as progress:
+        for index, result in launcher.map_tasks(encode_partition, tasks, num_workers):
             encoded[index] = result
-            done_bytes += tasks[index].split.bytes
+            done_bytes += tasks[index].partition.bytes
             tokens += result.tokens
             seconds = time.perf_counter() - begin
             progress.advance_to(
@@ -109,11 +109,11 @@ def _encode(tasks: Sequence[EncodeTask], launcher: Launcher, num_workers: int) -
     return [encoded[index] for index in range(len(tasks))]
 
 
-def _count_sources(recipe: Recipe, plan: Plan, encoded: Sequence[EncodedSplit]) -> tuple[SourceCounts, ...]:
+def _count_sources(recipe: Recipe, plan: Plan, encoded: Sequence[EncodedPartition]) -> tuple[SourceCounts, ...]:
     all_tokens = sum(each.tokens for each in encoded)
     counts = []
     for number, source in enumerate(recipe.corpus.sources):
-        mine = [each for split, each in zip(plan.splits, encoded, strict=True) if split.source == number]
+        mine = [each for split, each in zip(plan.partitions, encoded, strict=True) if split.source == number]
         tokens = sum(each.tokens for each in mine)
         documents = sum(part.documents for each in mine for part in each.parts.values())
         counts.append(
@@ -124,7 +124,7 @@ def _count_sources(recipe: Recipe, plan: Plan, encoded: Sequence[EncodedSplit]) 
     return tuple(counts)
 
 
-def _require_a_sample(encoded: Sequence[EncodedSplit], sequence_length: int) -> None:
+def _require_a_sample(encoded: Sequence[EncodedPartition], sequence_length: int) -> None:
     tokens = sum(each.parts["train"].tokens for each in encoded)
     documents = sum(each.parts["train"].documents for each in encoded)
     if tokens <= sequence_length:

@@ -1,4 +1,4 @@
-"""The task that a worker runs: the documents of one input split become token files in the scratch folder.
+"""The task that a worker runs: the documents of one partition become token files in the scratch folder.
 
 For each of train and validation a task writes the tokens and the positions where documents begin, and then, last, a
 marker with counts and checksums. A task whose marker and files agree has been done before a crash, and is not
@@ -24,36 +24,36 @@ from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
 from services.tokenizer.encoding.encoder_choice import EncoderChoice, load_encoder
 from services.tokenizer.sources.documents import read_documents
-from services.tokenizer.sources.piece import InputSplit
+from services.tokenizer.sources.file_range import InputPartition
 from services.tokenizer.split_assignment import are_for_validation, are_sampled
 
 
 @dataclass(frozen=True)
 class EncodeTask:
-    split: InputSplit
+    partition: InputPartition
     scratch: Path
     vocabulary_path: Path
     vocabulary: Vocabulary
     encoder: EncoderChoice
     weight: float
-    """Of the split's source."""
+    """Of the partition's source."""
     validation_fraction: float
     min_document_bytes: int
     invalid_utf8: Literal["replace", "reject"]
 
     def tokens_path(self, split: Split) -> Path:
-        return self.scratch / f"{self.split.index:06d}.{split}.tokens"
+        return self.scratch / f"{self.partition.index:06d}.{split}.tokens"
 
     def starts_path(self, split: Split) -> Path:
-        return self.scratch / f"{self.split.index:06d}.{split}.starts"
+        return self.scratch / f"{self.partition.index:06d}.{split}.starts"
 
     @property
     def marker_path(self) -> Path:
-        return self.scratch / f"{self.split.index:06d}.json"
+        return self.scratch / f"{self.partition.index:06d}.json"
 
 
 class EncodedPart(ManifestModel):
-    """What an input split adds to the train or the validation stream."""
+    """What a partition adds to the train or the validation stream."""
 
     documents: int
     document_tokens: int
@@ -66,12 +66,12 @@ class EncodedPart(ManifestModel):
         return self.document_tokens + BOS_AND_EOS * self.documents
 
 
-class EncodedSplit(ManifestModel):
+class EncodedPartition(ManifestModel):
     """The result of a task, and its marker."""
 
     vocabulary_sha256: str
     choice: EncoderChoice
-    """What the recipe said: splits of an encoder that turned out to be wrong are not believed when it is changed."""
+    """What the recipe said: partitions of an encoder that was wrong are not believed when it is changed."""
     encoder: str
     documents_checked: int
     """By the process that did the task, since it did the one before."""
@@ -89,14 +89,14 @@ class EncodedSplit(ManifestModel):
         return sum(part.tokens for part in self.parts.values())
 
 
-def encode_split(task: EncodeTask) -> EncodedSplit:
+def encode_partition(task: EncodeTask) -> EncodedPartition:
     """Do the task unless it is done. Two processes that do the same task write the same files."""
     return _read_marker(task) or _encode(task)
 
 
-def _read_marker(task: EncodeTask) -> EncodedSplit | None:
+def _read_marker(task: EncodeTask) -> EncodedPartition | None:
     try:
-        done = EncodedSplit.model_validate_json(task.marker_path.read_bytes())
+        done = EncodedPartition.model_validate_json(task.marker_path.read_bytes())
         files = [(task.tokens_path(split), part.tokens_xxh3) for split, part in done.parts.items()]
         files += [(task.starts_path(split), part.starts_xxh3) for split, part in done.parts.items()]
         is_whole = all(xxh3_of(path) == checksum for path, checksum in files)
@@ -106,19 +106,19 @@ def _read_marker(task: EncodeTask) -> EncodedSplit | None:
     return done if is_whole and is_mine else None
 
 
-def _encode(task: EncodeTask) -> EncodedSplit:
+def _encode(task: EncodeTask) -> EncodedPartition:
     encoder = load_encoder(task.vocabulary_path, task.vocabulary, task.encoder)
     read = empty = too_short = not_sampled = invalid = text_bytes = 0
     with ExitStack() as stack:
         writers = {split: _PartWriter.open(task, split, stack) for split in SPLITS}
-        for batch in read_documents(task.split.pieces, task.invalid_utf8):
+        for batch in read_documents(task.partition.file_ranges, task.invalid_utf8):
             read += len(batch)
             invalid += batch.num_repaired
             long_enough = batch.select(batch.sizes >= task.min_document_bytes)
             too_short += len(batch) - len(long_enough)
             is_for_validation = are_for_validation(long_enough, task.validation_fraction)
-            is_wanted = are_sampled(long_enough, task.weight, task.split.pass_number)
-            if task.split.pass_number > 0:
+            is_wanted = are_sampled(long_enough, task.weight, task.partition.pass_number)
+            if task.partition.pass_number > 0:
                 is_wanted &= ~is_for_validation  # to see one twice tells nothing more
             wanted, is_for_validation = long_enough.select(is_wanted), is_for_validation[is_wanted]
             not_sampled += len(long_enough) - len(wanted)
@@ -128,7 +128,7 @@ def _encode(task: EncodeTask) -> EncodedSplit:
             text_bytes += int(wanted.sizes[is_kept].sum())
             writers["validation"].append(ids, offsets, is_kept & is_for_validation)
             writers["train"].append(ids, offsets, is_kept & ~is_for_validation)
-    encoded = EncodedSplit(
+    encoded = EncodedPartition(
         vocabulary_sha256=task.vocabulary.sha256,
         choice=task.encoder,
         encoder=encoder.name,

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from services.common.artifacts.corpus import Split, SplitCounts, arrow_schema
 from services.tokenizer.atomic_file import write_file
-from services.tokenizer.encode_task import EncodedSplit, EncodeTask
+from services.tokenizer.encode_task import EncodedPartition, EncodeTask
 from services.tokenizer.encoding.encoder import Offsets, TokenIds
 
 
@@ -29,7 +29,7 @@ class Layout:
 
 
 def pack_split(
-    folder: Path, split: Split, tasks: Sequence[EncodeTask], encoded: Sequence[EncodedSplit], layout: Layout
+    folder: Path, split: Split, tasks: Sequence[EncodeTask], encoded: Sequence[EncodedPartition], layout: Layout
 ) -> SplitCounts:
     """Write `<split>/shard-*.arrow` and `<split>/tail/tail.arrow` below `folder`.
 

@@ -17,8 +17,8 @@ from services.common.recipe import Recipe, fingerprint
 from services.tokenizer.atomic_file import TEMPORARY_SUFFIX
 from services.tokenizer.encoding.encoder_choice import EncoderChoice
 from services.tokenizer.sources.documents import cut_file, list_inputs
+from services.tokenizer.sources.file_range import FileRange, InputFile, InputPartition
 from services.tokenizer.sources.file_system import open_file
-from services.tokenizer.sources.piece import InputFile, InputSplit, Piece
 
 CONTENT_VERSION = 1
 """Raised when the same recipe and inputs give other bytes."""
@@ -31,17 +31,17 @@ VOCABULARY = "vocabulary"
 @dataclass(frozen=True)
 class Plan:
     artifact_id: str
-    splits: tuple[InputSplit, ...]
+    partitions: tuple[InputPartition, ...]
     links: tuple[InputLink, ...]
     """Provenance: a line per source, and at the end one for a given vocabulary."""
 
     @property
     def input_files(self) -> int:
-        return len({piece.file.uri for split in self.splits for piece in split.pieces})
+        return len({file_range.file.uri for partition in self.partitions for file_range in partition.file_ranges})
 
 
 def make_plan(recipe: Recipe) -> Plan:
-    """List and digest the inputs and cut them into splits of about `corpus.split_bytes`.
+    """List and digest the inputs and cut them into partitions of about `corpus.split_bytes`.
 
     Sources with a weight above 1 are read again after all sources were read once, so that a training sequence does not
     hold a document twice.
@@ -52,7 +52,8 @@ def make_plan(recipe: Recipe) -> Plan:
         links.append(_link_vocabulary(recipe.tokenizer.model))
     split_bytes = recipe.corpus.split_bytes
     groups = [
-        _group([piece for file in files for piece in cut_file(file, split_bytes)], split_bytes) for _, files in listed
+        _group([file_range for file in files for file_range in cut_file(file, split_bytes)], split_bytes)
+        for _, files in listed
     ]
     passes = [math.ceil(source.weight) for source, _ in listed]
     order = [
@@ -64,8 +65,8 @@ def make_plan(recipe: Recipe) -> Plan:
     ]
     return Plan(
         artifact_id=artifact_id(recipe, "corpus", CONTENT_VERSION, [link.content_digest for link in links]),
-        splits=tuple(
-            InputSplit(index, source=number, pass_number=pass_number, pieces=group)
+        partitions=tuple(
+            InputPartition(index, source=number, pass_number=pass_number, file_ranges=group)
             for index, (number, pass_number, group) in enumerate(order)
         ),
         links=tuple(links),
@@ -73,45 +74,45 @@ def make_plan(recipe: Recipe) -> Plan:
 
 
 def begin_encoding(workspace: Workspace, plan: Plan, vocabulary: Vocabulary, encoder: EncoderChoice) -> Path:
-    """The folder for the splits of this plan, encoded in this way: whoever writes a file of it writes the same bytes.
+    """The folder for the partitions of this plan, encoded so: whoever writes a file of it writes the same bytes.
 
     What belongs to another plan, vocabulary or encoder is discarded, and what killed writers left. It is listed before
     the lease is checked: names that a newer holder has thought of since are not among it.
     """
-    splits = [dataclasses.asdict(split) for split in plan.splits]
-    folder = workspace.scratch / fingerprint([splits, vocabulary.sha256, encoder])[:16]
+    partitions = [dataclasses.asdict(partition) for partition in plan.partitions]
+    folder = workspace.scratch / fingerprint([partitions, vocabulary.sha256, encoder])[:16]
     kept = {folder, workspace.scratch / VOCABULARY}
     stale = [path for path in workspace.scratch.iterdir() if path not in kept]
     for path in [*stale, *folder.glob(f"*{TEMPORARY_SUFFIX}")]:
         discard(path, workspace.lease)
     folder.mkdir(exist_ok=True)
     if not (folder / PLAN).exists():
-        write_durably(folder / PLAN, json.dumps(splits, indent=1).encode())
+        write_durably(folder / PLAN, json.dumps(partitions, indent=1).encode())
     return folder
 
 
-def _group(pieces: list[Piece], split_bytes: int) -> list[tuple[Piece, ...]]:
-    """Consecutive pieces, together no larger than `split_bytes` unless one alone is."""
-    groups: list[list[Piece]] = []
+def _group(file_ranges: list[FileRange], split_bytes: int) -> list[tuple[FileRange, ...]]:
+    """Consecutive file ranges, together no larger than `split_bytes` unless one alone is."""
+    groups: list[list[FileRange]] = []
     room = 0
-    for piece in pieces:
-        if not groups or piece.bytes > room:
+    for file_range in file_ranges:
+        if not groups or file_range.bytes > room:
             groups.append([])
             room = split_bytes
-        groups[-1].append(piece)
-        room -= piece.bytes
+        groups[-1].append(file_range)
+        room -= file_range.bytes
     return [_join_neighbours(group) for group in groups]
 
 
-def _join_neighbours(pieces: list[Piece]) -> tuple[Piece, ...]:
+def _join_neighbours(file_ranges: list[FileRange]) -> tuple[FileRange, ...]:
     """Ranges of a file that follow each other as one, for which the file is opened once."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        if joined and (joined[-1].file, joined[-1].end) == (piece.file, piece.begin):
+    joined: list[FileRange] = []
+    for file_range in file_ranges:
+        if joined and (joined[-1].file, joined[-1].end) == (file_range.file, file_range.begin):
             first = joined.pop()
-            joined.append(Piece(piece.file, first.begin, piece.end, first.bytes + piece.bytes))
+            joined.append(FileRange(file_range.file, first.begin, file_range.end, first.bytes + file_range.bytes))
         else:
-            joined.append(piece)
+            joined.append(file_range)
     return tuple(joined)
 
 

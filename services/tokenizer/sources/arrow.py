@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from services.common.errors import ArtifactError
 from services.tokenizer.sources.column import check_column, in_batches, row_of_file
+from services.tokenizer.sources.file_range import FileRange, InputFile, whole
 from services.tokenizer.sources.file_system import open_seekable_file
-from services.tokenizer.sources.piece import InputFile, Piece, whole
 from services.tokenizer.text_batch import TextBatch
 
 _FILE_FORMAT = b"ARROW1"
@@ -20,32 +20,32 @@ _CONTINUATION = b"\xff\xff\xff\xff"
 _END_OF_STREAM = _CONTINUATION + bytes(4)
 
 
-def cut(file: InputFile, split_bytes: int) -> list[Piece]:
-    """One piece per record batch; a stream cannot be entered half-way. Raises `RecipeError` for an unfit column."""
+def cut(file: InputFile, split_bytes: int) -> list[FileRange]:
+    """One file range a record batch; a stream cannot be entered half-way. Raises `RecipeError` for an unfit column."""
     with _open_arrow(file.uri) as reader:
         check_column(file, reader.schema)
         if not isinstance(reader, pa.RecordBatchFileReader):
             return [whole(file)]
         count = reader.num_record_batches
-    return [Piece(file, index, index + 1, file.bytes // count) for index in range(count)]
+    return [FileRange(file, index, index + 1, file.bytes // count) for index in range(count)]
 
 
-def read(piece: Piece) -> Iterator[TextBatch]:
+def read(file_range: FileRange) -> Iterator[TextBatch]:
     """Documents as the column's bytes; a null is an empty document."""
-    with _open_arrow(piece.file.uri) as reader:
+    with _open_arrow(file_range.file.uri) as reader:
         if isinstance(reader, pa.RecordBatchFileReader):
-            batches = (reader.get_batch(index) for index in range(piece.begin, piece.end))
+            batches = (reader.get_batch(index) for index in range(file_range.begin, file_range.end))
         else:
             batches = iter(reader)
         for batch in batches:
-            yield from in_batches(batch.column(piece.file.column))
+            yield from in_batches(batch.column(file_range.file.column))
 
 
-def locate(piece: Piece, number: int) -> str:
+def locate(file_range: FileRange, number: int) -> str:
     """The row of a document, from 1 on."""
-    with _open_arrow(piece.file.uri) as reader:
-        rows = [reader.get_batch(index).num_rows for index in range(piece.begin)] if piece.begin else []
-    return row_of_file(piece, sum(rows) + number)
+    with _open_arrow(file_range.file.uri) as reader:
+        rows = [reader.get_batch(index).num_rows for index in range(file_range.begin)] if file_range.begin else []
+    return row_of_file(file_range, sum(rows) + number)
 
 
 @contextmanager

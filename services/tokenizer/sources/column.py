@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from services.common.errors import RecipeError
-from services.tokenizer.sources.piece import InputFile, Piece
+from services.tokenizer.sources.file_range import FileRange, InputFile
 from services.tokenizer.text_batch import BATCH_BYTES, TextBatch
 
 # A column of bytes with the same memory as a column of text: its values are as they are in the file, valid or not.
@@ -58,8 +58,8 @@ def in_batches(column: pa.Array) -> Iterator[TextBatch]:
         begin = end
 
 
-def row_of_file(piece: Piece, row: int) -> str:
-    return f"{piece.file.uri}: row {row + 1:,}, column {piece.file.column!r}"
+def row_of_file(file_range: FileRange, row: int) -> str:
+    return f"{file_range.file.uri}: row {row + 1:,}, column {file_range.file.column!r}"
 
 
 def _checked(column: pa.Array) -> pa.Array:

@@ -1,4 +1,4 @@
-"""Every kind of source behind two questions: which files are there, and which documents are in this piece?"""
+"""Every kind of source behind two questions: which files are there, and which documents are in this file range?"""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pyarrow as pa
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe import Source
 from services.tokenizer.sources import arrow, hub, jsonl, parquet, python_docs, text, wikicorpus
+from services.tokenizer.sources.file_range import FileRange, Format, InputFile
 from services.tokenizer.sources.file_system import list_files, require_unchanged
-from services.tokenizer.sources.piece import Format, InputFile, Piece
 from services.tokenizer.text_batch import TextBatch, join_small
 
 
 @dataclass(frozen=True)
 class DocumentFormat:
-    cut: Callable[[InputFile, int], list[Piece]]
+    cut: Callable[[InputFile, int], list[FileRange]]
     """Pieces of about so many bytes, in the file's order."""
-    read: Callable[[Piece], Iterator[TextBatch]]
-    """The documents of a piece, in the file's order, as UTF-8 unless the input is broken."""
-    locate: Callable[[Piece, int], str] = text.locate
-    """Where a document of a piece is, for somebody who has to look at it; they are counted from 0."""
+    read: Callable[[FileRange], Iterator[TextBatch]]
+    """The documents of a file range, in the file's order, as UTF-8 unless the input is broken."""
+    locate: Callable[[FileRange, int], str] = text.locate
+    """Where a document of a file range is, for somebody who has to look at it; they are counted from 0."""
 
 
 FORMATS: dict[Format, DocumentFormat] = {
@@ -49,28 +49,30 @@ def list_inputs(source: Source) -> list[InputFile]:
     return list_files(source.model_copy(update={"uri": hub.with_revision(source.uri, source.revision)}))
 
 
-def cut_file(file: InputFile, split_bytes: int) -> list[Piece]:
+def cut_file(file: InputFile, split_bytes: int) -> list[FileRange]:
     return FORMATS[file.format].cut(file, split_bytes)
 
 
-def read_documents(pieces: Iterable[Piece], invalid_utf8: Literal["replace", "reject"]) -> Iterator[TextBatch]:
-    """The documents of some pieces, in order, as valid UTF-8. Raises `ArtifactError` for what is not UTF-8 under
+def read_documents(file_ranges: Iterable[FileRange], invalid_utf8: Literal["replace", "reject"]) -> Iterator[TextBatch]:
+    """The documents of some file ranges, in order, as valid UTF-8. Raises `ArtifactError` for what is not UTF-8 under
     "reject", and for a file that is no longer the one that was listed.
     """
-    return join_small(_read_pieces(pieces, invalid_utf8))
+    return join_small(_read_file_ranges(file_ranges, invalid_utf8))
 
 
-def _read_pieces(pieces: Iterable[Piece], invalid_utf8: Literal["replace", "reject"]) -> Iterator[TextBatch]:
-    for piece in pieces:
+def _read_file_ranges(
+    file_ranges: Iterable[FileRange], invalid_utf8: Literal["replace", "reject"]
+) -> Iterator[TextBatch]:
+    for file_range in file_ranges:
         number = 0
-        with require_unchanged(piece.file):
-            for batch in FORMATS[piece.file.format].read(piece):
+        with require_unchanged(file_range.file):
+            for batch in FORMATS[file_range.file.format].read(file_range):
                 if _is_utf8(batch):
                     yield batch
                 elif invalid_utf8 == "replace":
                     yield _repair(batch)
                 else:
-                    raise ArtifactError(_explain_invalid(piece, number, batch))
+                    raise ArtifactError(_explain_invalid(file_range, number, batch))
                 number += len(batch)
 
 
@@ -94,13 +96,14 @@ def _repair(batch: TextBatch) -> TextBatch:
     return TextBatch.of(repaired, changed)
 
 
-def _explain_invalid(piece: Piece, number: int, batch: TextBatch) -> str:
+def _explain_invalid(file_range: FileRange, number: int, batch: TextBatch) -> str:
     for index, document in enumerate(batch.documents(), start=number):
         try:
             document.decode()
         except UnicodeDecodeError as error:
             return (
-                f"{FORMATS[piece.file.format].locate(piece, index)} is not UTF-8: byte 0x{document[error.start]:02x} "
+                f"{FORMATS[file_range.file.format].locate(file_range, index)} is not UTF-8: byte "
+                f"0x{document[error.start]:02x} "
                 f'at {error.start:,} ({error.reason}). Repair it, or set corpus.invalid_utf8 = "replace".'
             )
     raise AssertionError("only asked about a batch that is not UTF-8")

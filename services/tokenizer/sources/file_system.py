@@ -28,7 +28,7 @@ import xxhash
 from services.common.artifacts.files import xxh3_of
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
 from services.common.recipe import Source, fingerprint
-from services.tokenizer.sources.piece import Format, InputFile
+from services.tokenizer.sources.file_range import Format, InputFile
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
 from services.common.recipe import Source
+from services.tokenizer.sources.file_range import Format, InputFile
 from services.tokenizer.sources.file_system import list_paths
-from services.tokenizer.sources.piece import Format, InputFile
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from itertools import islice, pairwise
 
 from services.common.errors import ArtifactError, RecipeError
+from services.tokenizer.sources.file_range import FileRange, InputFile, whole
 from services.tokenizer.sources.file_system import is_compressed, open_file
-from services.tokenizer.sources.piece import InputFile, Piece, whole
 from services.tokenizer.text_batch import TextBatch, in_batches
 
 _SURROGATE_ESCAPED_IN_JSON = re.compile("[\ud800-\udfff]")
 
 
-def cut(file: InputFile, split_bytes: int) -> list[Piece]:
-    """Byte ranges of about `split_bytes`: a piece holds the lines that begin in its range.
+def cut(file: InputFile, split_bytes: int) -> list[FileRange]:
+    """Byte ranges of about `split_bytes`: a file range holds the lines that begin in it.
 
     Raises `RecipeError` when the file's first line has no such key.
     """
@@ -25,39 +25,39 @@ def cut(file: InputFile, split_bytes: int) -> list[Piece]:
         return [whole(file)]
     count = -(-file.bytes // split_bytes)
     borders = [index * file.bytes // count for index in range(count + 1)]
-    return [Piece(file, begin, end, end - begin) for begin, end in pairwise(borders)]
+    return [FileRange(file, begin, end, end - begin) for begin, end in pairwise(borders)]
 
 
-def read(piece: Piece) -> Iterator[TextBatch]:
+def read(file_range: FileRange) -> Iterator[TextBatch]:
     """Documents as UTF-8, or with the bytes that are not; `null` is an empty document, a blank line is none."""
-    return in_batches(_read_documents(piece))
+    return in_batches(_read_documents(file_range))
 
 
-def locate(piece: Piece, number: int) -> str:
+def locate(file_range: FileRange, number: int) -> str:
     """The line of a document, from 1 on."""
-    position, _ = next(islice(_read_filled_lines(piece), number, None))
-    return _place(piece.file.uri, position)
+    position, _ = next(islice(_read_filled_lines(file_range), number, None))
+    return _place(file_range.file.uri, position)
 
 
-def _read_documents(piece: Piece) -> Iterator[bytes]:
-    uri, column = piece.file.uri, piece.file.column
-    for position, line in _read_filled_lines(piece):
+def _read_documents(file_range: FileRange) -> Iterator[bytes]:
+    uri, column = file_range.file.uri, file_range.file.column
+    for position, line in _read_filled_lines(file_range):
         yield _to_bytes(_parse(line, column, uri, position))
 
 
-def _read_filled_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    return ((position, line) for position, line in _read_lines(piece) if not line.isspace())
+def _read_filled_lines(file_range: FileRange) -> Iterator[tuple[int, bytes]]:
+    return ((position, line) for position, line in _read_lines(file_range) if not line.isspace())
 
 
-def _read_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    # The last piece ends where the file does: the size of a compressed file is not its text's, and a web server may
-    # not know it.
-    end = float("inf") if piece.end == piece.file.bytes else piece.end
-    with open_file(piece.file.uri) as file:
+def _read_lines(file_range: FileRange) -> Iterator[tuple[int, bytes]]:
+    # The last one ends where the file does: the size of a compressed file is not its text's, and a web server may not
+    # know it.
+    end = float("inf") if file_range.end == file_range.file.bytes else file_range.end
+    with open_file(file_range.file.uri) as file:
         position = 0
-        if piece.begin:
-            file.seek(piece.begin - 1)
-            position = piece.begin - 1 + len(file.readline())
+        if file_range.begin:
+            file.seek(file_range.begin - 1)
+            position = file_range.begin - 1 + len(file.readline())
         while position < end and (line := file.readline()):
             yield position, line
             position += len(line)

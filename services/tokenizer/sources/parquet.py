@@ -10,15 +10,15 @@ import pyarrow.parquet as pq
 
 from services.common.errors import ArtifactError
 from services.tokenizer.sources.column import check_column, in_batches, row_of_file
+from services.tokenizer.sources.file_range import FileRange, InputFile
 from services.tokenizer.sources.file_system import open_seekable_file
-from services.tokenizer.sources.piece import InputFile, Piece
 from services.tokenizer.text_batch import BATCH_BYTES, TextBatch
 
 _LARGE_ROW_BYTES = 2**18
 
 
-def cut(file: InputFile, split_bytes: int) -> list[Piece]:
-    """One piece per row group. Raises `RecipeError` when the column is absent or holds no text."""
+def cut(file: InputFile, split_bytes: int) -> list[FileRange]:
+    """One file range per row group. Raises `RecipeError` when the column is absent or holds no text."""
     with _open_parquet(file.uri) as parquet:
         check_column(file, parquet.schema_arrow)
         metadata = parquet.metadata
@@ -26,22 +26,22 @@ def cut(file: InputFile, split_bytes: int) -> list[Piece]:
         sizes = [
             metadata.row_group(index).column(leaf).total_uncompressed_size for index in range(metadata.num_row_groups)
         ]
-    return [Piece(file, index, index + 1, size) for index, size in enumerate(sizes)]
+    return [FileRange(file, index, index + 1, size) for index, size in enumerate(sizes)]
 
 
-def read(piece: Piece) -> Iterator[TextBatch]:
+def read(file_range: FileRange) -> Iterator[TextBatch]:
     """Documents as the column's bytes; a null is an empty document."""
-    with _open_parquet(piece.file.uri) as parquet:
-        groups = range(piece.begin, piece.end)
+    with _open_parquet(file_range.file.uri) as parquet:
+        groups = range(file_range.begin, file_range.end)
         rows = sum(parquet.metadata.row_group(group).num_rows for group in groups)
         batches = parquet.iter_batches(
-            batch_size=_rows_at_a_time(rows, piece.bytes),
+            batch_size=_rows_at_a_time(rows, file_range.bytes),
             row_groups=list(groups),
-            columns=[piece.file.column],
+            columns=[file_range.file.column],
             use_threads=False,
         )
         for batch in batches:
-            yield from in_batches(batch.column(piece.file.column))
+            yield from in_batches(batch.column(file_range.file.column))
 
 
 def _rows_at_a_time(rows: int, total_bytes: int) -> int:
@@ -50,11 +50,11 @@ def _rows_at_a_time(rows: int, total_bytes: int) -> int:
     return 1 if mean_bytes > _LARGE_ROW_BYTES else max(1, int(BATCH_BYTES / max(mean_bytes, 1)))
 
 
-def locate(piece: Piece, number: int) -> str:
+def locate(file_range: FileRange, number: int) -> str:
     """The row of a document, from 1 on."""
-    with _open_parquet(piece.file.uri) as parquet:
+    with _open_parquet(file_range.file.uri) as parquet:
         return row_of_file(
-            piece, sum(parquet.metadata.row_group(group).num_rows for group in range(piece.begin)) + number
+            file_range, sum(parquet.metadata.row_group(group).num_rows for group in range(file_range.begin)) + number
         )
 
 

@@ -15,8 +15,8 @@ from textwrap import indent
 
 from services.common.artifacts.files import xxh3_of
 from services.common.errors import ArtifactError, DeviceError
+from services.tokenizer.sources.file_range import FileRange, Format, InputFile, whole
 from services.tokenizer.sources.file_system import open_file, stamp_of_file
-from services.tokenizer.sources.piece import Format, InputFile, Piece, whole
 from services.tokenizer.text_batch import TextBatch, in_batches
 
 URI = "pydoc://"
@@ -52,21 +52,21 @@ def list_modules(library: Path | None = None) -> list[InputFile]:
     ]
 
 
-def cut(file: InputFile, split_bytes: int) -> list[Piece]:
+def cut(file: InputFile, split_bytes: int) -> list[FileRange]:
     return [whole(file)]
 
 
-def read_topics(piece: Piece) -> Iterator[TextBatch]:
-    for statement in _parse(piece.file).body:
+def read_topics(file_range: FileRange) -> Iterator[TextBatch]:
+    for statement in _parse(file_range.file).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id="topics")], value=ast.Dict(values=values)):
                 yield from in_batches(str(ast.literal_eval(value)).encode() for value in values)
 
 
-def read_module(piece: Piece) -> Iterator[TextBatch]:
+def read_module(file_range: FileRange) -> Iterator[TextBatch]:
     """One document, or none when nothing in the module has a docstring."""
-    name = _module_name(piece.file.name)
-    entries = list(_describe(_parse(piece.file), name))
+    name = _module_name(file_range.file.name)
+    entries = list(_describe(_parse(file_range.file), name))
     if entries:
         yield TextBatch.of(["\n\n".join([name, *entries, ""]).encode("utf-8", "replace")])
 

@@ -16,21 +16,21 @@ import tarfile
 from collections.abc import Iterator
 
 from services.common.errors import ArtifactError
+from services.tokenizer.sources.file_range import FileRange, InputFile, whole
 from services.tokenizer.sources.file_system import open_file
-from services.tokenizer.sources.piece import InputFile, Piece, whole
 from services.tokenizer.text_batch import TextBatch, in_batches
 
 _BLOCK_BYTES = 2**20
 _BEGIN, _END, _MARK = b"<doc ", b"</doc>", b"ENDOFARTICLE."
 
 
-def cut(file: InputFile, split_bytes: int) -> list[Piece]:
+def cut(file: InputFile, split_bytes: int) -> list[FileRange]:
     return [whole(file)]
 
 
-def read(piece: Piece) -> Iterator[TextBatch]:
+def read(file_range: FileRange) -> Iterator[TextBatch]:
     """The text of each article, without the line breaks around it, in the archive's order."""
-    return in_batches(_read_articles(piece.file.uri))
+    return in_batches(_read_articles(file_range.file.uri))
 
 
 def _read_articles(uri: str) -> Iterator[bytes]:

@@ -23,7 +23,7 @@ from services.common.recipe_file import load_recipe
 from services.common.testing.seeds import draw_seed
 from services.common.testing.waiting import wait_until
 from services.tokenizer.build import make_tasks
-from services.tokenizer.encode_task import EncodeTask, encode_split
+from services.tokenizer.encode_task import EncodeTask, encode_partition
 from services.tokenizer.plan import begin_encoding, make_plan
 from services.tokenizer.tests.builders import (
     is_anything_published,
@@ -131,10 +131,10 @@ def test_splits_of_another_encoder_are_not_believed(tmp_path: Path, recipe: Path
     plan = make_plan(loaded)
     task = make_tasks(loaded, plan, *provide_vocabulary(loaded, plan, tmp_path), tmp_path)[0]
 
-    assert encode_split(task).encoder == "chunk kernel"
-    by_reference = encode_split(replace(task, encoder="reference"))
+    assert encode_partition(task).encoder == "chunk kernel"
+    by_reference = encode_partition(replace(task, encoder="reference"))
     assert by_reference.encoder.startswith("sentencepiece ")
-    assert by_reference.parts == encode_split(task).parts
+    assert by_reference.parts == encode_partition(task).parts
 
 
 @pytest.mark.parametrize("changed", ["plan", "encoder"])
@@ -148,12 +148,12 @@ def test_a_writer_that_wakes_up_does_not_change_what_its_successor_has_encoded(
         workspace.scratch.mkdir()
         old, new = (begin_tasks(load_recipe(recipe, options), workspace) for options in ({}, override))
 
-        done = encode_split(new[0])
+        done = encode_partition(new[0])
         before = new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()
         old[0].marker_path.parent.mkdir()  # it was moved away under its feet; a writer may make it again
-        encode_split(old[0])
+        encode_partition(old[0])
 
-        assert encode_split(new[0]) == done
+        assert encode_partition(new[0]) == done
         assert (new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()) == before
 
 

@@ -157,12 +157,12 @@ def test_a_large_jsonl_is_cut_and_small_files_share_a_split(tmp_path: Path) -> N
         write_recipe(tmp_path, tmp_path / "large.jsonl", tmp_path / "small", corpus__split_bytes=2_000)
     )
 
-    splits = make_plan(recipe).splits
+    partitions = make_plan(recipe).partitions
 
-    files_per_split = [len({piece.file.name for piece in split.pieces}) for split in splits]
-    assert max(files_per_split) > 5
-    assert sum(split.pieces[0].file.name == "large.jsonl" for split in splits) > 5
-    assert all(split.bytes <= 2_000 for split in splits)
+    files_per_partition = [len({each.file.name for each in partition.file_ranges}) for partition in partitions]
+    assert max(files_per_partition) > 5
+    assert sum(partition.file_ranges[0].file.name == "large.jsonl" for partition in partitions) > 5
+    assert all(partition.bytes <= 2_000 for partition in partitions)
 
 
 def test_files_folders_and_globs_are_read_in_the_order_of_the_recipe(tmp_path: Path) -> None:
@@ -188,10 +188,12 @@ def test_neighbouring_row_groups_are_read_at_once(tmp_path: Path) -> None:
     table = pa.table({"text": DOCUMENTS})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
     recipe = load_recipe(write_recipe(tmp_path, tmp_path / "a.parquet", corpus__split_bytes=2_000))
-    splits = make_plan(recipe).splits
-    assert [len(split.pieces) for split in splits] == [1] * len(splits)
-    assert [split.pieces[0].begin for split in splits[1:]] == [split.pieces[0].end for split in splits[:-1]]
-    assert 2 < len(splits) < splits[-1].pieces[0].end == 15
+    partitions = make_plan(recipe).partitions
+    assert [len(partition.file_ranges) for partition in partitions] == [1] * len(partitions)
+    assert [partition.file_ranges[0].begin for partition in partitions[1:]] == [
+        partition.file_ranges[0].end for partition in partitions[:-1]
+    ]
+    assert 2 < len(partitions) < partitions[-1].file_ranges[0].end == 15
 
 
 def test_a_folder_says_what_it_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

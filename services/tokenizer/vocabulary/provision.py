@@ -68,11 +68,11 @@ def _train_on_corpus(recipe: Recipe, training: VocabularyTraining, plan: Plan) -
 
 def _read_training_text(recipe: Recipe, plan: Plan) -> Iterator[memoryview]:
     """The documents of the training split."""
-    for split in plan.splits:
-        for batch in read_documents(split.pieces, recipe.corpus.invalid_utf8):
+    for partition in plan.partitions:
+        for batch in read_documents(partition.file_ranges, recipe.corpus.invalid_utf8):
             is_for_training = ~are_for_validation(batch, recipe.corpus.validation_fraction)
             is_for_training &= batch.sizes >= recipe.corpus.min_document_bytes
-            is_for_training &= are_sampled(batch, recipe.corpus.sources[split.source].weight, split.pass_number)
+            is_for_training &= are_sampled(batch, recipe.corpus.sources[partition.source].weight, partition.pass_number)
             yield from batch.select(is_for_training).views()
 
 

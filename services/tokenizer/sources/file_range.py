@@ -1,4 +1,4 @@
-"""What an encode task reads: input files, and the pieces that they are cut into."""
+"""What an encode task reads: input files, and the file ranges that they are cut into."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class InputFile:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileRange:
     """The part of a file that holds the documents from `begin` on and before `end`.
 
     The unit is the format's own: row groups in parquet, record batches in arrow, bytes elsewhere.
@@ -37,20 +37,20 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class InputSplit:
-    """The pieces of one source that one encode task reads, in the corpus's order."""
+class InputPartition:
+    """The file ranges of one source that one encode task reads, in the corpus's order."""
 
     index: int
     source: int
     """Its number in the recipe."""
     pass_number: int
-    """0, or how often the source's weight has had these pieces read before."""
-    pieces: tuple[Piece, ...]
+    """0, or how often the source's weight has had these file ranges read before."""
+    file_ranges: tuple[FileRange, ...]
 
     @property
     def bytes(self) -> int:
-        return sum(piece.bytes for piece in self.pieces)
+        return sum(file_range.bytes for file_range in self.file_ranges)
 
 
-def whole(file: InputFile) -> Piece:
-    return Piece(file, begin=0, end=file.bytes, bytes=file.bytes)
+def whole(file: InputFile) -> FileRange:
+    return FileRange(file, begin=0, end=file.bytes, bytes=file.bytes)
