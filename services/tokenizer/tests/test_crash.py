@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import random
 import shutil
@@ -54,9 +55,9 @@ def recipe(tmp_path: Path) -> Path:
     )
 
 
-def has_file(root: Path, name: str) -> bool:
-    """Whether it is anywhere below; folders may go while this looks for it."""
-    return any(name in files for _, _, files in os.walk(root))
+def find_files(root: Path, pattern: str) -> list[Path]:
+    """Files below with such names. Unlike `rglob` it goes on where a folder is removed while this looks into it."""
+    return [Path(folder) / name for folder, _, files in os.walk(root) for name in fnmatch.filter(files, pattern)]
 
 
 def kill_when(condition: Callable[[], object], process: subprocess.Popen[str]) -> bool:
@@ -76,7 +77,7 @@ def test_kill_at_every_stage_then_the_same_command_gives_the_same_corpus(tmp_pat
     killed = []
     for milestone in milestones:
         process = start(recipe, root)
-        killed.append(kill_when(lambda name=milestone: has_file(root, name), process))  # type: ignore[misc]
+        killed.append(kill_when(lambda name=milestone: find_files(root, name), process))  # type: ignore[misc]
         assert not (killed[-1] and is_anything_published(root))
 
     assert sum(killed) >= 3, killed
@@ -96,7 +97,7 @@ def test_twenty_kills_at_random_moments_give_the_same_corpus(tmp_path: Path, rec
     root = tmp_path / "fsx"
     for _ in range(20):
         process = start(recipe, root, launch=launch)
-        wait_until(lambda: any(root.rglob("plan.json")) or is_anything_published(root), process=process)
+        wait_until(lambda: find_files(root, "plan.json") or is_anything_published(root), process=process)
         moment = time.monotonic() + chosen.uniform(0, 4 if launch == "inline" else 8)
         kill_when(lambda at=moment: time.monotonic() > at, process)  # type: ignore[misc]
         if is_anything_published(root):
@@ -109,7 +110,7 @@ def test_twenty_kills_at_random_moments_give_the_same_corpus(tmp_path: Path, rec
 
 def test_a_finished_split_is_not_encoded_again_and_a_damaged_one_is(tmp_path: Path, recipe: Path) -> None:
     root = tmp_path / "fsx"
-    kill_when(lambda: len(list(root.rglob("00000[0-9].json"))) >= 4, start(recipe, root))
+    kill_when(lambda: len(find_files(root, "00000[0-9].json")) >= 4, start(recipe, root))
     done = sorted(root.rglob("00000[0-9].json"))
     assert len(done) >= 4
     before = {path.name: path.stat().st_ino for path in done}
@@ -120,7 +121,7 @@ def test_a_finished_split_is_not_encoded_again_and_a_damaged_one_is(tmp_path: Pa
     torn = damaged.with_name(".000011.train.tokens.0123.tmp")
     torn.write_bytes(b"left by a killed writer")
 
-    kill_when(lambda: any(root.rglob("shard-00000.arrow")), start(recipe, root))
+    kill_when(lambda: find_files(root, "shard-00000.arrow"), start(recipe, root))
 
     after = {path.name: path.stat().st_ino for path in root.rglob("00000[0-9].json") if path.name in before}
     assert not torn.exists()
@@ -172,7 +173,7 @@ def begin_tasks(recipe: Recipe, workspace: Workspace) -> list[EncodeTask]:
 def test_work_for_another_plan_is_discarded(tmp_path: Path, recipe: Path) -> None:
     """With other splits, a marker's number stands for other documents."""
     root = tmp_path / "fsx"
-    kill_when(lambda: any(root.rglob("000003.json")), start(recipe, root))
+    kill_when(lambda: find_files(root, "000003.json"), start(recipe, root))
     assert run(recipe, root, "--corpus.split_bytes=250000", ALONE) == 0
     assert run(recipe, tmp_path / "undisturbed", ALONE) == 0
     assert published(root).manifest.content_digest == published(tmp_path / "undisturbed").manifest.content_digest
@@ -198,7 +199,7 @@ def test_a_stopped_stage_says_so_and_publishes_nothing(
         tmp_path, text, corpus__split_bytes=1, tokenizer__train__max_bytes=6_000_000, tokenizer__num_workers=2
     )
     process = start(recipe, tmp_path / "fsx")
-    wait_until(lambda: any((tmp_path / "fsx").rglob(milestone)), process=process)
+    wait_until(lambda: find_files(tmp_path / "fsx", milestone), process=process)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
 
