@@ -41,6 +41,8 @@ class Job:
     workers_started_at: datetime
     """Begin of the newest start of the workers: `started_at`, or later where workers were lost."""
     lease: Lease | None = None
+    start_number: int = 0
+    """Of the workers: 0 for the command's first ones, one more at every start after a loss."""
 
     @property
     def run_folder(self) -> Path:

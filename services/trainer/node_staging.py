@@ -66,10 +66,13 @@ def prepare_node(job: Job) -> None:
 
 
 def newest_checkpoint_on_node(job: Job) -> Artifact[CheckpointManifest] | None:
-    """See `newest_checkpoint`; each is verified by one of this command's processes on the node."""
+    """See `newest_checkpoint`; each is verified by one of this command's processes on the node, and by one of them
+    again at every start after a loss, which may come weeks later.
+    """
 
     def verify_once(checkpoint: Artifact[CheckpointManifest]) -> None:
-        with _doing_once(job, f"verified-{checkpoint.manifest.id}-{checkpoint.manifest.content_digest}") as is_to_do:
+        manifest = checkpoint.manifest
+        with _doing_once(job, f"verified-{job.start_number}-{manifest.id}-{manifest.content_digest}") as is_to_do:
             if is_to_do:
                 verify_checkpoint(checkpoint)
                 logger.info("verified the checkpoint %s", checkpoint.path)

@@ -79,7 +79,7 @@ def supervise(job: Job, lease: HeldLease) -> None:
                 restarts += 1
                 progress.start_again()
                 logger.warning("lost the workers (%s); starting them again", str(error).splitlines()[0])
-                job = replace(job, workers_started_at=datetime.now(UTC))
+                job = replace(job, workers_started_at=datetime.now(UTC), start_number=job.start_number + 1)
 
 
 def train_on_node(job: Job, environment: WorkerEnvironment) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.common.artifacts.checkpoint import WEIGHTS
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import ArtifactError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
@@ -18,6 +19,7 @@ from services.trainer.checkpoint import discard_old, newest_checkpoint
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import train
 from services.trainer.metrics import read_metrics
+from services.trainer.node_staging import newest_checkpoint_on_node
 from services.trainer.stop import STOP_FILE
 from services.trainer.tests.runs import checkpoints, state_hash
 
@@ -60,6 +62,16 @@ def _flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
+
+
+def test_a_checkpoint_that_was_verified_is_verified_again_when_workers_were_lost(new_job: Callable[..., Job]) -> None:
+    job = new_job(train__max_steps="10")
+    train(job, ALONE)
+    assert completed_step(newest_checkpoint_on_node(job)) == 10
+
+    _flip_a_bit(checkpoints(job.root)["step-00000010"] / WEIGHTS)
+
+    assert completed_step(newest_checkpoint_on_node(replace(job, start_number=1))) == 5
 
 
 @pytest.mark.parametrize("damage", ["flipped bit", "truncated", "file removed", "manifest torn"])

@@ -73,6 +73,7 @@ def test_a_restart_has_a_begin_of_its_own(
 
     assert jobs[0].workers_started_at == job.workers_started_at
     assert jobs[1].workers_started_at >= lost_at[0]
+    assert [each.start_number for each in jobs] == [0, 1]
     assert jobs[1].started_at == job.started_at  # of the command, which the time limit counts from
 
 
