@@ -10,12 +10,12 @@ down            stop everything and remove what `up` made
 
 from __future__ import annotations
 
-import signal
 import sys
 from typing import NoReturn
 
 from services.common.entry_point import exit_code_of
-from services.common.errors import RecipeError, TryAgain
+from services.common.errors import RecipeError
+from services.common.stop_signals import Stopped, install, name_signal
 from tests.cluster.kit import cluster, fake_nodes, node_images
 
 
@@ -23,8 +23,8 @@ def are_count_and_first(words: list[str]) -> bool:
     return len(words) in (1, 2) and all(word.isdecimal() for word in words)
 
 
-def end(signum: int, frame: object) -> NoReturn:
-    raise TryAgain("Ended by SIGTERM. What was started is taken down.")
+def end(signum: int) -> NoReturn:
+    raise Stopped(signum, f"Ended by {name_signal(signum)}. What was started is taken down.")
 
 
 def main(argv: list[str]) -> int:
@@ -49,5 +49,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, end)
+    install(end)
     sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from images.docker import require_engine
 from services.common.errors import DeviceError
+from services.common.stop_signals import STOP_SIGNALS
 from tests.cluster.kit.node_images import ctr, load
 from tests.cluster.kit.processes import (
     ARTIFACTS,
@@ -315,9 +316,8 @@ def up() -> None:
 
 @contextmanager
 def unstoppable() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until the end, also for the commands that are run here."""
-    stops = {signal.SIGINT, signal.SIGTERM}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+    """Ctrl-C, SIGTERM and SIGHUP wait until the end, also for the commands that are run here."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

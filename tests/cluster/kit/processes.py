@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from services.common.errors import DeviceError
+from services.common.stop_signals import deferring_stop_signals
 
 HOME = Path(os.environ.get("CLUSTER_HOME", ".cluster")).resolve()
 BIN, LOG, PKI, PID = (HOME / name for name in ("bin", "log", "pki", "pid"))
@@ -36,11 +37,11 @@ def kubectl(*arguments: str | Path, **kwargs: Any) -> str:
 
 def start(name: str, *command: str | Path) -> None:
     """Start a server in its own session, its output in log/<name>.log and its pid in pid/<name>."""
-    with (LOG / f"{name}.log").open("ab") as log:
+    with (LOG / f"{name}.log").open("ab") as log, deferring_stop_signals():  # `stop` finds what is in PID alone
         process = subprocess.Popen(
             [str(c) for c in command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
         )
-    (PID / name).write_text(str(process.pid))
+        (PID / name).write_text(str(process.pid))
 
 
 def wait(what: str, is_ready: Callable[[], bool], timeout_seconds: float = 90) -> None:

@@ -14,6 +14,7 @@ import pytest
 from images.platforms import REPOSITORY
 from k8s.client.stage_image import full_name, repository_of
 from services.common.errors import DeviceError, RecipeError
+from services.common.stop_signals import name_signal
 from tests.cluster.kit import __main__ as command
 from tests.cluster.kit import cluster, fake_nodes, node_images
 
@@ -81,7 +82,31 @@ def test_a_start_that_is_cut_short_takes_down_what_was_started(
     assert done == ["down", "start", "down"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)])
+def test_a_signal_while_an_object_is_removed_ends_a_start(number: signal.Signals, exit_code: int) -> None:
+    program = (
+        "import os, runpy, sys, time\n"
+        "from tests.cluster.kit import cluster\n"
+        "class Removed:\n"
+        "    def __del__(self):\n"
+        f"        os.kill(os.getpid(), {number:d})\n"
+        "def up():\n"
+        "    Removed()\n"
+        "    time.sleep(30)\n"
+        "cluster.up = up\n"
+        "sys.argv[1:] = ['up']\n"
+        "runpy.run_module('tests.cluster.kit', run_name='__main__')\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60
+    )
+
+    assert done.stderr.splitlines() == [f"millrace: Ended by {name_signal(number)}. What was started is taken down."]
+    assert done.returncode == exit_code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_taking_down_ends_before_a_signal_is_heard(number: signal.Signals) -> None:
     program = (
         "import os, subprocess\n"
