@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from services.common.testing.disks import mounted
 from services.common.testing.recipes import write_recipe
 from services.common.testing.waiting import wait_until
 
@@ -101,15 +102,9 @@ def test_a_recipe_that_compiles_nothing_publishes_nothing(
 
 
 def test_a_full_disk_exits_with_5_and_says_where(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=200k tmpfs '{disk}' 2>/dev/null") != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    try:
+    with mounted(tmp_path / "disk", "200k") as disk:
         process = start(root=disk)
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 5, output
         assert str(disk) in output
         assert not _published(disk)
-    finally:
-        os.system(f"umount '{disk}'")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from services.common.testing.disks import mounted, remount
 from services.tokenizer.tests.builders import (
     is_anything_published,
     make_text,
@@ -20,18 +20,8 @@ from services.tokenizer.tests.builders import (
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command: list[str | Path] = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]
-    mount = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mount.returncode:
-        pytest.skip(f"this user cannot mount a small file system: {mount.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def remount(folder: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", folder], check=True)
+    with mounted(tmp_path / "disk", "1m") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize(

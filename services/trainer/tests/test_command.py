@@ -16,6 +16,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import read_sealed
 from services.common.artifacts.store import Artifact
 from services.common.entry_point import exit_code_of
+from services.common.testing.disks import mounted, remount
 from services.common.testing.waiting import wait_until
 from services.trainer.__main__ import main
 from services.trainer.report import read_state
@@ -325,12 +326,8 @@ def test_a_root_that_cannot_be_written_exits_with_5(
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 600 kB: room for the corpus and no more than two checkpoints of 0.2 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=600k tmpfs '{folder}' 2>/dev/null") != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    yield folder
-    os.system(f"umount '{folder}'")
+    with mounted(tmp_path / "disk", "600k") as disk:
+        yield disk
 
 
 def test_a_full_disk_keeps_the_committed_checkpoints_and_the_run_goes_on_after_room_is_made(
@@ -345,6 +342,6 @@ def test_a_full_disk_keeps_the_committed_checkpoints_and_the_run_goes_on_after_r
     assert committed
     assert [json.loads((path / "manifest.json").read_text())["id"] for path in committed.values()] == list(committed)
 
-    os.system(f"mount -o remount,size=20m '{small_disk}'")
+    remount(small_disk, "size=20m")
     exit_code, output = run_trainer(recipe, small_disk, *alone)
     assert exit_code == 0, output
