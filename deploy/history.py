@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.artifacts.manifest import write_durably
+from services.common.input_file import parse_json, read_file
 
 GOOD_IMAGES_KEPT = 5
 FOLDER = "deploy"
@@ -38,7 +39,7 @@ def merge_histories(older: Sequence[str], newer: Sequence[str]) -> list[str]:
 def read_good_images(root: Path, stage: str) -> list[str]:
     """Nothing where there is no history. Raises `OSError`, and `ValueError` for what is none."""
     try:
-        told = json.loads(_file_of(root, stage).read_text(encoding="utf-8"))
+        told = parse_json(read_file(_file_of(root, stage)))
     except FileNotFoundError:
         return []
     if not isinstance(told, list) or not all(isinstance(image, str) for image in told):
