@@ -10,7 +10,10 @@ PACKAGE = "services.common.program"
 
 
 def source_digest(*modules: str) -> str:
-    """SHA-256 over the syntax of these modules of the program, and of all that they import of it."""
+    """SHA-256 over the syntax of these modules of the program, and of all that they import of it.
+
+    Raises `FileNotFoundError` where the program is installed without its source: no two programs could be told apart.
+    """
     digest = hashlib.sha256()
     for module, tree in sorted(_closure_of(modules).items()):
         digest.update(f"{module}\n{ast.dump(_without_docstrings(tree))}\n".encode())
@@ -23,7 +26,7 @@ def _closure_of(modules: tuple[str, ...]) -> dict[str, ast.Module]:
     while waiting:
         module = waiting.pop()
         path = _path_of(module)
-        if module in trees or not path.is_file():
+        if module in trees or (module not in modules and not path.is_file()):  # a name that a module defines
             continue
         trees[module] = ast.parse(path.read_text(encoding="utf-8"))
         waiting += [name for name in _imports_of(trees[module]) if name.startswith(f"{PACKAGE}.")]

@@ -54,3 +54,10 @@ def test_another_backend_and_what_no_step_imports_do_not_count(digest: Callable[
     assert digest(OTHER_BACKEND, "", "import torch\n") == before
     assert digest("backends/choice.py", "", "choice = 1\n") == before
     assert digest("fingerprint.py", "", "another = 1\n") == before
+
+
+def test_a_program_without_its_source_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "__file__", str(tmp_path / "source.pyc"))
+
+    with pytest.raises(FileNotFoundError):
+        source.source_digest(STEP, BACKEND)
