@@ -140,5 +140,6 @@ def _form_group(mesh: Mesh, axis: Axis) -> dist.ProcessGroup | None:
     """This worker's process group along the axis; None for all workers together, and for one alone."""
     if mesh.size(axis) in (1, mesh.world_size):
         return None
-    formed = [dist.new_group(ranks) for ranks in mesh.groups(axis)]  # every worker has to form all of them
+    with naming_lost_workers():
+        formed = [dist.new_group(ranks) for ranks in mesh.groups(axis)]  # every worker has to form all of them
     return formed[mesh.groups(axis).index(mesh.group(axis))]
