@@ -8,7 +8,7 @@ import torch
 
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.torch_native import TorchNative
-from services.common.program.mesh import Axis, Mesh
+from services.common.program.mesh import AXES, Mesh
 from services.common.program.worker_group import WorkerGroup
 
 WORKERS = 4
@@ -24,11 +24,10 @@ def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
     rank = environment.rank
     group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
     mesh = Mesh(rank, data_parallel_size=2, tensor_parallel_size=2)
-    axes: tuple[Axis, ...] = ("data", "tensor")
     results: dict[str, torch.Tensor] = {}
     for reduction in ("exact", "fast"):
         backend = TorchNative(mesh, 1, reduction)
-        for axis in axes:
+        for axis in AXES:
             mine = part_of(rank)
             results |= {
                 f"{reduction} sum {axis}": backend.all_reduce(mine, axis),
