@@ -31,7 +31,7 @@ OBJECT_STORE_BYTES = 128 * 2**20  # only small results travel through it
 JOIN_SECONDS = 60.0
 POLL_SECONDS = 1.0
 LOST_SECONDS = 20.0
-REACH_SECONDS = 10.0
+PROBE_SECONDS = 10.0
 LOST_HEAD_FAILURES = 4  # Ray's library ends the process after 60 s without the head
 LOST_RAYLET_FAILURES = 2
 CALL_THREAD = "ray-call"
@@ -259,16 +259,16 @@ def _join(address: str, options: dict[str, Any]) -> None:
             raise _unreachable(error) from error
     call_at_end(partial(_leave, [], ExitStack()))
     node: Any = ray._private.worker._global_node
-    _watch.begin(_Reach(node.gcs_address, node.raylet_socket_name).find_lost, REACH_SECONDS)
+    _watch.begin(_LivenessProbe(node.gcs_address, node.raylet_socket_name).find_lost, PROBE_SECONDS)
 
 
-class _Reach:
+class _LivenessProbe:
     """Whether the cluster's head and this node's raylet answer. A network may fail for a while, a local socket not."""
 
     def __init__(self, address: str, raylet_socket: str) -> None:
         self._probes: dict[str, tuple[Callable[[], None], int]] = {
-            "head": (partial(_reach_port, address), LOST_HEAD_FAILURES),
-            "raylet on this node": (partial(_reach_socket, raylet_socket), LOST_RAYLET_FAILURES),
+            "head": (partial(_probe_port, address), LOST_HEAD_FAILURES),
+            "raylet on this node": (partial(_probe_socket, raylet_socket), LOST_RAYLET_FAILURES),
         }
         self._failures = dict.fromkeys(self._probes, 0)
 
@@ -284,13 +284,13 @@ class _Reach:
         return f"its {' and its '.join(silent)} no longer answers" if silent else ""
 
 
-def _reach_port(address: str) -> None:
+def _probe_port(address: str) -> None:
     place = split_address(address)
     assert place is not None
     socket.create_connection(place, timeout=POLL_SECONDS).close()
 
 
-def _reach_socket(path: str) -> None:
+def _probe_socket(path: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(POLL_SECONDS)
         probe.connect(path)
@@ -311,7 +311,7 @@ def _wait_for_cluster(address: str) -> None:
     deadline = time.monotonic() + JOIN_SECONDS
     while True:
         try:
-            _reach_port(address)
+            _probe_port(address)
             return
         except OSError as error:
             if time.monotonic() > deadline:
