@@ -22,7 +22,7 @@ from k8s.objects.record import read_record
 from services.common.testing.waiting import wait_until
 from tests.cluster.harness import Harness, kill_group, load_images, make_house, name_of, publish_corpus
 from tests.cluster.kit import cluster, fake_nodes
-from tests.k8s.test_deployments import deployment_of
+from tests.k8s.builders import deployment_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 

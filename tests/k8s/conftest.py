@@ -1,4 +1,4 @@
-"""What the tests of this folder read once: the rendered overlays and the API's schemas."""
+"""What the tests of this folder read once, the rendered overlays and the API's schemas, and a clock to move."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from k8s.client.overlay import find_kubectl, render
 from services.common.errors import DeviceError
+from tests.k8s.builders import Clock
 from tests.k8s.rendered import OVERLAYS, Thing
 from tests.k8s.schemas import Kind, NoSchemas, Schema, read_schemas
 
@@ -25,3 +26,10 @@ def schemas() -> dict[Kind, Schema]:
         return read_schemas()
     except NoSchemas as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("time.monotonic", lambda: made.now)
+    return made

@@ -13,8 +13,8 @@ from k8s.client.overlay import cluster_up
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
+from tests.k8s.builders import deployment_of
 from tests.k8s.rendered import Thing, cluster_of
-from tests.k8s.test_deployments import deployment_of
 
 HEAD = "millrace/head@sha256:" + "1" * 64
 NEXT_HEAD = "millrace/head@sha256:" + "2" * 64

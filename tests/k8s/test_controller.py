@@ -18,24 +18,11 @@ from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import Observation, describe_orphan
 from k8s.objects.lost_pods import LostPods, loss_of
 from k8s.objects.record import FULL_MESSAGES, Outcome, Record, shorten
+from tests.k8s.builders import READY, Clock, deployment_of, node
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing
-from tests.k8s.test_deployments import deployment_of
 
 LOST, MOVED = Outcome(75, "the driver was lost"), Outcome(75, "the driver was lost", progressed=True)
-
-
-class Clock:
-    """This process's own, in seconds."""
-
-    now = 1_000.0
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr("time.monotonic", lambda: made.now)
-    return made
 
 
 @pytest.mark.parametrize(
@@ -171,9 +158,6 @@ def test_fewer_nodes_are_another_data_parallel_degree() -> None:
     assert deployment.arguments_for(4) == ("--train.seed=1", "--parallel.data_parallel_size=16")
 
 
-READY = {"type": "Ready", "status": "True"}
-
-
 @pytest.mark.parametrize(
     ("taints", "conditions", "expected"),
     [
@@ -194,15 +178,6 @@ def test_a_node_that_is_no_object_any_more_is_lost_for_certain() -> None:
     loss = loss_of(None)
     assert loss
     assert loss.is_certain
-
-
-def node(name: str, taints: list[Thing], conditions: list[Thing]) -> Thing:
-    return {
-        "kind": "Node",
-        "metadata": {"name": name},
-        "spec": {"taints": taints},
-        "status": {"conditions": conditions},
-    }
 
 
 def pod(name: str, on: str, component: str = "trainer", **metadata: Any) -> Thing:

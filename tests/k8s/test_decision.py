@@ -30,7 +30,7 @@ from k8s.controller.decision import (
 )
 from k8s.controller.ray_jobs import DriverState
 from k8s.objects.record import Outcome, Record
-from tests.k8s.test_deployments import deployment_of
+from tests.k8s.builders import deployment_of
 
 IMAGE = deployment_of().image
 PATIENCE = 1_800.0

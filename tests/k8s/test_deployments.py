@@ -26,41 +26,21 @@ from k8s.controller.outcome import exit_code_of_driver, exit_code_of_rayjob
 from k8s.controller.ray_jobs import DriverState
 from k8s.objects.capacity import check_nodes, check_queue, check_size
 from k8s.objects.deploy_job import render_deploy_job
-from k8s.objects.deployment import Deployment
 from k8s.objects.pod_group import render_pod_group
 from k8s.objects.rayjob import render_isolated_rayjob, render_rayjob
 from k8s.objects.recipe import render_recipe_config_map
 from k8s.objects.record import Outcome, record_of
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError
+from tests.k8s.builders import DIGEST, deployment_of
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
 from tests.k8s.schemas import Kind, Schema, problems_of
-
-DIGEST = "0" * 64
 
 
 @pytest.fixture(scope="module")
 def clusters(overlays: dict[str, list[Thing]]) -> dict[str, Thing]:
     """The RayCluster of each overlay."""
     return {name: cluster_of(things) for name, things in overlays.items()}
-
-
-def deployment_of(stage: str = "trainer", **changes: Any) -> Deployment:
-    fields: dict[str, Any] = {
-        "stage": stage,
-        "id": "abc123",
-        "image": f"millrace/{stage}@sha256:{DIGEST}",
-        "nodes": 2,
-        "mode": "shared",
-        "recipe_digest": DIGEST,
-        "arguments": ("--train.max_steps=5", "--corpus=/fsx/a folder"),
-        "retries": 3,
-        "keep": False,
-        "user": "someone",
-        "start_timeout_seconds": 60,
-        "drain_seconds": 60,
-    }
-    return Deployment(**fields | changes)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -13,9 +13,9 @@ from k8s.client import preflight, probe
 from k8s.client.preflight import Findings, check_in_pods
 from k8s.objects.deployment import RECORD_VERSION, Deployment
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
+from tests.k8s.builders import deployment_of
 from tests.k8s.rendered import Thing, cluster_of
 from tests.k8s.schemas import Kind, Schema, problems_of
-from tests.k8s.test_deployments import deployment_of
 
 PLATFORM = {"variant": "neuron", "python": "3.12.11", "ray": "2.60.0"}
 HEAD: Thing = {"platform": PLATFORM, "records": [1, RECORD_VERSION]}

@@ -1,8 +1,4 @@
-"""Whole deployments against a small world in memory, in which hours pass in a moment.
-
-The world plays what surrounds the deploy tool: an operator that makes and removes pods, a scheduler that places a gang
-or none of it, nodes that are lost, and Ray. `tests/cluster` has the real ones.
-"""
+"""Whole deployments against a small world in memory: evictions, dead nodes, retries, orphans, what a record keeps."""
 
 from __future__ import annotations
 
@@ -20,178 +16,16 @@ from ray.job_submission import JobStatus
 from deploy.history import read_good_images
 from k8s.client.status import describe_status
 from k8s.controller.decision import HEAD_LOST_SECONDS, PENDING_SECONDS, decide
-from k8s.controller.ray_jobs import DriverState, RayUnreachable
+from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS, StageReaper
 from k8s.controller.reconciler import Reconciler
-from k8s.objects.deploy_job import render_deploy_job
-from k8s.objects.deployment import Deployment
-from k8s.objects.placement import pods_of
-from k8s.objects.record import Outcome, Record, read_record
+from k8s.objects.record import Outcome
 from k8s.objects.worker_group import read_worker_group
-from tests.k8s.memory_api import MemoryApi
+from tests.k8s.builders import READY, Clock
 from tests.k8s.rendered import Thing, cluster_of
-from tests.k8s.test_controller import READY, Clock, clock, node
-from tests.k8s.test_deployments import deployment_of
+from tests.k8s.world import DARK, LOST, NoLog, World, cluster_group, ended
 
-__all__ = ["clock"]
-
-POLL_SECONDS = 5.0
-LONGEST_SECONDS = 10_000.0
 GRACE_SECONDS = 90.0  # a drain of 60 s and KubeRay's own way down
-DARK = ([{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}], [{"type": "Ready", "status": "Unknown"}])
-
-
-class World:
-    """A trainer's worker group, some nodes with room for one pod each, and a Ray head."""
-
-    def __init__(self, cluster: Thing, clock: Clock, nodes: int) -> None:
-        self.clock = clock
-        self.api = MemoryApi(copy.deepcopy(cluster))
-        self.is_head_there = True
-        self.is_head_lost_before_stop = False
-        self.drivers: dict[str, DriverState] = {}
-        self.attempt: Callable[[int], DriverState | None] = lambda number: ended(0)
-        self.watch: Callable[[], object] = lambda: None
-        self._pods_made = 0
-        for number in range(nodes):
-            self.set_node(f"n{number}", [], [READY])
-
-    def set_node(self, name: str, taints: list[Thing], conditions: list[Thing]) -> None:
-        made = node(name, taints, conditions)
-        group = cluster_group(self.api.find("RayCluster", "millrace") or {})
-        pod = group["template"]["spec"]
-        made["metadata"]["labels"] = pod.get("nodeSelector") or {}
-        made["status"]["allocatable"] = pod["containers"][0]["resources"]["requests"]
-        if self.api.find("Node", name):
-            self.api.merge("Node", name, made)
-        else:
-            self.api.create(made)
-
-    def deploy(self, **changes: Any) -> Deployment:
-        settings: dict[str, Any] = {"arguments": (), "recipe": "small", "start_timeout_seconds": 1_800}
-        deployment = deployment_of(**settings | changes)
-        if self.api.find("Job", "deploy-trainer"):
-            self.api.delete("Job", "deploy-trainer")
-        job = render_deploy_job(read_worker_group(self.api, "trainer"), deployment)  # type: ignore[arg-type]
-        self.api.create(job | {"status": {"failed": 2}})
-        return deployment
-
-    @property
-    def record(self) -> Record:
-        record = read_record(self.api, "trainer")  # type: ignore[arg-type]
-        assert record
-        return record
-
-    def bound(self) -> list[str]:
-        return sorted(each["spec"]["nodeName"] for each in self._pods() if each["spec"].get("nodeName"))
-
-    def pass_time(self) -> None:
-        self.clock.now += POLL_SECONDS
-        assert self.clock.now < LONGEST_SECONDS, "it waits for ever"
-        self._end_pods_on_live_nodes()
-        self._evict_from_dark_nodes()
-        self._operate()
-        self._schedule()
-        self._run_ray()
-        self.watch()
-
-    def _pods(self) -> list[Thing]:
-        return pods_of(self.api, "trainer")  # type: ignore[arg-type]
-
-    def _is_up(self, name: str) -> bool:
-        return (self.api.find("Node", name) or {"spec": {"taints": ["gone"]}})["spec"]["taints"] == []
-
-    def _end_pods_on_live_nodes(self) -> None:
-        for pod in self._pods():
-            where = pod["spec"].get("nodeName")
-            if "deletionTimestamp" in pod["metadata"] and (not where or self._is_up(where)):
-                self.api.delete("Pod", pod["metadata"]["name"], grace_seconds=0)
-
-    def _evict_from_dark_nodes(self) -> None:
-        for pod in self._pods():
-            if pod["spec"].get("nodeName") and not self._is_up(pod["spec"]["nodeName"]):
-                self.api.merge("Pod", pod["metadata"]["name"], {"status": {"conditions": []}})
-                self.api.delete("Pod", pod["metadata"]["name"])
-
-    def _operate(self) -> None:
-        """As KubeRay does: pods that are Terminating count."""
-        cluster = self.api.find("RayCluster", "millrace")
-        if cluster is None:
-            return
-        group, pods = cluster_group(cluster), self._pods()
-        for pod in pods[group["replicas"] :]:
-            self.api.delete("Pod", pod["metadata"]["name"])
-        for _ in range(group["replicas"] - len(pods)):
-            self._pods_made += 1
-            labels = {"millrace.dev/component": "trainer", "ray.io/node-type": "worker"}
-            spec = {"terminationGracePeriodSeconds": group["template"]["spec"]["terminationGracePeriodSeconds"]}
-            name = f"trainer-{self._pods_made}"
-            pod = {"kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec, "status": {}}
-            self.api.create(pod)
-
-    def _schedule(self) -> None:
-        """As Volcano does: the gang or none of it."""
-        gang = self.api.find("PodGroup", "millrace-trainer")
-        pods = self._pods()
-        standing = [each for each in pods if each["spec"].get("nodeName")]
-        waiting = [each for each in pods if not each["spec"].get("nodeName")]
-        taken = {each["spec"]["nodeName"] for each in standing}
-        free = [name for name in self.api.names("Node") if name not in taken and self._is_up(name)]
-        up = [each for each in standing if self._is_up(each["spec"]["nodeName"])]
-        if gang is None or len(up) + min(len(free), len(waiting)) < gang["spec"]["minMember"]:
-            return
-        for each, name in zip(waiting, free, strict=False):
-            patch = {"spec": {"nodeName": name}, "status": {"conditions": [READY]}}
-            self.api.merge("Pod", each["metadata"]["name"], patch)
-
-    def _run_ray(self) -> None:
-        for name in self.api.names("RayJob"):
-            number = int(name.rpartition("-")[2])
-            if name not in self.drivers and (state := self.attempt(number)):
-                self.drivers[name] = state
-            state = self.drivers.get(name)
-            if state and state.status.is_terminal():
-                status = {"jobDeploymentStatus": "Complete", "jobStatus": str(state.status)}
-                self.api.merge("RayJob", name, {"status": status})
-
-    # What the deploy tool asks of Ray.
-
-    def find(self, name: str) -> DriverState | None:
-        if not self.is_head_there:
-            raise RayUnreachable("no head")
-        return self.drivers.get(name)
-
-    def stop(self, name: str) -> None:
-        if self.is_head_lost_before_stop:
-            self.is_head_lost_before_stop = False
-            raise RayUnreachable("no head")
-        self.drivers[name] = DriverState(JobStatus.STOPPED, None, "", 1)
-
-    def count_nodes(self, resource: str) -> int:
-        return sum(self._is_up(name) for name in self.bound())
-
-
-class NoLog:
-    """The driver's log is followed elsewhere."""
-
-    path = "nowhere"
-
-    def __init__(self, *arguments: object) -> None: ...
-
-    def close(self, timeout_seconds: float) -> None: ...
-
-    def abandon(self) -> None: ...
-
-
-def cluster_group(cluster: Thing) -> Thing:
-    return dict(next(each for each in cluster["spec"]["workerGroupSpecs"] if each["groupName"] == "trainer"))
-
-
-def ended(exit_code: int, message: str = "millrace: done") -> DriverState:
-    return DriverState(JobStatus.FAILED if exit_code else JobStatus.SUCCEEDED, exit_code, message, 1)
-
-
-LOST = DriverState(JobStatus.FAILED, None, "the driver's node died", 1)
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from k8s.objects.deployment import RECORD_VERSION, RECORDS_READ, Deployment, Unk
 from k8s.objects.names import OUTCOME_ANNOTATION
 from k8s.objects.record import Outcome, record_of, refuse_record
 from k8s.objects.worker_group import worker_group_of
+from tests.k8s.builders import deployment_of
 from tests.k8s.rendered import Thing, cluster_of
-from tests.k8s.test_deployments import deployment_of
 
 # What each version of the record is made of. A field that comes, goes or means something else is a new version, and
 # RECORDS_READ says whether the one before can still be read.

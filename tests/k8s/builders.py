@@ -1,0 +1,44 @@
+"""Small real objects for the tests of this folder: a deployment, nodes, and a clock that a test moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from k8s.objects.deployment import Deployment
+from tests.k8s.rendered import Thing
+
+DIGEST = "0" * 64
+READY = {"type": "Ready", "status": "True"}
+
+
+class Clock:
+    """This process's own, in seconds."""
+
+    now = 1_000.0
+
+
+def deployment_of(stage: str = "trainer", **changes: Any) -> Deployment:
+    fields: dict[str, Any] = {
+        "stage": stage,
+        "id": "abc123",
+        "image": f"millrace/{stage}@sha256:{DIGEST}",
+        "nodes": 2,
+        "mode": "shared",
+        "recipe_digest": DIGEST,
+        "arguments": ("--train.max_steps=5", "--corpus=/fsx/a folder"),
+        "retries": 3,
+        "keep": False,
+        "user": "someone",
+        "start_timeout_seconds": 60,
+        "drain_seconds": 60,
+    }
+    return Deployment(**fields | changes)
+
+
+def node(name: str, taints: list[Thing], conditions: list[Thing]) -> Thing:
+    return {
+        "kind": "Node",
+        "metadata": {"name": name},
+        "spec": {"taints": taints},
+        "status": {"conditions": conditions},
+    }
