@@ -140,7 +140,8 @@ def test_a_signal_while_the_workers_import_ends_the_command_at_once(
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    children = [each for each in psutil.process_iter(["ppid", "cmdline"]) if each.info["ppid"] == process.pid]
+    return [child for child in children if "spawn_main" in " ".join(child.info["cmdline"] or [])]  # none of a zombie
 
 
 def test_other_threads_per_worker_are_named_as_what_changed(
