@@ -78,7 +78,8 @@ def is_released(build: Build, repository: Path = REPOSITORY) -> bool:
 
 def sources_of(service: str, variant: str) -> list[str]:
     """Git pathspecs of everything that decides an image's content."""
-    locks = ["uv", f"{service}-{variant}"] + ([f"program-{variant}"] if service in STAGES_WITH_PROGRAM else [])
+    has_program = service in STAGES_WITH_PROGRAM
+    locks = ["uv", f"{service}-{variant}"] + ([f"program-{variant}"] if has_program else [])
     controller = [f":(glob){folder}/*.py" for folder in CONTROLLER_FOLDERS] if service == "head" else []
     return [
         ":(glob)services/common/**/*.py",
@@ -89,6 +90,8 @@ def sources_of(service: str, variant: str) -> list[str]:
         f"services/{service}/VERSION",
         "images/install.py",
         "images/without_cuda.py",
+        "images/make_user.sh",
+        *(["images/install_toolchain.sh"] if has_program else []),
         "images/platforms.toml",
         ".dockerignore",
         *controller,

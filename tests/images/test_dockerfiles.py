@@ -7,11 +7,11 @@ import re
 import pytest
 
 from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM
-from images.versions import CONTROLLER_FOLDERS
+from images.versions import CONTROLLER_FOLDERS, sources_of
 from services.common.artifacts.__main__ import MANIFEST_TYPES
 from services.trainer.run import SCHEMA as RUN_SCHEMA
 from tests.architecture.imports import closure_of, modules_of
-from tests.images.dockerfiles import breaches_of
+from tests.images.dockerfiles import breaches_of, instructions_of
 
 GOOD = """
 ARG BASE=python:3.11.14-slim
@@ -77,9 +77,31 @@ def test_all_that_is_temporary_is_in_the_one_folder_that_a_pod_mounts(service: s
     folders = ("HOME", "TMPDIR", "RAY_TMPDIR", "XDG_CACHE_HOME", *(["NEURON_COMPILE_CACHE_URL"] * is_program(service)))
     values = dict(re.findall(r"(\w+)=(/scratch\S*)", text))
     assert values.keys() == set(folders)
-    for name in ("/tmp", "/var/tmp"):  # where programs write that read no variable
-        assert f"ln -s /scratch {name};" in text
+    assert "\nRUN set -eu; sh /build/make_user.sh; rm -r /build\n" in text
     assert ("WORKDIR /scratch\n" in text) == is_program(service)
+
+
+def test_programs_that_read_no_variable_write_to_that_folder_too() -> None:
+    lines = (REPOSITORY / "images/make_user.sh").read_text(encoding="utf-8").splitlines()
+    assert {"ln -s /scratch /tmp", "ln -s /scratch /var/tmp"} <= set(lines)
+
+
+def test_the_compiler_and_the_trainer_differ_in_names_alone() -> None:
+    """A layer that both have is built, stored and pulled once, and a mend in one is a mend in both."""
+
+    def unnamed(service: str) -> list[tuple[str, str]]:
+        text = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8")
+        text = re.sub(r'(image\.description|millrace\.reads|millrace\.writes)="[^"]*"', r"\1", text)
+        return instructions_of(text.replace(service, "SERVICE"))
+
+    assert unnamed("compiler") == unnamed("trainer")
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_change_of_what_runs_in_a_build_is_a_new_tag(service: str) -> None:
+    text = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8")
+    copied = set(re.findall(r"images/\w+\.\w+", "".join(re.findall(r"^COPY (images/.*)/build/$", text, re.MULTILINE))))
+    assert copied == {each for each in sources_of(service, "cpu") if re.fullmatch(r"images/\w+\.(py|sh)", each)}
 
 
 def test_an_image_has_no_code_of_tests() -> None:
