@@ -1,12 +1,18 @@
-"""AdamW on flat tensors (arXiv 1711.05101), a global gradient clip, and the learning-rate schedule."""
+"""AdamW on buckets of parameters, a global gradient clip, and the learning-rate schedule.
+
+Shape suffixes: P elements of a bucket, B elements of a block, 1 and 3 that many numbers.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from services.common.program.backends.protocol import Backend
+from services.common.program.buckets import Bucket
 from services.common.recipe import Optimizer
 
 
@@ -30,29 +36,59 @@ def step_scalars(optimizer: Optimizer, step: int, skipped_steps: int = 0) -> Ten
     return torch.tensor([learning_rate(optimizer, step), *corrections], dtype=torch.float32)
 
 
-def update_in_place(
-    weights_P: Tensor,
-    exp_avg_P: Tensor,
-    exp_avg_sq_P: Tensor,
-    gradient_P: Tensor,
-    scalars_3: Tensor,
-    optimizer: Optimizer,
-    num_decayed: int,
-) -> tuple[Tensor, Tensor]:
-    """One AdamW update of the weights and both moments; returns (gradient norm before clipping, was it applied).
+class AdamW:
+    """AdamW (arXiv 1711.05101) with a global gradient clip, block by block over buckets of parameters.
 
-    When the norm is not finite nothing changes: a poisoned gradient must not reach the weights or the moments.
+    Both moments begin at 0. The clip's norm sums the blocks' sums in one order, so that its bits do not depend on which
+    worker has which block.
     """
-    rate, correction1, correction2 = scalars_3.unbind()
-    norm = gradient_P.square().sum().sqrt()
-    is_finite = torch.isfinite(norm)
-    clipped_P = gradient_P * torch.clamp(optimizer.max_grad_norm / (norm + 1e-6), max=1.0)
-    new_exp_avg_P = optimizer.beta1 * exp_avg_P + (1.0 - optimizer.beta1) * clipped_P
-    new_exp_avg_sq_P = optimizer.beta2 * exp_avg_sq_P + (1.0 - optimizer.beta2) * clipped_P.square()
-    direction_P = (new_exp_avg_P / correction1) / ((new_exp_avg_sq_P / correction2).sqrt() + optimizer.epsilon)
-    is_decayed_P = torch.arange(weights_P.numel(), device=weights_P.device) < num_decayed
-    decay_P = is_decayed_P.float() * (rate * optimizer.weight_decay)
-    weights_P.copy_(torch.where(is_finite, weights_P - decay_P * weights_P - rate * direction_P, weights_P))
-    exp_avg_P.copy_(torch.where(is_finite, new_exp_avg_P, exp_avg_P))
-    exp_avg_sq_P.copy_(torch.where(is_finite, new_exp_avg_sq_P, exp_avg_sq_P))
-    return norm, is_finite
+
+    def __init__(self, buckets: Sequence[Bucket], settings: Optimizer, backend: Backend, is_compiled: bool) -> None:
+        self.exp_avg_P = [torch.zeros_like(bucket.weights_P) for bucket in buckets]
+        self.exp_avg_sq_P = [torch.zeros_like(bucket.weights_P) for bucket in buckets]
+        self._buckets, self._settings = buckets, settings
+        self._is_decayed_1 = [torch.full((1,), float(bucket.is_decayed), device=backend.device) for bucket in buckets]
+        update = self._update
+        self._update_block: Callable[..., None] = backend.compile_elementwise(update) if is_compiled else update
+
+    @torch.no_grad()
+    def step(self, gradients_P: Sequence[Tensor], divisor: int, scalars_3: Tensor) -> tuple[Tensor, Tensor]:
+        """One update with `divisor` times the gradient, a flat tensor for each bucket, and `step_scalars`.
+
+        Returns (gradient norm before clipping, was it applied), scalars on the device. When the norm is not finite
+        nothing changes: a poisoned gradient must not reach the weights or the moments.
+        """
+        blocks = [bucket.blocks(gradient_P) for bucket, gradient_P in zip(self._buckets, gradients_P, strict=True)]
+        squares = torch.stack(
+            [torch.cat([block_B.square().sum(0, keepdim=True) for block_B in each]) for each in blocks], dim=1
+        )
+        norm_1 = squares.sum(0).sum(0, keepdim=True).sqrt() / divisor
+        is_finite_1 = torch.isfinite(norm_1)
+        scale_1 = torch.clamp(self._settings.max_grad_norm / (norm_1 + 1e-6), max=1.0) / divisor
+        for number, bucket in enumerate(self._buckets):
+            state = (bucket.weights_P, self.exp_avg_P[number], self.exp_avg_sq_P[number])
+            for gradient_B, *state_B in zip(blocks[number], *(bucket.blocks(each) for each in state), strict=True):
+                self._update_block(*state_B, gradient_B, scale_1, is_finite_1, scalars_3, self._is_decayed_1[number])
+        return norm_1.squeeze(0), is_finite_1.squeeze(0)
+
+    def _update(
+        self,
+        weights_B: Tensor,
+        exp_avg_B: Tensor,
+        exp_avg_sq_B: Tensor,
+        gradient_B: Tensor,
+        scale_1: Tensor,
+        is_finite_1: Tensor,
+        scalars_3: Tensor,
+        is_decayed_1: Tensor,
+    ) -> None:
+        settings = self._settings
+        rate, correction1, correction2 = scalars_3.unbind()
+        clipped_B = gradient_B * scale_1
+        new_exp_avg_B = settings.beta1 * exp_avg_B + (1.0 - settings.beta1) * clipped_B
+        new_exp_avg_sq_B = settings.beta2 * exp_avg_sq_B + (1.0 - settings.beta2) * clipped_B.square()
+        direction_B = (new_exp_avg_B / correction1) / ((new_exp_avg_sq_B / correction2).sqrt() + settings.epsilon)
+        decay_1 = is_decayed_1 * (rate * settings.weight_decay)
+        weights_B.copy_(torch.where(is_finite_1, weights_B - decay_1 * weights_B - rate * direction_B, weights_B))
+        exp_avg_B.copy_(torch.where(is_finite_1, new_exp_avg_B, exp_avg_B))
+        exp_avg_sq_B.copy_(torch.where(is_finite_1, new_exp_avg_sq_B, exp_avg_sq_B))

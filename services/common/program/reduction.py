@@ -8,8 +8,6 @@ is commutative although it is not associative.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 
@@ -36,13 +34,9 @@ class TreeSum:
         return total
 
 
-def sum_over_ranks(value: Tensor, rank: int, world_size: int, exchange: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """The upper levels of the tree: recursive doubling, `exchange(value, peer)` swaps tensors with a peer.
-
-    Every rank gets the same bits. Costs log2(W) full exchanges where a ring all-reduce costs two.
-    """
-    distance = 1
-    while distance < world_size:
-        value = value + exchange(value, rank ^ distance)
-        distance *= 2
-    return value
+def sum_in_tree(parts: Tensor) -> Tensor:
+    """The upper levels of the tree: the sum of the workers' parts along the first dimension, in the order of ranks."""
+    tree = TreeSum()
+    for part in parts.unbind():
+        tree.add(part)
+    return tree.result()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -10,10 +11,10 @@ import xxhash
 from torch import Tensor
 
 from services.common.program.backends.protocol import Backend
-from services.common.program.flat import FlatParameters
+from services.common.program.buckets import choose_num_blocks, make_buckets
 from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
-from services.common.program.optimizer import step_scalars, update_in_place
+from services.common.program.optimizer import AdamW, step_scalars
 from services.common.program.reduction import TreeSum
 from services.common.recipe import Recipe
 
@@ -37,29 +38,33 @@ class Program:
         self.backend = backend
         self.model = Llama(recipe.model, recipe.corpus.sequence_length)
         initialize(self.model, recipe.model, recipe.train.seed)
-        self.flat = FlatParameters(self.model)
-        self.exp_avg_P = torch.zeros_like(self.flat.weights_P)
-        self.exp_avg_sq_P = torch.zeros_like(self.flat.weights_P)
-        is_compiled = recipe.compile.enabled
+        batch, is_compiled = recipe.batch, recipe.compile.enabled
+        num_blocks = choose_num_blocks(batch.num_micro_batches, backend.mesh.data_parallel_size)
+        self.buckets = make_buckets(self.model, num_blocks)
+        self.optimizer = AdamW(self.buckets, recipe.optimizer, backend, is_compiled)
+        self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
         self._loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
-        self._update = backend.compile(self._apply_gradient) if is_compiled else self._apply_gradient
 
     def train_step(self, step: int, micro_batches: Iterable[Tensor], skipped_steps: int = 0) -> StepResult:
         """Update `step` (from 0) with this worker's share of the global batch, micro-batches of tokens [B, L + 1].
 
         `skipped_steps` of the steps before it were not applied.
         """
-        total = TreeSum()
+        losses, sums = TreeSum(), [TreeSum() for _ in self.buckets]
         for tokens_BS in micro_batches:
             loss = self._loss(tokens_BS)
-            gradients = torch.autograd.grad(loss, self.flat.parameters)
-            total.add(self.flat.flatten(gradients, extra=loss.detach()))
+            gradients = iter(torch.autograd.grad(loss, self._parameters))
+            for bucket, total in zip(self.buckets, sums, strict=True):
+                total.add(bucket.flatten(islice(gradients, len(bucket.parameters))))
+            losses.add(loss.detach().reshape(1))
             self.backend.end_graph()
-        summed_P1 = self.backend.all_reduce(total.result(), "data")
-        summed_P1 /= self.recipe.batch.num_micro_batches
-        norm, is_applied = self._update(summed_P1[:-1], step_scalars(self.recipe.optimizer, step, skipped_steps))
+        count = self.recipe.batch.num_micro_batches
+        loss_1 = self.backend.all_reduce(losses.result(), "data") / count
+        gradients_P = [self.backend.all_reduce(total.result(), "data") for total in sums]
+        scalars_3 = step_scalars(self.recipe.optimizer, step, skipped_steps)
+        norm, is_applied = self.optimizer.step(gradients_P, count, scalars_3)
         self.backend.end_graph()
-        return StepResult(summed_P1[-1], norm, is_applied)
+        return StepResult(loss_1.squeeze(0), norm, is_applied)
 
     @torch.no_grad()
     def evaluate(self, read: Callable[[int], Tensor], count: int) -> Tensor:
@@ -79,21 +84,27 @@ class Program:
 
     def is_finite(self) -> Tensor:
         """Are all weights numbers? One that is not stays so, whatever the gradients are. A scalar on the device."""
-        return torch.stack(torch.aminmax(self.flat.weights_P)).isfinite().all()
+        extremes = [torch.stack(torch.aminmax(bucket.weights_P)) for bucket in self.buckets]
+        return torch.stack(extremes).isfinite().all()
 
     def digests(self) -> dict[str, int]:
         """A 63-bit hash over the bytes of each part of the state: equal on all workers as long as their bits are."""
-        parts = {"weights": self.flat.weights_P, "first moments": self.exp_avg_P, "second moments": self.exp_avg_sq_P}
-        return {name: xxhash.xxh3_64_intdigest(part.cpu().numpy().data) >> 1 for name, part in parts.items()}
+        optimizer = self.optimizer
+        parts = {
+            "weights": [bucket.weights_P for bucket in self.buckets],
+            "first moments": optimizer.exp_avg_P,
+            "second moments": optimizer.exp_avg_sq_P,
+        }
+        return {name: _digest(tensors) for name, tensors in parts.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """Float32 master weights by Hugging Face name; views, not copies."""
-        return self.flat.views(self.flat.weights_P)
+        return self._views([bucket.weights_P for bucket in self.buckets])
 
     def moments(self) -> dict[str, Tensor]:
         """AdamW's moments as `first/<name>` and `second/<name>`; views, not copies."""
-        first = {f"first/{name}": view for name, view in self.flat.views(self.exp_avg_P).items()}
-        second = {f"second/{name}": view for name, view in self.flat.views(self.exp_avg_sq_P).items()}
+        first = {f"first/{name}": view for name, view in self._views(self.optimizer.exp_avg_P).items()}
+        second = {f"second/{name}": view for name, view in self._views(self.optimizer.exp_avg_sq_P).items()}
         return first | second
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -107,13 +118,15 @@ class Program:
             chunk_tokens = self.recipe.batch.loss_chunk_tokens
             return next_token_loss(hidden_BSD, self.model.lm_head.weight, tokens_BS[:, 1:], chunk_tokens)
 
-    def _apply_gradient(self, gradient_P: Tensor, scalars_3: Tensor) -> tuple[Tensor, Tensor]:
-        return update_in_place(
-            self.flat.weights_P,
-            self.exp_avg_P,
-            self.exp_avg_sq_P,
-            gradient_P,
-            scalars_3,
-            self.recipe.optimizer,
-            self.flat.num_decayed,
-        )
+    def _views(self, flat_P: Sequence[Tensor]) -> dict[str, Tensor]:
+        views: dict[str, Tensor] = {}
+        for bucket, tensor_P in zip(self.buckets, flat_P, strict=True):
+            views |= bucket.views(tensor_P)
+        return views
+
+
+def _digest(tensors: Sequence[Tensor]) -> int:
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(tensor.cpu().numpy().data)
+    return digest.intdigest() >> 1

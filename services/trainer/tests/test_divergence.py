@@ -33,10 +33,10 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         def poisoned(program: Program, step: int, tokens: list[torch.Tensor], skipped_steps: int) -> object:
             if step not in steps:
                 return healthy(program, step, tokens, skipped_steps)
-            weight = program.flat.weights_P[0].clone()
-            program.flat.weights_P[0] = float("nan")  # the embedding of token 0
+            weight = program.buckets[0].weights_P[0].clone()
+            program.buckets[0].weights_P[0] = float("nan")  # the embedding of token 0
             result = healthy(program, step, [torch.zeros_like(batch) for batch in tokens], skipped_steps)
-            program.flat.weights_P[0] = weight
+            program.buckets[0].weights_P[0] = weight
             return result
 
         monkeypatch.setattr(Program, "train_step", poisoned)
@@ -83,7 +83,7 @@ def test_weights_that_are_no_numbers_are_not_saved(
     def ruined(program: Program, step: int, tokens: list[torch.Tensor], skipped_steps: int) -> object:
         result = healthy(program, step, tokens, skipped_steps)
         if step == 9:
-            program.flat.weights_P[0] = float("inf")
+            program.buckets[0].weights_P[0] = float("inf")
         return result
 
     monkeypatch.setattr(Program, "train_step", ruined)

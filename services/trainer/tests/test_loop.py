@@ -154,12 +154,12 @@ def test_a_poisoned_step_is_skipped_and_counted_and_the_run_goes_on(
     def poisoned_at_step_8(
         program: Program, step: int, micro_batches: list[torch.Tensor], skipped_steps: int
     ) -> object:
-        weights_before[step] = program.flat.weights_P.clone()
+        weights_before[step] = torch.cat([bucket.weights_P for bucket in program.buckets])
         if step != 8:
             return healthy(program, step, micro_batches, skipped_steps)
-        program.flat.weights_P[0] = float("nan")  # the embedding of token 0
+        program.buckets[0].weights_P[0] = float("nan")  # the embedding of token 0
         result = healthy(program, step, [torch.zeros_like(batch) for batch in micro_batches], skipped_steps)
-        program.flat.weights_P[0] = weights_before[step][0]
+        program.buckets[0].weights_P[0] = weights_before[step][0]
         return result
 
     monkeypatch.setattr(Program, "train_step", poisoned_at_step_8)

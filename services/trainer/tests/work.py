@@ -64,7 +64,7 @@ def train_with_a_faulty_worker(job: Job, environment: WorkerEnvironment) -> None
     def faulty(program: Program, step: int, *arguments: Any) -> Any:
         result = healthy(program, step, *arguments)
         if step == 6 and environment.rank == 1:
-            program.flat.weights_P[0] += 1e-3
+            program.buckets[0].weights_P[0] += 1e-3
         return result
 
     pytest.MonkeyPatch().setattr(Program, "train_step", faulty)

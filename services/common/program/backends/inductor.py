@@ -21,9 +21,9 @@ class Inductor:
         self.counter = CompileCounter()
         torch._inductor.config.post_grad_custom_pre_pass = self.counter
 
-    def compile(self, function: Callable[..., R]) -> Callable[..., R]:
-        """Compile for the shapes of the first call; another shape compiles again."""
-        compiled = torch.compile(function, dynamic=False, fullgraph=True)
+    def compile(self, function: Callable[..., R], is_dynamic: bool = False) -> Callable[..., R]:
+        """Compile for the shapes of the first call; another shape compiles again, unless it `is_dynamic`."""
+        compiled = torch.compile(function, dynamic=is_dynamic, fullgraph=True)
 
         def call(*arguments: Any) -> R:
             try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from services.common.program.backends.inductor_facts import CACHE_VARIABLE, inductor_facts
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.mesh import AXES, Axis, Mesh
-from services.common.program.reduction import TreeSum, sum_over_ranks
+from services.common.program.reduction import sum_in_tree
 from services.common.program.worker_group import naming_lost_workers
 
 if TYPE_CHECKING:
@@ -51,14 +51,13 @@ class TorchNative:
         return self._indices[axis]
 
     def all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
-        if self.mesh.size(axis) == 1:
+        size = self.mesh.size(axis)
+        if size == 1:
             return x
+        if op == "sum" and self._reduction == "exact":
+            return self._sum_exactly(x, axis, size)
+        result = x.clone()
         with naming_lost_workers():
-            if op == "sum" and self._reduction == "exact":
-                return sum_over_ranks(
-                    x, self.mesh.index(axis), self.mesh.size(axis), lambda value, peer: self._swap(value, axis, peer)
-                )
-            result = x.clone()
             dist.all_reduce(result, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._groups[axis])
         return result
 
@@ -80,13 +79,17 @@ class TorchNative:
                 # A ring's bytes, where summing everything everywhere would take size times as many.
                 received = torch.empty_like(slices)
                 dist.all_to_all_single(received, slices, group=self._groups[axis])
-                tree = TreeSum()
-                for part in received.unbind():
-                    tree.add(part)
-                return tree.result()
+                return sum_in_tree(received)
             result = torch.empty_like(slices[0])
             dist.reduce_scatter_tensor(result, slices.flatten(0, 1), group=self._groups[axis])
         return result
+
+    def _sum_exactly(self, x: Tensor, axis: Axis, size: int) -> Tensor:
+        """The tree's sum, for a ring's bytes: each worker sums a slice, and all gather them."""
+        flat = x.flatten()
+        if flat.numel() % size:  # a few numbers
+            return sum_in_tree(self.all_gather(flat, axis).view(size, -1)).view_as(x)
+        return self.all_gather(self.reduce_scatter(flat, axis), axis).view_as(x)
 
     def fence(self, x: Tensor) -> Tensor:
         return x
@@ -103,6 +106,9 @@ class TorchNative:
     def compile(self, function: Callable[..., R]) -> Callable[..., R]:
         return self._inductor.compile(function)
 
+    def compile_elementwise(self, function: Callable[..., R]) -> Callable[..., R]:
+        return self._inductor.compile(function, is_dynamic=True)
+
     def require_warm_cache(self) -> None:
         self._inductor.counter.is_forbidden = True
 
@@ -114,16 +120,6 @@ class TorchNative:
         from services.common.program.backends.inductor import Inductor  # noqa: PLC0415 - 3 s that eager runs save
 
         return Inductor()
-
-    def _swap(self, value: Tensor, axis: Axis, peer_index: int) -> Tensor:
-        """Send the value to a worker of the axis, and receive that one's."""
-        peer, group = self.mesh.group(axis)[peer_index], self._groups[axis]
-        received = torch.empty_like(value)
-        sending = dist.P2POp(dist.isend, value, peer, group)
-        receiving = dist.P2POp(dist.irecv, received, peer, group)
-        for request in dist.batch_isend_irecv([sending, receiving]):
-            request.wait()
-        return received
 
 
 class Computed:

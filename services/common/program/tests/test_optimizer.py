@@ -1,4 +1,4 @@
-"""AdamW on flat tensors: PyTorch's AdamW after PyTorch's clip, and nothing at all after a poisoned gradient."""
+"""AdamW on buckets: PyTorch's AdamW after PyTorch's clip, and nothing at all after a poisoned gradient."""
 
 from __future__ import annotations
 
@@ -7,72 +7,120 @@ import math
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from services.common.program.optimizer import learning_rate, step_scalars, update_in_place
+from services.common.program.backends.torch_native import TorchNative
+from services.common.program.buckets import Bucket, choose_num_blocks, make_buckets
+from services.common.program.mesh import Mesh
+from services.common.program.optimizer import AdamW, learning_rate, step_scalars
 from services.common.recipe import Optimizer
 
 SETTINGS = Optimizer(learning_rate=1e-2, min_learning_rate=1e-3, warmup_steps=4, decay_steps=20, max_grad_norm=0.5)
+MATRIX, VECTOR = "layers.0.weight", "norm.weight"
 
 
-def _random(*shape: int) -> torch.Tensor:
+def _random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def test_updates_match_torch_adamw_with_clipping_and_decay_on_matrices_only() -> None:
-    matrix, vector = torch.nn.Parameter(_random(6, 5)), torch.nn.Parameter(_random(7))
-    weights_P = torch.cat([matrix.detach().flatten(), vector.detach()])
-    exp_avg_P, exp_avg_sq_P = torch.zeros(37), torch.zeros(37)
+def _model() -> nn.Module:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(5, 6, bias=False)])
+    model.norm = nn.RMSNorm(7)
+    with torch.no_grad():
+        model.get_parameter(MATRIX).copy_(_random(6, 5))
+        model.get_parameter(VECTOR).copy_(_random(7))
+    return model
+
+
+def _optimizer(buckets: list[Bucket]) -> AdamW:
+    return AdamW(buckets, SETTINGS, TorchNative(Mesh(0, data_parallel_size=1), 1, "exact"), is_compiled=False)
+
+
+def _flatten(buckets: list[Bucket], gradients: dict[str, Tensor]) -> list[Tensor]:
+    return [bucket.flatten(gradients[name] for name in bucket.parameters) for bucket in buckets]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 4])
+def test_updates_match_torch_adamw_with_clipping_and_decay_on_matrices_only(num_blocks: int) -> None:
+    ours, reference_model = _model(), _model()
+    buckets = make_buckets(ours, num_blocks)
+    optimizer = _optimizer(buckets)
+    matrix, vector = (reference_model.get_parameter(name) for name in (MATRIX, VECTOR))
     groups = [{"params": [matrix], "weight_decay": SETTINGS.weight_decay}, {"params": [vector], "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, betas=(SETTINGS.beta1, SETTINGS.beta2), eps=SETTINGS.epsilon)
 
     for step in range(25):
-        gradient_P = _random(37) * (step + 1)
-        matrix.grad, vector.grad = gradient_P[:30].view(6, 5).clone(), gradient_P[30:].clone()
-        torch.nn.utils.clip_grad_norm_([matrix, vector], SETTINGS.max_grad_norm)
+        matrix.grad, vector.grad = _random(6, 5) * (step + 1), _random(7) * (step + 1)
+        gradients = {MATRIX: 8 * matrix.grad, VECTOR: 8 * vector.grad}
+        norm = torch.nn.utils.clip_grad_norm_([matrix, vector], SETTINGS.max_grad_norm)
         for group in reference.param_groups:
             group["lr"] = learning_rate(SETTINGS, step)
         reference.step()
-        update_in_place(weights_P, exp_avg_P, exp_avg_sq_P, gradient_P, step_scalars(SETTINGS, step), SETTINGS, 30)
+        our_norm, _ = optimizer.step(_flatten(buckets, gradients), 8, step_scalars(SETTINGS, step))
+        torch.testing.assert_close(our_norm, norm)
 
-    expected_P = torch.cat([matrix.detach().flatten(), vector.detach()])
-    torch.testing.assert_close(weights_P, expected_P, rtol=1e-5, atol=1e-6)
+    for name in (MATRIX, VECTOR):
+        expected = reference_model.get_parameter(name)
+        torch.testing.assert_close(ours.get_parameter(name), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_bias_corrections_count_the_updates_that_were_applied() -> None:
     """As torch's AdamW does when its step is not called, while the learning rate goes on with the step."""
-    parameter = torch.nn.Parameter(_random(6, 5))
-    weights_P = parameter.detach().flatten().clone()
-    exp_avg_P, exp_avg_sq_P = torch.zeros(30), torch.zeros(30)
+    ours, reference_model = _model(), _model()
+    buckets = make_buckets(ours, 2)
+    optimizer, parameter = _optimizer(buckets), reference_model.get_parameter(MATRIX)
     reference = torch.optim.AdamW(
         [parameter], betas=(SETTINGS.beta1, SETTINGS.beta2), eps=SETTINGS.epsilon, weight_decay=SETTINGS.weight_decay
     )
     skipped_steps = 0
     for step in range(12):
-        gradient_P = _random(30 + step)[:30]
+        gradient = _random(30 + step)[:30].view(6, 5)
         if step in (0, 1, 5):
-            gradient_P[7] = math.nan
-        scalars_3 = step_scalars(SETTINGS, step, skipped_steps)
-        _, is_applied = update_in_place(weights_P, exp_avg_P, exp_avg_sq_P, gradient_P, scalars_3, SETTINGS, 30)
+            gradient[1, 2] = math.nan
+        gradients = _flatten(buckets, {MATRIX: gradient, VECTOR: torch.zeros(7)})
+        _, is_applied = optimizer.step(gradients, 1, step_scalars(SETTINGS, step, skipped_steps))
         skipped_steps += not is_applied
         if is_applied:
-            parameter.grad = gradient_P.view(6, 5).clone()
+            parameter.grad = gradient.clone()
             torch.nn.utils.clip_grad_norm_([parameter], SETTINGS.max_grad_norm)
             reference.param_groups[0]["lr"] = learning_rate(SETTINGS, step)
             reference.step()
 
     assert skipped_steps == 3
-    torch.testing.assert_close(weights_P, parameter.detach().flatten(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.get_parameter(MATRIX), parameter, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(poison: float) -> None:
-    state = (_random(10), _random(11)[:10], _random(12)[:10].abs())
+    buckets = make_buckets(_model(), 4)
+    optimizer = _optimizer(buckets)
+    for moment_P in (*optimizer.exp_avg_P, *optimizer.exp_avg_sq_P):
+        moment_P.copy_(_random(len(moment_P)).abs())
+    state = [*(bucket.weights_P for bucket in buckets), *optimizer.exp_avg_P, *optimizer.exp_avg_sq_P]
     before = [tensor.clone() for tensor in state]
-    gradient_P = _random(13)[:10]
-    gradient_P[3] = poison
-    _, is_applied = update_in_place(*state, gradient_P, step_scalars(SETTINGS, 5), SETTINGS, 10)
+    gradients = {MATRIX: _random(6, 5), VECTOR: _random(7)}
+    gradients[VECTOR][3] = poison
+    _, is_applied = optimizer.step(_flatten(buckets, gradients), 1, step_scalars(SETTINGS, 5))
     assert not is_applied
     assert all(torch.equal(now, then) for now, then in zip(state, before, strict=True))
+
+
+def test_a_model_computes_with_its_buckets() -> None:
+    model = _model()
+    matrix, vector = make_buckets(model, 4)
+    assert (matrix.is_decayed, list(matrix.parameters), len(matrix.weights_P)) == (True, [MATRIX], 32)
+    assert (vector.is_decayed, list(vector.parameters), len(vector.weights_P)) == (False, [VECTOR], 8)
+    matrix.weights_P.fill_(2.0)
+    assert torch.equal(model.get_parameter(MATRIX), torch.full((6, 5), 2.0))
+    assert torch.equal(torch.cat(matrix.blocks(matrix.weights_P)), matrix.weights_P)
+
+
+def test_the_blocks_follow_from_the_batch_alone_wherever_they_can() -> None:
+    assert {choose_num_blocks(16, workers) for workers in (1, 2, 4, 8, 16)} == {16}
+    assert {choose_num_blocks(12, workers) for workers in (1, 2, 3, 4, 6, 12)} == {12}
+    assert {choose_num_blocks(1024, workers) for workers in (1, 16, 64)} == {64}
+    assert [choose_num_blocks(1024, 128), choose_num_blocks(120, 5)] == [128, 5]
 
 
 def test_learning_rate_warms_up_then_decays_to_its_minimum_and_stays() -> None:

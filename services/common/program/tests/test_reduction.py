@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.program.reduction import TreeSum, sum_over_ranks
+from services.common.program.reduction import TreeSum, sum_in_tree
 
 MICRO_BATCHES = 16
 
@@ -17,8 +17,8 @@ def _leaves() -> list[Tensor]:
     return [torch.randn(1000, generator=generator) * 10.0 ** (n % 7) for n in range(MICRO_BATCHES)]
 
 
-def _sum_on(num_workers: int) -> list[Tensor]:
-    """What each of the workers ends up with; the exchange hands over what the peer holds at that level."""
+def _sum_on(num_workers: int) -> Tensor:
+    """What the workers get together: each sums its share, and then their sums are summed."""
     share = MICRO_BATCHES // num_workers
     held = []
     for rank in range(num_workers):
@@ -26,23 +26,18 @@ def _sum_on(num_workers: int) -> list[Tensor]:
         for leaf in _leaves()[rank * share : (rank + 1) * share]:
             tree.add(leaf)
         held.append(tree.result())
-    distance = 1
-    while distance < num_workers:
-        before = held
-        held = [before[rank] + before[rank ^ distance] for rank in range(num_workers)]
-        distance *= 2
-    return held
+    return sum_in_tree(torch.stack(held))
 
 
 def test_the_bits_do_not_depend_on_the_number_of_workers() -> None:
-    alone = _sum_on(1)[0]
+    alone = _sum_on(1)
     for num_workers in (2, 4, 8, 16):
-        assert all(torch.equal(total, alone) for total in _sum_on(num_workers)), num_workers
+        assert torch.equal(_sum_on(num_workers), alone), num_workers
 
 
 def test_another_order_of_additions_would_have_other_bits() -> None:
     in_a_row = torch.stack(_leaves()).cumsum(0)[-1]
-    assert not torch.equal(_sum_on(1)[0], in_a_row)
+    assert not torch.equal(_sum_on(1), in_a_row)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 12, 13])
@@ -51,15 +46,3 @@ def test_a_number_of_leaves_that_is_no_power_of_two_is_summed_too(count: int) ->
     for _ in range(count):
         tree.add(torch.ones(4))
     assert torch.equal(tree.result(), torch.full((4,), float(count)))
-
-
-def test_ranks_exchange_with_peers_at_doubling_distance() -> None:
-    peers: list[int] = []
-
-    def exchange(value: Tensor, peer: int) -> Tensor:
-        peers.append(peer)
-        return value
-
-    total = sum_over_ranks(torch.ones(1), rank=5, world_size=8, exchange=exchange)
-    assert peers == [4, 7, 1]
-    assert total.item() == 8.0

@@ -1,0 +1,76 @@
+"""All parameters of a model in a few flat tensors, so that reduction, clipping and AdamW are loops over large ones.
+
+Shape suffixes: P elements of a bucket with its padding, B elements of a block.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+MAX_BLOCKS = 64
+LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+
+
+class Bucket:
+    """Parameters of one kind, which become views of one flat tensor [P] of whole blocks.
+
+    A block is what one sum of squares is taken over, and what AdamW updates at once. A bucket has as many blocks for
+    any number of workers that share them, so that the bits of the norm do not depend on that.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], num_blocks: int) -> None:
+        self.parameters = dict(parameters)
+        self.num_blocks = num_blocks
+        first, *others = self.parameters.values()
+        self.is_decayed = first.ndim > 1
+        """Weight decay applies to matrices."""
+        size = sum(parameter.numel() for parameter in self.parameters.values())
+        self._padding = math.ceil(size / num_blocks) * num_blocks - size
+        self.weights_P = self.flatten(parameter.detach() for parameter in (first, *others))
+        for name, view in self.views(self.weights_P).items():
+            self.parameters[name].data = view
+
+    def views(self, flat_P: Tensor) -> dict[str, Tensor]:
+        """The parts of a flat tensor under their parameters' names, in their shapes, sharing its memory."""
+        sizes = [parameter.numel() for parameter in self.parameters.values()]
+        pieces = flat_P[: sum(sizes)].split(sizes)
+        return {
+            name: piece.view(parameter.shape)
+            for (name, parameter), piece in zip(self.parameters.items(), pieces, strict=True)
+        }
+
+    def blocks(self, flat_P: Tensor) -> list[Tensor]:
+        """The blocks [B] of a flat tensor, sharing its memory."""
+        return list(flat_P.view(self.num_blocks, -1).unbind())
+
+    def flatten(self, tensors: Iterable[Tensor]) -> Tensor:
+        """One float32 tensor [P] from a tensor for each parameter, in their order."""
+        parts = [tensor.flatten() for tensor in tensors]
+        return torch.cat([*parts, parts[0].new_zeros(self._padding)]).float()
+
+
+def make_buckets(model: nn.Module, num_blocks: int) -> list[Bucket]:
+    """A bucket for the matrices of each layer, one for each other matrix, and one for all vectors (norm weights)."""
+    groups: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        layer = LAYER.search(name)
+        group = "vectors" if parameter.ndim == 1 else name[: layer.end()] if layer else name
+        groups.setdefault(group, {})[name] = parameter
+    vectors = groups.pop("vectors", None)
+    return [Bucket(parameters, num_blocks) for parameters in (*groups.values(), *([vectors] if vectors else []))]
+
+
+def choose_num_blocks(num_micro_batches: int, data_parallel_size: int) -> int:
+    """Blocks of a bucket, which the workers of the data axis share evenly.
+
+    They follow from the batch alone wherever they can: for every number of workers that its micro-batches can be shared
+    by, or of a power of two of micro-batches, which `exact` sums have, every number up to MAX_BLOCKS.
+    """
+    if num_micro_batches <= MAX_BLOCKS:
+        return num_micro_batches
+    return data_parallel_size if MAX_BLOCKS % data_parallel_size else MAX_BLOCKS
