@@ -12,7 +12,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from services.common.program.layers import Layout
+from services.common.program.mesh import Axis
+
 MAX_BLOCKS = 64
+VECTORS = "vectors"
 LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 
 
@@ -23,9 +27,11 @@ class Bucket:
     any number of workers that share them, so that the bits of the norm do not depend on that.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], num_blocks: int) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], num_blocks: int, sum_axis: Axis | None = None) -> None:
         self.parameters = dict(parameters)
         self.num_blocks = num_blocks
+        self.sum_axis = sum_axis
+        """Workers along it hold the same parameters, and each of them only a part of the gradient."""
         first, *others = self.parameters.values()
         self.is_decayed = first.ndim > 1
         """Weight decay applies to matrices."""
@@ -54,15 +60,20 @@ class Bucket:
         return torch.cat([*parts, parts[0].new_zeros(self._padding)]).float()
 
 
-def make_buckets(model: nn.Module, num_blocks: int) -> list[Bucket]:
-    """A bucket for the matrices of each layer, one for each other matrix, and one for all vectors (norm weights)."""
-    groups: dict[str, dict[str, nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
+def make_buckets(
+    parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], num_blocks: int
+) -> list[Bucket]:
+    """A bucket for the matrices of each layer, one for each other matrix, and one for all vectors (norm weights).
+
+    Matrices that other workers hold copies of have buckets of their own.
+    """
+    groups: dict[tuple[str, Axis | None], dict[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
         layer = LAYER.search(name)
-        group = "vectors" if parameter.ndim == 1 else name[: layer.end()] if layer else name
-        groups.setdefault(group, {})[name] = parameter
-    vectors = groups.pop("vectors", None)
-    return [Bucket(parameters, num_blocks) for parameters in (*groups.values(), *([vectors] if vectors else []))]
+        place = VECTORS if parameter.ndim == 1 else name[: layer.end()] if layer else name
+        groups.setdefault((place, layouts[name].sum_axis), {})[name] = parameter
+    ordered = sorted(groups.items(), key=lambda item: item[0][0] == VECTORS)  # stable: vectors come last
+    return [Bucket(members, num_blocks, sum_axis) for (_, sum_axis), members in ordered]
 
 
 def choose_num_blocks(num_micro_batches: int, data_parallel_size: int) -> int:

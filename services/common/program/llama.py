@@ -4,7 +4,7 @@ In eager float32, logits and every gradient are bit-equal to transformers' `Llam
 attention; the order of the operations below is part of that promise.
 
 Shape suffixes: B sequences, S positions, D hidden size, H query heads, K key-value heads, N head dimension,
-F intermediate size, V vocabulary, T = B * S tokens.
+F intermediate size, V vocabulary, T = B * S tokens, and t workers of the tensor axis (see `layers`).
 """
 
 from __future__ import annotations
@@ -16,37 +16,62 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from services.common.program.backends.protocol import Collectives
+from services.common.program.layers import (
+    Layout,
+    OneWorker,
+    ParallelEmbedding,
+    ParallelLinear,
+    RMSNorm,
+    gather_sequence,
+    scatter_sequence,
+)
 from services.common.recipe import Model, RopeScaling
 
 
 class Llama(nn.Module):
-    """`forward` stops before the language-model head: the loss applies it in chunks (see `loss`)."""
+    """One worker's part of the model; all of it without other workers.
 
-    def __init__(self, config: Model, sequence_length: int) -> None:
+    `forward` stops before the language-model head: the loss applies it in chunks (see `loss`).
+    """
+
+    def __init__(self, config: Model, sequence_length: int, collectives: Collectives | None = None) -> None:
         super().__init__()
-        self.model = _Decoder(config, sequence_length)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.collectives = collectives or OneWorker()
+        self.model = _Decoder(config, sequence_length, self.collectives)
+        self.lm_head = ParallelLinear(config.hidden_size, config.vocab_size, self.collectives.mesh, dim=0)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Final hidden states [B, S, D], normalised."""
+        """Final hidden states [B, S / t, D] of this worker's slice of the sequence, normalised."""
         hidden_BSD: Tensor = self.model(tokens_BS)
         return hidden_BSD
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] of the token that follows each position."""
+        """Logits [B, S, V] of the token that follows each position. Of a model on one worker."""
+        assert self.collectives.mesh.tensor_parallel_size == 1
         logits_BSV: Tensor = self.lm_head(self(tokens_BS))
         return logits_BSV
+
+    def layouts(self) -> dict[str, Layout]:
+        """Which part of each parameter is here, by its name."""
+        return {name: self.get_submodule(name.rpartition(".")[0]).layout for name, _ in self.named_parameters()}  # type: ignore[misc]
+
+
+def key_value_copies(config: Model, tensor_parallel_size: int) -> int:
+    """Workers of the tensor axis that hold the same key-value heads."""
+    return max(1, tensor_parallel_size // config.num_key_value_heads)
 
 
 def initialize(model: Llama, config: Model, seed: int) -> None:
     """Draw every weight from a normal distribution, each from a stream of its own keyed by (seed, name).
 
-    A weight does not depend on the order of creation or on the other weights. Projections into the
+    A weight does not depend on the order of creation, on the other weights or on the workers. Projections into the
     residual stream are scaled by 1 / sqrt(2 * layers), so that its variance does not grow with depth (GPT-2).
     """
     residual_scale = 1.0 / math.sqrt(2 * config.num_hidden_layers)
+    layouts = model.layouts()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -55,22 +80,25 @@ def initialize(model: Llama, config: Model, seed: int) -> None:
             key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
             scale = residual_scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-            parameter.normal_(0.0, config.initializer_range * scale, generator=generator)
+            full = torch.empty(layouts[name].full_shape(parameter.shape))
+            full.normal_(0.0, config.initializer_range * scale, generator=generator)
+            parameter.copy_(layouts[name].take(full))
 
 
 class _Decoder(nn.Module):
-    def __init__(self, config: Model, sequence_length: int) -> None:
+    def __init__(self, config: Model, sequence_length: int, collectives: Collectives) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._collectives = collectives
+        self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, collectives)
+        self.layers = nn.ModuleList(_Layer(config, collectives) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives.mesh)
         cos_SN, sin_SN = rotary_table(config, sequence_length)
         self.register_buffer("cos_SN", cos_SN, persistent=False)
         self.register_buffer("sin_SN", sin_SN, persistent=False)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         length = tokens_BS.shape[1]
-        hidden_BSD: Tensor = self.embed_tokens(tokens_BS)
+        hidden_BSD = scatter_sequence(self.embed_tokens(tokens_BS), self._collectives)
         cos_SN, sin_SN = self.cos_SN[:length], self.sin_SN[:length]  # type: ignore[index]
         for layer in self.layers:
             hidden_BSD = layer(hidden_BSD, cos_SN, sin_SN)
@@ -79,12 +107,12 @@ class _Decoder(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: Model) -> None:
+    def __init__(self, config: Model, collectives: Collectives) -> None:
         super().__init__()
-        self.self_attn = _Attention(config)
-        self.mlp = _FeedForward(config)
-        self.input_layernorm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = _Attention(config, collectives)
+        self.mlp = _FeedForward(config, collectives)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives.mesh)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives.mesh)
 
     def forward(self, hidden_BSD: Tensor, cos_SN: Tensor, sin_SN: Tensor) -> Tensor:
         hidden_BSD = hidden_BSD + self.self_attn(self.input_layernorm(hidden_BSD), cos_SN, sin_SN)
@@ -92,17 +120,21 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: Model) -> None:
+    """Each worker has some query heads, and the key-value heads that these look at."""
+
+    def __init__(self, config: Model, collectives: Collectives) -> None:
         super().__init__()
+        self._collectives, mesh = collectives, collectives.mesh
         self.head_dim = config.head_dim
-        self.is_grouped = config.num_key_value_heads < config.num_attention_heads
         key_value_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.q_proj = ParallelLinear(config.hidden_size, config.hidden_size, mesh, dim=0)
+        self.k_proj = ParallelLinear(config.hidden_size, key_value_size, mesh, dim=0, copies="key_value")
+        self.v_proj = ParallelLinear(config.hidden_size, key_value_size, mesh, dim=0, copies="key_value")
+        self.o_proj = ParallelLinear(config.hidden_size, config.hidden_size, mesh, dim=1)
+        self.is_grouped = self.k_proj.weight.shape[0] < self.q_proj.weight.shape[0]
 
     def forward(self, x_BSD: Tensor, cos_SN: Tensor, sin_SN: Tensor) -> Tensor:
+        x_BSD = gather_sequence(x_BSD, self._collectives)
         batch, length, _ = x_BSD.shape
         heads = (batch, length, -1, self.head_dim)
         q_BHSN = self.q_proj(x_BSD).view(heads).transpose(1, 2)
@@ -112,34 +144,22 @@ class _Attention(nn.Module):
         mixed_BHSN = F.scaled_dot_product_attention(
             q_BHSN, k_BKSN, v_BKSN, is_causal=True, scale=self.head_dim**-0.5, enable_gqa=self.is_grouped
         )
-        mixed_BSD: Tensor = self.o_proj(mixed_BHSN.transpose(1, 2).reshape(batch, length, -1))
-        return mixed_BSD
+        mixed_BSD = self.o_proj(mixed_BHSN.transpose(1, 2).reshape(batch, length, -1))
+        return scatter_sequence(mixed_BSD, self._collectives)
 
 
 class _FeedForward(nn.Module):
-    def __init__(self, config: Model) -> None:
+    def __init__(self, config: Model, collectives: Collectives) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self._collectives, mesh = collectives, collectives.mesh
+        self.gate_proj = ParallelLinear(config.hidden_size, config.intermediate_size, mesh, dim=0)
+        self.up_proj = ParallelLinear(config.hidden_size, config.intermediate_size, mesh, dim=0)
+        self.down_proj = ParallelLinear(config.intermediate_size, config.hidden_size, mesh, dim=1)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        out_BSD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
-        return out_BSD
-
-
-class _RMSNorm(nn.Module):
-    """arXiv 1910.07467. Statistics in float32 whatever the input's type."""
-
-    def __init__(self, size: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.epsilon = epsilon
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        x32_BSD = x_BSD.to(torch.float32)
-        variance_BS1 = x32_BSD.pow(2).mean(-1, keepdim=True)
-        return self.weight * (x32_BSD * torch.rsqrt(variance_BS1 + self.epsilon)).to(x_BSD.dtype)
+        x_BSD = gather_sequence(x_BSD, self._collectives)
+        out_BSD = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+        return scatter_sequence(out_BSD, self._collectives)
 
 
 def rotary_table(config: Model, sequence_length: int) -> tuple[Tensor, Tensor]:

@@ -2,20 +2,78 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.common.program.backends.protocol import Collectives
+from services.common.program.layers import gather_sequence
 
-def next_token_loss(hidden_BSD: Tensor, lm_head_VD: Tensor, targets_BS: Tensor, chunk_tokens: int) -> Tensor:
+
+def next_token_loss(
+    hidden_BSD: Tensor, lm_head_VD: Tensor, targets_BS: Tensor, chunk_tokens: int, collectives: Collectives
+) -> Tensor:
     """Mean cross-entropy in nats over all B * S targets.
+
+    With t workers along the tensor axis `hidden_BSD` is this worker's slice of the sequence, and `lm_head_VD` its rows
+    of the vocabulary; all get the same loss.
 
     The float32 logits [B * S, V] are the largest tensor of a small model; chunks that stay in the processor's
     cache make the same sum faster. One chunk for everything is bit-equal to transformers' loss.
     """
-    hidden_TD, targets_T = hidden_BSD.flatten(0, 1), targets_BS.flatten()
+    hidden_TD = gather_sequence(hidden_BSD, collectives).flatten(0, 1)
+    targets_T = targets_BS.flatten()
+    if collectives.mesh.tensor_parallel_size > 1:
+        arguments = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, collectives, torch.is_grad_enabled())
+        mean: Tensor = _VocabularyParallelLoss.apply(*arguments)  # type: ignore[no-untyped-call]
+        return mean
     total = torch.zeros((), dtype=torch.float32, device=hidden_BSD.device)
     for chunk_TD, chunk_T in zip(hidden_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True):
         logits_TV = F.linear(chunk_TD, lm_head_VD).float()
         total = total + F.cross_entropy(logits_TV, chunk_T, reduction="sum")
     return total / targets_T.numel()
+
+
+class _VocabularyParallelLoss(torch.autograd.Function):
+    """Each worker has logits of its rows of the vocabulary. The forward pass computes the gradients too, so that no
+    chunk's logits outlive it (the split of arXiv 1909.08053, section 3)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        lm_head_VD: Tensor,
+        targets_T: Tensor,
+        chunk_tokens: int,
+        collectives: Collectives,
+        has_gradient: bool,
+    ) -> Tensor:
+        num_rows, scale = lm_head_VD.shape[0], 1.0 / targets_T.numel()
+        row_ids_V = torch.arange(num_rows, device=lm_head_VD.device) + collectives.index("tensor") * num_rows
+        total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
+        hidden_gradients = []
+        head_gradient_VD = torch.zeros(lm_head_VD.shape, dtype=torch.float32, device=lm_head_VD.device)
+        for chunk_TD, chunk_T in zip(hidden_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True):
+            logits_TV = F.linear(chunk_TD, lm_head_VD).float()
+            shifted_TV = logits_TV - collectives.all_reduce(logits_TV.amax(-1, keepdim=True), "tensor", "max")
+            is_target_TV = (row_ids_V == chunk_T[:, None]).float()
+            exponentials_TV = shifted_TV.exp()
+            parts_2T = torch.stack([exponentials_TV.sum(-1), (shifted_TV * is_target_TV).sum(-1)])
+            sums_2T = collectives.all_reduce(parts_2T, "tensor")
+            total = total + (sums_2T[0].log() - sums_2T[1]).sum()
+            if not has_gradient:
+                continue
+            gradient_TV = ((exponentials_TV / sums_2T[0][:, None] - is_target_TV) * scale).to(chunk_TD.dtype)
+            hidden_gradients.append(gradient_TV @ lm_head_VD)
+            head_gradient_VD = head_gradient_VD + (gradient_TV.t() @ chunk_TD).float()
+        if has_gradient:
+            hidden_gradient_TD = torch.cat(hidden_gradients).to(hidden_TD.dtype)
+            ctx.save_for_backward(hidden_gradient_TD, head_gradient_VD.to(lm_head_VD.dtype))
+        return total * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        hidden_gradient_TD, head_gradient_VD = ctx.saved_tensors
+        return hidden_gradient_TD * gradient, head_gradient_VD * gradient, None, None, None, None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Axis = Literal["data", "tensor"]
-AXES: tuple[Axis, ...] = ("data", "tensor")
+Axis = Literal["data", "tensor", "key_value"]
+AXES: tuple[Axis, ...] = ("data", "tensor", "key_value")
 
 
 @dataclass(frozen=True)
@@ -14,17 +14,24 @@ class Mesh:
     """The workers of a run as a grid: rank = data index x tensor_parallel_size + tensor index.
 
     Workers that differ in their tensor index alone hold the parts of one model, so they are neighbours: of one node, as
-    long as `tensor_parallel_size` divides a node's workers.
+    long as `tensor_parallel_size` divides a node's workers. Where there are more of them than key-value heads,
+    `key_value_copies` neighbours hold the same head: the axis `key_value`, a part of the axis `tensor`.
     """
 
     rank: int
     data_parallel_size: int
     tensor_parallel_size: int = 1
+    key_value_copies: int = 1
 
     def __post_init__(self) -> None:
         if min(self.data_parallel_size, self.tensor_parallel_size) < 1 or not 0 <= self.rank < self.world_size:
             raise ValueError(
                 f"rank {self.rank} is none of {self.data_parallel_size} x {self.tensor_parallel_size} workers"
+            )
+        if self.key_value_copies < 1 or self.tensor_parallel_size % self.key_value_copies:
+            raise ValueError(
+                f"{self.key_value_copies} copies of a key-value head do not divide the {self.tensor_parallel_size} "
+                f"workers of a model"
             )
 
     @property
@@ -32,19 +39,25 @@ class Mesh:
         return self.data_parallel_size * self.tensor_parallel_size
 
     def size(self, axis: Axis) -> int:
-        return self.data_parallel_size if axis == "data" else self.tensor_parallel_size
+        return {
+            "data": self.data_parallel_size,
+            "tensor": self.tensor_parallel_size,
+            "key_value": self.key_value_copies,
+        }[axis]
 
     def index(self, axis: Axis) -> int:
         """This worker's place along the axis. A graph must not contain it: all ranks then trace the same one."""
-        data_index, tensor_index = divmod(self.rank, self.tensor_parallel_size)
-        return data_index if axis == "data" else tensor_index
+        if axis == "data":
+            return self.rank // self.tensor_parallel_size
+        return self.rank % self.size(axis)
 
     def groups(self, axis: Axis) -> list[list[int]]:
         """Ranks along the axis, each rank in one group, every worker's list the same."""
-        ranks, tensor = range(self.world_size), self.tensor_parallel_size
+        ranks = range(self.world_size)
         if axis == "data":
-            return [list(ranks[first::tensor]) for first in range(tensor)]
-        return [list(ranks[first : first + tensor]) for first in ranks[::tensor]]
+            return [list(ranks[first :: self.tensor_parallel_size]) for first in range(self.tensor_parallel_size)]
+        size = self.size(axis)
+        return [list(ranks[first : first + size]) for first in ranks[::size]]
 
     def group(self, axis: Axis) -> list[int]:
         """Ranks of this worker's own group, in the order of their index."""

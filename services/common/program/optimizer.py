@@ -1,6 +1,6 @@
 """AdamW on buckets of parameters, a global gradient clip, and the learning-rate schedule.
 
-Shape suffixes: P elements of a bucket, B elements of a block, 1 and 3 that many numbers.
+Shape suffixes: K buckets, N blocks of a bucket, P elements of a bucket, B elements of a block, 1 and 3 numbers.
 """
 
 from __future__ import annotations
@@ -46,23 +46,28 @@ class AdamW:
     def __init__(self, buckets: Sequence[Bucket], settings: Optimizer, backend: Backend, is_compiled: bool) -> None:
         self.exp_avg_P = [torch.zeros_like(bucket.weights_P) for bucket in buckets]
         self.exp_avg_sq_P = [torch.zeros_like(bucket.weights_P) for bucket in buckets]
-        self._buckets, self._settings = buckets, settings
+        self._buckets, self._settings, self._backend = buckets, settings, backend
+        copies = [backend.mesh.size(bucket.sum_axis) if bucket.sum_axis else 1 for bucket in buckets]
+        self._counted_K = torch.tensor([1.0 / each for each in copies], device=backend.device)
+        """How much of a bucket's squares this worker adds to the norm: copies of parameters count once."""
         self._is_decayed_1 = [torch.full((1,), float(bucket.is_decayed), device=backend.device) for bucket in buckets]
         update = self._update
         self._update_block: Callable[..., None] = backend.compile_elementwise(update) if is_compiled else update
 
     @torch.no_grad()
     def step(self, gradients_P: Sequence[Tensor], divisor: int, scalars_3: Tensor) -> tuple[Tensor, Tensor]:
-        """One update with `divisor` times the gradient, a flat tensor for each bucket, and `step_scalars`.
+        """One update with `divisor` times the gradient, a flat tensor for each bucket, and `step_scalars`. The gradient
+        of parameters that have copies is the sum over them.
 
         Returns (gradient norm before clipping, was it applied), scalars on the device. When the norm is not finite
         nothing changes: a poisoned gradient must not reach the weights or the moments.
         """
         blocks = [bucket.blocks(gradient_P) for bucket, gradient_P in zip(self._buckets, gradients_P, strict=True)]
-        squares = torch.stack(
+        squares_NK = torch.stack(
             [torch.cat([block_B.square().sum(0, keepdim=True) for block_B in each]) for each in blocks], dim=1
         )
-        norm_1 = squares.sum(0).sum(0, keepdim=True).sqrt() / divisor
+        squares_1 = (squares_NK.sum(0) * self._counted_K).sum(0, keepdim=True)
+        norm_1 = self._backend.all_reduce(squares_1, "tensor").sqrt() / divisor
         is_finite_1 = torch.isfinite(norm_1)
         scale_1 = torch.clamp(self._settings.max_grad_norm / (norm_1 + 1e-6), max=1.0) / divisor
         for number, bucket in enumerate(self._buckets):

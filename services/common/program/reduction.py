@@ -8,6 +8,8 @@ is commutative although it is not associative.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 
@@ -34,9 +36,9 @@ class TreeSum:
         return total
 
 
-def sum_in_tree(parts: Tensor) -> Tensor:
-    """The upper levels of the tree: the sum of the workers' parts along the first dimension, in the order of ranks."""
+def sum_in_tree(parts: Sequence[Tensor]) -> Tensor:
+    """The upper levels of the tree: the sum of the workers' parts, in the order of their ranks."""
     tree = TreeSum()
-    for part in parts.unbind():
+    for part in parts:
         tree.add(part)
     return tree.result()

@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from services.common.program.backends.protocol import Backend
-from services.common.program.buckets import choose_num_blocks, make_buckets
+from services.common.program.buckets import Bucket, choose_num_blocks, make_buckets
 from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
 from services.common.program.optimizer import AdamW, step_scalars
@@ -31,16 +31,16 @@ class StepResult(NamedTuple):
 
 
 class Program:
-    """The model, its optimizer state and the step, on one worker of a data-parallel group."""
+    """The model, or this worker's part of it, its optimizer state and the step."""
 
     def __init__(self, recipe: Recipe, backend: Backend) -> None:
         self.recipe = recipe
         self.backend = backend
-        self.model = Llama(recipe.model, recipe.corpus.sequence_length)
+        self.model = Llama(recipe.model, recipe.corpus.sequence_length, backend)
         initialize(self.model, recipe.model, recipe.train.seed)
         batch, is_compiled = recipe.batch, recipe.compile.enabled
         num_blocks = choose_num_blocks(batch.num_micro_batches, backend.mesh.data_parallel_size)
-        self.buckets = make_buckets(self.model, num_blocks)
+        self.buckets = make_buckets(dict(self.model.named_parameters()), self.model.layouts(), num_blocks)
         self.optimizer = AdamW(self.buckets, recipe.optimizer, backend, is_compiled)
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
         self._loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
@@ -60,7 +60,7 @@ class Program:
             self.backend.end_graph()
         count = self.recipe.batch.num_micro_batches
         loss_1 = self.backend.all_reduce(losses.result(), "data") / count
-        gradients_P = [self.backend.all_reduce(total.result(), "data") for total in sums]
+        gradients_P = [self._reduce(bucket, total.result()) for bucket, total in zip(self.buckets, sums, strict=True)]
         scalars_3 = step_scalars(self.recipe.optimizer, step, skipped_steps)
         norm, is_applied = self.optimizer.step(gradients_P, count, scalars_3)
         self.backend.end_graph()
@@ -116,7 +116,13 @@ class Program:
         with self.backend.autocast(self.recipe.train.dtype):
             hidden_BSD = self.model(tokens_BS[:, :-1])
             chunk_tokens = self.recipe.batch.loss_chunk_tokens
-            return next_token_loss(hidden_BSD, self.model.lm_head.weight, tokens_BS[:, 1:], chunk_tokens)
+            lm_head_VD, targets_BS = self.model.lm_head.weight, tokens_BS[:, 1:]
+            return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, self.backend)
+
+    def _reduce(self, bucket: Bucket, gradient_P: Tensor) -> Tensor:
+        """The sum over the global batch. Over the data axis first: its tree is the same for any number of workers."""
+        gradient_P = self.backend.all_reduce(gradient_P, "data")
+        return self.backend.all_reduce(gradient_P, bucket.sum_axis) if bucket.sum_axis else gradient_P
 
     def _views(self, flat_P: Sequence[Tensor]) -> dict[str, Tensor]:
         views: dict[str, Tensor] = {}

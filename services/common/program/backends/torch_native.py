@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,14 @@ from services.common.program.reduction import sum_in_tree
 from services.common.program.worker_group import naming_lost_workers
 
 if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
+
     from services.common.program.backends.inductor import Inductor
 
 R = TypeVar("R")
 
 DEVICE = torch.device("cpu")
+OPS = torch.ops._c10d_functional  # the form of collectives that a graph can hold
 
 
 class TorchNative:
@@ -56,39 +59,31 @@ class TorchNative:
             return x
         if op == "sum" and self._reduction == "exact":
             return self._sum_exactly(x, axis, size)
-        result = x.clone()
-        with naming_lost_workers():
-            dist.all_reduce(result, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._groups[axis])
-        return result
+        return _wait(OPS.all_reduce(x, op, self._groups[axis]))
 
     def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-        if self.mesh.size(axis) == 1:
+        size = self.mesh.size(axis)
+        if size == 1:
             return x
-        parts = [torch.empty_like(x) for _ in range(self.mesh.size(axis))]
-        with naming_lost_workers():
-            dist.all_gather(parts, x.contiguous(), group=self._groups[axis])
-        return torch.cat(parts, dim)
+        gathered = _wait(OPS.all_gather_into_tensor(x.contiguous(), size, self._groups[axis]))
+        return gathered if dim == 0 else torch.cat(gathered.chunk(size), dim)
 
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         size = self.mesh.size(axis)
         if size == 1:
             return x
-        slices = torch.stack(x.chunk(size, dim))  # one for each worker
-        with naming_lost_workers():
-            if self._reduction == "exact":
-                # A ring's bytes, where summing everything everywhere would take size times as many.
-                received = torch.empty_like(slices)
-                dist.all_to_all_single(received, slices, group=self._groups[axis])
-                return sum_in_tree(received)
-            result = torch.empty_like(slices[0])
-            dist.reduce_scatter_tensor(result, slices.flatten(0, 1), group=self._groups[axis])
-        return result
+        slices = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim))  # one for each worker
+        if self._reduction == "exact":
+            # A ring's bytes, where summing everything everywhere would take size times as many.
+            lengths = [len(slices) // size] * size
+            return sum_in_tree(_wait(OPS.all_to_all_single(slices, lengths, lengths, self._groups[axis])).chunk(size))
+        return _wait(OPS.reduce_scatter_tensor(slices, "sum", size, self._groups[axis]))
 
     def _sum_exactly(self, x: Tensor, axis: Axis, size: int) -> Tensor:
         """The tree's sum, for a ring's bytes: each worker sums a slice, and all gather them."""
         flat = x.flatten()
         if flat.numel() % size:  # a few numbers
-            return sum_in_tree(self.all_gather(flat, axis).view(size, -1)).view_as(x)
+            return sum_in_tree(self.all_gather(flat, axis).chunk(size)).view_as(x)
         return self.all_gather(self.reduce_scatter(flat, axis), axis).view_as(x)
 
     def fence(self, x: Tensor) -> Tensor:
@@ -132,10 +127,28 @@ class Computed:
         return {name: value.item() for name, value in self._values.items()}
 
 
-def _form_group(mesh: Mesh, axis: Axis) -> dist.ProcessGroup | None:
-    """This worker's process group along the axis; None for all workers together, and for one alone."""
-    if mesh.size(axis) in (1, mesh.world_size):
-        return None
+def _form_group(mesh: Mesh, axis: Axis) -> str:
+    """The name of this worker's process group along the axis; nothing where it is alone.
+
+    A compiled graph holds the name. Torch numbers all groups, so workers of different groups would compile different
+    graphs: each worker calls its own group by the axis.
+    """
+    if mesh.size(axis) == 1:
+        return ""
+    if mesh.size(axis) == mesh.world_size:
+        group = dist.group.WORLD
+    else:
+        with naming_lost_workers():
+            formed = [dist.new_group(ranks) for ranks in mesh.groups(axis)]  # every worker has to form all of them
+        group = formed[mesh.groups(axis).index(mesh.group(axis))]
+    assert group
+    name = cast("GroupName", f"millrace-{axis}")
+    c10d = torch._C._distributed_c10d
+    c10d._unregister_process_group(name)  # of another backend that was made in this process
+    c10d._register_process_group(name, group)
+    return name
+
+
+def _wait(x: Tensor) -> Tensor:
     with naming_lost_workers():
-        formed = [dist.new_group(ranks) for ranks in mesh.groups(axis)]  # every worker has to form all of them
-    return formed[mesh.groups(axis).index(mesh.group(axis))]
+        return OPS.wait_tensor(x)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from torch import Tensor
 
 from services.common.errors import DeviceError
 from services.common.launch import inline
@@ -16,30 +15,32 @@ from services.common.program.mesh import AXES, Mesh
 from services.common.program.tests import work
 
 
-def test_collectives_go_along_one_axis_of_the_mesh(tmp_path: Path) -> None:
-    inline.run_workers(work.run_collectives, tmp_path, WorkerGroupSpec(work.WORKERS, 1, work.WORKERS, tmp_path))
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+    """What the collectives gave each of 4 workers."""
+    folder = tmp_path_factory.mktemp("collectives")
+    inline.run_workers(work.run_collectives, folder, WorkerGroupSpec(work.WORKERS, 1, work.WORKERS, folder))
+    return [torch.load(folder / f"{rank}.pt") for rank in range(work.WORKERS)]
 
-    for rank in range(work.WORKERS):
-        found = torch.load(tmp_path / f"{rank}.pt")
+
+def test_collectives_go_along_one_axis_of_the_mesh(found: list[dict[str, Tensor]]) -> None:
+    for rank, results in enumerate(found):
         for axis in AXES:
-            mesh = Mesh(rank, data_parallel_size=2, tensor_parallel_size=2)
+            mesh = work.mesh_of(rank)
             index, parts = mesh.index(axis), [work.part_of(peer) for peer in mesh.group(axis)]
             total = parts[0] + parts[1]
             for reduction in ("exact", "fast"):
-                assert torch.equal(found[f"{reduction} sum {axis}"], total)
-                assert torch.equal(found[f"{reduction} max {axis}"], torch.maximum(*parts))
-                assert torch.equal(found[f"{reduction} gather {axis}"], torch.cat(parts, dim=1))
-                assert torch.equal(found[f"{reduction} scatter {axis}"], total.chunk(2)[index])
-                assert found[f"{reduction} index {axis}"].tolist() == [index]
+                assert torch.equal(results[f"{reduction} sum {axis}"], total)
+                assert torch.equal(results[f"{reduction} max {axis}"], torch.maximum(*parts))
+                assert torch.equal(results[f"{reduction} gather {axis}"], torch.cat(parts, dim=1))
+                assert torch.equal(results[f"{reduction} scatter {axis}"], total.chunk(2)[index])
+                assert results[f"{reduction} index {axis}"].tolist() == [index]
 
 
-def test_slices_of_an_exact_sum_have_the_bits_of_the_whole(tmp_path: Path) -> None:
-    inline.run_workers(work.sum_exactly, tmp_path, WorkerGroupSpec(work.WORKERS, 1, work.WORKERS, tmp_path))
-
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(work.WORKERS)]
+def test_slices_of_an_exact_sum_have_the_bits_of_the_whole(found: list[dict[str, Tensor]]) -> None:
     first, second, third, fourth = (work.part_of(rank) for rank in range(work.WORKERS))
-    assert all(torch.equal(total, (first + second) + (third + fourth)) for total, _ in found)
-    assert torch.equal(torch.cat([part for _, part in found]), found[0][0])
+    assert all(torch.equal(results["total"], (first + second) + (third + fourth)) for results in found)
+    assert torch.equal(torch.cat([results["slice"] for results in found]), found[0]["total"])
 
 
 def test_one_worker_needs_no_others() -> None:

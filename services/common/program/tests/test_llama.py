@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from services.common.program.layers import OneWorker
 from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
 from services.common.recipe import Model, RopeScaling
@@ -76,7 +77,7 @@ def test_loss_and_every_gradient_are_bit_equal(models: tuple[Llama, Any]) -> Non
     tokens_BS = _tokens(LENGTH + 1)
     inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:].contiguous()
 
-    our_loss = next_token_loss(ours(inputs_BS), ours.lm_head.weight, targets_BS, chunk_tokens=targets_BS.numel())
+    our_loss = next_token_loss(ours(inputs_BS), ours.lm_head.weight, targets_BS, targets_BS.numel(), OneWorker())
     their_loss = theirs(inputs_BS, labels=inputs_BS, shift_labels=targets_BS).loss
     our_gradients = torch.autograd.grad(our_loss, list(ours.parameters()))
     their_gradients = torch.autograd.grad(their_loss, list(theirs.parameters()))
@@ -90,8 +91,8 @@ def test_chunked_loss_is_the_same_sum(models: tuple[Llama, Any]) -> None:
     ours, _ = models
     tokens_BS = _tokens(LENGTH + 1)
     hidden_BSD, targets_BS = ours(tokens_BS[:, :-1]), tokens_BS[:, 1:]
-    whole = next_token_loss(hidden_BSD, ours.lm_head.weight, targets_BS, chunk_tokens=targets_BS.numel())
-    chunked = next_token_loss(hidden_BSD, ours.lm_head.weight, targets_BS, chunk_tokens=50)  # 192 = 3 * 50 + 42
+    whole = next_token_loss(hidden_BSD, ours.lm_head.weight, targets_BS, targets_BS.numel(), OneWorker())
+    chunked = next_token_loss(hidden_BSD, ours.lm_head.weight, targets_BS, 50, OneWorker())  # 192 = 3 * 50 + 42
     torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=1e-6)
 
 

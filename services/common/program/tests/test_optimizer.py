@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.buckets import Bucket, choose_num_blocks, make_buckets
+from services.common.program.layers import Layout
 from services.common.program.mesh import Mesh
 from services.common.program.optimizer import AdamW, learning_rate, step_scalars
 from services.common.recipe import Optimizer
@@ -33,6 +34,10 @@ def _model() -> nn.Module:
     return model
 
 
+def _buckets(model: nn.Module, num_blocks: int) -> list[Bucket]:
+    return make_buckets(dict(model.named_parameters()), {MATRIX: Layout(), VECTOR: Layout()}, num_blocks)
+
+
 def _optimizer(buckets: list[Bucket]) -> AdamW:
     return AdamW(buckets, SETTINGS, TorchNative(Mesh(0, data_parallel_size=1), 1, "exact"), is_compiled=False)
 
@@ -44,7 +49,7 @@ def _flatten(buckets: list[Bucket], gradients: dict[str, Tensor]) -> list[Tensor
 @pytest.mark.parametrize("num_blocks", [1, 4])
 def test_updates_match_torch_adamw_with_clipping_and_decay_on_matrices_only(num_blocks: int) -> None:
     ours, reference_model = _model(), _model()
-    buckets = make_buckets(ours, num_blocks)
+    buckets = _buckets(ours, num_blocks)
     optimizer = _optimizer(buckets)
     matrix, vector = (reference_model.get_parameter(name) for name in (MATRIX, VECTOR))
     groups = [{"params": [matrix], "weight_decay": SETTINGS.weight_decay}, {"params": [vector], "weight_decay": 0.0}]
@@ -68,7 +73,7 @@ def test_updates_match_torch_adamw_with_clipping_and_decay_on_matrices_only(num_
 def test_bias_corrections_count_the_updates_that_were_applied() -> None:
     """As torch's AdamW does when its step is not called, while the learning rate goes on with the step."""
     ours, reference_model = _model(), _model()
-    buckets = make_buckets(ours, 2)
+    buckets = _buckets(ours, 2)
     optimizer, parameter = _optimizer(buckets), reference_model.get_parameter(MATRIX)
     reference = torch.optim.AdamW(
         [parameter], betas=(SETTINGS.beta1, SETTINGS.beta2), eps=SETTINGS.epsilon, weight_decay=SETTINGS.weight_decay
@@ -93,7 +98,7 @@ def test_bias_corrections_count_the_updates_that_were_applied() -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(poison: float) -> None:
-    buckets = make_buckets(_model(), 4)
+    buckets = _buckets(_model(), 4)
     optimizer = _optimizer(buckets)
     for moment_P in (*optimizer.exp_avg_P, *optimizer.exp_avg_sq_P):
         moment_P.copy_(_random(len(moment_P)).abs())
@@ -108,7 +113,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float) -> None:
 
 def test_a_model_computes_with_its_buckets() -> None:
     model = _model()
-    matrix, vector = make_buckets(model, 4)
+    matrix, vector = _buckets(model, 4)
     assert (matrix.is_decayed, list(matrix.parameters), len(matrix.weights_P)) == (True, [MATRIX], 32)
     assert (vector.is_decayed, list(vector.parameters), len(vector.weights_P)) == (False, [VECTOR], 8)
     matrix.weights_P.fill_(2.0)

@@ -26,7 +26,7 @@ def _sum_on(num_workers: int) -> Tensor:
         for leaf in _leaves()[rank * share : (rank + 1) * share]:
             tree.add(leaf)
         held.append(tree.result())
-    return sum_in_tree(torch.stack(held))
+    return sum_in_tree(held)
 
 
 def test_the_bits_do_not_depend_on_the_number_of_workers() -> None:

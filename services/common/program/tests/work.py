@@ -8,8 +8,11 @@ import torch
 
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.torch_native import TorchNative
+from services.common.program.llama import key_value_copies
 from services.common.program.mesh import AXES, Mesh
+from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
+from services.common.testing.recipes import make_recipe
 
 WORKERS = 4
 
@@ -19,11 +22,17 @@ def part_of(rank: int) -> torch.Tensor:
     return torch.randn(8, 3, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (3 * rank)
 
 
+def mesh_of(rank: int) -> Mesh:
+    """2 workers along each axis, so that one along a model is one along copies of its key-value head."""
+    return Mesh(rank, data_parallel_size=2, tensor_parallel_size=2, key_value_copies=2)
+
+
 def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
-    """Leave what every collective along both axes of a mesh of 2 x 2 gives this worker, with either reduction."""
+    """Leave what every collective along each axis of `mesh_of` gives this worker, with either reduction, and an exact
+    sum over all workers with this worker's slice of it."""
     rank = environment.rank
     group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
-    mesh = Mesh(rank, data_parallel_size=2, tensor_parallel_size=2)
+    mesh = mesh_of(rank)
     results: dict[str, torch.Tensor] = {}
     for reduction in ("exact", "fast"):
         backend = TorchNative(mesh, 1, reduction)
@@ -37,17 +46,42 @@ def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
                 f"{reduction} index {axis}": backend.index(axis),
             }
             assert torch.equal(mine, part_of(rank))
+    backend, mine = TorchNative(Mesh(rank, data_parallel_size=WORKERS), 1, "exact"), part_of(rank)
+    results |= {"total": backend.all_reduce(mine, "data"), "slice": backend.reduce_scatter(mine, "data")}
     torch.save(results, folder / f"{rank}.pt")
     group.barrier()
     group.leave()
 
 
-def sum_exactly(folder: Path, environment: WorkerEnvironment) -> None:
-    """Leave the exact sum over all workers, and this worker's slice of it."""
-    rank, world_size = environment.rank, environment.world_size
-    group = WorkerGroup.join(rank, world_size, environment.rendezvous)
-    backend = TorchNative(Mesh(rank, data_parallel_size=world_size), 1, "exact")
-    mine = part_of(rank)
-    torch.save((backend.all_reduce(mine, "data"), backend.reduce_scatter(mine, "data")), folder / f"{rank}.pt")
+PARALLEL_STEPS = 20
+PARALLEL = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "compile__enabled": "false"}
+MESHES = {"data 4": (4, 1), "data 2 x tensor 2": (2, 2), "tensor 4, 2 key-value heads": (1, 4)}
+
+
+def train_on(mesh: Mesh, folder: Path) -> dict[str, list[float]]:
+    """The small recipe's losses and gradient norms over PARALLEL_STEPS, and its evaluation after them."""
+    recipe = make_recipe(folder, **PARALLEL)
+    backend = TorchNative(mesh, 1, recipe.train.reduction)
+    program, defer = Program(recipe, backend), backend.defer
+    batch, found = recipe.batch, dict[str, list[float]](loss=[], gradient_norm=[])
+    shape = (batch.num_micro_batches, batch.micro_batch_size, recipe.corpus.sequence_length + 1)
+    for step in range(PARALLEL_STEPS):
+        tokens = torch.randint(recipe.model.vocab_size, shape, generator=torch.Generator().manual_seed(step))
+        values = defer(program.train_step(step, [tokens[n] for n in mesh.share(len(tokens))])._asdict()).read()
+        for name, numbers in found.items():
+            numbers.append(values[name])
+    evaluated = defer({"loss": program.evaluate(lambda number: tokens[number], len(tokens))}).read()
+    return {**found, "evaluation": [evaluated["loss"]]}
+
+
+def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
+    """`train_on` each of MESHES."""
+    rank = environment.rank
+    group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
+    own = folder / str(rank)
+    own.mkdir()
+    copies = key_value_copies(make_recipe(own, **PARALLEL).model, 4)
+    meshes = {name: Mesh(rank, *sizes, copies if sizes[1] == 4 else 1) for name, sizes in MESHES.items()}
+    torch.save({name: train_on(mesh, own) for name, mesh in meshes.items()}, folder / f"{rank}.pt")
     group.barrier()
     group.leave()
