@@ -60,10 +60,14 @@ def flops_per_token(recipe: Recipe) -> float:
 
 
 def memory_per_worker_bytes(recipe: Recipe) -> int:
-    """Weights, gradient, two moments and partial sums of the reduction, in float32; activations of a micro-batch."""
+    """Weights, gradient, two moments and partial sums of the reduction, in float32; activations of a micro-batch.
+
+    The moments are a share of them where the optimizer's state is sharded.
+    """
     model, batch = recipe.model, recipe.batch
     partial_sums = _micro_batches_per_worker(recipe).bit_length()
-    state = model.num_parameters * 4 * (4 + partial_sums)
+    shares = recipe.parallel.data_parallel_size if recipe.parallel.zero_stage else 1
+    state = model.num_parameters * 4 * (2 + partial_sums) + model.num_parameters * 8 // shares
     tokens = batch.micro_batch_size * recipe.corpus.sequence_length
     per_layer = 10 * model.hidden_size + 4 * model.intermediate_size  # saved for the backward pass
     activations = tokens * 4 * (model.num_hidden_layers * per_layer + 2 * model.vocab_size)

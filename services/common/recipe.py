@@ -203,6 +203,8 @@ class Parallel(Section):
     data_parallel_size: Positive = 1
     """Workers that each process a part of the global batch."""
     tensor_parallel_size: Annotated[Literal[1], TRACED] = 1
+    zero_stage: Literal[0, 1] = 0
+    """1: each data-parallel worker holds and updates a share of the optimizer's state, with the same bits (ZeRO-1)."""
     threads_per_worker: Annotated[Positive, Identity(("compile_cache",))] = 1
     """CPU threads of a worker. Compiled loops are cut for this number, so it is declared and never detected."""
 

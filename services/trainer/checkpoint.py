@@ -73,14 +73,19 @@ class CheckpointWriter:
         self.slowest_seconds = 0.0
         """Of the checkpoints so far, from when training stood still to the commit."""
 
-    def save(self, program: Program, step: int, skipped_steps: int, started: float) -> None:
+    def save(
+        self,
+        weights: Mapping[str, Tensor],
+        moments: Mapping[str, Tensor],
+        step: int,
+        skipped_steps: int,
+        started: float,
+    ) -> None:
         """Stage the state after `step` steps and begin to write it. The save before it has been waited for.
 
         `started` is the `time.perf_counter()` since which training stands still for it.
         """
         assert self._pending is None
-        weights = {name: view.clone() for name, view in program.weights().items()}
-        moments = {name: view.clone() for name, view in program.moments().items()}
         recipe = self._job.recipe
         payload = CheckpointPayload(
             step=step,
@@ -90,7 +95,7 @@ class CheckpointWriter:
             program_fingerprint=self._job.program_fingerprint,
             waivers=self._job.waivers,
         )
-        self._pending = self._thread.submit(self._write, payload, weights, moments, started)
+        self._pending = self._thread.submit(self._write, payload, _staged(weights), _staged(moments), started)
 
     def raise_failure(self) -> None:
         """Raise what a finished background write failed with, without waiting for one that is under way."""
@@ -125,6 +130,10 @@ class CheckpointWriter:
         logger.info("committed checkpoint step=%d", payload.step)
         self.slowest_seconds = max(self.slowest_seconds, time.perf_counter() - started)
         discard_old(job.checkpoint_collection, job.recipe.checkpoint, payload.step, job.lease)
+
+
+def _staged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def verify_checkpoint(checkpoint: Artifact[CheckpointManifest]) -> None:
@@ -191,12 +200,12 @@ def newest_step(collection: Path) -> int | None:
 
 def load_checkpoint(checkpoint: Artifact[CheckpointManifest], program: Program) -> None:
     """Put a verified checkpoint's weights and moments into the program. Raises `ArtifactError` when they do not fit."""
-    weights = load_tensors(checkpoint, WEIGHTS, program.weights())
-    program.load(weights | load_tensors(checkpoint, MOMENTS, program.moments()))
+    weights, moments = program.state_shapes()
+    program.load(load_tensors(checkpoint, WEIGHTS, weights) | load_tensors(checkpoint, MOMENTS, moments))
 
 
 def load_tensors(
-    checkpoint: Artifact[CheckpointManifest], file_name: str, expected: Mapping[str, Tensor]
+    checkpoint: Artifact[CheckpointManifest], file_name: str, expected: Mapping[str, torch.Size]
 ) -> dict[str, Tensor]:
     """The tensors in a file of a verified checkpoint: float32, with the names and shapes of `expected`.
 
@@ -208,7 +217,7 @@ def load_tensors(
     except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
         raise ArtifactError(f"{path}: cannot be read as safetensors: {error}.") from error
     found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    wanted = {name: (tuple(tensor.shape), torch.float32) for name, tensor in expected.items()}
+    wanted = {name: (tuple(shape), torch.float32) for name, shape in expected.items()}
     if found != wanted:
         name = next(name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name))
         raise ArtifactError(

@@ -187,8 +187,9 @@ def save(program: Program, group: WorkerGroup, writer: CheckpointWriter | None, 
     started = time.perf_counter()
     wait_for_writer(group, writer)
     require_same_state(program, group, record.step)
+    weights, moments = program.weights(), program.moments()
     if writer:
-        writer.save(program, record.step, record.skipped_steps, started)
+        writer.save(weights, moments, record.step, record.skipped_steps, started)
     return time.perf_counter() - started
 
 

@@ -58,7 +58,8 @@ def load_model(run: Run) -> Llama:
 def load_weights(run: Run) -> dict[str, Tensor]:
     """The weights of the run's newest checkpoint. Raises `ArtifactError` when they are not those of its model."""
     with torch.device("meta"):
-        expected = dict(Llama(run.recipe.model, run.recipe.corpus.sequence_length).named_parameters())
+        model = Llama(run.recipe.model, run.recipe.corpus.sequence_length)
+    expected = {name: parameter.shape for name, parameter in model.named_parameters()}
     return load_tensors(run.checkpoint, WEIGHTS, expected)
 
 

@@ -50,9 +50,9 @@ class Bucket:
             for (name, parameter), piece in zip(self.parameters.items(), pieces, strict=True)
         }
 
-    def blocks(self, flat_P: Tensor) -> list[Tensor]:
-        """The blocks [B] of a flat tensor, sharing its memory."""
-        return list(flat_P.view(self.num_blocks, -1).unbind())
+    def blocks(self, share_S: Tensor) -> list[Tensor]:
+        """The blocks [B] of a flat tensor or of a worker's share of one, sharing its memory."""
+        return list(share_S.split(len(self.weights_P) // self.num_blocks))
 
     def flatten(self, tensors: Iterable[Tensor]) -> Tensor:
         """One float32 tensor [P] from a tensor for each parameter, in their order."""

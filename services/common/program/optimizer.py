@@ -1,6 +1,7 @@
 """AdamW on buckets of parameters, a global gradient clip, and the learning-rate schedule.
 
-Shape suffixes: K buckets, N blocks of a bucket, P elements of a bucket, B elements of a block, 1 and 3 numbers.
+Shape suffixes: K buckets, N blocks of a bucket, P elements of a bucket, S elements of this worker's share of one, B
+elements of a block, 1 and 3 numbers.
 """
 
 from __future__ import annotations
@@ -39,14 +40,22 @@ def step_scalars(optimizer: Optimizer, step: int, skipped_steps: int = 0) -> Ten
 class AdamW:
     """AdamW (arXiv 1711.05101) with a global gradient clip, block by block over buckets of parameters.
 
-    Both moments begin at 0. The clip's norm sums the blocks' sums in one order, so that its bits do not depend on which
-    worker has which block.
+    Sharded, each worker of the data axis updates its share of every bucket and holds the moments of that alone (ZeRO-1,
+    arXiv 1910.02054). The bits are the same: a block's update does not depend on who has the block, and the clip's norm
+    sums the blocks' sums in one order. Both moments begin at 0.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], settings: Optimizer, backend: Backend, is_compiled: bool) -> None:
-        self.exp_avg_P = [torch.zeros_like(bucket.weights_P) for bucket in buckets]
-        self.exp_avg_sq_P = [torch.zeros_like(bucket.weights_P) for bucket in buckets]
+    def __init__(
+        self, buckets: Sequence[Bucket], settings: Optimizer, backend: Backend, is_compiled: bool, is_sharded: bool
+    ) -> None:
         self._buckets, self._settings, self._backend = buckets, settings, backend
+        self.is_sharded = is_sharded and backend.mesh.data_parallel_size > 1
+        # A share within the bucket's memory would be another graph on each worker: a graph knows where an input begins.
+        self._weights_S = [self._share(bucket.weights_P) for bucket in buckets]
+        if self.is_sharded:
+            self._weights_S = [share_S.clone() for share_S in self._weights_S]
+        self.exp_avg_S = [torch.zeros_like(self._share(bucket.weights_P)) for bucket in buckets]
+        self.exp_avg_sq_S = [torch.zeros_like(self._share(bucket.weights_P)) for bucket in buckets]
         copies = [backend.mesh.size(bucket.sum_axis) if bucket.sum_axis else 1 for bucket in buckets]
         self._counted_K = torch.tensor([1.0 / each for each in copies], device=backend.device)
         """How much of a bucket's squares this worker adds to the norm: copies of parameters count once."""
@@ -55,26 +64,56 @@ class AdamW:
         self._update_block: Callable[..., None] = backend.compile_elementwise(update) if is_compiled else update
 
     @torch.no_grad()
-    def step(self, gradients_P: Sequence[Tensor], divisor: int, scalars_3: Tensor) -> tuple[Tensor, Tensor]:
-        """One update with `divisor` times the gradient, a flat tensor for each bucket, and `step_scalars`. The gradient
-        of parameters that have copies is the sum over them.
+    def step(self, sums_P: Sequence[Tensor], divisor: int, scalars_3: Tensor) -> tuple[Tensor, Tensor]:
+        """One update with `step_scalars` and what this worker's micro-batches sum up to, a flat tensor for each bucket.
 
-        Returns (gradient norm before clipping, was it applied), scalars on the device. When the norm is not finite
-        nothing changes: a poisoned gradient must not reach the weights or the moments.
+        The sum over all workers is `divisor` times the gradient. Returns (gradient norm before clipping, was it
+        applied), scalars on the device. When the norm is not finite nothing changes: a poisoned gradient must not reach
+        the weights or the moments.
         """
-        blocks = [bucket.blocks(gradient_P) for bucket, gradient_P in zip(self._buckets, gradients_P, strict=True)]
+        gradients_S = [self._reduce(bucket, sum_P) for bucket, sum_P in zip(self._buckets, sums_P, strict=True)]
+        blocks = [bucket.blocks(gradient_S) for bucket, gradient_S in zip(self._buckets, gradients_S, strict=True)]
         squares_NK = torch.stack(
             [torch.cat([block_B.square().sum(0, keepdim=True) for block_B in each]) for each in blocks], dim=1
         )
+        if self.is_sharded:
+            squares_NK = self._backend.all_gather(squares_NK, "data")
         squares_1 = (squares_NK.sum(0) * self._counted_K).sum(0, keepdim=True)
         norm_1 = self._backend.all_reduce(squares_1, "tensor").sqrt() / divisor
         is_finite_1 = torch.isfinite(norm_1)
         scale_1 = torch.clamp(self._settings.max_grad_norm / (norm_1 + 1e-6), max=1.0) / divisor
         for number, bucket in enumerate(self._buckets):
-            state = (bucket.weights_P, self.exp_avg_P[number], self.exp_avg_sq_P[number])
-            for gradient_B, *state_B in zip(blocks[number], *(bucket.blocks(each) for each in state), strict=True):
+            state_S = (self._weights_S[number], self.exp_avg_S[number], self.exp_avg_sq_S[number])
+            for gradient_B, *state_B in zip(blocks[number], *(bucket.blocks(each) for each in state_S), strict=True):
                 self._update_block(*state_B, gradient_B, scale_1, is_finite_1, scalars_3, self._is_decayed_1[number])
+            if self.is_sharded:
+                bucket.weights_P.copy_(self._gather(self._weights_S[number]))
         return norm_1.squeeze(0), is_finite_1.squeeze(0)
+
+    def moments(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Both moments of whole buckets [P]. Sharded, all workers gather them; otherwise they are the state itself."""
+        return [self._gather(each) for each in self.exp_avg_S], [self._gather(each) for each in self.exp_avg_sq_S]
+
+    def load(self, exp_avg_P: Sequence[Tensor], exp_avg_sq_P: Sequence[Tensor]) -> None:
+        """Take both moments of whole buckets, and the weights that are in the buckets now."""
+        for bucket, weights_S in zip(self._buckets, self._weights_S, strict=True):
+            weights_S.copy_(self._share(bucket.weights_P))
+        for state_S, loaded_P in zip((*self.exp_avg_S, *self.exp_avg_sq_S), (*exp_avg_P, *exp_avg_sq_P), strict=True):
+            state_S.copy_(self._share(loaded_P))
+
+    def _gather(self, share_S: Tensor) -> Tensor:
+        return self._backend.all_gather(share_S, "data") if self.is_sharded else share_S
+
+    def _share(self, flat_P: Tensor) -> Tensor:
+        """What this worker updates of a bucket [S]; without shards all of it."""
+        mesh = self._backend.mesh
+        return flat_P.chunk(mesh.data_parallel_size)[mesh.index("data")] if self.is_sharded else flat_P
+
+    def _reduce(self, bucket: Bucket, sum_P: Tensor) -> Tensor:
+        """This worker's share of the sum over all workers; over the data axis first, where the tree begins."""
+        reduce = self._backend.reduce_scatter if self.is_sharded else self._backend.all_reduce
+        gradient_S = reduce(sum_P, "data")
+        return self._backend.all_reduce(gradient_S, bucket.sum_axis) if bucket.sum_axis else gradient_S
 
     def _update(
         self,

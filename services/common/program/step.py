@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from services.common.program.backends.protocol import Backend
-from services.common.program.buckets import Bucket, choose_num_blocks, make_buckets
+from services.common.program.buckets import choose_num_blocks, make_buckets
 from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
 from services.common.program.optimizer import AdamW, step_scalars
@@ -41,7 +41,8 @@ class Program:
         batch, is_compiled = recipe.batch, recipe.compile.enabled
         num_blocks = choose_num_blocks(batch.num_micro_batches, backend.mesh.data_parallel_size)
         self.buckets = make_buckets(dict(self.model.named_parameters()), self.model.layouts(), num_blocks)
-        self.optimizer = AdamW(self.buckets, recipe.optimizer, backend, is_compiled)
+        is_sharded = recipe.parallel.zero_stage > 0
+        self.optimizer = AdamW(self.buckets, recipe.optimizer, backend, is_compiled, is_sharded)
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
         self._loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
 
@@ -60,9 +61,8 @@ class Program:
             self.backend.end_graph()
         count = self.recipe.batch.num_micro_batches
         loss_1 = self.backend.all_reduce(losses.result(), "data") / count
-        gradients_P = [self._reduce(bucket, total.result()) for bucket, total in zip(self.buckets, sums, strict=True)]
         scalars_3 = step_scalars(self.recipe.optimizer, step, skipped_steps)
-        norm, is_applied = self.optimizer.step(gradients_P, count, scalars_3)
+        norm, is_applied = self.optimizer.step([total.result() for total in sums], count, scalars_3)
         self.backend.end_graph()
         return StepResult(loss_1.squeeze(0), norm, is_applied)
 
@@ -88,13 +88,12 @@ class Program:
         return torch.stack(extremes).isfinite().all()
 
     def digests(self) -> dict[str, int]:
-        """A 63-bit hash over the bytes of each part of the state: equal on all workers as long as their bits are."""
-        optimizer = self.optimizer
-        parts = {
-            "weights": [bucket.weights_P for bucket in self.buckets],
-            "first moments": optimizer.exp_avg_P,
-            "second moments": optimizer.exp_avg_sq_P,
-        }
+        """A 63-bit hash over the bytes of each part of the state that all workers of the data axis hold whole: equal on
+        them as long as their bits are.
+        """
+        parts = {"weights": [bucket.weights_P for bucket in self.buckets]}
+        if not self.optimizer.is_sharded:
+            parts |= {"first moments": self.optimizer.exp_avg_S, "second moments": self.optimizer.exp_avg_sq_S}
         return {name: _digest(tensors) for name, tensors in parts.items()}
 
     def weights(self) -> dict[str, Tensor]:
@@ -102,15 +101,25 @@ class Program:
         return self._views([bucket.weights_P for bucket in self.buckets])
 
     def moments(self) -> dict[str, Tensor]:
-        """AdamW's moments as `first/<name>` and `second/<name>`; views, not copies."""
-        first = {f"first/{name}": view for name, view in self._views(self.optimizer.exp_avg_P).items()}
-        second = {f"second/{name}": view for name, view in self._views(self.optimizer.exp_avg_sq_P).items()}
+        """AdamW's moments as `first/<name>` and `second/<name>`. Where they are sharded, all workers have to ask."""
+        exp_avg_P, exp_avg_sq_P = self.optimizer.moments()
+        first = {f"first/{name}": view for name, view in self._views(exp_avg_P).items()}
+        second = {f"second/{name}": view for name, view in self._views(exp_avg_sq_P).items()}
         return first | second
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take weights and moments, as `weights()` and `moments()` name them."""
-        for name, view in (self.weights() | self.moments()).items():
+        for name, view in self.weights().items():
             view.copy_(tensors[name])
+        self.optimizer.load(self._flatten(tensors, "first/"), self._flatten(tensors, "second/"))
+
+    def state_shapes(self) -> tuple[dict[str, torch.Size], dict[str, torch.Size]]:
+        """Shapes of what `weights()` and `moments()` return."""
+        weights = {name: view.shape for name, view in self.weights().items()}
+        return weights, {f"{part}/{name}": shape for part in ("first", "second") for name, shape in weights.items()}
+
+    def _flatten(self, tensors: dict[str, Tensor], prefix: str) -> list[Tensor]:
+        return [bucket.flatten(tensors[prefix + name] for name in bucket.parameters) for bucket in self.buckets]
 
     def _micro_loss(self, tokens_BS: Tensor) -> Tensor:
         with self.backend.autocast(self.recipe.train.dtype):
@@ -118,11 +127,6 @@ class Program:
             chunk_tokens = self.recipe.batch.loss_chunk_tokens
             lm_head_VD, targets_BS = self.model.lm_head.weight, tokens_BS[:, 1:]
             return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, self.backend)
-
-    def _reduce(self, bucket: Bucket, gradient_P: Tensor) -> Tensor:
-        """The sum over the global batch. Over the data axis first: its tree is the same for any number of workers."""
-        gradient_P = self.backend.all_reduce(gradient_P, "data")
-        return self.backend.all_reduce(gradient_P, bucket.sum_axis) if bucket.sum_axis else gradient_P
 
     def _views(self, flat_P: Sequence[Tensor]) -> dict[str, Tensor]:
         views: dict[str, Tensor] = {}

@@ -54,6 +54,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "model.tie_word_embeddings": ("true", "compile_cache checkpoint"),
     "model.initializer_range": ("0.1", "compile_cache checkpoint"),
     "parallel.data_parallel_size": ("2", ""),
+    "parallel.zero_stage": ("1", ""),
     "parallel.threads_per_worker": ("2", "compile_cache"),
     "batch.micro_batch_size": ("4", "compile_cache checkpoint"),
     "batch.global_batch_size": ("16", "checkpoint"),

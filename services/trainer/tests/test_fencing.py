@@ -48,13 +48,13 @@ def test_a_worker_that_wakes_up_while_it_writes_ends_and_damages_nothing(
         def sleep_before(*arguments: object, **options: object) -> bytes:
             if next(calls) == wakes_at:
                 successor = CheckpointWriter(replace(lost, lease=held.renew()), data_parallel_size=1)
-                successor.save(program, 5, 0, started=0.0)
+                successor.save(program.weights(), program.moments(), 5, 0, started=0.0)
                 successor.wait()
             return serialize(*arguments, **options)  # type: ignore[arg-type]
 
         monkeypatch.setattr(safetensors.torch, "save", sleep_before)
         writer = CheckpointWriter(lost, data_parallel_size=1)
-        writer.save(program, 5, 0, started=0.0)
+        writer.save(program.weights(), program.moments(), 5, 0, started=0.0)
         with pytest.raises(TryAgain, match="lost to another writer"):
             writer.wait()
 

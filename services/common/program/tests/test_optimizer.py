@@ -39,7 +39,7 @@ def _buckets(model: nn.Module, num_blocks: int) -> list[Bucket]:
 
 
 def _optimizer(buckets: list[Bucket]) -> AdamW:
-    return AdamW(buckets, SETTINGS, TorchNative(Mesh(0, data_parallel_size=1), 1, "exact"), is_compiled=False)
+    return AdamW(buckets, SETTINGS, TorchNative(Mesh(0, data_parallel_size=1), 1, "exact"), False, False)
 
 
 def _flatten(buckets: list[Bucket], gradients: dict[str, Tensor]) -> list[Tensor]:
@@ -100,9 +100,9 @@ def test_bias_corrections_count_the_updates_that_were_applied() -> None:
 def test_a_gradient_that_is_not_finite_changes_nothing(poison: float) -> None:
     buckets = _buckets(_model(), 4)
     optimizer = _optimizer(buckets)
-    for moment_P in (*optimizer.exp_avg_P, *optimizer.exp_avg_sq_P):
-        moment_P.copy_(_random(len(moment_P)).abs())
-    state = [*(bucket.weights_P for bucket in buckets), *optimizer.exp_avg_P, *optimizer.exp_avg_sq_P]
+    for moment_S in (*optimizer.exp_avg_S, *optimizer.exp_avg_sq_S):
+        moment_S.copy_(_random(len(moment_S)).abs())
+    state = [*(bucket.weights_P for bucket in buckets), *optimizer.exp_avg_S, *optimizer.exp_avg_sq_S]
     before = [tensor.clone() for tensor in state]
     gradients = {MATRIX: _random(6, 5), VECTOR: _random(7)}
     gradients[VECTOR][3] = poison

@@ -18,6 +18,10 @@ from services.common.testing.recipes import make_recipe
 Results = dict[str, dict[str, list[float]]]
 
 
+def without_held(results: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: values for name, values in results.items() if name != "held"}
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     return work.train_on(Mesh(0, data_parallel_size=1), tmp_path_factory.mktemp("alone"))
@@ -34,16 +38,28 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
 def test_four_data_parallel_workers_have_the_bits_of_one(
     alone: dict[str, list[float]], together: list[Results]
 ) -> None:
-    assert all(results["data 4"] == alone for results in together)
+    for name in ("data 4", "data 4" + work.SHARDED):
+        for results in together:
+            assert without_held(results[name]) == without_held(alone), name
+
+
+@pytest.mark.parametrize("mesh", [name for name, (data, _) in work.MESHES.items() if data > 1])
+def test_sharded_optimizers_have_the_same_bits_in_a_share_of_the_memory(together: list[Results], mesh: str) -> None:
+    num_shares, _ = work.MESHES[mesh]
+    for results in together:
+        whole, sharded = results[mesh], results[mesh + work.SHARDED]
+        assert without_held(sharded) == without_held(whole)
+        assert sharded["held"][0] * num_shares == whole["held"][0]
 
 
 @pytest.mark.parametrize("mesh", [name for name, (_, tensor) in work.MESHES.items() if tensor > 1])
 def test_a_split_model_trains_as_one_that_is_whole(
     alone: dict[str, list[float]], together: list[Results], mesh: str
 ) -> None:
-    assert all(results[mesh] == together[0][mesh] for results in together)
-    for name, expected in alone.items():
-        assert together[0][mesh][name] == pytest.approx(expected, rel=2e-6, abs=0), name
+    for results in together:
+        for name in ("loss", "gradient_norm", "evaluation"):
+            assert results[mesh][name] == together[0][mesh][name]
+            assert results[mesh][name] == pytest.approx(alone[name], rel=2e-6, abs=0), name
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [2, 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import xxhash
 
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.torch_native import TorchNative
@@ -56,11 +57,14 @@ def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
 PARALLEL_STEPS = 20
 PARALLEL = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "compile__enabled": "false"}
 MESHES = {"data 4": (4, 1), "data 2 x tensor 2": (2, 2), "tensor 4, 2 key-value heads": (1, 4)}
+SHARDED = ", ZeRO-1"
 
 
-def train_on(mesh: Mesh, folder: Path) -> dict[str, list[float]]:
-    """The small recipe's losses and gradient norms over PARALLEL_STEPS, and its evaluation after them."""
-    recipe = make_recipe(folder, **PARALLEL)
+def train_on(mesh: Mesh, folder: Path, zero_stage: str = "0") -> dict[str, list[float]]:
+    """The small recipe's losses and gradient norms over PARALLEL_STEPS, and after them its evaluation, a hash of the
+    weights and moments, and how many numbers of the moments this worker holds.
+    """
+    recipe = make_recipe(folder, **PARALLEL, parallel__zero_stage=zero_stage)
     backend = TorchNative(mesh, 1, recipe.train.reduction)
     program, defer = Program(recipe, backend), backend.defer
     batch, found = recipe.batch, dict[str, list[float]](loss=[], gradient_norm=[])
@@ -71,17 +75,27 @@ def train_on(mesh: Mesh, folder: Path) -> dict[str, list[float]]:
         for name, numbers in found.items():
             numbers.append(values[name])
     evaluated = defer({"loss": program.evaluate(lambda number: tokens[number], len(tokens))}).read()
-    return {**found, "evaluation": [evaluated["loss"]]}
+    state = torch.cat([tensor.flatten() for tensor in (*program.weights().values(), *program.moments().values())])
+    return {
+        **found,
+        "evaluation": [evaluated["loss"]],
+        "state": [xxhash.xxh3_64_intdigest(state.numpy().data)],
+        "held": [sum(map(len, (*program.optimizer.exp_avg_S, *program.optimizer.exp_avg_sq_S)))],
+    }
 
 
 def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
-    """`train_on` each of MESHES."""
+    """`train_on` each of MESHES, with sharded optimizers too where several workers have the same parameters."""
     rank = environment.rank
     group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
     own = folder / str(rank)
     own.mkdir()
     copies = key_value_copies(make_recipe(own, **PARALLEL).model, 4)
     meshes = {name: Mesh(rank, *sizes, copies if sizes[1] == 4 else 1) for name, sizes in MESHES.items()}
-    torch.save({name: train_on(mesh, own) for name, mesh in meshes.items()}, folder / f"{rank}.pt")
+    results = {name: train_on(mesh, own) for name, mesh in meshes.items()}
+    for name, mesh in meshes.items():
+        if mesh.data_parallel_size > 1:
+            results[name + SHARDED] = train_on(mesh, own, zero_stage="1")
+    torch.save(results, folder / f"{rank}.pt")
     group.barrier()
     group.leave()
