@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 # These are imported by name, so that a program without Ray, or without a device's libraries, runs without them.
 CHOSEN_AT_RUN_TIME = {
-    "services.common.launch.launcher": {"services.common.launch.inline", "services.common.launch.ray"},
+    "services.common.launch.launcher": {"services.common.launch.inline", "services.common.launch.ray_launcher"},
     "services.common.program.backends.choice": {"services.common.program.backends.torch_native"},
 }
 

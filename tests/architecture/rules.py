@@ -68,7 +68,9 @@ def deploy_rooms_are_all_there_is(root: Path) -> list[str]:
 
 
 def ray_is_imported_in_one_place(root: Path) -> list[str]:
-    return _who_imports(root, {"ray"}, but_for=("services.common.launch.ray", "services.common.launch.ray_cluster"))
+    return _who_imports(
+        root, {"ray"}, but_for=("services.common.launch.ray_launcher", "services.common.launch.ray_cluster")
+    )
 
 
 def neuron_is_imported_nowhere(root: Path) -> list[str]:

@@ -194,7 +194,7 @@ def repository(tmp_path: Path) -> Path:
         "services/common/near.py": "from services.common.far import something",
         "services/common/launch/launcher.py": "",
         "services/common/launch/inline.py": "",
-        "services/common/launch/ray.py": "import ray",
+        "services/common/launch/ray_launcher.py": "import ray",
         "services/tokenizer/__main__.py": "import services.common.near\nimport services.common.launch.launcher",
         "services/trainer/loop.py": "from services.common.launch.launcher import choose_launcher\nimport torch",
         "deploy/history.py": "from services.common.near import something",

@@ -25,7 +25,7 @@ STAGE_RESOURCE_PREFIX = "stage_"
 DRIVER_SHARE = 0.01
 
 
-LAUNCHERS = {"ray": "services.common.launch.ray", "inline": "services.common.launch.inline"}
+LAUNCHERS = {"ray": "services.common.launch.ray_launcher", "inline": "services.common.launch.inline"}
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def launcher(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.common.launch.ray.GROUP_START_SECONDS", 1.0)
+    monkeypatch.setattr("services.common.launch.ray_launcher.GROUP_START_SECONDS", 1.0)
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "1")
 
 
