@@ -1,6 +1,4 @@
-"""Where numba keeps compiled kernels, and kernels that an image ships, so that not every pod compiles them (6 s).
-
-    python -m services.tokenizer.encoding.compiled_kernels DIR      compile all of them into DIR
+"""Where numba keeps compiled kernels. An image ships them (`shipped_kernels`), so that no pod has to compile (6 s).
 
 Numba looks at the one file that a function is in, and would run a kernel of which another file has changed; so the
 folder's name follows from all of them. It also wants a folder that it can write to, and goes by processor, while an
@@ -10,7 +8,6 @@ one, and copied on first use.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import hashlib
 import importlib.metadata
@@ -39,7 +36,7 @@ def choose_kernel_folder() -> None:
         return
     local = Path(tempfile.gettempdir()) / f"millrace-kernels-{os.getuid()}-{_digest_of_sources()}"
     shipped = Path(os.environ.get(SHIPPED_VARIABLE, "/nowhere"))
-    is_shipped = shipped.is_dir() and _is_common_processor()
+    is_shipped = shipped.is_dir() and is_common_processor()
     if not local.exists():
         with tempfile.TemporaryDirectory(prefix="millrace-", dir=local.parent) as folder:
             made = Path(folder) / "kernels"
@@ -54,7 +51,7 @@ def choose_kernel_folder() -> None:
                 if not local.exists():  # else another process was faster
                     raise
     require_private(local)  # numba runs what it finds there
-    os.environ |= {"NUMBA_CACHE_DIR": str(local), **(_common_processor() if is_shipped else {})}
+    os.environ |= {"NUMBA_CACHE_DIR": str(local), **(common_processor() if is_shipped else {})}
 
 
 def compile_once(name: str, compile_all: Callable[[], None]) -> None:
@@ -98,36 +95,15 @@ def _digest_of_compiler() -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
-def _common_processor() -> dict[str, str]:
+def common_processor() -> dict[str, str]:
     """What makes numba compile for every x86-64 since 2015: 1 % slower than for the one at hand (Zen 4)."""
     return {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": ""}
 
 
-def _is_common_processor() -> bool:
+def is_common_processor() -> bool:
+    """Does code that is compiled for `common_processor` run here?"""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
     except OSError:
         return False
     return platform.machine() == "x86_64" and _X86_64_V3.issubset(flags)
-
-
-def _compile(folder: Path) -> None:
-    if not _is_common_processor():
-        print(f"nothing compiled for {platform.machine()}: numba compiles on first use there")
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ |= {"NUMBA_CACHE_DIR": str(folder), **_common_processor()}
-    import numpy as np  # noqa: PLC0415
-
-    from services.tokenizer.encoding.chunk_encoder import compile_kernels  # noqa: PLC0415 - imports numba
-
-    for dtype in (np.uint16, np.uint32):
-        compile_kernels(np.dtype(dtype))
-    for path in [folder, *folder.rglob("*")]:
-        path.chmod(0o755 if path.is_dir() else 0o644)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m services.tokenizer.encoding.compiled_kernels")
-    parser.add_argument("folder", type=Path, help="where to keep what was compiled")
-    _compile(parser.parse_args().folder)
