@@ -47,10 +47,15 @@ def run_trainer(
 
 
 def call_trainer(capfd: pytest.CaptureFixture[str], recipe: Path, root: Path, *options: str) -> tuple[int, str]:
-    """As `run_trainer`, in this process: for commands that end before they start a worker."""
+    """As `run_trainer`, in this process: for commands that are not killed and get no signal."""
     exit_code = exit_code_of(lambda: main(["--recipe", str(recipe), "--root", str(root), *options]))
     printed = capfd.readouterr()
     return exit_code, printed.out + printed.err
+
+
+def train_alone(capfd: pytest.CaptureFixture[str], recipe: Path, root: Path, *options: str) -> tuple[int, str]:
+    """As `call_trainer`, with one worker: that is the one process which has to start."""
+    return call_trainer(capfd, recipe, root, "--launch=inline", "--parallel.data_parallel_size=1", *options)
 
 
 def checkpoints(root: Path) -> dict[str, Path]:

@@ -29,6 +29,7 @@ from services.trainer.tests.runs import (
     run_trainer,
     start_trainer,
     state_hash,
+    train_alone,
 )
 
 # Steps of a sixth of a second, so that a signal arrives in the middle of a run. More micro-batches, same model.
@@ -150,8 +151,7 @@ def test_other_threads_per_worker_are_named_as_what_changed(
     tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "fsx"
-    alone = ("--parallel.data_parallel_size=1", "--train.max_steps=2")
-    assert run_trainer(recipe, root, *alone)[0] == 0
+    assert train_alone(capfd, recipe, root, "--train.max_steps=2")[0] == 0
 
     exit_code, output = call_trainer(capfd, recipe, root, "--parallel.threads_per_worker=2")
 
@@ -175,7 +175,7 @@ def test_a_second_command_says_that_the_run_is_complete_and_sees_to_its_report(
     tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "fsx"
-    assert run_trainer(recipe, root, "--parallel.data_parallel_size=1")[0] == 0
+    assert train_alone(capfd, recipe, root)[0] == 0
     (report,) = root.glob("run/*/report.html")
     written = report.stat().st_mtime_ns
     exit_code, output = call_trainer(capfd, recipe, root)
@@ -202,7 +202,7 @@ def test_training_succeeds_without_its_views_and_never_loads_the_model_for_them(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    root, alone = tmp_path / "fsx", ("--parallel.data_parallel_size=1", "--launch=inline", "--train.max_steps=2")
+    root = tmp_path / "fsx"
 
     def out_of_memory(run: object) -> None:
         raise MemoryError
@@ -210,7 +210,7 @@ def test_training_succeeds_without_its_views_and_never_loads_the_model_for_them(
     with monkeypatch.context() as small_machine:
         small_machine.setattr("services.trainer.command.TextGenerator", out_of_memory)
         small_machine.setattr("services.trainer.report._timeline", out_of_memory)
-        exit_code, output = call_trainer(capfd, recipe, root, *alone)
+        exit_code, output = train_alone(capfd, recipe, root, "--train.max_steps=2")
         assert exit_code == 0, output
         assert "training is complete, but its report could not be written" in output
         assert f"python -m services.trainer report --recipe {recipe} --root {root}" in output
@@ -239,7 +239,7 @@ def test_a_run_can_be_looked_at_where_its_root_was_moved_or_mounted(
     tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "fsx"
-    assert run_trainer(recipe, root, "--parallel.data_parallel_size=1", "--train.max_steps=2")[0] == 0
+    assert train_alone(capfd, recipe, root, "--train.max_steps=2")[0] == 0
     moved = root.rename(tmp_path / "elsewhere")
     assert exit_code_of(lambda: main(["summary", "--recipe", str(recipe), "--root", str(moved)])) == 0
     assert str(moved / "corpus") in capfd.readouterr().out
@@ -252,19 +252,19 @@ def test_a_run_goes_on_under_another_program_only_when_told_and_remembers_it(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    root, alone = tmp_path / "fsx", "--parallel.data_parallel_size=1"
-    exit_code, output = run_trainer(recipe, root, alone, "--train.max_steps=2")
+    root = tmp_path / "fsx"
+    exit_code, output = train_alone(capfd, recipe, root, "--train.max_steps=2")
     assert exit_code == 0, output
     monkeypatch.setenv("DNNL_DEFAULT_FPMATH_MODE", "BF16")  # other bits from the same source
 
-    exit_code, output = call_trainer(capfd, recipe, root, alone, "--train.max_steps=4")
+    exit_code, output = train_alone(capfd, recipe, root, "--train.max_steps=4")
     assert exit_code == 3
     assert "step-00000002: made by program" in output
     assert "pass --allow-changed-program" in output
     assert list(checkpoints(root)) == ["step-00000002"]
 
     for steps, flags in ((4, ["--allow-changed-program"]), (6, [])):
-        exit_code, output = run_trainer(recipe, root, alone, f"--train.max_steps={steps}", *flags)
+        exit_code, output = train_alone(capfd, recipe, root, f"--train.max_steps={steps}", *flags)
         assert exit_code == 0, output
         newest = checkpoints(root)[f"step-{steps:08d}"]
         assert read_sealed(newest)["checkpoint"]["waivers"] == ["--allow-changed-program"]
@@ -334,11 +334,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_keeps_the_committed_checkpoints_and_the_run_goes_on_after_room_is_made(
-    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], small_disk: Path
+    tmp_path: Path,
+    recipe: Path,
+    corpus: Artifact[CorpusManifest],
+    small_disk: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    alone = ("--parallel.data_parallel_size=1", f"--corpus={corpus.path}", "--checkpoint.interval_steps=1")
-    many = ("--checkpoint.keep_latest=10",)
-    exit_code, output = run_trainer(recipe, small_disk, *alone, *many)
+    options = (f"--corpus={corpus.path}", "--checkpoint.interval_steps=1")
+    exit_code, output = train_alone(capfd, recipe, small_disk, *options, "--checkpoint.keep_latest=10")
     assert exit_code == 5, output
     assert "bytes free" in output
     committed = checkpoints(small_disk)
@@ -346,5 +349,5 @@ def test_a_full_disk_keeps_the_committed_checkpoints_and_the_run_goes_on_after_r
     assert [json.loads((path / "manifest.json").read_text())["id"] for path in committed.values()] == list(committed)
 
     remount(small_disk, "size=20m")
-    exit_code, output = run_trainer(recipe, small_disk, *alone)
+    exit_code, output = train_alone(capfd, recipe, small_disk, *options)
     assert exit_code == 0, output
