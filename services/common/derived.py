@@ -69,7 +69,11 @@ def memory_per_worker_bytes(recipe: Recipe) -> int:
     shares = recipe.parallel.data_parallel_size if recipe.parallel.zero_stage else 1
     state = model.num_parameters * 4 * (2 + partial_sums) + model.num_parameters * 8 // shares
     tokens = batch.micro_batch_size * recipe.corpus.sequence_length
-    per_layer = 10 * model.hidden_size + 4 * model.intermediate_size  # saved for the backward pass
+    per_layer = {  # saved for the backward pass
+        "none": 10 * model.hidden_size + 4 * model.intermediate_size,
+        "selective": 6 * model.hidden_size + 2 * model.intermediate_size,
+        "full": model.hidden_size,
+    }[recipe.train.activation_checkpointing]
     activations = tokens * 4 * (model.num_hidden_layers * per_layer + 2 * model.vocab_size)
     return state + activations
 

@@ -18,6 +18,7 @@ from services.common.presets import MODEL_PRESETS
 
 Kind = Literal["corpus", "compile_cache", "checkpoint"]
 Stage = Literal["tokenizer", "compiler", "trainer"]
+ActivationCheckpointing = Literal["none", "selective", "full"]
 STAGES: tuple[Stage, ...] = ("tokenizer", "compiler", "trainer")
 
 
@@ -249,6 +250,9 @@ class Train(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63), TRAINED] = 0
     dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
     """Arithmetic of matrix products. Master weights, moments and reductions are float32 always."""
+    activation_checkpointing: Annotated[ActivationCheckpointing, Identity(("compile_cache",))] = "none"
+    """What of a layer's forward pass the backward pass computes again instead of keeping it: nothing; all but matrix
+    products and attention (`selective`); or all (`full`). The bits are the same."""
     reduction: Annotated[Literal["exact", "fast"], TRAINED] = "exact"
     """`exact` sums micro-batches in one fixed binary tree, so any number of workers gives the same bits."""
     evaluation_interval_steps: Positive = 100

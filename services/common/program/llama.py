@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from services.common.program.activation_checkpointing import run_checkpointed
 from services.common.program.backends.protocol import Collectives
 from services.common.program.layers import (
     Layout,
@@ -26,7 +27,7 @@ from services.common.program.layers import (
     gather_sequence,
     scatter_sequence,
 )
-from services.common.recipe import Model, RopeScaling
+from services.common.recipe import ActivationCheckpointing, Model, RopeScaling
 
 
 class Llama(nn.Module):
@@ -35,10 +36,16 @@ class Llama(nn.Module):
     `forward` stops before the language-model head: the loss applies it in chunks (see `loss`).
     """
 
-    def __init__(self, config: Model, sequence_length: int, collectives: Collectives | None = None) -> None:
+    def __init__(
+        self,
+        config: Model,
+        sequence_length: int,
+        collectives: Collectives | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
+    ) -> None:
         super().__init__()
         self.collectives = collectives or OneWorker()
-        self.model = _Decoder(config, sequence_length, self.collectives)
+        self.model = _Decoder(config, sequence_length, self.collectives, activation_checkpointing)
         self.lm_head = ParallelLinear(config.hidden_size, config.vocab_size, self.collectives.mesh, dim=0)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -86,9 +93,15 @@ def initialize(model: Llama, config: Model, seed: int) -> None:
 
 
 class _Decoder(nn.Module):
-    def __init__(self, config: Model, sequence_length: int, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        config: Model,
+        sequence_length: int,
+        collectives: Collectives,
+        activation_checkpointing: ActivationCheckpointing,
+    ) -> None:
         super().__init__()
-        self._collectives = collectives
+        self._collectives, self._activation_checkpointing = collectives, activation_checkpointing
         self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, collectives)
         self.layers = nn.ModuleList(_Layer(config, collectives) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives.mesh)
@@ -101,7 +114,7 @@ class _Decoder(nn.Module):
         hidden_BSD = scatter_sequence(self.embed_tokens(tokens_BS), self._collectives)
         cos_SN, sin_SN = self.cos_SN[:length], self.sin_SN[:length]  # type: ignore[index]
         for layer in self.layers:
-            hidden_BSD = layer(hidden_BSD, cos_SN, sin_SN)
+            hidden_BSD = run_checkpointed(layer, self._activation_checkpointing, hidden_BSD, cos_SN, sin_SN)
         normed_BSD: Tensor = self.norm(hidden_BSD)
         return normed_BSD
 

@@ -36,7 +36,7 @@ class Program:
     def __init__(self, recipe: Recipe, backend: Backend) -> None:
         self.recipe = recipe
         self.backend = backend
-        self.model = Llama(recipe.model, recipe.corpus.sequence_length, backend)
+        self.model = Llama(recipe.model, recipe.corpus.sequence_length, backend, recipe.train.activation_checkpointing)
         initialize(self.model, recipe.model, recipe.train.seed)
         batch, is_compiled = recipe.batch, recipe.compile.enabled
         num_blocks = choose_num_blocks(batch.num_micro_batches, backend.mesh.data_parallel_size)

@@ -73,6 +73,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "train.max_steps": ("21", ""),
     "train.seed": ("1", "checkpoint"),
     "train.dtype": ("bfloat16", "compile_cache checkpoint"),
+    "train.activation_checkpointing": ("full", "compile_cache"),
     "train.reduction": ("fast", "checkpoint"),
     "train.evaluation_interval_steps": ("7", ""),
     "train.evaluation_batches": ("7", ""),

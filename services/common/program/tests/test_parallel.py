@@ -62,6 +62,11 @@ def test_a_split_model_trains_as_one_that_is_whole(
             assert results[mesh][name] == pytest.approx(alone[name], rel=2e-6, abs=0), name
 
 
+@pytest.mark.parametrize("mesh", [name for name, (_, tensor) in work.MESHES.items() if tensor > 1])
+def test_activation_checkpointing_has_the_same_bits_on_a_split_model(together: list[Results], mesh: str) -> None:
+    assert all(results[mesh + work.RECOMPUTED] == results[mesh] for results in together)
+
+
 @pytest.mark.parametrize("tensor_parallel_size", [2, 4])
 def test_the_parts_of_a_weight_are_those_of_the_whole(tmp_path: Path, tensor_parallel_size: int) -> None:
     recipe = make_recipe(tmp_path, model__num_attention_heads="8", model__num_key_value_heads="2")

@@ -57,14 +57,14 @@ def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
 PARALLEL_STEPS = 20
 PARALLEL = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "compile__enabled": "false"}
 MESHES = {"data 4": (4, 1), "data 2 x tensor 2": (2, 2), "tensor 4, 2 key-value heads": (1, 4)}
-SHARDED = ", ZeRO-1"
+SHARDED, RECOMPUTED = ", ZeRO-1", ", recomputed"
 
 
-def train_on(mesh: Mesh, folder: Path, zero_stage: str = "0") -> dict[str, list[float]]:
+def train_on(mesh: Mesh, folder: Path, **overrides: str) -> dict[str, list[float]]:
     """The small recipe's losses and gradient norms over PARALLEL_STEPS, and after them its evaluation, a hash of the
     weights and moments, and how many numbers of the moments this worker holds.
     """
-    recipe = make_recipe(folder, **PARALLEL, parallel__zero_stage=zero_stage)
+    recipe = make_recipe(folder, **PARALLEL, **overrides)
     backend = TorchNative(mesh, 1, recipe.train.reduction)
     program, defer = Program(recipe, backend), backend.defer
     batch, found = recipe.batch, dict[str, list[float]](loss=[], gradient_norm=[])
@@ -85,7 +85,9 @@ def train_on(mesh: Mesh, folder: Path, zero_stage: str = "0") -> dict[str, list[
 
 
 def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
-    """`train_on` each of MESHES, with sharded optimizers too where several workers have the same parameters."""
+    """`train_on` each of MESHES: with sharded optimizers too where several workers have the same parameters, and with
+    activation checkpointing where they have parts of them.
+    """
     rank = environment.rank
     group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
     own = folder / str(rank)
@@ -95,7 +97,9 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
     results = {name: train_on(mesh, own) for name, mesh in meshes.items()}
     for name, mesh in meshes.items():
         if mesh.data_parallel_size > 1:
-            results[name + SHARDED] = train_on(mesh, own, zero_stage="1")
+            results[name + SHARDED] = train_on(mesh, own, parallel__zero_stage="1")
+        if mesh.tensor_parallel_size > 1:
+            results[name + RECOMPUTED] = train_on(mesh, own, train__activation_checkpointing="full")
     torch.save(results, folder / f"{rank}.pt")
     group.barrier()
     group.leave()

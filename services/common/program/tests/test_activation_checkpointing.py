@@ -1,0 +1,51 @@
+"""Activation checkpointing keeps less for the backward pass, and changes no bit of the gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.common.program.llama import Llama, initialize
+from services.common.program.loss import next_token_loss
+from services.common.recipe import ActivationCheckpointing, Model
+
+LENGTH = 64
+GROUPED = Model(
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=176,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+)
+
+
+def gradients(mode: ActivationCheckpointing) -> tuple[list[Tensor], int]:
+    """Of every parameter, and the bytes that the layers kept for them besides the parameters."""
+    model = Llama(GROUPED, LENGTH, activation_checkpointing=mode)
+    initialize(model, GROUPED, seed=7)
+    tokens_BS = torch.randint(320, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden_BSD = model(tokens_BS[:, :-1])
+    loss = next_token_loss(hidden_BSD, model.lm_head.weight, tokens_BS[:, 1:], 32, model.collectives)
+    return list(torch.autograd.grad(loss, list(model.parameters()))), sum(kept.values())
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_the_gradients_have_the_same_bits(mode: ActivationCheckpointing) -> None:
+    for ours, expected in zip(gradients(mode)[0], gradients("none")[0], strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_full_keeps_less_than_a_third() -> None:
+    assert gradients("full")[1] < gradients("none")[1] / 3
