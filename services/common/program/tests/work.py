@@ -54,7 +54,7 @@ def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
     group.leave()
 
 
-PARALLEL_STEPS = 20
+PARALLEL_STEPS = 8
 PARALLEL = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "compile__enabled": "false"}
 MESHES = {"data 4": (4, 1), "data 2 x tensor 2": (2, 2), "tensor 4, 2 key-value heads": (1, 4)}
 SHARDED, RECOMPUTED = ", ZeRO-1", ", recomputed"
