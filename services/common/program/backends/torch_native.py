@@ -59,13 +59,13 @@ class TorchNative:
             return x
         if op == "sum" and self._reduction == "exact":
             return self._sum_exactly(x, axis, size)
-        return _wait(OPS.all_reduce(x, op, self._groups[axis]))
+        return _run(OPS.all_reduce, x, op, self._groups[axis])
 
     def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         size = self.mesh.size(axis)
         if size == 1:
             return x
-        gathered = _wait(OPS.all_gather_into_tensor(x.contiguous(), size, self._groups[axis]))
+        gathered = _run(OPS.all_gather_into_tensor, x.contiguous(), size, self._groups[axis])
         return gathered if dim == 0 else torch.cat(gathered.chunk(size), dim)
 
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -76,8 +76,8 @@ class TorchNative:
         if self._reduction == "exact":
             # A ring's bytes, where summing everything everywhere would take size times as many.
             lengths = [len(slices) // size] * size
-            return sum_in_tree(_wait(OPS.all_to_all_single(slices, lengths, lengths, self._groups[axis])).chunk(size))
-        return _wait(OPS.reduce_scatter_tensor(slices, "sum", size, self._groups[axis]))
+            return sum_in_tree(_run(OPS.all_to_all_single, slices, lengths, lengths, self._groups[axis]).chunk(size))
+        return _run(OPS.reduce_scatter_tensor, slices, "sum", size, self._groups[axis])
 
     def _sum_exactly(self, x: Tensor, axis: Axis, size: int) -> Tensor:
         """The tree's sum, for a ring's bytes: each worker sums a slice, and all gather them."""
@@ -149,6 +149,8 @@ def _form_group(mesh: Mesh, axis: Axis) -> str:
     return name
 
 
-def _wait(x: Tensor) -> Tensor:
+def _run(collective: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Its result, once it is there. Raises `WorkersLost`, also when the collective cannot begin."""
     with naming_lost_workers():
-        return OPS.wait_tensor(x)
+        result: Tensor = OPS.wait_tensor(collective(*arguments))
+    return result
