@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from services.common.recipe import ActivationCheckpointing
 
@@ -27,14 +32,13 @@ KEPT = {
 def run_checkpointed(layer: nn.Module, mode: ActivationCheckpointing, *arguments: Tensor) -> Tensor:
     """`layer(*arguments)`, which keeps for the backward pass what `train.activation_checkpointing` says."""
     if mode == "none":
-        result: Tensor = layer(*arguments)
-    elif mode == "full":
-        result = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
-    else:
-        result = checkpoint(
-            layer, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=_keeping_what_takes_long
-        )
-    return result
+        kept: Tensor = layer(*arguments)
+        return kept
+    contexts = _keeping_what_takes_long if mode == "selective" else noop_context_fn
+    recomputed: Tensor = checkpoint(
+        layer, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+    )
+    return recomputed
 
 
 def _keeping_what_takes_long() -> Any:

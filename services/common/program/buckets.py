@@ -5,7 +5,6 @@ Shape suffixes: P elements of a bucket with its padding, B elements of a block.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 
@@ -32,12 +31,10 @@ class Bucket:
         self.num_blocks = num_blocks
         self.sum_axis = sum_axis
         """Workers along it hold the same parameters, and each of them only a part of the gradient."""
-        first, *others = self.parameters.values()
-        self.is_decayed = first.ndim > 1
+        self.is_decayed = all(parameter.ndim > 1 for parameter in self.parameters.values())
         """Weight decay applies to matrices."""
-        size = sum(parameter.numel() for parameter in self.parameters.values())
-        self._padding = math.ceil(size / num_blocks) * num_blocks - size
-        self.weights_P = self.flatten(parameter.detach() for parameter in (first, *others))
+        self._padding = -sum(parameter.numel() for parameter in self.parameters.values()) % num_blocks
+        self.weights_P = self.flatten(parameter.detach() for parameter in self.parameters.values())
         for name, view in self.views(self.weights_P).items():
             self.parameters[name].data = view
 

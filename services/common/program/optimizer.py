@@ -7,7 +7,7 @@ elements of a block, 1 and 3 numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -94,12 +94,13 @@ class AdamW:
         """Both moments of whole buckets [P]. Sharded, all workers gather them; otherwise they are the state itself."""
         return [self._gather(each) for each in self.exp_avg_S], [self._gather(each) for each in self.exp_avg_sq_S]
 
-    def load(self, exp_avg_P: Sequence[Tensor], exp_avg_sq_P: Sequence[Tensor]) -> None:
+    def load(self, exp_avg_P: Iterable[Tensor], exp_avg_sq_P: Iterable[Tensor]) -> None:
         """Take both moments of whole buckets, and the weights that are in the buckets now."""
         for bucket, weights_S in zip(self._buckets, self._weights_S, strict=True):
             weights_S.copy_(self._share(bucket.weights_P))
-        for state_S, loaded_P in zip((*self.exp_avg_S, *self.exp_avg_sq_S), (*exp_avg_P, *exp_avg_sq_P), strict=True):
-            state_S.copy_(self._share(loaded_P))
+        for state, loaded in ((self.exp_avg_S, exp_avg_P), (self.exp_avg_sq_S, exp_avg_sq_P)):
+            for state_S, loaded_P in zip(state, loaded, strict=True):
+                state_S.copy_(self._share(loaded_P))
 
     def _gather(self, share_S: Tensor) -> Tensor:
         return self._backend.all_gather(share_S, "data") if self.is_sharded else share_S

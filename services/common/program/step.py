@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -118,8 +118,10 @@ class Program:
         weights = {name: view.shape for name, view in self.weights().items()}
         return weights, {f"{part}/{name}": shape for part in ("first", "second") for name, shape in weights.items()}
 
-    def _flatten(self, tensors: dict[str, Tensor], prefix: str) -> list[Tensor]:
-        return [bucket.flatten(tensors[prefix + name] for name in bucket.parameters) for bucket in self.buckets]
+    def _flatten(self, tensors: dict[str, Tensor], prefix: str) -> Iterator[Tensor]:
+        """One bucket at a time: together they would be another copy of the state."""
+        for bucket in self.buckets:
+            yield bucket.flatten(tensors[prefix + name] for name in bucket.parameters)
 
     def _micro_loss(self, tokens_BS: Tensor) -> Tensor:
         with self.backend.autocast(self.recipe.train.dtype):

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+import tomllib
+
 import pytest
 import torch
 from torch import Tensor
 
 from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
-from services.common.recipe import ActivationCheckpointing, Model
+from services.common.recipe import ActivationCheckpointing, Recipe
+from services.common.testing.recipes import recipe_text
 
 LENGTH = 64
-GROUPED = Model(
-    vocab_size=320,
-    hidden_size=64,
-    intermediate_size=176,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-)
+GROUPED = Recipe.model_validate(tomllib.loads(recipe_text(model__num_hidden_layers=3))).model
 
 
 def gradients(mode: ActivationCheckpointing) -> tuple[list[Tensor], int]:
     """Of every parameter, and the bytes that the layers kept for them besides the parameters."""
     model = Llama(GROUPED, LENGTH, activation_checkpointing=mode)
     initialize(model, GROUPED, seed=7)
-    tokens_BS = torch.randint(320, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    tokens_BS = torch.randint(GROUPED.vocab_size, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
