@@ -74,12 +74,8 @@ def split(mesh: Mesh, dim: int, copies: Axis | None = None) -> Layout:
     )
 
 
-class ParallelLinear(nn.Module):
-    """x W^T without a bias, W [out, in]. Its part of W is split along `dim`: 0 by outputs, 1 by inputs.
-
-    By outputs (column-parallel, as W^T has them) each worker computes some outputs of the whole sequence; by inputs
-    (row-parallel) the workers' results are to be summed, which `scatter_sequence` does.
-    """
+class _Linear(nn.Module):
+    """x W^T without a bias, of which this worker has a part of W [out, in], split along `dim`."""
 
     def __init__(self, in_features: int, out_features: int, mesh: Mesh, dim: int, copies: Axis | None = None) -> None:
         super().__init__()
@@ -92,7 +88,21 @@ class ParallelLinear(nn.Module):
         return F.linear(x_BSI, self.weight)
 
 
-class ParallelEmbedding(nn.Module):
+class ColumnParallelLinear(_Linear):
+    """Split by outputs, the columns of W^T: each worker computes some of them, of the whole sequence."""
+
+    def __init__(self, in_features: int, out_features: int, mesh: Mesh, copies: Axis | None = None) -> None:
+        super().__init__(in_features, out_features, mesh, dim=0, copies=copies)
+
+
+class RowParallelLinear(_Linear):
+    """Split by inputs, the rows of W^T: the workers' results are to be summed, which `reduce_scatter_sequence` does."""
+
+    def __init__(self, in_features: int, out_features: int, mesh: Mesh) -> None:
+        super().__init__(in_features, out_features, mesh, dim=1)
+
+
+class VocabularyParallelEmbedding(nn.Module):
     """A table [V, D] of which each worker has some rows. The workers' results are to be summed."""
 
     def __init__(self, vocab_size: int, hidden_size: int, collectives: Collectives) -> None:
@@ -134,12 +144,12 @@ def gather_sequence(x_BSD: Tensor, collectives: Collectives) -> Tensor:
     return gathered_BSD
 
 
-def scatter_sequence(x_BSD: Tensor, collectives: Collectives) -> Tensor:
+def reduce_scatter_sequence(x_BSD: Tensor, collectives: Collectives) -> Tensor:
     """The workers' [B, S, D] -> this worker's slice [B, S / t, D] of their sum."""
     if collectives.mesh.tensor_parallel_size == 1:
         return x_BSD
-    scattered_BSD: Tensor = _ScatterSequence.apply(x_BSD, collectives)  # type: ignore[no-untyped-call]
-    return scattered_BSD
+    summed_BSD: Tensor = _ReduceScatterSequence.apply(x_BSD, collectives)  # type: ignore[no-untyped-call]
+    return summed_BSD
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -153,7 +163,7 @@ class _GatherSequence(torch.autograd.Function):
         return ctx.collectives.reduce_scatter(gradient_BSD, "tensor", SEQUENCE), None
 
 
-class _ScatterSequence(torch.autograd.Function):
+class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, collectives: Collectives) -> Tensor:
         ctx.collectives = collectives

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from services.common.program.activation_checkpointing import run_checkpointed
 from services.common.program.backends.protocol import Collectives
 from services.common.program.layers import (
+    ColumnParallelLinear,
     Layout,
     OneWorker,
-    ParallelEmbedding,
-    ParallelLinear,
     RMSNorm,
+    RowParallelLinear,
+    VocabularyParallelEmbedding,
     gather_sequence,
-    scatter_sequence,
+    reduce_scatter_sequence,
 )
 from services.common.recipe import ActivationCheckpointing, Model, RopeScaling
 
@@ -46,7 +47,7 @@ class Llama(nn.Module):
         super().__init__()
         self.collectives = collectives or OneWorker()
         self.model = _Decoder(config, sequence_length, self.collectives, activation_checkpointing)
-        self.lm_head = ParallelLinear(config.hidden_size, config.vocab_size, self.collectives.mesh, dim=0)
+        self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, self.collectives.mesh)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -102,7 +103,7 @@ class _Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self._collectives, self._activation_checkpointing = collectives, activation_checkpointing
-        self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, collectives)
+        self.embed_tokens = VocabularyParallelEmbedding(config.vocab_size, config.hidden_size, collectives)
         self.layers = nn.ModuleList(_Layer(config, collectives) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives.mesh)
         cos_SN, sin_SN = rotary_table(config, sequence_length)
@@ -111,7 +112,7 @@ class _Decoder(nn.Module):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         length = tokens_BS.shape[1]
-        hidden_BSD = scatter_sequence(self.embed_tokens(tokens_BS), self._collectives)
+        hidden_BSD = reduce_scatter_sequence(self.embed_tokens(tokens_BS), self._collectives)
         cos_SN, sin_SN = self.cos_SN[:length], self.sin_SN[:length]  # type: ignore[index]
         for layer in self.layers:
             hidden_BSD = run_checkpointed(layer, self._activation_checkpointing, hidden_BSD, cos_SN, sin_SN)
@@ -140,10 +141,10 @@ class _Attention(nn.Module):
         self._collectives, mesh = collectives, collectives.mesh
         self.head_dim = config.head_dim
         key_value_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = ParallelLinear(config.hidden_size, config.hidden_size, mesh, dim=0)
-        self.k_proj = ParallelLinear(config.hidden_size, key_value_size, mesh, dim=0, copies="key_value")
-        self.v_proj = ParallelLinear(config.hidden_size, key_value_size, mesh, dim=0, copies="key_value")
-        self.o_proj = ParallelLinear(config.hidden_size, config.hidden_size, mesh, dim=1)
+        self.q_proj = ColumnParallelLinear(config.hidden_size, config.hidden_size, mesh)
+        self.k_proj = ColumnParallelLinear(config.hidden_size, key_value_size, mesh, copies="key_value")
+        self.v_proj = ColumnParallelLinear(config.hidden_size, key_value_size, mesh, copies="key_value")
+        self.o_proj = RowParallelLinear(config.hidden_size, config.hidden_size, mesh)
         self.is_grouped = self.k_proj.weight.shape[0] < self.q_proj.weight.shape[0]
 
     def forward(self, x_BSD: Tensor, cos_SN: Tensor, sin_SN: Tensor) -> Tensor:
@@ -158,21 +159,21 @@ class _Attention(nn.Module):
             q_BHSN, k_BKSN, v_BKSN, is_causal=True, scale=self.head_dim**-0.5, enable_gqa=self.is_grouped
         )
         mixed_BSD = self.o_proj(mixed_BHSN.transpose(1, 2).reshape(batch, length, -1))
-        return scatter_sequence(mixed_BSD, self._collectives)
+        return reduce_scatter_sequence(mixed_BSD, self._collectives)
 
 
 class _FeedForward(nn.Module):
     def __init__(self, config: Model, collectives: Collectives) -> None:
         super().__init__()
         self._collectives, mesh = collectives, collectives.mesh
-        self.gate_proj = ParallelLinear(config.hidden_size, config.intermediate_size, mesh, dim=0)
-        self.up_proj = ParallelLinear(config.hidden_size, config.intermediate_size, mesh, dim=0)
-        self.down_proj = ParallelLinear(config.intermediate_size, config.hidden_size, mesh, dim=1)
+        self.gate_proj = ColumnParallelLinear(config.hidden_size, config.intermediate_size, mesh)
+        self.up_proj = ColumnParallelLinear(config.hidden_size, config.intermediate_size, mesh)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, mesh)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_BSD = gather_sequence(x_BSD, self._collectives)
         out_BSD = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
-        return scatter_sequence(out_BSD, self._collectives)
+        return reduce_scatter_sequence(out_BSD, self._collectives)
 
 
 def rotary_table(config: Model, sequence_length: int) -> tuple[Tensor, Tensor]:
