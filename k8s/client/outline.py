@@ -23,6 +23,11 @@ class _Outline(BaseModel):
 
 class OutlineParallel(_Outline):
     data_parallel_size: Positive = 1
+    tensor_parallel_size: Positive = 1
+
+    @property
+    def num_workers(self) -> int:
+        return self.data_parallel_size * self.tensor_parallel_size
 
 
 class OutlineBatch(_Outline):
@@ -54,7 +59,7 @@ class Outline(_Outline):
 
     def nodes_of(self, stage: Stage) -> int:
         """Nodes of the stage's gang."""
-        return self.cluster.nodes_of(stage, self.parallel.data_parallel_size)
+        return self.cluster.nodes_of(stage, self.parallel.num_workers)
 
     def describe_topology(self, stage: str, nodes: int) -> str:
         """What NODES makes of the recipe."""

@@ -100,7 +100,9 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedReq
 
 
 def _fewer_nodes(outline: Outline) -> tuple[int, ...]:
-    return outline.cluster.fewer_nodes(outline.parallel.data_parallel_size, outline.batch.num_micro_batches)
+    return outline.cluster.fewer_nodes(
+        outline.parallel.num_workers, outline.parallel.tensor_parallel_size, outline.batch.num_micro_batches
+    )
 
 
 def complete_from_record(api: Api, group: WorkerGroup, request: DeployRequest, record: Record | None) -> DeployRequest:

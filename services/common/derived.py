@@ -25,13 +25,13 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
     rows = {
         "parameters": f"{model.num_parameters:,}",
         "tokens per step": f"{tokens_per_step:,}",
-        "micro-batches per step": f"{batch.num_micro_batches} ({_micro_batches_per_worker(recipe)} per worker)",
+        "micro-batches per step": f"{batch.num_micro_batches} ({_micro_batches_per_model(recipe)} per worker)",
         "tokens in max_steps": f"{total_tokens:,}",
         "floating-point operations": f"{total_tokens * flops_per_token(recipe):.2e}",
         "memory per worker, about": f"{memory_per_worker_bytes(recipe) / 2**20:,.0f} MiB",
         "checkpoint size": f"{model.num_parameters * 12 / 2**20:,.0f} MiB",
         "graphs to compile": _graphs(recipe),
-        "CPU cores for training": f"{recipe.parallel.data_parallel_size * recipe.parallel.threads_per_worker}",
+        "CPU cores for training": f"{recipe.parallel.num_workers * recipe.parallel.threads_per_worker}",
         "nodes on a cluster": ", ".join(f"{stage} {stage_nodes(recipe, stage)}" for stage in STAGES),
     }
     if corpus is None:
@@ -62,12 +62,13 @@ def flops_per_token(recipe: Recipe) -> float:
 def memory_per_worker_bytes(recipe: Recipe) -> int:
     """Weights, gradient, two moments and partial sums of the reduction, in float32; activations of a micro-batch.
 
-    The moments are a share of them where the optimizer's state is sharded.
+    The moments are a share of them where the optimizer's state is sharded, and all a part where the model is split.
     """
     model, batch = recipe.model, recipe.batch
-    partial_sums = _micro_batches_per_worker(recipe).bit_length()
+    parameters = model.num_parameters // recipe.parallel.tensor_parallel_size
+    partial_sums = _micro_batches_per_model(recipe).bit_length()
     shares = recipe.parallel.data_parallel_size if recipe.parallel.zero_stage else 1
-    state = model.num_parameters * 4 * (2 + partial_sums) + model.num_parameters * 8 // shares
+    state = parameters * 4 * (2 + partial_sums) + parameters * 8 // shares
     tokens = batch.micro_batch_size * recipe.corpus.sequence_length
     per_layer = {  # saved for the backward pass
         "none": 10 * model.hidden_size + 4 * model.intermediate_size,
@@ -75,8 +76,8 @@ def memory_per_worker_bytes(recipe: Recipe) -> int:
         "full": model.hidden_size,
     }[recipe.train.activation_checkpointing]
     activations = tokens * 4 * (model.num_hidden_layers * per_layer + 2 * model.vocab_size)
-    return state + activations
+    return state + activations // recipe.parallel.tensor_parallel_size
 
 
-def _micro_batches_per_worker(recipe: Recipe) -> int:
+def _micro_batches_per_model(recipe: Recipe) -> int:
     return recipe.batch.num_micro_batches // recipe.parallel.data_parallel_size

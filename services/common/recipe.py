@@ -27,11 +27,23 @@ class Identity:
     """Marks a recipe field as part of what artifacts of these kinds are made from."""
 
     kinds: tuple[Kind, ...]
+    is_added: bool = False
+    """The field is newer than artifacts that are kept: at its default it is left out, so that they keep their ids."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Marks a field that was part of the identity of these kinds while it had one legal value: artifacts keep their ids
+    by that value."""
+
+    kinds: tuple[Kind, ...]
+    value: Any
 
 
 CORPUS = Identity(("corpus",))
 TRACED = Identity(("compile_cache", "checkpoint"))  # a constant of the compiled graphs, and of the weights
 TRAINED = Identity(("checkpoint",))
+COMPILED = Identity(("compile_cache",))
 
 MAX_NAME_LENGTH = 128
 """File systems take names of 255 bytes; hashes, endings and writers' tokens are added to a name."""
@@ -202,12 +214,17 @@ class Model(Section):
 
 class Parallel(Section):
     data_parallel_size: Positive = 1
-    """Workers that each process a part of the global batch."""
-    tensor_parallel_size: Annotated[Literal[1], TRACED] = 1
+    """Models, each of `tensor_parallel_size` workers, that each process a part of the global batch."""
+    tensor_parallel_size: Annotated[Positive, COMPILED, Constant(("checkpoint",), 1)] = 1
+    """Workers that share one model: each has a part of every matrix, and of the sequence between the layers."""
     zero_stage: Literal[0, 1] = 0
     """1: each data-parallel worker holds and updates a share of the optimizer's state, with the same bits (ZeRO-1)."""
-    threads_per_worker: Annotated[Positive, Identity(("compile_cache",))] = 1
+    threads_per_worker: Annotated[Positive, COMPILED] = 1
     """CPU threads of a worker. Compiled loops are cut for this number, so it is declared and never detected."""
+
+    @property
+    def num_workers(self) -> int:
+        return self.data_parallel_size * self.tensor_parallel_size
 
 
 class Batch(Section):
@@ -250,7 +267,7 @@ class Train(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63), TRAINED] = 0
     dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
     """Arithmetic of matrix products. Master weights, moments and reductions are float32 always."""
-    activation_checkpointing: Annotated[ActivationCheckpointing, Identity(("compile_cache",))] = "none"
+    activation_checkpointing: Annotated[ActivationCheckpointing, COMPILED] = "none"
     """What of a layer's forward pass the backward pass computes again instead of keeping it: nothing; all but matrix
     products and attention (`selective`); or all (`full`). The bits are the same."""
     reduction: Annotated[Literal["exact", "fast"], TRAINED] = "exact"
@@ -282,26 +299,32 @@ class Cluster(Section):
     compiler_nodes: Positive = 1
     """Nodes of the compiler stage."""
     trainer_workers_per_node: Positive = 1
-    """Of the parallel.data_parallel_size workers, those that share a node. The trainer's nodes follow from both."""
+    """Of the data_parallel_size x tensor_parallel_size workers, those that share a node. The trainer's nodes follow."""
     min_nodes: Positive | None = None
     """The trainer goes on with as few when nodes are lost and none takes their place; when absent, it waits for all."""
 
-    def fewer_nodes(self, data_parallel_size: int, num_micro_batches: int) -> tuple[int, ...]:
+    def fewer_nodes(self, num_workers: int, tensor_parallel_size: int, num_micro_batches: int) -> tuple[int, ...]:
         """Numbers of nodes with which the trainer may go on after a loss, largest first; none without `min_nodes`.
 
-        With each, all workers have as many micro-batches. Under `train.reduction = "exact"` the bits stay the same.
+        With each, there are whole models, which all have as many micro-batches. Under `train.reduction = "exact"` the
+        bits stay the same.
         """
         if self.min_nodes is None:
             return ()
-        candidates = range(data_parallel_size // self.trainer_workers_per_node - 1, self.min_nodes - 1, -1)
-        return tuple(each for each in candidates if num_micro_batches % (each * self.trainer_workers_per_node) == 0)
 
-    def nodes_of(self, stage: Stage, data_parallel_size: int) -> int:
-        """Nodes of the stage's group."""
+        def shares_evenly(nodes: int) -> bool:
+            models, rest = divmod(nodes * self.trainer_workers_per_node, tensor_parallel_size)
+            return models > 0 and rest == 0 and num_micro_batches % models == 0
+
+        candidates = range(self.nodes_of("trainer", num_workers) - 1, self.min_nodes - 1, -1)
+        return tuple(filter(shares_evenly, candidates))
+
+    def nodes_of(self, stage: Stage, num_workers: int) -> int:
+        """Nodes of the stage's group; `num_workers` are the trainer's."""
         return {
             "tokenizer": self.tokenizer_nodes,
             "compiler": self.compiler_nodes,
-            "trainer": data_parallel_size // self.trainer_workers_per_node,
+            "trainer": num_workers // self.trainer_workers_per_node,
         }[stage]
 
 
@@ -320,23 +343,25 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        batch, workers = self.batch, self.parallel.data_parallel_size
+        batch, models, workers = self.batch, self.parallel.data_parallel_size, self.parallel.num_workers
         if batch.global_batch_size % batch.micro_batch_size:
             raise ValueError(
                 f"batch.global_batch_size {batch.global_batch_size} must be a multiple of "
                 f"batch.micro_batch_size {batch.micro_batch_size}"
             )
-        if batch.num_micro_batches % workers:
+        if batch.num_micro_batches % models:
             raise ValueError(
                 f"{batch.num_micro_batches} micro-batches per step (batch.global_batch_size / batch.micro_batch_size) "
-                f"cannot be shared by parallel.data_parallel_size {workers}"
+                f"cannot be shared by parallel.data_parallel_size {models}"
             )
         if workers % self.cluster.trainer_workers_per_node:
             raise ValueError(
-                f"parallel.data_parallel_size {workers} must be a multiple of cluster.trainer_workers_per_node "
-                f"{self.cluster.trainer_workers_per_node}: every node has as many workers. Change one of the two, "
+                f"the {workers} workers (parallel.data_parallel_size {models} x parallel.tensor_parallel_size "
+                f"{workers // models}) must be a multiple of cluster.trainer_workers_per_node "
+                f"{self.cluster.trainer_workers_per_node}: every node has as many workers. Change one of them, "
                 f"for example --cluster.trainer_workers_per_node=1"
             )
+        self._require_equal_parts()
         if self.train.reduction == "exact" and batch.num_micro_batches & (batch.num_micro_batches - 1):
             raise ValueError(
                 f"train.reduction = 'exact' sums micro-batches in a binary tree and needs a power of two of them, "
@@ -359,10 +384,32 @@ class Recipe(Section):
             )
         return self
 
+    def _require_equal_parts(self) -> None:
+        """Raise `ValueError` unless tensor-parallel workers can have as much of everything."""
+        model, parts = self.model, self.parallel.tensor_parallel_size
+        shared = {
+            "model.num_attention_heads": model.num_attention_heads,
+            "model.intermediate_size": model.intermediate_size,
+            "model.vocab_size": model.vocab_size,
+            "corpus.sequence_length": self.corpus.sequence_length,
+        }
+        for name, size in shared.items():
+            if size % parts:
+                raise ValueError(
+                    f"{name} {size:,} cannot be shared by parallel.tensor_parallel_size {parts}: each of its workers "
+                    f"has an equal part"
+                )
+        heads = model.num_key_value_heads
+        if heads % parts and parts % heads:
+            raise ValueError(
+                f"model.num_key_value_heads {heads} and parallel.tensor_parallel_size {parts}: one must be a multiple "
+                f"of the other, so that each worker has whole heads, or as many workers hold each head"
+            )
+
 
 def stage_nodes(recipe: Recipe, stage: Stage) -> int:
     """Nodes of the stage's group on a cluster."""
-    return recipe.cluster.nodes_of(stage, recipe.parallel.data_parallel_size)
+    return recipe.cluster.nodes_of(stage, recipe.parallel.num_workers)
 
 
 def identity(recipe: Recipe, kind: Kind) -> dict[str, Any]:
@@ -380,8 +427,12 @@ def _identity_fields(section: BaseModel, kind: str, prefix: str) -> list[tuple[s
     fields: list[tuple[str, Any]] = []
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        marks = [mark for mark in field.metadata if isinstance(mark, Identity)]
-        if any(kind in mark.kinds for mark in marks):
+        constants = [mark.value for mark in field.metadata if isinstance(mark, Constant) and kind in mark.kinds]
+        if constants:
+            fields.append((prefix + name, constants[0]))
+            continue
+        marks = [mark for mark in field.metadata if isinstance(mark, Identity) and kind in mark.kinds]
+        if any(not mark.is_added or value != field.default for mark in marks):
             # A preset is a way of writing the other fields, so it never tells two runs apart.
             plain = value.model_dump(mode="json", exclude={"preset"}) if isinstance(value, BaseModel) else value
             if isinstance(plain, tuple):

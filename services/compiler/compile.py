@@ -64,7 +64,7 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace) 
         facts=facts,
         graphs_compiled=compiled.graphs_compiled,
         graphs_missed_by_verification=0,
-        world_size_traced=recipe.parallel.data_parallel_size,
+        world_size_traced=recipe.parallel.num_workers,
         phases=tuple(phase_timer.phases),
     )
     return Draft(payload)

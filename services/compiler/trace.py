@@ -21,7 +21,7 @@ from torch import Tensor
 from services.common.entry_point import run_stage
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend
-from services.common.program.mesh import Mesh
+from services.common.program.mesh import Mesh, make_mesh
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
@@ -33,9 +33,11 @@ def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     recipe = Recipe.model_validate_json((folder / "recipe.json").read_text(encoding="utf-8"))
-    WorkerGroup.fake(recipe.parallel.data_parallel_size)
-    mesh = Mesh(0, data_parallel_size=recipe.parallel.data_parallel_size)
-    backend = choose_backend()(mesh, recipe.parallel.threads_per_worker, recipe.train.reduction)
+    world_size = recipe.parallel.num_workers
+    WorkerGroup.fake(world_size)
+    backend = choose_backend()(
+        make_mesh(recipe, rank=0, world_size=world_size), recipe.parallel.threads_per_worker, recipe.train.reduction
+    )
     trace(recipe, backend, report=lambda phase: print(phase, flush=True))
     (folder / "report.json").write_text(json.dumps(asdict(backend.cache_report())), encoding="utf-8")
     return 0

@@ -18,7 +18,7 @@ from services.common.artifacts.store import LOCK_SUFFIX
 from services.common.artifacts.upstream import open_corpus
 from services.common.command_line import StageParser
 from services.common.derived import describe
-from services.common.errors import ArtifactError, MillraceError, naming_the_place
+from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
 from services.common.image_platform import image_variant, require_backend
 from services.common.recipe import Recipe
 from services.common.telemetry import configure_logging
@@ -57,6 +57,10 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
         print(describe(recipe, _published_corpus(arguments, recipe)))
         return 0
     require_backend(image_variant())
+    if recipe.parallel.tensor_parallel_size > 1:
+        raise RecipeError(
+            "parallel.tensor_parallel_size is above 1: the trainer cannot write a checkpoint of a split model yet"
+        )
     job = _open_job(arguments, recipe)
     job.run_folder.mkdir(parents=True, exist_ok=True)
     with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, using_node(job):

@@ -14,7 +14,7 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend
 from services.common.program.fingerprint import explain_difference, program_facts
-from services.common.program.mesh import Mesh
+from services.common.program.mesh import make_mesh
 from services.common.program.optimizer import learning_rate
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
@@ -123,7 +123,7 @@ def make_backend(job: Job, environment: WorkerEnvironment) -> Backend:
     """This worker's device, pointed at the node's copy of the compile cache."""
     backend_class = choose_backend()
     os.environ.update(backend_class.cache_environment(compile_cache_folder(job)))
-    mesh = Mesh(environment.rank, data_parallel_size=environment.world_size)
+    mesh = make_mesh(job.recipe, environment.rank, environment.world_size)
     backend = backend_class(mesh, job.recipe.parallel.threads_per_worker, job.recipe.train.reduction)
     if job.recipe.compile.require_warm:
         backend.require_warm_cache()

@@ -42,7 +42,7 @@ def supervise(job: Job, lease: HeldLease) -> None:
     forget_signals(job.run_folder)
     launcher = choose_launcher(job.launch)
     spec = WorkerGroupSpec(
-        num_workers=parallel.data_parallel_size,
+        num_workers=parallel.num_workers,
         threads_per_worker=parallel.threads_per_worker,
         workers_per_node=job.recipe.cluster.trainer_workers_per_node,
         shared_folder=job.run_folder,

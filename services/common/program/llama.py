@@ -67,11 +67,6 @@ class Llama(nn.Module):
         return {name: self.get_submodule(name.rpartition(".")[0]).layout for name, _ in self.named_parameters()}  # type: ignore[misc]
 
 
-def key_value_copies(config: Model, tensor_parallel_size: int) -> int:
-    """Workers of the tensor axis that hold the same key-value heads."""
-    return max(1, tensor_parallel_size // config.num_key_value_heads)
-
-
 def initialize(model: Llama, config: Model, seed: int) -> None:
     """Draw every weight from a normal distribution, each from a stream of its own keyed by (seed, name).
 

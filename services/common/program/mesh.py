@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from services.common.recipe import Recipe
+
 Axis = Literal["data", "tensor", "key_value"]
 AXES: tuple[Axis, ...] = ("data", "tensor", "key_value")
 
@@ -70,3 +72,14 @@ class Mesh:
         size = count // self.data_parallel_size
         first = self.index("data") * size
         return range(first, first + size)
+
+
+def make_mesh(recipe: Recipe, rank: int, world_size: int) -> Mesh:
+    """Where a worker of the recipe's run stands."""
+    tensor_parallel_size = recipe.parallel.tensor_parallel_size
+    return Mesh(
+        rank,
+        data_parallel_size=world_size // tensor_parallel_size,
+        tensor_parallel_size=tensor_parallel_size,
+        key_value_copies=max(1, tensor_parallel_size // recipe.model.num_key_value_heads),
+    )

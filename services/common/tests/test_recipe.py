@@ -16,7 +16,7 @@ from services.common.command_line import StageParser
 from services.common.derived import derive, describe
 from services.common.errors import RecipeError
 from services.common.presets import MODEL_PRESETS
-from services.common.recipe import MAX_NAME_LENGTH, Identity, Kind, Model, Recipe, identity, stage_nodes
+from services.common.recipe import MAX_NAME_LENGTH, Cluster, Identity, Kind, Model, Recipe, identity, stage_nodes
 from services.common.recipe_file import load_recipe
 from services.common.testing.artifacts import fill
 from services.common.testing.recipes import make_recipe, write_recipe
@@ -54,6 +54,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "model.tie_word_embeddings": ("true", "compile_cache checkpoint"),
     "model.initializer_range": ("0.1", "compile_cache checkpoint"),
     "parallel.data_parallel_size": ("2", ""),
+    "parallel.tensor_parallel_size": ("2", "compile_cache"),
     "parallel.zero_stage": ("1", ""),
     "parallel.threads_per_worker": ("2", "compile_cache"),
     "batch.micro_batch_size": ("4", "compile_cache checkpoint"),
@@ -87,12 +88,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "cluster.compiler_nodes": ("7", ""),
     "cluster.min_nodes": ("7", ""),
 }
-# tensor_parallel_size and control_text have one legal value; the vocabulary's fields change together, and those of the
-# nodes (below).
+# control_text has one legal value; the vocabulary's fields change together, and those of the nodes (below).
 NOT_ALONE = {
     "corpus.control_text",
     "cluster.trainer_workers_per_node",
-    "parallel.tensor_parallel_size",
     "tokenizer.model",
     "tokenizer.train",
     "tokenizer.train.vocab_size",
@@ -210,11 +209,11 @@ def test_a_value_of_the_wrong_kind_is_shown_with_what_was_expected(
         ({"batch.global_batch_size": "12", "parallel.data_parallel_size": "3"}, "needs a power of two of them, got 6"),
         (
             {"parallel.data_parallel_size": "4", "cluster.trainer_workers_per_node": "3"},
-            "parallel.data_parallel_size 4 must be a multiple of cluster.trainer_workers_per_node 3",
+            "the 4 workers .* must be a multiple of cluster.trainer_workers_per_node 3",
         ),
         (
             {"parallel.data_parallel_size": "2", "cluster.trainer_workers_per_node": "4"},
-            "parallel.data_parallel_size 2 must be a multiple of cluster.trainer_workers_per_node 4",
+            "the 2 workers .* must be a multiple of cluster.trainer_workers_per_node 4",
         ),
         ({"tokenizer.train.vocab_size": "301"}, "tokenizer.train.vocab_size 301 and model.vocab_size 300 differ"),
         ({"optimizer.min_learning_rate": "1"}, "optimizer.min_learning_rate 1.0 exceeds optimizer.learning_rate 0.01"),
@@ -489,7 +488,43 @@ def test_a_gang_that_lost_a_node_goes_on_with_as_many_as_share_the_batch(
     recipe = load(tmp_path, eight | overrides)
     workers, micro_batches = recipe.parallel.data_parallel_size, recipe.batch.num_micro_batches
 
-    assert recipe.cluster.fewer_nodes(workers, micro_batches) == expected
+    assert recipe.cluster.fewer_nodes(workers, 1, micro_batches) == expected
+
+
+def test_a_gang_of_split_models_goes_on_with_whole_ones(tmp_path: Path) -> None:
+    cluster = Cluster(trainer_workers_per_node=2, min_nodes=1)
+
+    assert cluster.fewer_nodes(num_workers=16, tensor_parallel_size=4, num_micro_batches=8) == (4, 2)
+    assert cluster.fewer_nodes(num_workers=16, tensor_parallel_size=1, num_micro_batches=8) == (4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model.num_attention_heads": "4"}, "model.num_attention_heads 4 cannot be shared by"),
+        ({"model.num_key_value_heads": "1", "model.intermediate_size": "100"}, "model.intermediate_size 100 cannot"),
+        ({"corpus.sequence_length": "12"}, "corpus.sequence_length 12 cannot be shared by"),
+        ({"model.num_attention_heads": "24", "model.num_key_value_heads": "3"}, "model.num_key_value_heads 3 and"),
+    ],
+)
+def test_tensor_parallel_workers_need_equal_parts_of_everything(
+    tmp_path: Path, overrides: dict[str, str], message: str
+) -> None:
+    eight = {"model.hidden_size": "96", "model.intermediate_size": "96", "parallel.tensor_parallel_size": "8"}
+    heads = {"model.num_attention_heads": "8", "model.num_key_value_heads": "2"}
+    heads |= {"model.vocab_size": "304", "tokenizer.train.vocab_size": "304"}
+    assert load(tmp_path, {**eight, **heads}).parallel.num_workers == 8
+
+    with pytest.raises(RecipeError, match=message):
+        load(tmp_path, {**eight, **heads, **overrides})
+
+
+def test_a_run_keeps_its_name_at_every_tensor_parallel_degree(tmp_path: Path) -> None:
+    one, two = load(tmp_path, {}), load(tmp_path, {"parallel.tensor_parallel_size": "2"})
+
+    assert identity(one, "checkpoint") == identity(two, "checkpoint")
+    assert identity(one, "checkpoint")["parallel.tensor_parallel_size"] == 1  # as runs have it that know no other
+    assert identity(one, "compile_cache") != identity(two, "compile_cache")
 
 
 def test_a_dry_run_shows_the_resolved_recipe(tmp_path: Path) -> None:

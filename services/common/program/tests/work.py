@@ -9,8 +9,7 @@ import xxhash
 
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.torch_native import TorchNative
-from services.common.program.llama import key_value_copies
-from services.common.program.mesh import AXES, Mesh
+from services.common.program.mesh import AXES, Mesh, make_mesh
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.testing.recipes import make_recipe
@@ -57,6 +56,16 @@ def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
 PARALLEL_STEPS = 8
 PARALLEL = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "compile__enabled": "false"}
 MESHES = {"data 4": (4, 1), "data 2 x tensor 2": (2, 2), "tensor 4, 2 key-value heads": (1, 4)}
+
+
+def degrees(data_parallel_size: int, tensor_parallel_size: int) -> dict[str, str]:
+    """Overrides of the small recipe."""
+    return {
+        "parallel__data_parallel_size": str(data_parallel_size),
+        "parallel__tensor_parallel_size": str(tensor_parallel_size),
+    }
+
+
 SHARDED, RECOMPUTED = ", ZeRO-1", ", recomputed"
 
 
@@ -92,8 +101,10 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
     group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
     own = folder / str(rank)
     own.mkdir()
-    copies = key_value_copies(make_recipe(own, **PARALLEL).model, 4)
-    meshes = {name: Mesh(rank, *sizes, copies if sizes[1] == 4 else 1) for name, sizes in MESHES.items()}
+    meshes = {
+        name: make_mesh(make_recipe(own, **PARALLEL, **degrees(*sizes)), rank, environment.world_size)
+        for name, sizes in MESHES.items()
+    }
     results = {name: train_on(mesh, own) for name, mesh in meshes.items()}
     for name, mesh in meshes.items():
         if mesh.data_parallel_size > 1:
