@@ -50,8 +50,10 @@ def trace(recipe: Recipe, backend: Backend, report: Callable[[str], None]) -> No
     for step in range(3):
         program.train_step(step, tokens)
         report(PHASES[step])
-    saved = {name: view.clone() for name, view in (program.weights() | program.moments()).items()}
-    program.load(saved)
+    saved = {piece: tensor.clone() for piece, tensor in program.held_state().items()}
+    for piece, tensor in program.held_state().items():
+        tensor.copy_(saved[piece])
+    program.update_weights()
     report(PHASES[3])
     program.train_step(3, tokens)
     report(PHASES[4])

@@ -1,4 +1,4 @@
-"""The trainer stage: corpus/2 + compile_cache/1 -> checkpoint/1 and run/1.
+"""The trainer stage: corpus/2 + compile_cache/1 -> checkpoint/2 and run/1.
 
 `python -m services.trainer [train|summary|report|sample|export] --recipe FILE`; `train` is the default.
 """
@@ -18,10 +18,11 @@ from services.common.artifacts.store import LOCK_SUFFIX
 from services.common.artifacts.upstream import open_corpus
 from services.common.command_line import StageParser
 from services.common.derived import describe
-from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
+from services.common.errors import ArtifactError, MillraceError, naming_the_place
 from services.common.image_platform import image_variant, require_backend
 from services.common.recipe import Recipe
 from services.common.telemetry import configure_logging
+from services.trainer.checkpoint import newest_checkpoint, verify_sizes
 from services.trainer.export import export
 from services.trainer.job import (
     ALLOW_CHANGED_PROGRAM,
@@ -32,7 +33,7 @@ from services.trainer.job import (
     open_cache,
     run_name,
 )
-from services.trainer.node_staging import newest_checkpoint_on_node, prepare_node, using_node
+from services.trainer.node_staging import prepare_node, using_node
 from services.trainer.report import read_state, write_report
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
 from services.trainer.sample import TextGenerator, require_drawable
@@ -57,14 +58,12 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
         print(describe(recipe, _published_corpus(arguments, recipe)))
         return 0
     require_backend(image_variant())
-    if recipe.parallel.tensor_parallel_size > 1:
-        raise RecipeError(
-            "parallel.tensor_parallel_size is above 1: the trainer cannot write a checkpoint of a split model yet"
-        )
     job = _open_job(arguments, recipe)
     job.run_folder.mkdir(parents=True, exist_ok=True)
     with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, using_node(job):
-        checkpoint = newest_checkpoint_on_node(job)
+        checkpoint = newest_checkpoint(job.checkpoint_collection, verify_sizes)  # the workers verify what they load
+        if completed_step(checkpoint) >= recipe.train.max_steps:
+            checkpoint = newest_checkpoint(job.checkpoint_collection)
         step = completed_step(checkpoint)
         if checkpoint and step < recipe.train.max_steps:
             job = continue_run(job, checkpoint, arguments.allow_changed_program)

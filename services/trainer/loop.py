@@ -6,10 +6,12 @@ import logging
 import os
 import socket
 import time
+from functools import partial
 from typing import Any
 
+from services.common.artifacts.checkpoint import checkpoint_id
 from services.common.artifacts.token_stream import TokenStream
-from services.common.errors import ArtifactError, DeviceError
+from services.common.errors import ArtifactError, DeviceError, UnreadableError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend
@@ -20,13 +22,15 @@ from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import fingerprint
 from services.common.telemetry import configure_logging
-from services.trainer.checkpoint import CheckpointSchedule, CheckpointWriter, load_checkpoint
+from services.trainer.checkpoint import all_damaged, checkpoint_steps, open_checkpoint, verify_sizes
+from services.trainer.checkpoint_writer import CheckpointSchedule, CheckpointWriter
 from services.trainer.data import evaluation_batch, micro_batches, num_evaluation_batches
 from services.trainer.divergence import ENDED_BY, SkippedSteps, diverged
 from services.trainer.job import Job
 from services.trainer.metrics import StepRecord
-from services.trainer.node_staging import compile_cache_folder, new_cache_files, newest_checkpoint_on_node, prepare_node
+from services.trainer.node_staging import compile_cache_folder, new_cache_files, prepare_node, verify_on_node
 from services.trainer.recorder import MetricsRecorder
+from services.trainer.shards import ShardReader
 from services.trainer.stop import StopConditions, StopReason, clear_stop, stopped
 
 logger = logging.getLogger(__name__)
@@ -46,14 +50,13 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     require_same_program(job, group)
     backend = make_backend(job, environment)
     program = Program(recipe, backend)
-    first_step, skipped_steps = group.wait_for_work(lambda: resume(job, program))
-    require_same_step(job, group, first_step)
+    first_step, skipped_steps = resume(job, program, group)
     training = TokenStream(job.corpus.path, job.corpus.manifest.corpus, "train")
     validation = TokenStream(job.corpus.path, job.corpus.manifest.corpus, "validation")
     stop_conditions = StopConditions(job, environment)
     skipped = SkippedSteps(job, skipped_steps)
     schedule = CheckpointSchedule(recipe)
-    writer = CheckpointWriter(job, environment.world_size) if rank == 0 else None
+    writer = CheckpointWriter(job, backend.mesh, group)
     setup_seconds, training_since = time.time() - job.workers_started_at.timestamp(), time.perf_counter()
     reason, done = StopReason.NONE, first_step
     divergence: StepRecord | None = None
@@ -92,10 +95,9 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
                 if is_saving:
                     recorder.hold()
                 recorder.add(**evaluate(program, validation))
-            if writer:
-                writer.raise_failure()
+            writer.advance()
             recorder.write()
-        wait_for_writer(group, writer)
+        writer.wait()
         attempt = {
             "started_at": job.workers_started_at.timestamp(),
             "setup_seconds": max(0.0, setup_seconds),
@@ -106,7 +108,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
             "launch": environment.launch,
             "ended_by": ENDED_BY if divergence else str(reason) if reason else "completion",
             **count_compile_misses(job, backend, group),
-            "slowest_checkpoint_seconds": writer.slowest_seconds if writer else 0.0,
+            "slowest_checkpoint_seconds": writer.slowest_seconds,
         }
         recorder.write_attempt(attempt)
     if reason and rank == 0:
@@ -150,27 +152,57 @@ def require_same_program(job: Job, group: WorkerGroup) -> None:
         )
 
 
-def resume(job: Job, program: Program) -> tuple[int, int]:
-    """Load the newest checkpoint that verifies; (steps done, steps skipped), both 0 for a new run."""
-    checkpoint = newest_checkpoint_on_node(job)
-    if checkpoint is None:
-        logger.info("starting a new run")
-        return 0, 0
-    load_checkpoint(checkpoint, program)
-    state = checkpoint.manifest.checkpoint
-    logger.info("resuming after step=%d from %s", state.step, checkpoint.path)
-    return state.step, state.skipped_steps
+def resume(job: Job, program: Program, group: WorkerGroup) -> tuple[int, int]:
+    """Load the newest checkpoint of which every worker's part verifies; (steps done, steps skipped), both 0 for a new
+    run.
+
+    Raises `ArtifactError` when all checkpoints are damaged, or when the workers see different ones.
+    """
+    damages = []
+    for step in reversed(agree_on_checkpoints(job, group)):
+        found = group.wait_for_work(partial(load_part, job, program, step))
+        problems = [problem for each in group.gather({"problem": found}) if (problem := each["problem"])]
+        if not problems:
+            program.update_weights()
+            state = open_checkpoint(job.checkpoint_collection, step, verify_sizes).manifest.checkpoint
+            logger.info("resuming after step=%d from %s", step, job.checkpoint_address(step).path)
+            return step, state.skipped_steps
+        logger.warning("passing over a damaged checkpoint: %s", problems[0])
+        damages.append(f"{checkpoint_id(step)}: {problems[0]}")
+    if damages:
+        raise all_damaged(job.checkpoint_collection, damages)
+    logger.info("starting a new run")
+    return 0, 0
 
 
-def require_same_step(job: Job, group: WorkerGroup, first_step: int) -> None:
-    """Raise `ArtifactError` when workers found different checkpoints: their weights would be mixed."""
-    newest, oldest = group.maximum(first_step), -group.maximum(-first_step)
-    if newest != oldest:
-        raise ArtifactError(
-            f"{job.checkpoint_collection}: one worker resumes after step {newest}, another after step {oldest}: not "
-            f"all nodes can read the newest checkpoint. Run `python -m services.common.artifacts verify` on each of "
-            f"them."
-        )
+def agree_on_checkpoints(job: Job, group: WorkerGroup) -> list[int]:
+    """Steps of the checkpoints, ascending. Raises `ArtifactError` when the workers see different ones."""
+    seen = group.gather({"steps": checkpoint_steps(job.checkpoint_collection)})
+    for rank, theirs in enumerate(seen):
+        if theirs != seen[0]:
+            one, other = (max(each["steps"], default=0) for each in (seen[0], theirs))
+            raise ArtifactError(
+                f"{job.checkpoint_collection}: rank 0 sees {len(seen[0]['steps'])} checkpoints, the newest after step "
+                f"{one}, rank {rank} sees {len(theirs['steps'])}, the newest after step {other}: their nodes do not "
+                f"have the same folder. Run `python -m services.common.artifacts list` on each of them."
+            )
+    return list(seen[0]["steps"])
+
+
+def load_part(job: Job, program: Program, step: int) -> str:
+    """Load what this worker holds of a checkpoint, verified; what is wrong with it, or nothing."""
+    try:
+        checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
+        reader, held = ShardReader(checkpoint, program.shapes()), program.held_state()
+        files = reader.files_of(held)
+        logger.info("reading %d of %d shards of %s", len(files), len(checkpoint.manifest.files), checkpoint.path)
+        verify_on_node(job, checkpoint, files)
+        reader.read(held)
+    except UnreadableError:
+        raise
+    except ArtifactError as error:
+        return str(error)
+    return ""
 
 
 def is_finite(program: Program) -> bool:
@@ -178,37 +210,33 @@ def is_finite(program: Program) -> bool:
     return bool(program.backend.defer({"is_finite": program.is_finite()}).read()["is_finite"])
 
 
-def save(program: Program, group: WorkerGroup, writer: CheckpointWriter | None, record: StepRecord) -> float:
+def save(program: Program, group: WorkerGroup, writer: CheckpointWriter, record: StepRecord) -> float:
     """Begin a checkpoint of the state after a step; the seconds that training stood still for it.
 
-    Rank 0 writes for all, since all hold the same state. Raises what the checkpoint before it failed with, and
-    `DeviceError` when the workers' states differ: then none is made of them.
+    Raises what the checkpoint before it failed with, and `DeviceError` when the states of workers differ that hold the
+    same: then none is made of them.
     """
     started = time.perf_counter()
-    wait_for_writer(group, writer)
+    writer.wait()
     require_same_state(program, group, record.step)
-    weights, moments = program.weights(), program.moments()
-    if writer:
-        writer.save(weights, moments, record.step, record.skipped_steps, started)
+    writer.save(program.owned_state(), record.step, record.skipped_steps, started)
     return time.perf_counter() - started
 
 
-def wait_for_writer(group: WorkerGroup, writer: CheckpointWriter | None) -> None:
-    """Return once the last checkpoint is committed, which may take longer than a collective."""
-    group.wait_for_work(writer.wait if writer else lambda: None)
-
-
 def require_same_state(program: Program, group: WorkerGroup, step: int) -> None:
-    """Raise `DeviceError` unless all workers hold the same weights and moments, bit for bit."""
-    workers = group.gather({"host": socket.gethostname(), "digests": program.digests()})
+    """Raise `DeviceError` unless all workers with the same part of the model hold the same bits of it."""
+    part = program.backend.mesh.index("tensor")
+    workers = group.gather({"host": socket.gethostname(), "part": part, "digests": program.digests()})
+    holders: dict[tuple[int, str], dict[int, list[str]]] = {}
+    for rank, worker in enumerate(workers):
+        for what, digest in worker["digests"].items():
+            found = holders.setdefault((worker["part"], what), {})
+            found.setdefault(digest, []).append(f"{rank} ({worker['host']})")
     differences = []
-    for part in workers[0]["digests"]:
-        holders: dict[int, list[str]] = {}
-        for rank, worker in enumerate(workers):
-            holders.setdefault(worker["digests"][part], []).append(f"{rank} ({worker['host']})")
-        if len(holders) > 1:
-            held = [f"{digest:016x} on rank {', '.join(ranks)}" for digest, ranks in holders.items()]
-            differences.append(f"  {part}: {'; '.join(held)}")
+    for (_, what), found in holders.items():
+        if len(found) > 1:
+            held = [f"{digest:016x} on rank {', '.join(ranks)}" for digest, ranks in found.items()]
+            differences.append(f"  {what}: {'; '.join(held)}")
     if differences:
         raise DeviceError(
             f"after step {step} the workers' states differ, which must be equal bit for bit:\n"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from services.common.artifacts.files import list_files, locate, verify_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import WorkersLost
 from services.common.private_folder import private_base, private_folder
-from services.trainer.checkpoint import newest_checkpoint, verify_checkpoint
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)
@@ -65,19 +64,20 @@ def prepare_node(job: Job) -> None:
                     shutil.copy2(locate(job.cache.path, entry.path), target)
 
 
-def newest_checkpoint_on_node(job: Job) -> Artifact[CheckpointManifest] | None:
-    """See `newest_checkpoint`; each is verified by one of this command's processes on the node, and by one of them
-    again at every start after a loss, which may come weeks later.
+def verify_on_node(job: Job, checkpoint: Artifact[CheckpointManifest], files: Iterable[str]) -> None:
+    """Check the bytes of the files that a worker is about to read. Each is checked by one of this command's processes
+    on the node, and by one of them again at every start after a loss, which may come weeks later.
+
+    Raises `ArtifactError` that names one that is damaged.
     """
-
-    def verify_once(checkpoint: Artifact[CheckpointManifest]) -> None:
-        manifest = checkpoint.manifest
-        with _doing_once(job, f"verified-{job.start_number}-{manifest.id}-{manifest.content_digest}") as is_to_do:
+    manifest = checkpoint.manifest
+    for file in files:
+        with _doing_once(
+            job, f"verified-{job.start_number}-{manifest.id}-{manifest.content_digest}-{file}"
+        ) as is_to_do:
             if is_to_do:
-                verify_checkpoint(checkpoint)
-                logger.info("verified the checkpoint %s", checkpoint.path)
-
-    return newest_checkpoint(job.checkpoint_collection, verify_once)
+                verify_files(checkpoint.path, manifest, paths=[file])
+                logger.info("verified %s of %s", file, checkpoint.path)
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _doing_once(job: Job, what: str) -> Iterator[bool]:
     """
     folder = node_folder(job)
     folder.mkdir(mode=0o700, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    with (folder / f"{what}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         stamp = folder / what
         yield not stamp.exists()

@@ -7,12 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from services.common.artifacts.checkpoint import WEIGHTS
 from services.common.errors import ArtifactError, RecipeError
-from services.common.program.llama import Llama
+from services.common.program.llama import Llama, parameter_shapes
 from services.common.vocabularies.codec import load_codec
-from services.trainer.checkpoint import load_tensors
 from services.trainer.run import Run, vocabulary_file
+from services.trainer.shards import read_weights
 
 TOP_TOKENS = 50
 MIN_TEMPERATURE = 1e-3
@@ -57,10 +56,7 @@ def load_model(run: Run) -> Llama:
 
 def load_weights(run: Run) -> dict[str, Tensor]:
     """The weights of the run's newest checkpoint. Raises `ArtifactError` when they are not those of its model."""
-    with torch.device("meta"):
-        model = Llama(run.recipe.model, run.recipe.corpus.sequence_length)
-    expected = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return load_tensors(run.checkpoint, WEIGHTS, expected)
+    return read_weights(run.checkpoint, parameter_shapes(run.recipe.model))
 
 
 def require_drawable(num_tokens: int, temperature: float, seed: int) -> None:

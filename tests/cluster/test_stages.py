@@ -19,9 +19,8 @@ import pytest
 from deploy.exit_codes import EXIT_AGAIN
 from images.platforms import REPOSITORY
 from k8s.objects.api import Api
-from services.common.artifacts.checkpoint import CheckpointManifest
-from services.common.artifacts.store import open_artifact
 from services.common.testing.waiting import wait_until
+from services.trainer.tests.runs import state_hash
 from tests.cluster.harness import (
     Harness,
     another_version,
@@ -102,8 +101,7 @@ def ended(client: subprocess.Popen[str]) -> str:
 
 
 def weights_digest(root: Path) -> str:
-    folder = one(root, f"checkpoint/*/step-{STEPS:08d}/manifest.json")
-    return open_artifact(folder, CheckpointManifest).manifest.content_digest
+    return state_hash(one(root, f"checkpoint/*/step-{STEPS:08d}/manifest.json"))
 
 
 def steps(harness: Harness) -> list[int]:

@@ -1,21 +1,23 @@
-"""checkpoint/1: the state of a run after a step, complete for continuing it bit for bit.
+"""checkpoint/2: the state of a run after a step, complete for continuing it bit for bit under any layout of workers.
 
-`weights.safetensors` holds the float32 master weights under their Hugging Face names;
-`moments.safetensors` holds AdamW's `first/<name>` and `second/<name>`. Data position, learning rate and
-random numbers are functions of the step, so there is no other state.
+`shard-00003.safetensors` holds what rank 3 owned: float32 slices of the master weights and of AdamW's moments. Their
+names are those of `services.common.program.state`, such as `exp_avg/model.norm.weight[0:16]`. Together the files hold
+each element once. Data position, learning rate and random numbers are functions of the step: there is no other state.
 """
 
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
 from services.common.artifacts.manifest import Count, Manifest, ManifestModel
 
-WEIGHTS = "weights.safetensors"
-MOMENTS = "moments.safetensors"
+WEIGHTS_1 = "weights.safetensors"
+"""Of checkpoint/1: whole weights by their names."""
+MOMENTS_1 = "moments.safetensors"
+"""Of checkpoint/1: whole moments, `first/<name>` and `second/<name>`."""
 
 
 class CheckpointPayload(ManifestModel):
@@ -26,6 +28,7 @@ class CheckpointPayload(ManifestModel):
     skipped_steps: Count
     """Steps whose update was not applied because a gradient was not finite."""
     data_parallel_size: Count
+    tensor_parallel_size: Count
     program_fingerprint: str
     waivers: tuple[str, ...]
     """Flags such as `--allow-cold-compile` under which this state was made."""
@@ -38,14 +41,34 @@ class CheckpointPayload(ManifestModel):
 
 
 class CheckpointManifest(Manifest):
-    SCHEMA: ClassVar[str] = "checkpoint/1"
+    SCHEMA: ClassVar[str] = "checkpoint/2"
 
     checkpoint: CheckpointPayload
 
+    @classmethod
+    def upgrade(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """checkpoint/1 was of whole models; its two files are read as they are (see `services.trainer.shards`)."""
+        if raw.get("schema") != "checkpoint/1":
+            return raw
+        payload = raw.get("checkpoint")
+        younger = {"tensor_parallel_size": 1}
+        return {**raw, "schema": cls.SCHEMA, "checkpoint": younger | payload if isinstance(payload, dict) else payload}
+
     @model_validator(mode="after")
-    def _lists_its_tensors(self) -> Self:
-        self.require_listed([WEIGHTS, MOMENTS])
+    def _lists_shards(self) -> Self:
+        others = [entry.path for entry in self.files if not _is_shard(entry.path)]
+        if others or not self.files:
+            raise ValueError(f"{', '.join(others[:4]) or 'no file'}: expected shards, as {shard_name(0)} is one")
         return self
+
+
+def shard_name(rank: int) -> str:
+    """Of the file with what this rank owned."""
+    return f"shard-{rank:05d}.safetensors"
+
+
+def _is_shard(path: str) -> bool:
+    return path in (WEIGHTS_1, MOMENTS_1) or re.fullmatch(r"shard-[0-9]{5,9}\.safetensors", path) is not None
 
 
 def checkpoint_id(step: int) -> str:

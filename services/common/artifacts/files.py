@@ -32,7 +32,7 @@ def describe_files(folder: Path) -> tuple[FileEntry, ...]:
     """Fsync and hash every file below `folder`, in the order of their paths."""
     paths = list_files(folder)
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        entries = tuple(pool.map(lambda path: _describe(folder, path), paths))
+        entries = tuple(pool.map(lambda path: describe_file(folder, path), paths))
     for directory in sorted({parent for path in paths for parent in Path(path).parents} | {Path()}):
         sync_folder(folder / directory)
     return entries
@@ -105,7 +105,8 @@ def xxh3_of(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def _describe(folder: Path, path: str) -> FileEntry:
+def describe_file(folder: Path, path: str) -> FileEntry:
+    """Fsync and hash one file below `folder`. Its name is as durable as its folder."""
     fast, strong, size = xxhash.xxh3_128(), hashlib.sha256(), 0
     with (folder / path).open("rb") as file:
         os.fsync(file.fileno())

@@ -28,6 +28,7 @@ from services.common.artifacts.files import describe_files, verify_files
 from services.common.artifacts.lease import Lease, hold_lease
 from services.common.artifacts.manifest import (
     MANIFEST,
+    FileEntry,
     Header,
     InputLink,
     Manifest,
@@ -91,6 +92,8 @@ class Draft:
 
     payload: Any
     inputs: tuple[InputLink, ...] = ()
+    files: tuple[FileEntry, ...] | None = None
+    """What was synced and described where it was written; None: `commit` does that."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ def begin_partial(address: Address, lease: Lease) -> Path:
     for path in list(address.collection.iterdir()):
         if re.fullmatch(re.escape(address.id) + _UNFINISHED, path.name):
             discard(path, lease)
-    partial = _partial_of(address, lease)
+    partial = partial_of(address, lease)
     partial.mkdir()
     return partial
 
@@ -202,7 +205,8 @@ def discard(path: Path, lease: Lease) -> None:
             raise
 
 
-def _partial_of(address: Address, lease: Lease) -> Path:
+def partial_of(address: Address, lease: Lease) -> Path:
+    """The folder that `begin_partial` makes for this holder."""
     return address.beside(f".{lease.writer}{PARTIAL_SUFFIX}")
 
 
@@ -211,7 +215,7 @@ def commit(address: Address, manifest_type: type[M], service: str, recipe: Recip
 
     Raises `TryAgain` when another writer took over, or has published it.
     """
-    partial = _partial_of(address, lease)
+    partial = partial_of(address, lease)
     manifest = manifest_type(
         schema_id=manifest_type.SCHEMA,
         name=address.name,
@@ -221,7 +225,7 @@ def commit(address: Address, manifest_type: type[M], service: str, recipe: Recip
         producer=producer(service),
         inputs=draft.inputs,
         recipe=recipe.model_dump(mode="json"),
-        files=describe_files(partial),
+        files=describe_files(partial) if draft.files is None else draft.files,
         **{address.kind: draft.payload},
     )
     manifest.write(partial)

@@ -6,7 +6,7 @@ Shape suffixes: P elements of a bucket with its padding, B elements of a block.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,17 @@ class Bucket:
             name: piece.view(parameter.shape)
             for (name, parameter), piece in zip(self.parameters.items(), pieces, strict=True)
         }
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
+        """The parameters that lie in elements `start` to `stop` of the bucket: (name, first element of the parameter,
+        end, its place in the bucket). The padding is none of them.
+        """
+        begin = 0
+        for name, parameter in self.parameters.items():
+            end = begin + parameter.numel()
+            if begin < stop and start < end:
+                yield name, max(start, begin) - begin, min(stop, end) - begin, max(start, begin)
+            begin = end
 
     def blocks(self, share_S: Tensor) -> list[Tensor]:
         """The blocks [B] of a flat tensor or of a worker's share of one, sharing its memory."""

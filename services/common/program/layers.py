@@ -56,6 +56,11 @@ class Layout:
         """This worker's part of the full tensor."""
         return full if self.dim is None else full.chunk(self.num_parts, self.dim)[self.part]
 
+    def box(self, shape: torch.Size) -> tuple[tuple[int, int], ...]:
+        """Begin and end along each dimension of the full tensor, of a part that has this shape."""
+        firsts = (self.part * length if dim == self.dim else 0 for dim, length in enumerate(shape))
+        return tuple((first, first + length) for first, length in zip(firsts, shape, strict=True))
+
     def full_shape(self, shape: torch.Size) -> torch.Size:
         """Shape of the full tensor of which a part has this one."""
         return torch.Size(length * (self.num_parts if dim == self.dim else 1) for dim, length in enumerate(shape))

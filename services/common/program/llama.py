@@ -67,6 +67,13 @@ class Llama(nn.Module):
         return {name: self.get_submodule(name.rpartition(".")[0]).layout for name, _ in self.named_parameters()}  # type: ignore[misc]
 
 
+def parameter_shapes(config: Model) -> dict[str, torch.Size]:
+    """Shapes of the full parameters, by name."""
+    with torch.device("meta"):
+        model = Llama(config, sequence_length=1)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
 def initialize(model: Llama, config: Model, seed: int) -> None:
     """Draw every weight from a normal distribution, each from a stream of its own keyed by (seed, name).
 

@@ -7,13 +7,14 @@ elements of a block, 1 and 3 numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from services.common.program.backends.protocol import Backend
 from services.common.program.buckets import Bucket
+from services.common.program.state import StateKind
 from services.common.recipe import Optimizer
 
 
@@ -86,24 +87,18 @@ class AdamW:
             state_S = (self._weights_S[number], self.exp_avg_S[number], self.exp_avg_sq_S[number])
             for gradient_B, *state_B in zip(blocks[number], *(bucket.blocks(each) for each in state_S), strict=True):
                 self._update_block(*state_B, gradient_B, scale_1, is_finite_1, scalars_3, self._is_decayed_1[number])
-            if self.is_sharded:
-                bucket.weights_P.copy_(self._gather(self._weights_S[number]))
+        self.update_weights()
         return norm_1.squeeze(0), is_finite_1.squeeze(0)
 
-    def moments(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Both moments of whole buckets [P]. Sharded, all workers gather them; otherwise they are the state itself."""
-        return [self._gather(each) for each in self.exp_avg_S], [self._gather(each) for each in self.exp_avg_sq_S]
+    def state(self) -> dict[StateKind, list[Tensor]]:
+        """What this worker holds of each bucket [S]: its share of it, or all of it where nothing is sharded."""
+        return {"weight": self._weights_S, "exp_avg": self.exp_avg_S, "exp_avg_sq": self.exp_avg_sq_S}
 
-    def load(self, exp_avg_P: Iterable[Tensor], exp_avg_sq_P: Iterable[Tensor]) -> None:
-        """Take both moments of whole buckets, and the weights that are in the buckets now."""
-        for bucket, weights_S in zip(self._buckets, self._weights_S, strict=True):
-            weights_S.copy_(self._share(bucket.weights_P))
-        for state, loaded in ((self.exp_avg_S, exp_avg_P), (self.exp_avg_sq_S, exp_avg_sq_P)):
-            for state_S, loaded_P in zip(state, loaded, strict=True):
-                state_S.copy_(self._share(loaded_P))
-
-    def _gather(self, share_S: Tensor) -> Tensor:
-        return self._backend.all_gather(share_S, "data") if self.is_sharded else share_S
+    def update_weights(self) -> None:
+        """Make the model's weights those of the state, of which all workers gather their shares."""
+        if self.is_sharded:
+            for bucket, weights_S in zip(self._buckets, self._weights_S, strict=True):
+                bucket.weights_P.copy_(self._backend.all_gather(weights_S, "data"))
 
     def _share(self, flat_P: Tensor) -> Tensor:
         """What this worker updates of a bucket [S]; without shards all of it."""

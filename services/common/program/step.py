@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
 from services.common.program.optimizer import AdamW, step_scalars
 from services.common.program.reduction import TreeSum
+from services.common.program.state import StateSlice
 from services.common.recipe import Recipe
 
 
@@ -83,9 +84,12 @@ class Program:
         return torch.stack(losses[:count]).mean()
 
     def is_finite(self) -> Tensor:
-        """Are all weights numbers? One that is not stays so, whatever the gradients are. A scalar on the device."""
+        """Are all weights of the model numbers? One that is not stays so, whatever the gradients are. A scalar on the
+        device.
+        """
         extremes = [torch.stack(torch.aminmax(bucket.weights_P)) for bucket in self.buckets]
-        return torch.stack(extremes).isfinite().all()
+        is_bad_1 = torch.stack(extremes).isfinite().all().logical_not().float().reshape(1)
+        return self.backend.all_reduce(is_bad_1, "tensor", "max").squeeze(0) == 0
 
     def digests(self) -> dict[str, int]:
         """A 63-bit hash over the bytes of each part of the state that all workers of the data axis hold whole: equal on
@@ -96,32 +100,43 @@ class Program:
             parts |= {"first moments": self.optimizer.exp_avg_S, "second moments": self.optimizer.exp_avg_sq_S}
         return {name: _digest(tensors) for name, tensors in parts.items()}
 
-    def weights(self) -> dict[str, Tensor]:
-        """Float32 master weights by Hugging Face name; views, not copies."""
-        return self._views([bucket.weights_P for bucket in self.buckets])
+    def held_state(self) -> dict[StateSlice, Tensor]:
+        """All of the state that this worker holds: flat tensors that share its memory.
 
-    def moments(self) -> dict[str, Tensor]:
-        """AdamW's moments as `first/<name>` and `second/<name>`. Where they are sharded, all workers have to ask."""
-        exp_avg_P, exp_avg_sq_P = self.optimizer.moments()
-        first = {f"first/{name}": view for name, view in self._views(exp_avg_P).items()}
-        second = {f"second/{name}": view for name, view in self._views(exp_avg_sq_P).items()}
-        return first | second
+        After they were written to, `update_weights` has to be called.
+        """
+        return self._slice_state(is_owned=False)
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take weights and moments, as `weights()` and `moments()` name them."""
-        for name, view in self.weights().items():
-            view.copy_(tensors[name])
-        self.optimizer.load(self._flatten(tensors, "first/"), self._flatten(tensors, "second/"))
+    def owned_state(self) -> dict[StateSlice, Tensor]:
+        """Of `held_state` what this worker alone answers for: all workers' together is the state, each element once."""
+        return self._slice_state(is_owned=True)
 
-    def state_shapes(self) -> tuple[dict[str, torch.Size], dict[str, torch.Size]]:
-        """Shapes of what `weights()` and `moments()` return."""
-        weights = {name: view.shape for name, view in self.weights().items()}
-        return weights, {f"{part}/{name}": shape for part in ("first", "second") for name, shape in weights.items()}
+    def update_weights(self) -> None:
+        """Make the model's weights those of the state. All workers call it."""
+        self.optimizer.update_weights()
 
-    def _flatten(self, tensors: dict[str, Tensor], prefix: str) -> Iterator[Tensor]:
-        """One bucket at a time: together they would be another copy of the state."""
-        for bucket in self.buckets:
-            yield bucket.flatten(tensors[prefix + name] for name in bucket.parameters)
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the model's full parameters, by name."""
+        layouts = self.model.layouts()
+        return {name: layouts[name].full_shape(each.shape) for name, each in self.model.named_parameters()}
+
+    def _slice_state(self, is_owned: bool) -> dict[StateSlice, Tensor]:
+        mesh, layouts = self.backend.mesh, self.model.layouts()
+        slices: dict[StateSlice, Tensor] = {}
+        for number, bucket in enumerate(self.buckets):
+            is_copy = bucket.sum_axis is not None and mesh.index(bucket.sum_axis) > 0
+            if is_owned and is_copy:
+                continue
+            share = len(bucket.weights_P) // mesh.data_parallel_size
+            first = mesh.index("data") * share
+            begin = first if self.optimizer.is_sharded else 0  # of what is held
+            start, stop = (first, first + share) if is_owned else (begin, begin + len(self.optimizer.exp_avg_S[number]))
+            for name, run_start, run_stop, place in bucket.runs(start, stop):
+                box = layouts[name].box(bucket.parameters[name].shape)
+                for kind, held in self.optimizer.state().items():
+                    elements = held[number][place - begin :][: run_stop - run_start]
+                    slices[StateSlice(kind, name, box, run_start, run_stop)] = elements
+        return slices
 
     def _micro_loss(self, tokens_BS: Tensor) -> Tensor:
         with self.backend.autocast(self.recipe.train.dtype):
@@ -129,12 +144,6 @@ class Program:
             chunk_tokens = self.recipe.batch.loss_chunk_tokens
             lm_head_VD, targets_BS = self.model.lm_head.weight, tokens_BS[:, 1:]
             return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, self.backend)
-
-    def _views(self, flat_P: Sequence[Tensor]) -> dict[str, Tensor]:
-        views: dict[str, Tensor] = {}
-        for bucket, tensor_P in zip(self.buckets, flat_P, strict=True):
-            views |= bucket.views(tensor_P)
-        return views
 
 
 def _digest(tensors: Sequence[Tensor]) -> int:

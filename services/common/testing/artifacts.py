@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, CheckpointManifest, CheckpointPayload, checkpoint_id
+from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload, checkpoint_id, shard_name
 from services.common.artifacts.compile_cache import CompileCacheManifest, CompileCachePayload
 from services.common.artifacts.manifest import InputLink
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
@@ -48,18 +48,19 @@ def publish(
 def publish_checkpoint(
     root: Path, recipe: Recipe, step: int, inputs: tuple[InputLink, ...] = (), **changes: Any
 ) -> Artifact[CheckpointManifest]:
-    """A checkpoint of run-1 whose files have no bytes."""
+    """A checkpoint of run-1 whose file has no bytes."""
     fields = {
         "step": step,
         "tokens": 1,
         "skipped_steps": 0,
         "data_parallel_size": 1,
+        "tensor_parallel_size": 1,
         "program_fingerprint": "eager",
         "waivers": (),
     }
 
     def build(workspace: Workspace) -> Draft:
-        fill(workspace, {WEIGHTS: b"", MOMENTS: b""})
+        fill(workspace, {shard_name(0): b""})
         return Draft(CheckpointPayload.model_validate(fields | changes), inputs)
 
     address = Address(root, "checkpoint", "run-1", checkpoint_id(step))

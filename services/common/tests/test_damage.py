@@ -214,7 +214,7 @@ def test_no_flipped_byte_of_a_manifest_changes_what_is_read(artifact: Path) -> N
 
 
 def test_an_artifact_of_another_kind_is_refused_with_both_sides(artifact: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"schema 'compile_cache/1', this program reads 'checkpoint/1'"):
+    with pytest.raises(ArtifactError, match=r"schema 'compile_cache/1', this program reads 'checkpoint/2'"):
         open_artifact(artifact, CheckpointManifest)
 
 

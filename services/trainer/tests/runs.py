@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
-import safetensors.torch
+import torch
 import xxhash
 
-from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, step_of
+from services.common.artifacts.checkpoint import CheckpointManifest, step_of
+from services.common.artifacts.store import open_artifact
 from services.common.entry_point import exit_code_of
+from services.common.program.llama import parameter_shapes
+from services.common.program.state import StateKind, StateSlice
+from services.common.recipe import Recipe
 from services.trainer.__main__ import main
 from services.trainer.metrics import read_metrics
+from services.trainer.shards import ShardReader
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -65,13 +71,26 @@ def checkpoints(root: Path) -> dict[str, Path]:
 
 
 def state_hash(checkpoint: Path) -> str:
-    """Hash over the values of all weights and moments."""
+    """Hash over the values of all weights and moments, whoever wrote which part of them."""
+    opened = open_artifact(checkpoint, CheckpointManifest)
+    recipe = Recipe.model_validate_json(json.dumps(opened.manifest.recipe))
+    shapes = parameter_shapes(recipe.model)
+    state = {
+        StateSlice.whole(kind, name, shape): torch.empty(shape)
+        for kind in get_args(StateKind)
+        for name, shape in sorted(shapes.items())
+    }
+    ShardReader(opened, shapes).read(state)
     hasher = xxhash.xxh3_128()
-    for name in (WEIGHTS, MOMENTS):
-        for key, tensor in sorted(safetensors.torch.load_file(checkpoint / name).items()):
-            hasher.update(key.encode())
-            hasher.update(tensor.numpy().tobytes())
+    for tensor in state.values():
+        hasher.update(tensor.numpy().tobytes())
     return hasher.hexdigest()
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
 
 
 def kill_session(process: subprocess.Popen[str], number: int = signal.SIGKILL) -> None:

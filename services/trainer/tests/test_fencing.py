@@ -14,7 +14,10 @@ from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import is_work
 from services.common.errors import TryAgain
 from services.common.launch.launcher import WorkerEnvironment
-from services.trainer.checkpoint import CheckpointWriter, newest_checkpoint
+from services.common.program.step import Program
+from services.common.program.worker_group import WorkerGroup
+from services.trainer.checkpoint import newest_checkpoint
+from services.trainer.checkpoint_writer import CheckpointWriter
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import train
 from services.trainer.tests.builders import make_program
@@ -35,9 +38,14 @@ def test_a_worker_of_an_earlier_attempt_commits_nothing(tmp_path: Path, new_job:
         assert checkpoints(lost.root) == {}
 
 
-@pytest.mark.parametrize("wakes_at", [0, 1])
+def write_alone(job: Job, program: Program) -> CheckpointWriter:
+    writer = CheckpointWriter(job, program.backend.mesh, WorkerGroup(rank=0, world_size=1))
+    writer.save(program.owned_state(), 5, 0, started=0.0)
+    return writer
+
+
 def test_a_worker_that_wakes_up_while_it_writes_ends_and_damages_nothing(
-    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, wakes_at: int
+    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile the next attempt has written the same checkpoint, and removed what was unfinished."""
     serialize, calls = safetensors.torch.save, itertools.count()
@@ -46,15 +54,13 @@ def test_a_worker_that_wakes_up_while_it_writes_ends_and_damages_nothing(
         program = make_program(lost.recipe)
 
         def sleep_before(*arguments: object, **options: object) -> bytes:
-            if next(calls) == wakes_at:
-                successor = CheckpointWriter(replace(lost, lease=held.renew()), data_parallel_size=1)
-                successor.save(program.weights(), program.moments(), 5, 0, started=0.0)
+            if next(calls) == 0:
+                successor = write_alone(replace(lost, lease=held.renew()), program)
                 successor.wait()
             return serialize(*arguments, **options)  # type: ignore[arg-type]
 
         monkeypatch.setattr(safetensors.torch, "save", sleep_before)
-        writer = CheckpointWriter(lost, data_parallel_size=1)
-        writer.save(program.weights(), program.moments(), 5, 0, started=0.0)
+        writer = write_alone(lost, program)
         with pytest.raises(TryAgain, match="lost to another writer"):
             writer.wait()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from services.common.artifacts.checkpoint import MOMENTS, WEIGHTS, checkpoint_id, step_of
+from services.common.artifacts.checkpoint import checkpoint_id, shard_name, step_of
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import verify_files
@@ -31,10 +32,11 @@ from services.common.recipe import Checkpoint
 from services.common.testing.artifacts import publish, publish_checkpoint
 from services.common.testing.manifests import forge
 from services.trainer.__main__ import main
-from services.trainer.checkpoint import discard_old, load_checkpoint, newest_checkpoint
+from services.trainer.checkpoint import newest_checkpoint
+from services.trainer.checkpoint_writer import discard_old
 from services.trainer.export import export
 from services.trainer.job import Job
-from services.trainer.loop import train
+from services.trainer.loop import load_part, train
 from services.trainer.node_staging import compile_cache_folder, prepare_node
 from services.trainer.run import RUN_FILE, open_run
 from services.trainer.sample import TextGenerator, load_model
@@ -238,42 +240,45 @@ def trained(new_job: Callable[..., Job]) -> Job:
     return job
 
 
-def rewrite_tensors(folder: Path, file_name: str, change: Change) -> None:
-    tensors = safetensors.torch.load_file(folder / file_name)
+STATE_SHARD = shard_name(0)
+NORM = "weight/model.norm.weight[0:16]"
+
+
+def rewrite_tensors(folder: Path, change: Change) -> None:
+    tensors = safetensors.torch.load_file(folder / STATE_SHARD)
     change(tensors)
-    (folder / file_name).write_bytes(safetensors.torch.save(tensors))
+    (folder / STATE_SHARD).write_bytes(safetensors.torch.save(tensors))
     forge(folder)
 
 
-NORM = "model.norm.weight"
+def rename_norm(name: str) -> Change:
+    return lambda tensors: tensors.update({name: tensors.pop(NORM)})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop(NORM), f"{NORM} is none, expected torch.float32 \\[16\\]"),
-        (lambda tensors: tensors.update(more=torch.ones(1)), "more is torch.float32 \\[1\\], expected none"),
-        (
-            lambda tensors: tensors.update({NORM: torch.ones(1)}),
-            "torch.float32 \\[1\\], expected torch.float32 \\[16\\]",
-        ),
-        (lambda tensors: tensors.update({NORM: torch.ones(17)}), "torch.float32 \\[17\\], expected"),
-        (lambda tensors: tensors.update({NORM: torch.ones(16).double()}), "torch.float64 \\[16\\], expected"),
-        (lambda tensors: tensors.clear(), "is none, expected"),
+        (lambda tensors: tensors.pop(NORM), "16 of 16 elements of weight/model.norm.weight.0:16. are missing"),
+        (rename_norm("weight/model.norm.weight[0:16].flat[0:15]"), "is F32 .16., expected F32 .15."),
+        (rename_norm("weight/model.norm.weight[1:17]"), "is no part of the model's model.norm.weight, which is"),
+        (rename_norm("weight/model.norm.weight[0:4,0:4]"), "is no part of the model's model.norm.weight, which is"),
+        (rename_norm("weight/model.norm.weight[16:0]"), "has a begin behind its end"),
+        (rename_norm("weight/more.weight[0:16]"), "the recipe's model has no parameter more.weight"),
+        (rename_norm("model.norm.weight"), "'model.norm.weight' is no name of a slice"),
+        (lambda tensors: tensors.update({NORM: torch.ones(1)}), "is F32 .1., expected F32 .16."),
+        (lambda tensors: tensors.update({NORM: torch.ones(16).double()}), "is F64 .16., expected F32 .16."),
+        (lambda tensors: tensors.clear(), "elements of weight/.* are missing"),
     ],
 )
 def test_tensors_that_are_not_the_models_are_refused(
     trained: Job, tmp_path: Path, change: Change, message: str
 ) -> None:
     folder = trained.checkpoint_address(1).path
-    rewrite_tensors(folder, WEIGHTS, change)
-    program = make_program(trained.recipe)
-    checkpoint = newest_checkpoint(trained.checkpoint_collection)
-    assert checkpoint is not None
+    rewrite_tensors(folder, change)
     run = open_run(trained.root, trained.run)
 
+    assert re.search(message, load_part(trained, make_program(trained.recipe), step=1))
     for work in (
-        lambda: load_checkpoint(checkpoint, program),
         lambda: load_model(run),
         lambda: export(run, tmp_path / "exported"),
     ):
@@ -282,13 +287,12 @@ def test_tensors_that_are_not_the_models_are_refused(
 
 
 def test_a_file_that_holds_no_tensors_is_refused(trained: Job) -> None:
-    (trained.checkpoint_address(1).path / MOMENTS).write_bytes(b"\xff" * 100)
+    (trained.checkpoint_address(1).path / STATE_SHARD).write_bytes(b"\xff" * 100)
     forge(trained.checkpoint_address(1).path)
-    checkpoint = newest_checkpoint(trained.checkpoint_collection)
-    assert checkpoint is not None
 
-    with pytest.raises(ArtifactError, match="cannot be read as safetensors"):
-        load_checkpoint(checkpoint, make_program(trained.recipe))
+    assert "cannot be read as safetensors" in load_part(trained, make_program(trained.recipe), step=1)
+    with pytest.raises(ArtifactError, match=r"all 1 checkpoints are damaged(?s:.*)cannot be read as safetensors"):
+        train(trained, ALONE)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +302,8 @@ def test_a_file_that_holds_no_tensors_is_refused(trained: Job) -> None:
         (lambda fields: fields["checkpoint"].update(step=2**64), "step: Input should be less than"),
         (lambda fields: fields["checkpoint"].update(skipped_steps=2), "2 of 1 steps skipped"),
         (lambda fields: fields.update(id=checkpoint_id(2)), "it was copied here from there"),
-        (list_no(MOMENTS), "moments.safetensors: not among the files that the manifest lists"),
+        (list_no(STATE_SHARD), "no file: expected shards"),
+        (lambda fields: fields["files"][0].update(path="weights.bin"), "weights.bin: expected shards"),
     ],
 )
 def test_a_checkpoint_that_is_not_what_its_place_says_is_damaged(trained: Job, change: Change, message: str) -> None:
@@ -312,7 +317,7 @@ def test_a_checkpoint_that_this_user_may_not_read_is_not_passed_over(
     trained: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An older one would be continued from, and this one be removed in the end."""
-    newest = trained.checkpoint_address(1).path / WEIGHTS
+    newest = trained.checkpoint_address(1).path / STATE_SHARD
     really_open = os.open
 
     def refuse(path: Any, *arguments: Any, **options: Any) -> int:
@@ -322,7 +327,7 @@ def test_a_checkpoint_that_this_user_may_not_read_is_not_passed_over(
 
     monkeypatch.setattr(os, "open", refuse)
 
-    with pytest.raises(UnreadableError, match=r"weights\.safetensors: cannot be read: Permission denied"):
+    with pytest.raises(UnreadableError, match=r"shard-00000\.safetensors: cannot be read: Permission denied"):
         newest_checkpoint(trained.checkpoint_collection)
 
 
@@ -377,7 +382,7 @@ def test_a_sample_that_cannot_be_drawn_is_a_wrong_command_line(
 
 
 def test_weights_that_are_not_finite_write_nothing(trained: Job) -> None:
-    rewrite_tensors(trained.checkpoint_address(1).path, WEIGHTS, lambda tensors: tensors[NORM].fill_(float("nan")))
+    rewrite_tensors(trained.checkpoint_address(1).path, lambda tensors: tensors[NORM].fill_(float("nan")))
 
     with pytest.raises(ArtifactError, match="logits that are not finite"):
         TextGenerator(open_run(trained.root, trained.run)).generate("a", num_tokens=1, temperature=0.7, seed=0)
@@ -406,7 +411,7 @@ def test_checkpoints_are_ordered_by_number_beyond_a_hundred_million_steps(tmp_pa
     assert list(checkpoints(tmp_path / "fsx")) == [checkpoint_id(step) for step in steps]
 
     with hold_lease(tmp_path / "run.lock") as held:
-        discard_old(collection, Checkpoint(keep_latest=2), committed_step=1_000_000_000, lease=held.lease)
+        discard_old(collection, Checkpoint(keep_latest=2), committed_steps=[1_000_000_000], lease=held.lease)
     assert list(checkpoints(tmp_path / "fsx")) == ["step-100000001", "step-1000000000"]
 
 

@@ -6,22 +6,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
-from services.common.artifacts.checkpoint import WEIGHTS
+from services.common.artifacts.checkpoint import shard_name
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import ArtifactError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.state import StateSlice
 from services.common.program.step import Program
-from services.trainer.checkpoint import discard_old, newest_checkpoint
+from services.common.testing.manifests import forge
+from services.trainer.checkpoint import newest_checkpoint
+from services.trainer.checkpoint_writer import discard_old
 from services.trainer.job import Job, completed_step
-from services.trainer.loop import train
+from services.trainer.loop import load_part, train
 from services.trainer.metrics import read_metrics
-from services.trainer.node_staging import newest_checkpoint_on_node
 from services.trainer.stop import STOP_FILE
-from services.trainer.tests.runs import checkpoints, state_hash
+from services.trainer.tests.builders import make_program
+from services.trainer.tests.runs import checkpoints, flip_a_bit, read_run, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 
@@ -58,20 +63,46 @@ def test_intervals_and_worker_counts_do_not_make_another_run_but_the_seed_does(n
     assert new_job(optimizer__learning_rate="2e-2").run != run
 
 
-def _flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_checkpoint_that_was_verified_is_verified_again_when_workers_were_lost(new_job: Callable[..., Job]) -> None:
     job = new_job(train__max_steps="10")
     train(job, ALONE)
-    assert completed_step(newest_checkpoint_on_node(job)) == 10
+    program = make_program(job.recipe)
+    assert load_part(job, program, 10) == ""
 
-    _flip_a_bit(checkpoints(job.root)["step-00000010"] / WEIGHTS)
+    flip_a_bit(checkpoints(job.root)["step-00000010"] / shard_name(0))
 
-    assert completed_step(newest_checkpoint_on_node(replace(job, start_number=1))) == 5
+    assert load_part(job, program, 10) == ""  # as this command has found it
+    assert "shard-00000.safetensors: xxh3-128 is" in load_part(replace(job, start_number=1), program, 10)
+
+
+def test_a_checkpoint_of_the_schema_before_continues_bit_for_bit(new_job: Callable[..., Job]) -> None:
+    straight, old = new_job("straight", train__max_steps="10"), new_job("old", train__max_steps="10")
+    train(straight, ALONE)
+    train(new_job("old", train__max_steps="5"), ALONE)
+    make_checkpoint_1(old.checkpoint_address(5).path)
+
+    train(old, ALONE)
+
+    assert read_run(old.root).starts[-1].endswith("step-00000005")
+    assert state_hash(checkpoints(old.root)["step-00000010"]) == state_hash(checkpoints(straight.root)["step-00000010"])
+
+
+def make_checkpoint_1(folder: Path) -> None:
+    """Turn a checkpoint into one of two files with whole tensors, as it was before."""
+    files: dict[str, dict[str, torch.Tensor]] = {"weights.safetensors": {}, "moments.safetensors": {}}
+    for key, tensor in safetensors.torch.load_file(folder / shard_name(0)).items():
+        piece = StateSlice.parse(key)
+        moment = {"exp_avg": "first/", "exp_avg_sq": "second/"}.get(piece.kind)
+        files["moments.safetensors" if moment else "weights.safetensors"][f"{moment or ''}{piece.name}"] = tensor
+    (folder / shard_name(0)).unlink()
+    for name, tensors in files.items():
+        (folder / name).write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))
+
+    def rewrite(fields: dict[str, Any]) -> None:
+        fields["schema"] = "checkpoint/1"
+        del fields["checkpoint"]["tensor_parallel_size"]
+
+    forge(folder, rewrite)
 
 
 @pytest.mark.parametrize("damage", ["flipped bit", "truncated", "file removed", "manifest torn"])
@@ -82,11 +113,11 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_made_again(new_job: Call
     newest = job.checkpoint_address(10).path
     match damage:
         case "flipped bit":
-            _flip_a_bit(newest / "weights.safetensors")
+            flip_a_bit(newest / shard_name(0))
         case "truncated":
-            (newest / "moments.safetensors").write_bytes((newest / "moments.safetensors").read_bytes()[:-1])
+            (newest / shard_name(0)).write_bytes((newest / shard_name(0)).read_bytes()[:-1])
         case "file removed":
-            (newest / "weights.safetensors").unlink()
+            (newest / shard_name(0)).unlink()
         case "manifest torn":
             (newest / MANIFEST).write_bytes((newest / MANIFEST).read_bytes()[:100])
 
@@ -103,7 +134,7 @@ def test_when_every_checkpoint_is_damaged_the_run_does_not_start_over(new_job: C
     job = new_job(train__max_steps="10")
     train(job, ALONE)
     for checkpoint in checkpoints(job.root).values():
-        _flip_a_bit(checkpoint / "weights.safetensors")
+        flip_a_bit(checkpoint / shard_name(0))
     with pytest.raises(ArtifactError, match="all 2 checkpoints are damaged"):
         train(job, ALONE)
 
@@ -118,11 +149,11 @@ def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(new_job: Cal
     job = new_job(checkpoint__interval_steps="2", train__max_steps="8", checkpoint__keep_latest="10")
     train(job, ALONE)
     for step in (4, 6):
-        _flip_a_bit(job.checkpoint_address(step).path / "moments.safetensors")
+        flip_a_bit(job.checkpoint_address(step).path / shard_name(0))
     policy = job.recipe.checkpoint.model_copy(update={"keep_latest": 2})
 
     assert job.lease
-    discard_old(job.checkpoint_collection, policy, committed_step=8, lease=job.lease)
+    discard_old(job.checkpoint_collection, policy, committed_steps=[8], lease=job.lease)
     assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (2, 4, 6, 8)]
 
     train(new_job(checkpoint__interval_steps="2", train__max_steps="10"), ALONE)
@@ -134,12 +165,12 @@ def test_damaged_later_checkpoints_do_not_push_out_the_intact_ones(new_job: Call
     train(job, ALONE)
     train(shorter, ALONE)
     for step in (15, 20):
-        _flip_a_bit(job.checkpoint_address(step).path / "weights.safetensors")
+        flip_a_bit(job.checkpoint_address(step).path / shard_name(0))
     for step in (5, 10):
         shorter.checkpoint_address(step).path.rename(job.checkpoint_address(step).path)
 
     assert job.lease
-    discard_old(job.checkpoint_collection, job.recipe.checkpoint, committed_step=10, lease=job.lease)
+    discard_old(job.checkpoint_collection, job.recipe.checkpoint, committed_steps=[10], lease=job.lease)
 
     assert completed_step(newest_checkpoint(job.checkpoint_collection)) == 10
 

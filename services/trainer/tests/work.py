@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
+from services.common.artifacts.checkpoint import shard_name
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program import worker_group
 from services.common.program.step import Program
 from services.common.testing.waiting import wait_until
-from services.trainer.checkpoint import CheckpointWriter
+from services.trainer.checkpoint_writer import CheckpointWriter
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.node_staging import prepare_node
+from services.trainer.tests.runs import checkpoints, flip_a_bit
 
 COLLECTIVE_SECONDS = 4.0
 SLOW_SECONDS = 6.0
@@ -34,9 +37,10 @@ def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
             time.sleep(SLOW_SECONDS)
         prepare_node(job)
 
-    def write_slowly(*arguments: Any) -> None:
-        time.sleep(SLOW_SECONDS)
-        write(*arguments)
+    def write_slowly(*arguments: Any) -> Any:
+        if environment.rank == 1:
+            time.sleep(SLOW_SECONDS)
+        return write(*arguments)
 
     def evaluate_slowly(program: Program, tokens_BS: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
@@ -75,3 +79,11 @@ def _meet(job: Job, environment: WorkerEnvironment) -> None:
     """Wait until all workers have been started: on a busy machine that takes longer than a collective may here."""
     (job.run_folder / f"ready-{environment.rank}").touch()
     wait_until(lambda: len(list(job.run_folder.glob("ready-*"))) >= environment.world_size, 120)
+
+
+def train_in_turn(jobs: list[Job], environment: WorkerEnvironment) -> None:
+    """Train one job after the other. Before the last one, a bit of what rank 2 wrote of its newest checkpoint flips."""
+    for number, job in enumerate(jobs):
+        if job is jobs[-1] and environment.rank == 0:
+            flip_a_bit(checkpoints(job.root)["step-00000008"] / shard_name(2))
+        train(job, replace(environment, rendezvous=f"{environment.rendezvous}-{number}"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,20 +12,32 @@ import torch
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec
 from services.common.program.layers import Layout, split
-from services.common.program.llama import Llama, initialize
+from services.common.program.llama import Llama, initialize, parameter_shapes
 from services.common.program.mesh import Mesh
+from services.common.program.state import StateKind, StateSlice, fill, overlap
 from services.common.program.tests import work
 from services.common.testing.recipes import make_recipe
 
-Results = dict[str, dict[str, list[float]]]
+Results = dict[str, work.Trained]
 
 
-def without_held(results: dict[str, list[float]]) -> dict[str, list[float]]:
-    return {name: values for name, values in results.items() if name != "held"}
+def whole_state(tmp_path: Path, together: list[Results], name: str) -> dict[StateSlice, torch.Tensor]:
+    """The full tensors that the slices which 4 workers own make together."""
+    shapes = parameter_shapes(make_recipe(tmp_path, **work.PARALLEL).model)
+    slices = {StateSlice.parse(key): tensor for each in together for key, tensor in each[name]["state"].items()}
+    assert sum(map(len, slices)) == 3 * sum(map(math.prod, shapes.values()))
+    found = {
+        StateSlice.whole(kind, parameter, shape): torch.empty(shape)
+        for kind in get_args(StateKind)
+        for parameter, shape in shapes.items()
+    }
+    for target, tensor in found.items():
+        fill(target, tensor, {piece: held.clone for piece, held in slices.items() if overlap(piece, target)})
+    return found
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> work.Trained:
     return work.train_on(Mesh(0, data_parallel_size=1), tmp_path_factory.mktemp("alone"))
 
 
@@ -36,11 +50,12 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
 
 
 def test_four_data_parallel_workers_have_the_bits_of_one(
-    alone: dict[str, list[float]], together: list[Results]
+    tmp_path: Path, alone: work.Trained, together: list[Results]
 ) -> None:
     for name in ("data 4", "data 4" + work.SHARDED):
-        for results in together:
-            assert without_held(results[name]) == without_held(alone), name
+        assert all(results[name]["numbers"] == alone["numbers"] for results in together), name
+        for piece, tensor in whole_state(tmp_path, together, name).items():
+            assert torch.equal(tensor.flatten(), alone["state"][piece.key]), (name, piece.key)
 
 
 @pytest.mark.parametrize("mesh", [name for name, (data, _) in work.MESHES.items() if data > 1])
@@ -48,23 +63,33 @@ def test_sharded_optimizers_have_the_same_bits_in_a_share_of_the_memory(together
     num_shares, _ = work.MESHES[mesh]
     for results in together:
         whole, sharded = results[mesh], results[mesh + work.SHARDED]
-        assert without_held(sharded) == without_held(whole)
-        assert sharded["held"][0] * num_shares == whole["held"][0]
+        assert_same_bits(sharded, whole)
+        assert sharded["num_held"] * num_shares == whole["num_held"]
 
 
 @pytest.mark.parametrize("mesh", [name for name, (_, tensor) in work.MESHES.items() if tensor > 1])
 def test_a_split_model_trains_as_one_that_is_whole(
-    alone: dict[str, list[float]], together: list[Results], mesh: str
+    tmp_path: Path, alone: work.Trained, together: list[Results], mesh: str
 ) -> None:
     for results in together:
-        for name in ("loss", "gradient_norm", "evaluation"):
-            assert results[mesh][name] == together[0][mesh][name]
-            assert results[mesh][name] == pytest.approx(alone[name], rel=2e-6, abs=0), name
+        for name, found in results[mesh]["numbers"].items():
+            assert found == together[0][mesh]["numbers"][name]
+            assert found == pytest.approx(alone["numbers"][name], rel=2e-6, abs=0), name
+    for piece, tensor in whole_state(tmp_path, together, mesh).items():
+        if piece.kind == "weight":
+            torch.testing.assert_close(tensor.flatten(), alone["state"][piece.key], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("mesh", [name for name, (_, tensor) in work.MESHES.items() if tensor > 1])
 def test_activation_checkpointing_has_the_same_bits_on_a_split_model(together: list[Results], mesh: str) -> None:
-    assert all(results[mesh + work.RECOMPUTED] == results[mesh] for results in together)
+    for results in together:
+        assert_same_bits(results[mesh + work.RECOMPUTED], results[mesh])
+
+
+def assert_same_bits(one: work.Trained, other: work.Trained) -> None:
+    assert one["numbers"] == other["numbers"]
+    assert one["state"].keys() == other["state"].keys()
+    assert all(torch.equal(tensor, other["state"][key]) for key, tensor in one["state"].items())
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [2, 4])

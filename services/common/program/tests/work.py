@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypedDict
 
 import torch
-import xxhash
 
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.torch_native import TorchNative
@@ -69,10 +69,18 @@ def degrees(data_parallel_size: int, tensor_parallel_size: int) -> dict[str, str
 SHARDED, RECOMPUTED = ", ZeRO-1", ", recomputed"
 
 
-def train_on(mesh: Mesh, folder: Path, **overrides: str) -> dict[str, list[float]]:
-    """The small recipe's losses and gradient norms over PARALLEL_STEPS, and after them its evaluation, a hash of the
-    weights and moments, and how many numbers of the moments this worker holds.
-    """
+class Trained(TypedDict):
+    """What one worker has after PARALLEL_STEPS of the small recipe."""
+
+    numbers: dict[str, list[float]]
+    """Losses and gradient norms of the steps, and the evaluation after them."""
+    state: dict[str, torch.Tensor]
+    """What it owns, by the key of the slice."""
+    num_held: int
+    """Numbers of the moments that it holds."""
+
+
+def train_on(mesh: Mesh, folder: Path, **overrides: str) -> Trained:
     recipe = make_recipe(folder, **PARALLEL, **overrides)
     backend = TorchNative(mesh, 1, recipe.train.reduction)
     program, defer = Program(recipe, backend), backend.defer
@@ -84,12 +92,10 @@ def train_on(mesh: Mesh, folder: Path, **overrides: str) -> dict[str, list[float
         for name, numbers in found.items():
             numbers.append(values[name])
     evaluated = defer({"loss": program.evaluate(lambda number: tokens[number], len(tokens))}).read()
-    state = torch.cat([tensor.flatten() for tensor in (*program.weights().values(), *program.moments().values())])
     return {
-        **found,
-        "evaluation": [evaluated["loss"]],
-        "state": [xxhash.xxh3_64_intdigest(state.numpy().data)],
-        "held": [sum(map(len, (*program.optimizer.exp_avg_S, *program.optimizer.exp_avg_sq_S)))],
+        "numbers": {**found, "evaluation": [evaluated["loss"]]},
+        "state": {piece.key: tensor.clone() for piece, tensor in program.owned_state().items()},
+        "num_held": sum(map(len, (*program.optimizer.exp_avg_S, *program.optimizer.exp_avg_sq_S))),
     }
 
 

@@ -1,0 +1,141 @@
+"""Slices of a program's state, in coordinates that do not depend on the workers which hold them.
+
+A worker's part of a parameter is a box of the full tensor, and its share of the optimizer's state is a run of that
+box's elements in row-major order. So a slice is a run of a box; checkpoints are made of slices, under any layout.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Self, cast, get_args
+
+import torch
+from torch import Tensor
+
+StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
+"""The float32 master weight of a parameter, and AdamW's two moments of it."""
+
+_KEY = re.compile(
+    rf"(?P<kind>{'|'.join(get_args(StateKind))})/(?P<name>[\w.]+)"
+    r"\[(?P<box>\d{1,18}:\d{1,18}(?:,\d{1,18}:\d{1,18})?)\](?:\.flat\[(?P<start>\d{1,18}):(?P<stop>\d{1,18})\])?"
+)
+
+
+@dataclass(frozen=True)
+class StateSlice:
+    """Elements `start` to `stop` of a box of a parameter's full tensor, a vector or a matrix."""
+
+    kind: StateKind
+    name: str
+    """Of the parameter, as Hugging Face has it."""
+    box: tuple[tuple[int, int], ...]
+    """Begin and end along each dimension."""
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, kind: StateKind, name: str, shape: Iterable[int]) -> Self:
+        """All of a tensor."""
+        box = tuple((0, length) for length in shape)
+        return cls(kind, name, box, 0, math.prod(stop for _, stop in box))
+
+    @classmethod
+    def parse(cls, key: str) -> Self:
+        """The slice with this key. Raises `ValueError` for what is none."""
+        found = _KEY.fullmatch(key)
+        if not found:
+            raise ValueError(f"{key[:200]!r} is no name of a slice, as 'weight/model.norm.weight[0:16]' is")
+        sides = [side.split(":") for side in found["box"].split(",")]
+        box = tuple((int(first), int(last)) for first, last in sides)
+        num_elements = math.prod(last - first for first, last in box)
+        start, stop = (int(found["start"]), int(found["stop"])) if found["start"] else (0, num_elements)
+        if any(first >= last for first, last in box) or not 0 <= start < stop <= num_elements:
+            raise ValueError(f"{key[:200]!r} has a begin behind its end")
+        return cls(cast(StateKind, found["kind"]), found["name"], box, start, stop)
+
+    @property
+    def key(self) -> str:
+        """As numpy would write it: `exp_avg/model.norm.weight[0:16]`, and `.flat[4:8]` for a part of the box."""
+        box = ",".join(f"{first}:{last}" for first, last in self.box)
+        return f"{self.kind}/{self.name}[{box}]" + ("" if self.is_box else f".flat[{self.start}:{self.stop}]")
+
+    @property
+    def is_box(self) -> bool:
+        """Are these all elements of the box?"""
+        return len(self) == math.prod(self._box_shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its tensor: the box's, or one dimension where it is a part of that."""
+        return self._box_shape if self.is_box else (len(self),)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def _box_shape(self) -> tuple[int, ...]:
+        return tuple(last - first for first, last in self.box)
+
+    def _rectangles(self) -> Iterator[_Rectangle]:
+        """At most three: the rest of a row, whole rows, and the begin of a row."""
+        (top, _), (left, right) = self.box if len(self.box) == 2 else ((0, 1), *self.box)
+        width, position = right - left, self.start
+        while position < self.stop:
+            row, column = divmod(position, width)
+            rest = self.stop - position
+            height, length = (rest // width, width) if column == 0 and rest >= width else (1, min(width - column, rest))
+            first = left + column
+            yield _Rectangle(top + row, top + row + height, first, first + length, position - self.start)
+            position += height * length
+
+
+class _Rectangle(NamedTuple):
+    top: int
+    bottom: int
+    left: int
+    right: int
+    offset: int
+    """Of its first element in the slice."""
+
+    def intersect(self, other: _Rectangle) -> _Rectangle | None:
+        top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
+        left, right = max(self.left, other.left), min(self.right, other.right)
+        return _Rectangle(top, bottom, left, right, 0) if top < bottom and left < right else None
+
+    def view(self, flat: Tensor, part: _Rectangle) -> Tensor:
+        """A part of this rectangle, in the memory of the slice's flat tensor."""
+        height, width = self.bottom - self.top, self.right - self.left
+        full = flat[self.offset : self.offset + height * width].view(height, width)
+        return full[part.top - self.top : part.bottom - self.top, part.left - self.left : part.right - self.left]
+
+
+def overlap(one: StateSlice, other: StateSlice) -> bool:
+    """Have two slices an element in common?"""
+    return one.kind == other.kind and one.name == other.name and any(_common_rectangles(one, other))
+
+
+def fill(target: StateSlice, tensor: Tensor, sources: Mapping[StateSlice, Callable[[], Tensor]]) -> None:
+    """Write `target`'s elements into `tensor`, from slices that overlap with it, whose tensors are read one by one.
+
+    Raises `ValueError` when the sources lack an element.
+    """
+    flat, is_filled = tensor.view(-1), torch.zeros(len(target), dtype=torch.bool)
+    for source, read in sources.items():
+        found = read().view(-1)
+        for theirs, ours, part in _common_rectangles(source, target):
+            ours.view(flat, part).copy_(theirs.view(found, part))
+            ours.view(is_filled, part).fill_(True)
+    num_missing = len(target) - int(is_filled.sum())
+    if num_missing:
+        raise ValueError(f"{num_missing:,} of {len(target):,} elements of {target.key} are missing")
+
+
+def _common_rectangles(one: StateSlice, other: StateSlice) -> Iterator[tuple[_Rectangle, _Rectangle, _Rectangle]]:
+    for mine in one._rectangles():
+        for theirs in other._rectangles():
+            part = mine.intersect(theirs)
+            if part:
+                yield mine, theirs, part

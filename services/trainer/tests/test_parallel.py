@@ -1,0 +1,106 @@
+"""Runs of 4 workers that share models and optimizer state: their checkpoints continue under any layout."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import safetensors.torch
+
+from services.common.artifacts.checkpoint import shard_name
+from services.common.launch import inline
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.metrics import read_metrics
+from services.trainer.tests import work
+from services.trainer.tests.runs import checkpoints, read_run, state_hash
+
+ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+WHOLE = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "checkpoint__interval_steps": "4"}
+"""One worker's model."""
+SPLIT = {**WHOLE, "parallel__tensor_parallel_size": "2", "parallel__zero_stage": "1"}
+SHARED = {**WHOLE, "parallel__data_parallel_size": "4", "parallel__zero_stage": "1"}
+HALF, FULL = {"train__max_steps": "4"}, {"train__max_steps": "8"}
+
+
+class Runs(NamedTuple):
+    new_job: Callable[..., Job]
+    straight: Job
+    resumed: Job
+    damaged: Job
+    shared: Job
+
+
+@pytest.fixture(scope="module")
+def runs(new_shared_job: Callable[..., Job]) -> Runs:
+    """Trained by one group of 4 processes, one after the other."""
+    straight, shared = new_shared_job("straight", **SPLIT, **FULL), new_shared_job("shared", **SHARED, **HALF)
+    resumed = [new_shared_job("resumed", **SPLIT, **steps) for steps in (HALF, FULL)]
+    damaged = [new_shared_job("damaged", **SPLIT, **FULL) for _ in range(2)]
+    jobs = [straight, shared, *resumed, *damaged]
+    inline.run_workers(work.train_in_turn, jobs, WorkerGroupSpec(4, 1, 4, straight.run_folder))
+    return Runs(new_shared_job, straight, resumed[-1], damaged[-1], shared)
+
+
+def losses(job: Job) -> list[float]:
+    return [record["loss"] for record in read_metrics(job.run_folder).lines]
+
+
+def final_state(job: Job) -> str:
+    return state_hash(checkpoints(job.root)["step-00000008"])
+
+
+def continue_alone(runs: Runs, job: Job, copy: str) -> Job:
+    """The run's state after step 4, continued by one worker."""
+    alone = runs.new_job(copy, **WHOLE, **FULL)
+    shutil.copytree(job.checkpoint_collection, alone.checkpoint_collection)
+    shutil.rmtree(alone.checkpoint_address(8).path, ignore_errors=True)
+    train(alone, ALONE)
+    return alone
+
+
+def test_a_resumed_run_of_split_models_has_identical_losses_and_state(runs: Runs) -> None:
+    assert losses(runs.resumed) == losses(runs.straight)
+    assert final_state(runs.resumed) == final_state(runs.straight)
+
+
+def test_each_worker_writes_what_it_owns_and_no_other_does(runs: Runs) -> None:
+    folder = checkpoints(runs.straight.root)["step-00000008"]
+    owned: list[dict[str, Any]] = [safetensors.torch.load_file(folder / shard_name(rank)) for rank in range(4)]
+    numbers = [sum(tensor.numel() for tensor in shard.values()) for shard in owned]
+
+    assert sum(numbers) == 3 * runs.straight.recipe.model.num_parameters
+    assert max(numbers) < 1.1 * min(numbers)
+
+
+def test_a_damaged_shard_of_one_worker_lets_all_fall_back_alike(runs: Runs) -> None:
+    for rank in range(4):
+        log = (runs.damaged.run_folder / "logs" / f"rank-{rank:05d}.log").read_text()
+        assert "passing over a damaged checkpoint" in log
+        assert "shard-00002.safetensors: xxh3-128 is" in log
+    assert read_run(runs.damaged.root).starts[-1].endswith("step-00000004")
+    assert final_state(runs.damaged) == final_state(runs.straight)
+
+
+def test_a_checkpoint_of_split_models_continues_on_one_worker(runs: Runs) -> None:
+    alone = continue_alone(runs, runs.straight, "whole")
+
+    assert losses(alone) == pytest.approx(losses(runs.straight)[4:], rel=2e-6, abs=0)
+
+
+def test_a_checkpoint_of_sharded_optimizers_continues_on_one_worker_bit_for_bit(runs: Runs) -> None:
+    continued = continue_alone(runs, runs.shared, "elastic")
+    straight = runs.new_job("alone", **WHOLE, **FULL)
+    train(straight, ALONE)
+
+    assert losses(runs.shared) + losses(continued) == losses(straight)
+    assert final_state(continued) == final_state(straight)
+
+
+def test_a_node_reads_only_the_shards_that_its_workers_load(runs: Runs) -> None:
+    log = (runs.resumed.run_folder / "logs" / "rank-00000.log").read_text()
+
+    assert "reading 1 of 4 shards" in log
