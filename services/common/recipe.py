@@ -265,6 +265,10 @@ class Compile(Section):
 class Train(Section):
     max_steps: Positive
     seed: Annotated[int, Field(ge=0, lt=2**63), TRAINED] = 0
+    initial_weights: Annotated[
+        Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None, Identity(("checkpoint",), is_added=True)
+    ] = None
+    """Digest of the weights that the run begins with, as the trainer's `import` prints it; when absent, drawn ones."""
     dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
     """Arithmetic of matrix products. Master weights, moments and reductions are float32 always."""
     activation_checkpointing: Annotated[ActivationCheckpointing, COMPILED] = "none"

@@ -1,6 +1,6 @@
 """The trainer stage: corpus/2 + compile_cache/1 -> checkpoint/2 and run/1.
 
-`python -m services.trainer [train|summary|report|sample|export] --recipe FILE`; `train` is the default.
+`python -m services.trainer [COMMAND] --recipe FILE`; `train` is the default. COMMANDS has them all.
 """
 
 from __future__ import annotations
@@ -8,22 +8,26 @@ from __future__ import annotations
 import logging
 import uuid
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusPayload
 from services.common.artifacts.lease import hold_lease
-from services.common.artifacts.store import LOCK_SUFFIX
+from services.common.artifacts.store import LOCK_SUFFIX, Artifact
 from services.common.artifacts.upstream import open_corpus
 from services.common.command_line import StageParser
 from services.common.derived import describe
 from services.common.errors import ArtifactError, MillraceError, naming_the_place
 from services.common.image_platform import image_variant, require_backend
-from services.common.recipe import Recipe
+from services.common.program.fingerprint import program_facts
+from services.common.recipe import Recipe, fingerprint
 from services.common.telemetry import configure_logging
-from services.trainer.checkpoint import newest_checkpoint, verify_sizes
+from services.trainer.checkpoint import newest_checkpoint, open_checkpoint, verify_sizes
 from services.trainer.export import export
+from services.trainer.inspection import inspect
 from services.trainer.job import (
     ALLOW_CHANGED_PROGRAM,
     ALLOW_COLD_COMPILE,
@@ -38,6 +42,7 @@ from services.trainer.report import read_state, write_report
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
 from services.trainer.sample import TextGenerator, require_drawable
 from services.trainer.supervise import supervise
+from services.trainer.weight_import import import_weights
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +51,9 @@ CLOSING_PROMPTS = ("If the", "Return a", "The method")
 
 def main(argv: list[str]) -> int:
     configure_logging("trainer")
-    commands = {"train": train, "summary": summary, "report": report, "sample": print_sample, "export": export_model}
-    command, options = (argv[0], argv[1:]) if argv and argv[0] in commands else ("train", argv)
+    command, options = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("train", argv)
     arguments, recipe = _parser(command).parse(options)
-    return commands[command](arguments, recipe)
+    return COMMANDS[command](arguments, recipe)
 
 
 def train(arguments: Namespace, recipe: Recipe) -> int:
@@ -64,6 +68,11 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
         checkpoint = newest_checkpoint(job.checkpoint_collection, verify_sizes)  # the workers verify what they load
         if completed_step(checkpoint) >= recipe.train.max_steps:
             checkpoint = newest_checkpoint(job.checkpoint_collection)
+        if recipe.train.initial_weights and checkpoint is None:
+            raise ArtifactError(
+                f"{job.run}: begins with imported weights (train.initial_weights), which are not there yet. Import "
+                f"them: `python -m services.trainer import --recipe {arguments.recipe} --root {job.root} --from FOLDER`"
+            )
         step = completed_step(checkpoint)
         if checkpoint and step < recipe.train.max_steps:
             job = continue_run(job, checkpoint, arguments.allow_changed_program)
@@ -111,6 +120,25 @@ def export_model(arguments: Namespace, recipe: Recipe) -> int:
     return 0
 
 
+def import_model(arguments: Namespace, recipe: Recipe) -> int:
+    """Begin the run with the weights of a Hugging Face folder."""
+    job = _new_job(arguments, recipe, cache=None, program_fingerprint=fingerprint(program_facts(recipe)))
+    job.run_folder.mkdir(parents=True, exist_ok=True)
+    with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, naming_the_place(job.root):
+        print(import_weights(job, arguments.source, held.lease))
+        write_run(job)
+    return 0
+
+
+def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
+    """Print what is in a checkpoint: the newest one, or that of a step."""
+    run = _find_run(arguments, recipe)
+    step = run.checkpoint.manifest.checkpoint.step if arguments.step is None else arguments.step
+    for line in inspect(open_checkpoint(run.checkpoint.path.parent, step, verify_sizes), recipe):
+        print(line)
+    return 0
+
+
 def report_training(job: Job, recipe_path: Path) -> None:
     """Write the report of a run that is complete. It is a view: whatever it fails of, the training has succeeded.
 
@@ -141,8 +169,15 @@ def closing_sample(run: Run) -> str:
 
 
 def _open_job(arguments: Namespace, recipe: Recipe) -> Job:
-    corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
     cache, program = open_cache(recipe, arguments.recipe, arguments.root, arguments.cache, arguments.allow_cold_compile)
+    waivers = (ALLOW_COLD_COMPILE,) if arguments.allow_cold_compile else ()
+    return replace(_new_job(arguments, recipe, cache, program), waivers=waivers, launch=arguments.launch)
+
+
+def _new_job(
+    arguments: Namespace, recipe: Recipe, cache: Artifact[CompileCacheManifest] | None, program_fingerprint: str
+) -> Job:
+    corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
     now = datetime.now(UTC)
     return Job(
         recipe=recipe,
@@ -150,9 +185,9 @@ def _open_job(arguments: Namespace, recipe: Recipe) -> Job:
         run=run_name(recipe, corpus),
         corpus=corpus,
         cache=cache,
-        program_fingerprint=program,
-        waivers=(ALLOW_COLD_COMPILE,) if arguments.allow_cold_compile else (),
-        launch=arguments.launch,
+        program_fingerprint=program_fingerprint,
+        waivers=(),
+        launch="inline",
         started_at=now,
         attempt=uuid.uuid4().hex,
         workers_started_at=now,
@@ -172,7 +207,7 @@ def _find_run(arguments: Namespace, recipe: Recipe) -> Run:
 
 
 def _parser(command: str) -> StageParser:
-    parser = StageParser("trainer", "Train, and look at what was trained: [train|summary|report|sample|export].")
+    parser = StageParser("trainer", f"Train, and look at what was trained: [{'|'.join(COMMANDS)}].")
     parser.add_argument("--corpus", type=Path, help="a corpus folder (default: the newest of this recipe)")
     if command == "train":
         parser.add_launch()
@@ -190,4 +225,19 @@ def _parser(command: str) -> StageParser:
         parser.add_argument("--seed", type=int, default=0)
     if command == "export":
         parser.add_argument("--output", type=Path, required=True, help="folder to make; it must not exist")
+    if command == "import":
+        parser.add_argument("--from", dest="source", type=Path, required=True, help="a Hugging Face folder of a Llama")
+    if command == "inspect-checkpoint":
+        parser.add_argument("--step", type=int, help="default: the newest")
     return parser
+
+
+COMMANDS: dict[str, Callable[[Namespace, Recipe], int]] = {
+    "train": train,
+    "summary": summary,
+    "report": report,
+    "sample": print_sample,
+    "export": export_model,
+    "import": import_model,
+    "inspect-checkpoint": inspect_checkpoint,
+}

@@ -21,7 +21,7 @@ from services.common.artifacts.files import describe_file, locate
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
-from services.common.program.state import StateSlice, fill, overlap
+from services.common.program.state import StateKind, StateSlice, fill, overlap
 
 Shapes = Mapping[str, Collection[int]]
 """Of the model's full parameters, by name."""
@@ -53,6 +53,10 @@ class ShardReader:
     def files_of(self, targets: Collection[StateSlice]) -> list[str]:
         """The files that have elements of the targets."""
         return sorted({file for target in targets for file, _ in self._overlapping(target).values()})
+
+    def num_slices(self, kind: StateKind, name: str) -> int:
+        """Into how many slices a tensor is cut."""
+        return len(self._places.get((kind, name), {}))
 
     def read(self, targets: Mapping[StateSlice, Tensor]) -> None:
         """Fill the tensors with the elements of their slices. The files that have them must have been verified."""

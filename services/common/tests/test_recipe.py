@@ -78,6 +78,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "train.reduction": ("fast", "checkpoint"),
     "train.evaluation_interval_steps": ("7", ""),
     "train.evaluation_batches": ("7", ""),
+    "train.initial_weights": ("0" * 64, "checkpoint"),
     "train.time_limit_seconds": ("7", ""),
     "train.max_consecutive_skipped_steps": ("7", ""),
     "train.max_restarts": ("7", ""),

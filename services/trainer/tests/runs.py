@@ -52,9 +52,11 @@ def run_trainer(
     return process.returncode, output
 
 
-def call_trainer(capfd: pytest.CaptureFixture[str], recipe: Path, root: Path, *options: str) -> tuple[int, str]:
+def call_trainer(
+    capfd: pytest.CaptureFixture[str], recipe: Path, root: Path, *options: str, command: str = "train"
+) -> tuple[int, str]:
     """As `run_trainer`, in this process: for commands that are not killed and get no signal."""
-    exit_code = exit_code_of(lambda: main(["--recipe", str(recipe), "--root", str(root), *options]))
+    exit_code = exit_code_of(lambda: main([command, "--recipe", str(recipe), "--root", str(root), *options]))
     printed = capfd.readouterr()
     return exit_code, printed.out + printed.err
 

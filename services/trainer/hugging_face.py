@@ -1,0 +1,174 @@
+"""Hugging Face's folder of a Llama: its configuration, both ways, and the weights of one that is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from services.common.artifacts.corpus import Vocabulary
+from services.common.errors import ArtifactError, RecipeError
+from services.common.input_file import parse_json, read_file
+from services.common.recipe import Model, Recipe
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = ("F32", "BF16", "F16")
+
+
+def hugging_face_config(recipe: Recipe, vocabulary: Vocabulary) -> dict[str, Any]:
+    """The model as transformers' LlamaConfig describes it."""
+    model = recipe.model.model_dump(mode="json", exclude={"preset", "rope_scaling", "rope_theta"})
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": recipe.model.rope_theta}
+    if recipe.model.rope_scaling:
+        rope |= {"rope_type": "llama3", **recipe.model.rope_scaling.model_dump()}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **model,
+        "head_dim": recipe.model.head_dim,
+        "max_position_embeddings": recipe.corpus.sequence_length,
+        # transformers 5 reads rope_parameters, 4 the two keys after it.
+        "rope_parameters": rope,
+        "rope_theta": recipe.model.rope_theta,
+        "rope_scaling": rope if recipe.model.rope_scaling else None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "bos_token_id": vocabulary.bos_id,
+        "eos_token_id": vocabulary.eos_id,
+        "pad_token_id": None,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+def require_same_model(folder: Path, model: Model) -> None:
+    """Raise `RecipeError` with every difference, unless `config.json` describes the recipe's model."""
+    path = folder / CONFIG
+    try:
+        config = parse_json(read_file(path))
+        theirs = _describe(config)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{path}: cannot be read as a Llama's configuration: {error}.") from error
+    ours: dict[str, Any] = model.model_dump(mode="json", exclude={"preset", "initializer_range"})
+    ours |= {"head_dim": model.head_dim, **_PLAIN}
+    differences = [
+        f"  {name}: {path.name} has {json.dumps(theirs[name])}, the recipe's model {json.dumps(value)}"
+        for name, value in ours.items()
+        if theirs[name] != value
+    ]
+    if differences:
+        raise RecipeError(f"{folder}: is another model than the recipe's:\n" + "\n".join(differences))
+
+
+_PLAIN = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+"""What every Llama has, and a program of ours no choice of."""
+
+
+def _describe(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe's names and what `config.json` says of each, where a key that is absent has transformers' default."""
+    heads = config.get("num_attention_heads")
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10_000.0)}
+    scaling = config.get("rope_scaling") or rope
+    return {
+        "model_type": config.get("model_type"),
+        "hidden_act": config.get("hidden_act", "silu"),
+        "attention_bias": config.get("attention_bias", False),
+        "mlp_bias": config.get("mlp_bias", False),
+        "vocab_size": config.get("vocab_size"),
+        "hidden_size": config.get("hidden_size"),
+        "intermediate_size": config.get("intermediate_size"),
+        "num_hidden_layers": config.get("num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or (config.get("hidden_size") or 0) // (heads or 1),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_theta": rope.get("rope_theta", 10_000.0),
+        "rope_scaling": _describe_scaling(scaling),
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+    }
+
+
+def _describe_scaling(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        return {"rope_type": kind}
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return {name: scaling.get(name) for name in names}
+
+
+@contextmanager
+def open_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[Callable[[str], Tensor]]:
+    """The weights in a folder, in one file or in those that an index names: a function that reads one, as float32.
+
+    Raises `ArtifactError` unless they are those of `shapes`, of a type that float32 holds exactly.
+    """
+    with ExitStack() as opened:
+        files: dict[str, Any] = {}
+        for file in _file_names(folder):
+            tensors = opened.enter_context(_open(folder / file))
+            files |= dict.fromkeys(tensors.keys(), tensors)
+        _require_shapes(folder, files, shapes)
+
+        def read(name: str) -> Tensor:
+            tensor: Tensor = files[name].get_tensor(name)
+            return tensor.float()
+
+        yield read
+
+
+def _file_names(folder: Path) -> list[str]:
+    index = folder / INDEX
+    if not index.exists():
+        return [WEIGHTS]
+    try:
+        files = sorted({str(each) for each in parse_json(read_file(index))["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{index}: cannot be read as an index of weights: {error}.") from error
+    for file in files:
+        if Path(file).name != file:
+            raise ArtifactError(f"{index}: names {file!r}, expected files of its own folder.")
+    return files
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safetensors.safe_open(path, "pt")
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise ArtifactError(
+            f"{path}: cannot be read as safetensors: {error}. Convert other formats with transformers' "
+            f"`save_pretrained`."
+        ) from error
+
+
+def _require_shapes(folder: Path, files: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
+    unknown = [name for name in files if name not in shapes and not _is_stored_twice(name)]
+    missing = [name for name in shapes if name not in files]
+    if unknown or missing:
+        raise ArtifactError(
+            f"{folder}: holds other weights than the recipe's model: {len(missing)} missing "
+            f"({', '.join(missing[:3]) or 'none'}), {len(unknown)} unknown ({', '.join(unknown[:3]) or 'none'})."
+        )
+    for name, shape in shapes.items():
+        found = files[name].get_slice(name)
+        if tuple(found.get_shape()) != tuple(shape) or found.get_dtype() not in DTYPES:
+            raise ArtifactError(
+                f"{folder}: {name} is {found.get_dtype()} {found.get_shape()}, expected {list(shape)} of "
+                f"{', '.join(DTYPES)}."
+            )
+
+
+def _is_stored_twice(name: str) -> bool:
+    """A tied head is the embedding; rotary frequencies, which some versions stored, follow from the configuration."""
+    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")

@@ -1,0 +1,165 @@
+"""A run that begins with the weights of a Hugging Face folder, and what is in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from services.common.launch.launcher import WorkerEnvironment
+from services.trainer.export import export
+from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.run import open_run
+from services.trainer.sample import load_weights
+from services.trainer.tests.builders import write_recipe
+from services.trainer.tests.runs import call_trainer, checkpoints, train_alone
+
+ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture
+def exported(tmp_path: Path, new_job: Callable[..., Job]) -> Path:
+    """The folder of a model of the small recipe, beside the root of its run."""
+    job = new_job(train__max_steps="1")
+    train(job, ALONE)
+    return export(open_run(job.root, job.run), tmp_path / "hugging-face")
+
+
+def import_from(capfd: pytest.CaptureFixture[str], exported: Path, *options: str) -> tuple[int, str]:
+    recipe, root = write_recipe(exported.parent), exported.parent / "a"
+    return call_trainer(capfd, recipe, root, f"--from={exported}", *options, command="import")
+
+
+def digest_in(printed: str) -> str:
+    found = re.search(r'initial_weights = "([0-9a-f]{64})"', printed)
+    assert found, printed
+    return found[1]
+
+
+def test_a_run_begins_with_imported_weights_that_its_recipe_names(
+    capfd: pytest.CaptureFixture[str], exported: Path
+) -> None:
+    recipe, root = write_recipe(exported.parent), exported.parent / "a"
+    code, printed = import_from(capfd, exported)
+    assert code == 2
+    named = f"--train.initial_weights={digest_in(printed)}"
+
+    code, printed = train_alone(capfd, recipe, root, named)
+    assert (code, "which are not there yet" in printed) == (3, True)
+
+    code, printed = import_from(capfd, exported, named)
+    assert code == 0, printed
+    begin = Path(printed.splitlines()[-1])
+    run = open_run(root, begin.parent.name)
+    theirs = safetensors.torch.load_file(exported / "model.safetensors")
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in load_weights(run).items())
+
+    code, printed = import_from(capfd, exported, named)
+    assert (code, "has begun already" in printed) == (3, True)
+
+    assert train_alone(capfd, recipe, root, named, "--train.max_steps=2")[0] == 0
+    assert "resuming after step=0" in (run.folder / "logs" / "rank-00000.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config: config.update(num_key_value_heads=2), "num_key_value_heads: config.json has 2, the recipe's"),
+        (lambda config: config["rope_parameters"].update(rope_theta=5e5), "rope_theta: config.json has 500000.0, the"),
+        (
+            lambda config: config.update(rope_scaling={"rope_type": "yarn"}),
+            'rope_scaling: config.json has {"rope_type": "yarn"}, the recipe\'s model null',
+        ),
+        (lambda config: config.update(model_type="mistral"), 'model_type: config.json has "mistral"'),
+        (lambda config: config.update(attention_bias=True), "attention_bias: config.json has true"),
+    ],
+)
+def test_another_model_is_not_imported(
+    capfd: pytest.CaptureFixture[str], exported: Path, change: Change, message: str
+) -> None:
+    config = json.loads((exported / "config.json").read_text())
+    change(config)
+    (exported / "config.json").write_text(json.dumps(config))
+
+    code, printed = import_from(capfd, exported)
+
+    assert (code, message in printed) == (2, True), printed
+    assert list(checkpoints(exported.parent / "a")) == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("lm_head.weight"), "1 missing (lm_head.weight), 0 unknown"),
+        (lambda tensors: tensors.update(more=torch.ones(1)), "0 missing (none), 1 unknown (more)"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(17)}),
+            "norm.weight is F32 [17], expected [16]",
+        ),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(16).double()}), "is F64 [16], expected [16]"),
+    ],
+)
+def test_other_weights_are_not_imported(
+    capfd: pytest.CaptureFixture[str], exported: Path, change: Change, message: str
+) -> None:
+    tensors = safetensors.torch.load_file(exported / "model.safetensors")
+    change(tensors)
+    safetensors.torch.save_file(tensors, exported / "model.safetensors")
+
+    code, printed = import_from(capfd, exported)
+
+    assert (code, message in printed) == (3, True), printed
+
+
+def test_weights_of_another_vocabulary_are_not_imported(capfd: pytest.CaptureFixture[str], exported: Path) -> None:
+    (exported / "tokenizer.model").write_bytes(b"another")
+
+    code, printed = import_from(capfd, exported)
+
+    assert (code, "is another vocabulary" in printed) == (2, True)
+
+
+def test_the_files_that_an_index_names_are_imported_in_any_type_that_float32_holds(
+    capfd: pytest.CaptureFixture[str], exported: Path
+) -> None:
+    digest = digest_in(import_from(capfd, exported)[1])
+    tensors = safetensors.torch.load_file(exported / "model.safetensors")
+    (exported / "model.safetensors").unlink()
+    files = {name: f"model-{number % 2 + 1:05d}-of-00002.safetensors" for number, name in enumerate(sorted(tensors))}
+    (exported / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+    def write(dtype: torch.dtype) -> None:
+        for file in set(files.values()):
+            mine = {name: tensor.to(dtype) for name, tensor in tensors.items() if files[name] == file}
+            safetensors.torch.save_file(mine, exported / file)
+
+    write(torch.float32)
+    assert digest_in(import_from(capfd, exported)[1]) == digest
+
+    write(torch.bfloat16)
+    rounded = digest_in(import_from(capfd, exported)[1])
+    assert rounded != digest
+    assert import_from(capfd, exported, f"--train.initial_weights={rounded}")[0] == 0
+
+
+def test_an_inspected_checkpoint_shows_every_parameter_and_a_digest_of_its_values(
+    capfd: pytest.CaptureFixture[str], exported: Path
+) -> None:
+    recipe, root = write_recipe(exported.parent), exported.parent / "a"
+    code, printed = call_trainer(capfd, recipe, root, command="inspect-checkpoint")
+
+    assert code == 0, printed
+    assert "state       after step 1: 128 tokens, 0 steps skipped" in printed
+    assert re.search(r"^digest      [0-9a-f]{32} ", printed, re.MULTILINE)
+    assert re.search(r"^model.layers.1.mlp.down_proj.weight +16 x 32 +1 ", printed, re.MULTILINE), printed
+
+    code, printed = call_trainer(capfd, recipe, root, "--step=7", command="inspect-checkpoint")
+    assert (code, "not a published artifact" in printed) == (3, True), printed

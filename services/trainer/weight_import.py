@@ -1,0 +1,113 @@
+"""Begin a run with the weights of a Hugging Face folder: its checkpoint after step 0."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload
+from services.common.artifacts.lease import Lease
+from services.common.artifacts.manifest import FileEntry
+from services.common.artifacts.store import Draft, begin_partial, commit
+from services.common.errors import ArtifactError, RecipeError
+from services.common.input_file import read_file
+from services.common.program.llama import parameter_shapes
+from services.common.program.state import StateSlice
+from services.trainer.checkpoint import checkpoint_steps
+from services.trainer.hugging_face import open_weights, require_same_model
+from services.trainer.job import Job
+from services.trainer.shards import write_shard
+
+SHARD_ELEMENTS = 2**28
+"""About as many weights go into one file: with their moments 3 GiB, all that is in memory at once."""
+
+
+def import_weights(job: Job, folder: Path, lease: Lease) -> Path:
+    """Write the checkpoint after step 0 with the folder's weights, and moments of zero.
+
+    Raises `RecipeError` when the folder is of another model or vocabulary than the recipe's, or when the recipe does
+    not name its weights; `ArtifactError` when it cannot be read, or when the run has begun already.
+    """
+    recipe, address = job.recipe, job.checkpoint_address(0)
+    require_same_model(folder, recipe.model)
+    _require_same_vocabulary(folder, job)
+    shapes = parameter_shapes(recipe.model)
+    with open_weights(folder, shapes) as read:
+        _require_named(folder, digest_weights(shapes, read), recipe.train.initial_weights)
+        if checkpoint_steps(address.collection):
+            raise ArtifactError(f"{address.collection}: the run has begun already. `train` continues it.")
+        partial = begin_partial(address, lease)
+        files = tuple(_write_shards(partial, shapes, read))
+    payload = CheckpointPayload(
+        step=0,
+        tokens=0,
+        skipped_steps=0,
+        data_parallel_size=1,
+        tensor_parallel_size=1,
+        program_fingerprint=job.program_fingerprint,
+        waivers=job.waivers,
+    )
+    draft = Draft(payload, (job.corpus.manifest.link(job.corpus.path),), files)
+    commit(address, CheckpointManifest, "trainer", recipe, draft, lease)
+    return address.path
+
+
+def digest_weights(shapes: Mapping[str, Iterable[int]], read: Callable[[str], Tensor]) -> str:
+    """SHA-256 over names, shapes and float32 values, whatever files and types the weights were stored in."""
+    digest = hashlib.sha256()
+    for name in sorted(shapes):
+        digest.update(f"{name} {list(shapes[name])}\n".encode())
+        digest.update(read(name).contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def _require_named(folder: Path, digest: str, named: str | None) -> None:
+    if named == digest:
+        return
+    what = f"the recipe begins with {named}" if named else "the recipe does not say which weights it begins with"
+    raise RecipeError(
+        f"{folder}: has the weights {digest}; {what}. They decide the run, so the recipe names them:\n\n"
+        f'  [train]\n  initial_weights = "{digest}"\n\nThen run the same command.'
+    )
+
+
+def _require_same_vocabulary(folder: Path, job: Job) -> None:
+    vocabulary = job.corpus.manifest.corpus.vocabulary
+    path = folder / Path(vocabulary.path).name
+    if not path.exists():  # it may have its vocabulary in another form
+        return
+    found = hashlib.sha256(read_file(path)).hexdigest()
+    if found != vocabulary.sha256:
+        raise RecipeError(
+            f"{path}: is another vocabulary ({found[:12]}) than that of the corpus ({vocabulary.sha256[:12]}): its ids "
+            f'would mean other text to these weights. Tokenize with `[tokenizer] model = "{path}"`.'
+        )
+
+
+def _write_shards(folder: Path, shapes: Mapping[str, torch.Size], read: Callable[[str], Tensor]) -> Iterator[FileEntry]:
+    for number, names in enumerate(_group(shapes)):
+        slices: dict[StateSlice, Tensor] = {}
+        for name in names:
+            weight = read(name)
+            slices[StateSlice.whole("weight", name, weight.shape)] = weight
+            for kind in ("exp_avg", "exp_avg_sq"):
+                slices[StateSlice.whole(kind, name, weight.shape)] = torch.zeros_like(weight)
+        yield write_shard(folder, number, slices)
+
+
+def _group(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
+    """Names of parameters that go into one file."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        if groups[-1] and size + math.prod(shape) > SHARD_ELEMENTS:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += math.prod(shape)
+    return groups
