@@ -74,9 +74,6 @@ def test_resume_after_kill_gives_identical_losses_and_weights(
 
     assert exit_code == 0, output
     assert outcome(root) == straight
-    # Three processes have read it: the command, and two workers on its node.
-    told = output + "".join(path.read_text(encoding="utf-8") for path in root.glob("run/*/logs/*.log"))
-    assert told.count("verified the checkpoint") == 1
 
 
 def test_a_killed_worker_is_replaced_and_the_number_of_workers_may_change(
