@@ -5,13 +5,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import tempfile
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import sentencepiece
 import tokenizers
 
@@ -82,6 +86,19 @@ def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lease
     )
     write_run(job)
     return job
+
+
+@contextmanager
+def building_jobs(folder: Path, lease: Lease) -> Iterator[Callable[..., Job]]:
+    def build(root: str = "a", kind: VocabularyKind = "sentencepiece", **overrides: str) -> Job:
+        recipe = make_recipe(folder, **overrides)
+        return make_job(folder / root, recipe, make_corpus(folder / root, recipe, kind=kind), lease)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # The node-local folder, which the command would remove: of this process, and of workers that it starts.
+        patch.setattr(tempfile, "tempdir", str(folder))
+        patch.setenv("TMPDIR", str(folder))
+        yield build
 
 
 def make_corpus(

@@ -32,6 +32,7 @@ class Runs(NamedTuple):
     resumed: Job
     damaged: Job
     shared: Job
+    poisoned: Job
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +41,10 @@ def runs(new_shared_job: Callable[..., Job]) -> Runs:
     straight, shared = new_shared_job("straight", **SPLIT, **FULL), new_shared_job("shared", **SHARED, **HALF)
     resumed = [new_shared_job("resumed", **SPLIT, **steps) for steps in (HALF, FULL)]
     damaged = [new_shared_job("damaged", **SPLIT, **FULL) for _ in range(2)]
-    jobs = [straight, shared, *resumed, *damaged]
+    poisoned = new_shared_job("poisoned", **SPLIT, **HALF, train__evaluation_interval_steps="100")
+    jobs = [straight, shared, *resumed, *damaged, poisoned]
     inline.run_workers(work.train_in_turn, jobs, WorkerGroupSpec(4, 1, 4, straight.run_folder))
-    return Runs(new_shared_job, straight, resumed[-1], damaged[-1], shared)
+    return Runs(new_shared_job, straight, resumed[-1], damaged[-1], shared, poisoned)
 
 
 def losses(job: Job) -> list[float]:
@@ -98,6 +100,15 @@ def test_a_checkpoint_of_sharded_optimizers_continues_on_one_worker_bit_for_bit(
 
     assert losses(runs.shared) + losses(continued) == losses(straight)
     assert final_state(continued) == final_state(straight)
+
+
+def test_gradients_of_one_worker_that_are_not_numbers_skip_the_step_on_all(runs: Runs) -> None:
+    records = read_metrics(runs.poisoned.run_folder).lines
+    assert [record["skipped_steps"] for record in records] == [0, 0, 1, 1]
+    assert losses(runs.poisoned)[:2] == losses(runs.straight)[:2]
+    # States were compared before it was saved, and loads nowhere unless all workers skipped alike.
+    alone = continue_alone(runs, runs.poisoned, "healthy")
+    assert [record["skipped_steps"] for record in read_metrics(alone.run_folder).lines] == [1] * 4
 
 
 def test_a_node_reads_only_the_shards_that_its_workers_load(runs: Runs) -> None:

@@ -82,8 +82,27 @@ def _meet(job: Job, environment: WorkerEnvironment) -> None:
 
 
 def train_in_turn(jobs: list[Job], environment: WorkerEnvironment) -> None:
-    """Train one job after the other. Before the last one, a bit of what rank 2 wrote of its newest checkpoint flips."""
+    """Train one job after the other, disturbed as the name of its root says."""
     for number, job in enumerate(jobs):
-        if job is jobs[-1] and environment.rank == 0:
-            flip_a_bit(checkpoints(job.root)["step-00000008"] / shard_name(2))
-        train(job, replace(environment, rendezvous=f"{environment.rendezvous}-{number}"))
+        with pytest.MonkeyPatch.context() as patch:
+            if job.root.name == "poisoned" and environment.rank == 3:
+                _poison(patch, at_step=2)
+            if job.root.name == "damaged" and environment.rank == 0 and checkpoints(job.root):
+                flip_a_bit(checkpoints(job.root)["step-00000008"] / shard_name(2))
+            train(job, replace(environment, rendezvous=f"{environment.rendezvous}-{number}"))
+
+
+def _poison(patch: pytest.MonkeyPatch, at_step: int) -> None:
+    """This worker's gradients of one step are not numbers."""
+    loss, train_step = Program._micro_loss, Program.train_step
+    steps: list[int] = []
+
+    def remember(program: Program, step: int, *arguments: Any) -> Any:
+        steps.append(step)
+        return train_step(program, step, *arguments)
+
+    def poisoned(program: Program, *inputs: Any) -> torch.Tensor:
+        return loss(program, *inputs) * (torch.nan if steps[-1] == at_step else 1.0)
+
+    patch.setattr(Program, "train_step", remember)
+    patch.setattr(Program, "_micro_loss", poisoned)

@@ -80,6 +80,28 @@ def test_a_split_model_trains_as_one_that_is_whole(
             torch.testing.assert_close(tensor.flatten(), alone["state"][piece.key], rtol=0, atol=2e-5)
 
 
+def test_a_split_model_has_the_loss_and_the_gradient_norm_of_transformers(
+    tmp_path: Path, together: list[Results]
+) -> None:
+    transformers = pytest.importorskip("transformers")  # in no image: Pants leaves this test out
+    recipe = make_recipe(tmp_path, **work.PARALLEL)
+    ours, model = Llama(recipe.model, recipe.corpus.sequence_length), recipe.model
+    initialize(ours, model, recipe.train.seed)
+    fields = model.model_dump(exclude={"preset", "rope_theta", "rope_scaling"})
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, rope_theta=model.rope_theta))
+    theirs.load_state_dict(ours.state_dict())
+    tokens_BS = work.tokens_of(recipe, step=0).flatten(0, 1)
+    logits_BSV = theirs(tokens_BS[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten())
+    loss.backward()
+    norm = torch.stack([each.grad.norm() for each in theirs.parameters()]).norm()
+
+    for mesh in work.MESHES:
+        found = together[0][mesh]["numbers"]
+        assert found["loss"][0] == pytest.approx(loss.item(), rel=2e-7), mesh
+        assert found["gradient_norm"][0] == pytest.approx(norm.item(), rel=2e-6), mesh
+
+
 @pytest.mark.parametrize("mesh", [name for name, (_, tensor) in work.MESHES.items() if tensor > 1])
 def test_activation_checkpointing_has_the_same_bits_on_a_split_model(together: list[Results], mesh: str) -> None:
     for results in together:

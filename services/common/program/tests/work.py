@@ -12,6 +12,7 @@ from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import AXES, Mesh, make_mesh
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
+from services.common.recipe import Recipe
 from services.common.testing.recipes import make_recipe
 
 WORKERS = 4
@@ -69,6 +70,13 @@ def degrees(data_parallel_size: int, tensor_parallel_size: int) -> dict[str, str
 SHARDED, RECOMPUTED = ", ZeRO-1", ", recomputed"
 
 
+def tokens_of(recipe: Recipe, step: int) -> torch.Tensor:
+    """The micro-batches of a step's global batch."""
+    batch = recipe.batch
+    shape = (batch.num_micro_batches, batch.micro_batch_size, recipe.corpus.sequence_length + 1)
+    return torch.randint(recipe.model.vocab_size, shape, generator=torch.Generator().manual_seed(step))
+
+
 class Trained(TypedDict):
     """What one worker has after PARALLEL_STEPS of the small recipe."""
 
@@ -84,10 +92,9 @@ def train_on(mesh: Mesh, folder: Path, **overrides: str) -> Trained:
     recipe = make_recipe(folder, **PARALLEL, **overrides)
     backend = TorchNative(mesh, 1, recipe.train.reduction)
     program, defer = Program(recipe, backend), backend.defer
-    batch, found = recipe.batch, dict[str, list[float]](loss=[], gradient_norm=[])
-    shape = (batch.num_micro_batches, batch.micro_batch_size, recipe.corpus.sequence_length + 1)
+    found = dict[str, list[float]](loss=[], gradient_norm=[])
     for step in range(PARALLEL_STEPS):
-        tokens = torch.randint(recipe.model.vocab_size, shape, generator=torch.Generator().manual_seed(step))
+        tokens = tokens_of(recipe, step)
         values = defer(program.train_step(step, [tokens[n] for n in mesh.share(len(tokens))])._asdict()).read()
         for name, numbers in found.items():
             numbers.append(values[name])

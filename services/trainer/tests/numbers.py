@@ -1,0 +1,38 @@
+"""The numbers of 50 steps of the small recipe: `python -m services.trainer.tests.numbers` writes them anew.
+
+Whoever does that on purpose says so in the commit and in the changelog: runs that are under way will not go on with the
+bits that they began with.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from services.common.artifacts.lease import hold_lease
+from services.common.launch.launcher import WorkerEnvironment
+from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.metrics import read_metrics
+from services.trainer.tests.builders import building_jobs
+
+GOLDEN = Path(__file__).with_name("golden_numbers.json")
+NAMES = ("loss", "gradient_norm", "validation_loss")
+
+Numbers = dict[str, dict[str, float]]
+"""By the name in the metrics and the step."""
+
+
+def train_golden(new_job: Callable[..., Job]) -> Numbers:
+    job = new_job(train__max_steps="50", optimizer__decay_steps="50")
+    train(job, WorkerEnvironment(rank=0, world_size=1, launch="inline"))
+    records = read_metrics(job.run_folder).lines
+    return {name: {str(each["step"]): each[name] for each in records if name in each} for name in NAMES}
+
+
+if __name__ == "__main__":
+    folder = Path(tempfile.mkdtemp())
+    with hold_lease(folder / "run.lock") as held, building_jobs(folder, held.lease) as new_job:
+        GOLDEN.write_text(json.dumps(train_golden(new_job), indent=1) + "\n", encoding="utf-8")
