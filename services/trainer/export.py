@@ -8,17 +8,16 @@ import shutil
 import uuid
 from pathlib import Path
 
-import safetensors.torch
-
 from services.common.artifacts.manifest import sync_folder, write_durably
 from services.common.errors import RecipeError
-from services.trainer.hugging_face import CONFIG, WEIGHTS, hugging_face_config
+from services.common.program.llama import parameter_shapes
+from services.trainer.hugging_face import CONFIG, hugging_face_config, write_weights
 from services.trainer.run import Run, vocabulary_file
-from services.trainer.sample import load_weights
+from services.trainer.shards import ShardReader
 
 
 def export(run: Run, output: Path) -> Path:
-    """Make `output` with config.json, model.safetensors (float32) and the vocabulary's file; complete or absent.
+    """Make `output` with config.json, the weights (float32) and the vocabulary's file; complete or absent.
 
     Encode with the library whose file it is. AutoTokenizer in transformers 5 rebuilds merges from a SentencePiece model
     by id instead of by score and gives other ids for runs of spaces.
@@ -38,8 +37,8 @@ def export(run: Run, output: Path) -> Path:
 
 def _write(run: Run, folder: Path) -> None:
     vocabulary = run.corpus.manifest.corpus.vocabulary
-    weights = load_weights(run)
-    write_durably(folder / WEIGHTS, safetensors.torch.save(weights, metadata={"format": "pt"}))
+    shapes = parameter_shapes(run.recipe.model)
+    write_weights(folder, shapes, ShardReader(run.checkpoint, shapes).read_weights)
     write_durably(folder / CONFIG, json.dumps(hugging_face_config(run.recipe, vocabulary), indent=2).encode())
     write_durably(folder / Path(vocabulary.path).name, vocabulary_file(run).read_bytes())
 

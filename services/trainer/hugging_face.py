@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from services.common.artifacts.corpus import Vocabulary
+from services.common.artifacts.manifest import write_durably
 from services.common.errors import ArtifactError, RecipeError
 from services.common.input_file import parse_json, read_file
 from services.common.recipe import Model, Recipe
@@ -20,6 +21,8 @@ from services.common.recipe import Model, Recipe
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+FILE_ELEMENTS = 2**30
+"""Of a file that is written, at most: 4 GiB, as much as a process that writes one has in memory."""
 DTYPES = ("F32", "BF16", "F16")
 
 
@@ -106,6 +109,35 @@ def _describe_scaling(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
         return {"rope_type": kind}
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     return {name: scaling.get(name) for name in names}
+
+
+def group_parameters(shapes: Mapping[str, torch.Size], max_elements: int) -> list[list[str]]:
+    """Names of the parameters that go into one file each: of no more elements, or one parameter that has more."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        if groups[-1] and size + shape.numel() > max_elements:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += shape.numel()
+    return groups
+
+
+def write_weights(
+    folder: Path, shapes: Mapping[str, torch.Size], read: Callable[[Sequence[str]], Mapping[str, Tensor]]
+) -> None:
+    """Write weights as `save_pretrained` does: in one file, or in several and an index. `read` gives those of one."""
+    groups = group_parameters(shapes, FILE_ELEMENTS)
+    places: dict[str, str] = {}
+    for number, names in enumerate(groups, start=1):
+        file = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        write_durably(folder / file, safetensors.torch.save(dict(read(names)), metadata={"format": "pt"}))
+        places |= dict.fromkeys(names, file)
+    if len(groups) > 1:
+        size = 4 * sum(shape.numel() for shape in shapes.values())
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        write_durably(folder / INDEX, json.dumps(index, indent=2).encode())
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from services.common.errors import ArtifactError, RecipeError
 from services.common.program.llama import Llama, parameter_shapes
 from services.common.vocabularies.codec import load_codec
 from services.trainer.run import Run, vocabulary_file
-from services.trainer.shards import read_weights
+from services.trainer.shards import ShardReader
 
 TOP_TOKENS = 50
 MIN_TEMPERATURE = 1e-3
@@ -56,7 +56,8 @@ def load_model(run: Run) -> Llama:
 
 def load_weights(run: Run) -> dict[str, Tensor]:
     """The weights of the run's newest checkpoint. Raises `ArtifactError` when they are not those of its model."""
-    return read_weights(run.checkpoint, parameter_shapes(run.recipe.model))
+    shapes = parameter_shapes(run.recipe.model)
+    return ShardReader(run.checkpoint, shapes).read_weights(shapes)
 
 
 def require_drawable(num_tokens: int, temperature: float, seed: int) -> None:

@@ -5,7 +5,7 @@ Any safetensors library opens one. A key says which slice of which tensor it is:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ class ShardReader:
     """
 
     def __init__(self, checkpoint: Artifact[CheckpointManifest], shapes: Shapes) -> None:
-        self._folder = checkpoint.path
+        self._folder, self._shapes = checkpoint.path, shapes
         self._places: dict[tuple[str, str], dict[StateSlice, tuple[str, str]]] = {}
         """By kind and parameter: the slices, each with its file and its key there."""
         for entry in checkpoint.manifest.files:
@@ -72,6 +72,13 @@ class ShardReader:
                 except ValueError as error:
                     raise ArtifactError(f"{self._folder}: is not the state of the model: {error}.") from error
 
+    def read_weights(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Full weights by name."""
+        shapes = {name: tuple(self._shapes[name]) for name in names}
+        weights = {StateSlice.whole("weight", name, shape): torch.empty(shape) for name, shape in shapes.items()}
+        self.read(weights)
+        return {piece.name: tensor for piece, tensor in weights.items()}
+
     def _overlapping(self, target: StateSlice) -> dict[StateSlice, tuple[str, str]]:
         places = self._places.get((target.kind, target.name), {})
         return {piece: place for piece, place in places.items() if overlap(piece, target)}
@@ -88,13 +95,6 @@ class ShardReader:
                         f"{path}: {key} is {found.get_dtype()} {found.get_shape()}, expected F32 {list(piece.shape)}."
                     )
                 yield key, piece
-
-
-def read_weights(checkpoint: Artifact[CheckpointManifest], shapes: Shapes) -> dict[str, Tensor]:
-    """The full weights in a verified checkpoint, by name. Raises `ArtifactError` when they are not the model's."""
-    weights = {StateSlice.whole("weight", name, shape): torch.empty(tuple(shape)) for name, shape in shapes.items()}
-    ShardReader(checkpoint, shapes).read(weights)
-    return {piece.name: tensor for piece, tensor in weights.items()}
 
 
 def _slice_of(file: str, key: str, shape: Collection[int]) -> StateSlice:

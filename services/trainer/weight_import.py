@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from services.common.input_file import read_file
 from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateSlice
 from services.trainer.checkpoint import checkpoint_steps
-from services.trainer.hugging_face import open_weights, require_same_model
+from services.trainer.hugging_face import group_parameters, open_weights, require_same_model
 from services.trainer.job import Job
 from services.trainer.shards import write_shard
 
@@ -90,7 +89,7 @@ def _require_same_vocabulary(folder: Path, job: Job) -> None:
 
 
 def _write_shards(folder: Path, shapes: Mapping[str, torch.Size], read: Callable[[str], Tensor]) -> Iterator[FileEntry]:
-    for number, names in enumerate(_group(shapes)):
+    for number, names in enumerate(group_parameters(shapes, SHARD_ELEMENTS)):
         slices: dict[StateSlice, Tensor] = {}
         for name in names:
             weight = read(name)
@@ -98,16 +97,3 @@ def _write_shards(folder: Path, shapes: Mapping[str, torch.Size], read: Callable
             for kind in ("exp_avg", "exp_avg_sq"):
                 slices[StateSlice.whole(kind, name, weight.shape)] = torch.zeros_like(weight)
         yield write_shard(folder, number, slices)
-
-
-def _group(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
-    """Names of parameters that go into one file."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, shape in shapes.items():
-        if groups[-1] and size + math.prod(shape) > SHARD_ELEMENTS:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += math.prod(shape)
-    return groups

@@ -15,7 +15,7 @@ from services.trainer.export import export
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.run import Run, open_run, vocabulary_file
-from services.trainer.sample import TextGenerator, load_model
+from services.trainer.sample import TextGenerator, load_model, load_weights
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 LLAMA_3_1 = {
@@ -39,6 +39,23 @@ def test_an_exported_folder_gives_the_same_logits_through_from_pretrained(
     tokens_BS = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
     assert torch.equal(theirs(tokens_BS).logits, load_model(run).logits(tokens_BS))
     assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (1, 2)
+
+
+def test_a_large_model_is_exported_in_several_files_and_an_index(
+    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")  # in no image, so Pants leaves this test out
+    job = new_job(train__max_steps="1")
+    train(job, ALONE)
+    monkeypatch.setattr("services.trainer.hugging_face.FILE_ELEMENTS", 5_000)
+    run = open_run(job.root, job.run)
+    folder = export(run, tmp_path / "hugging-face")
+
+    assert [path.name for path in sorted(folder.glob("*.safetensors"))] == [
+        f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)
+    ]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in load_weights(run).items())
 
 
 def test_an_export_never_overwrites(tmp_path: Path, new_job: Callable[..., Job]) -> None:

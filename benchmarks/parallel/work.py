@@ -1,0 +1,82 @@
+"""What the workers of a measurement do; importable, so that other processes find it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.backends.torch_native import TorchNative
+from services.common.program.mesh import Mesh, make_mesh
+from services.common.program.step import Program
+from services.common.program.worker_group import WorkerGroup
+from services.common.recipe import Recipe
+
+Seconds = dict[str, list[float]]
+"""By row, of each round."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    folder: Path
+    recipes: dict[str, Recipe]
+    """By row."""
+    rounds: int
+    num_elements: int = 0
+
+
+def measure_steps(measurement: Measurement, environment: WorkerEnvironment) -> None:
+    """The time of a train step under each recipe, one after another in each round, after a step that warms up."""
+    group = WorkerGroup.join(environment.rank, environment.world_size, environment.rendezvous)
+    steps = {name: _step_of(recipe, environment) for name, recipe in measurement.recipes.items()}
+    _write(measurement, environment, _measure(group, steps, measurement.rounds))
+    group.leave()
+
+
+def measure_sums(measurement: Measurement, environment: WorkerEnvironment) -> None:
+    """The time of one sum over all workers, by either reduction."""
+    group = WorkerGroup.join(environment.rank, environment.world_size, environment.rendezvous)
+    mesh = Mesh(environment.rank, data_parallel_size=environment.world_size)
+    gradient = torch.randn(measurement.num_elements)
+
+    def sum_of(backend: TorchNative) -> Callable[[], object]:
+        return lambda: backend.all_reduce(gradient, "data")
+
+    sums = {reduction: sum_of(TorchNative(mesh, 1, reduction)) for reduction in ("exact", "fast")}
+    _write(measurement, environment, _measure(group, sums, measurement.rounds))
+    group.leave()
+
+
+def _step_of(recipe: Recipe, environment: WorkerEnvironment) -> Callable[[], object]:
+    mesh = make_mesh(recipe, environment.rank, environment.world_size)
+    backend = TorchNative(mesh, recipe.parallel.threads_per_worker, recipe.train.reduction)
+    program = Program(recipe, backend)
+    shape = (recipe.batch.micro_batch_size, recipe.corpus.sequence_length + 1)
+    tokens = [
+        torch.randint(recipe.model.vocab_size, shape, generator=torch.Generator().manual_seed(index))
+        for index in mesh.share(recipe.batch.num_micro_batches)
+    ]
+    return lambda: backend.defer(program.train_step(0, tokens)._asdict()).read()
+
+
+def _measure(group: WorkerGroup, rows: dict[str, Callable[[], object]], rounds: int) -> Seconds:
+    seconds: Seconds = {name: [] for name in rows}
+    for number in range(rounds + 1):
+        for name, run in rows.items():
+            group.barrier()
+            started = time.perf_counter()
+            run()
+            group.barrier()
+            if number:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def _write(measurement: Measurement, environment: WorkerEnvironment, seconds: Seconds) -> None:
+    if environment.rank == 0:
+        (measurement.folder / "seconds.json").write_text(json.dumps(seconds), encoding="utf-8")
