@@ -42,6 +42,7 @@ class Constant:
 
 CORPUS = Identity(("corpus",))
 TRACED = Identity(("compile_cache", "checkpoint"))  # a constant of the compiled graphs, and of the weights
+TRACED_ADDED = Identity(TRACED.kinds, is_added=True)  # runs from before the field keep their ids
 TRAINED = Identity(("checkpoint",))
 COMPILED = Identity(("compile_cache",))
 
@@ -271,6 +272,9 @@ class Train(Section):
     """Digest of the weights that the run begins with, as the trainer's `import` prints it; when absent, drawn ones."""
     dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
     """Arithmetic of matrix products. Master weights, moments and reductions are float32 always."""
+    z_loss: Annotated[float, Field(ge=0), TRACED_ADDED] = 0.0
+    """Coefficient of log(Z)^2, the mean over tokens, in what is differentiated (PaLM, arXiv 2204.02311, has 1e-4). The
+    losses that are reported, of training and evaluation, are cross-entropy alone. 0 leaves it out."""
     activation_checkpointing: Annotated[ActivationCheckpointing, COMPILED] = "none"
     """What of a layer's forward pass the backward pass computes again instead of keeping it: nothing; all but matrix
     products and attention (`selective`); or all (`full`). The bits are the same."""

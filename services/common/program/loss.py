@@ -13,9 +13,17 @@ from services.common.program.layers import gather_sequence
 
 
 def next_token_loss(
-    hidden_BSD: Tensor, lm_head_VD: Tensor, targets_BS: Tensor, chunk_tokens: int, collectives: Collectives
+    hidden_BSD: Tensor,
+    lm_head_VD: Tensor,
+    targets_BS: Tensor,
+    chunk_tokens: int,
+    collectives: Collectives,
+    z_loss: float = 0.0,
 ) -> Tensor:
-    """Mean cross-entropy in nats over all B * S targets.
+    """Mean cross-entropy in nats over all B * S targets. Its gradient is that of itself + `z_loss` * mean(log(Z)^2).
+
+    The penalty keeps Z, a softmax's sum of exponentials, near 1 (PaLM, arXiv 2204.02311, section 5). The value leaves
+    it out, so that runs with it and without can be compared.
 
     With t workers along the tensor axis `hidden_BSD` is this worker's slice of the sequence, and `lm_head_VD` its rows
     of the vocabulary; all get the same loss.
@@ -26,13 +34,16 @@ def next_token_loss(
     hidden_TD = gather_sequence(hidden_BSD, collectives).flatten(0, 1)
     targets_T = targets_BS.flatten()
     if collectives.mesh.tensor_parallel_size > 1:
-        arguments = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, collectives, torch.is_grad_enabled())
+        arguments = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, collectives, z_loss, torch.is_grad_enabled())
         mean: Tensor = _VocabularyParallelLoss.apply(*arguments)  # type: ignore[no-untyped-call]
         return mean
     total = torch.zeros((), dtype=torch.float32, device=hidden_BSD.device)
     for chunk_TD, chunk_T in zip(hidden_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True):
         logits_TV = F.linear(chunk_TD, lm_head_VD).float()
         total = total + F.cross_entropy(logits_TV, chunk_T, reduction="sum")
+        if z_loss and torch.is_grad_enabled():
+            penalty = z_loss * logits_TV.logsumexp(-1).square().sum()
+            total = total + (penalty - penalty.detach())  # 0, with the penalty's gradient
     return total / targets_T.numel()
 
 
@@ -48,6 +59,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         targets_T: Tensor,
         chunk_tokens: int,
         collectives: Collectives,
+        z_loss: float,
         has_gradient: bool,
     ) -> Tensor:
         num_rows, scale = lm_head_VD.shape[0], 1.0 / targets_T.numel()
@@ -57,7 +69,8 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         head_gradient_VD = torch.zeros(lm_head_VD.shape, dtype=torch.float32, device=lm_head_VD.device)
         for chunk_TD, chunk_T in zip(hidden_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True):
             logits_TV = F.linear(chunk_TD, lm_head_VD).float()
-            shifted_TV = logits_TV - collectives.all_reduce(logits_TV.amax(-1, keepdim=True), "tensor", "max")
+            largest_T1 = collectives.all_reduce(logits_TV.amax(-1, keepdim=True), "tensor", "max")
+            shifted_TV = logits_TV - largest_T1
             is_target_TV = (row_ids_V == chunk_T[:, None]).float()
             exponentials_TV = shifted_TV.exp()
             parts_2T = torch.stack([exponentials_TV.sum(-1), (shifted_TV * is_target_TV).sum(-1)])
@@ -65,7 +78,12 @@ class _VocabularyParallelLoss(torch.autograd.Function):
             total = total + (sums_2T[0].log() - sums_2T[1]).sum()
             if not has_gradient:
                 continue
-            gradient_TV = ((exponentials_TV / sums_2T[0][:, None] - is_target_TV) * scale).to(chunk_TD.dtype)
+            softmax_TV = exponentials_TV / sums_2T[0][:, None]
+            gradient_TV = softmax_TV - is_target_TV
+            if z_loss:
+                log_z_T1 = sums_2T[0][:, None].log() + largest_T1
+                gradient_TV = gradient_TV + softmax_TV * (2.0 * z_loss * log_z_T1)
+            gradient_TV = (gradient_TV * scale).to(chunk_TD.dtype)
             hidden_gradients.append(gradient_TV @ lm_head_VD)
             head_gradient_VD = head_gradient_VD + (gradient_TV.t() @ chunk_TD).float()
         if has_gradient:
@@ -74,6 +92,6 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         return total * scale
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
         hidden_gradient_TD, head_gradient_VD = ctx.saved_tensors
-        return hidden_gradient_TD * gradient, head_gradient_VD * gradient, None, None, None, None
+        return hidden_gradient_TD * gradient, head_gradient_VD * gradient, None, None, None, None, None

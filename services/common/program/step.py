@@ -141,9 +141,9 @@ class Program:
     def _micro_loss(self, tokens_BS: Tensor) -> Tensor:
         with self.backend.autocast(self.recipe.train.dtype):
             hidden_BSD = self.model(tokens_BS[:, :-1])
-            chunk_tokens = self.recipe.batch.loss_chunk_tokens
+            chunk_tokens, z_loss = self.recipe.batch.loss_chunk_tokens, self.recipe.train.z_loss
             lm_head_VD, targets_BS = self.model.lm_head.weight, tokens_BS[:, 1:]
-            return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, self.backend)
+            return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, self.backend, z_loss)
 
 
 def _digest(tensors: Sequence[Tensor]) -> int:

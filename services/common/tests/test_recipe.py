@@ -74,6 +74,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "train.max_steps": ("21", ""),
     "train.seed": ("1", "checkpoint"),
     "train.dtype": ("bfloat16", "compile_cache checkpoint"),
+    "train.z_loss": ("1e-4", "compile_cache checkpoint"),
     "train.activation_checkpointing": ("full", "compile_cache"),
     "train.reduction": ("fast", "checkpoint"),
     "train.evaluation_interval_steps": ("7", ""),
@@ -187,6 +188,7 @@ def test_an_unknown_key_of_a_source_names_the_nearest_known_one(tmp_path: Path) 
         ("corpus.validation_fraction", "1", "expected: less than 1"),
         ("optimizer.learning_rate", "inf", "optimizer.learning_rate: got inf, expected: a finite number"),
         ("optimizer.learning_rate", "nan", "optimizer.learning_rate: got nan, expected: a finite number"),
+        ("train.z_loss", "-1e-4", "train.z_loss: got -0.0001, expected: greater than or equal to 0"),
         ("train.dtype", "float16", "train.dtype: got 'float16', expected: 'float32' or 'bfloat16'"),
         ("model.preset", '["llama2-7b"]', "model.preset: got ['llama2-7b'], expected: a valid string"),
         ("corpus.sources", "[]", "corpus.sources: got [], expected:"),
@@ -372,6 +374,10 @@ def test_an_id_changes_with_its_marked_fields_alone(tmp_path: Path, key: str, ki
     is_changed = artifact_id(before, kind, 1, []) != artifact_id(after, kind, 1, [])
 
     assert is_changed == (kind in decided.split())
+
+
+def test_a_field_that_came_later_leaves_the_ids_of_before_alone_at_its_default(tmp_path: Path) -> None:
+    assert "train.z_loss" not in identity(load(tmp_path, {}), "checkpoint")
 
 
 def test_the_vocabulary_decides_the_corpus_and_the_program(tmp_path: Path) -> None:

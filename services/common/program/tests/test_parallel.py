@@ -114,6 +114,13 @@ def assert_same_bits(one: work.Trained, other: work.Trained) -> None:
     assert all(torch.equal(tensor, other["state"][key]) for key, tensor in one["state"].items())
 
 
+def test_a_split_vocabulary_has_the_z_loss_of_the_whole_one(tmp_path: Path, together: list[Results]) -> None:
+    whole = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, **work.Z_LOSS)["numbers"]
+    for results in together:
+        for name, found in results["tensor 4, 2 key-value heads" + work.PENALISED]["numbers"].items():
+            assert found == pytest.approx(whole[name], rel=2e-6, abs=0), name
+
+
 @pytest.mark.parametrize("tensor_parallel_size", [2, 4])
 def test_the_parts_of_a_weight_are_those_of_the_whole(tmp_path: Path, tensor_parallel_size: int) -> None:
     recipe = make_recipe(tmp_path, model__num_attention_heads="8", model__num_key_value_heads="2")

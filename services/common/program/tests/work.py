@@ -67,7 +67,8 @@ def degrees(data_parallel_size: int, tensor_parallel_size: int) -> dict[str, str
     }
 
 
-SHARDED, RECOMPUTED = ", ZeRO-1", ", recomputed"
+SHARDED, RECOMPUTED, PENALISED = ", ZeRO-1", ", recomputed", ", z-loss"
+Z_LOSS = {"train__z_loss": "0.01"}
 
 
 def tokens_of(recipe: Recipe, step: int) -> torch.Tensor:
@@ -107,8 +108,8 @@ def train_on(mesh: Mesh, folder: Path, **overrides: str) -> Trained:
 
 
 def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
-    """`train_on` each of MESHES: with sharded optimizers too where several workers have the same parameters, and with
-    activation checkpointing where they have parts of them.
+    """`train_on` each of MESHES: with sharded optimizers too where several workers have the same parameters, with
+    activation checkpointing where they have parts of them, and with a z-loss where no two have the same.
     """
     rank = environment.rank
     group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
@@ -124,6 +125,8 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
             results[name + SHARDED] = train_on(mesh, own, parallel__zero_stage="1")
         if mesh.tensor_parallel_size > 1:
             results[name + RECOMPUTED] = train_on(mesh, own, train__activation_checkpointing="full")
+        if mesh.data_parallel_size == 1:
+            results[name + PENALISED] = train_on(mesh, own, **Z_LOSS)
     torch.save(results, folder / f"{rank}.pt")
     group.barrier()
     group.leave()
