@@ -272,6 +272,9 @@ class Train(Section):
     """Digest of the weights that the run begins with, as the trainer's `import` prints it; when absent, drawn ones."""
     dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
     """Arithmetic of matrix products. Master weights, moments and reductions are float32 always."""
+    attention_mask: Annotated[Literal["causal", "block_causal"], TRACED_ADDED] = "causal"
+    """What a token attends to: all tokens before it in its row, or (`block_causal`) those of its document alone, with
+    positions that begin again at each document. Either way a document's last token predicts the next one's first."""
     z_loss: Annotated[float, Field(ge=0), TRACED_ADDED] = 0.0
     """Coefficient of log(Z)^2, the mean over tokens, in what is differentiated (PaLM, arXiv 2204.02311, has 1e-4). The
     losses that are reported, of training and evaluation, are cross-entropy alone. 0 leaves it out."""

@@ -13,29 +13,30 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from services.common.artifacts.token_stream import TokenStream
 from services.common.program.mesh import Mesh
-from services.common.recipe import Batch
+from services.common.program.micro_batch import MicroBatch
+from services.common.recipe import Batch, Recipe
 
 _ROUNDS = 6
 _MASK32 = np.uint64(0xFFFFFFFF)
 
 
-def micro_batches(stream: TokenStream, batch: Batch, seed: int, step: int, mesh: Mesh) -> Iterator[Tensor]:
-    """This worker's micro-batches of a step, in order: tokens int64 [micro_batch_size, L + 1]."""
+def micro_batches(stream: TokenStream, recipe: Recipe, step: int, mesh: Mesh) -> Iterator[MicroBatch]:
+    """This worker's micro-batches of a step, in order."""
+    batch = recipe.batch
     share = mesh.share(batch.global_batch_size)
     first = step * batch.global_batch_size + share.start
-    samples = sample_indices(stream.num_samples, seed, first, len(share))
+    samples = sample_indices(stream.num_samples, recipe.train.seed, first, len(share))
     for start in range(0, len(share), batch.micro_batch_size):
-        yield torch.from_numpy(stream.read(samples[start : start + batch.micro_batch_size]))
+        yield _read(stream, samples[start : start + batch.micro_batch_size], recipe)
 
 
-def evaluation_batch(stream: TokenStream, batch: Batch, index: int) -> Tensor:
-    """Full micro-batch number `index` of a split, in stored order: tokens int64 [micro_batch_size, L + 1]."""
-    start = index * batch.micro_batch_size
-    return torch.from_numpy(stream.read(np.arange(start, start + batch.micro_batch_size)))
+def evaluation_batch(stream: TokenStream, recipe: Recipe, index: int) -> MicroBatch:
+    """Full micro-batch number `index` of a split, in stored order."""
+    start = index * recipe.batch.micro_batch_size
+    return _read(stream, np.arange(start, start + recipe.batch.micro_batch_size), recipe)
 
 
 def num_evaluation_batches(stream: TokenStream, batch: Batch, wanted: int) -> int:
@@ -71,6 +72,13 @@ def permute(positions: npt.NDArray[np.int64], size: int, seed: int, epoch: int) 
         values[outside] = _feistel(values[outside], half_bits, keys)
         outside = values >= size
     return values.astype(np.int64)
+
+
+def _read(stream: TokenStream, samples: npt.NDArray[np.int64], recipe: Recipe) -> MicroBatch:
+    if recipe.train.attention_mask == "causal":
+        return MicroBatch(torch.from_numpy(stream.read(samples)))
+    documents = stream.read_documents(samples)
+    return MicroBatch(torch.from_numpy(documents.tokens), torch.from_numpy(documents.positions))
 
 
 def _feistel(

@@ -64,9 +64,9 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     with MetricsRecorder(job, rank, first_step) as recorder:
         while done < recipe.train.max_steps and not reason and not divergence:
             step, started = done, time.perf_counter()
-            tokens = list(micro_batches(training, recipe.batch, recipe.train.seed, step, backend.mesh))
+            batches = list(micro_batches(training, recipe, step, backend.mesh))
             data_seconds = time.perf_counter() - started
-            result = backend.defer(program.train_step(step, tokens, skipped.total)._asdict()).read()
+            result = backend.defer(program.train_step(step, batches, skipped.total)._asdict()).read()
             is_applied = bool(result["is_applied"])
             skipped.count(is_applied)
             step_seconds = time.perf_counter() - started
@@ -248,11 +248,11 @@ def require_same_state(program: Program, group: WorkerGroup, step: int) -> None:
 
 def evaluate(program: Program, validation: TokenStream) -> dict[str, float]:
     """The loss on the first validation samples; nothing when the split is smaller than a micro-batch."""
-    batch = program.recipe.batch
-    count = num_evaluation_batches(validation, batch, program.recipe.train.evaluation_batches)
+    recipe = program.recipe
+    count = num_evaluation_batches(validation, recipe.batch, recipe.train.evaluation_batches)
     if count == 0:
         return {}
-    loss = program.evaluate(lambda index: evaluation_batch(validation, batch, index), count)
+    loss = program.evaluate(lambda index: evaluation_batch(validation, recipe, index), count)
     return program.backend.defer({"validation_loss": loss}).read()
 
 

@@ -29,7 +29,7 @@ KEPT = {
 }
 
 
-def run_checkpointed(layer: nn.Module, mode: ActivationCheckpointing, *arguments: Tensor) -> Tensor:
+def run_checkpointed(layer: nn.Module, mode: ActivationCheckpointing, *arguments: Tensor | None) -> Tensor:
     """`layer(*arguments)`, which keeps for the backward pass what `train.activation_checkpointing` says."""
     if mode == "none":
         kept: Tensor = layer(*arguments)

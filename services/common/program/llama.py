@@ -4,7 +4,8 @@ In eager float32, logits and every gradient are bit-equal to transformers' `Llam
 attention; the order of the operations below is part of that promise.
 
 Shape suffixes: B sequences, S positions, D hidden size, H query heads, K key-value heads, N head dimension,
-F intermediate size, V vocabulary, T = B * S tokens, and t workers of the tensor axis (see `layers`).
+F intermediate size, V vocabulary, T = B * S tokens, and t workers of the tensor axis (see `layers`). The cosines and
+sines of rotary positions are [S, N], or [B, 1, S, N] where sequences have documents of their own.
 """
 
 from __future__ import annotations
@@ -51,15 +52,19 @@ class Llama(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Final hidden states [B, S / t, D] of this worker's slice of the sequence, normalised."""
-        hidden_BSD: Tensor = self.model(tokens_BS)
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+        """Final hidden states [B, S / t, D] of this worker's slice of the sequence, normalised.
+
+        With `positions_BS`, each token's distance from the begin of its document, attention stays within documents, and
+        rotary positions are these. Without them a sequence is one document.
+        """
+        hidden_BSD: Tensor = self.model(tokens_BS, positions_BS)
         return hidden_BSD
 
-    def logits(self, tokens_BS: Tensor) -> Tensor:
+    def logits(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         """Logits [B, S, V] of the token that follows each position. Of a model on one worker."""
         assert self.collectives.mesh.tensor_parallel_size == 1
-        logits_BSV: Tensor = self.lm_head(self(tokens_BS))
+        logits_BSV: Tensor = self.lm_head(self(tokens_BS, positions_BS))
         return logits_BSV
 
     def layouts(self) -> dict[str, Layout]:
@@ -111,13 +116,18 @@ class _Decoder(nn.Module):
         cos_SN, sin_SN = rotary_table(config, sequence_length)
         self.register_buffer("cos_SN", cos_SN, persistent=False)
         self.register_buffer("sin_SN", sin_SN, persistent=False)
+        self.register_buffer("indices_S", torch.arange(sequence_length, dtype=torch.int32), persistent=False)
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
         length = tokens_BS.shape[1]
         hidden_BSD = reduce_scatter_sequence(self.embed_tokens(tokens_BS), self._collectives)
-        cos_SN, sin_SN = self.cos_SN[:length], self.sin_SN[:length]  # type: ignore[index]
+        cos, sin = self.cos_SN[:length], self.sin_SN[:length]  # type: ignore[index]
+        mask_B1SS = None
+        if positions_BS is not None:
+            cos, sin = cos[positions_BS][:, None], sin[positions_BS][:, None]
+            mask_B1SS = block_causal_mask(positions_BS, self.indices_S[:length])[:, None]  # type: ignore[index]
         for layer in self.layers:
-            hidden_BSD = run_checkpointed(layer, self._activation_checkpointing, hidden_BSD, cos_SN, sin_SN)
+            hidden_BSD = run_checkpointed(layer, self._activation_checkpointing, hidden_BSD, cos, sin, mask_B1SS)
         normed_BSD: Tensor = self.norm(hidden_BSD)
         return normed_BSD
 
@@ -130,8 +140,8 @@ class _Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives.mesh)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives.mesh)
 
-    def forward(self, hidden_BSD: Tensor, cos_SN: Tensor, sin_SN: Tensor) -> Tensor:
-        hidden_BSD = hidden_BSD + self.self_attn(self.input_layernorm(hidden_BSD), cos_SN, sin_SN)
+    def forward(self, hidden_BSD: Tensor, cos: Tensor, sin: Tensor, mask_B1SS: Tensor | None) -> Tensor:
+        hidden_BSD = hidden_BSD + self.self_attn(self.input_layernorm(hidden_BSD), cos, sin, mask_B1SS)
         return hidden_BSD + self.mlp(self.post_attention_layernorm(hidden_BSD))
 
 
@@ -149,16 +159,22 @@ class _Attention(nn.Module):
         self.o_proj = RowParallelLinear(config.hidden_size, config.hidden_size, mesh)
         self.is_grouped = self.k_proj.weight.shape[0] < self.q_proj.weight.shape[0]
 
-    def forward(self, x_BSD: Tensor, cos_SN: Tensor, sin_SN: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask_B1SS: Tensor | None) -> Tensor:
         x_BSD = gather_sequence(x_BSD, self._collectives)
         batch, length, _ = x_BSD.shape
         heads = (batch, length, -1, self.head_dim)
         q_BHSN = self.q_proj(x_BSD).view(heads).transpose(1, 2)
         k_BKSN = self.k_proj(x_BSD).view(heads).transpose(1, 2)
         v_BKSN = self.v_proj(x_BSD).view(heads).transpose(1, 2)
-        q_BHSN, k_BKSN = _rotate(q_BHSN, cos_SN, sin_SN), _rotate(k_BKSN, cos_SN, sin_SN)
+        q_BHSN, k_BKSN = _rotate(q_BHSN, cos, sin), _rotate(k_BKSN, cos, sin)
         mixed_BHSN = F.scaled_dot_product_attention(
-            q_BHSN, k_BKSN, v_BKSN, is_causal=True, scale=self.head_dim**-0.5, enable_gqa=self.is_grouped
+            q_BHSN,
+            k_BKSN,
+            v_BKSN,
+            attn_mask=mask_B1SS,
+            is_causal=mask_B1SS is None,
+            scale=self.head_dim**-0.5,
+            enable_gqa=self.is_grouped,
         )
         mixed_BSD = self.o_proj(mixed_BHSN.transpose(1, 2).reshape(batch, length, -1))
         return reduce_scatter_sequence(mixed_BSD, self._collectives)
@@ -176,6 +192,15 @@ class _FeedForward(nn.Module):
         x_BSD = gather_sequence(x_BSD, self._collectives)
         out_BSD = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
         return reduce_scatter_sequence(out_BSD, self._collectives)
+
+
+def block_causal_mask(positions_BS: Tensor, indices_S: Tensor) -> Tensor:
+    """bool [B, S, S]: a token (row) attends to itself and to those before it in its document.
+
+    `positions_BS` are distances from the begins of documents, `indices_S` 0 to S - 1.
+    """
+    begins_BS = indices_S - positions_BS
+    return (indices_S >= begins_BS[..., None]) & (indices_S <= indices_S[:, None])
 
 
 def rotary_table(config: Model, sequence_length: int) -> tuple[Tensor, Tensor]:
@@ -203,7 +228,7 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(is_between, between, scaled)
 
 
-def _rotate(x_BHSN: Tensor, cos_SN: Tensor, sin_SN: Tensor) -> Tensor:
+def _rotate(x_BHSN: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x_BHSN.shape[-1] // 2
     swapped = torch.cat((-x_BHSN[..., half:], x_BHSN[..., :half]), dim=-1)
-    return x_BHSN * cos_SN + swapped * sin_SN
+    return x_BHSN * cos + swapped * sin

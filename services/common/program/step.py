@@ -14,6 +14,7 @@ from services.common.program.backends.protocol import Backend
 from services.common.program.buckets import choose_num_blocks, make_buckets
 from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
+from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
 from services.common.program.reduction import TreeSum
 from services.common.program.state import StateSlice
@@ -47,14 +48,14 @@ class Program:
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
         self._loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
 
-    def train_step(self, step: int, micro_batches: Iterable[Tensor], skipped_steps: int = 0) -> StepResult:
-        """Update `step` (from 0) with this worker's share of the global batch, micro-batches of tokens [B, L + 1].
+    def train_step(self, step: int, micro_batches: Iterable[MicroBatch], skipped_steps: int = 0) -> StepResult:
+        """Update `step` (from 0) with this worker's share of the global batch.
 
         `skipped_steps` of the steps before it were not applied.
         """
         losses, sums = TreeSum(), [TreeSum() for _ in self.buckets]
-        for tokens_BS in micro_batches:
-            loss = self._loss(tokens_BS)
+        for micro_batch in micro_batches:
+            loss = self._loss(*micro_batch)
             gradients = iter(torch.autograd.grad(loss, self._parameters))
             for bucket, total in zip(self.buckets, sums, strict=True):
                 total.add(bucket.flatten(islice(gradients, len(bucket.parameters))))
@@ -68,9 +69,9 @@ class Program:
         return StepResult(loss_1.squeeze(0), norm, is_applied)
 
     @torch.no_grad()
-    def evaluate(self, read: Callable[[int], Tensor], count: int) -> Tensor:
-        """Mean loss over the micro-batches `read(0)` to `read(count - 1)` of tokens [B, L + 1], shared by the workers.
-        A scalar on the device.
+    def evaluate(self, read: Callable[[int], MicroBatch], count: int) -> Tensor:
+        """Mean loss over the micro-batches `read(0)` to `read(count - 1)`, shared by the workers. A scalar on the
+        device.
 
         In each round every worker takes one, and all learn of all losses: the mean has the same bits on each worker and
         for every number of them, and none waits longer than for one forward pass.
@@ -78,7 +79,7 @@ class Program:
         losses: list[Tensor] = []
         while len(losses) < count:
             mine = len(losses) + self.backend.mesh.index("data")
-            loss = self._loss(read(mine)) if mine < count else torch.zeros((), device=self.backend.device)
+            loss = self._loss(*read(mine)) if mine < count else torch.zeros((), device=self.backend.device)
             losses += self.backend.all_gather(loss.reshape(1), "data").unbind()
             self.backend.end_graph()
         return torch.stack(losses[:count]).mean()
@@ -138,9 +139,9 @@ class Program:
                     slices[StateSlice(kind, name, box, run_start, run_stop)] = elements
         return slices
 
-    def _micro_loss(self, tokens_BS: Tensor) -> Tensor:
+    def _micro_loss(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         with self.backend.autocast(self.recipe.train.dtype):
-            hidden_BSD = self.model(tokens_BS[:, :-1])
+            hidden_BSD = self.model(tokens_BS[:, :-1], positions_BS)
             chunk_tokens, z_loss = self.recipe.batch.loss_chunk_tokens, self.recipe.train.z_loss
             lm_head_VD, targets_BS = self.model.lm_head.weight, tokens_BS[:, 1:]
             return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, self.backend, z_loss)

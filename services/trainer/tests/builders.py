@@ -53,6 +53,10 @@ SMALL: dict[str, Any] = {
 """What the small recipe lacks: a run of two workers that evaluates, and commits checkpoints."""
 
 
+DOCUMENT_TOKENS = 24
+"""Of every document: rows of 16 have a begin at 0, one at 8, or none."""
+
+
 def write_recipe(folder: Path) -> Path:
     return recipes.write_recipe(folder, **SMALL)
 
@@ -125,10 +129,17 @@ def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind)
         for first in range(0, rows, recipe.corpus.rows_per_shard):
             part = tokens[first * length : min(rows, first + recipe.corpus.rows_per_shard) * length]
             shards.append(f"{split}/shard-{len(shards):05d}.arrow")
-            _write_rows(workspace.files / shards[-1], part, length)
+            _write_rows(workspace.files / shards[-1], part, length, first * length)
         _write_tail(folder / "tail" / "tail.arrow", tokens[rows * length :])
+        documents = -(-len(tokens) // DOCUMENT_TOKENS)
         splits[split] = SplitCounts(
-            documents=1, document_tokens=len(tokens) - 2, bos=1, eos=1, rows=rows, tail_tokens=5, shards=tuple(shards)
+            documents=documents,
+            document_tokens=len(tokens) - 2 * documents,
+            bos=documents,
+            eos=documents,
+            rows=rows,
+            tail_tokens=5,
+            shards=tuple(shards),
         )
     payload = corpus_payload(
         _write_vocabulary(workspace.files, kind, recipe.model.vocab_size),
@@ -139,10 +150,12 @@ def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind)
     return Draft(payload)
 
 
-def _write_rows(path: Path, tokens: np.ndarray, length: int) -> None:
+def _write_rows(path: Path, tokens: np.ndarray, length: int, first_token: int) -> None:
     schema = arrow_schema("uint16", length)
     rows = pa.FixedSizeListArray.from_arrays(pa.array(tokens), type=schema.field("input_ids").type)
-    starts = pa.array([[] for _ in range(len(rows))], type=schema.field("doc_starts").type)
+    row_begins = range(first_token, first_token + len(tokens), length)
+    doc_starts = [[at for at in range(length) if (begin + at) % DOCUMENT_TOKENS == 0] for begin in row_begins]
+    starts = pa.array(doc_starts, type=schema.field("doc_starts").type)
     _write(path, pa.record_batch([rows, starts], schema=schema))
 
 

@@ -11,7 +11,7 @@ import torch
 from services.common.artifacts.token_stream import TokenStream
 from services.common.program.mesh import Mesh
 from services.trainer.data import evaluation_batch, micro_batches, num_evaluation_batches, permute, sample_indices
-from services.trainer.tests.builders import make_corpus, make_recipe
+from services.trainer.tests.builders import DOCUMENT_TOKENS, make_corpus, make_recipe
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1_000, 65_537])
@@ -46,7 +46,7 @@ def test_any_number_of_workers_reads_the_same_global_batch(tmp_path: Path) -> No
     stream = TokenStream(corpus.path, corpus.manifest.corpus, "train")
     for step in (0, 9, 10, 31):  # 80 samples in batches of 8: an epoch ends after step 9
         batches = [
-            torch.cat([b for rank in range(w) for b in micro_batches(stream, recipe.batch, 0, step, Mesh(rank, w))])
+            torch.cat([b.tokens for rank in range(w) for b in micro_batches(stream, recipe, step, Mesh(rank, w))])
             for w in (1, 2, 4)
         ]
         assert torch.equal(batches[0], batches[1])
@@ -54,9 +54,33 @@ def test_any_number_of_workers_reads_the_same_global_batch(tmp_path: Path) -> No
         assert batches[0].shape == (8, 17)
 
 
+def test_positions_begin_again_at_each_document_and_at_each_row(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, train__attention_mask="block_causal")
+    corpus = make_corpus(tmp_path, recipe)
+    stream = TokenStream(corpus.path, corpus.manifest.corpus, "train")
+    samples = sample_indices(stream.num_samples, recipe.train.seed, 8, 8)
+    places = np.arange(16)
+    expected = np.minimum((samples[:, None] * 16 + places) % DOCUMENT_TOKENS, places)
+
+    batches = list(micro_batches(stream, recipe, 1, Mesh(0, data_parallel_size=1)))
+    evaluated = evaluation_batch(stream, recipe, 0)
+
+    positions = [batch.positions for batch in (*batches, evaluated) if batch.positions is not None]
+    assert torch.cat(positions[:-1]).tolist() == expected.tolist()
+    assert positions[-1].tolist() == [[*range(16)], [*range(8), *range(8)]]
+
+
+def test_a_row_is_one_document_to_causal_attention(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    corpus = make_corpus(tmp_path, recipe)
+    stream = TokenStream(corpus.path, corpus.manifest.corpus, "train")
+
+    assert all(batch.positions is None for batch in micro_batches(stream, recipe, 0, Mesh(0, data_parallel_size=1)))
+
+
 def test_evaluation_takes_what_there_is_when_the_split_is_small(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     corpus = make_corpus(tmp_path, recipe, rows=5)
     stream = TokenStream(corpus.path, corpus.manifest.corpus, "validation")
     assert num_evaluation_batches(stream, recipe.batch, 8) == 2  # 5 samples, micro-batches of 2
-    assert evaluation_batch(stream, recipe.batch, 1).tolist() == stream.read([2, 3]).tolist()
+    assert evaluation_batch(stream, recipe, 1).tokens.tolist() == stream.read([2, 3]).tolist()

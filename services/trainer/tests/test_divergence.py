@@ -9,6 +9,7 @@ import torch
 
 from services.common.errors import RecipeError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.micro_batch import MicroBatch
 from services.common.program.step import Program
 from services.trainer.job import Job
 from services.trainer.loop import train
@@ -30,12 +31,13 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     healthy = Program.train_step
 
     def poison_steps(*steps: int) -> None:
-        def poisoned(program: Program, step: int, tokens: list[torch.Tensor], skipped_steps: int) -> object:
+        def poisoned(program: Program, step: int, batches: list[MicroBatch], skipped_steps: int) -> object:
             if step not in steps:
-                return healthy(program, step, tokens, skipped_steps)
+                return healthy(program, step, batches, skipped_steps)
             weight = program.buckets[0].weights_P[0].clone()
             program.buckets[0].weights_P[0] = float("nan")  # the embedding of token 0
-            result = healthy(program, step, [torch.zeros_like(batch) for batch in tokens], skipped_steps)
+            zeros = [batch._replace(tokens=torch.zeros_like(batch.tokens)) for batch in batches]
+            result = healthy(program, step, zeros, skipped_steps)
             program.buckets[0].weights_P[0] = weight
             return result
 
@@ -80,8 +82,8 @@ def test_weights_that_are_no_numbers_are_not_saved(
     job = new_job()
     healthy = Program.train_step
 
-    def ruined(program: Program, step: int, tokens: list[torch.Tensor], skipped_steps: int) -> object:
-        result = healthy(program, step, tokens, skipped_steps)
+    def ruined(program: Program, step: int, batches: list[MicroBatch], skipped_steps: int) -> object:
+        result = healthy(program, step, batches, skipped_steps)
         if step == 9:
             program.buckets[0].weights_P[0] = float("inf")
         return result

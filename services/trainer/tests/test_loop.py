@@ -16,6 +16,7 @@ from services.common.artifacts.checkpoint import shard_name
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import ArtifactError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.micro_batch import MicroBatch
 from services.common.program.state import StateSlice
 from services.common.program.step import Program
 from services.common.testing.manifests import forge
@@ -61,6 +62,17 @@ def test_intervals_and_worker_counts_do_not_make_another_run_but_the_seed_does(n
     assert new_job(checkpoint__interval_steps="3", parallel__data_parallel_size="4", train__max_steps="50").run == run
     assert new_job(train__seed="1").run != run
     assert new_job(optimizer__learning_rate="2e-2").run != run
+
+
+def test_a_run_keeps_attention_within_documents_when_its_recipe_says_so(new_job: Callable[..., Job]) -> None:
+    jobs = [new_job(mask, train__max_steps="2", train__attention_mask=mask) for mask in ("causal", "block_causal")]
+    for job in jobs:
+        train(job, ALONE)
+
+    causal, block_causal = (read_metrics(job.run_folder).lines for job in jobs)
+    assert jobs[0].run != jobs[1].run
+    assert causal[0]["loss"] != block_causal[0]["loss"]  # of the same weights and tokens
+    assert causal[1]["validation_loss"] != block_causal[1]["validation_loss"]
 
 
 def test_a_checkpoint_that_was_verified_is_verified_again_when_workers_were_lost(new_job: Callable[..., Job]) -> None:
@@ -182,14 +194,13 @@ def test_a_poisoned_step_is_skipped_and_counted_and_the_run_goes_on(
     weights_before: dict[int, torch.Tensor] = {}
     healthy = Program.train_step
 
-    def poisoned_at_step_8(
-        program: Program, step: int, micro_batches: list[torch.Tensor], skipped_steps: int
-    ) -> object:
+    def poisoned_at_step_8(program: Program, step: int, batches: list[MicroBatch], skipped_steps: int) -> object:
         weights_before[step] = torch.cat([bucket.weights_P for bucket in program.buckets])
         if step != 8:
-            return healthy(program, step, micro_batches, skipped_steps)
+            return healthy(program, step, batches, skipped_steps)
         program.buckets[0].weights_P[0] = float("nan")  # the embedding of token 0
-        result = healthy(program, step, [torch.zeros_like(batch) for batch in micro_batches], skipped_steps)
+        zeros = [batch._replace(tokens=torch.zeros_like(batch.tokens)) for batch in batches]
+        result = healthy(program, step, zeros, skipped_steps)
         program.buckets[0].weights_P[0] = weights_before[step][0]
         return result
 

@@ -42,10 +42,10 @@ def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
             time.sleep(SLOW_SECONDS)
         return write(*arguments)
 
-    def evaluate_slowly(program: Program, tokens_BS: torch.Tensor) -> torch.Tensor:
+    def evaluate_slowly(program: Program, *micro_batch: Any) -> torch.Tensor:
         if not torch.is_grad_enabled():
             time.sleep(SLOW_SECONDS / EVALUATION_BATCHES)
-        return loss(program, tokens_BS)
+        return loss(program, *micro_batch)
 
     patch.setattr("services.trainer.loop.prepare_node", prepare_slowly)
     patch.setattr(CheckpointWriter, "_write", write_slowly)

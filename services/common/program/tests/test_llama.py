@@ -39,12 +39,16 @@ SHAPES = {"llama-2": LLAMA_2, "llama-3": LLAMA_3, "llama-3.1": LLAMA_3_1, "tied"
 def models(request: pytest.FixtureRequest) -> tuple[Llama, Any]:
     # In no image: Pants runs the tests in an image's packages and leaves these out; `make test` has it.
     transformers = pytest.importorskip("transformers")
-    config = SHAPES[request.param]
-    ours = Llama(config, LENGTH)
-    initialize(ours, config, seed=7)
+    config, ours = SHAPES[request.param], _model(request.param)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_transformers_fields(config)))
     theirs.load_state_dict(ours.state_dict(), strict=True)
     return ours, theirs
+
+
+def _model(shape: str) -> Llama:
+    model = Llama(SHAPES[shape], LENGTH)
+    initialize(model, SHAPES[shape], seed=7)
+    return model
 
 
 def _transformers_fields(config: Model) -> dict[str, Any]:
@@ -94,6 +98,38 @@ def test_chunked_loss_is_the_same_sum(models: tuple[Llama, Any]) -> None:
     whole = next_token_loss(hidden_BSD, ours.lm_head.weight, targets_BS, targets_BS.numel(), OneWorker())
     chunked = next_token_loss(hidden_BSD, ours.lm_head.weight, targets_BS, 50, OneWorker())  # 192 = 3 * 50 + 42
     torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=1e-6)
+
+
+BEGIN = 30
+"""Of the second document in a row of two."""
+
+
+def _positions() -> torch.Tensor:
+    places = torch.arange(LENGTH, dtype=torch.int32)
+    return torch.where(places < BEGIN, places, places - BEGIN).repeat(2, 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_document_in_a_row_has_the_logits_that_it_has_alone(shape: str) -> None:
+    model, tokens_BS = _model(shape), _tokens(LENGTH)
+    together = model.logits(tokens_BS, _positions())
+
+    for document in (slice(BEGIN), slice(BEGIN, LENGTH)):
+        torch.testing.assert_close(together[:, document], model.logits(tokens_BS[:, document]), rtol=1e-5, atol=1e-6)
+
+
+def test_no_gradient_goes_from_one_document_to_another() -> None:
+    model, tokens_BS = _model("llama-3"), _tokens(LENGTH) // 2
+    tokens_BS[:, BEGIN:] += 160  # other embeddings than the first document's
+
+    causal, block_causal = (
+        torch.autograd.grad(model(tokens_BS, positions)[:, BEGIN:].square().sum(), model.model.embed_tokens.weight)[0]
+        for positions in (None, _positions())
+    )
+
+    assert causal[:160].any()
+    assert not block_causal[:160].any()
+    assert block_causal[160:].any()
 
 
 def test_initial_weights_do_not_depend_on_the_other_layers() -> None:

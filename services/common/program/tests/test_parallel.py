@@ -114,10 +114,13 @@ def assert_same_bits(one: work.Trained, other: work.Trained) -> None:
     assert all(torch.equal(tensor, other["state"][key]) for key, tensor in one["state"].items())
 
 
-def test_a_split_vocabulary_has_the_z_loss_of_the_whole_one(tmp_path: Path, together: list[Results]) -> None:
-    whole = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, **work.Z_LOSS)["numbers"]
+def test_a_split_model_has_the_z_loss_and_the_documents_of_the_whole_one(
+    tmp_path: Path, alone: work.Trained, together: list[Results]
+) -> None:
+    whole = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, **work.WITH_DOCUMENTS)["numbers"]
+    assert whole["loss"][0] != pytest.approx(alone["numbers"]["loss"][0], rel=1e-5)
     for results in together:
-        for name, found in results["tensor 4, 2 key-value heads" + work.PENALISED]["numbers"].items():
+        for name, found in results["tensor 4, 2 key-value heads" + work.IN_DOCUMENTS]["numbers"].items():
             assert found == pytest.approx(whole[name], rel=2e-6, abs=0), name
 
 

@@ -10,6 +10,7 @@ import torch
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import AXES, Mesh, make_mesh
+from services.common.program.micro_batch import MicroBatch
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
@@ -67,8 +68,9 @@ def degrees(data_parallel_size: int, tensor_parallel_size: int) -> dict[str, str
     }
 
 
-SHARDED, RECOMPUTED, PENALISED = ", ZeRO-1", ", recomputed", ", z-loss"
-Z_LOSS = {"train__z_loss": "0.01"}
+SHARDED, RECOMPUTED, IN_DOCUMENTS = ", ZeRO-1", ", recomputed", ", z-loss and documents"
+WITH_DOCUMENTS = {"train__z_loss": "0.01", "train__attention_mask": "block_causal"}
+DOCUMENT_TOKENS = 7  # rows of 16
 
 
 def tokens_of(recipe: Recipe, step: int) -> torch.Tensor:
@@ -76,6 +78,14 @@ def tokens_of(recipe: Recipe, step: int) -> torch.Tensor:
     batch = recipe.batch
     shape = (batch.num_micro_batches, batch.micro_batch_size, recipe.corpus.sequence_length + 1)
     return torch.randint(recipe.model.vocab_size, shape, generator=torch.Generator().manual_seed(step))
+
+
+def micro_batches_of(recipe: Recipe, step: int) -> list[MicroBatch]:
+    """The same, of rows with documents of DOCUMENT_TOKENS where the recipe keeps them apart."""
+    places_S = torch.arange(recipe.corpus.sequence_length, dtype=torch.int32)
+    positions_BS = (places_S % DOCUMENT_TOKENS).repeat(recipe.batch.micro_batch_size, 1)
+    has_documents = recipe.train.attention_mask == "block_causal"
+    return [MicroBatch(tokens_BS, positions_BS if has_documents else None) for tokens_BS in tokens_of(recipe, step)]
 
 
 class Trained(TypedDict):
@@ -95,11 +105,11 @@ def train_on(mesh: Mesh, folder: Path, **overrides: str) -> Trained:
     program, defer = Program(recipe, backend), backend.defer
     found = dict[str, list[float]](loss=[], gradient_norm=[])
     for step in range(PARALLEL_STEPS):
-        tokens = tokens_of(recipe, step)
-        values = defer(program.train_step(step, [tokens[n] for n in mesh.share(len(tokens))])._asdict()).read()
+        batches = micro_batches_of(recipe, step)
+        values = defer(program.train_step(step, [batches[n] for n in mesh.share(len(batches))])._asdict()).read()
         for name, numbers in found.items():
             numbers.append(values[name])
-    evaluated = defer({"loss": program.evaluate(lambda number: tokens[number], len(tokens))}).read()
+    evaluated = defer({"loss": program.evaluate(batches.__getitem__, len(batches))}).read()
     return {
         "numbers": {**found, "evaluation": [evaluated["loss"]]},
         "state": {piece.key: tensor.clone() for piece, tensor in program.owned_state().items()},
@@ -109,7 +119,7 @@ def train_on(mesh: Mesh, folder: Path, **overrides: str) -> Trained:
 
 def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
     """`train_on` each of MESHES: with sharded optimizers too where several workers have the same parameters, with
-    activation checkpointing where they have parts of them, and with a z-loss where no two have the same.
+    activation checkpointing where they have parts of them, and with z-loss and documents where no two have the same.
     """
     rank = environment.rank
     group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
@@ -126,7 +136,7 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
         if mesh.tensor_parallel_size > 1:
             results[name + RECOMPUTED] = train_on(mesh, own, train__activation_checkpointing="full")
         if mesh.data_parallel_size == 1:
-            results[name + PENALISED] = train_on(mesh, own, **Z_LOSS)
+            results[name + IN_DOCUMENTS] = train_on(mesh, own, **WITH_DOCUMENTS)
     torch.save(results, folder / f"{rank}.pt")
     group.barrier()
     group.leave()
