@@ -60,15 +60,19 @@ def flops_per_token(recipe: Recipe) -> float:
 
 
 def memory_per_worker_bytes(recipe: Recipe) -> int:
-    """Weights, gradient, two moments and partial sums of the reduction, in float32; activations of a micro-batch.
+    """Weights and gradient in the model's type; masters where they are no views of the weights, two moments and partial
+    sums of the reduction, in float32; activations of a micro-batch.
 
-    The moments are a share of them where the optimizer's state is sharded, and all a part where the model is split.
+    Masters and moments are a share of them where the optimizer's state is sharded, and all a part where the model is
+    split.
     """
     model, batch = recipe.model, recipe.batch
     parameters = model.num_parameters // recipe.parallel.tensor_parallel_size
     partial_sums = _micro_batches_per_model(recipe).bit_length()
     shares = recipe.parallel.data_parallel_size if recipe.parallel.zero_stage else 1
-    state = parameters * 4 * (2 + partial_sums) + parameters * 8 // shares
+    width = 2 if recipe.train.param_dtype == "bfloat16" else 4
+    has_masters = shares > 1 or width == 2
+    state = parameters * (2 * width + 4 * partial_sums) + parameters * (12 if has_masters else 8) // shares
     tokens = batch.micro_batch_size * recipe.corpus.sequence_length
     per_layer = {  # saved for the backward pass
         "none": 10 * model.hidden_size + 4 * model.intermediate_size,

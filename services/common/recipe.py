@@ -272,6 +272,10 @@ class Train(Section):
     """Digest of the weights that the run begins with, as the trainer's `import` prints it; when absent, drawn ones."""
     dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
     """Arithmetic of matrix products. Master weights, moments and reductions are float32 always."""
+    param_dtype: Annotated[Literal["float32", "bfloat16"], TRACED_ADDED] = "float32"
+    """Type of all weights in the model, of norms too, of a micro-batch's gradients, and of activations between layers.
+    `bfloat16` needs dtype `bfloat16`: the optimizer then holds float32 masters, and each update ends with the model's
+    weights rounded from them."""
     attention_mask: Annotated[Literal["causal", "block_causal"], TRACED_ADDED] = "causal"
     """What a token attends to: all tokens before it in its row, or (`block_causal`) those of its document alone, with
     positions that begin again at each document. Either way a document's last token predicts the next one's first."""
@@ -292,6 +296,15 @@ class Train(Section):
     """A step whose gradient is not finite updates nothing. More of them in a row end the run, with exit 2."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Times that lost workers are started again within one command, since its newest checkpoint."""
+
+    @model_validator(mode="after")
+    def _weights_are_as_wide_as_products(self) -> Self:
+        if self.param_dtype == "bfloat16" and self.dtype != "bfloat16":
+            raise ValueError(
+                f"train.param_dtype 'bfloat16' needs train.dtype 'bfloat16', got {self.dtype!r}: products of rounded "
+                f"weights gain nothing from float32"
+            )
+        return self
 
 
 class Checkpoint(Section):

@@ -34,9 +34,13 @@ class Bucket:
         self.is_decayed = all(parameter.ndim > 1 for parameter in self.parameters.values())
         """Weight decay applies to matrices."""
         self._padding = -sum(parameter.numel() for parameter in self.parameters.values()) % num_blocks
-        self.weights_P = self.flatten(parameter.detach() for parameter in self.parameters.values())
-        for name, view in self.views(self.weights_P).items():
-            self.parameters[name].data = view
+        self._hold(self.flatten(parameter.detach() for parameter in self.parameters.values()))
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Round the model's weights to `dtype`: its parameters become views of a copy. Nothing is copied where they
+        have it.
+        """
+        self._hold(self.weights_P.to(dtype))
 
     def views(self, flat_P: Tensor) -> dict[str, Tensor]:
         """The parts of a flat tensor under their parameters' names, in their shapes, sharing its memory."""
@@ -57,6 +61,11 @@ class Bucket:
             if begin < stop and start < end:
                 yield name, max(start, begin) - begin, min(stop, end) - begin, max(start, begin)
             begin = end
+
+    def _hold(self, weights_P: Tensor) -> None:
+        self.weights_P = weights_P
+        for name, view in self.views(weights_P).items():
+            self.parameters[name].data = view
 
     def blocks(self, share_S: Tensor) -> list[Tensor]:
         """The blocks [B] of a flat tensor or of a worker's share of one, sharing its memory."""

@@ -44,6 +44,9 @@ class AdamW:
     Sharded, each worker of the data axis updates its share of every bucket and holds the moments of that alone (ZeRO-1,
     arXiv 1910.02054). The bits are the same: a block's update does not depend on who has the block, and the clip's norm
     sums the blocks' sums in one order. Both moments begin at 0.
+
+    The weights that are updated are float32 masters: the model's own, a share's copy, or, once the buckets are cast to
+    a narrower type, what the model's are rounded from (arXiv 1710.03740, section 3.1).
     """
 
     def __init__(
@@ -95,10 +98,13 @@ class AdamW:
         return {"weight": self._weights_S, "exp_avg": self.exp_avg_S, "exp_avg_sq": self.exp_avg_sq_S}
 
     def update_weights(self) -> None:
-        """Make the model's weights those of the state, of which all workers gather their shares."""
-        if self.is_sharded:
-            for bucket, weights_S in zip(self._buckets, self._weights_S, strict=True):
-                bucket.weights_P.copy_(self._backend.all_gather(weights_S, "data"))
+        """Make the model's weights those of the state, in the model's type; all workers gather their shares in it."""
+        for bucket, weights_S in zip(self._buckets, self._weights_S, strict=True):
+            if self.is_sharded:
+                share_S = weights_S.to(bucket.weights_P.dtype)
+                bucket.weights_P.copy_(self._backend.all_gather(share_S, "data"))
+            elif weights_S is not bucket.weights_P:
+                bucket.weights_P.copy_(weights_S)
 
     def _share(self, flat_P: Tensor) -> Tensor:
         """What this worker updates of a bucket [S]; without shards all of it."""

@@ -20,6 +20,8 @@ from services.common.program.reduction import TreeSum
 from services.common.program.state import StateSlice
 from services.common.recipe import Recipe
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 class StepResult(NamedTuple):
     """Scalars on the device; they are read through `Backend.defer`."""
@@ -45,6 +47,8 @@ class Program:
         self.buckets = make_buckets(dict(self.model.named_parameters()), self.model.layouts(), num_blocks)
         is_sharded = recipe.parallel.zero_stage > 0
         self.optimizer = AdamW(self.buckets, recipe.optimizer, backend, is_compiled, is_sharded)
+        for bucket in self.buckets:
+            bucket.cast(DTYPES[recipe.train.param_dtype])
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
         self._loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
 
@@ -99,6 +103,8 @@ class Program:
         parts = {"weights": [bucket.weights_P for bucket in self.buckets]}
         if not self.optimizer.is_sharded:
             parts |= {"first moments": self.optimizer.exp_avg_S, "second moments": self.optimizer.exp_avg_sq_S}
+            if self.recipe.train.param_dtype != "float32":
+                parts["master weights"] = self.optimizer.state()["weight"]
         return {name: _digest(tensors) for name, tensors in parts.items()}
 
     def held_state(self) -> dict[StateSlice, Tensor]:
@@ -150,5 +156,5 @@ class Program:
 def _digest(tensors: Sequence[Tensor]) -> int:
     digest = xxhash.xxh3_64()
     for tensor in tensors:
-        digest.update(tensor.cpu().numpy().data)
+        digest.update(tensor.cpu().view(torch.uint8).numpy().data)  # numpy has no bfloat16
     return digest.intdigest() >> 1

@@ -91,9 +91,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "cluster.compiler_nodes": ("7", ""),
     "cluster.min_nodes": ("7", ""),
 }
-# control_text has one legal value; the vocabulary's fields change together, and those of the nodes (below).
+# control_text has one legal value; the vocabulary's fields change together, those of the nodes, and the types (below).
 NOT_ALONE = {
     "corpus.control_text",
+    "train.param_dtype",
     "cluster.trainer_workers_per_node",
     "tokenizer.model",
     "tokenizer.train",
@@ -229,6 +230,7 @@ def test_a_value_of_the_wrong_kind_is_shown_with_what_was_expected(
             {"model.num_attention_heads": "4", "model.num_key_value_heads": "3"},
             "num_attention_heads 4 must be a multiple of num_key_value_heads 3",
         ),
+        ({"train.param_dtype": "bfloat16"}, "train.param_dtype 'bfloat16' needs train.dtype 'bfloat16', got 'float32'"),
         ({"model.preset": "llama9"}, "unknown preset 'llama9'; known: llama2-7b, llama2-13b, llama3-8b, llama3.1-8b"),
     ],
 )
@@ -378,7 +380,9 @@ def test_an_id_changes_with_its_marked_fields_alone(tmp_path: Path, key: str, ki
 
 
 def test_a_field_that_came_later_leaves_the_ids_of_before_alone_at_its_default(tmp_path: Path) -> None:
-    assert {"train.attention_mask", "train.z_loss"}.isdisjoint(identity(load(tmp_path, {}), "checkpoint"))
+    added = {"train.param_dtype", "train.attention_mask", "train.z_loss"}
+
+    assert added.isdisjoint(identity(load(tmp_path, {}), "checkpoint"))
 
 
 def test_the_vocabulary_decides_the_corpus_and_the_program(tmp_path: Path) -> None:
@@ -386,6 +390,15 @@ def test_the_vocabulary_decides_the_corpus_and_the_program(tmp_path: Path) -> No
     after = load(tmp_path, {"tokenizer.train.vocab_size": "400", "model.vocab_size": "400"})
 
     assert all(identity(before, kind) != identity(after, kind) for kind in KINDS)
+
+
+def test_the_type_of_the_weights_decides_the_program_and_the_run(tmp_path: Path) -> None:
+    before = load(tmp_path, {"train.dtype": "bfloat16"})
+    after = load(tmp_path, {"train.dtype": "bfloat16", "train.param_dtype": "bfloat16"})
+
+    changed = [kind for kind in KINDS if identity(before, kind) != identity(after, kind)]
+
+    assert changed == ["compile_cache", "checkpoint"]
 
 
 def test_a_preset_and_its_values_written_out_are_one_identity(tmp_path: Path) -> None:

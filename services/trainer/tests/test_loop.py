@@ -44,11 +44,15 @@ def test_the_loss_falls(new_job: Callable[..., Job]) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_a_run_made_longer_continues_as_if_it_had_been_long_from_the_start(new_job: Callable[..., Job]) -> None:
-    straight = new_job("straight")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_made_longer_continues_as_if_it_had_been_long_from_the_start(
+    new_job: Callable[..., Job], dtype: str
+) -> None:
+    types = {"train__dtype": dtype, "train__param_dtype": dtype}
+    straight = new_job("straight", **types)
     train(straight, ALONE)
-    train(new_job("split", train__max_steps="7"), ALONE)
-    split = new_job("split")
+    train(new_job("split", train__max_steps="7", **types), ALONE)
+    split = new_job("split", **types)
     train(split, ALONE)
     assert split.run == straight.run
     assert _losses(split) == _losses(straight)

@@ -70,6 +70,25 @@ def test_updates_match_torch_adamw_with_clipping_and_decay_on_matrices_only(num_
         torch.testing.assert_close(ours.get_parameter(name), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_bfloat16_weights_are_rounded_from_the_masters_that_float32_weights_would_be() -> None:
+    rounded, reference = _buckets(_model(), 4), _buckets(_model(), 4)
+    optimizer, reference_optimizer = _optimizer(rounded), _optimizer(reference)
+    for bucket in rounded:
+        bucket.cast(torch.bfloat16)
+
+    for step in range(25):
+        gradients = {MATRIX: _random(6, 5) * (step + 1), VECTOR: _random(7) * (step + 1)}
+        for buckets, each in ((rounded, optimizer), (reference, reference_optimizer)):
+            each.step(_flatten(buckets, gradients), 1, step_scalars(SETTINGS, step))
+
+    for bucket, master_P, expected in zip(rounded, optimizer.state()["weight"], reference, strict=True):
+        assert torch.equal(master_P, expected.weights_P)
+        assert torch.equal(bucket.weights_P, expected.weights_P.bfloat16())
+        for name, parameter in bucket.parameters.items():
+            assert torch.equal(parameter.detach(), expected.parameters[name].detach().bfloat16())
+            assert bucket.flatten([parameter.detach()]).dtype == torch.float32  # so gradients of its type are summed
+
+
 def test_bias_corrections_count_the_updates_that_were_applied() -> None:
     """As torch's AdamW does when its step is not called, while the learning rate goes on with the step."""
     ours, reference_model = _model(), _model()

@@ -108,6 +108,29 @@ def test_activation_checkpointing_has_the_same_bits_on_a_split_model(together: l
         assert_same_bits(results[mesh + work.RECOMPUTED], results[mesh])
 
 
+def test_bfloat16_weights_have_the_same_bits_on_four_workers_with_sharded_masters_and_after_a_resume(
+    tmp_path: Path, together: list[Results]
+) -> None:
+    alone = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, **work.WITH_ROUNDED_WEIGHTS)
+    for name in ("data 4" + work.ROUNDED, "data 4" + work.SHARDED + work.ROUNDED):
+        assert all(results[name]["numbers"] == alone["numbers"] for results in together), name
+        for piece, master in whole_state(tmp_path, together, name).items():
+            assert torch.equal(master.flatten(), alone["state"][piece.key]), (name, piece.key)
+
+
+def test_bfloat16_weights_train_a_split_model_as_float32_ones_train_a_whole_one(
+    alone: work.Trained, together: list[Results]
+) -> None:
+    name = "data 2 x tensor 2"
+    for results in together:
+        assert_same_bits(results[name + work.SHARDED + work.ROUNDED], results[name + work.ROUNDED])
+        numbers = results[name + work.ROUNDED]["numbers"]
+        assert numbers == together[0][name + work.ROUNDED]["numbers"]
+        assert numbers["loss"] == pytest.approx(alone["numbers"]["loss"], rel=5e-4)
+        assert numbers["gradient_norm"] == pytest.approx(alone["numbers"]["gradient_norm"], rel=2e-2)
+        assert numbers["loss"] != results[name]["numbers"]["loss"]
+
+
 def assert_same_bits(one: work.Trained, other: work.Trained) -> None:
     assert one["numbers"] == other["numbers"]
     assert one["state"].keys() == other["state"].keys()

@@ -71,6 +71,8 @@ def degrees(data_parallel_size: int, tensor_parallel_size: int) -> dict[str, str
 SHARDED, RECOMPUTED, IN_DOCUMENTS = ", ZeRO-1", ", recomputed", ", z-loss and documents"
 WITH_DOCUMENTS = {"train__z_loss": "0.01", "train__attention_mask": "block_causal"}
 DOCUMENT_TOKENS = 7  # rows of 16
+ROUNDED = ", bfloat16 weights"
+WITH_ROUNDED_WEIGHTS = {"train__dtype": "bfloat16", "train__param_dtype": "bfloat16"}
 
 
 def tokens_of(recipe: Recipe, step: int) -> torch.Tensor:
@@ -100,11 +102,17 @@ class Trained(TypedDict):
 
 
 def train_on(mesh: Mesh, folder: Path, **overrides: str) -> Trained:
+    """Where optimizers are sharded, another program goes on with the state halfway."""
     recipe = make_recipe(folder, **PARALLEL, **overrides)
     backend = TorchNative(mesh, 1, recipe.train.reduction)
     program, defer = Program(recipe, backend), backend.defer
     found = dict[str, list[float]](loss=[], gradient_norm=[])
     for step in range(PARALLEL_STEPS):
+        if recipe.parallel.zero_stage and step == PARALLEL_STEPS // 2:
+            held, program = program.held_state(), Program(recipe, backend)
+            for piece, tensor in program.held_state().items():
+                tensor.copy_(held[piece])
+            program.update_weights()
         batches = micro_batches_of(recipe, step)
         values = defer(program.train_step(step, [batches[n] for n in mesh.share(len(batches))])._asdict()).read()
         for name, numbers in found.items():
@@ -120,6 +128,7 @@ def train_on(mesh: Mesh, folder: Path, **overrides: str) -> Trained:
 def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
     """`train_on` each of MESHES: with sharded optimizers too where several workers have the same parameters, with
     activation checkpointing where they have parts of them, and with z-loss and documents where no two have the same.
+    With bfloat16 weights, too, where several have the same.
     """
     rank = environment.rank
     group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
@@ -133,6 +142,8 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
     for name, mesh in meshes.items():
         if mesh.data_parallel_size > 1:
             results[name + SHARDED] = train_on(mesh, own, parallel__zero_stage="1")
+            results[name + ROUNDED] = train_on(mesh, own, **WITH_ROUNDED_WEIGHTS)
+            results[name + SHARDED + ROUNDED] = train_on(mesh, own, parallel__zero_stage="1", **WITH_ROUNDED_WEIGHTS)
         if mesh.tensor_parallel_size > 1:
             results[name + RECOMPUTED] = train_on(mesh, own, train__activation_checkpointing="full")
         if mesh.data_parallel_size == 1:
