@@ -13,6 +13,7 @@ import torch
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import Mesh, make_mesh
+from services.common.program.micro_batch import MicroBatch
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
@@ -57,11 +58,11 @@ def _step_of(recipe: Recipe, environment: WorkerEnvironment) -> Callable[[], obj
     backend = TorchNative(mesh, recipe.parallel.threads_per_worker, recipe.train.reduction)
     program = Program(recipe, backend)
     shape = (recipe.batch.micro_batch_size, recipe.corpus.sequence_length + 1)
-    tokens = [
-        torch.randint(recipe.model.vocab_size, shape, generator=torch.Generator().manual_seed(index))
+    batches = [
+        MicroBatch(torch.randint(recipe.model.vocab_size, shape, generator=torch.Generator().manual_seed(index)))
         for index in mesh.share(recipe.batch.num_micro_batches)
     ]
-    return lambda: backend.defer(program.train_step(0, tokens)._asdict()).read()
+    return lambda: backend.defer(program.train_step(0, batches)._asdict()).read()
 
 
 def _measure(group: WorkerGroup, rows: dict[str, Callable[[], object]], rounds: int) -> Seconds:
