@@ -286,7 +286,9 @@ class Train(Section):
     """What of a layer's forward pass the backward pass computes again instead of keeping it: nothing; all but matrix
     products and attention (`selective`); or all (`full`). The bits are the same."""
     reduction: Annotated[Literal["exact", "fast"], TRAINED] = "exact"
-    """`exact` sums micro-batches in one fixed binary tree, so any number of workers gives the same bits."""
+    """`exact` sums micro-batches in one fixed binary tree, so any number of workers gives the same bits; `fast` sums a
+    worker's in a row, and leaves the rest to the library. Of m micro-batches a worker's tree holds log2(m) sums of the
+    gradient, and a row one."""
     evaluation_interval_steps: Positive = 100
     evaluation_batches: Annotated[int, Field(ge=0)] = 8
     """Micro-batches of the validation split in one evaluation; 0 switches evaluation off."""

@@ -36,6 +36,20 @@ class TreeSum:
         return total
 
 
+class RunningSum:
+    """Sums tensors in the order in which they come, holding one. Consumes its inputs."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+
+    def add(self, leaf: Tensor) -> None:
+        self._total = leaf if self._total is None else self._total.add_(leaf)
+
+    def result(self) -> Tensor:
+        assert self._total is not None
+        return self._total
+
+
 def sum_in_tree(parts: Sequence[Tensor]) -> Tensor:
     """The upper levels of the tree: the sum of the workers' parts, in the order of their ranks."""
     tree = TreeSum()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
-from services.common.program.reduction import TreeSum
+from services.common.program.reduction import RunningSum, TreeSum
 from services.common.program.state import StateSlice
 from services.common.recipe import Recipe
 
@@ -50,6 +50,7 @@ class Program:
         for bucket in self.buckets:
             bucket.cast(DTYPES[recipe.train.param_dtype])
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
+        self._new_sum = TreeSum if recipe.train.reduction == "exact" else RunningSum
         self._loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
 
     def train_step(self, step: int, micro_batches: Iterable[MicroBatch], skipped_steps: int = 0) -> StepResult:
@@ -57,12 +58,12 @@ class Program:
 
         `skipped_steps` of the steps before it were not applied.
         """
-        losses, sums = TreeSum(), [TreeSum() for _ in self.buckets]
+        losses, sums = TreeSum(), [self._new_sum() for _ in self.buckets]
         for micro_batch in micro_batches:
             loss = self._loss(*micro_batch)
-            gradients = iter(torch.autograd.grad(loss, self._parameters))
-            for bucket, total in zip(self.buckets, sums, strict=True):
-                total.add(bucket.flatten(islice(gradients, len(bucket.parameters))))
+            gradients = deque(torch.autograd.grad(loss, self._parameters))
+            for bucket, total in zip(self.buckets, sums, strict=True):  # frees a bucket's gradients as it adds them
+                total.add(bucket.flatten(gradients.popleft() for _ in bucket.parameters))
             losses.add(loss.detach().reshape(1))
             self.backend.end_graph()
         count = self.recipe.batch.num_micro_batches

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.program.reduction import TreeSum, sum_in_tree
+from services.common.program.reduction import RunningSum, TreeSum, sum_in_tree
 
 MICRO_BATCHES = 16
 
@@ -46,3 +46,14 @@ def test_a_number_of_leaves_that_is_no_power_of_two_is_summed_too(count: int) ->
     for _ in range(count):
         tree.add(torch.ones(4))
     assert torch.equal(tree.result(), torch.full((4,), float(count)))
+
+
+def test_a_running_sum_adds_in_a_row_and_holds_one_tensor() -> None:
+    leaves, in_a_row = _leaves(), torch.zeros(1000)
+    for leaf in leaves:
+        in_a_row = in_a_row + leaf
+    total = RunningSum()
+    for leaf in leaves:
+        total.add(leaf)
+    assert torch.equal(total.result(), in_a_row)
+    assert total.result() is leaves[0]
