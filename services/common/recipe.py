@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from services.common.instance_types import INSTANCE_TYPES
 from services.common.presets import MODEL_PRESETS
 
 Kind = Literal["corpus", "compile_cache", "checkpoint"]
@@ -326,8 +327,17 @@ class Cluster(Section):
     """Nodes of the compiler stage."""
     trainer_workers_per_node: Positive = 1
     """Of the data_parallel_size x tensor_parallel_size workers, those that share a node. The trainer's nodes follow."""
+    trainer_instance_type: str | None = None
+    """EC2 type of the trainer's nodes, whose memory, peak and price `plan` goes by; when absent, it goes without."""
     min_nodes: Positive | None = None
     """The trainer goes on with as few when nodes are lost and none takes their place; when absent, it waits for all."""
+
+    @field_validator("trainer_instance_type")
+    @classmethod
+    def _is_a_known_instance_type(cls, value: str | None) -> str | None:
+        if value is not None and value not in INSTANCE_TYPES:
+            raise ValueError(f"unknown instance type {value!r}; known: {', '.join(INSTANCE_TYPES)}")
+        return value
 
     def fewer_nodes(self, num_workers: int, tensor_parallel_size: int, num_micro_batches: int) -> tuple[int, ...]:
         """Numbers of nodes with which the trainer may go on after a loss, largest first; none without `min_nodes`.
@@ -436,6 +446,11 @@ class Recipe(Section):
 def stage_nodes(recipe: Recipe, stage: Stage) -> int:
     """Nodes of the stage's group on a cluster."""
     return recipe.cluster.nodes_of(stage, recipe.parallel.num_workers)
+
+
+def key_value_copies(recipe: Recipe) -> int:
+    """Workers of a model that hold the same key-value head; 1 where there are no more workers than heads."""
+    return max(1, recipe.parallel.tensor_parallel_size // recipe.model.num_key_value_heads)
 
 
 def identity(recipe: Recipe, kind: Kind) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from services.common.recipe import Recipe
+from services.common.recipe import Recipe, key_value_copies
 
 Axis = Literal["data", "tensor", "key_value"]
 AXES: tuple[Axis, ...] = ("data", "tensor", "key_value")
@@ -81,5 +81,5 @@ def make_mesh(recipe: Recipe, rank: int, world_size: int) -> Mesh:
         rank,
         data_parallel_size=world_size // tensor_parallel_size,
         tensor_parallel_size=tensor_parallel_size,
-        key_value_copies=max(1, tensor_parallel_size // recipe.model.num_key_value_heads),
+        key_value_copies=key_value_copies(recipe),
     )

@@ -90,6 +90,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "cluster.tokenizer_nodes": ("7", ""),
     "cluster.compiler_nodes": ("7", ""),
     "cluster.min_nodes": ("7", ""),
+    "cluster.trainer_instance_type": ("trn1.32xlarge", ""),
 }
 # control_text has one legal value; the vocabulary's fields change together, those of the nodes, and the types (below).
 NOT_ALONE = {

@@ -1,0 +1,45 @@
+"""EC2 instance types whose nodes a plan can judge: what each has, and a hint of what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class InstanceType:
+    """Memory and peak are those of AWS Neuron's documentation, "Trn1 architecture" and "Trainium2 architecture"."""
+
+    name: str
+    workers: int
+    """Logical NeuronCores of a node, each with a worker of its own."""
+    worker_memory_bytes: int
+    peak_flops_per_second: float
+    """Of a node, in dense bfloat16."""
+    dollars_per_hour: float
+    """Of a node on demand. A hint: it differs by region, and nobody keeps it up to date."""
+    price_source: str
+
+
+INSTANCE_TYPES = {
+    each.name: each
+    for each in (
+        InstanceType(
+            name="trn1.32xlarge",
+            workers=32,  # 16 Trainium chips of 2 cores and 32 GiB
+            worker_memory_bytes=16 * GIB,
+            peak_flops_per_second=3_040e12,
+            dollars_per_hour=21.50,
+            price_source="us-east-1, a third party's list of June 2026",
+        ),
+        InstanceType(
+            name="trn2.48xlarge",
+            workers=64,  # 16 Trainium2 chips of 8 cores and 96 GiB; two cores are a logical one (LNC 2, the default)
+            worker_memory_bytes=24 * GIB,
+            peak_flops_per_second=16 * 667e12,
+            dollars_per_hour=35.76,
+            price_source="us-east-1, a third party's list of February 2026",
+        ),
+    )
+}
