@@ -58,6 +58,7 @@ class _StepLine(_Line):
     step_tokens: Count
     tokens_per_second: FiniteFloat
     validation_loss: float = 0.0
+    checkpoint_stall_seconds: Seconds = 0.0
 
 
 class _AttemptLine(_Line):
@@ -66,6 +67,7 @@ class _AttemptLine(_Line):
     train_seconds: Seconds
     graphs_compiled: Count
     new_cache_files: Count
+    slowest_checkpoint_seconds: Seconds = 0.0
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import listed_file, total_bytes
 from services.common.artifacts.manifest import Phase, unreadable, write_durably
 from services.common.artifacts.store import Address, Artifact, open_artifact
+from services.common.derived import tokens_per_step
 from services.common.errors import ArtifactError
 from services.common.input_file import parse_json, read_file
-from services.common.recipe import Recipe
+from services.common.recipe import Recipe, stage_nodes
 from services.trainer.checkpoint import newest_checkpoint
+from services.trainer.checkpoint_interval import NODE_MTBF_HOURS, optimal_interval_steps
 from services.trainer.job import Job, run_folder, run_name
 from services.trainer.metrics import ATTEMPTS_FILE, METRICS_FILE, mean_tokens_per_second, read_attempts, read_metrics
 
@@ -149,6 +151,7 @@ def summarize(run: Run) -> str:
         f"loss          {_describe_loss(run.metrics)}" + (f" (validation {validation[-1]:.2f})" if validation else ""),
         f"trained on    {trained.tokens:,} tokens, {mean_tokens_per_second(run.metrics):,.0f} tokens/s",
         f"skipped       {describe_skips(run)}",
+        f"checkpoints   {describe_checkpoints(run)}",
         f"misses        {describe_misses(run)}",
         *(
             f"passed over   {count:,} unreadable lines in {run.folder / file}"
@@ -172,6 +175,22 @@ def describe_skips(run: Run) -> str:
     if state.skipped_steps == 0:
         return "no step"
     return f"{state.skipped_steps:,} of {state.step:,} steps, whose gradients were not finite: they updated nothing"
+
+
+def describe_checkpoints(run: Run) -> str:
+    """The interval between checkpoints beside what Young finds best for what they cost this run."""
+    every = f"every {run.recipe.checkpoint.interval_steps:,} steps"
+    stalls = [record["checkpoint_stall_seconds"] for record in run.metrics if "checkpoint_stall_seconds" in record]
+    speed = mean_tokens_per_second(run.metrics)
+    if not stalls or not speed:
+        return f"{every}; what they cost is unknown: the run's metrics are lost"
+    stall, nodes = sum(stalls) / len(stalls), stage_nodes(run.recipe, "trainer")
+    optimum = optimal_interval_steps(stall, tokens_per_step(run.recipe) / speed, nodes, NODE_MTBF_HOURS)
+    slowest = max((attempt.get("slowest_checkpoint_seconds", 0.0) for attempt in run.attempts), default=0.0)
+    return (
+        f"{every}; each stopped training for {stall:.2f} s, for which every {optimum:,} are best where one of {nodes} "
+        f"nodes fails in {NODE_MTBF_HOURS / nodes:,.0f} hours (Young); the slowest took {slowest:.2f} s"
+    )
 
 
 def describe_misses(run: Run) -> str:

@@ -122,6 +122,7 @@ def test_skipped_steps_are_in_the_summary_and_the_report_and_resume_gives_the_sa
 
     run = open_run(second.root, second.run)
     assert "skipped       3 of 20 steps" in summarize(run)
+    assert "checkpoints   every 5 steps; each stopped training for 0." in summarize(run)
     assert "3 of 20 steps" in write_report(run).read_text(encoding="utf-8")
     final = [state_hash(checkpoints(job.root)["step-00000020"]) for job in (straight, second)]
     assert final[0] == final[1]
