@@ -15,13 +15,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from services.common.entry_point import run_stage
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend
-from services.common.program.mesh import Mesh, make_mesh
-from services.common.program.micro_batch import MicroBatch
+from services.common.program.mesh import make_mesh
+from services.common.program.micro_batch import make_synthetic_micro_batch
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
@@ -46,7 +44,7 @@ def main(argv: list[str]) -> int:
 def trace(recipe: Recipe, backend: Backend, report: Callable[[str], None]) -> None:
     """Run PHASES on synthetic tokens."""
     program = Program(recipe, backend)
-    batches = _synthetic_micro_batches(recipe, backend.mesh)
+    batches = [make_synthetic_micro_batch(recipe) for _ in backend.mesh.share(recipe.batch.num_micro_batches)]
     for step in range(3):
         program.train_step(step, batches)
         report(PHASES[step])
@@ -59,17 +57,6 @@ def trace(recipe: Recipe, backend: Backend, report: Callable[[str], None]) -> No
     report(PHASES[4])
     program.evaluate(lambda _: batches[0], count=1)
     report(PHASES[5])
-
-
-def _synthetic_micro_batches(recipe: Recipe, mesh: Mesh) -> list[MicroBatch]:
-    """One worker's share of a global batch; a graph depends on the shapes of tensors and not on their values."""
-    share = mesh.share(recipe.batch.num_micro_batches)
-    size, length = recipe.batch.micro_batch_size, recipe.corpus.sequence_length
-    has_documents = recipe.train.attention_mask == "block_causal"
-    positions_BS = torch.arange(length, dtype=torch.int32).repeat(size, 1) if has_documents else None
-    generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(recipe.model.vocab_size, (size, length + 1), generator=generator) for _ in share]
-    return [MicroBatch(tokens_BS, positions_BS) for tokens_BS in tokens]
 
 
 def _end_with_parent() -> None:

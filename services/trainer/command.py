@@ -18,7 +18,7 @@ from services.common.artifacts.corpus import CorpusPayload
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import LOCK_SUFFIX, Artifact
 from services.common.artifacts.upstream import open_corpus
-from services.common.command_line import StageParser
+from services.common.command_line import RecipeParser, StageParser
 from services.common.derived import describe
 from services.common.errors import ArtifactError, MillraceError, naming_the_place
 from services.common.image_platform import image_variant, require_backend
@@ -27,6 +27,7 @@ from services.common.recipe import Recipe, fingerprint
 from services.common.telemetry import configure_logging
 from services.trainer.checkpoint import newest_checkpoint, open_checkpoint, verify_sizes
 from services.trainer.export import export
+from services.trainer.fit import require_fit
 from services.trainer.inspection import inspect
 from services.trainer.job import (
     ALLOW_CHANGED_PROGRAM,
@@ -38,9 +39,11 @@ from services.trainer.job import (
     run_name,
 )
 from services.trainer.node_staging import prepare_node, using_node
+from services.trainer.plan import add_assumptions, describe_plan, describe_trace, read_assumptions
 from services.trainer.report import read_state, write_report
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
 from services.trainer.sample import TextGenerator, require_drawable
+from services.trainer.step_trace import trace_step
 from services.trainer.supervise import supervise
 from services.trainer.weight_import import import_weights
 
@@ -88,6 +91,19 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             supervise(replace(job, workers_started_at=datetime.now(UTC)), held)
     report_training(job, arguments.recipe)
     print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_collection}")
+    return 0
+
+
+def plan(arguments: Namespace, recipe: Recipe) -> int:
+    """Print what the run will need, and take one step of its whole topology without holding any of it.
+
+    Raises `RecipeError` where its nodes do not have the memory.
+    """
+    assumptions = read_assumptions(arguments)
+    print(describe_plan(recipe, _published_corpus(arguments, recipe), assumptions), flush=True)
+    require_fit(recipe)
+    if arguments.dry_run:
+        print("\n" + describe_trace(recipe, trace_step(recipe)))
     return 0
 
 
@@ -206,7 +222,9 @@ def _find_run(arguments: Namespace, recipe: Recipe) -> Run:
     return open_run(arguments.root, run_name(recipe, corpus))
 
 
-def _parser(command: str) -> StageParser:
+def _parser(command: str) -> RecipeParser:
+    if command == "plan":
+        return _plan_parser()
     parser = StageParser("trainer", f"Train, and look at what was trained: [{'|'.join(COMMANDS)}].")
     parser.add_argument("--corpus", type=Path, help="a corpus folder (default: the newest of this recipe)")
     if command == "train":
@@ -232,8 +250,22 @@ def _parser(command: str) -> StageParser:
     return parser
 
 
+def _plan_parser() -> RecipeParser:
+    parser = RecipeParser("trainer plan", "Estimate what a run will need, before anything is held for it.")
+    parser.add_argument("--corpus", type=Path, help="a corpus folder (default: the newest of this recipe)")
+    parser.add_argument(
+        "--no-dry-run",
+        dest="dry_run",
+        action="store_false",
+        help="leave out the step that is taken on tensors without memory: half a minute for a large model",
+    )
+    add_assumptions(parser)
+    return parser
+
+
 COMMANDS: dict[str, Callable[[Namespace, Recipe], int]] = {
     "train": train,
+    "plan": plan,
     "summary": summary,
     "report": report,
     "sample": print_sample,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from services.common.recipe import Recipe
 
 
 class MicroBatch(NamedTuple):
@@ -13,3 +16,12 @@ class MicroBatch(NamedTuple):
     positions: Tensor | None = None
     """int32 [B, L]: each input's distance from the begin of its document, or of the row where the document began before
     it. None where a row is attended to as one document."""
+
+
+def make_synthetic_micro_batch(recipe: Recipe) -> MicroBatch:
+    """With the shapes of the recipe's micro-batches: a graph depends on these, and not on the tokens."""
+    size, length = recipe.batch.micro_batch_size, recipe.corpus.sequence_length
+    has_documents = recipe.train.attention_mask == "block_causal"
+    positions_BS = torch.arange(length, dtype=torch.int32).repeat(size, 1) if has_documents else None
+    tokens_BS = torch.arange(size * (length + 1)).view(size, length + 1) % recipe.model.vocab_size
+    return MicroBatch(tokens_BS, positions_BS)

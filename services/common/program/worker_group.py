@@ -43,13 +43,13 @@ class WorkerGroup:
         return cls(rank, world_size)
 
     @classmethod
-    def fake(cls, world_size: int) -> Self:
-        """Rank 0 of a group whose other ranks do not exist: right shapes, meaningless values. For tracing."""
+    def fake(cls, world_size: int, rank: int = 0) -> Self:
+        """A rank of a group whose other ranks do not exist: right shapes, meaningless values. For tracing."""
         from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - test module, slow import
 
         if world_size > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-        return cls(0, world_size)
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        return cls(rank, world_size)
 
     def leave(self) -> None:
         if dist.is_initialized():

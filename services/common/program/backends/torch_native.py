@@ -27,6 +27,7 @@ R = TypeVar("R")
 
 DEVICE = torch.device("cpu")
 OPS = torch.ops._c10d_functional  # the form of collectives that a graph can hold
+GROUP_NAMES: dict[Axis, str] = {axis: f"millrace-{axis}" for axis in AXES}
 
 
 class TorchNative:
@@ -142,7 +143,7 @@ def _form_group(mesh: Mesh, axis: Axis) -> str:
             formed = [dist.new_group(ranks) for ranks in mesh.groups(axis)]  # every worker has to form all of them
         group = formed[mesh.groups(axis).index(mesh.group(axis))]
     assert group
-    name = cast("GroupName", f"millrace-{axis}")
+    name = cast("GroupName", GROUP_NAMES[axis])
     c10d = torch._C._distributed_c10d
     c10d._unregister_process_group(name)  # of another backend that was made in this process
     c10d._register_process_group(name, group)

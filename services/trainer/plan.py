@@ -1,0 +1,209 @@
+"""What a run will need, before anything is held for it: topology, memory, time, cost and checkpoints.
+
+All of it are estimates from the recipe; what they go by is in the README of this service.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+
+from services.common.artifacts.corpus import CorpusPayload
+from services.common.derived import checkpoint_bytes, derive, flops_per_token, tokens_per_step
+from services.common.errors import RecipeError
+from services.common.instance_types import GIB, MIB, InstanceType
+from services.common.memory import memory_of_worker, micro_batches_per_model
+from services.common.program.mesh import make_mesh
+from services.common.recipe import Recipe, stage_nodes
+from services.trainer.checkpoint_interval import NODE_MTBF_HOURS, SECONDS_PER_HOUR, mtbf_seconds, optimal_interval_steps
+from services.trainer.fit import instance_type
+from services.trainer.step_trace import StepTrace
+
+MFU = 0.29
+"""Of Llama 2 13B with 84.0 sequences of 4,096 tokens a second on 32 trn1.32xlarge (AWS Neuron SDK 2.20's training
+benchmarks), counted by `flops_per_token`. Llama 2 7B reaches 0.37 on 16 nodes, Llama 3.1 8B 0.21 on 32; of trn2 no
+training benchmark is published."""
+STORAGE_GB_PER_SECOND = 1.2
+"""FSx for Lustre as AWS's blueprint makes it: 2.4 TiB at 500 MB/s for each TiB."""
+CRAMPED = 0.9
+"""Share of a device's memory above which a plan warns: the runtime and the collectives take some, too."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no recipe says, and a user may know better."""
+
+    mfu: float
+    """Model FLOPs utilization: the share of the peak that the model's own operations reach."""
+    storage_gb_per_second: float
+    """At which all workers together write a checkpoint, in 10^9 bytes."""
+    node_mtbf_hours: float
+    dollars_per_node_hour: float | None
+    """None: the hint of the instance type."""
+
+
+def add_assumptions(parser: ArgumentParser) -> None:
+    parser.add_argument("--mfu", type=float, default=MFU, help=f"share of the peak FLOP/s (default: {MFU})")
+    parser.add_argument(
+        "--storage-gb-per-second",
+        type=float,
+        default=STORAGE_GB_PER_SECOND,
+        help=f"at which checkpoints are written (default: {STORAGE_GB_PER_SECOND})",
+    )
+    parser.add_argument(
+        "--node-mtbf-hours",
+        type=float,
+        default=NODE_MTBF_HOURS,
+        help=f"mean time between failures of a node (default: {NODE_MTBF_HOURS:,.0f})",
+    )
+    parser.add_argument("--dollars-per-node-hour", type=float, help="(default: a hint for the instance type)")
+
+
+def read_assumptions(arguments: Namespace) -> Assumptions:
+    """Raises `RecipeError` for a number that nothing can be estimated by."""
+    for name in ("mfu", "storage_gb_per_second", "node_mtbf_hours", "dollars_per_node_hour"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < math.inf:
+            raise RecipeError(f"--{name.replace('_', '-')} {value}: expected a number above 0.")
+    if arguments.mfu > 1:
+        raise RecipeError(f"--mfu {arguments.mfu}: it is a share of the peak, expected at most 1.")
+    return Assumptions(
+        arguments.mfu, arguments.storage_gb_per_second, arguments.node_mtbf_hours, arguments.dollars_per_node_hour
+    )
+
+
+def describe_plan(recipe: Recipe, corpus: CorpusPayload | None, assumptions: Assumptions) -> str:
+    """The plan as a page of text; the numbers of the data need the corpus."""
+    device = instance_type(recipe)
+    sections = [
+        f"{recipe.name}: what the run will need. All of it is estimated",
+        _table("recipe", derive(recipe, corpus)),
+        _table("topology", _topology(recipe, device)),
+        _memory_table(recipe, device),
+        _table("time and cost", _time_and_cost(recipe, device, assumptions)),
+        _table(
+            f"checkpoints, every {recipe.checkpoint.interval_steps:,} steps", _checkpoints(recipe, device, assumptions)
+        ),
+    ]
+    return "\n\n".join(sections)
+
+
+def describe_trace(recipe: Recipe, trace: StepTrace) -> str:
+    """What a step of the program was seen to do, beside what was estimated of it."""
+    workers, parts = recipe.parallel.num_workers, recipe.parallel.tensor_parallel_size
+    held, model = trace.parameters * parts, recipe.model.num_parameters
+    rows = {
+        "parameters": f"{trace.parameters:,} on each worker; {parts} together hold the model's {model:,} and "
+        f"{held - model:,} copies",
+        "peak of memory": f"{_size(trace.peak_bytes)}, estimated above: {_size(memory_of_worker(recipe).peak_bytes)}",
+    }
+    for axis, traffic in trace.traffic.items():
+        rows[f"along axis {axis}"] = f"{traffic.calls:,} collectives, {_size(traffic.sent_bytes)} sent by each worker"
+    title = f"dry run: a step of rank 0 of {workers}, on tensors without memory; rank {workers - 1} holds as much"
+    return _table(title, rows)
+
+
+def _topology(recipe: Recipe, device: InstanceType | None) -> dict[str, str]:
+    parallel, mesh = recipe.parallel, make_mesh(recipe, rank=0, world_size=recipe.parallel.num_workers)
+    on_node, parts = recipe.cluster.trainer_workers_per_node, parallel.tensor_parallel_size
+    models = mesh.groups("tensor")
+    rows = {
+        "workers": f"{parallel.num_workers:,}: {parallel.data_parallel_size:,} data parallel x {parts} tensor parallel",
+        "nodes": f"{stage_nodes(recipe, 'trainer'):,}{f' {device.name}' if device else ''} with {on_node} each",
+        "first model": _place(models[0], on_node),
+        "last model": _place(models[-1], on_node),
+        "key-value heads": f"{recipe.model.num_key_value_heads}, each held by {mesh.key_value_copies} of a model",
+        "micro-batches": f"{micro_batches_per_model(recipe):,} in a step of each worker, sequences in each: "
+        f"{recipe.batch.micro_batch_size}",
+        "ZeRO stage": f"{parallel.zero_stage}",
+    }
+    if device and on_node < device.workers:
+        rows["warning, idle"] = f"{device.workers - on_node} of the {device.workers} NeuronCores of a node"
+    if on_node % parts:
+        rows["warning, split"] = (
+            "the workers of a model span nodes, so that every layer waits for the network: make "
+            "cluster.trainer_workers_per_node a multiple of parallel.tensor_parallel_size"
+        )
+    return rows
+
+
+def _place(ranks: list[int], workers_on_node: int) -> str:
+    nodes = [ranks[0] // workers_on_node, ranks[-1] // workers_on_node]
+    return f"rank {_span([ranks[0], ranks[-1]])} on node {_span(nodes)}"
+
+
+def _span(ends: list[int]) -> str:
+    return "-".join(f"{end}" for end in dict.fromkeys(ends))
+
+
+def _memory_table(recipe: Recipe, device: InstanceType | None) -> str:
+    memory = memory_of_worker(recipe)
+    unit, unit_bytes = ("GiB", GIB) if memory.peak_bytes >= GIB else ("MiB", MIB)
+    width = max(len(part.name) for part in memory.parts)
+    lines = [f"{f'memory of a worker, {unit}':<{width + 2}}  {'forward':>8} {'backward':>8} {'update':>8}"]
+    for part in (*memory.parts, memory.together):
+        columns = [f"{size / unit_bytes:>8.2f}" if size else " " * 7 + "-" for size in part.sizes]
+        lines.append(f"  {part.name:<{width}}  {' '.join(columns)}")
+    if device is None:
+        return "\n".join([*lines, "  not compared: the recipe has no cluster.trainer_instance_type"])
+    share = memory.peak_bytes / device.worker_memory_bytes
+    lines.append(f"  the peak is {share:.0%} of the {_size(device.worker_memory_bytes)} of a worker of {device.name}")
+    if CRAMPED < share <= 1:
+        lines.append("  warning: little is left for the runtime, the graphs and the buffers of collectives")
+    return "\n".join(lines)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.2f} MiB"
+
+
+def step_seconds(recipe: Recipe, device: InstanceType, mfu: float) -> float:
+    """Of an optimizer step, where its operations reach the share `mfu` of the peak of all nodes."""
+    peak = stage_nodes(recipe, "trainer") * device.peak_flops_per_second
+    return flops_per_token(recipe) * tokens_per_step(recipe) / (peak * mfu)
+
+
+def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Assumptions) -> dict[str, str]:
+    operations = flops_per_token(recipe) * tokens_per_step(recipe)
+    rows = {"operations": f"{operations:.2e} FLOP in a step"}
+    if device is None:
+        return rows | {"step": "unknown: the recipe has no cluster.trainer_instance_type"}
+    seconds = step_seconds(recipe, device, assumptions.mfu)
+    hours = seconds * recipe.train.max_steps / SECONDS_PER_HOUR
+    node_hours = hours * stage_nodes(recipe, "trainer")
+    price, source = assumptions.dollars_per_node_hour, "--dollars-per-node-hour"
+    if price is None:
+        price, source = device.dollars_per_hour, f"on demand, {device.price_source}"
+    return rows | {
+        "step": f"{seconds:,.1f} s, {tokens_per_step(recipe) / seconds:,.0f} tokens/s, at {assumptions.mfu:.0%} of the "
+        f"peak of {device.peak_flops_per_second / 1e12:,.0f} TFLOP/s a node (--mfu)",
+        "run": f"{hours:,.0f} hours, {node_hours:,.0f} node-hours",
+        "cost": f"${node_hours * price:,.0f} at ${price:,.2f} for a node-hour ({source})",
+    }
+
+
+def _checkpoints(recipe: Recipe, device: InstanceType | None, assumptions: Assumptions) -> dict[str, str]:
+    size, nodes = checkpoint_bytes(recipe), stage_nodes(recipe, "trainer")
+    write_seconds = size / (assumptions.storage_gb_per_second * 1e9)
+    failure_hours = mtbf_seconds(nodes, assumptions.node_mtbf_hours) / SECONDS_PER_HOUR
+    rows = {
+        "write": f"{write_seconds:,.1f} s for {_size(size)} at {assumptions.storage_gb_per_second:g} GB/s "
+        f"(--storage-gb-per-second)",
+        "failures": f"one in {failure_hours:,.0f} hours of {nodes:,} nodes, each with one in "
+        f"{assumptions.node_mtbf_hours:,.0f} hours (--node-mtbf-hours)",
+    }
+    if device is None:
+        return rows
+    step = step_seconds(recipe, device, assumptions.mfu)
+    optimum = optimal_interval_steps(write_seconds, step, nodes, assumptions.node_mtbf_hours)
+    return rows | {
+        "Young's optimum": f"every {optimum:,} steps ({optimum * step / 60:,.0f} min), if training stood still for the "
+        f"whole write; the recipe says {recipe.checkpoint.interval_steps:,} "
+        f"({recipe.checkpoint.interval_steps * step / 60:,.0f} min)"
+    }
+
+
+def _table(title: str, rows: dict[str, str]) -> str:
+    width = max(len(name) for name in rows)
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())])

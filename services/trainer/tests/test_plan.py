@@ -1,0 +1,197 @@
+"""`plan` says what a run will need, and whether its nodes have it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.derived import flops_per_token
+from services.common.entry_point import exit_code_of
+from services.common.instance_types import INSTANCE_TYPES
+from services.common.memory import FLOAT32_BYTES, memory_of_worker
+from services.common.recipe import Recipe
+from services.common.recipe_file import load_recipe
+from services.common.testing.recipes import load_with, write_recipe
+from services.trainer.__main__ import main
+from services.trainer.checkpoint_interval import NODE_MTBF_HOURS, optimal_interval_seconds, optimal_interval_steps
+from services.trainer.plan import MFU
+from services.trainer.step_trace import trace_step
+
+RECIPES = sorted((Path(__file__).resolve().parents[3] / "recipes").glob("*.toml"))
+SMALLEST, LARGE = "tiny-cpu", [path for path in RECIPES if path.stem != "tiny-cpu"]
+LLAMA_2_7B = next(path for path in RECIPES if path.stem == "llama2-7b-trn1")
+
+
+def plan(path: Path, *options: str) -> int:
+    return exit_code_of(lambda: main(["plan", "--recipe", str(path), "--root", "/nonexistent", *options]))
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_every_shipped_recipe_fits_the_nodes_that_it_names(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code = plan(path, "--no-dry-run")
+
+    shown = capsys.readouterr()
+    assert exit_code == 0, shown.err
+    assert "warning" not in shown.out
+    for title in ("recipe", "topology", "memory of a worker, GiB", "time and cost", "checkpoints, every"):
+        assert f"\n{title}" in shown.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_a_step_of_every_shipped_recipe_runs_on_its_whole_topology(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(path) == 0
+    assert "\ndry run" in capsys.readouterr().out
+
+
+def test_the_small_recipe_is_planned_with_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    path = next(path for path in RECIPES if path.stem == SMALLEST)
+
+    assert plan(path) == 0
+    shown = capsys.readouterr().out
+    assert "not compared: the recipe has no cluster.trainer_instance_type" in shown
+    assert "1,901,696 on each worker" in shown
+
+
+def test_a_run_that_does_not_fit_ends_with_2_and_with_a_change_that_makes_it_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    too_much = ("--no-dry-run", "--train.reduction=exact", "--parallel.zero_stage=0")
+
+    assert plan(LLAMA_2_7B, *too_much) == 2
+    said = capsys.readouterr().err
+    assert "one of trn1.32xlarge has 16 GiB" in said
+    found = re.search(r"Change next: (.*) \(then", said)
+    assert found, said
+    assert plan(LLAMA_2_7B, *too_much, *found[1].split()) == 0
+
+
+def test_a_run_that_no_change_makes_fit_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(LLAMA_2_7B, "--no-dry-run", "--corpus.sequence_length=1048576") == 2
+    assert "take a smaller model or sequence" in capsys.readouterr().err
+
+
+def test_models_that_span_nodes_and_idle_cores_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(LLAMA_2_7B, "--no-dry-run", "--cluster.trainer_workers_per_node=4") == 0
+
+    shown = capsys.readouterr().out
+    assert re.search(r"first model +rank 0-7 on node 0-1", shown)
+    assert "the workers of a model span nodes" in shown
+    assert "28 of the 32 NeuronCores of a node" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--cluster.trainer_workers_per_node=64",), "a trn1.32xlarge has 32 NeuronCores"),
+        (
+            ("--cluster.trainer_instance_type=trn9",),
+            "unknown instance type 'trn9'; known: trn1.32xlarge",
+        ),
+        (("--mfu=0",), "--mfu 0.0: expected a number above 0"),
+        (("--mfu=1.2",), "expected at most 1"),
+        (("--node-mtbf-hours=nan",), "--node-mtbf-hours nan: expected a number above 0"),
+        (("--dry-run",), "unrecognized argument '--dry-run'"),
+    ],
+)
+def test_what_nothing_can_be_planned_by_ends_with_2(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(LLAMA_2_7B, "--no-dry-run", *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_cost_follows_from_the_utilization_and_the_price(capsys: pytest.CaptureFixture[str]) -> None:
+    costs = []
+    for options in ((), ("--mfu=0.58",), ("--mfu=0.58", "--dollars-per-node-hour=43")):
+        assert plan(LLAMA_2_7B, "--no-dry-run", *options) == 0
+        found = re.search(r"cost +\$([\d,]+) at", capsys.readouterr().out)
+        assert found
+        costs.append(int(found[1].replace(",", "")))
+
+    assert costs[1] == pytest.approx(costs[0] / 2, rel=1e-3)
+    assert costs[2] == pytest.approx(costs[0], rel=1e-3)
+
+
+def test_the_utilization_is_that_of_the_published_run(tmp_path: Path) -> None:
+    recipe = load_recipe(LLAMA_2_7B, {"model.preset": "llama2-13b"})
+    peak = 32 * INSTANCE_TYPES["trn1.32xlarge"].peak_flops_per_second
+
+    assert pytest.approx(flops_per_token(recipe) * 84.0 * 4096 / peak, abs=0.005) == MFU
+
+
+def test_youngs_optimum_loses_least_time_to_checkpoints_and_failures() -> None:
+    cost, mtbf = 60.0, 24 * 3600.0
+    best = optimal_interval_seconds(cost, mtbf)
+
+    def lost_share(interval: float) -> float:  # first order: a checkpoint an interval, half an interval a failure
+        return cost / interval + interval / (2 * mtbf)
+
+    assert lost_share(best) < min(lost_share(best * 0.99), lost_share(best * 1.01))
+    assert optimal_interval_steps(cost, 10.0, 1, 24.0) == round(best / 10.0)
+    assert optimal_interval_steps(cost, 1e9, 1, 24.0) == 1
+    assert pytest.approx(6334.7, abs=0.1) == NODE_MTBF_HOURS
+
+
+def wide(folder: Path, **overrides: str) -> Recipe:
+    """4 layers of Llama 3's shape, an eighth as wide: wide enough that layers are larger than norms and tables."""
+    path = write_recipe(folder, tokenizer__train=None, tokenizer__model="nowhere")
+    shape = {
+        "corpus__sequence_length": "512",
+        "model__vocab_size": "512",
+        "model__hidden_size": "512",
+        "model__intermediate_size": "1792",
+        "model__num_hidden_layers": "4",
+        "model__num_attention_heads": "8",
+        "model__num_key_value_heads": "2",
+        "parallel__data_parallel_size": "4",
+        "batch__micro_batch_size": "1",
+        "batch__global_batch_size": "16",
+    }
+    return load_with(path, **(shape | overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"train__activation_checkpointing": "none"},
+        {
+            "parallel__tensor_parallel_size": "4",
+            "parallel__zero_stage": "1",
+            "train__dtype": "bfloat16",
+            "train__param_dtype": "bfloat16",
+            "train__reduction": "fast",
+            "train__activation_checkpointing": "full",
+        },
+        {"parallel__tensor_parallel_size": "4", "train__activation_checkpointing": "selective"},
+    ],
+    ids=lambda overrides: overrides["train__activation_checkpointing"],
+)
+def test_the_estimate_of_memory_is_near_what_a_step_of_the_program_holds(
+    tmp_path: Path, overrides: dict[str, str]
+) -> None:
+    recipe = wide(tmp_path, **overrides)
+
+    assert memory_of_worker(recipe).peak_bytes == pytest.approx(trace_step(recipe).peak_bytes, rel=0.1)
+
+
+def test_a_traced_step_sends_the_bytes_of_a_ring(tmp_path: Path) -> None:
+    recipe = wide(tmp_path, parallel__tensor_parallel_size="4", parallel__zero_stage="1")
+    trace = trace_step(recipe)
+
+    # Key-value heads: 2, each held by 2 of the 4 workers.
+    copies = (4 - 1) * 9 * 512 + (2 - 1) * 4 * 2 * 512 * 128
+    assert 4 * trace.parameters == recipe.model.num_parameters + copies
+    # Each worker passes 3/4 of the gradients on, and 3/4 of the weights; norms, losses and one number more are small.
+    gradients = FLOAT32_BYTES * trace.parameters
+    assert trace.traffic["data"].sent_bytes == pytest.approx(2 * gradients * 3 / 4, rel=0.01)
+    # In each micro-batch each of 4 layers gathers and scatters [1, 512, 512] twice, forward and backward; the embedding
+    # scatters and the loss gathers. Beside them the loss exchanges a few numbers for each token.
+    activation = FLOAT32_BYTES * 512 * 512 * 3 / 4
+    assert trace.traffic["tensor"].sent_bytes == pytest.approx(4 * (4 * 8 + 4) * activation, rel=0.02)
+    assert not torch.distributed.is_initialized()
