@@ -204,12 +204,15 @@ def block_causal_mask(positions_BS: Tensor, indices_S: Tensor) -> Tensor:
 
 
 def rotary_table(config: Model, sequence_length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [S, N] of the rotary position embedding (arXiv 2104.09864), halves duplicated."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).to(torch.float) / config.head_dim
+    """Cosines and sines [S, N] of the rotary position embedding (arXiv 2104.09864), halves duplicated; on the host.
+
+    Arithmetic on the meta device would import Dynamo, which takes 2 s.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device="cpu").to(torch.float) / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
     if config.rope_scaling:
         frequencies = _scale_frequencies(frequencies, config.rope_scaling)
-    angles = torch.arange(sequence_length)[:, None].float() * frequencies
+    angles = torch.arange(sequence_length, device="cpu")[:, None].float() * frequencies
     angles_SN = torch.cat((angles, angles), dim=-1)
     return angles_SN.cos(), angles_SN.sin()
 
