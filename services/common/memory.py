@@ -99,7 +99,7 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
         Part(f"activations ({train.activation_checkpointing})", recipe.model.num_hidden_layers * kept, kept),
         Part("mask of documents", sizes.mask, sizes.mask),
         Part("backward pass of a layer", backward=recomputed + passing),
-        Part("loss, a chunk's logits", forward=_loss_bytes(recipe, sizes)),
+        Part("loss: hidden states, logits", forward=_loss_bytes(recipe, sizes)),
         Part("all-gather of a bucket", update=gathered),
     )
     return WorkerMemory(tuple(part for part in parts if any(part.sizes)))

@@ -42,7 +42,7 @@ def require_fit(recipe: Recipe) -> None:
         largest = max(memory.parts, key=lambda part: max(part.sizes))
         raise RecipeError(
             f"a worker needs about {memory.peak_bytes / GIB:.1f} GiB at its peak, and one of {device.name} has "
-            f"{device.worker_memory_bytes / GIB:.0f} GiB. Most of it are: {largest.name}. {_advise(recipe, device)}"
+            f"{device.worker_memory_bytes / GIB:.0f} GiB. Its largest part: {largest.name}. {_advise(recipe, device)}"
         )
 
 
@@ -51,12 +51,12 @@ def _advise(recipe: Recipe, device: InstanceType) -> str:
     together: Changes = {}
     for changes in _cheapest_first(recipe):
         for candidate in (changes, together | changes):
-            changed = change(recipe, candidate)
+            changed = _change(recipe, candidate)
             if changed and memory_of_worker(changed).peak_bytes <= device.worker_memory_bytes:
                 needed = memory_of_worker(changed).peak_bytes / GIB
                 options = " ".join(f"--{name}={value}" for name, value in candidate.items())
                 return f"Change next: {options} (then about {needed:.1f} GiB)"
-        if change(recipe, together | changes):
+        if _change(recipe, together | changes):
             together |= changes
     return (
         "No sharding, reduction, activation checkpointing or tensor parallelism that divides this model makes it fit: "
@@ -83,7 +83,7 @@ def _cheapest_first(recipe: Recipe) -> Iterator[Changes]:
         factor *= 2
 
 
-def change(recipe: Recipe, changes: Changes) -> Recipe | None:
+def _change(recipe: Recipe, changes: Changes) -> Recipe | None:
     """The recipe with these values; None where they do not go with its others."""
     values = recipe.model_dump(mode="json")
     for dotted, value in changes.items():

@@ -77,7 +77,7 @@ def describe_plan(recipe: Recipe, corpus: CorpusPayload | None, assumptions: Ass
     """The plan as a page of text; the numbers of the data need the corpus."""
     device = instance_type(recipe)
     sections = [
-        f"{recipe.name}: what the run will need. All of it is estimated",
+        f"{recipe.name}: what the run will need. These are estimates; services/trainer/README.md has their sources",
         _table("recipe", derive(recipe, corpus)),
         _table("topology", _topology(recipe, device)),
         _memory_table(recipe, device),
@@ -158,7 +158,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.2f} MiB"
 
 
-def step_seconds(recipe: Recipe, device: InstanceType, mfu: float) -> float:
+def _step_seconds(recipe: Recipe, device: InstanceType, mfu: float) -> float:
     """Of an optimizer step, where its operations reach the share `mfu` of the peak of all nodes."""
     peak = stage_nodes(recipe, "trainer") * device.peak_flops_per_second
     return flops_per_token(recipe) * tokens_per_step(recipe) / (peak * mfu)
@@ -169,7 +169,7 @@ def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Ass
     rows = {"operations": f"{operations:.2e} FLOP in a step"}
     if device is None:
         return rows | {"step": "unknown: the recipe has no cluster.trainer_instance_type"}
-    seconds = step_seconds(recipe, device, assumptions.mfu)
+    seconds = _step_seconds(recipe, device, assumptions.mfu)
     hours = seconds * recipe.train.max_steps / SECONDS_PER_HOUR
     node_hours = hours * stage_nodes(recipe, "trainer")
     price, source = assumptions.dollars_per_node_hour, "--dollars-per-node-hour"
@@ -195,7 +195,7 @@ def _checkpoints(recipe: Recipe, device: InstanceType | None, assumptions: Assum
     }
     if device is None:
         return rows
-    step = step_seconds(recipe, device, assumptions.mfu)
+    step = _step_seconds(recipe, device, assumptions.mfu)
     optimum = optimal_interval_steps(write_seconds, step, nodes, assumptions.node_mtbf_hours)
     return rows | {
         "Young's optimum": f"every {optimum:,} steps ({optimum * step / 60:,.0f} min), if training stood still for the "
