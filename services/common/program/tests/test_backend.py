@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -55,6 +58,18 @@ def test_one_worker_needs_no_others() -> None:
         ):
             assert torch.equal(result, mine)
     assert backend.defer({"half": torch.tensor(0.5), "yes": torch.tensor(True)}).read() == {"half": 0.5, "yes": 1.0}
+
+
+def test_eager_workers_do_not_wait_for_the_import_of_inductor() -> None:
+    program = f"""
+import sys, torch
+from {Mesh.__module__} import Mesh
+from {TorchNative.__module__} import TorchNative
+TorchNative(Mesh(0, 1), 1, "exact")
+assert torch.are_deterministic_algorithms_enabled()
+assert "torch._inductor" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_variant_without_a_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
