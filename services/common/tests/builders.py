@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +14,13 @@ from services.common.artifacts import process
 from services.common.artifacts.store import Draft, Workspace
 from services.common.entry_point import exit_code_of
 from services.common.recipe import Recipe
+from services.common.testing import fork_server
 from services.common.testing.artifacts import fill, publish
 from services.common.testing.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 
-# Children of a fork server start in milliseconds and, unlike forks of the test's own process, without its threads.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([__name__])
-
-
-def start_process(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    child = _CONTEXT.Process(target=function, args=arguments)
-    child.start()
-    return child
+fork_server.preload(__name__)
 
 
 def write_foreign_lock(path: Path, beats: int = 0) -> None:

@@ -35,10 +35,11 @@ from services.common.artifacts.store import (
 from services.common.entry_point import exit_code_of
 from services.common.recipe import Recipe
 from services.common.testing.artifacts import ID, address_in, fill, publish, publish_checkpoint
+from services.common.testing.fork_server import start_process
 from services.common.testing.manifests import reseal
 from services.common.testing.recipes import make_recipe
 from services.common.testing.waiting import wait_until
-from services.common.tests.builders import REPOSITORY, publish_slowly, start_process, write_foreign_lock
+from services.common.tests.builders import REPOSITORY, publish_slowly, write_foreign_lock
 
 SHORT_LEASE_SECONDS = 0.3
 TOKEN = "0123456789abcdef0123456789abcdef"

@@ -16,8 +16,9 @@ import pytest
 from services.common.artifacts import lease, process
 from services.common.artifacts.lease import ChangeWatch, LeaseTaken, LockState, LockWatch, hold_lease
 from services.common.errors import ArtifactError, TryAgain
+from services.common.testing.fork_server import start_process
 from services.common.testing.waiting import wait_until
-from services.common.tests.builders import start_process, write_foreign_lock
+from services.common.tests.builders import write_foreign_lock
 
 SHORT_LEASE_SECONDS = 0.3
 PATIENT = 10**6

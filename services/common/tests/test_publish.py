@@ -29,13 +29,13 @@ from services.common.artifacts.store import (
 from services.common.errors import ArtifactError, TryAgain
 from services.common.recipe import Recipe
 from services.common.testing.artifacts import FILES, ID, address_in, fill, publish
+from services.common.testing.fork_server import start_process
 from services.common.testing.recipes import make_recipe
 from services.common.testing.waiting import wait_until
 from services.common.tests.builders import (
     publish_and_die,
     publish_elsewhere_and_freeze,
     publish_slowly,
-    start_process,
     write_foreign_lock,
 )
 

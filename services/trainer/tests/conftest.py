@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 
 from services.common.artifacts.lease import Lease, hold_lease
+from services.common.testing import fork_server
 from services.trainer.job import Job
 from services.trainer.tests.builders import building_jobs
+
+fork_server.preload("services.trainer.supervise", "services.trainer.tests.work")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """Of commands and workers that a test calls; commands that it starts by themselves start theirs as they are."""
+    with fork_server.forking_workers():
+        yield
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,14 +27,13 @@ from services.trainer.tests.runs import (
     checkpoints,
     kill_session,
     read_run,
-    run_trainer,
     start_trainer,
     state_hash,
     train_alone,
 )
 
-# Steps of a sixth of a second, so that a signal arrives in the middle of a run. More micro-batches, same model.
-SLOW = ("--batch.global_batch_size=128", "--checkpoint.interval_steps=7")
+# Steps of a tenth of a second, so that a signal arrives in the middle of a run. More micro-batches, same model.
+SLOW = ("--batch.global_batch_size=64", "--checkpoint.interval_steps=7")
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]
     """Final state, losses and validation losses of 20 slow steps by one worker, never interrupted."""
     folder = tmp_path_factory.mktemp("straight")
     make_corpus(folder / "fsx", make_recipe(folder))
-    exit_code, output = run_trainer(write_recipe(folder), folder / "fsx", *SLOW, "--parallel.data_parallel_size=1")
-    assert exit_code == 0, output
+    options = ("--recipe", str(write_recipe(folder)), "--root", str(folder / "fsx"), "--launch=inline", *SLOW)
+    assert exit_code_of(lambda: main([*options, "--parallel.data_parallel_size=1"])) == 0
     return outcome(folder / "fsx")
 
 
@@ -62,7 +62,11 @@ def outcome(root: Path) -> tuple[str, list[float], list[float]]:
 
 
 def test_resume_after_kill_gives_identical_losses_and_weights(
-    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], straight: tuple[str, list[float], list[float]]
+    tmp_path: Path,
+    recipe: Path,
+    corpus: Artifact[CorpusManifest],
+    straight: tuple[str, list[float], list[float]],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     root = tmp_path / "fsx"
     process = start_trainer(recipe, root, *SLOW)
@@ -70,14 +74,18 @@ def test_resume_after_kill_gives_identical_losses_and_weights(
     kill_session(process)
     assert "step-00000020" not in checkpoints(root)
 
-    exit_code, output = run_trainer(recipe, root, *SLOW)
+    exit_code, output = call_trainer(capfd, recipe, root, "--launch=inline", *SLOW)
 
     assert exit_code == 0, output
     assert outcome(root) == straight
 
 
 def test_a_killed_worker_is_replaced_and_the_number_of_workers_may_change(
-    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], straight: tuple[str, list[float], list[float]]
+    tmp_path: Path,
+    recipe: Path,
+    corpus: Artifact[CorpusManifest],
+    straight: tuple[str, list[float], list[float]],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Two workers that share the optimizer's state, one killed, the group started again, stopped by SIGTERM, and
     finished by four that each hold all of it.
@@ -90,35 +98,39 @@ def test_a_killed_worker_is_replaced_and_the_number_of_workers_may_change(
     reached = read_run(root).records[-1]["step"]
     # A signal before the next step saves none.
     wait_until(lambda: read_run(root).records[-1]["step"] > reached, 120, process=process)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-
-    assert process.returncode == 75, output
+    output = stop(process, root, signal.SIGTERM, exit_code=75)
     assert "Stopped by sigterm after step" in output
-    last_step = read_run(root).records[-1]["step"]
-    assert list(checkpoints(root))[-1] == f"step-{last_step:08d}"
+    assert len(read_run(root).starts) == 2
 
-    exit_code, output = run_trainer(recipe, root, *SLOW, "--parallel.data_parallel_size=4")
+    exit_code, output = call_trainer(capfd, recipe, root, "--launch=inline", *SLOW, "--parallel.data_parallel_size=4")
     assert exit_code == 0, output
     assert outcome(root) == straight
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)])
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGHUP, 75)])
 def test_a_signal_to_the_command_and_its_workers_commits_a_checkpoint(
     tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], number: signal.Signals, exit_code: int
 ) -> None:
-    """As a terminal sends it for Ctrl-C and when it closes, or `timeout`, which sends it twice to the command."""
+    """SIGTERM does in the test before."""
     root = tmp_path / "fsx"
     process = start_trainer(recipe, root, *SLOW)
     wait_until(lambda: read_run(root).records, 120, process=process)
+    stop(process, root, number, exit_code)
+    assert len(checkpoints(root)) == len(read_run(root).starts) == 1
+
+
+def stop(process: subprocess.Popen[str], root: Path, number: signal.Signals, exit_code: int) -> str:
+    """What the command says when a terminal sends the signal for Ctrl-C or when it closes, or `timeout`, which sends it
+    twice to the command. The last step that it recorded is committed.
+    """
     os.killpg(process.pid, number)
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == exit_code, output
-    last_step = read_run(root).records[-1]["step"]
-    assert list(checkpoints(root)) == [f"step-{last_step:08d}"]
     assert "Traceback" not in output
-    assert len(read_run(root).starts) == 1
+    last_step = read_run(root).records[-1]["step"]
+    assert list(checkpoints(root))[-1] == f"step-{last_step:08d}"
+    return output
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
@@ -158,11 +170,17 @@ def test_other_threads_per_worker_are_named_as_what_changed(
 
 
 def test_a_temporary_directory_of_any_name_will_do(
-    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest]
+    tmp_path: Path,
+    recipe: Path,
+    corpus: Artifact[CorpusManifest],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     odd = tmp_path / "a # 'b\" é"
     odd.mkdir()
-    exit_code, output = run_trainer(recipe, tmp_path / "fsx", "--train.max_steps=2", temporary=odd)
+    monkeypatch.setattr(tempfile, "tempdir", str(odd))
+    monkeypatch.setenv("TMPDIR", str(odd))
+    exit_code, output = call_trainer(capfd, recipe, tmp_path / "fsx", "--launch=inline", "--train.max_steps=2")
 
     assert exit_code == 0, output
     assert list(odd.iterdir()) == []

@@ -22,8 +22,8 @@ from services.trainer.loop import train
 from services.trainer.node_staging import prepare_node
 from services.trainer.tests.runs import checkpoints, flip_a_bit
 
-COLLECTIVE_SECONDS = 4.0
-SLOW_SECONDS = 6.0
+COLLECTIVE_SECONDS = 3.0
+SLOW_SECONDS = 4.5
 EVALUATION_BATCHES = 6
 
 
