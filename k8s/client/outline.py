@@ -5,6 +5,7 @@ The client's checkout and the image may know different recipes: a key that is ne
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 
@@ -65,12 +66,26 @@ class Outline(_Outline):
         """What NODES makes of the recipe."""
         if stage != "trainer":
             return f"{nodes} pods"
-        workers = nodes * self.cluster.trainer_workers_per_node
-        micro_batches = self.batch.num_micro_batches // workers
+        models = self.parallel.data_parallel_size
+        micro_batches = self.batch.num_micro_batches // models
         return (
-            f"{nodes} pods x {self.cluster.trainer_workers_per_node} workers: data-parallel degree {workers}, "
-            f"{micro_batches} micro-batches of {self.batch.micro_batch_size} per worker and step"
+            f"{nodes} pods x {self.cluster.trainer_workers_per_node} workers: data-parallel degree {models} x "
+            f"tensor-parallel degree {self.parallel.tensor_parallel_size}, "
+            f"{micro_batches} micro-batches of {self.batch.micro_batch_size} per model and step"
         )
+
+    def data_parallel_size_on(self, nodes: int) -> int:
+        """Models of the trainer on so many nodes. Raises `RecipeError` where they are not whole."""
+        per_node, parts = self.cluster.trainer_workers_per_node, self.parallel.tensor_parallel_size
+        models, rest = divmod(nodes * per_node, parts)
+        if rest:
+            step = parts // math.gcd(per_node, parts)
+            raise RecipeError(
+                f"NODES={nodes}: its {nodes * per_node} workers ({per_node} a node, cluster.trainer_workers_per_node) "
+                f"are no whole models of parallel.tensor_parallel_size {parts} workers. "
+                f"NODES must be a multiple of {step}"
+            )
+        return models
 
 
 def read_outline(file: Path, overrides: dict[str, str]) -> Outline:

@@ -14,7 +14,7 @@ from deploy.stage_contract import RECIPE_FILE
 from k8s.client.outline import Outline, read_outline, read_outline_of_text
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api
-from k8s.objects.deployment import Deployment, Mode
+from k8s.objects.deployment import DEGREE, Deployment, Mode
 from k8s.objects.names import recipe_name
 from k8s.objects.record import Record
 from k8s.objects.worker_group import WorkerGroup
@@ -76,8 +76,7 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedReq
     if request.mode == "isolated" and request.is_kept:
         raise RecipeError("KEEP=1 with MODE=isolated: a Ray cluster of a stage's own ends with the stage")
     if name == "trainer" and nodes != outline.nodes_of(name):
-        workers = nodes * outline.cluster.trainer_workers_per_node
-        arguments = (*arguments, f"--parallel.data_parallel_size={workers}")
+        arguments = (*arguments, f"{DEGREE}={outline.data_parallel_size_on(nodes)}")
         outline = _outline(request, text, arguments)
     deployment = Deployment(
         stage=name,
@@ -95,6 +94,7 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedReq
         recipe=outline.name,
         fewer_nodes=_fewer_nodes(outline) if name == "trainer" and request.mode != "isolated" else (),
         workers_per_node=outline.cluster.trainer_workers_per_node,
+        tensor_parallel_size=outline.parallel.tensor_parallel_size,
     )
     return ResolvedRequest(deployment, outline, text)
 

@@ -15,8 +15,8 @@ from services.common.errors import DeviceError
 
 DEGREE = "--parallel.data_parallel_size"
 
-RECORD_VERSION = 2
-RECORDS_READ = (1, RECORD_VERSION)
+RECORD_VERSION = 3
+RECORDS_READ = (1, 2, RECORD_VERSION)
 UPDATE_CLIENT = "update the checkout that deploys: git pull"
 UPDATE_HEAD = "update the head, when no stage runs: make cluster-up HEAD_TAG=... (default: what this checkout builds)"
 
@@ -60,6 +60,8 @@ class Deployment:
     """Numbers of nodes with which the stage may go on after a loss, largest first."""
     workers_per_node: int = 1
     """Of the trainer."""
+    tensor_parallel_size: int = 1
+    """Of the trainer: workers that share one model."""
 
     def rayjob_name(self, attempt: int) -> str:
         return f"{self.stage}-{self.id}-{attempt}"
@@ -69,7 +71,7 @@ class Deployment:
         if nodes == self.nodes:
             return self.arguments
         kept = [each for each in self.arguments if not each.startswith(f"{DEGREE}=")]
-        return (*kept, f"{DEGREE}={nodes * self.workers_per_node}")
+        return (*kept, f"{DEGREE}={nodes * self.workers_per_node // self.tensor_parallel_size}")
 
     def differences(self, other: Deployment) -> list[str]:
         """What another deployment of the stage wants otherwise."""
@@ -90,9 +92,9 @@ class Deployment:
             raise UnknownRecord(f"its record cannot be read: {error}") from error
         version = fields.pop("version", 1)
         if version not in RECORDS_READ:
-            read = " and ".join(map(str, RECORDS_READ))
+            read = ", ".join(map(str, RECORDS_READ))
             raise UnknownRecord(f"its record is of version {version}, and versions {read} are known here")
-        if version == 1:  # before there were versions; what was added since has a default
+        if version < RECORD_VERSION:  # what was added since has a default
             fields = {
                 each.name: each.default for each in dataclasses.fields(cls) if each.default is not MISSING
             } | fields

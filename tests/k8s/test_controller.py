@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,7 @@ def test_fewer_nodes_are_another_data_parallel_degree() -> None:
     )
     assert deployment.arguments_for(8) == deployment.arguments
     assert deployment.arguments_for(4) == ("--train.seed=1", "--parallel.data_parallel_size=16")
+    assert replace(deployment, tensor_parallel_size=8).arguments_for(4)[-1] == "--parallel.data_parallel_size=2"
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,28 @@ def test_nodes_decide_the_data_parallel_degree(trainer: WorkerGroup) -> None:
         resolve(Listing(), trainer, replace(request, tag="", nodes=3))  # type: ignore[arg-type]
 
 
+def test_nodes_hold_whole_models(trainer: WorkerGroup) -> None:
+    """A degree of the command line counts as one of the recipe's: models of 2 workers, of which a node has one."""
+    sizes = ("--parallel.tensor_parallel_size=2", "--parallel.data_parallel_size=2", "--batch.global_batch_size=16")
+    split = (*sizes, "--cluster.min_nodes=1")
+    request = DeployRequest("trainer", None, f"a/b@sha256:{DIGEST}", None, None, split, 3, 60, 0, False, False, True)
+    of_recipe = resolve(Listing(), trainer, request).deployment  # type: ignore[arg-type]
+    assert (of_recipe.nodes, of_recipe.fewer_nodes) == (4, (2,))
+    assert of_recipe.arguments_for(2)[-1] == "--parallel.data_parallel_size=1"
+
+    resolved = resolve(Listing(), trainer, replace(request, nodes=8))  # type: ignore[arg-type]
+    assert resolved.deployment.arguments == (*split, "--parallel.data_parallel_size=4")
+    assert resolved.deployment.tensor_parallel_size == 2
+    said = describe_plan(trainer, resolved.deployment, resolved.outline)
+    assert "8 pods x 1 workers: data-parallel degree 4 x tensor-parallel degree 2" in said
+
+    isolated = resolve(Listing(), trainer, replace(request, nodes=2, mode="isolated")).deployment  # type: ignore[arg-type]
+    job = render_isolated_rayjob(trainer, isolated, 1)
+    assert job["spec"]["entrypoint"].endswith("--parallel.data_parallel_size=1")
+    with pytest.raises(RecipeError, match=r"NODES=3: its 3 workers .* NODES must be a multiple of 2"):
+        resolve(Listing(), trainer, replace(request, nodes=3))  # type: ignore[arg-type]
+
+
 def test_a_key_that_this_checkout_does_not_know_is_for_the_image_to_judge(trainer: WorkerGroup) -> None:
     """The image that this checkout builds knows the keys of this checkout, and is refused a wrong one at once."""
     request = DeployRequest(
@@ -252,7 +274,7 @@ def test_the_plan_says_what_restarts_and_what_it_costs(trainer: WorkerGroup) -> 
     recipe = OVERLAYS["local"].parents[2] / "recipes/tiny-cpu.toml"
     outline = read_outline(recipe, {"train.time_limit_seconds": "7200"})
     said = describe_plan(trainer, deployment_of(), outline)
-    assert "2 pods x 1 workers: data-parallel degree 2" in said
+    assert "2 pods x 1 workers: data-parallel degree 2 x tensor-parallel degree 1" in said
     assert "0 -> 2 trainer pods; the head and tokenizer and compiler keep their pods" in said
     assert "2 x trn1.32xlarge" in said
     assert "at most 4.0 an attempt" in said
