@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from services.common.recipe import ActivationCheckpointing
@@ -34,15 +34,11 @@ def run_checkpointed(layer: nn.Module, mode: ActivationCheckpointing, *arguments
     if mode == "none":
         kept: Tensor = layer(*arguments)
         return kept
-    contexts = _keeping_what_takes_long if mode == "selective" else noop_context_fn
-    recomputed: Tensor = checkpoint(
-        layer, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-    )
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if mode == "selective":  # written here, where Dynamo sees what it is: it refuses a function that a variable holds
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _choose)
+    recomputed: Tensor = checkpoint(layer, *arguments, **options)
     return recomputed
-
-
-def _keeping_what_takes_long() -> Any:
-    return create_selective_checkpoint_contexts(_choose)
 
 
 def _choose(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

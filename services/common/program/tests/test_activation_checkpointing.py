@@ -17,8 +17,10 @@ LENGTH = 64
 GROUPED = Recipe.model_validate(tomllib.loads(recipe_text(model__num_hidden_layers=3))).model
 
 
-def gradients(mode: ActivationCheckpointing) -> tuple[list[Tensor], int]:
-    """Of every parameter, and the bytes that the layers kept for them besides the parameters."""
+def gradients(mode: ActivationCheckpointing, is_compiled: bool = False) -> tuple[list[Tensor], int]:
+    """Of every parameter, and the bytes that the layers kept for them besides the parameters. Compiled up to the graph,
+    whose operations then run one by one.
+    """
     model = Llama(GROUPED, LENGTH, activation_checkpointing=mode)
     initialize(model, GROUPED, seed=7)
     tokens_BS = torch.randint(GROUPED.vocab_size, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
@@ -32,14 +34,15 @@ def gradients(mode: ActivationCheckpointing) -> tuple[list[Tensor], int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden_BSD = model(tokens_BS[:, :-1])
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
+        hidden_BSD = run(tokens_BS[:, :-1])
     loss = next_token_loss(hidden_BSD, model.lm_head.weight, tokens_BS[:, 1:], 32, model.collectives)
     return list(torch.autograd.grad(loss, list(model.parameters()))), sum(kept.values())
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_the_gradients_have_the_same_bits(mode: ActivationCheckpointing) -> None:
-    for ours, expected in zip(gradients(mode)[0], gradients("none")[0], strict=True):
+@pytest.mark.parametrize(("mode", "is_compiled"), [("selective", False), ("full", False), ("selective", True)])
+def test_the_gradients_have_the_same_bits(mode: ActivationCheckpointing, is_compiled: bool) -> None:
+    for ours, expected in zip(gradients(mode, is_compiled)[0], gradients("none")[0], strict=True):
         assert torch.equal(ours, expected)
 
 
