@@ -17,7 +17,7 @@ from pathlib import Path
 
 from services.common.entry_point import run_stage
 from services.common.program.backends.choice import choose_backend
-from services.common.program.backends.protocol import Backend
+from services.common.program.backends.protocol import Backend, CacheReport
 from services.common.program.mesh import make_mesh
 from services.common.program.micro_batch import make_synthetic_micro_batch
 from services.common.program.step import Program
@@ -31,32 +31,38 @@ def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     recipe = Recipe.model_validate_json((folder / "recipe.json").read_text(encoding="utf-8"))
-    world_size = recipe.parallel.num_workers
-    WorkerGroup.fake(world_size)
-    backend = choose_backend()(
-        make_mesh(recipe, rank=0, world_size=world_size), recipe.parallel.threads_per_worker, recipe.train.reduction
-    )
-    trace(recipe, backend, report=lambda phase: print(phase, flush=True))
-    (folder / "report.json").write_text(json.dumps(asdict(backend.cache_report())), encoding="utf-8")
+    report = trace(recipe, tell=lambda phase: print(phase, flush=True))
+    (folder / "report.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
     return 0
 
 
-def trace(recipe: Recipe, backend: Backend, report: Callable[[str], None]) -> None:
-    """Run PHASES on synthetic tokens."""
+def trace(recipe: Recipe, tell: Callable[[str], None]) -> CacheReport:
+    """Run PHASES as rank 0 of all the recipe's workers. `tell` is given the name of each phase when it is done."""
+    world_size = recipe.parallel.num_workers
+    group = WorkerGroup.fake(world_size)
+    mesh = make_mesh(recipe, rank=0, world_size=world_size)
+    backend = choose_backend()(mesh, recipe.parallel.threads_per_worker, recipe.train.reduction)
+    _run_phases(recipe, backend, tell)
+    group.leave()
+    return backend.cache_report()
+
+
+def _run_phases(recipe: Recipe, backend: Backend, tell: Callable[[str], None]) -> None:
+    """On synthetic tokens."""
     program = Program(recipe, backend)
     batches = [make_synthetic_micro_batch(recipe) for _ in backend.mesh.share(recipe.batch.num_micro_batches)]
     for step in range(3):
         program.train_step(step, batches)
-        report(PHASES[step])
+        tell(PHASES[step])
     saved = {piece: tensor.clone() for piece, tensor in program.held_state().items()}
     for piece, tensor in program.held_state().items():
         tensor.copy_(saved[piece])
     program.update_weights()
-    report(PHASES[3])
+    tell(PHASES[3])
     program.train_step(3, batches)
-    report(PHASES[4])
+    tell(PHASES[4])
     program.evaluate(lambda _: batches[0], count=1)
-    report(PHASES[5])
+    tell(PHASES[5])
 
 
 def _end_with_parent() -> None:

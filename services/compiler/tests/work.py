@@ -1,0 +1,123 @@
+"""What the tests let workers do; importable, so that other processes find it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+
+from services.common.artifacts.files import list_files
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.backends.protocol import CacheReport
+from services.common.program.backends.torch_native import TorchNative
+from services.common.program.mesh import make_mesh
+from services.common.program.micro_batch import make_synthetic_micro_batch
+from services.common.program.step import Program
+from services.common.program.worker_group import WorkerGroup
+from services.common.recipe import Recipe
+from services.common.testing.waiting import wait_until
+from services.compiler import trace
+
+R = TypeVar("R")
+
+GRAPHS_VARIABLE = "MILLRACE_TEST_GRAPHS"
+
+
+@dataclass(frozen=True)
+class Gang:
+    folder: Path
+    backend: type[TorchNative]
+    recipe: Recipe
+    """Whose graphs rank 0 traces, and which all workers begin to train."""
+    fewer: Recipe
+    """With which the first workers go on."""
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "cache"
+
+    @property
+    def traced(self) -> Path:
+        return self.folder / "traced.json"
+
+
+class GraphKeeper(TorchNative):
+    """Compiles as the native backend does up to the graph, keeps that as text, and runs its operations one by one.
+
+    What Inductor makes of a graph follows from the graph, and takes a C++ compiler a second for each loop.
+    """
+
+    _graphs_compiled = 0
+
+    @staticmethod
+    def cache_environment(folder: Path) -> dict[str, str]:
+        return {GRAPHS_VARIABLE: str(folder)}
+
+    def compile(self, function: Callable[..., R]) -> Callable[..., R]:
+        return torch.compile(function, backend=aot_autograd(fw_compiler=self._keep), dynamic=False, fullgraph=True)
+
+    def compile_elementwise(self, function: Callable[..., R]) -> Callable[..., R]:
+        return torch.compile(function, backend=aot_autograd(fw_compiler=self._keep), dynamic=True, fullgraph=True)
+
+    def cache_report(self) -> CacheReport:
+        return CacheReport(self._graphs_compiled)
+
+    def require_warm_cache(self) -> None:
+        pass  # so that a test that fails has all graphs to compare
+
+    def _keep(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        text = graph.print_readable(print_output=False)
+        file = Path(os.environ[GRAPHS_VARIABLE], hashlib.sha256(text.encode()).hexdigest())
+        if not file.exists():
+            self._graphs_compiled += 1
+            file.write_text(text, encoding="utf-8")
+        return make_boxed_func(graph.forward)
+
+
+def trace_then_train(gang: Gang, environment: WorkerEnvironment) -> None:
+    """Let rank 0 fill the cache as the compiler stage does, then all workers use it, and leave for each worker how many
+    graphs it missed.
+    """
+    rank = environment.rank
+    os.environ.update(gang.backend.cache_environment(gang.cache))
+    if rank == 0:
+        pytest.MonkeyPatch().setattr(trace, "choose_backend", lambda: gang.backend)
+        trace.trace(gang.recipe, tell=lambda phase: None)
+        torch._dynamo.reset()
+        partial = gang.traced.with_suffix(".partial")
+        partial.write_text(json.dumps(list_files(gang.cache)), encoding="utf-8")
+        partial.rename(gang.traced)
+    wait_until(gang.traced.exists, 300)
+    missed = [train(gang.backend, gang.recipe, rank, environment.rendezvous, is_resumed=False)]
+    if rank < gang.fewer.parallel.num_workers:
+        missed.append(train(gang.backend, gang.fewer, rank, environment.rendezvous + "-again", is_resumed=True))
+    (gang.folder / f"missed-{rank}.json").write_text(json.dumps(missed), encoding="utf-8")
+
+
+def train(backend_class: type[TorchNative], recipe: Recipe, rank: int, rendezvous: str, is_resumed: bool) -> int:
+    """A step, and at the begin of a run an evaluation; the graphs that the cache did not hold."""
+    world_size = recipe.parallel.num_workers
+    group = WorkerGroup.join(rank, world_size, rendezvous)
+    backend = backend_class(make_mesh(recipe, rank, world_size), 1, recipe.train.reduction)
+    backend.require_warm_cache()
+    program, micro_batch = Program(recipe, backend), make_synthetic_micro_batch(recipe)
+    share = [micro_batch for _ in backend.mesh.share(recipe.batch.num_micro_batches)]
+    if is_resumed:
+        for tensor in program.held_state().values():
+            tensor.copy_(torch.zeros_like(tensor))
+        program.update_weights()
+    program.train_step(7 if is_resumed else 0, share)
+    if not is_resumed:
+        program.evaluate(lambda index: micro_batch, count=3)
+    group.barrier()
+    group.leave()
+    return backend.cache_report().graphs_compiled
