@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from services.common.entry_point import exit_code_of
+from services.common.testing import fork_server
 from services.common.testing.waiting import wait_until
 from services.trainer.tests.runs import checkpoints, state_hash
 from tests.small import write_notes, write_small_recipe
@@ -19,6 +23,24 @@ from tests.small import write_notes, write_small_recipe
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the whole pipeline
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+fork_server.preload("services.trainer.supervise")
+
+Call = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Iterator[Call]:
+    """As `run`, in this process, which has imported torch already."""
+
+    def call_main(stage: str, *options: str) -> subprocess.CompletedProcess[str]:
+        main = importlib.import_module(f"services.{stage}.__main__").main
+        exit_code = exit_code_of(lambda: main(list(options)))
+        printed = capfd.readouterr()
+        return subprocess.CompletedProcess(options, exit_code, printed.out, printed.err)
+
+    with fork_server.forking_workers():
+        yield call_main
 
 
 def run(stage: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +64,16 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def pipeline(options: tuple[str, ...]) -> dict[str, subprocess.CompletedProcess[str]]:
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The temporary directory of all commands."""
+    folder = tmp_path_factory.mktemp("temporary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def pipeline(options: tuple[str, ...], temporary: Path) -> dict[str, subprocess.CompletedProcess[str]]:
     """Every stage run to its end: the tokenizer and the trainer on Ray, the compiler after an attempt that was killed
     and the trainer after one that was told to stop. Its second attempt shards the optimizer's state.
     """
@@ -89,7 +120,7 @@ def root(options: tuple[str, ...], pipeline: dict[str, subprocess.CompletedProce
     return Path(options[-1])
 
 
-def test_the_three_commands_train_a_model_without_a_compile_miss(root: Path) -> None:
+def test_the_three_commands_train_a_model_without_a_compile_miss(root: Path, temporary: Path) -> None:
     (run_folder,) = root.glob("run/*/")
     records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     attempts = [json.loads(line) for line in (run_folder / "attempts.jsonl").read_text().splitlines()]
@@ -100,6 +131,7 @@ def test_the_three_commands_train_a_model_without_a_compile_miss(root: Path) -> 
     for attempt in attempts:
         assert (attempt["launch"], attempt["workers"]) == ("ray", 2)
         assert (attempt["graphs_compiled"], attempt["new_cache_files"]) == (0, 0)
+    assert not list(temporary.rglob("*.gch"))  # a C++ header that was made ready for what is not compiled
 
 
 def test_a_stopped_run_commits_the_step_at_which_all_workers_left_and_continues_there(root: Path) -> None:
@@ -119,8 +151,8 @@ def test_the_report_is_one_page_that_needs_nothing_else(root: Path) -> None:
         assert word in page
 
 
-def test_the_summary_tells_what_each_stage_made(root: Path, options: tuple[str, ...]) -> None:
-    summary = run("trainer", "summary", *options)
+def test_the_summary_tells_what_each_stage_made(root: Path, options: tuple[str, ...], call: Call) -> None:
+    summary = call("trainer", "summary", *options)
     assert summary.returncode == 0, summary.stderr
     for word in (
         "corpus/notes",
@@ -133,36 +165,38 @@ def test_the_summary_tells_what_each_stage_made(root: Path, options: tuple[str, 
         assert word in summary.stdout
 
 
-def test_a_second_round_finds_everything_published(root: Path, options: tuple[str, ...]) -> None:
+def test_a_second_round_finds_everything_published(root: Path, options: tuple[str, ...], call: Call) -> None:
     before = {path: path.stat().st_mtime_ns for path in root.rglob("manifest.json")}
-    outputs = {stage: run(stage, *options).stdout for stage in ("tokenizer", "compiler", "trainer")}
+    outputs = {stage: call(stage, *options).stdout for stage in ("tokenizer", "compiler", "trainer")}
     assert "already published" in outputs["tokenizer"]
     assert "already published" in outputs["compiler"]
     assert "the run is complete" in outputs["trainer"]
     assert {path: path.stat().st_mtime_ns for path in root.rglob("manifest.json")} == before
 
 
-def test_every_artifact_verifies(root: Path) -> None:
-    verified = run("common.artifacts", "verify", str(root))
+def test_every_artifact_verifies(root: Path, call: Call) -> None:
+    verified = call("common.artifacts", "verify", str(root))
     assert verified.returncode == 0, verified.stderr
     assert verified.stdout.count("ok ") == 4  # corpus, cache, two checkpoints
 
 
-def test_inline_workers_and_one_worker_give_the_bits_of_ray(root: Path, options: tuple[str, ...]) -> None:
+def test_inline_workers_and_one_worker_give_the_bits_of_ray(root: Path, options: tuple[str, ...], call: Call) -> None:
     """Another root with the same artifacts, so that the run starts anew."""
     other = root.with_name("other")
     other.mkdir()
     for kind in ("corpus", "compile_cache"):
         (other / kind).symlink_to(root / kind)
     alone = ("--launch", "inline", "--parallel.data_parallel_size=1", "--compile.require_warm=true")
-    done = run("trainer", *options[:2], "--root", str(other), *alone)
+    done = call("trainer", *options[:2], "--root", str(other), *alone)
     assert done.returncode == 0, done.stderr
     assert state_hash(checkpoints(other)["step-00000060"]) == state_hash(checkpoints(root)["step-00000060"])
 
 
-def test_a_cache_of_another_program_is_refused_and_both_sides_are_shown(root: Path, options: tuple[str, ...]) -> None:
+def test_a_cache_of_another_program_is_refused_and_both_sides_are_shown(
+    root: Path, options: tuple[str, ...], call: Call
+) -> None:
     (cache,) = root.glob("compile_cache/small/*/")
-    refused = run("trainer", *options, f"--cache={cache}", "--batch.micro_batch_size=2")
+    refused = call("trainer", *options, f"--cache={cache}", "--batch.micro_batch_size=2")
     assert refused.returncode == 3
     assert "recipe.batch.micro_batch_size: cache 4, this run 2" in refused.stderr
     assert "--allow-cold-compile" in refused.stderr
@@ -174,22 +208,24 @@ def test_a_cache_of_another_instruction_set_is_refused(root: Path, options: tupl
     assert "cpu_capability" in refused.stderr
 
 
-def test_a_cold_graph_stops_a_run_that_requires_a_warm_cache(root: Path, options: tuple[str, ...]) -> None:
-    cold = ("--batch.micro_batch_size=2", "--allow-cold-compile", "--compile.require_warm=true", "--launch", "inline")
-    stopped = run("trainer", *options, *cold)
+def test_a_cold_graph_stops_a_run_that_requires_a_warm_cache(root: Path, options: tuple[str, ...], call: Call) -> None:
+    cold = ("--batch.micro_batch_size=2", "--allow-cold-compile", "--compile.require_warm=true")
+    stopped = call("trainer", *options, *cold, "--launch", "inline", "--parallel.data_parallel_size=1")
     assert stopped.returncode == 4, stopped.stderr
     assert "not in the compile cache" in stopped.stderr
     assert len(list(root.glob("checkpoint/*"))) == 1
 
 
-def test_a_flipped_byte_in_the_cache_is_found_before_a_worker_starts(root: Path, options: tuple[str, ...]) -> None:
+def test_a_flipped_byte_in_the_cache_is_found_before_a_worker_starts(
+    root: Path, options: tuple[str, ...], call: Call
+) -> None:
     (cache,) = root.glob("compile_cache/small/*/")
     binary = next(path for path in sorted(cache.rglob("*.so")))
     content = bytearray(binary.read_bytes())
     content[len(content) // 2] ^= 1
     binary.write_bytes(content)
     try:
-        refused = run("trainer", *options, "--train.seed=2")
+        refused = call("trainer", *options, "--train.seed=2")
     finally:
         content[len(content) // 2] ^= 1
         binary.write_bytes(content)
