@@ -24,7 +24,7 @@ demo: setup ## Tokenize, compile and train RECIPE under ROOT, then show the run.
 	@$(python) -m services.trainer summary --recipe "$(RECIPE)" --root "$(ROOT)"
 
 test: setup ## Run the quick tests, two files at a time.
-	$(python) -m pytest -n 2 --dist loadfile
+	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: setup ## Run the slow tests.
 	$(python) -m pytest -m slow
@@ -32,7 +32,7 @@ test-slow: setup ## Run the slow tests.
 test-torch29: ## Run the program's tests on the Neuron variant's torch, in .venv-torch29.
 	./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-torch29
 	./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-torch29/bin/python --require-hashes lockfiles/dev-neuron.txt
-	.venv-torch29/bin/python -m pytest -n 2 --dist loadfile services/common services/compiler services/trainer
+	.venv-torch29/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder services/common services/compiler services/trainer
 
 test-images: setup ## Run the tests that build and run images; they need Docker, root and debootstrap.
 	$(python) -m pytest -m images tests/images

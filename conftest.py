@@ -12,6 +12,26 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+LONGEST = (
+    "tests/integration/test_pipeline.py",
+    "services/trainer/tests/test_command.py",
+    "services/compiler/tests",
+    "services/trainer/tests/test_group.py",
+    "services/trainer/tests/test_parallel.py",
+    "services/common/program/tests/test_parallel.py",
+)
+"""Of files that two processes share out: the last one to begin should not be one of these."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, in the order in which they are named."""
+
+    def rank(item: pytest.Item) -> int:
+        return next((rank for rank, name in enumerate(LONGEST) if item.nodeid.startswith(name)), len(LONGEST))
+
+    items.sort(key=rank)
+
+
 def pytest_configure() -> None:
     """A shell that starts tests in the background lets them ignore Ctrl-C, and `nohup` the end of a terminal; programs
     that they start inherit it.
