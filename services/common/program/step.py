@@ -18,6 +18,7 @@ from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
 from services.common.program.reduction import RunningSum, TreeSum
 from services.common.program.state import StateSlice
+from services.common.program.worker_group import naming_workers_lost_in_graphs
 from services.common.recipe import Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -53,10 +54,11 @@ class Program:
         self._new_sum = TreeSum if recipe.train.reduction == "exact" else RunningSum
         self._loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
 
+    @naming_workers_lost_in_graphs()
     def train_step(self, step: int, micro_batches: Iterable[MicroBatch], skipped_steps: int = 0) -> StepResult:
         """Update `step` (from 0) with this worker's share of the global batch.
 
-        `skipped_steps` of the steps before it were not applied.
+        `skipped_steps` of the steps before it were not applied. Raises `WorkersLost`.
         """
         losses, sums = TreeSum(), [self._new_sum() for _ in self.buckets]
         for micro_batch in micro_batches:
@@ -73,10 +75,11 @@ class Program:
         self.backend.end_graph()
         return StepResult(loss_1.squeeze(0), norm, is_applied)
 
+    @naming_workers_lost_in_graphs()
     @torch.no_grad()
     def evaluate(self, read: Callable[[int], MicroBatch], count: int) -> Tensor:
         """Mean loss over the micro-batches `read(0)` to `read(count - 1)`, shared by the workers. A scalar on the
-        device.
+        device. Raises `WorkersLost`.
 
         In each round every worker takes one, and all learn of all losses: the mean has the same bits on each worker and
         for every number of them, and none waits longer than for one forward pass.

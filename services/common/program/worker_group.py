@@ -102,4 +102,23 @@ def naming_lost_workers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise WorkersLost(f"a collective failed, most likely because another worker died: {error}") from error
+        raise _name_loss(error) from error
+
+
+@contextmanager
+def naming_workers_lost_in_graphs() -> Iterator[None]:
+    """Raise `WorkersLost` for what the collectives in compiled graphs raise, in the forward and the backward pass.
+
+    A graph raises `RuntimeError` for much else, which passes: memory that is out, an operation that is a bug.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # Gloo's errors have no type of their own; they begin with the file of its source that raised them.
+        if isinstance(error, dist.DistError) or "/gloo/" in str(error):
+            raise _name_loss(error) from error
+        raise
+
+
+def _name_loss(error: RuntimeError) -> WorkersLost:
+    return WorkersLost(f"a collective failed, most likely because another worker died: {error}")

@@ -1,9 +1,8 @@
-"""What one process traces for a whole topology is all that its workers need."""
+"""What one process traces for a whole topology is all that its workers need, and what they meet in their graphs."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -17,18 +16,25 @@ from services.compiler.tests.work import Gang, GraphKeeper, trace_then_train
 SPLIT = {"model__num_hidden_layers": "1", "parallel__tensor_parallel_size": "2"}
 
 
-@pytest.mark.parametrize("backend", [GraphKeeper, pytest.param(TorchNative, marks=pytest.mark.slow)])
-def test_one_process_traces_every_graph_of_split_models_for_any_number_of_them(
-    tmp_path: Path, backend: type[TorchNative]
-) -> None:
-    """2 models of 2 workers step and evaluate, and after a loss one of them goes on."""
-    two, one = (make_recipe(tmp_path, **SPLIT, parallel__data_parallel_size=models) for models in ("2", "1"))
-    gang = Gang(tmp_path, backend, two, one)
+@pytest.fixture(scope="module", params=[GraphKeeper, pytest.param(TorchNative, marks=pytest.mark.slow)])
+def gang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gang:
+    """2 models of 2 workers that step and evaluate; after a loss one goes on, until it loses a worker itself."""
+    folder, backend = tmp_path_factory.mktemp("gang"), request.param
+    two, one = (make_recipe(folder, **SPLIT, parallel__data_parallel_size=models) for models in ("2", "1"))
+    gang = Gang(folder, backend, two, one)
     gang.cache.mkdir()
-    inline.run_workers(trace_then_train, gang, WorkerGroupSpec(4, 1, 4, tmp_path))
+    inline.run_workers(trace_then_train, gang, WorkerGroupSpec(4, 1, 4, folder))
+    return gang
 
-    missed = [json.loads((tmp_path / f"missed-{rank}.json").read_text()) for rank in range(4)]
-    assert missed == [[0, 0], [0, 0], [0], [0]]
+
+def test_one_process_traces_every_graph_of_split_models_for_any_number_of_them(gang: Gang) -> None:
+    missed = [json.loads((gang.folder / f"missed-{rank}.json").read_text()) for rank in range(4)]
+    assert missed == [{"begun": 0, "resumed": 0}] * 2 + [{"begun": 0}] * 2
     traced = json.loads(gang.traced.read_text())
     assert len(traced) >= 4  # forward and backward of a step, evaluation, update
     assert list_files(gang.cache) == traced
+
+
+def test_a_worker_that_is_lost_while_another_is_in_a_graph_is_named(gang: Gang) -> None:
+    """The graph's collective raises it, which nothing of ours surrounds."""
+    assert "most likely because another worker died" in (gang.folder / "lost.txt").read_text()

@@ -16,11 +16,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from services.common.artifacts.files import list_files
+from services.common.errors import WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import make_mesh
-from services.common.program.micro_batch import make_synthetic_micro_batch
+from services.common.program.micro_batch import MicroBatch, make_synthetic_micro_batch
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
@@ -85,7 +86,7 @@ class GraphKeeper(TorchNative):
 
 def trace_then_train(gang: Gang, environment: WorkerEnvironment) -> None:
     """Let rank 0 fill the cache as the compiler stage does, then all workers use it, and leave for each worker how many
-    graphs it missed.
+    graphs it missed, when it began to train and when it resumed.
     """
     rank = environment.rank
     os.environ.update(gang.backend.cache_environment(gang.cache))
@@ -97,27 +98,49 @@ def trace_then_train(gang: Gang, environment: WorkerEnvironment) -> None:
         partial.write_text(json.dumps(list_files(gang.cache)), encoding="utf-8")
         partial.rename(gang.traced)
     wait_until(gang.traced.exists, 300)
-    missed = [train(gang.backend, gang.recipe, rank, environment.rendezvous, is_resumed=False)]
+    missed = {"begun": begin(gang, environment)}
     if rank < gang.fewer.parallel.num_workers:
-        missed.append(train(gang.backend, gang.fewer, rank, environment.rendezvous + "-again", is_resumed=True))
+        missed["resumed"] = resume(gang, environment)
     (gang.folder / f"missed-{rank}.json").write_text(json.dumps(missed), encoding="utf-8")
 
 
-def train(backend_class: type[TorchNative], recipe: Recipe, rank: int, rendezvous: str, is_resumed: bool) -> int:
-    """A step, and at the begin of a run an evaluation; the graphs that the cache did not hold."""
-    world_size = recipe.parallel.num_workers
-    group = WorkerGroup.join(rank, world_size, rendezvous)
-    backend = backend_class(make_mesh(recipe, rank, world_size), 1, recipe.train.reduction)
-    backend.require_warm_cache()
-    program, micro_batch = Program(recipe, backend), make_synthetic_micro_batch(recipe)
-    share = [micro_batch for _ in backend.mesh.share(recipe.batch.num_micro_batches)]
-    if is_resumed:
-        for tensor in program.held_state().values():
-            tensor.copy_(torch.zeros_like(tensor))
-        program.update_weights()
-    program.train_step(7 if is_resumed else 0, share)
-    if not is_resumed:
-        program.evaluate(lambda index: micro_batch, count=3)
+def begin(gang: Gang, environment: WorkerEnvironment) -> int:
+    """A step and an evaluation; the graphs that the cache did not hold."""
+    group = WorkerGroup.join(environment.rank, environment.world_size, environment.rendezvous)
+    program, share = make_program(gang, gang.recipe, environment.rank)
+    program.train_step(0, share)
+    program.evaluate(lambda index: share[0], count=3)
     group.barrier()
     group.leave()
-    return backend.cache_report().graphs_compiled
+    return program.backend.cache_report().graphs_compiled
+
+
+def resume(gang: Gang, environment: WorkerEnvironment) -> int:
+    """A step from a state that was loaded; the graphs that the cache did not hold.
+
+    Then rank 1 ends without a word, and rank 0, in its next step, leaves what that raises.
+    """
+    rank = environment.rank
+    group = WorkerGroup.join(rank, gang.fewer.parallel.num_workers, environment.rendezvous + "-again")
+    program, share = make_program(gang, gang.fewer, rank)
+    for tensor in program.held_state().values():
+        tensor.copy_(torch.zeros_like(tensor))
+    program.update_weights()
+    program.train_step(7, share)
+    group.barrier()
+    missed = program.backend.cache_report().graphs_compiled
+    if rank == 0:
+        try:
+            program.train_step(8, share)
+        except WorkersLost as error:
+            (gang.folder / "lost.txt").write_text(str(error), encoding="utf-8")
+    group.leave()
+    return missed
+
+
+def make_program(gang: Gang, recipe: Recipe, rank: int) -> tuple[Program, list[MicroBatch]]:
+    """With the micro-batches of the worker's share of a step."""
+    backend = gang.backend(make_mesh(recipe, rank, recipe.parallel.num_workers), 1, recipe.train.reduction)
+    backend.require_warm_cache()
+    share = [make_synthetic_micro_batch(recipe) for _ in backend.mesh.share(recipe.batch.num_micro_batches)]
+    return Program(recipe, backend), share

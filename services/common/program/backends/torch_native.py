@@ -16,7 +16,7 @@ from services.common.program.backends.inductor_facts import CACHE_VARIABLE, indu
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.mesh import AXES, Axis, Mesh
 from services.common.program.reduction import sum_in_tree
-from services.common.program.worker_group import naming_lost_workers
+from services.common.program.worker_group import COLLECTIVE_TIMEOUT, naming_lost_workers
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -141,7 +141,8 @@ def _form_group(mesh: Mesh, axis: Axis) -> str:
         group = dist.group.WORLD
     else:
         with naming_lost_workers():
-            formed = [dist.new_group(ranks) for ranks in mesh.groups(axis)]  # every worker has to form all of them
+            # Every worker has to form all of them.
+            formed = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT) for ranks in mesh.groups(axis)]
         group = formed[mesh.groups(axis).index(mesh.group(axis))]
     assert group
     name = cast("GroupName", GROUP_NAMES[axis])
