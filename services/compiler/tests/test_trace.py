@@ -10,8 +10,11 @@ from services.common.artifacts.files import list_files
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec
 from services.common.program.backends.torch_native import TorchNative
+from services.common.testing import fork_server
 from services.common.testing.recipes import make_recipe
 from services.compiler.tests.work import Gang, GraphKeeper, trace_then_train
+
+fork_server.preload("services.compiler.tests.work")
 
 SPLIT = {"model__num_hidden_layers": "1", "parallel__tensor_parallel_size": "2"}
 
@@ -23,7 +26,8 @@ def gang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     two, one = (make_recipe(folder, **SPLIT, parallel__data_parallel_size=models) for models in ("2", "1"))
     gang = Gang(folder, backend, two, one)
     gang.cache.mkdir()
-    inline.run_workers(trace_then_train, gang, WorkerGroupSpec(4, 1, 4, folder))
+    with fork_server.forking_workers():
+        inline.run_workers(trace_then_train, gang, WorkerGroupSpec(4, 1, 4, folder))
     return gang
 
 
