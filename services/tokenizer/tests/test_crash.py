@@ -41,18 +41,34 @@ from services.tokenizer.vocabulary.provision import provide_vocabulary
 ALONE = "--tokenizer.num_workers=1"
 
 
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("text"), make_documents(600, mean_bytes=1_500))
+
+
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    """A corpus of 900 kB in 12 splits."""
-    text = write_documents(tmp_path / "text", make_documents(600, mean_bytes=1_500))
+def recipe(tmp_path: Path, text: Path) -> Path:
+    return recipe_over(text, tmp_path)
+
+
+def recipe_over(text: Path, folder: Path) -> Path:
+    """Of a corpus of 900 kB in 12 splits."""
     return write_recipe(
-        tmp_path,
+        folder,
         text,
         corpus__validation_fraction=0.1,
         corpus__split_bytes=80_000,
         corpus__rows_per_shard=1_000,
         tokenizer__num_workers=2,
     )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> str:
+    """The content digest of the corpus that one command makes, alone and to the end."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert run(recipe_over(text, folder), folder / "fsx", ALONE) == 0
+    return published(folder / "fsx").manifest.content_digest
 
 
 def find_files(root: Path, pattern: str) -> list[Path]:
@@ -70,7 +86,9 @@ def kill_when(condition: Callable[[], object], process: subprocess.Popen[str]) -
     return was_running
 
 
-def test_kill_at_every_stage_then_the_same_command_gives_the_same_corpus(tmp_path: Path, recipe: Path) -> None:
+def test_kill_at_every_stage_then_the_same_command_gives_the_same_corpus(
+    tmp_path: Path, recipe: Path, undisturbed: str
+) -> None:
     root = tmp_path / "fsx"
     milestones = ["plan.json", "000000.json", "000007.json", "shard-00001.arrow"]
 
@@ -82,8 +100,7 @@ def test_kill_at_every_stage_then_the_same_command_gives_the_same_corpus(tmp_pat
 
     assert sum(killed) >= 3, killed
     assert run(recipe, root, ALONE) == 0
-    assert run(recipe, tmp_path / "undisturbed", ALONE) == 0
-    assert published(root).manifest.content_digest == published(tmp_path / "undisturbed").manifest.content_digest
+    assert published(root).manifest.content_digest == undisturbed
     left = {path.name for path in published(root).path.parent.iterdir()}
     assert left <= {published(root).path.name, "current.json"}
 
@@ -91,7 +108,9 @@ def test_kill_at_every_stage_then_the_same_command_gives_the_same_corpus(tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("launch", ["inline", "ray"])
-def test_twenty_kills_at_random_moments_give_the_same_corpus(tmp_path: Path, recipe: Path, launch: str) -> None:
+def test_twenty_kills_at_random_moments_give_the_same_corpus(
+    tmp_path: Path, recipe: Path, undisturbed: str, launch: str
+) -> None:
     """Each kill comes some time after the stage has begun to make something; what it left is continued."""
     chosen = random.Random(draw_seed())
     root = tmp_path / "fsx"
@@ -103,12 +122,12 @@ def test_twenty_kills_at_random_moments_give_the_same_corpus(tmp_path: Path, rec
         if is_anything_published(root):
             shutil.rmtree(root)
     assert run(recipe, root, ALONE) == 0
-    assert run(recipe, tmp_path / "undisturbed", ALONE) == 0
-    found, expected = published(root).manifest, published(tmp_path / "undisturbed").manifest
-    assert found.content_digest == expected.content_digest
+    assert published(root).manifest.content_digest == undisturbed
 
 
-def test_a_finished_split_is_not_encoded_again_and_a_damaged_one_is(tmp_path: Path, recipe: Path) -> None:
+def test_a_finished_split_is_not_encoded_again_and_a_damaged_one_is(
+    tmp_path: Path, recipe: Path, undisturbed: str
+) -> None:
     root = tmp_path / "fsx"
     kill_when(lambda: len(find_files(root, "00000[0-9].json")) >= 4, start(recipe, root))
     done = sorted(root.rglob("00000[0-9].json"))
@@ -127,8 +146,7 @@ def test_a_finished_split_is_not_encoded_again_and_a_damaged_one_is(tmp_path: Pa
     assert not torn.exists()
     assert [name for name in before if before[name] != after[name]] == [done[0].name]
     assert run(recipe, root, ALONE) == 0
-    assert run(recipe, tmp_path / "undisturbed", ALONE) == 0
-    assert published(root).manifest.content_digest == published(tmp_path / "undisturbed").manifest.content_digest
+    assert published(root).manifest.content_digest == undisturbed
 
 
 def test_splits_of_another_encoder_are_not_believed(tmp_path: Path, recipe: Path) -> None:
@@ -170,17 +188,16 @@ def begin_tasks(recipe: Recipe, workspace: Workspace) -> list[EncodeTask]:
     return make_tasks(recipe, plan, path, vocabulary, folder)
 
 
-def test_work_for_another_plan_is_discarded(tmp_path: Path, recipe: Path) -> None:
+def test_work_for_another_plan_is_discarded(tmp_path: Path, recipe: Path, undisturbed: str) -> None:
     """With other splits, a marker's number stands for other documents."""
     root = tmp_path / "fsx"
     kill_when(lambda: find_files(root, "000003.json"), start(recipe, root))
     assert run(recipe, root, "--corpus.split_bytes=250000", ALONE) == 0
-    assert run(recipe, tmp_path / "undisturbed", ALONE) == 0
-    assert published(root).manifest.content_digest == published(tmp_path / "undisturbed").manifest.content_digest
+    assert published(root).manifest.content_digest == undisturbed
 
 
 def test_of_two_writers_one_builds_and_both_succeed(tmp_path: Path, recipe: Path) -> None:
-    writers = [start(recipe, tmp_path / "fsx") for _ in range(2)]
+    writers = [start(recipe, tmp_path / "fsx", ALONE) for _ in range(2)]
     outputs = [writer.communicate(timeout=120)[0] for writer in writers]
 
     assert [writer.returncode for writer in writers] == [0, 0]
@@ -188,15 +205,19 @@ def test_of_two_writers_one_builds_and_both_succeed(tmp_path: Path, recipe: Path
     assert published(tmp_path / "fsx").manifest.corpus.documents_read == 600
 
 
+@pytest.fixture(scope="module")
+def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("long"), [make_text(500_000, seed=index) for index in range(12)])
+
+
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 @pytest.mark.parametrize("milestone", ["plan.json", "000000.json"])
 def test_a_stopped_stage_says_so_and_publishes_nothing(
-    tmp_path: Path, number: signal.Signals, exit_code: int, milestone: str
+    tmp_path: Path, long_text: Path, number: signal.Signals, exit_code: int, milestone: str
 ) -> None:
     """While the vocabulary is trained, and while workers encode."""
-    text = write_documents(tmp_path / "text", [make_text(500_000, seed=index) for index in range(12)])
     recipe = write_recipe(
-        tmp_path, text, corpus__split_bytes=1, tokenizer__train__max_bytes=6_000_000, tokenizer__num_workers=2
+        tmp_path, long_text, corpus__split_bytes=1, tokenizer__train__max_bytes=6_000_000, tokenizer__num_workers=2
     )
     process = start(recipe, tmp_path / "fsx")
     wait_until(lambda: find_files(tmp_path / "fsx", milestone), process=process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import json
 import random
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -58,11 +60,12 @@ def model(request: pytest.FixtureRequest) -> bytes:
     return train_vocabulary(python_documentation()[:300], 4_096)
 
 
-def python_documentation() -> list[bytes]:
+@functools.cache
+def python_documentation() -> Sequence[bytes]:
     from services.common.recipe import Source  # noqa: PLC0415
 
     pieces = [piece for file in list_inputs(Source(uri=URI)) for piece in cut_file(file, 2**20)]
-    return [document for batch in read_documents(pieces, "replace") for document in batch.documents()]
+    return tuple(document for batch in read_documents(pieces, "replace") for document in batch.documents())
 
 
 def pieces_of(model: bytes) -> list[str]:
@@ -70,7 +73,7 @@ def pieces_of(model: bytes) -> list[str]:
     return [str(processor.id_to_piece(index)) for index in range(processor.vocab_size())]
 
 
-def difference(model: bytes, documents: list[bytes]) -> bytes | None:
+def difference(model: bytes, documents: Sequence[bytes]) -> bytes | None:
     return find_difference(ChunkEncoder.from_model(model), SentencePieceEncoder(model), TextBatch.of(documents))
 
 
@@ -109,7 +112,7 @@ def test_ids_do_not_depend_on_what_was_encoded_before(model: bytes, monkeypatch:
     monkeypatch.setattr(chunk_encoder, "_LONG_IDS", 500)
     monkeypatch.setattr(chunk_encoder, "_LONG_CHUNKS_BYTES", 500)
     encoder, reference = ChunkEncoder.from_model(model), SentencePieceEncoder(model)
-    documents = python_documentation()
+    documents = list(python_documentation())
     chosen = random.Random(draw_seed())
     for _ in range(2):
         chosen.shuffle(documents)
