@@ -13,6 +13,7 @@ import pytest
 
 from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM
 from services.common.image_platform import EVERY_SERVICE, LIBRARIES, NEURON_LIBRARIES, WITH_PROGRAM
+from tests.command import call
 from tests.small import write_notes, write_small_recipe
 
 LOCAL = ("--tokenizer.num_workers=1", "--launch", "inline")
@@ -36,12 +37,18 @@ def options(tmp_path: Path) -> tuple[str, ...]:
     return ("--recipe", str(recipe), "--root", str(tmp_path / "fsx"))
 
 
+@pytest.fixture
+def in_neuron_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_VARIANT", "neuron")
+
+
+@pytest.mark.usefixtures("in_neuron_image")
 @pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
 def test_a_neuron_image_refuses_at_once_what_it_has_no_backend_for(
-    tmp_path: Path, options: tuple[str, ...], stage: str
+    tmp_path: Path, options: tuple[str, ...], stage: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Also the step that could run on the CPU: the chips would be paid for, and idle."""
-    done = run(f"services.{stage}", *options, "--compile.enabled=false", MILLRACE_VARIANT="neuron")
+    done = call(capfd, f"services.{stage}.__main__", *options, "--compile.enabled=false")
 
     assert done.returncode == 4, done.stderr
     assert "this is a neuron image, and the program has no backend for the neuron variant's device" in done.stderr
@@ -50,26 +57,35 @@ def test_a_neuron_image_refuses_at_once_what_it_has_no_backend_for(
     assert not (tmp_path / "fsx").exists()
 
 
+@pytest.mark.usefixtures("in_neuron_image")
 @pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
-def test_a_cluster_is_told_before_it_gives_nodes(tmp_path: Path, options: tuple[str, ...], stage: str) -> None:
-    done = run("services.common.readiness", "--stage", stage, *options, MILLRACE_VARIANT="neuron")
+def test_a_cluster_is_told_before_it_gives_nodes(
+    tmp_path: Path, options: tuple[str, ...], stage: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = call(capfd, "services.common.readiness", "--stage", stage, *options)
 
     assert done.returncode == 4, done.stderr
     assert "no backend for the neuron variant's device" in json.loads(done.stdout)["problem"]
 
 
-def test_a_neuron_image_still_shows_what_a_recipe_means(options: tuple[str, ...]) -> None:
+@pytest.mark.usefixtures("in_neuron_image")
+def test_a_neuron_image_still_shows_what_a_recipe_means(
+    options: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
     for stage in STAGES_WITH_PROGRAM:
-        done = run(f"services.{stage}", *options, "--dry-run", MILLRACE_VARIANT="neuron")
+        done = call(capfd, f"services.{stage}.__main__", *options, "--dry-run")
         assert done.returncode == 0, done.stderr
 
 
-def test_the_tokenizer_needs_no_neuron(tmp_path: Path, options: tuple[str, ...]) -> None:
-    done = run("services.tokenizer", *options, *LOCAL, MILLRACE_VARIANT="neuron")
+@pytest.mark.usefixtures("in_neuron_image")
+def test_the_tokenizer_needs_no_neuron(
+    tmp_path: Path, options: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = call(capfd, "services.tokenizer.__main__", *options, *LOCAL)
 
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "fsx").glob("corpus/*/*/manifest.json"))
-    ready = run("services.common.readiness", "--stage", "tokenizer", *options, MILLRACE_VARIANT="neuron")
+    ready = call(capfd, "services.common.readiness", "--stage", "tokenizer", *options)
     assert ready.returncode == 0, ready.stdout
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import os
 import subprocess
@@ -14,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.common.entry_point import exit_code_of
 from services.common.testing import fork_server
 from services.common.testing.waiting import wait_until
 from services.trainer.tests.runs import checkpoints, state_hash
+from tests.command import call as call_command
 from tests.small import write_notes, write_small_recipe
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the whole pipeline
@@ -32,15 +31,8 @@ Call = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def call(capfd: pytest.CaptureFixture[str]) -> Iterator[Call]:
     """As `run`, in this process, which has imported torch already."""
-
-    def call_main(stage: str, *options: str) -> subprocess.CompletedProcess[str]:
-        main = importlib.import_module(f"services.{stage}.__main__").main
-        exit_code = exit_code_of(lambda: main(list(options)))
-        printed = capfd.readouterr()
-        return subprocess.CompletedProcess(options, exit_code, printed.out, printed.err)
-
     with fork_server.forking_workers():
-        yield call_main
+        yield lambda stage, *options: call_command(capfd, f"services.{stage}.__main__", *options)
 
 
 def run(stage: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,18 @@
+"""Commands of ours, called in the test's process: for those that are not killed and get no signal."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+
+import pytest
+
+from services.common.entry_point import exit_code_of
+
+
+def call(capfd: pytest.CaptureFixture[str], module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m MODULE ARGUMENTS`, for a module that has a `main`."""
+    main = importlib.import_module(module).main
+    exit_code = exit_code_of(lambda: main(list(arguments)))
+    printed = capfd.readouterr()
+    return subprocess.CompletedProcess(arguments, exit_code, printed.out, printed.err)
