@@ -19,6 +19,7 @@ from services.common.presets import MODEL_PRESETS
 
 Kind = Literal["corpus", "compile_cache", "checkpoint"]
 Stage = Literal["tokenizer", "compiler", "trainer"]
+Device = Literal["cpu", "cuda", "neuron"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 STAGES: tuple[Stage, ...] = ("tokenizer", "compiler", "trainer")
 
@@ -223,6 +224,9 @@ class Parallel(Section):
     """1: each data-parallel worker holds and updates a share of the optimizer's state, with the same bits (ZeRO-1)."""
     threads_per_worker: Annotated[Positive, COMPILED] = 1
     """CPU threads of a worker. Compiled loops are cut for this number, so it is declared and never detected."""
+    device: Annotated[Device, Identity(("compile_cache",), is_added=True)] = "cpu"
+    """Where a worker computes, each on a device of its own. `cuda` and `neuron` (TorchNeuron, operation by operation)
+    are written by their documentation and have not run."""
 
     @property
     def num_workers(self) -> int:

@@ -59,7 +59,7 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace) 
             f"Compare {scratch}/compile/log.txt and {scratch}/verify/log.txt."
         )
     payload = CompileCachePayload(
-        target="cpu",
+        target=recipe.parallel.device,
         program_fingerprint=fingerprint(facts),
         facts=facts,
         graphs_compiled=compiled.graphs_compiled,

@@ -41,7 +41,8 @@ def trace(recipe: Recipe, tell: Callable[[str], None]) -> CacheReport:
     world_size = recipe.parallel.num_workers
     group = WorkerGroup.fake(world_size)
     mesh = make_mesh(recipe, rank=0, world_size=world_size)
-    backend = choose_backend()(mesh, recipe.parallel.threads_per_worker, recipe.train.reduction)
+    parallel = recipe.parallel
+    backend = choose_backend()(mesh, parallel.threads_per_worker, recipe.train.reduction, parallel.device)
     _run_phases(recipe, backend, tell)
     group.leave()
     return backend.cache_report()

@@ -125,9 +125,11 @@ def make_backend(job: Job, environment: WorkerEnvironment) -> Backend:
     """This worker's device, pointed at the node's copy of the compile cache."""
     backend_class = choose_backend()
     os.environ.update(backend_class.cache_environment(compile_cache_folder(job)))
-    mesh = make_mesh(job.recipe, environment.rank, environment.world_size)
-    backend = backend_class(mesh, job.recipe.parallel.threads_per_worker, job.recipe.train.reduction)
-    if job.recipe.compile.require_warm:
+    recipe, parallel = job.recipe, job.recipe.parallel
+    mesh = make_mesh(recipe, environment.rank, environment.world_size)
+    settings = (parallel.threads_per_worker, recipe.train.reduction, parallel.device, environment.local_rank)
+    backend = backend_class(mesh, *settings)
+    if recipe.compile.require_warm:
         backend.require_warm_cache()
     return backend
 

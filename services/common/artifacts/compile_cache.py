@@ -13,14 +13,15 @@ from pydantic import Field
 
 from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Phase, Sha256
 from services.common.artifacts.store import Address
-from services.common.recipe import Recipe
+from services.common.recipe import Device, Recipe
 
 GRAPHS = "graphs"
 """Subfolder that holds the compiler's cache directory."""
 
 
 class CompileCachePayload(ManifestModel):
-    target: Literal["cpu"]
+    target: Device
+    """Of `parallel.device`."""
     program_fingerprint: Sha256
     facts: dict[str, Any]
     """What the fingerprint is the hash of; two caches are compared fact by fact."""

@@ -61,7 +61,7 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
         try:
             for rank in range(spec.num_workers):
                 receiver, sender = _CONTEXT.Pipe(duplex=False)
-                environment = WorkerEnvironment(rank, spec.num_workers, "inline", str(folder / "rendezvous"))
+                environment = WorkerEnvironment(rank, spec.num_workers, "inline", str(folder / "rendezvous"), rank)
                 arguments = (function, argument, environment, spec.threads_per_worker, sender)
                 process = _CONTEXT.Process(target=_work, args=arguments, name=f"rank-{rank}")
                 with _starting_processes():

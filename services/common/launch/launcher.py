@@ -51,6 +51,8 @@ class WorkerEnvironment:
     launch: str
     rendezvous: str = ""
     """`tcp://HOST:PORT`, or the path of a file that all workers see; of no use to one that is alone."""
+    local_rank: int = 0
+    """Among the workers of its node, which share its devices."""
 
 
 class Launcher(Protocol):

@@ -138,7 +138,8 @@ class _WorkerFunction:
         context = ray.train.get_context()
         rank = context.get_world_rank()
         rendezvous = str(self._rendezvous_file or _agree_on_address(rank))
-        self._function(self._argument, WorkerEnvironment(rank, context.get_world_size(), "ray", rendezvous))
+        place = (rank, context.get_world_size(), "ray", rendezvous, context.get_local_rank())
+        self._function(self._argument, WorkerEnvironment(*place))
 
 
 def _agree_on_address(rank: int) -> str:

@@ -30,7 +30,7 @@ def program_facts(recipe: Recipe) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        **backend.facts(recipe.compile.enabled),
+        **backend.facts(recipe.compile.enabled, recipe.parallel.device),
         "source": source_digest("services.common.program.step", backend.__module__),
         "content_version": CONTENT_VERSION,
     }

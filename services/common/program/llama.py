@@ -113,7 +113,8 @@ class _Decoder(nn.Module):
         self.embed_tokens = VocabularyParallelEmbedding(config.vocab_size, config.hidden_size, collectives)
         self.layers = nn.ModuleList(_Layer(config, collectives) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives.mesh)
-        cos_SN, sin_SN = rotary_table(config, sequence_length)
+        device = self.embed_tokens.weight.device
+        cos_SN, sin_SN = (table_SN.to(device) for table_SN in rotary_table(config, sequence_length))
         self.register_buffer("cos_SN", cos_SN, persistent=False)
         self.register_buffer("sin_SN", sin_SN, persistent=False)
         self.register_buffer("indices_S", torch.arange(sequence_length, dtype=torch.int32), persistent=False)

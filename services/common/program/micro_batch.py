@@ -17,6 +17,10 @@ class MicroBatch(NamedTuple):
     """int32 [B, L]: each input's distance from the begin of its document, or of the row where the document began before
     it. None where a row is attended to as one document."""
 
+    def to(self, device: torch.device) -> MicroBatch:
+        positions = None if self.positions is None else self.positions.to(device)
+        return MicroBatch(self.tokens.to(device), positions)
+
 
 def make_synthetic_micro_batch(recipe: Recipe) -> MicroBatch:
     """With the shapes of the recipe's micro-batches: a graph depends on these, and not on the tokens."""

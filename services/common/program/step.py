@@ -41,7 +41,9 @@ class Program:
     def __init__(self, recipe: Recipe, backend: Backend) -> None:
         self.recipe = recipe
         self.backend = backend
-        self.model = Llama(recipe.model, recipe.corpus.sequence_length, backend, recipe.train.activation_checkpointing)
+        length, checkpointing = recipe.corpus.sequence_length, recipe.train.activation_checkpointing
+        with backend.device:
+            self.model = Llama(recipe.model, length, backend, checkpointing)
         initialize(self.model, recipe.model, recipe.train.seed)
         batch, is_compiled = recipe.batch, recipe.compile.enabled
         num_blocks = choose_num_blocks(batch.num_micro_batches, backend.mesh.data_parallel_size)
@@ -56,13 +58,13 @@ class Program:
 
     @naming_workers_lost_in_graphs()
     def train_step(self, step: int, micro_batches: Iterable[MicroBatch], skipped_steps: int = 0) -> StepResult:
-        """Update `step` (from 0) with this worker's share of the global batch.
+        """Update `step` (from 0) with this worker's share of the global batch, micro-batches on the host.
 
         `skipped_steps` of the steps before it were not applied. Raises `WorkersLost`.
         """
         losses, sums = TreeSum(), [self._new_sum() for _ in self.buckets]
         for micro_batch in micro_batches:
-            loss = self._loss(*micro_batch)
+            loss = self._loss(*micro_batch.to(self.backend.device))
             gradients = deque(torch.autograd.grad(loss, self._parameters))
             for bucket, total in zip(self.buckets, sums, strict=True):  # frees a bucket's gradients as it adds them
                 total.add(bucket.flatten(gradients.popleft() for _ in bucket.parameters))
@@ -70,7 +72,7 @@ class Program:
             self.backend.end_graph()
         count = self.recipe.batch.num_micro_batches
         loss_1 = self.backend.all_reduce(losses.result(), "data") / count
-        scalars_3 = step_scalars(self.recipe.optimizer, step, skipped_steps)
+        scalars_3 = step_scalars(self.recipe.optimizer, step, skipped_steps).to(self.backend.device)
         norm, is_applied = self.optimizer.step([total.result() for total in sums], count, scalars_3)
         self.backend.end_graph()
         return StepResult(loss_1.squeeze(0), norm, is_applied)
@@ -85,9 +87,10 @@ class Program:
         for every number of them, and none waits longer than for one forward pass.
         """
         losses: list[Tensor] = []
+        device = self.backend.device
         while len(losses) < count:
             mine = len(losses) + self.backend.mesh.index("data")
-            loss = self._loss(*read(mine)) if mine < count else torch.zeros((), device=self.backend.device)
+            loss = self._loss(*read(mine).to(device)) if mine < count else torch.zeros((), device=device)
             losses += self.backend.all_gather(loss.reshape(1), "data").unbind()
             self.backend.end_graph()
         return torch.stack(losses[:count]).mean()

@@ -49,7 +49,7 @@ def test_a_killed_task_is_a_lost_worker() -> None:
 def test_workers_know_their_rank(tmp_path: Path) -> None:
     inline.run_workers(work.write_rank, tmp_path, WorkerGroupSpec(2, 1, 1, tmp_path))
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-of-2", "1-of-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-of-2-on-0", "1-of-2-on-1"]
 
 
 @pytest.mark.parametrize("message", ["rank 1 found damage", "much " * 100_000])

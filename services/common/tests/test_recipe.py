@@ -57,6 +57,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "parallel.tensor_parallel_size": ("2", "compile_cache"),
     "parallel.zero_stage": ("1", ""),
     "parallel.threads_per_worker": ("2", "compile_cache"),
+    "parallel.device": ("cuda", "compile_cache"),
     "batch.micro_batch_size": ("4", "compile_cache checkpoint"),
     "batch.global_batch_size": ("16", "checkpoint"),
     "batch.loss_chunk_tokens": ("8", "compile_cache checkpoint"),
@@ -381,9 +382,9 @@ def test_an_id_changes_with_its_marked_fields_alone(tmp_path: Path, key: str, ki
 
 
 def test_a_field_that_came_later_leaves_the_ids_of_before_alone_at_its_default(tmp_path: Path) -> None:
-    added = {"train.param_dtype", "train.attention_mask", "train.z_loss"}
+    added = {"train.param_dtype", "train.attention_mask", "train.z_loss", "parallel.device"}
 
-    assert added.isdisjoint(identity(load(tmp_path, {}), "checkpoint"))
+    assert all(added.isdisjoint(identity(load(tmp_path, {}), kind)) for kind in KINDS)
 
 
 def test_the_vocabulary_decides_the_corpus_and_the_program(tmp_path: Path) -> None:

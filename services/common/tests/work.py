@@ -31,7 +31,8 @@ def die_or_square(number: int) -> int:
 
 
 def write_rank(folder: Path, environment: WorkerEnvironment) -> None:
-    (folder / f"{environment.rank}-of-{environment.world_size}").touch()
+    """And which device of this machine the worker would take."""
+    (folder / f"{environment.rank}-of-{environment.world_size}-on-{environment.local_rank}").touch()
 
 
 def write_node(folder: Path, environment: WorkerEnvironment) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from services.common.program.mesh import Axis, Mesh
+from services.common.recipe import Device
 
 R = TypeVar("R")
 
@@ -47,13 +48,14 @@ class Backend(Collectives, Protocol):
 
     Asked of the class, where there may be no device:
 
-    - `facts(is_compiled)`: what decides a graph and its bits on this machine, besides recipe and source, by name.
-      Raises `DeviceError` when a program that compiles lacks its compiler.
+    - `facts(is_compiled, device)`: what decides a graph and its bits on this machine, besides recipe and source, by
+      name. Raises `DeviceError` when the device is not there, or a program that compiles lacks its compiler.
     - `cache_environment(folder)`: the variables with which a process keeps its compiled graphs in `folder`. To be set
       before the backend is made.
 
-    Made once the worker group has formed; `Backend(mesh, threads, reduction)` takes the device, with `threads` for what
-    runs on the host. `device` is where tensors of the program are made, `mesh` where this worker stands.
+    Made once the worker group has formed; `Backend(mesh, threads, reduction, device, local_rank)` takes the device of
+    this name that is the worker's on its node, with `threads` for what runs on the host, and raises `DeviceError` where
+    there is none. `device` is then where tensors of the program are, `mesh` where this worker stands.
 
     Collectives go along one axis of the mesh, are called by all workers of the axis in the same order, and return a new
     tensor, or the given one where the axis has one worker. They raise `WorkersLost`.
@@ -77,10 +79,12 @@ class Backend(Collectives, Protocol):
 
     device: torch.device
 
-    def __init__(self, mesh: Mesh, threads: int, reduction: str) -> None: ...
+    def __init__(
+        self, mesh: Mesh, threads: int, reduction: str, device: Device = "cpu", local_rank: int = 0
+    ) -> None: ...
 
     @staticmethod
-    def facts(is_compiled: bool) -> dict[str, Any]: ...
+    def facts(is_compiled: bool, device: Device = "cpu") -> dict[str, Any]: ...
     @staticmethod
     def cache_environment(folder: Path) -> dict[str, str]: ...
 

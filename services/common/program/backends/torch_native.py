@@ -1,4 +1,4 @@
-"""Plain PyTorch: a device, process groups and Inductor. `cpu` with `gloo` today."""
+"""Plain PyTorch: a device, process groups and Inductor. See `native_device` for the devices."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.common.program.backends.inductor_facts import CACHE_VARIABLE, inductor_facts
+from services.common.program.backends.native_device import NATIVE_DEVICES, device_facts, open_device
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.mesh import AXES, Axis, Mesh
 from services.common.program.reduction import sum_in_tree
 from services.common.program.worker_group import COLLECTIVE_TIMEOUT, naming_lost_workers
+from services.common.recipe import Device
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -25,28 +27,28 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-DEVICE = torch.device("cpu")
+FAKE = "fake"  # of a group that stands for others, which has no device's collectives
 OPS = torch.ops._c10d_functional  # the form of collectives that a graph can hold
 GROUP_NAMES: dict[Axis, str] = {axis: f"millrace-{axis}" for axis in AXES}
 
 
 class TorchNative:
-    """See `Backend`. Each call runs at once, so that no graph has to be ended and no read has to wait."""
+    """See `Backend`. No call has to be told that a graph ends, and a read waits by itself."""
 
-    def __init__(self, mesh: Mesh, threads: int, reduction: str) -> None:
+    def __init__(self, mesh: Mesh, threads: int, reduction: str, device: Device = "cpu", local_rank: int = 0) -> None:
         torch.set_num_threads(threads)
         # What use_deterministic_algorithms(True) does, without its import of Inductor: 2.2 s of CPU.
         torch.set_deterministic_debug_mode("error")
         # A debugging aid that comes with determinism and writes every new tensor twice.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        self.mesh, self.device = mesh, DEVICE
+        self.mesh, self.device = mesh, open_device(device, local_rank)
         self._reduction = reduction
-        self._groups = {axis: _form_group(mesh, axis) for axis in AXES}
-        self._indices = {axis: torch.tensor([mesh.index(axis)], dtype=torch.int32, device=DEVICE) for axis in AXES}
+        self._groups = {axis: _form_group(mesh, axis, NATIVE_DEVICES[device].collectives) for axis in AXES}
+        self._indices = {axis: torch.tensor([mesh.index(axis)], dtype=torch.int32).to(self.device) for axis in AXES}
 
     @staticmethod
-    def facts(is_compiled: bool) -> dict[str, Any]:
-        return inductor_facts(is_compiled)
+    def facts(is_compiled: bool, device: Device = "cpu") -> dict[str, Any]:
+        return device_facts(device, is_compiled) | inductor_facts(is_compiled)
 
     @staticmethod
     def cache_environment(folder: Path) -> dict[str, str]:
@@ -129,7 +131,7 @@ class Computed:
         return {name: value.item() for name, value in self._values.items()}
 
 
-def _form_group(mesh: Mesh, axis: Axis) -> str:
+def _form_group(mesh: Mesh, axis: Axis, collectives: str) -> str:
     """The name of this worker's process group along the axis; nothing where it is alone.
 
     A compiled graph holds the name. Torch numbers all groups, so workers of different groups would compile different
@@ -137,12 +139,14 @@ def _form_group(mesh: Mesh, axis: Axis) -> str:
     """
     if mesh.size(axis) == 1:
         return ""
-    if mesh.size(axis) == mesh.world_size:
+    is_like_world = dist.get_backend() in (collectives, FAKE)
+    if mesh.size(axis) == mesh.world_size and is_like_world:
         group = dist.group.WORLD
     else:
+        backend = None if is_like_world else collectives
         with naming_lost_workers():
             # Every worker has to form all of them.
-            formed = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT) for ranks in mesh.groups(axis)]
+            formed = [dist.new_group(ranks, COLLECTIVE_TIMEOUT, backend) for ranks in mesh.groups(axis)]
         group = formed[mesh.groups(axis).index(mesh.group(axis))]
     assert group
     name = cast("GroupName", GROUP_NAMES[axis])
