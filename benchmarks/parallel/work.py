@@ -43,12 +43,13 @@ def measure_sums(measurement: Measurement, environment: WorkerEnvironment) -> No
     """The time of one sum over all workers, by either reduction."""
     group = WorkerGroup.join(environment.rank, environment.world_size, environment.rendezvous)
     mesh = Mesh(environment.rank, data_parallel_size=environment.world_size)
-    gradient = torch.randn(measurement.num_elements)
+    backends = {reduction: TorchNative(mesh, 1, reduction) for reduction in ("exact", "fast")}
+    gradient = torch.randn(measurement.num_elements)  # in memory that the backend decides on
 
     def sum_of(backend: TorchNative) -> Callable[[], object]:
         return lambda: backend.all_reduce(gradient, "data")
 
-    sums = {reduction: sum_of(TorchNative(mesh, 1, reduction)) for reduction in ("exact", "fast")}
+    sums = {reduction: sum_of(backend) for reduction, backend in backends.items()}
     _write(measurement, environment, _measure(group, sums, measurement.rounds))
     group.leave()
 
