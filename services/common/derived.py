@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from services.common.artifacts.corpus import CorpusPayload
-from services.common.image_platform import BACKENDS, image_variant
+from services.common.image_platform import BACKENDS
 from services.common.memory import FLOAT32_BYTES, MOMENTS_PER_PARAMETER, memory_of_worker, micro_batches_per_model
 from services.common.recipe import STAGES, Recipe, stage_nodes
 
@@ -46,10 +46,10 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
 
 
 def _graphs(recipe: Recipe) -> str:
-    backend = BACKENDS.get(image_variant())
     if not recipe.compile.enabled:
         return "none"
-    return f"{len(backend.graphs)} ({', '.join(backend.graphs)})" if backend else "unknown: no backend for this image"
+    graphs = BACKENDS[recipe.parallel.device].graphs
+    return f"{len(graphs)} ({', '.join(graphs)})"
 
 
 def flops_per_token(recipe: Recipe) -> float:

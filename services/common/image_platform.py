@@ -15,6 +15,7 @@ import os
 import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from services.common.entry_point import run_stage
 from services.common.errors import DeviceError
@@ -22,7 +23,7 @@ from services.common.errors import DeviceError
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """What runs the program on a variant's device, described without its libraries."""
+    """What runs the program on a device, described without its libraries."""
 
     module: str
     """Of services/common/program/backends."""
@@ -31,7 +32,12 @@ class BackendEntry:
     """That it compiles for a recipe."""
 
 
-BACKENDS = {"cpu": BackendEntry("torch_native", "TorchNative", ("forward", "backward", "update", "evaluate"))}
+NATIVE = BackendEntry("torch_native", "TorchNative", ("forward", "backward", "update", "evaluate"))
+XLA = BackendEntry("neuron_xla", "NeuronXla", ("micro-batch", "update", "check", "load", "evaluate"))
+BACKENDS = {"cpu": NATIVE, "cuda": NATIVE, "neuron": NATIVE, "xla": XLA}
+"""By the recipe's name of the device."""
+NEURON_DEVICES = Path("/dev")
+"""Where the driver of a Trainium node shows its chips: neuron0, neuron1, ..."""
 
 EVERY_SERVICE = ("numpy", "psutil", "pyarrow", "pydantic", "ray", "rich", "xxhash")
 # By the service whose image it is: what its requirements name beyond those of every service.
@@ -96,19 +102,26 @@ def image_service() -> str:
     return os.environ.get("MILLRACE_SERVICE", "")
 
 
-def require_backend(variant: str) -> BackendEntry:
-    """What runs the program on the device that this variant's images are given. Raises `DeviceError` without one.
+def require_backend(device: str) -> BackendEntry:
+    """What runs the program on the recipe's device. Raises `DeviceError` where this image or this node is for another.
 
     There is no other device instead: on a Trainium node the CPU would train for weeks while the chips are paid for.
     """
-    if variant not in BACKENDS:
-        have = ", ".join(f"{entry.module} ({name})" for name, entry in BACKENDS.items())
+    variant = image_variant()
+    if variant == "neuron" and device != "xla":
         raise DeviceError(
-            f"this is a {variant} image, and the program has no backend for the {variant} variant's device: "
-            f"services/common/program/backends has {have}. Run the compiler and the trainer in images of a variant "
-            f"that has one: make images VARIANT={next(iter(BACKENDS))}"
+            f"this is a neuron image, which runs the program through torch_xla alone, and parallel.device is "
+            f"{device!r}. Use the chips: --parallel.device=xla. Or run the stage in an image of the cpu variant, on a "
+            f"node without chips: make images VARIANT=cpu"
         )
-    return BACKENDS[variant]
+    chips = sorted(path.name for path in NEURON_DEVICES.glob("neuron[0-9]*"))
+    if chips and device == "cpu":
+        raise DeviceError(
+            f"this node has {len(chips)} Neuron devices ({NEURON_DEVICES}/{chips[0]} ...), and parallel.device is "
+            f"'cpu': they would be paid for, and idle. Use them with --parallel.device=xla in a neuron image, or run "
+            f"on a node without them."
+        )
+    return BACKENDS[device]
 
 
 def require_libraries(service: str, variant: str, without_device: bool = False) -> None:

@@ -3,7 +3,7 @@
 `python -m services.common.readiness --stage trainer --recipe FILE --root DIR` prints one JSON object: `platform`
 (variant, python, ray), `upstream` (the artifacts that the stage would read) and `problem` (null, or what a person has
 to do). It exits with 0, 2 when this image's stage does not take the recipe, 3 when an artifact is missing or does not
-fit, 4 when the program has no backend for the device of the image's variant, or 5 when the root cannot be written. It
+fit, 4 when this image or this node is for another device than the recipe's, or 5 when the root cannot be written. It
 reads manifests, not the files they list, and needs no torch.
 """
 
@@ -30,7 +30,7 @@ from services.common.errors import (
     StorageError,
     explain_storage_error,
 )
-from services.common.image_platform import WITH_PROGRAM, describe_platform, image_variant, require_backend
+from services.common.image_platform import WITH_PROGRAM, describe_platform, require_backend
 from services.common.recipe import STAGES, Recipe
 
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     try:
         arguments, recipe = parser.parse(argv)
         if arguments.stage in WITH_PROGRAM:
-            require_backend(image_variant())
+            require_backend(recipe.parallel.device)
         require_writable(arguments.root)
         for artifact in upstream_of(arguments, recipe):
             upstream.append(_describe(artifact))

@@ -19,7 +19,7 @@ from services.common.presets import MODEL_PRESETS
 
 Kind = Literal["corpus", "compile_cache", "checkpoint"]
 Stage = Literal["tokenizer", "compiler", "trainer"]
-Device = Literal["cpu", "cuda", "neuron"]
+Device = Literal["cpu", "cuda", "neuron", "xla"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 STAGES: tuple[Stage, ...] = ("tokenizer", "compiler", "trainer")
 
@@ -225,8 +225,9 @@ class Parallel(Section):
     threads_per_worker: Annotated[Positive, COMPILED] = 1
     """CPU threads of a worker. Compiled loops are cut for this number, so it is declared and never detected."""
     device: Annotated[Device, Identity(("compile_cache",), is_added=True)] = "cpu"
-    """Where a worker computes, each on a device of its own. `cuda` and `neuron` (TorchNeuron, operation by operation)
-    are written by their documentation and have not run."""
+    """Where a worker computes, each on a device of its own. `xla` is a NeuronCore of trn1 by torch_xla, `neuron` one of
+    trn2 by TorchNeuron, operation by operation. `cuda` and `neuron` are written by their documentation and have not
+    run."""
 
     @property
     def num_workers(self) -> int:
@@ -393,6 +394,12 @@ class Recipe(Section):
             raise ValueError(
                 f"{batch.num_micro_batches} micro-batches per step (batch.global_batch_size / batch.micro_batch_size) "
                 f"cannot be shared by parallel.data_parallel_size {models}"
+            )
+        if self.parallel.device == "xla" and not (self.compile.enabled and self.train.reduction == "fast"):
+            raise ValueError(
+                f"parallel.device 'xla' needs compile.enabled = true and train.reduction = 'fast', got "
+                f"{self.compile.enabled} and {self.train.reduction!r}: torch_xla runs compiled graphs alone, and the "
+                f"tree of exact sums is another graph for each micro-batch"
             )
         if workers % self.cluster.trainer_workers_per_node:
             raise ValueError(

@@ -11,7 +11,7 @@ from services.common.artifacts.files import total_bytes
 from services.common.artifacts.store import publish_once
 from services.common.command_line import StageParser
 from services.common.derived import describe
-from services.common.image_platform import image_variant, require_backend
+from services.common.image_platform import require_backend
 from services.common.program.fingerprint import program_facts
 from services.common.recipe import fingerprint
 from services.common.telemetry import configure_logging
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     if arguments.dry_run:
         print(describe(recipe, None))
         return 0
-    require_backend(image_variant())
+    require_backend(recipe.parallel.device)
     if not recipe.compile.enabled:
         print("nothing to compile: the recipe says compile.enabled = false")
         return 0

@@ -22,7 +22,7 @@ from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import DeviceError, StorageError, WorkersLost
 from services.common.private_folder import new_name, private_folder
 from services.common.program.backends.choice import choose_backend
-from services.common.recipe import Recipe, fingerprint
+from services.common.recipe import Device, Recipe, fingerprint
 from services.common.telemetry import show_progress
 from services.compiler.trace import PHASES
 
@@ -78,7 +78,10 @@ def _trace(recipe: Recipe, folder: Path, title: str, warm_from: Path | None = No
         _copy_files(warm_from, cache)
     before = set(list_files(cache))
     (folder / "recipe.json").write_text(recipe.model_dump_json(), encoding="utf-8")
-    with _child(folder, cache) as child, show_progress(title, len(PHASES), "phases") as progress:
+    with (
+        _child(folder, cache, recipe.parallel.device) as child,
+        show_progress(title, len(PHASES), "phases") as progress,
+    ):
         assert child.stdout is not None
         for done, name in enumerate(child.stdout, start=1):
             progress.advance_to(done, name.strip())
@@ -90,13 +93,13 @@ def _trace(recipe: Recipe, folder: Path, title: str, warm_from: Path | None = No
 
 
 @contextmanager
-def _child(folder: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
+def _child(folder: Path, cache: Path, device: Device) -> Iterator[subprocess.Popen[str]]:
     """The tracing process; it ends when this one does, because its standard input then closes."""
     command = [sys.executable, "-m", "services.compiler.trace", str(folder)]
     with (folder / "log.txt").open("wb") as log, private_folder(new_name("compiler")) as plain:
         # Inductor splits its compiler's command line at spaces, and a root or the usual TMPDIR may have some.
         (plain / "cache").symlink_to(cache)
-        of_cache = choose_backend().cache_environment(plain / "cache")
+        of_cache = choose_backend(device).cache_environment(plain / "cache")
         environment = {**os.environ, **of_cache, "TMPDIR": str(plain)}
         child = subprocess.Popen(
             command,

@@ -42,7 +42,9 @@ def trace(recipe: Recipe, tell: Callable[[str], None]) -> CacheReport:
     group = WorkerGroup.fake(world_size)
     mesh = make_mesh(recipe, rank=0, world_size=world_size)
     parallel = recipe.parallel
-    backend = choose_backend()(mesh, parallel.threads_per_worker, recipe.train.reduction, parallel.device)
+    backend = choose_backend(parallel.device)(
+        mesh, parallel.threads_per_worker, recipe.train.reduction, parallel.device
+    )
     _run_phases(recipe, backend, tell)
     group.leave()
     return backend.cache_report()

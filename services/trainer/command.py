@@ -21,7 +21,7 @@ from services.common.artifacts.upstream import open_corpus
 from services.common.command_line import RecipeParser, StageParser
 from services.common.derived import describe
 from services.common.errors import ArtifactError, MillraceError, naming_the_place
-from services.common.image_platform import image_variant, require_backend
+from services.common.image_platform import require_backend
 from services.common.program.fingerprint import program_facts
 from services.common.recipe import Recipe, fingerprint
 from services.common.telemetry import configure_logging
@@ -64,7 +64,7 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
     if arguments.dry_run:
         print(describe(recipe, _published_corpus(arguments, recipe)))
         return 0
-    require_backend(image_variant())
+    require_backend(recipe.parallel.device)
     job = _open_job(arguments, recipe)
     job.run_folder.mkdir(parents=True, exist_ok=True)
     with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, using_node(job):

@@ -123,7 +123,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
 
 def make_backend(job: Job, environment: WorkerEnvironment) -> Backend:
     """This worker's device, pointed at the node's copy of the compile cache."""
-    backend_class = choose_backend()
+    backend_class = choose_backend(job.recipe.parallel.device)
     os.environ.update(backend_class.cache_environment(compile_cache_folder(job)))
     recipe, parallel = job.recipe, job.recipe.parallel
     mesh = make_mesh(recipe, environment.rank, environment.world_size)

@@ -73,8 +73,8 @@ def ray_is_imported_in_one_place(root: Path) -> list[str]:
     )
 
 
-def neuron_is_imported_nowhere(root: Path) -> list[str]:
-    return _who_imports(root, NEURON)
+def neuron_is_imported_in_one_place(root: Path) -> list[str]:
+    return _who_imports(root, NEURON, but_for=("services.common.program.backends.neuron_xla",))
 
 
 def the_tokenizer_never_imports_torch(root: Path) -> list[str]:
@@ -97,7 +97,7 @@ def requirements_name_what_is_imported(root: Path, distributions: Mapping[str, S
         if any(module.startswith("services.common.program.") for module in reached):
             named |= requirements_of(root, "common/program")
         for module in sorted(reached):
-            for name in sorted(third_parties_of(modules[module])):
+            for name in sorted(third_parties_of(modules[module]) - NEURON):  # the Neuron image brings these
                 if not named & {_normal(each) for each in distributions.get(name, [name])}:
                     problems.append(f"{module} imports {name}, which requirements.txt of {stage} does not name")
     return problems

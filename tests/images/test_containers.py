@@ -272,9 +272,7 @@ def test_an_image_without_a_library_gets_no_tag(
 
 
 @pytest.mark.parametrize("stage", ["compiler", "trainer"])
-def test_a_neuron_image_says_that_it_cannot_use_its_device(
-    neuron_images: dict[str, str], tmp_path: Path, stage: str
-) -> None:
+def test_a_neuron_image_refuses_a_recipe_for_the_cpu(neuron_images: dict[str, str], tmp_path: Path, stage: str) -> None:
     write_small_recipe(tmp_path / "small.toml", "/fsx/notes")
     done = subprocess.run(
         ["docker", "run", "--rm", "--read-only", "--tmpfs", "/scratch", "--tmpfs", "/fsx:mode=1777",
@@ -283,7 +281,9 @@ def test_a_neuron_image_says_that_it_cannot_use_its_device(
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 4, done.stderr
-    assert "no backend for the neuron variant's device" in json.loads(done.stdout)["problem"]
+    assert (
+        "this is a neuron image, which runs the program through torch_xla" in json.loads(done.stdout)["problem"]
+    )
 
 
 def test_the_tokenizer_works_in_a_neuron_image(checkout: Path, neuron_images: dict[str, str], tmp_path: Path) -> None:

@@ -44,15 +44,14 @@ def in_neuron_image(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_neuron_image")
 @pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
-def test_a_neuron_image_refuses_at_once_what_it_has_no_backend_for(
+def test_a_neuron_image_refuses_at_once_to_compute_on_the_cpu(
     tmp_path: Path, options: tuple[str, ...], stage: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Also the step that could run on the CPU: the chips would be paid for, and idle."""
     done = call(capfd, f"services.{stage}.__main__", *options, "--compile.enabled=false")
 
     assert done.returncode == 4, done.stderr
-    assert "this is a neuron image, and the program has no backend for the neuron variant's device" in done.stderr
-    assert "services/common/program/backends has torch_native (cpu)" in done.stderr
+    assert "this is a neuron image, which runs the program through torch_xla alone" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "fsx").exists()
 
@@ -65,7 +64,9 @@ def test_a_cluster_is_told_before_it_gives_nodes(
     done = call(capfd, "services.common.readiness", "--stage", stage, *options)
 
     assert done.returncode == 4, done.stderr
-    assert "no backend for the neuron variant's device" in json.loads(done.stdout)["problem"]
+    assert (
+        "this is a neuron image, which runs the program through torch_xla" in json.loads(done.stdout)["problem"]
+    )
 
 
 @pytest.mark.usefixtures("in_neuron_image")

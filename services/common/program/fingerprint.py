@@ -24,7 +24,7 @@ def program_facts(recipe: Recipe) -> dict[str, Any]:
 
     Raises `DeviceError` when there is no backend for the device, or the recipe compiles and a compiler is missing.
     """
-    backend = choose_backend()
+    backend = choose_backend(recipe.parallel.device)
     return {
         "recipe": identity(recipe, "compile_cache"),
         "torch": torch.__version__,

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from services.common.program.attention import attend
 from services.common.program.backends.protocol import Collectives
 from services.common.program.mesh import Axis, Mesh
 
@@ -39,6 +40,9 @@ class OneWorker:
 
     def fence(self, x: Tensor) -> Tensor:
         return x
+
+    def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor:
+        return attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -79,25 +80,27 @@ def parameter_shapes(config: Model) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def initialize(model: Llama, config: Model, seed: int) -> None:
+def initialize(model: Llama, config: Model, seed: int, place: Callable[[Tensor], Tensor] = Tensor.detach) -> None:
     """Draw every weight from a normal distribution, each from a stream of its own keyed by (seed, name).
 
     A weight does not depend on the order of creation, on the other weights or on the workers. Projections into the
     residual stream are scaled by 1 / sqrt(2 * layers), so that its variance does not grow with depth (GPT-2).
+
+    Weights are drawn on the host; `place` brings one to the model's device.
     """
     residual_scale = 1.0 / math.sqrt(2 * config.num_hidden_layers)
     layouts = model.layouts()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                parameter.fill_(1.0)
+                parameter.copy_(place(torch.ones(parameter.shape)))
                 continue
             key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
             scale = residual_scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
             full = torch.empty(layouts[name].full_shape(parameter.shape))
             full.normal_(0.0, config.initializer_range * scale, generator=generator)
-            parameter.copy_(layouts[name].take(full))
+            parameter.copy_(place(layouts[name].take(full)))
 
 
 class _Decoder(nn.Module):
@@ -117,7 +120,8 @@ class _Decoder(nn.Module):
         cos_SN, sin_SN = (table_SN.to(device) for table_SN in rotary_table(config, sequence_length))
         self.register_buffer("cos_SN", cos_SN, persistent=False)
         self.register_buffer("sin_SN", sin_SN, persistent=False)
-        self.register_buffer("indices_S", torch.arange(sequence_length, dtype=torch.int32), persistent=False)
+        indices_S = torch.arange(sequence_length, dtype=torch.int32, device="cpu").to(device)
+        self.register_buffer("indices_S", indices_S, persistent=False)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
         length = tokens_BS.shape[1]
@@ -158,7 +162,6 @@ class _Attention(nn.Module):
         self.k_proj = ColumnParallelLinear(config.hidden_size, key_value_size, mesh, copies="key_value")
         self.v_proj = ColumnParallelLinear(config.hidden_size, key_value_size, mesh, copies="key_value")
         self.o_proj = RowParallelLinear(config.hidden_size, config.hidden_size, mesh)
-        self.is_grouped = self.k_proj.weight.shape[0] < self.q_proj.weight.shape[0]
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask_B1SS: Tensor | None) -> Tensor:
         x_BSD = gather_sequence(x_BSD, self._collectives)
@@ -168,15 +171,7 @@ class _Attention(nn.Module):
         k_BKSN = self.k_proj(x_BSD).view(heads).transpose(1, 2)
         v_BKSN = self.v_proj(x_BSD).view(heads).transpose(1, 2)
         q_BHSN, k_BKSN = _rotate(q_BHSN, cos, sin), _rotate(k_BKSN, cos, sin)
-        mixed_BHSN = F.scaled_dot_product_attention(
-            q_BHSN,
-            k_BKSN,
-            v_BKSN,
-            attn_mask=mask_B1SS,
-            is_causal=mask_B1SS is None,
-            scale=self.head_dim**-0.5,
-            enable_gqa=self.is_grouped,
-        )
+        mixed_BHSN = self._collectives.attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
         mixed_BSD = self.o_proj(mixed_BHSN.transpose(1, 2).reshape(batch, length, -1))
         return reduce_scatter_sequence(mixed_BSD, self._collectives)
 

@@ -55,15 +55,15 @@ class AdamW:
         self._buckets, self._settings, self._backend = buckets, settings, backend
         self.is_sharded = is_sharded and backend.mesh.data_parallel_size > 1
         # A share within the bucket's memory would be another graph on each worker: a graph knows where an input begins.
-        self._weights_S = [self._share(bucket.weights_P) for bucket in buckets]
-        if self.is_sharded:
+        self._weights_S = [backend.place(self._share(bucket.weights_P)) for bucket in buckets]
+        if self.is_sharded and not backend.is_lazy:
             self._weights_S = [share_S.clone() for share_S in self._weights_S]
-        self.exp_avg_S = [torch.zeros_like(self._share(bucket.weights_P)) for bucket in buckets]
-        self.exp_avg_sq_S = [torch.zeros_like(self._share(bucket.weights_P)) for bucket in buckets]
+        self.exp_avg_S = [backend.place(torch.zeros_like(self._share(bucket.weights_P))) for bucket in buckets]
+        self.exp_avg_sq_S = [backend.place(torch.zeros_like(self._share(bucket.weights_P))) for bucket in buckets]
         copies = [backend.mesh.size(bucket.sum_axis) if bucket.sum_axis else 1 for bucket in buckets]
-        self._counted_K = torch.tensor([1.0 / each for each in copies], device=backend.device)
+        self._counted_K = backend.place(torch.tensor([1.0 / each for each in copies]))
         """How much of a bucket's squares this worker adds to the norm: copies of parameters count once."""
-        self._is_decayed_1 = [torch.full((1,), float(bucket.is_decayed), device=backend.device) for bucket in buckets]
+        self._is_decayed_1 = [backend.place(torch.full((1,), float(bucket.is_decayed))) for bucket in buckets]
         update = self._update
         self._update_block: Callable[..., None] = backend.compile_elementwise(update) if is_compiled else update
 
@@ -72,8 +72,8 @@ class AdamW:
         """One update with `step_scalars` and what this worker's micro-batches sum up to, a flat tensor for each bucket.
 
         The sum over all workers is `divisor` times the gradient. Returns (gradient norm before clipping, was it
-        applied), scalars on the device. When the norm is not finite nothing changes: a poisoned gradient must not reach
-        the weights or the moments.
+        applied), [1] on the device. When the norm is not finite nothing changes: a poisoned gradient must not reach the
+        weights or the moments.
         """
         gradients_S = [self._reduce(bucket, sum_P) for bucket, sum_P in zip(self._buckets, sums_P, strict=True)]
         blocks = [bucket.blocks(gradient_S) for bucket, gradient_S in zip(self._buckets, gradients_S, strict=True)]
@@ -87,11 +87,16 @@ class AdamW:
         is_finite_1 = torch.isfinite(norm_1)
         scale_1 = torch.clamp(self._settings.max_grad_norm / (norm_1 + 1e-6), max=1.0) / divisor
         for number, bucket in enumerate(self._buckets):
-            state_S = (self._weights_S[number], self.exp_avg_S[number], self.exp_avg_sq_S[number])
-            for gradient_B, *state_B in zip(blocks[number], *(bucket.blocks(each) for each in state_S), strict=True):
-                self._update_block(*state_B, gradient_B, scale_1, is_finite_1, scalars_3, self._is_decayed_1[number])
+            tensors_S = (
+                self._weights_S[number],
+                self.exp_avg_S[number],
+                self.exp_avg_sq_S[number],
+                gradients_S[number],
+            )
+            for tensors_B in [tensors_S] if self._backend.is_lazy else zip(*map(bucket.blocks, tensors_S), strict=True):
+                self._update_block(*tensors_B, scale_1, is_finite_1, scalars_3, self._is_decayed_1[number])
         self.update_weights()
-        return norm_1.squeeze(0), is_finite_1.squeeze(0)
+        return norm_1, is_finite_1
 
     def state(self) -> dict[StateKind, list[Tensor]]:
         """What this worker holds of each bucket [S]: its share of it, or all of it where nothing is sharded."""
@@ -100,11 +105,8 @@ class AdamW:
     def update_weights(self) -> None:
         """Make the model's weights those of the state, in the model's type; all workers gather their shares in it."""
         for bucket, weights_S in zip(self._buckets, self._weights_S, strict=True):
-            if self.is_sharded:
-                share_S = weights_S.to(bucket.weights_P.dtype)
-                bucket.weights_P.copy_(self._backend.all_gather(share_S, "data"))
-            elif weights_S is not bucket.weights_P:
-                bucket.weights_P.copy_(weights_S)
+            is_sharded = self.is_sharded
+            bucket.write(self._backend.all_gather(weights_S.to(bucket.dtype), "data") if is_sharded else weights_S)
 
     def _share(self, flat_P: Tensor) -> Tensor:
         """What this worker updates of a bucket [S]; without shards all of it."""

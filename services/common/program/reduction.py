@@ -46,8 +46,26 @@ class RunningSum:
         self._total = leaf if self._total is None else self._total.add_(leaf)
 
     def result(self) -> Tensor:
-        assert self._total is not None
-        return self._total
+        """The sum; another one begins after it."""
+        total, self._total = self._total, None
+        assert total is not None
+        return total
+
+
+class HeldSum:
+    """A running sum in memory that it is given, zeros, and keeps: to add the first tensor is what to add any is."""
+
+    def __init__(self, zeros: Tensor) -> None:
+        self._total = zeros
+
+    def add(self, leaf: Tensor) -> None:
+        self._total.add_(leaf)
+
+    def result(self) -> Tensor:
+        """The sum; another one begins after it."""
+        total = self._total.clone()
+        self._total.zero_()
+        return total
 
 
 def sum_in_tree(parts: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,13 +12,13 @@ import xxhash
 from torch import Tensor
 
 from services.common.program.backends.protocol import Backend
-from services.common.program.buckets import choose_num_blocks, make_buckets
+from services.common.program.buckets import Bucket, SeparateBucket, choose_num_blocks, make_buckets
 from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
-from services.common.program.reduction import RunningSum, TreeSum
-from services.common.program.state import StateSlice
+from services.common.program.reduction import HeldSum, RunningSum, TreeSum
+from services.common.program.state import StateKind, StateSlice
 from services.common.program.worker_group import naming_workers_lost_in_graphs
 from services.common.recipe import Recipe
 
@@ -25,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class StepResult(NamedTuple):
-    """Scalars on the device; they are read through `Backend.defer`."""
+    """Each [1] on the device; they are read through `Backend.defer`."""
 
     loss: Tensor
     """Mean over the global batch, nats per token."""
@@ -44,17 +45,19 @@ class Program:
         length, checkpointing = recipe.corpus.sequence_length, recipe.train.activation_checkpointing
         with backend.device:
             self.model = Llama(recipe.model, length, backend, checkpointing)
-        initialize(self.model, recipe.model, recipe.train.seed)
-        batch, is_compiled = recipe.batch, recipe.compile.enabled
-        num_blocks = choose_num_blocks(batch.num_micro_batches, backend.mesh.data_parallel_size)
-        self.buckets = make_buckets(dict(self.model.named_parameters()), self.model.layouts(), num_blocks)
-        is_sharded = recipe.parallel.zero_stage > 0
-        self.optimizer = AdamW(self.buckets, recipe.optimizer, backend, is_compiled, is_sharded)
-        for bucket in self.buckets:
-            bucket.cast(DTYPES[recipe.train.param_dtype])
+        is_compiled = recipe.compile.enabled
+        with backend.host:
+            initialize(self.model, recipe.model, recipe.train.seed, backend.place)
+            self.buckets = self._make_buckets()
+            is_sharded = recipe.parallel.zero_stage > 0
+            self.optimizer = AdamW(self.buckets, recipe.optimizer, backend, is_compiled, is_sharded)
+            for bucket in self.buckets:
+                bucket.cast(DTYPES[recipe.train.param_dtype])
+            self._sums = [self._make_sum(bucket.size) for bucket in self.buckets]
+            self._losses = self._make_sum(1)
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
-        self._new_sum = TreeSum if recipe.train.reduction == "exact" else RunningSum
         self._loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
+        self._host_state: dict[StateKind, list[Tensor]] = {}
 
     @naming_workers_lost_in_graphs()
     def train_step(self, step: int, micro_batches: Iterable[MicroBatch], skipped_steps: int = 0) -> StepResult:
@@ -62,95 +65,132 @@ class Program:
 
         `skipped_steps` of the steps before it were not applied. Raises `WorkersLost`.
         """
-        losses, sums = TreeSum(), [self._new_sum() for _ in self.buckets]
         for micro_batch in micro_batches:
-            loss = self._loss(*micro_batch.to(self.backend.device))
-            gradients = deque(torch.autograd.grad(loss, self._parameters))
-            for bucket, total in zip(self.buckets, sums, strict=True):  # frees a bucket's gradients as it adds them
-                total.add(bucket.flatten(gradients.popleft() for _ in bucket.parameters))
-            losses.add(loss.detach().reshape(1))
+            self._add_gradients(micro_batch)
             self.backend.end_graph()
         count = self.recipe.batch.num_micro_batches
-        loss_1 = self.backend.all_reduce(losses.result(), "data") / count
+        loss_1 = self.backend.all_reduce(self._losses.result(), "data") / count
         scalars_3 = step_scalars(self.recipe.optimizer, step, skipped_steps).to(self.backend.device)
-        norm, is_applied = self.optimizer.step([total.result() for total in sums], count, scalars_3)
+        norm_1, is_applied_1 = self.optimizer.step([total.result() for total in self._sums], count, scalars_3)
         self.backend.end_graph()
-        return StepResult(loss_1.squeeze(0), norm, is_applied)
+        return StepResult(loss_1, norm_1, is_applied_1)
 
     @naming_workers_lost_in_graphs()
     @torch.no_grad()
     def evaluate(self, read: Callable[[int], MicroBatch], count: int) -> Tensor:
         """Mean loss over the micro-batches `read(0)` to `read(count - 1)`, shared by the workers. A scalar on the
-        device. Raises `WorkersLost`.
+        host. Raises `WorkersLost`.
 
         In each round every worker takes one, and all learn of all losses: the mean has the same bits on each worker and
-        for every number of them, and none waits longer than for one forward pass.
+        for every number of them, and none waits longer than for one forward pass. One that the last round has nothing
+        for takes the last again: all workers run the same graphs.
         """
-        losses: list[Tensor] = []
-        device = self.backend.device
-        while len(losses) < count:
-            mine = len(losses) + self.backend.mesh.index("data")
-            loss = self._loss(*read(mine).to(device)) if mine < count else torch.zeros((), device=device)
-            losses += self.backend.all_gather(loss.reshape(1), "data").unbind()
+        rounds: list[Tensor] = []
+        mesh = self.backend.mesh
+        for first in range(0, count, mesh.data_parallel_size):
+            rounds.append(self._gather_losses(read(min(first + mesh.index("data"), count - 1))))
             self.backend.end_graph()
-        return torch.stack(losses[:count]).mean()
+        return torch.cat([self.backend.to_host(losses) for losses in rounds])[:count].mean()
 
+    @torch.no_grad()
     def is_finite(self) -> Tensor:
-        """Are all weights of the model numbers? One that is not stays so, whatever the gradients are. A scalar on the
+        """Are all weights of the model numbers? One that is not stays so, whatever the gradients are. [1] on the
         device.
         """
-        extremes = [torch.stack(torch.aminmax(bucket.weights_P)) for bucket in self.buckets]
-        is_bad_1 = torch.stack(extremes).isfinite().all().logical_not().float().reshape(1)
-        return self.backend.all_reduce(is_bad_1, "tensor", "max").squeeze(0) == 0
+        is_finite_1 = self.backend.all_reduce(self._find_bad_weights(), "tensor", "max") == 0
+        self.backend.end_graph()
+        return is_finite_1
 
     def digests(self) -> dict[str, int]:
         """A 63-bit hash over the bytes of each part of the state that all workers of the data axis hold whole: equal on
         them as long as their bits are.
         """
-        parts = {"weights": [bucket.weights_P for bucket in self.buckets]}
+        parts = {"weights": [each for bucket in self.buckets for each in bucket.weights]}
         if not self.optimizer.is_sharded:
             parts |= {"first moments": self.optimizer.exp_avg_S, "second moments": self.optimizer.exp_avg_sq_S}
             if self.recipe.train.param_dtype != "float32":
                 parts["master weights"] = self.optimizer.state()["weight"]
-        return {name: _digest(tensors) for name, tensors in parts.items()}
+        return {name: _digest(map(self.backend.to_host, tensors)) for name, tensors in parts.items()}
 
     def held_state(self) -> dict[StateSlice, Tensor]:
-        """All of the state that this worker holds: flat tensors that share its memory.
+        """All of the state that this worker holds: flat tensors on the host.
 
         After they were written to, `update_weights` has to be called.
         """
-        return self._slice_state(is_owned=False)
+        self._host_state = self._copy_to_host()
+        return self._slice_state(self._host_state, is_owned=False)
 
     def owned_state(self) -> dict[StateSlice, Tensor]:
         """Of `held_state` what this worker alone answers for: all workers' together is the state, each element once."""
-        return self._slice_state(is_owned=True)
+        return self._slice_state(self._copy_to_host(), is_owned=True)
 
+    @torch.no_grad()
     def update_weights(self) -> None:
         """Make the model's weights those of the state. All workers call it."""
+        for kind, tensors in self.optimizer.state().items():
+            for held, written in zip(tensors, self._host_state.pop(kind, tensors), strict=True):
+                if written is not held:
+                    held.copy_(self.backend.place(written))
         self.optimizer.update_weights()
+        self.backend.end_graph()
 
     def shapes(self) -> dict[str, torch.Size]:
         """Of the model's full parameters, by name."""
         layouts = self.model.layouts()
         return {name: layouts[name].full_shape(each.shape) for name, each in self.model.named_parameters()}
 
-    def _slice_state(self, is_owned: bool) -> dict[StateSlice, Tensor]:
+    def _copy_to_host(self) -> dict[StateKind, list[Tensor]]:
+        """The optimizer's state; itself where the device is the host."""
+        return {kind: list(map(self.backend.to_host, held)) for kind, held in self.optimizer.state().items()}
+
+    def _slice_state(self, state: Mapping[StateKind, Sequence[Tensor]], is_owned: bool) -> dict[StateSlice, Tensor]:
         mesh, layouts = self.backend.mesh, self.model.layouts()
         slices: dict[StateSlice, Tensor] = {}
         for number, bucket in enumerate(self.buckets):
             is_copy = bucket.sum_axis is not None and mesh.index(bucket.sum_axis) > 0
             if is_owned and is_copy:
                 continue
-            share = len(bucket.weights_P) // mesh.data_parallel_size
+            share = bucket.size // mesh.data_parallel_size
             first = mesh.index("data") * share
             begin = first if self.optimizer.is_sharded else 0  # of what is held
             start, stop = (first, first + share) if is_owned else (begin, begin + len(self.optimizer.exp_avg_S[number]))
             for name, run_start, run_stop, place in bucket.runs(start, stop):
                 box = layouts[name].box(bucket.parameters[name].shape)
-                for kind, held in self.optimizer.state().items():
+                for kind, held in state.items():
                     elements = held[number][place - begin :][: run_stop - run_start]
                     slices[StateSlice(kind, name, box, run_start, run_stop)] = elements
         return slices
+
+    def _make_buckets(self) -> list[Bucket]:
+        backend, parameters = self.backend, dict(self.model.named_parameters())
+        num_blocks = choose_num_blocks(self.recipe.batch.num_micro_batches, backend.mesh.data_parallel_size)
+        new_bucket = partial(SeparateBucket, place=backend.place, to_host=backend.to_host)
+        return make_buckets(parameters, self.model.layouts(), num_blocks, new_bucket if backend.is_lazy else Bucket)
+
+    def _make_sum(self, size: int) -> TreeSum | RunningSum | HeldSum:
+        """Of gradients, or of losses."""
+        if self.backend.is_lazy:
+            return HeldSum(self.backend.place(torch.zeros(size)))
+        return TreeSum() if self.recipe.train.reduction == "exact" else RunningSum()
+
+    def _add_gradients(self, micro_batch: MicroBatch) -> None:
+        """And the loss. When this returns, nothing else of the pass is alive."""
+        loss = self._loss(*micro_batch.to(self.backend.device))
+        gradients = deque(torch.autograd.grad(loss, self._parameters))
+        for bucket, total in zip(self.buckets, self._sums, strict=True):  # frees a bucket's gradients as it adds them
+            total.add(bucket.flatten(gradients.popleft() for _ in bucket.parameters))
+        self._losses.add(loss.detach().reshape(1))
+
+    def _gather_losses(self, micro_batch: MicroBatch) -> Tensor:
+        """The loss of this worker's, and those of the others' at the same time."""
+        loss = self._loss(*micro_batch.to(self.backend.device))
+        return self.backend.all_gather(loss.reshape(1), "data")
+
+    def _find_bad_weights(self) -> Tensor:
+        """[1]: 1 where one of this worker's weights is no number."""
+        weights = [each for bucket in self.buckets for each in bucket.weights]
+        extremes = [extreme for each in weights for extreme in (each.min(), each.max())]
+        return torch.stack(extremes).isfinite().all().logical_not().float().reshape(1)
 
     def _micro_loss(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         with self.backend.autocast(self.recipe.train.dtype):
@@ -160,8 +200,8 @@ class Program:
             return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, self.backend, z_loss)
 
 
-def _digest(tensors: Sequence[Tensor]) -> int:
+def _digest(tensors: Iterable[Tensor]) -> int:
     digest = xxhash.xxh3_64()
     for tensor in tensors:
-        digest.update(tensor.cpu().view(torch.uint8).numpy().data)  # numpy has no bfloat16
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)  # numpy has no bfloat16
     return digest.intdigest() >> 1

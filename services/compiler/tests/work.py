@@ -91,7 +91,7 @@ def trace_then_train(gang: Gang, environment: WorkerEnvironment) -> None:
     rank = environment.rank
     os.environ.update(gang.backend.cache_environment(gang.cache))
     if rank == 0:
-        pytest.MonkeyPatch().setattr(trace, "choose_backend", lambda: gang.backend)
+        pytest.MonkeyPatch().setattr(trace, "choose_backend", lambda device: gang.backend)
         trace.trace(gang.recipe, tell=lambda phase: None)
         torch._dynamo.reset()
         partial = gang.traced.with_suffix(".partial")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import cast
 
-from services.common.image_platform import image_variant, require_backend
+from services.common.image_platform import require_backend
 from services.common.program.backends.protocol import Backend
+from services.common.recipe import Device
 
 
-def choose_backend() -> type[Backend]:
-    """The backend of the device that this image's variant is for. Raises `DeviceError` where there is none."""
-    entry = require_backend(image_variant())
+def choose_backend(device: Device) -> type[Backend]:
+    """The backend of the recipe's device. Raises `DeviceError` where this image or this node is for another."""
+    entry = require_backend(device)
     module = importlib.import_module(f"services.common.program.backends.{entry.module}")
     return cast(type[Backend], getattr(module, entry.class_name))

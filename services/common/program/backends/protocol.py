@@ -32,7 +32,8 @@ class DeferredRead(Protocol):
 
 
 class Collectives(Protocol):
-    """Where a worker stands in the mesh, and what it computes with others along an axis of it: see `Backend`."""
+    """Where a worker stands in the mesh, what it computes with others along an axis of it, and what its device has a
+    way of its own for: see `Backend`."""
 
     mesh: Mesh
 
@@ -41,6 +42,7 @@ class Collectives(Protocol):
     def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor: ...
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor: ...
     def fence(self, x: Tensor) -> Tensor: ...
+    def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor: ...
 
 
 class Backend(Collectives, Protocol):
@@ -66,7 +68,14 @@ class Backend(Collectives, Protocol):
     - `all_gather(x, axis, dim)`: the workers' tensors, one behind the other along `dim`.
     - `reduce_scatter(x, axis, dim)`: of the sum, this worker's slice along `dim`, which the workers divide evenly.
     - `fence(x)`: x, which no compiler moves or merges work across.
+    - `attend(q, k, v, mask)`: causal attention, see `attention`.
 
+    State is made on `host` and placed. On a device that `is_lazy` nothing is computed before a graph ends; a graph is
+    then all that was asked for since the last one, its outputs are all tensors that are alive, and it is compiled. So
+    state is placed and not computed, sums are held from step to step, and no view of a tensor is kept.
+
+    - `place(x)`: x of the host, on the device; no graph computes it.
+    - `to_host(x)`: x of the device, on the host: itself where the device is the host, otherwise a copy.
     - `end_graph()`: what was computed so far is one graph, and the device may run it.
     - `defer(values)`: read scalars of the device later. This is the only way to read one.
     - `autocast(dtype)`: the context in which the model computes in `dtype`.
@@ -78,6 +87,8 @@ class Backend(Collectives, Protocol):
     """
 
     device: torch.device
+    host: torch.device
+    is_lazy: bool
 
     def __init__(
         self, mesh: Mesh, threads: int, reduction: str, device: Device = "cpu", local_rank: int = 0
@@ -88,6 +99,8 @@ class Backend(Collectives, Protocol):
     @staticmethod
     def cache_environment(folder: Path) -> dict[str, str]: ...
 
+    def place(self, x: Tensor) -> Tensor: ...
+    def to_host(self, x: Tensor) -> Tensor: ...
     def end_graph(self) -> None: ...
     def defer(self, values: Mapping[str, Tensor]) -> DeferredRead: ...
     def autocast(self, dtype: str) -> AbstractContextManager[Any]: ...

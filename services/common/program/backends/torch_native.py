@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.common.program.attention import attend
 from services.common.program.backends.inductor_facts import CACHE_VARIABLE, inductor_facts
 from services.common.program.backends.native_device import NATIVE_DEVICES, device_facts, open_device
 from services.common.program.backends.protocol import CacheReport
@@ -35,6 +36,9 @@ GROUP_NAMES: dict[Axis, str] = {axis: f"millrace-{axis}" for axis in AXES}
 
 class TorchNative:
     """See `Backend`. No call has to be told that a graph ends, and a read waits by itself."""
+
+    is_lazy = False
+    host = torch.device("cpu")
 
     def __init__(self, mesh: Mesh, threads: int, reduction: str, device: Device = "cpu", local_rank: int = 0) -> None:
         torch.set_num_threads(threads)
@@ -95,6 +99,15 @@ class TorchNative:
 
     def fence(self, x: Tensor) -> Tensor:
         return x
+
+    def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor:
+        return attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
+
+    def place(self, x: Tensor) -> Tensor:
+        return x.to(self.device)
+
+    def to_host(self, x: Tensor) -> Tensor:
+        return x.cpu()
 
     def end_graph(self) -> None:
         pass

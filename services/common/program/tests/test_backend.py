@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from services.common import image_platform
 from services.common.errors import DeviceError
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec
@@ -72,9 +74,17 @@ assert "torch._inductor" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_variant_without_a_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_backend() is TorchNative
-    monkeypatch.setenv("MILLRACE_VARIANT", "neuron")
+def test_a_neuron_image_and_a_trainium_node_refuse_to_compute_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert choose_backend("cpu") is TorchNative
+    monkeypatch.setattr(image_platform, "NEURON_DEVICES", tmp_path)
+    (tmp_path / "neuron0").touch()
+    with pytest.raises(
+        DeviceError, match=r"this node has 1 Neuron devices .*/neuron0 .*, and parallel.device is 'cpu'"
+    ):
+        choose_backend("cpu")
 
-    with pytest.raises(DeviceError, match="this is a neuron image, and the program has no backend"):
-        choose_backend()
+    monkeypatch.setenv("MILLRACE_VARIANT", "neuron")
+    with pytest.raises(DeviceError, match=r"this is a neuron image, .* and parallel.device is 'cpu'"):
+        choose_backend("cpu")

@@ -44,6 +44,7 @@ def test_what_a_step_computes_with_is_on_the_worker_s_device(tmp_path: Path, mon
     """The meta device has shapes and no values: any machine has one."""
     monkeypatch.setattr(torch_native, "open_device", lambda name, local_rank: torch.device("meta"))
     monkeypatch.setattr(TorchNative, "autocast", lambda backend, dtype: nullcontext())  # torch has none for it
+    monkeypatch.setattr(TorchNative, "to_host", lambda backend, x: x)  # of no values
     recipe = make_recipe(tmp_path, **EAGER)
     program = Program(recipe, TorchNative(Mesh(0, data_parallel_size=1), 1, "exact"))
     micro_batches = [make_synthetic_micro_batch(recipe) for _ in range(recipe.batch.num_micro_batches)]

@@ -55,5 +55,6 @@ def test_a_running_sum_adds_in_a_row_and_holds_one_tensor() -> None:
     total = RunningSum()
     for leaf in leaves:
         total.add(leaf)
-    assert torch.equal(total.result(), in_a_row)
-    assert total.result() is leaves[0]
+    summed = total.result()
+    assert torch.equal(summed, in_a_row)
+    assert summed is leaves[0]
