@@ -126,15 +126,13 @@ def continue_run(job: Job, checkpoint: Artifact[CheckpointManifest], allow_chang
 
 
 def _changed_fields(stored: dict[str, Any], recipe: Recipe) -> str:
-    """The recipe's fields that decide the program and not the run, where a stored recipe has another value."""
-    of_run = identity(recipe, "checkpoint")
+    """The recipe's fields that decide the program, where a stored recipe of the same run has another value."""
     found = []
     for name, ours in identity(recipe, "compile_cache").items():
-        if name not in of_run:
-            section, _, key = name.partition(".")
-            theirs = stored.get(section, {}).get(key, ours)
-            if theirs != ours:
-                found.append(f"{name} was {theirs} and is {ours}")
+        section, _, key = name.partition(".")
+        theirs = stored.get(section, {}).get(key, ours)
+        if theirs != ours:
+            found.append(f"{name} was {theirs} and is {ours}")
     return ", ".join(found)
 
 

@@ -169,6 +169,20 @@ def test_other_threads_per_worker_are_named_as_what_changed(
     assert "torch" not in output
 
 
+def test_another_tensor_parallel_size_is_named_as_what_changed(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "fsx"
+    assert train_alone(capfd, recipe, root, "--train.max_steps=2")[0] == 0
+
+    exit_code, output = call_trainer(capfd, recipe, root, "--parallel.tensor_parallel_size=2")
+
+    assert exit_code == 3
+    assert "parallel.tensor_parallel_size was 1 and is 2, and the bits may change with it" in output
+    assert "--allow-changed-program" in output
+    assert "the CPU" not in output
+
+
 def test_a_temporary_directory_of_any_name_will_do(
     tmp_path: Path,
     recipe: Path,
