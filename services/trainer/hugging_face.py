@@ -144,17 +144,25 @@ def write_weights(
 def open_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[Callable[[str], Tensor]]:
     """The weights in a folder, in one file or in those that an index names: a function that reads one, as float32.
 
-    Raises `ArtifactError` unless they are those of `shapes`, of a type that float32 holds exactly.
+    Raises `ArtifactError` unless they are those of `shapes`, of a type that float32 holds exactly, and, as one is read,
+    for values that are not finite: with them every step would be skipped.
     """
     with ExitStack() as opened:
         files: dict[str, Any] = {}
         for file in _file_names(folder):
+            _require_there(folder, file)
             tensors = opened.enter_context(_open(folder / file))
             files |= dict.fromkeys(tensors.keys(), tensors)
         _require_shapes(folder, files, shapes)
 
         def read(name: str) -> Tensor:
             tensor: Tensor = files[name].get_tensor(name)
+            num_bad = int((~torch.isfinite(tensor)).sum())
+            if num_bad:
+                raise ArtifactError(
+                    f"{folder}: {name}: {num_bad:,} of {tensor.numel():,} values are NaN or infinite, expected weights "
+                    f"that can be trained on. Fetch or convert them again."
+                )
             return tensor.float()
 
         yield read
@@ -174,13 +182,25 @@ def _file_names(folder: Path) -> list[str]:
     return files
 
 
+def _require_there(folder: Path, file: str) -> None:
+    if (folder / file).exists():
+        return
+    if file == WEIGHTS:
+        found = ", ".join(sorted(path.name for path in folder.iterdir()))
+        raise ArtifactError(
+            f"{folder}: has neither {WEIGHTS} nor {INDEX}, only {found}. Convert other formats with transformers' "
+            f"`save_pretrained`."
+        )
+    raise ArtifactError(f"{folder / file}: missing, and {INDEX} names it. Fetch the folder again, whole.")
+
+
 def _open(path: Path) -> Any:
     try:
         return safetensors.safe_open(path, "pt")
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise ArtifactError(
-            f"{path}: cannot be read as safetensors: {error}. Convert other formats with transformers' "
-            f"`save_pretrained`."
+            f"{path}: cannot be read as safetensors: {error}. If it is damaged, fetch it again; convert other formats "
+            f"with transformers' `save_pretrained`."
         ) from error
 
 

@@ -105,6 +105,10 @@ def test_another_model_is_not_imported(
             "norm.weight is F32 [17], expected [16]",
         ),
         (lambda tensors: tensors.update({"model.norm.weight": torch.ones(16).double()}), "is F64 [16], expected [16]"),
+        (
+            lambda tensors: tensors["model.norm.weight"][3:5].fill_(float("nan")),
+            "hugging-face: model.norm.weight: 2 of 16 values are NaN or infinite",
+        ),
     ],
 )
 def test_other_weights_are_not_imported(
@@ -117,6 +121,19 @@ def test_other_weights_are_not_imported(
     code, printed = import_from(capfd, exported)
 
     assert (code, message in printed) == (3, True), printed
+
+
+def test_weights_whose_files_are_not_there_are_asked_for(capfd: pytest.CaptureFixture[str], exported: Path) -> None:
+    (exported / "model.safetensors").rename(exported / "pytorch_model.bin")
+    code, printed = import_from(capfd, exported)
+    found = "has neither model.safetensors nor model.safetensors.index.json, only config.json, pytorch_model.bin, "
+    assert (code, found in printed) == (3, True), printed
+
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (exported / "model.safetensors.index.json").write_text(json.dumps(index))
+    code, printed = import_from(capfd, exported)
+    missing = "model-00001-of-00002.safetensors: missing, and model.safetensors.index.json names it. Fetch the folder"
+    assert (code, missing in printed) == (3, True), printed
 
 
 def test_weights_of_another_vocabulary_are_not_imported(capfd: pytest.CaptureFixture[str], exported: Path) -> None:
