@@ -25,7 +25,7 @@ from services.common.image_platform import require_backend
 from services.common.program.fingerprint import program_facts
 from services.common.recipe import Recipe, fingerprint
 from services.common.telemetry import configure_logging
-from services.trainer.checkpoint import newest_checkpoint, open_checkpoint, verify_sizes
+from services.trainer.checkpoint import checkpoint_steps, newest_checkpoint, open_checkpoint, verify_sizes
 from services.trainer.export import export
 from services.trainer.fit import require_fit
 from services.trainer.inspection import inspect
@@ -150,7 +150,13 @@ def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
     """Print what is in a checkpoint: the newest one, or that of a step."""
     run = _find_run(arguments, recipe)
     step = run.checkpoint.manifest.checkpoint.step if arguments.step is None else arguments.step
-    for line in inspect(open_checkpoint(run.checkpoint.path.parent, step, verify_sizes), recipe):
+    collection = run.checkpoint.path.parent
+    steps = checkpoint_steps(collection)
+    if step not in steps:
+        raise ArtifactError(
+            f"{collection}: has no checkpoint after step {step}. Pass --step with one of {', '.join(map(str, steps))}."
+        )
+    for line in inspect(open_checkpoint(collection, step, verify_sizes), recipe):
         print(line)
     return 0
 

@@ -179,4 +179,4 @@ def test_an_inspected_checkpoint_shows_every_parameter_and_a_digest_of_its_value
     assert re.search(r"^model.layers.1.mlp.down_proj.weight +16 x 32 +1 ", printed, re.MULTILINE), printed
 
     code, printed = call_trainer(capfd, recipe, root, "--step=7", command="inspect-checkpoint")
-    assert (code, "not a published artifact" in printed) == (3, True), printed
+    assert (code, "has no checkpoint after step 7. Pass --step with one of 1." in printed) == (3, True), printed
