@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -440,17 +441,27 @@ class Recipe(Section):
             "model.vocab_size": model.vocab_size,
             "corpus.sequence_length": self.corpus.sequence_length,
         }
+        heads = model.num_key_value_heads
+
+        def possible() -> str:
+            largest = math.gcd(*shared.values())
+            sizes = [
+                size
+                for size in range(1, largest + 1)
+                if largest % size == 0 and (heads % size == 0 or size % heads == 0)
+            ]
+            return f"Possible sizes: {', '.join(map(str, sizes))}"
+
         for name, size in shared.items():
             if size % parts:
                 raise ValueError(
                     f"{name} {size:,} cannot be shared by parallel.tensor_parallel_size {parts}: each of its workers "
-                    f"has an equal part"
+                    f"has an equal part. {possible()}"
                 )
-        heads = model.num_key_value_heads
         if heads % parts and parts % heads:
             raise ValueError(
                 f"model.num_key_value_heads {heads} and parallel.tensor_parallel_size {parts}: one must be a multiple "
-                f"of the other, so that each worker has whole heads, or as many workers hold each head"
+                f"of the other, so that each worker has whole heads, or as many workers hold each head. {possible()}"
             )
 
 

@@ -524,10 +524,16 @@ def test_a_gang_of_split_models_goes_on_with_whole_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"model.num_attention_heads": "4"}, "model.num_attention_heads 4 cannot be shared by"),
+        (
+            {"model.num_attention_heads": "4"},
+            "model.num_attention_heads 4 cannot be shared by.*Possible sizes: 1, 2, 4$",
+        ),
         ({"model.num_key_value_heads": "1", "model.intermediate_size": "100"}, "model.intermediate_size 100 cannot"),
         ({"corpus.sequence_length": "12"}, "corpus.sequence_length 12 cannot be shared by"),
-        ({"model.num_attention_heads": "24", "model.num_key_value_heads": "3"}, "model.num_key_value_heads 3 and"),
+        (
+            {"model.num_attention_heads": "24", "model.num_key_value_heads": "3"},
+            "model.num_key_value_heads 3 and.*sizes: 1$",
+        ),
     ],
 )
 def test_tensor_parallel_workers_need_equal_parts_of_everything(
