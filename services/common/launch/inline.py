@@ -19,8 +19,19 @@ from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import psutil
+
 from services.common.errors import MillraceError, WorkersLost
-from services.common.launch.launcher import LOOPBACK_INTERFACE, R, T, WorkerEnvironment, WorkerGroupSpec, name_the_cause
+from services.common.launch.launcher import (
+    LOOPBACK_INTERFACE,
+    LostTask,
+    R,
+    T,
+    TaskDemand,
+    WorkerEnvironment,
+    WorkerGroupSpec,
+    name_the_cause,
+)
 from services.common.private_folder import new_name, private_folder
 from services.common.stop_signals import STOP_SIGNALS, deferring_stop_signals
 
@@ -28,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 # spawn, not fork: the parent has threads (leases, progress) whose locks a fork would copy in a held state.
 _CONTEXT = multiprocessing.get_context("spawn")
+
+POLL_SECONDS = 1.0
+
+_LOST = LostTask("a process of this machine was killed while it worked on a task")
 
 
 def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) -> Iterator[tuple[int, R]]:
@@ -52,6 +67,53 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
         finally:
             if running:  # leaving early; the pool would wait for these tasks, which are idempotent and may take hours
                 _stop(list(pool._processes.values()))
+
+
+def run_tasks(
+    function: Callable[[T], R], take: Callable[[], tuple[T, TaskDemand] | None], num_workers: int
+) -> Iterator[tuple[T, R | LostTask] | None]:
+    """See `Launcher.run_tasks`. A pool breaks as a whole: with a lost task go those that run beside it."""
+    running: dict[Future[R], T] = {}
+    pool: ProcessPoolExecutor | None = None
+    try:
+        while True:
+            refused: list[T] = []
+            while len(running) < num_workers and not refused and (taken := take()) is not None:
+                pool = pool or ProcessPoolExecutor(num_workers, mp_context=_CONTEXT, initializer=_begin_tasks)
+                try:
+                    with _starting_processes():  # the pool starts them one by one
+                        running[pool.submit(function, taken[0])] = taken[0]
+                except BrokenProcessPool:  # a process was killed while it had nothing to do
+                    refused.append(taken[0])
+            if not running and not refused:
+                return
+            done, _ = wait(running, timeout=0 if refused else POLL_SECONDS, return_when=FIRST_COMPLETED)
+            if refused or any(isinstance(future.exception(), BrokenProcessPool) for future in done):
+                done, _ = wait(running)
+                assert pool is not None
+                pool.shutdown()
+                pool = None
+            yield from [(running.pop(future), _result_of(future)) for future in done]
+            yield from [(item, _LOST) for item in refused]
+            if not done and not refused:
+                yield None
+    finally:
+        if pool:
+            if running:  # leaving early
+                _stop(list(pool._processes.values()))
+            pool.shutdown()
+
+
+def has_room(demand: TaskDemand) -> bool:
+    """See `Launcher.has_room`. CPUs are shared by whatever runs."""
+    return demand.memory_bytes <= psutil.virtual_memory().total
+
+
+def _result_of(future: Future[R]) -> R | LostTask:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        return _LOST
 
 
 def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec) -> None:

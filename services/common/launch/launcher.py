@@ -43,6 +43,23 @@ class WorkerGroupSpec:
 
 
 @dataclass(frozen=True)
+class TaskDemand:
+    """What a task takes of its node. A cluster places tasks by it; nothing holds a task to it."""
+
+    num_cpus: int = 1
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LostTask:
+    """What became of a task whose process died before it returned."""
+
+    reason: str
+    is_out_of_memory: bool = False
+    """Its node had to end it."""
+
+
+@dataclass(frozen=True)
 class WorkerEnvironment:
     """Which of the workers of a run this process is, and where it meets the others."""
 
@@ -62,6 +79,21 @@ class Launcher(Protocol):
         `function` is importable and idempotent: a task whose process died runs again, by Ray or, after the
         `WorkersLost` that `inline` raises, by the next command.
         """
+        ...
+
+    def run_tasks(
+        self, function: Callable[[T], R], take: Callable[[], tuple[T, TaskDemand] | None], num_workers: int
+    ) -> Iterator[tuple[T, R | LostTask] | None]:
+        """Run tasks of which the caller decides, whenever one can start, which is the next: what `take()` returns.
+
+        Yields (item, function(item)) as tasks end, with a `LostTask` for one that was lost and is not run again unless
+        `take` returns it once more, and None about once a second in between. Ends when none runs and `take` has none.
+        Who leaves early ends the tasks that run.
+        """
+        ...
+
+    def has_room(self, demand: TaskDemand) -> bool:
+        """Could a node that is up hold a task with this demand, if nothing else ran there?"""
         ...
 
     def run_workers(

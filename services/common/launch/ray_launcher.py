@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import ray.exceptions
 
@@ -28,8 +29,10 @@ from services.common.launch.launcher import (
     DRIVER_SHARE,
     LOOPBACK_INTERFACE,
     STAGE_RESOURCE_PREFIX,
+    LostTask,
     R,
     T,
+    TaskDemand,
     WorkerEnvironment,
     WorkerGroupSpec,
     name_the_cause,
@@ -77,10 +80,63 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
     except _LOST as error:
         raise WorkersLost(str(error)) from error
     finally:
-        if running and not is_lost():
+        _cancel(list(running))
+
+
+def run_tasks(
+    function: Callable[[T], R], take: Callable[[], tuple[T, TaskDemand] | None], num_workers: int
+) -> Iterator[tuple[T, R | LostTask] | None]:
+    """See `Launcher.run_tasks`. Ray does not run a lost task again: with what demand, the caller decides."""
+    running: dict[ray.ObjectRef[Any], T] = {}
+    try:
+        while True:
+            while len(running) < num_workers and (taken := take()) is not None:
+                item, demand = taken
+                connect(num_workers * demand.num_cpus)
+                group = _share_of_group(TASK_SHARE)
+                resources = _resources_of(demand)
+                _wait_for_room({**resources, **group}, 1)
+                with calling_ray():
+                    task = ray.remote(max_retries=0, num_cpus=demand.num_cpus, resources=group)(function)
+                    running[task.options(memory=resources.get("memory")).remote(item)] = item
+            if not running:
+                return
             with calling_ray():
-                for reference in running:
-                    ray.cancel(reference, force=True)
+                done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
+                results = [(running.pop(reference), _result_of(reference)) for reference in done]
+            yield from results or [None]
+    except ray.exceptions.RayTaskError as error:
+        raise _cause(error) from None
+    finally:
+        _cancel(list(running))
+
+
+def has_room(demand: TaskDemand) -> bool:
+    """See `Launcher.has_room`."""
+    if cluster_address() is None:
+        return demand.memory_bytes <= psutil.virtual_memory().total
+    with calling_ray():
+        return _room_for({**_resources_of(demand), **_share_of_group(TASK_SHARE)}) > 0
+
+
+def _resources_of(demand: TaskDemand) -> dict[str, float]:
+    """In Ray's names. A Ray that was started in place counts no memory: this machine is what there is."""
+    memory = {"memory": float(demand.memory_bytes)} if demand.memory_bytes and cluster_address() else {}
+    return {"CPU": float(demand.num_cpus), **memory}
+
+
+def _result_of(reference: ray.ObjectRef[Any]) -> Any:
+    try:
+        return ray.get(reference)
+    except _LOST as error:
+        return LostTask(str(error), isinstance(error, ray.exceptions.OutOfMemoryError))
+
+
+def _cancel(running: Sequence[ray.ObjectRef[Any]]) -> None:
+    if running and not is_lost():
+        with calling_ray():
+            for reference in running:
+                ray.cancel(reference, force=True)
 
 
 def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec) -> None:

@@ -13,7 +13,14 @@ import pytest
 from services.common.errors import ArtifactError, RecipeError, TryAgain, WorkersLost
 from services.common.launch import inline
 from services.common.launch.cluster_address import cluster_address
-from services.common.launch.launcher import WorkerGroupSpec, choose_launcher, name_the_cause
+from services.common.launch.launcher import (
+    Launcher,
+    LostTask,
+    TaskDemand,
+    WorkerGroupSpec,
+    choose_launcher,
+    name_the_cause,
+)
 from services.common.testing.waiting import wait_until
 from services.common.tests import work
 from services.common.tests.builders import REPOSITORY
@@ -44,6 +51,44 @@ def test_the_error_of_a_task_comes_back_without_waiting_for_the_others() -> None
 def test_a_killed_task_is_a_lost_worker() -> None:
     with pytest.raises(WorkersLost):
         list(inline.map_tasks(work.die_or_square, [0, 1, 2], 2))
+
+
+def run_until_done(launcher: Launcher, folder: Path, num_workers: int) -> tuple[dict[int, int], set[int]]:
+    """Squares of 0 to 3, although task 1 dies the first time; and which tasks were lost."""
+    waiting, lost, results = [3, 2, 1, 0], set(), {}
+
+    def take() -> tuple[tuple[int, Path], TaskDemand] | None:
+        return ((waiting.pop(), folder), TaskDemand(num_cpus=1, memory_bytes=2**20)) if waiting else None
+
+    for ended in launcher.run_tasks(work.die_once_or_square, take, num_workers):
+        if ended is not None:
+            (number, _), result = ended
+            if isinstance(result, LostTask):
+                lost.add(number)
+                waiting.append(number)
+            else:
+                results[number] = result
+    return results, lost
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_caller_runs_a_lost_task_again(tmp_path: Path, num_workers: int) -> None:
+    results, lost = run_until_done(choose_launcher("inline"), tmp_path, num_workers)
+
+    assert results == {0: 0, 1: 1, 2: 4, 3: 9}
+    assert 1 in lost
+
+
+def test_the_error_of_a_task_that_was_taken_comes_back_without_waiting_for_the_others() -> None:
+    waiting = [1, 0]
+    with pytest.raises(ArtifactError, match="task 1 found damage"):
+        for _ in inline.run_tasks(work.fail_or_block, lambda: (waiting.pop(), TaskDemand()) if waiting else None, 2):
+            pass
+
+
+def test_more_memory_than_the_machine_has_is_no_room() -> None:
+    assert inline.has_room(TaskDemand(memory_bytes=2**20))
+    assert not inline.has_room(TaskDemand(memory_bytes=2**60))
 
 
 def test_workers_know_their_rank(tmp_path: Path) -> None:
@@ -179,6 +224,8 @@ def test_ray_keeps_the_same_promises(tmp_path: Path, monkeypatch: pytest.MonkeyP
     launcher = choose_launcher("ray")
     try:
         assert dict(launcher.map_tasks(work.square, range(3), 2)) == {0: 0, 1: 1, 2: 4}
+        assert run_until_done(launcher, tmp_path, 2) == ({0: 0, 1: 1, 2: 4, 3: 9}, {1})
+        assert launcher.has_room(TaskDemand(memory_bytes=2**20))
         assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
         with pytest.raises(ArtifactError, match="task 1 found damage"):
             list(launcher.map_tasks(work.fail_or_block, [0, 1], 2))

@@ -30,6 +30,16 @@ def die_or_square(number: int) -> int:
     return square(number)
 
 
+def die_once_or_square(task: tuple[int, Path]) -> int:
+    """Task 1 dies the first time, which leaves a file in the folder."""
+    number, folder = task
+    mark = folder / "died"
+    if number == 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return square(number)
+
+
 def write_rank(folder: Path, environment: WorkerEnvironment) -> None:
     """And which device of this machine the worker would take."""
     (folder / f"{environment.rank}-of-{environment.world_size}-on-{environment.local_rank}").touch()
