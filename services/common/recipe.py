@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from services.common.instance_types import INSTANCE_TYPES
 from services.common.presets import MODEL_PRESETS
@@ -54,6 +54,24 @@ MAX_NAME_LENGTH = 128
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=MAX_NAME_LENGTH)]
 Positive = Annotated[int, Field(gt=0)]
+
+_FLAGS_OF_THE_STAGE = ("--framework", "--output", "-o", "--target")
+_FLAGS_OF_THE_CACHE = ("--cache_dir", "--no_cache", "--retry_failed_compilation", "--log_level")
+
+
+def _require_compiler_flag(flag: str) -> str:
+    """One flag of neuronx-cc, as one argument: nothing splits it or expands it."""
+    name = flag.partition("=")[0]
+    if not flag.startswith("-") or not flag.isprintable() or any(character.isspace() for character in flag):
+        raise ValueError(f"{flag!r} is no flag: write each as one text with its value, as in '--optlevel=2'")
+    if name in _FLAGS_OF_THE_STAGE:
+        raise ValueError(f"{name} is the compiler stage's to set")
+    if name in _FLAGS_OF_THE_CACHE:
+        raise ValueError(f"{name} is for libneuronxla and no flag of neuronx-cc: the stages keep the cache themselves")
+    return flag
+
+
+CompilerFlag = Annotated[str, AfterValidator(_require_compiler_flag)]
 
 
 class Section(BaseModel):
@@ -268,6 +286,20 @@ class Compile(Section):
     enabled: Annotated[bool, TRAINED] = True
     require_warm: bool = False
     """Make the trainer stop (exit 4) as soon as a graph is not in the cache, instead of compiling it."""
+    trace_on: Literal["device", "cpu"] = "device"
+    """Where Neuron graphs are traced: on a node that has the device, or on any, where both give the same graphs."""
+    flags: Annotated[tuple[CompilerFlag, ...], Field(strict=False), Identity(("compile_cache",), is_added=True)] = ()
+    """Of neuronx-cc, in their order, such as "--model-type=transformer". Its target follows from the instance type."""
+    num_workers: Positive = 1
+    """Graphs that are compiled for Neuron at the same time, each by a task of its own."""
+    task_cpus: Annotated[int, Field(ge=1, le=1024)] = 8
+    """CPUs that a task takes of its node."""
+    task_memory_gib: Annotated[float, Field(gt=0, le=16_384)] = 32.0
+    """GiB of memory that a task takes of its node, at first: one that is killed for memory is given twice as much."""
+    task_timeout_seconds: Annotated[float, Field(gt=0)] = 7_200.0
+    """A task that takes longer is ended, and its graph has failed. Large graphs have been seen to take an hour."""
+    task_attempts: Annotated[int, Field(ge=1, le=20)] = 3
+    """Tasks for one graph, at most: those that were killed, lost or ended with 70 are followed by another."""
 
 
 class Train(Section):
@@ -499,7 +531,7 @@ def _identity_fields(section: BaseModel, kind: str, prefix: str) -> list[tuple[s
             # A preset is a way of writing the other fields, so it never tells two runs apart.
             plain = value.model_dump(mode="json", exclude={"preset"}) if isinstance(value, BaseModel) else value
             if isinstance(plain, tuple):
-                plain = [item.model_dump(mode="json") for item in plain]
+                plain = [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in plain]
             fields.append((prefix + name, plain))
         elif isinstance(value, BaseModel):
             fields.extend(_identity_fields(value, kind, f"{prefix}{name}."))

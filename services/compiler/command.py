@@ -1,4 +1,4 @@
-"""The compiler stage: recipe -> compile_cache/1.
+"""The compiler stage: recipe -> compile_cache/1. `python -m services.compiler plan` says what that would take.
 
 Traces the program's own train step through every phase a run has, compiles what it meets, and publishes the
 compile cache once a second process has found nothing left to compile.
@@ -16,11 +16,17 @@ from services.common.program.fingerprint import program_facts
 from services.common.recipe import fingerprint
 from services.common.telemetry import configure_logging
 from services.compiler.compile import compile_graphs
+from services.compiler.plan import plan
 
 
 def main(argv: list[str]) -> int:
     configure_logging("compiler")
-    arguments, recipe = StageParser("compiler", "Fill the compile cache for a recipe.").parse(argv)
+    if argv[:1] == ["plan"]:
+        return plan(argv[1:])
+    parser = StageParser("compiler", "Fill the compile cache for a recipe.")
+    parser.add_launch()
+    parser.epilog = f"{parser.epilog}. `{parser.prog} plan --help` is about what that takes on Neuron."
+    arguments, recipe = parser.parse(argv)
     if arguments.dry_run:
         print(describe(recipe, None))
         return 0
@@ -31,7 +37,11 @@ def main(argv: list[str]) -> int:
     facts = program_facts(recipe)
     address = compile_cache_address(arguments.root, recipe, fingerprint(facts))
     cache, is_new = publish_once(
-        address, CompileCacheManifest, "compiler", recipe, lambda workspace: compile_graphs(recipe, facts, workspace)
+        address,
+        CompileCacheManifest,
+        "compiler",
+        recipe,
+        lambda workspace: compile_graphs(recipe, facts, workspace, arguments.launch),
     )
     payload = cache.manifest.compile_cache
     print(f"{'published' if is_new else 'already published'}: {cache.path}")

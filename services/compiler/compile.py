@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from services.common.artifacts.files import list_files
 from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import DeviceError, StorageError, WorkersLost
+from services.common.launch.launcher import choose_launcher
 from services.common.private_folder import new_name, private_folder
 from services.common.program.backends.choice import choose_backend
 from services.common.recipe import Device, Recipe, fingerprint
 from services.common.telemetry import show_progress
+from services.compiler import neuron_cache
 from services.compiler.trace import PHASES
 
 NEARLY_FULL_BYTES = 2**20
@@ -38,19 +41,24 @@ class TraceReport:
     new_files: tuple[str, ...]
 
 
-def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace) -> Draft:
+def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace, launch: str) -> Draft:
     """Fill `workspace.files` with every graph of the recipe's program, proven complete by a second process.
+
+    Tasks, where the device's compiler has some, are started by the launcher `launch`.
 
     Raises `DeviceError` with the compiler's log when a graph fails, `StorageError` when the disk is full.
     """
+    if recipe.parallel.device == neuron_cache.DEVICE:
+        trace = partial(trace_in_child, recipe)
+        return neuron_cache.build_neuron_cache(recipe, facts, workspace, choose_launcher(launch), trace)
     scratch, phase_timer = workspace.own_scratch, PhaseTimer()
     with phase_timer.phase("compile"):
-        compiled = _trace(recipe, scratch / "compile", title="compiling")
+        compiled = trace_in_child(recipe, scratch / "compile", title="compiling")
         published = workspace.files / GRAPHS
         _copy_files(scratch / "compile" / "cache", published)
     with phase_timer.phase("verify"):
         # Another path, as on a trainer's node: a cache that only works where it was made is not a cache.
-        verified = _trace(recipe, scratch / "verify", title="verifying", warm_from=published)
+        verified = trace_in_child(recipe, scratch / "verify", title="verifying", warm_from=published)
     if verified.graphs_compiled or verified.new_files:
         raise DeviceError(
             f"the compile cache is not reusable: a second process compiled {verified.graphs_compiled} graphs and "
@@ -70,7 +78,7 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace) 
     return Draft(payload)
 
 
-def _trace(recipe: Recipe, folder: Path, title: str, warm_from: Path | None = None) -> TraceReport:
+def trace_in_child(recipe: Recipe, folder: Path, title: str, warm_from: Path | None = None) -> TraceReport:
     """Run `services.compiler.trace` in a process of its own with the cache directory `folder/cache`."""
     cache = folder / "cache"
     cache.mkdir(parents=True)

@@ -72,6 +72,13 @@ FIELDS: dict[str, tuple[str, str]] = {
     "optimizer.max_grad_norm": ("2", "compile_cache checkpoint"),
     "compile.enabled": ("false", "checkpoint"),
     "compile.require_warm": ("true", ""),
+    "compile.trace_on": ("cpu", ""),
+    "compile.flags": ('["--model-type=transformer"]', "compile_cache"),
+    "compile.num_workers": ("7", ""),
+    "compile.task_cpus": ("7", ""),
+    "compile.task_memory_gib": ("7.5", ""),
+    "compile.task_timeout_seconds": ("7", ""),
+    "compile.task_attempts": ("7", ""),
     "train.max_steps": ("21", ""),
     "train.seed": ("1", "checkpoint"),
     "train.dtype": ("bfloat16", "compile_cache checkpoint"),
@@ -164,7 +171,7 @@ def test_the_environment_is_never_a_source(tmp_path: Path, monkeypatch: pytest.M
         ("trian.max_steps", "unknown key 'trian'. Did you mean 'train'?"),
         ("model.max_steps", "unknown key 'model.max_steps'. Did you mean 'train.max_steps'?"),
         ("tokenizer.train.vocab_sizes", "Did you mean 'tokenizer.train.vocab_size'?"),
-        ("compile.zzz", "unknown key 'compile.zzz'. Known here: enabled, require_warm."),
+        ("compile.zzz", "unknown key 'compile.zzz'. Known here: enabled, require_warm, trace_on, "),
     ],
 )
 def test_an_unknown_key_names_the_nearest_known_one(tmp_path: Path, key: str, message: str) -> None:
@@ -233,6 +240,10 @@ def test_a_value_of_the_wrong_kind_is_shown_with_what_was_expected(
             "num_attention_heads 4 must be a multiple of num_key_value_heads 3",
         ),
         ({"train.param_dtype": "bfloat16"}, "train.param_dtype 'bfloat16' needs train.dtype 'bfloat16', got 'float32'"),
+        ({"compile.flags": '["--model-type transformer"]'}, "'--model-type transformer' is no flag: write each as one"),
+        ({"compile.flags": '["O1"]'}, "'O1' is no flag"),
+        ({"compile.flags": '["--target=trn1"]'}, "--target is the compiler stage's to set"),
+        ({"compile.flags": '["--cache_dir=/tmp"]'}, "--cache_dir is for libneuronxla and no flag of neuronx-cc"),
         ({"model.preset": "llama9"}, "unknown preset 'llama9'; known: llama2-7b, llama2-13b, llama3-8b, llama3.1-8b"),
     ],
 )

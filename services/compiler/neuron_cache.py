@@ -1,0 +1,131 @@
+"""trace -> plan -> compile -> publish -> verify, for a program whose graphs neuronx-cc compiles.
+
+A trace leaves the graphs, and neuronx-cc needs no Neuron device: each graph is a task of its own, on any node.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from services.common.artifacts.compile_cache import GRAPHS, CompileCachePayload
+from services.common.artifacts.files import list_files, xxh3_of
+from services.common.artifacts.manifest import write_durably
+from services.common.artifacts.phase_timer import PhaseTimer
+from services.common.artifacts.store import Draft, Workspace, discard
+from services.common.errors import DeviceError
+from services.common.launch.launcher import Launcher
+from services.common.recipe import Recipe, fingerprint
+from services.compiler.fan_out import compile_modules, make_tasks
+from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF, Module, find_modules
+from services.compiler.neuronx_cc import TARGETS, TEMPORARY_SUFFIX, CompiledModule, CompileTask
+
+DEVICE: str = "xla"
+"""Of `parallel.device`, whose graphs are compiled so."""
+COMPILED = "neuronx-cc"
+"""Subfolder of a workspace's scratch with what tasks compiled, which the next command goes on from."""
+MODULES_FILE = "modules.json"
+"""Of the artifact: what is known of each graph, and what it took. Estimates for other recipes go by it."""
+DEFAULT_TARGET = "trn1"
+
+
+class Trace(Protocol):
+    def __call__(self, folder: Path, title: str, warm_from: Path | None = None) -> object:
+        """Drive the program through every phase with the cache `folder/cache`, a copy of `warm_from` if that is given.
+
+        Leaves there a module for each graph that the cache did not hold compiled.
+        """
+        ...
+
+
+def build_neuron_cache(
+    recipe: Recipe, facts: dict[str, Any], workspace: Workspace, launcher: Launcher, trace: Trace
+) -> Draft:
+    """Fill `workspace.files` with every graph of the recipe's program, proven complete by a second trace.
+
+    Raises `DeviceError` that names each graph that failed, with the end of its log; `StorageError` when a disk is full.
+    """
+    scratch, phase_timer = workspace.own_scratch, PhaseTimer()
+    with phase_timer.phase("trace"):
+        trace(scratch / "trace", "tracing")
+        modules = traced_modules(scratch / "trace" / "cache")
+    with phase_timer.phase("compile"):
+        compiled = workspace.scratch / COMPILED
+        for path in [*compiled.rglob(f"*{TEMPORARY_SUFFIX}")]:  # what killed tasks left
+            discard(path, workspace.lease)
+        tasks = make_tasks(modules, compiled, target_of(recipe), recipe.compile)
+        records = compile_modules(tasks, launcher, recipe.compile)
+    with phase_timer.phase("publish"):
+        published = workspace.files / GRAPHS
+        for task, record in zip(tasks, records, strict=True):
+            _publish(task, record, published / task.module.path)
+        listed = [record.model_dump(mode="json") for record in records]
+        write_durably(workspace.files / MODULES_FILE, json.dumps(listed, indent=1).encode())
+    with phase_timer.phase("verify"):
+        # A copy at another path, as on a trainer's node.
+        trace(scratch / "verify", "verifying", warm_from=published)
+        _require_complete(published, scratch / "verify" / "cache")
+    payload = CompileCachePayload(
+        target=recipe.parallel.device,
+        program_fingerprint=fingerprint(facts),
+        facts=facts,
+        graphs_compiled=len(records),
+        graphs_missed_by_verification=0,
+        world_size_traced=recipe.parallel.num_workers,
+        phases=tuple(phase_timer.phases),
+    )
+    return Draft(payload)
+
+
+def target_of(recipe: Recipe) -> str:
+    """neuronx-cc's `--target`: the family of the nodes that train."""
+    family = (recipe.cluster.trainer_instance_type or DEFAULT_TARGET).partition(".")[0]
+    if family not in TARGETS:
+        raise DeviceError(f"neuronx-cc has no target for {family}; expected one of {', '.join(TARGETS)}.")
+    return family
+
+
+def traced_modules(cache: Path) -> list[Module]:
+    """The graphs that a trace into an empty cache left, largest first.
+
+    Raises `DeviceError` when there is none, or not all are for one version of the compiler.
+    """
+    modules = find_modules(cache)
+    if not modules:
+        raise DeviceError(f"{cache}: the trace left no graph. Its log is {cache.parent}/log.txt.")
+    versions = sorted({module.compiler for module in modules})
+    if len(versions) > 1:
+        raise DeviceError(f"{cache}: one trace left graphs for several versions of neuronx-cc: {', '.join(versions)}.")
+    return modules
+
+
+def _publish(task: CompileTask, record: CompiledModule, target: Path) -> None:
+    """Put the four files of a graph into what will be published, and nothing else that lies beside them."""
+    target.mkdir(parents=True)
+    sources: Sequence[Path] = (task.module.folder / GRAPH, task.module.folder / FLAGS, task.folder / NEFF)
+    for source in sources:
+        shutil.copyfile(source, target / source.name)
+    if xxh3_of(target / NEFF) != record.neff_xxh3_128:
+        raise DeviceError(f"{task.folder / NEFF}: changed after it was compiled. Run the same command again.")
+    (target / DONE).touch()
+
+
+def _require_complete(published: Path, verified: Path) -> None:
+    """Raise `DeviceError` where a trace with the published cache met a graph that is not in it."""
+    before = {path: xxh3_of(published / path) for path in list_files(published)}
+    missed = [module for module in find_modules(verified) if not module.is_compiled]
+    changed = [path for path, digest in before.items() if _digest(verified / path) != digest]
+    if missed or changed:
+        named = ", ".join([*(f"{module.name} ({module.graph_bytes:,} bytes)" for module in missed), *changed][:4])
+        raise DeviceError(
+            f"the compile cache is not reusable: a second trace, which was given it, left {len(missed)} new graphs and "
+            f"changed {len(changed)} files: {named}. Nothing was published. Two traces of a program have to give the "
+            f"same graphs; compare {published} and {verified}."
+        )
+
+
+def _digest(path: Path) -> str:
+    return xxh3_of(path) if path.is_file() else ""

@@ -1,0 +1,125 @@
+"""A stand-in for neuronx-cc: its command line, a file like a NEFF, and on request the ways in which the real one fails.
+
+`install(folder)` puts it on a folder for PATH. What it does it reads from `behaviour.json` beside itself, and each
+compilation adds a line to `calls.jsonl` there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import hashlib
+import json
+import os
+import re
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+VERSION = "2.24.8799.0+6f62ff7c"
+HANG_SECONDS = 3_600.0
+
+
+def install(folder: Path, version: str = VERSION) -> Path:
+    """Make `folder/neuronx-cc`; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-I", "-S", str(Path(__file__).absolute()), str(folder), version]
+    script = folder / "neuronx-cc"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
+    script.chmod(0o755)
+    behave(folder)
+    return folder
+
+
+def behave(folder: Path, seconds: float = 0.0, **modules: str) -> None:
+    """Take so long for each graph, and do for those whose name contains a key what the value says.
+
+    `hang`, `killed` (by signal 9), `busy` (exit 70), `part-killed` (70, as when a process of its own was killed),
+    `broken` (exit 1), `full` (of the disk), `garbage`, `empty`, `cut`, `nothing`. With `-once`: only the first time.
+    """
+    partial = folder / "behaviour.partial"
+    partial.write_text(json.dumps({"seconds": seconds, "modules": modules}), encoding="utf-8")
+    partial.rename(folder / "behaviour.json")
+
+
+def read_calls(folder: Path) -> list[dict[str, object]]:
+    """The compilations that were begun, in their order: `module`, `flags`, `graph` (its digest)."""
+    calls = folder / "calls.jsonl"
+    return [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
+
+
+def main(folder: Path, version: str, arguments: list[str]) -> int:
+    if "--version" in arguments:
+        print(f"NeuronX Compiler version {version}\n\nPython version 3.12.3\nNumPy version 1.26.4", file=sys.stderr)
+        return 0
+    command, framework, graph, output, neff, *flags = arguments
+    if (command, framework, output) != ("compile", "--framework=XLA", "--output"):
+        print(f"neuronx-cc: error: unrecognized arguments: {arguments}", file=sys.stderr)
+        return 2
+    if not any(flag.startswith("--target") for flag in flags):
+        print("neuronx-cc: error: the following arguments are required: --target", file=sys.stderr)
+        return 2
+    found = re.search(r"MODULE_[\w+-]+", Path(graph).name)
+    module = found.group() if found else graph
+    content = Path(graph).read_bytes()
+    digest = hashlib.sha256(content + json.dumps(flags).encode()).hexdigest()
+    number = _count_call(folder, {"module": module, "flags": flags, "graph": hashlib.sha256(content).hexdigest()})
+    asked = json.loads((folder / "behaviour.json").read_text(encoding="utf-8"))
+    time.sleep(asked["seconds"])
+    for key, behaviour in asked["modules"].items():
+        if key in module and (number == 1 or not behaviour.endswith("-once")):
+            return _misbehave(behaviour.removesuffix("-once"), Path(neff), digest)
+    Path(neff).write_bytes(make_neff(digest))
+    print("Compiler status PASS")
+    return 0
+
+
+def make_neff(digest: str) -> bytes:
+    """A header as a NEFF has it, and a compressed payload that follows from what was compiled."""
+    payload = gzip.compress(hashlib.shake_256(digest.encode()).digest(4096), mtime=0)
+    header = struct.pack("<5Q128s", 2, 1024, len(payload), 2, 0, b"stand-in")
+    return header.ljust(1024, b"\0") + payload
+
+
+def _count_call(folder: Path, call: dict[str, object]) -> int:
+    """Note a compilation; how many there were of its module, with this one."""
+    with (folder / "calls.jsonl").open("a+", encoding="utf-8") as calls:
+        fcntl.flock(calls, fcntl.LOCK_EX)
+        calls.write(json.dumps(call) + "\n")
+        calls.flush()
+        calls.seek(0)
+        return sum(json.loads(line)["module"] == call["module"] for line in calls)
+
+
+def _misbehave(behaviour: str, neff: Path, digest: str) -> int:
+    whole = make_neff(digest)
+    written = {"garbage": b"\x7fELF" * 1000, "empty": b"", "cut": whole[:-100]}
+    if behaviour == "hang":
+        subprocess.run(["sleep", str(HANG_SECONDS)], check=False)  # the real one works in processes of its own, too
+    elif behaviour == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif behaviour == "busy":
+        print("neuronx-cc: internal error: resource temporarily unavailable", file=sys.stderr)
+        return 70
+    elif behaviour == "part-killed":
+        print("[F137] neuronx-cc was forcibly killed - This most commonly occurs due to insufficient system memory.")
+        return 70
+    elif behaviour == "broken":
+        print("\n".join([*(f"line {n}" for n in range(40)), "[DVR002] Internal transformation failed"]))
+        return 1
+    elif behaviour == "full":
+        print("OSError: [Errno 28] No space left on device")
+        return 1
+    elif behaviour in written:
+        neff.write_bytes(written[behaviour])
+    elif behaviour != "nothing":
+        raise ValueError(behaviour)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -1,0 +1,439 @@
+"""Graphs become a published compile cache, or nothing is published; and no work is done twice.
+
+neuronx-cc is a stand-in, and the graphs are written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.common.artifacts.compile_cache import CompileCacheManifest
+from services.common.artifacts.files import list_files, verify_files
+from services.common.artifacts.store import Artifact
+from services.common.errors import ArtifactError, DeviceError, StorageError
+from services.common.recipe import Recipe
+from services.common.testing import fork_server
+from services.common.testing.recipes import load_with, write_recipe
+from services.common.testing.waiting import wait_until
+from services.compiler.estimate import ASSUMED_SECONDS_PER_MB, NodeSize, Rate, find_rate, makespan, read_records
+from services.compiler.fan_out import make_tasks
+from services.compiler.modules import FLAGS, GRAPH, find_modules
+from services.compiler.neuron_cache import COMPILED
+from services.compiler.plan import describe_plan, describe_published
+from services.compiler.tests import neuron_stage, neuronx_cc
+from services.compiler.tests.neuron_stage import FLAGS_OF_TRACE, publish_neuron_cache, write_graph
+
+fork_server.preload("services.compiler.tests.neuron_stage")
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+GIB = 2**30
+
+
+@dataclass
+class Workplace:
+    """A recipe, its graphs, and the compiler that stands in."""
+
+    folder: Path
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "fsx"
+
+    @property
+    def graphs(self) -> Path:
+        return self.folder / "graphs"
+
+    @property
+    def compiler(self) -> Path:
+        return self.folder / "bin"
+
+    def recipe(self, **overrides: str) -> Recipe:
+        """With so little memory asked for that this machine has eight times as much."""
+        little = {"compile__task_memory_gib": "0.25", "compile__task_cpus": "1", "compile__num_workers": "2"}
+        return load_with(self.folder / "small.toml", **little | overrides)
+
+    def publish(self, **overrides: str) -> Artifact[CompileCacheManifest]:
+        return publish_neuron_cache(self.recipe(**overrides), self.root, self.graphs, "inline")[0]
+
+    def compiled(self) -> list[str]:
+        """The graphs that neuronx-cc was started for, by the first part of their names, in that order."""
+        return [str(call["module"]).split("_")[1].split("+")[0] for call in neuronx_cc.read_calls(self.compiler)]
+
+    def published(self) -> list[Path]:
+        return [path for path in self.root.glob("compile_cache/*/*/manifest.json") if ".partial" not in str(path)]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workplace]:
+    """Three graphs: `small`, `middle` and `large`."""
+    workplace = Workplace(tmp_path)
+    for name, size in (("small", 1_000), ("large", 3_000_000), ("middle", 20_000)):
+        write_graph(workplace.graphs, name, size)
+    write_recipe(tmp_path)
+    neuronx_cc.install(workplace.compiler)
+    monkeypatch.setenv("PATH", f"{workplace.compiler}:{os.environ['PATH']}")
+    with fork_server.forking_workers():
+        yield workplace
+
+
+def test_all_graphs_are_compiled_largest_first_and_published_in_libneuronxlas_layout(workplace: Workplace) -> None:
+    cache = workplace.publish(compile__num_workers="1")
+
+    assert workplace.compiled() == ["large", "middle", "small"]
+    verify_files(cache.path, cache.manifest)
+    modules = find_modules(cache.path / "graphs")
+    assert [module.name for module in modules] == [module.name for module in find_modules(workplace.graphs)]
+    assert all(module.is_compiled for module in modules)
+    names = {path.rpartition("/")[2] for path in list_files(cache.path)}
+    assert names == {"model.hlo_module.pb", "compile_flags.json", "model.neff", "model.done", "modules.json"}
+    for module, traced in zip(modules, find_modules(workplace.graphs), strict=True):
+        assert (module.folder / GRAPH).read_bytes() == (traced.folder / GRAPH).read_bytes()
+        assert (module.folder / FLAGS).read_bytes() == (traced.folder / FLAGS).read_bytes()
+    assert cache.manifest.compile_cache.graphs_compiled == 3
+    assert [phase.name for phase in cache.manifest.compile_cache.phases] == ["trace", "compile", "publish", "verify"]
+
+
+def test_a_second_command_for_an_unchanged_recipe_compiles_nothing(workplace: Workplace) -> None:
+    first = workplace.publish()
+
+    again, is_new = publish_neuron_cache(workplace.recipe(), workplace.root, workplace.graphs, "inline")
+
+    assert (again.path, is_new, len(workplace.compiled())) == (first.path, False, 3)
+
+
+def test_neuronx_cc_is_given_the_graphs_own_flags_and_the_recipes_target(workplace: Workplace) -> None:
+    write_graph(workplace.graphs, "bare", 10, flags=["-O1"])
+
+    workplace.publish(cluster__trainer_instance_type="trn1.32xlarge")
+
+    flags = {call["module"]: call["flags"] for call in neuronx_cc.read_calls(workplace.compiler)}
+    bare = {name: each for name, each in flags.items() if "bare" in str(name)}
+    assert list(bare.values()) == [["-O1", "--target=trn1"]]
+    assert all(each == FLAGS_OF_TRACE for name, each in flags.items() if name not in bare)
+
+
+def test_failing_graphs_are_told_together_nothing_is_published_and_the_rest_is_kept(workplace: Workplace) -> None:
+    neuronx_cc.behave(workplace.compiler, middle="broken", small="garbage")
+
+    with pytest.raises(DeviceError) as caught:
+        workplace.publish()
+
+    message = str(caught.value)
+    assert "2 of 3 graphs did not compile" in message
+    assert "MODULE_middle" in message
+    assert "neuronx-cc ended with 1" in message
+    assert "[DVR002] Internal transformation failed" in message
+    assert "line 20" not in message  # of the log the end alone
+    assert "MODULE_small" in message
+    assert "its output is no NEFF: it begins with 7f 45 4c 46" in message
+    assert not workplace.published()
+    (log,) = workplace.root.rglob("MODULE_middle*.log")
+    assert str(log) in message
+    assert "line 0" in log.read_text()
+
+    neuronx_cc.behave(workplace.compiler)
+    before = len(workplace.compiled())
+    cache = workplace.publish()
+
+    assert sorted(workplace.compiled()[before:]) == ["middle", "small"]
+    assert not [path for path in list_files(cache.path) if path.endswith(".log")]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ("empty", "its output is empty"),
+        ("cut", "its output is cut off"),
+        ("nothing", "its output is missing"),
+        ("hang", "took longer than compile.task_timeout_seconds, 1 s"),
+    ],
+)
+def test_what_is_no_neff_has_failed_and_is_not_tried_again(workplace: Workplace, behaviour: str, reason: str) -> None:
+    neuronx_cc.behave(workplace.compiler, large=behaviour)
+
+    with pytest.raises(DeviceError, match=reason):
+        workplace.publish(compile__task_timeout_seconds="1")
+
+    assert workplace.compiled().count("large") == 1
+    assert not workplace.published()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "memory_gib"), [("killed-once", 0.5), ("part-killed-once", 0.5), ("busy-once", 0.25)]
+)
+def test_a_graph_is_tried_again_with_more_memory_where_that_may_be_why(
+    workplace: Workplace, behaviour: str, memory_gib: float
+) -> None:
+    neuronx_cc.behave(workplace.compiler, large=behaviour)
+
+    cache = workplace.publish(compile__num_workers="1")
+
+    # At once, not when the smaller ones are done: the largest takes longest.
+    assert workplace.compiled() == ["large", "large", "middle", "small"]
+    records = {record.name.split("+")[0]: record for record in read_records(cache)}
+    assert (records["MODULE_large"].attempts, records["MODULE_large"].memory_gib) == (2, memory_gib)
+    assert (records["MODULE_small"].attempts, records["MODULE_small"].memory_gib) == (1, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "attempts", "reason"),
+    [
+        ("killed", "3", "attempt 3.*most likely for memory: the task had asked for 1 GiB"),
+        ("busy", "2", "attempt 2.*neuronx-cc ended with 70.*resource temporarily unavailable"),
+    ],
+)
+def test_attempts_are_bounded(workplace: Workplace, behaviour: str, attempts: str, reason: str) -> None:
+    neuronx_cc.behave(workplace.compiler, large=behaviour)
+
+    with pytest.raises(DeviceError, match=f"(?s)MODULE_large.*{reason}"):
+        workplace.publish(compile__task_attempts=attempts)
+
+    assert workplace.compiled().count("large") == int(attempts)
+
+
+def test_more_memory_than_any_node_has_is_not_waited_for(workplace: Workplace) -> None:
+    neuronx_cc.behave(workplace.compiler, large="killed")
+    too_much = psutil.virtual_memory().total / GIB * 0.75
+
+    with pytest.raises(DeviceError, match=r"no node has .* GiB for the next"):
+        workplace.publish(compile__task_memory_gib=str(too_much))
+
+    assert workplace.compiled().count("large") == 1
+
+
+def test_a_full_disk_is_no_failure_of_the_graph(workplace: Workplace) -> None:
+    neuronx_cc.behave(workplace.compiler, large="full")
+
+    with pytest.raises(StorageError, match=r"disk filled up while MODULE_large.* was compiled"):
+        workplace.publish()
+
+
+def test_a_neff_that_was_damaged_between_two_commands_is_compiled_again(workplace: Workplace) -> None:
+    neuronx_cc.behave(workplace.compiler, small="broken-once")
+    with pytest.raises(DeviceError):
+        workplace.publish()
+    (neff,) = workplace.root.rglob(f"{COMPILED}/**/MODULE_middle*/model.neff")
+    content = bytearray(neff.read_bytes())
+    content[-1] ^= 1
+    neff.write_bytes(content)
+    neff.with_name(".model.neff.0123.tmp").write_bytes(b"left by a killed task")
+    before = len(workplace.compiled())
+
+    cache = workplace.publish()
+
+    assert sorted(workplace.compiled()[before:]) == ["middle", "small"]
+    assert not [path for path in list_files(cache.path) if path.endswith(".tmp")]
+
+
+def test_another_version_of_the_compiler_is_refused_with_both_sides(workplace: Workplace) -> None:
+    neuronx_cc.install(workplace.compiler, version="2.21.18209.0+043b1bf7")
+
+    with pytest.raises(DeviceError, match=r"2\.24\.8799\.0\+6f62ff7c, and .* is 2\.21\.18209\.0\+043b1bf7"):
+        workplace.publish()
+
+    assert not workplace.compiled()
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        (
+            {"compile__flags": '["-O3"]'},
+            "compile.flags has -O3, and the graph was traced with --target=trn1 --model-type",
+        ),
+        (
+            {"cluster__trainer_instance_type": "trn2.48xlarge"},
+            "traced for --target=trn1, and the recipe's nodes are trn2",
+        ),
+    ],
+)
+def test_graphs_of_other_flags_or_another_target_are_refused_with_both_sides(
+    workplace: Workplace, override: dict[str, str], reason: str
+) -> None:
+    with pytest.raises(DeviceError, match=reason):
+        workplace.publish(**override)
+
+    assert not workplace.compiled()
+
+
+def test_a_trace_that_meets_other_graphs_the_second_time_publishes_nothing(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = neuron_stage.HandWrittenTrace.__call__
+
+    def unsteady(self: Any, folder: Path, title: str, warm_from: Path | None = None) -> None:
+        if warm_from:
+            write_graph(self.graphs, "surprise", 50)
+        trace(self, folder, title, warm_from)
+
+    monkeypatch.setattr(neuron_stage.HandWrittenTrace, "__call__", unsteady)
+
+    with pytest.raises(DeviceError, match=r"left 1 new graphs .*MODULE_surprise\+[0-9a-f]{8} \(50 bytes\)"):
+        workplace.publish()
+
+    assert not workplace.published()
+
+
+@pytest.mark.parametrize(("file", "content"), [(GRAPH, b""), (FLAGS, b'{"a": 1}'), (FLAGS, b"["), (FLAGS, None)])
+def test_half_a_module_is_no_graph(workplace: Workplace, file: str, content: bytes | None) -> None:
+    path = find_modules(workplace.graphs)[0].folder / file
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+
+    with pytest.raises(ArtifactError, match=r"MODULE_large.*Trace again"):
+        find_modules(workplace.graphs)
+
+
+def start(workplace: Workplace, launch: str = "inline", num_workers: int = 2) -> subprocess.Popen[str]:
+    path = workplace.folder / "started.toml"
+    recipe = workplace.folder / "small.toml"
+    settings = f"num_workers = {num_workers}\ntask_cpus = 1\ntask_memory_gib = 0.25\n"
+    path.write_text(f"{recipe.read_text()}\n[compile]\n{settings}", encoding="utf-8")
+    command = [sys.executable, "-m", "services.compiler.tests.neuron_stage", str(path), str(workplace.root)]
+    return subprocess.Popen(
+        [*command, str(workplace.graphs), launch],
+        cwd=REPOSITORY,
+        env={**os.environ, "RAY_ADDRESS": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_work(workplace: Workplace, process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+    """Wait until neuronx-cc was started so often; the processes that the stage has then, directly or through others."""
+    wait_until(lambda: len(workplace.compiled()) >= count, 120, process=process)
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def find_compilers(workplace: Workplace) -> list[psutil.Process]:
+    """The stand-ins that run."""
+    folder = str(workplace.compiler)
+    return [each for each in psutil.process_iter(["cmdline"]) if folder in (each.info["cmdline"] or ())]
+
+
+def test_a_killed_stage_leaves_no_process_and_the_next_command_compiles_what_is_missing(workplace: Workplace) -> None:
+    neuronx_cc.behave(workplace.compiler, small="hang-once")
+    process = start(workplace)
+    wait_until(lambda: len(list(workplace.root.rglob("MODULE_*.json"))) == 2, 120, process=process)
+    at_work = wait_for_work(workplace, process, count=3)
+
+    process.kill()
+    process.communicate()
+
+    _, alive = psutil.wait_procs(at_work, timeout=60)
+    assert not alive
+    assert not workplace.published()
+
+    workplace.publish()
+
+    assert sorted(workplace.compiled()) == ["large", "middle", "small", "small"]
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_publishes_nothing_and_leaves_no_process(
+    workplace: Workplace, number: signal.Signals, exit_code: int
+) -> None:
+    neuronx_cc.behave(workplace.compiler, large="hang")
+    process = start(workplace)
+    at_work = wait_for_work(workplace, process, count=2)
+
+    os.killpg(process.pid, number)
+    output, _ = process.communicate(timeout=60)
+
+    assert process.returncode == exit_code, output
+    assert "Traceback" not in output
+    _, alive = psutil.wait_procs(at_work, timeout=60)
+    assert not alive
+    assert not workplace.published()
+
+
+@pytest.mark.parametrize("launch", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
+def test_a_killed_worker_is_replaced_and_its_graph_compiled_again(workplace: Workplace, launch: str) -> None:
+    neuronx_cc.behave(workplace.compiler, large="hang-once")
+    process = start(workplace, launch, num_workers=1)
+    at_work = wait_for_work(workplace, process, count=1)
+    group = next(each for each in at_work if "process_group.py" in " ".join(each.cmdline()))
+    worker = group.parent()
+    assert worker is not None
+    assert worker.pid != process.pid
+
+    worker.kill()
+    output, _ = process.communicate(timeout=300)
+
+    assert process.returncode == 0, output
+    assert "its task was lost" in output
+    assert workplace.compiled() == ["large", "large", "middle", "small"]
+    assert not find_compilers(workplace)
+    (manifest,) = workplace.published()
+    assert all(module.is_compiled for module in find_modules(manifest.parent / "graphs"))
+
+
+def test_a_killed_compiler_is_started_again(workplace: Workplace) -> None:
+    neuronx_cc.behave(workplace.compiler, large="hang-once")
+    process = start(workplace, num_workers=1)
+    wait_for_work(workplace, process, count=1)
+
+    (compiler,) = find_compilers(workplace)
+    compiler.kill()
+    output, _ = process.communicate(timeout=120)
+
+    assert process.returncode == 0, output
+    assert "attempt 2 of 3, with 0.5 GiB" in output
+    assert workplace.compiled() == ["large", "large", "middle", "small"]
+
+
+def test_a_plan_names_each_graph_and_the_nodes_that_are_done_in_time(workplace: Workplace) -> None:
+    neuronx_cc.behave(workplace.compiler, large="broken", middle="broken")
+    with pytest.raises(DeviceError):
+        workplace.publish()
+    recipe = workplace.recipe(compile__task_cpus="7", compile__task_memory_gib="20")
+    scratch = next(workplace.root.glob("compile_cache/*/*.scratch"))
+    tasks = make_tasks(find_modules(workplace.graphs), scratch / COMPILED, "trn1", recipe.compile)
+    node = NodeSize(cpus=14, memory_gib=48)
+
+    plan = describe_plan(tasks, recipe.compile, Rate(600.0, "measured elsewhere"), node, within_minutes=40)
+    states = {line.split("+")[0]: line.split()[-1] for line in plan.splitlines() if line.startswith("MODULE")}
+    assert states == {"MODULE_large": "compile", "MODULE_middle": "compile", "MODULE_small": "compiled"}
+    assert "2 of 3 graphs to compile: about 3.5 core-hours, the largest graph 30 minutes" in plan
+    assert "600 s a MB with compile.task_cpus = 7 (measured elsewhere)" in plan
+    assert "1 node of 14 CPUs and 48 GiB, with 2 tasks at a time: 30 minutes" in plan
+    assert "within 40 minutes: 1 nodes" in plan
+    in_vain = describe_plan(tasks, recipe.compile, Rate(600.0, ""), node, within_minutes=10)
+    assert "not with any number of nodes; the largest graph alone takes 30" in in_vain
+    too_small = describe_plan(tasks, recipe.compile, Rate(600.0, ""), NodeSize(4, 48), within_minutes=10)
+    assert "holds no task of compile.task_cpus = 7" in too_small
+
+
+def test_more_nodes_are_planned_until_all_are_done_in_time() -> None:
+    assert makespan([4.0, 3.0, 2.0, 1.0], slots=1) == 10.0
+    assert makespan([4.0, 3.0, 2.0, 1.0], slots=2) == 5.0
+    assert makespan([4.0, 3.0, 2.0, 1.0], slots=3) == 4.0
+
+
+def test_an_estimate_goes_by_what_earlier_graphs_took(workplace: Workplace) -> None:
+    assumed = find_rate(workplace.root, neuronx_cc.VERSION, num_cpus=1)
+    assert (assumed.seconds_per_mb, assumed.source.split(":")[0]) == (ASSUMED_SECONDS_PER_MB, "assumed")
+
+    cache = workplace.publish()
+
+    records = read_records(cache)
+    measured = find_rate(workplace.root, neuronx_cc.VERSION, num_cpus=1)
+    assert measured.seconds_per_mb == pytest.approx(sum(record.seconds for record in records) / 3.021)
+    assert "measured on 3 graphs of 3.0 MB" in measured.source
+    assert find_rate(workplace.root, neuronx_cc.VERSION, num_cpus=8) == assumed
+    assert "already published" in describe_published(cache)
+    assert json.loads((cache.path / "modules.json").read_bytes())[0]["name"].startswith("MODULE_large")
