@@ -109,7 +109,7 @@ def has_room(demand: TaskDemand) -> bool:
     return demand.memory_bytes <= psutil.virtual_memory().total
 
 
-def _result_of(future: Future[R]) -> R | LostTask:
+def _result_of(future: Future[Any]) -> Any:
     try:
         return future.result()
     except BrokenProcessPool:

@@ -88,23 +88,28 @@ def run_tasks(
 ) -> Iterator[tuple[T, R | LostTask] | None]:
     """See `Launcher.run_tasks`. Ray does not run a lost task again: with what demand, the caller decides."""
     running: dict[ray.ObjectRef[Any], T] = {}
+    remote = ray.remote(max_retries=0)(function)  # once: a worker loads a function anew that is made remote again
+    placed: dict[TaskDemand, Any] = {}
     try:
         while True:
             while len(running) < num_workers and (taken := take()) is not None:
                 item, demand = taken
                 connect(num_workers * demand.num_cpus)
-                group = _share_of_group(TASK_SHARE)
-                resources = _resources_of(demand)
-                _wait_for_room({**resources, **group}, 1)
+                if demand not in placed:
+                    group, resources = _share_of_group(TASK_SHARE), _resources_of(demand)
+                    _wait_for_room({**resources, **group}, 1)
+                    memory = resources.get("memory")
+                    placed[demand] = remote.options(num_cpus=demand.num_cpus, memory=memory, resources=group)
                 with calling_ray():
-                    task = ray.remote(max_retries=0, num_cpus=demand.num_cpus, resources=group)(function)
-                    running[task.options(memory=resources.get("memory")).remote(item)] = item
+                    running[placed[demand].remote(item)] = item
             if not running:
                 return
             with calling_ray():
                 done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
                 results = [(running.pop(reference), _result_of(reference)) for reference in done]
-            yield from results or [None]
+            yield from results
+            if not results:
+                yield None
     except ray.exceptions.RayTaskError as error:
         raise _cause(error) from None
     finally:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 VERSION = "2.24.8799.0+6f62ff7c"
 HANG_SECONDS = 3_600.0
@@ -46,8 +47,8 @@ def behave(folder: Path, seconds: float = 0.0, **modules: str) -> None:
     partial.rename(folder / "behaviour.json")
 
 
-def read_calls(folder: Path) -> list[dict[str, object]]:
-    """The compilations that were begun, in their order: `module`, `flags`, `graph` (its digest)."""
+def read_calls(folder: Path) -> list[dict[str, Any]]:
+    """The compilations that were begun, in their order: `module`, `flags`, `begun_at` (seconds since the epoch)."""
     calls = folder / "calls.jsonl"
     return [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
 
@@ -67,7 +68,7 @@ def main(folder: Path, version: str, arguments: list[str]) -> int:
     module = found.group() if found else graph
     content = Path(graph).read_bytes()
     digest = hashlib.sha256(content + json.dumps(flags).encode()).hexdigest()
-    number = _count_call(folder, {"module": module, "flags": flags, "graph": hashlib.sha256(content).hexdigest()})
+    number = _count_call(folder, {"module": module, "flags": flags, "begun_at": time.time()})
     asked = json.loads((folder / "behaviour.json").read_text(encoding="utf-8"))
     time.sleep(asked["seconds"])
     for key, behaviour in asked["modules"].items():
@@ -85,7 +86,7 @@ def make_neff(digest: str) -> bytes:
     return header.ljust(1024, b"\0") + payload
 
 
-def _count_call(folder: Path, call: dict[str, object]) -> int:
+def _count_call(folder: Path, call: dict[str, Any]) -> int:
     """Note a compilation; how many there were of its module, with this one."""
     with (folder / "calls.jsonl").open("a+", encoding="utf-8") as calls:
         fcntl.flock(calls, fcntl.LOCK_EX)
