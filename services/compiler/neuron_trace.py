@@ -1,70 +1,97 @@
-"""The graphs that the program has on torch_xla, traced on a CPU as any one worker of a topology.
+"""The graphs that the program has on torch_xla, in the layout of libneuronxla's cache (see `modules`).
 
-Nothing is computed, and nothing of the model is in memory: its state is placeholders. The graphs are those that the
-device is asked for, up to what `torch_xla.sync` adds to one (which of its inputs an output may overwrite), so they tell
-how many there are and whether workers share them. Which key a cache has them under, the device's own library knows.
+On a node with a NeuronCore libneuronxla keeps them itself when it is told to. On a CPU they are traced here, as those
+of any one worker of a topology: nothing is computed, and nothing of the model is in memory, because its state is
+placeholders. These graphs are those that the device is asked for, up to what `torch_xla.sync` adds to one (which of its
+inputs an output may overwrite). So they say how many there are and whether workers share them, and whether a device
+finds them in its cache, hardware has to say.
 """
 
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from services.common.program.backends.neuron_xla import NeuronXla
+from services.common.program.backends.neuron_xla import CACHE_VARIABLE, NeuronXla
+from services.common.program.backends.protocol import CacheReport
 from services.common.program.mesh import Mesh
+from services.compiler.modules import COMPILER_PREFIX, DONE, FLAGS, GRAPH, NEFF
+
+KEEP_GRAPHS = {
+    # Of AWS Neuron's neuron_parallel_compile: graphs are written down, and what they compute is zeros.
+    "NEURON_PARALLEL_COMPILE": "1",
+    "NEURON_EXTRACT_GRAPHS_ONLY": "1",
+    "NEURON_FALL_BACK_TO_NULL_NEFF": "1",
+}
 
 
-@dataclass(frozen=True)
-class Graph:
-    key: str
-    """Torch_xla's hash of the graph. Hexadecimal."""
-    phase: str
-    """In which it was met first."""
-    hlo: bytes = field(repr=False)
-    """An HloModuleProto."""
-    num_outputs: int
+def keep_graphs(flags: Sequence[str]) -> dict[str, str]:
+    """The variables with which libneuronxla keeps graphs, for the compiler and these flags, and compiles none."""
+    return {**KEEP_GRAPHS, "NEURON_CC_FLAGS": " ".join(flags), "NEURON_RT_VISIBLE_CORES": "0"}
 
 
 class TracedXla(NeuronXla):
-    """The backend of a worker whose device does not exist: a graph that ends is kept, and what it would have computed
-    is placeholders.
+    """The backend of a worker whose device does not exist: a graph that ends is kept in the cache that the environment
+    names, and what it would have computed is placeholders.
     """
 
     host = torch.device("meta")
 
-    def __init__(self, mesh: Mesh, threads: int) -> None:
-        self.graphs: dict[str, Graph] = {}
-        """By key, in the order in which they were met."""
-        self.met: list[tuple[str, str]] = []
-        """Phase and key of every graph that ended."""
-        self.phase = ""
+    def __init__(self, mesh: Mesh, threads: int, flags: Sequence[str] = ()) -> None:
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+        self.met: list[str] = []
+        """Key of every graph that ended, torch_xla's hash in hexadecimal."""
+        self.graphs: dict[str, bytes] = {}
+        """An HloModuleProto by key, in the order in which they were met."""
+        self._flags, self._graphs_kept = list(flags), 0
         super().__init__(mesh, threads, "fast")
         self._builder = self._xla.core.xla_builder
 
     def place(self, x: Tensor) -> Tensor:
-        """A placeholder for what has no values; what has is placed."""
+        """A placeholder for what has no values; what has some is placed."""
         return self._placeholder(x) if x.is_meta else x.to(self.device)
 
     def to_host(self, x: Tensor) -> Tensor:
-        return torch.empty_like(x, device="meta")
+        return torch.empty_like(x, device=self.host)
 
     def end_graph(self) -> None:
-        lazy = self._xla._XLAC
-        pending = self._pending_tensors()
+        lazy, pending = self._xla._XLAC, self._pending_tensors()
         if pending:
             key = lazy._get_graph_hash(pending).hex()
-            self.met.append((self.phase, key))
+            self.met.append(key)
             if key not in self.graphs:
-                self.graphs[key] = Graph(key, self.phase, lazy._get_xla_tensors_hlo_proto(pending), len(pending))
+                self.graphs[key] = lazy._get_xla_tensors_hlo_proto(pending)
+                self._keep(key)
         with torch.no_grad():
             for tensor in pending:
                 tensor.copy_(self._placeholder(tensor))
         # As `sync` does: collectives are chained, and the next graph would contain this one.
         lazy._set_all_reduce_token(str(self.device), None)
+
+    def cache_report(self) -> CacheReport:
+        return CacheReport(self._graphs_kept)
+
+    def _keep(self, key: str) -> None:
+        """Put a graph into the cache unless it is there, compiled."""
+        if CACHE_VARIABLE not in os.environ:
+            return
+        flags = hashlib.md5(" ".join(self._flags).encode(), usedforsecurity=False).hexdigest()[:8]
+        folder = Path(os.environ[CACHE_VARIABLE], f"{COMPILER_PREFIX}{compiler_version()}", f"MODULE_{key}+{flags}")
+        if (folder / NEFF).is_file() and (folder / DONE).is_file():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / GRAPH).write_bytes(self.graphs[key])
+        (folder / FLAGS).write_text(json.dumps(self._flags), encoding="utf-8")
+        self._graphs_kept += 1
 
     def _placeholder(self, x: Tensor) -> Tensor:
         created: Tensor = self._builder.create_placeholder_tensor(tuple(x.shape), x.dtype)
@@ -75,11 +102,19 @@ class TracedXla(NeuronXla):
         lazy = self._xla._XLAC
         tensors = [each for each in gc.get_objects() if _is_tensor(each) and each.device.type == "xla"]
         is_pending = lazy._check_tensor_need_materialization(tensors) if tensors else []
-        found = {
-            lazy._xla_get_tensor_id(each): each for each, is_here in zip(tensors, is_pending, strict=True) if is_here
-        }
+        alive = zip(tensors, is_pending, strict=True)
+        found = {lazy._xla_get_tensor_id(tensor): tensor for tensor, is_here in alive if is_here}
         return [found[number] for number in sorted(found)]
 
 
+def compiler_version() -> str:
+    """Of neuronx-cc; `absent` where graphs are traced and not compiled."""
+    try:
+        return version("neuronx-cc")
+    except PackageNotFoundError:
+        return "absent"
+
+
 def _is_tensor(candidate: Any) -> bool:
+    # Not isinstance: that would ask lazy objects of other libraries for their class.
     return issubclass(type(candidate), Tensor)

@@ -18,12 +18,14 @@ from pathlib import Path
 from services.common.entry_point import run_stage
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend, CacheReport
-from services.common.program.mesh import make_mesh
+from services.common.program.mesh import Mesh, make_mesh
 from services.common.program.micro_batch import make_synthetic_micro_batch
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
 
+MAX_MICRO_BATCHES = 2
+"""Of a step on a device whose graphs take seconds to trace: sums are held there, so every one has the same graph."""
 PHASES = ("first step", "second step", "third step", "save and resume", "step after resume", "evaluation")
 
 
@@ -40,23 +42,35 @@ def trace(recipe: Recipe, tell: Callable[[str], None]) -> CacheReport:
     """Run PHASES as rank 0 of all the recipe's workers. `tell` is given the name of each phase when it is done."""
     world_size = recipe.parallel.num_workers
     group = WorkerGroup.fake(world_size)
-    mesh = make_mesh(recipe, rank=0, world_size=world_size)
-    parallel = recipe.parallel
-    backend = choose_backend(parallel.device)(
-        mesh, parallel.threads_per_worker, recipe.train.reduction, parallel.device
-    )
-    _run_phases(recipe, backend, tell)
+    backend = make_backend(recipe, make_mesh(recipe, rank=0, world_size=world_size))
+    run_phases(recipe, backend, tell)
     group.leave()
     return backend.cache_report()
 
 
-def _run_phases(recipe: Recipe, backend: Backend, tell: Callable[[str], None]) -> None:
+def make_backend(recipe: Recipe, mesh: Mesh) -> Backend:
+    """The recipe's backend as it is traced: a device that compiles by itself is told to keep its graphs instead."""
+    threads, device = recipe.parallel.threads_per_worker, recipe.parallel.device
+    if device == "xla":
+        from services.compiler.neuron_trace import TracedXla, keep_graphs  # noqa: PLC0415 - torch_xla's part
+
+        if recipe.compile.trace_on == "cpu":
+            return TracedXla(mesh, threads, recipe.compile.flags)
+        os.environ.update(keep_graphs(recipe.compile.flags))
+    return choose_backend(device)(mesh, threads, recipe.train.reduction, device)
+
+
+def run_phases(recipe: Recipe, backend: Backend, tell: Callable[[str], None]) -> None:
     """On synthetic tokens."""
     program = Program(recipe, backend)
-    batches = [make_synthetic_micro_batch(recipe) for _ in backend.mesh.share(recipe.batch.num_micro_batches)]
+    num_micro_batches = len(backend.mesh.share(recipe.batch.num_micro_batches))
+    if backend.is_lazy:
+        num_micro_batches = min(num_micro_batches, MAX_MICRO_BATCHES)
+    batches = [make_synthetic_micro_batch(recipe) for _ in range(num_micro_batches)]
     for step in range(3):
         program.train_step(step, batches)
         tell(PHASES[step])
+    program.is_finite()
     saved = {piece: tensor.clone() for piece, tensor in program.held_state().items()}
     for piece, tensor in program.held_state().items():
         tensor.copy_(saved[piece])

@@ -1,0 +1,97 @@
+"""One process traces the graphs of every worker of a Trainium run: the same few for all ranks, and no other later."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from services.common.program.mesh import make_mesh
+from services.common.recipe import Recipe
+from services.common.testing.recipes import load_with, make_recipe
+from services.compiler.trace import PHASES, run_phases
+from tests.architecture.imports import REPOSITORY
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not here: `make test-torch29` has it"
+)
+
+SPLIT = {
+    "model__num_attention_heads": "8",
+    "model__num_key_value_heads": "2",
+    "model__vocab_size": "512",
+    "tokenizer__train__vocab_size": "512",
+    "parallel__device": "xla",
+    "parallel__data_parallel_size": "8",
+    "parallel__tensor_parallel_size": "8",
+    "parallel__zero_stage": "1",
+    "batch__global_batch_size": "64",
+    "train__reduction": "fast",
+    "train__dtype": "bfloat16",
+    "train__param_dtype": "bfloat16",
+}
+TRN1_RECIPES = sorted((REPOSITORY / "recipes").glob("*-trn1.toml"))
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Recipe:
+    """64 workers: 8 models of 8, of which 4 each hold a key-value head."""
+    return make_recipe(tmp_path, **SPLIT)
+
+
+def trace_as(recipe: Recipe, rank: int) -> tuple[dict[str, list[str]], dict[str, bytes]]:
+    """Keys of the graphs of each phase, and the graphs by key."""
+    from services.compiler.neuron_trace import TracedXla  # noqa: PLC0415
+
+    backend = TracedXla(make_mesh(recipe, rank, recipe.parallel.num_workers), threads=1)
+    met: dict[str, list[str]] = {}
+
+    def close(phase: str) -> None:
+        met[phase] = backend.met[sum(map(len, met.values())) :]
+
+    run_phases(recipe, backend, close)
+    return met, backend.graphs
+
+
+def test_every_rank_traces_the_same_graphs(split: Recipe) -> None:
+    met, graphs = trace_as(split, rank=0)
+    digests = {key: hashlib.sha256(graph).hexdigest() for key, graph in graphs.items()}
+    for rank in (1, 7, 8, 63):
+        theirs, their_graphs = trace_as(split, rank)
+        assert theirs == met
+        assert {key: hashlib.sha256(graph).hexdigest() for key, graph in their_graphs.items()} == digests
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"train__activation_checkpointing": "full"}, {"train__attention_mask": "block_causal"}],
+    ids=["plain", "recomputed", "in documents"],
+)
+def test_a_run_has_one_graph_for_micro_batches_and_one_for_updates(tmp_path: Path, changed: dict[str, str]) -> None:
+    """No step, learning rate or first time is in a graph; evaluation, checks and loading have one each."""
+    met, graphs = trace_as(make_recipe(tmp_path, **{**SPLIT, **changed}), rank=0)
+
+    micro_batch, again, update = met[PHASES[0]]
+    assert micro_batch == again != update
+    for step in ("second step", "third step", "step after resume"):
+        assert met[step] == [micro_batch, micro_batch, update]
+    check, load = met["save and resume"]
+    (evaluation,) = met["evaluation"]
+    assert list(graphs) == [micro_batch, update, check, load, evaluation]
+
+
+@pytest.mark.parametrize("path", TRN1_RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_is_traced_at_its_real_size(path: Path) -> None:
+    """All layers, the whole topology, and none of its gigabytes."""
+    met, graphs = trace_as(load_with(path), rank=0)
+
+    assert len(graphs) == 5
+    assert met["step after resume"] == met["first step"]
+    assert max(map(len, graphs.values())) > 500_000
