@@ -20,7 +20,7 @@ from services.common.artifacts.store import LOCK_SUFFIX, Artifact
 from services.common.artifacts.upstream import open_corpus
 from services.common.command_line import RecipeParser, StageParser
 from services.common.derived import describe
-from services.common.errors import ArtifactError, MillraceError, naming_the_place
+from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
 from services.common.image_platform import require_backend
 from services.common.program.fingerprint import program_facts
 from services.common.recipe import Recipe, fingerprint
@@ -39,6 +39,7 @@ from services.trainer.job import (
     run_name,
 )
 from services.trainer.node_staging import prepare_node, using_node
+from services.trainer.nxd.layout import NxdLayout
 from services.trainer.plan import add_assumptions, describe_plan, describe_trace, read_assumptions
 from services.trainer.report import read_state, write_report
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
@@ -131,13 +132,14 @@ def print_sample(arguments: Namespace, recipe: Recipe) -> int:
 
 
 def export_model(arguments: Namespace, recipe: Recipe) -> int:
-    """Write a Hugging Face folder from the newest checkpoint."""
-    print(export(_find_run(arguments, recipe), arguments.output))
+    """Write a Hugging Face folder, or one of NxD's checkpoints, from the newest checkpoint."""
+    nxd = _read_nxd_layout(arguments)
+    print(export(_find_run(arguments, recipe), arguments.output, nxd))
     return 0
 
 
 def import_model(arguments: Namespace, recipe: Recipe) -> int:
-    """Begin the run with the weights of a Hugging Face folder."""
+    """Begin the run with the weights of a Hugging Face folder or of an NxD checkpoint."""
     job = _new_job(arguments, recipe, cache=None, program_fingerprint=fingerprint(program_facts(recipe)))
     job.run_folder.mkdir(parents=True, exist_ok=True)
     with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, naming_the_place(job.root):
@@ -249,11 +251,39 @@ def _parser(command: str) -> RecipeParser:
         parser.add_argument("--seed", type=int, default=0)
     if command == "export":
         parser.add_argument("--output", type=Path, required=True, help="folder to make; it must not exist")
+        _add_export_format(parser)
     if command == "import":
-        parser.add_argument("--from", dest="source", type=Path, required=True, help="a Hugging Face folder of a Llama")
+        parser.add_argument(
+            "--from",
+            dest="source",
+            type=Path,
+            required=True,
+            help="a Hugging Face folder of a Llama, or an NxD checkpoint: the folder of its tag",
+        )
     if command == "inspect-checkpoint":
         parser.add_argument("--step", type=int, help="default: the newest")
     return parser
+
+
+def _add_export_format(parser: StageParser) -> None:
+    formats = ("hugging-face", "nxd")
+    parser.add_argument("--format", choices=formats, default=formats[0], help="default: %(default)s")
+    nxd = parser.add_argument_group("of --format nxd, as the run has it that shall load the checkpoint")
+    nxd.add_argument("--tensor-parallel-size", type=int, metavar="N", help="ranks, of which each gets a file")
+    nxd.add_argument("--kv-size-multiplier", type=int, metavar="N", help="copies of key-value heads (default: 1)")
+    nxd.add_argument("--qkv-linear", action="store_true", help="attention has a GQAQKVColumnParallelLinear")
+    nxd.add_argument("--fuse-qkv", action="store_true", help="attention has one matrix for queries, keys and values")
+
+
+def _read_nxd_layout(arguments: Namespace) -> NxdLayout | None:
+    size, copies = arguments.tensor_parallel_size, arguments.kv_size_multiplier
+    if arguments.format == "nxd":
+        if size is None or size < 1 or (copies is not None and copies < 1):
+            raise RecipeError("--format nxd: needs --tensor-parallel-size, and numbers from 1. For example 8.")
+        return NxdLayout(size, copies or 1, arguments.qkv_linear, arguments.fuse_qkv)
+    if size is not None or copies is not None or arguments.qkv_linear or arguments.fuse_qkv:
+        raise RecipeError("--tensor-parallel-size and the like say how NxD splits a model: add --format nxd.")
+    return None
 
 
 def _plan_parser() -> RecipeParser:

@@ -1,4 +1,4 @@
-"""Write a checkpoint as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` opens."""
+"""Write a checkpoint as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` opens, or as one of NxD."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from services.common.artifacts.manifest import sync_folder, write_durably
 from services.common.errors import RecipeError
 from services.common.program.llama import parameter_shapes
 from services.trainer.hugging_face import CONFIG, hugging_face_config, write_weights
+from services.trainer.nxd.checkpoint import write_nxd_model
+from services.trainer.nxd.layout import NxdLayout
 from services.trainer.run import Run, vocabulary_file
 from services.trainer.shards import ShardReader
 
 
-def export(run: Run, output: Path) -> Path:
+def export(run: Run, output: Path, nxd: NxdLayout | None = None) -> Path:
     """Make `output` with config.json, the weights (float32) and the vocabulary's file; complete or absent.
+
+    With a layout, the weights are those of an NxD checkpoint, of which `output` is the tag's folder.
 
     Encode with the library whose file it is. AutoTokenizer in transformers 5 rebuilds merges from a SentencePiece model
     by id instead of by score and gives other ids for runs of spaces.
@@ -27,7 +31,7 @@ def export(run: Run, output: Path) -> Path:
     partial = output.with_name(f".export-{uuid.uuid4().hex[:8]}.partial")
     partial.mkdir(parents=True)
     try:
-        _write(run, partial)
+        _write(run, partial, nxd)
         _rename_to_new(partial, output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone by now, unless something failed
@@ -35,12 +39,16 @@ def export(run: Run, output: Path) -> Path:
     return output
 
 
-def _write(run: Run, folder: Path) -> None:
+def _write(run: Run, folder: Path, nxd: NxdLayout | None) -> None:
     vocabulary = run.corpus.manifest.corpus.vocabulary
     shapes = parameter_shapes(run.recipe.model)
-    write_weights(folder, shapes, ShardReader(run.checkpoint, shapes).read_weights)
     write_durably(folder / CONFIG, json.dumps(hugging_face_config(run.recipe, vocabulary), indent=2).encode())
     write_durably(folder / Path(vocabulary.path).name, vocabulary_file(run).read_bytes())
+    read = ShardReader(run.checkpoint, shapes).read_weights
+    if nxd:
+        write_nxd_model(folder, run.recipe.model, nxd, read)
+    else:
+        write_weights(folder, shapes, read)
 
 
 def _rename_to_new(partial: Path, output: Path) -> None:

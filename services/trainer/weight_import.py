@@ -1,9 +1,11 @@
-"""Begin a run with the weights of a Hugging Face folder: its checkpoint after step 0."""
+"""Begin a run with the weights of a Hugging Face folder or an NxD checkpoint: its checkpoint after step 0."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,9 +20,12 @@ from services.common.input_file import read_file
 from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateSlice
 from services.trainer.checkpoint import checkpoint_steps
-from services.trainer.hugging_face import group_parameters, open_weights, require_same_model
+from services.trainer.hugging_face import CONFIG, group_parameters, open_weights, require_same_model
 from services.trainer.job import Job
+from services.trainer.nxd.checkpoint import NxdWeights, is_nxd_checkpoint
 from services.trainer.shards import write_shard
+
+logger = logging.getLogger(__name__)
 
 SHARD_ELEMENTS = 2**28
 """About as many weights go into one file: with their moments 3 GiB, all that is in memory at once."""
@@ -33,10 +38,8 @@ def import_weights(job: Job, folder: Path, lease: Lease) -> Path:
     not name its weights; `ArtifactError` when it cannot be read, or when the run has begun already.
     """
     recipe, address = job.recipe, job.checkpoint_address(0)
-    require_same_model(folder, recipe.model)
-    _require_same_vocabulary(folder, job)
     shapes = parameter_shapes(recipe.model)
-    with open_weights(folder, shapes) as read:
+    with _open_source(folder, job, shapes) as read:
         _require_named(folder, digest_weights(shapes, read), recipe.train.initial_weights)
         if checkpoint_steps(address.collection):
             raise ArtifactError(f"{address.collection}: the run has begun already. `train` continues it.")
@@ -63,6 +66,29 @@ def digest_weights(shapes: Mapping[str, Iterable[int]], read: Callable[[str], Te
         digest.update(f"{name} {list(shapes[name])}\n".encode())
         digest.update(read(name).contiguous().numpy().data)
     return digest.hexdigest()
+
+
+@contextmanager
+def _open_source(folder: Path, job: Job, shapes: Mapping[str, torch.Size]) -> Iterator[Callable[[str], Tensor]]:
+    model = job.recipe.model
+    is_nxd = is_nxd_checkpoint(folder)
+    if not is_nxd or (folder / CONFIG).exists():
+        require_same_model(folder, model)
+    else:
+        logger.warning(
+            "%s: has no %s, so only names and shapes were compared. Heads, rotary positions and rms_norm_eps are the "
+            "recipe's: they must be those that the run had.",
+            folder,
+            CONFIG,
+        )
+    _require_same_vocabulary(folder, job)
+    if not is_nxd:
+        with open_weights(folder, shapes) as read:
+            yield read
+        return
+    weights = NxdWeights(folder, model)
+    logger.info("weights are %s", "the optimizer's masters" if weights.has_masters else "those in `model`: no masters")
+    yield weights.read
 
 
 def _require_named(folder: Path, digest: str, named: str | None) -> None:
