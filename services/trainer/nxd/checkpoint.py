@@ -21,7 +21,7 @@ from services.common.errors import ArtifactError, RecipeError
 from services.common.program.llama import parameter_shapes
 from services.common.recipe import Model
 from services.trainer.nxd.layout import NxdLayout, rank_tensors
-from services.trainer.nxd.master_weights import read_masters
+from services.trainer.nxd.master_weights import OPTIMIZER, read_masters
 from services.trainer.nxd.rank_file import count_ranks, load_rank_file, rank_file_name, resolve
 
 BEGUN, COMMITTED = "checkpoint", "done"
@@ -69,8 +69,8 @@ class NxdWeights:
         self._layout = _find_layout(folder, ranks, model, self._num_tensor)
         self._tensors = rank_tensors(model, self._layout)
         self._require_model(ranks)
-        masters = {rank: read_masters(folder, rank, weights) for rank, weights in ranks.items()}
-        self.has_masters = all(each is not None for each in masters.values())
+        masters = _read_masters(folder, ranks)
+        self.has_masters = None not in masters.values()
         self._readers = {
             rank: masters[rank] or {name: weight.float for name, weight in weights.items()}
             for rank, weights in ranks.items()
@@ -168,6 +168,18 @@ def _load_weights(path: Path) -> dict[str, Tensor]:
         if weight.dtype not in DTYPES:
             raise ArtifactError(f"{path}: {name} is {weight.dtype}, expected {', '.join(map(str, DTYPES))}.")
     return weights
+
+
+def _read_masters(
+    folder: Path, ranks: Mapping[Rank, Mapping[str, Tensor]]
+) -> dict[Rank, dict[str, Callable[[], Tensor]] | None]:
+    try:
+        masters = {rank: read_masters(folder, rank, weights) for rank, weights in ranks.items()}
+        if None in masters.values() and any(masters.values()):
+            raise ArtifactError(f"{folder / OPTIMIZER}: some ranks have masters and others have none.")
+    except ArtifactError as error:
+        raise ArtifactError(f"{error} To import the weights in `{MODEL}`, move `{OPTIMIZER}` away.") from error
+    return masters
 
 
 def _find_layout(

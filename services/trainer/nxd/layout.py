@@ -96,7 +96,7 @@ class Part:
 
 def rank_tensors(model: Model, layout: NxdLayout) -> dict[str, tuple[Part, ...]]:
     """NxD's names, in its model's order, and what a rank's tensor has along dimension 0, one part after the other."""
-    tensors = {"model.embed_tokens.weight": (Part("model.embed_tokens.weight", 0),)}
+    tensors: dict[str, tuple[Part, ...]] = {"model.embed_tokens.weight": (Part("model.embed_tokens.weight", 0),)}
     for number in range(model.num_hidden_layers):
         layer = f"model.layers.{number}."
         tensors |= {layer + name: parts for name, parts in _attention(f"{layer}self_attn.", layout).items()}

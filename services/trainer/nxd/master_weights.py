@@ -19,7 +19,7 @@ from services.common.errors import ArtifactError
 from services.trainer.nxd.rank_file import count_ranks, load_rank_file, rank_file_name, resolve
 
 OPTIMIZER = "optim"
-MASTERS, SHAPES = "sharded_master_weights", "shape_info"
+MASTERS = "sharded_master_weights"
 RELATIVE_TOLERANCE = 2.0**-7
 """Of bfloat16 by its spacing: rounding is to the nearest, or stochastic, which can take the next one."""
 
@@ -33,22 +33,24 @@ def read_masters(
     not those of the weights.
     """
     optimizer, (stage, index) = folder / OPTIMIZER, rank
-    if not (optimizer / rank_file_name(0, index, stage)).exists():
+    if not optimizer.exists():
         return None
     num_data, _, _ = count_ranks(optimizer)
     paths = [optimizer / rank_file_name(number, index, stage) for number in range(num_data)]
     contents = [load_rank_file(path) for path in paths]
     if MASTERS not in contents[0]:
         return None
-    remaining, found = dict(weights), {}
-    for number, shape in contents[0].get(SHAPES, {}).items():
-        shards = [partial(_shard, path, content, number) for path, content in zip(paths, contents, strict=True)]
+    remaining, found = dict(weights), dict[str, Callable[[], Tensor]]()
+    for number in _masters(paths[0], contents[0]):
+        shards: list[Callable[[], Tensor]] = [
+            partial(_shard, path, content, number) for path, content in zip(paths, contents, strict=True)
+        ]
         first = shards[0]()
-        name = next((name for name, weight in remaining.items() if _is_rounded(first, weight, shape)), None)
+        name = next((name for name, weight in remaining.items() if _is_rounded(first, weight, num_data)), None)
         if name is None:
             raise ArtifactError(
-                f"{paths[0]}: its tensor {number}, {list(shape)}, is the master of no weight in `model`. Both were not "
-                f"saved at one step; move `{OPTIMIZER}` away to import the weights in `model`."
+                f"{paths[0]}: its tensor {number}, {list(first.shape)}, is the master of no weight in `model` that has "
+                f"none yet. Both were not saved at one step."
             )
         found[name] = partial(_join, paths[0], name, remaining.pop(name), shards)
     if remaining:
@@ -56,9 +58,16 @@ def read_masters(
     return found
 
 
-def _shard(path: Path, content: Mapping[str, Any], number: int) -> Tensor:
+def _masters(path: Path, content: Mapping[str, Any]) -> dict[Any, Any]:
     masters = content.get(MASTERS)
-    if not isinstance(masters, dict) or number not in masters:
+    if not isinstance(masters, dict):
+        raise ArtifactError(f"{path}: has no {MASTERS}, which other ranks have.")
+    return masters
+
+
+def _shard(path: Path, content: Mapping[str, Any], number: object) -> Tensor:
+    masters = _masters(path, content)
+    if number not in masters:
         raise ArtifactError(f"{path}: has no master of tensor {number}, which other ranks have.")
     master = resolve(path, number, masters[number])
     if master.dtype != torch.float32:
@@ -66,9 +75,9 @@ def _shard(path: Path, content: Mapping[str, Any], number: int) -> Tensor:
     return master
 
 
-def _is_rounded(shard: Tensor, weight: Tensor, shape: tuple[int, ...]) -> bool:
-    """Are these the first rows of the weight's master, and padding?"""
-    return tuple(shape) == tuple(weight.shape) == (weight.shape[0], *shard.shape[1:]) and _are_near(shard, weight)
+def _is_rounded(shard: Tensor, weight: Tensor, num_data: int) -> bool:
+    """Are these the first of the weight's rows, before rounding?"""
+    return shard.shape == (-(-len(weight) // num_data), *weight.shape[1:]) and _are_near(shard, weight)
 
 
 def _are_near(master: Tensor, weight: Tensor) -> bool:
@@ -77,12 +86,12 @@ def _are_near(master: Tensor, weight: Tensor) -> bool:
     return torch.allclose(master[:rows], weight[:rows].float(), rtol=RELATIVE_TOLERANCE, atol=smallest)
 
 
-def _join(path: Path, name: str, weight: Tensor, shards: list[Callable[[], Tensor]]) -> Tensor:
-    master = torch.cat([shard() for shard in shards])
-    padded = -(-len(weight) // len(shards)) * len(shards)
-    if len(master) != padded or not _are_near(master, weight):
+def _join(path: Path, name: str, weight: Tensor, readers: list[Callable[[], Tensor]]) -> Tensor:
+    shards = [read() for read in readers]
+    is_even = all(shard.shape == shards[0].shape for shard in shards)
+    if not is_even or not _are_near(torch.cat(shards), weight):
         raise ArtifactError(
-            f"{path}: the masters of {name} on {len(shards)} data-parallel ranks are {list(master.shape)} in all, and "
-            f"{list(weight.shape)} in `model`, or have other values. Files of data-parallel ranks are missing or mixed."
+            f"{path}: the shards of {name}'s master on {len(shards)} data-parallel ranks are not the weight in `model` "
+            f"before rounding. Files of several checkpoints were mixed."
         )
-    return master[: len(weight)]
+    return torch.cat(shards)[: len(weight)]

@@ -88,5 +88,9 @@ def _load(path: Path) -> object:
     except PermissionError as error:
         raise UnreadableError(f"{path}: {error.strerror}. This user must be able to read it.") from error
     except Exception as error:  # a damaged pickle can raise anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ArtifactError(f"{path}: cannot be read as a file of torch.save with tensors alone: {reason}") from error
+        # Before this torch advises to load the file without its protection.
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0] or type(error).__name__
+        raise ArtifactError(
+            f"{path}: cannot be read as a file of torch.save with tensors alone: {reason}. It is damaged, or "
+            f"no part of an NxD checkpoint; copy it again."
+        ) from error
