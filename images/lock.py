@@ -58,13 +58,17 @@ def _lock_variant(variant: str, constraints: list[str], upgrade: list[str]) -> N
     union = UNION[variant]
     if variant == "neuron":
         constraints = [*constraints, "--constraints", _relative(NEURON_BASE)]
-    everything = [*sorted(REPOSITORY.glob("services/**/requirements.txt")), REPOSITORY / "requirements-dev.txt"]
+    everything = [*sorted(REPOSITORY.glob("services/**/requirements.txt")), *_requirements_of_tests(variant)]
     _compile(everything, union, options=[*constraints, *upgrade])
     for name, requirements in _requirements().items():
         options = [*constraints, "--constraints", _relative(union)]
         if variant == "neuron" and name in LOCKS_ON_PLATFORM:
             options += [f"--no-emit-package={package}" for package in _provided_by_the_platform(union)]
         _compile(requirements, LOCKS / f"{name}-{variant}.txt", options=options)
+
+
+def _requirements_of_tests(variant: str) -> list[Path]:
+    return [REPOSITORY / "requirements-dev.txt", *REPOSITORY.glob(f"requirements-dev-{variant}.txt")]
 
 
 def _requirements() -> dict[str, list[Path]]:

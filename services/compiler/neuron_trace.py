@@ -84,7 +84,7 @@ class TracedXla(NeuronXla):
         """Put a graph into the cache unless it is there, compiled."""
         if CACHE_VARIABLE not in os.environ:
             return
-        flags = hashlib.md5(" ".join(self._flags).encode(), usedforsecurity=False).hexdigest()[:8]
+        flags = hashlib.md5(json.dumps(self._flags).encode(), usedforsecurity=False).hexdigest()[:8]
         folder = Path(os.environ[CACHE_VARIABLE], f"{COMPILER_PREFIX}{compiler_version()}", f"MODULE_{key}+{flags}")
         if (folder / NEFF).is_file() and (folder / DONE).is_file():
             return

@@ -8,8 +8,8 @@ needs no Neuron package: torch_xla makes the graphs on a CPU too.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from services.common.errors import DeviceError
 from services.common.program.attention import attend
+from services.common.program.backends.compiler_shim import CompilerShim, forbid_compiler
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.mesh import AXES, Axis, Mesh
 from services.common.recipe import Device
@@ -67,6 +68,7 @@ class NeuronXla:
         self._groups = {axis: mesh.groups(axis) for axis in AXES}
         self._indices = {axis: self.place(torch.tensor([mesh.index(axis)], dtype=torch.int32)) for axis in AXES}
         self._num_modules = _count_modules()
+        self._shim: CompilerShim | None = None
 
     @staticmethod
     def facts(is_compiled: bool, device: Device = "xla") -> dict[str, Any]:
@@ -124,10 +126,11 @@ class NeuronXla:
         return x.cpu()
 
     def end_graph(self) -> None:
-        self._xla.sync()
+        with self._naming_missing_graphs():
+            self._xla.sync()
 
     def defer(self, values: Mapping[str, Tensor]) -> Pending:
-        return Pending(values)
+        return Pending(values, self._naming_missing_graphs)
 
     def autocast(self, dtype: str) -> AbstractContextManager[Any]:
         return torch.autocast("xla", torch.bfloat16, enabled=dtype == "bfloat16")
@@ -139,20 +142,32 @@ class NeuronXla:
         return function
 
     def require_warm_cache(self) -> None:
-        raise NotImplementedError
+        self._shim = forbid_compiler()
 
     def cache_report(self) -> CacheReport:
         return CacheReport(_count_modules() - self._num_modules)
+
+    @contextmanager
+    def _naming_missing_graphs(self) -> Iterator[None]:
+        """Raise `DeviceError` for a graph that had to be compiled where that is forbidden."""
+        try:
+            yield
+        except RuntimeError as error:
+            refusal = self._shim.refusal() if self._shim else None
+            if refusal:
+                raise refusal from error
+            raise
 
 
 class Pending:
     """Values of a graph that has ended: a read waits for the device, and begins no other graph."""
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self._values = values
+    def __init__(self, values: Mapping[str, Tensor], watch: Callable[[], AbstractContextManager[None]]) -> None:
+        self._values, self._watch = values, watch
 
     def read(self) -> dict[str, float]:
-        return {name: value.item() for name, value in self._values.items()}
+        with self._watch():
+            return {name: value.item() for name, value in self._values.items()}
 
 
 class _Fence(torch.autograd.Function):

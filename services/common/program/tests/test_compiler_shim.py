@@ -47,7 +47,7 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ask(shim: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [shim / "neuronx-cc", *arguments]
+    command = [str(shim / "neuronx-cc"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
