@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,8 +80,11 @@ class _FanOut:
         done_bytes = 0
         total_bytes = sum(task.module.graph_bytes for task in self._tasks)
         # Time left goes by bytes: the graphs that are compiled first are the ones that take longest.
-        with show_progress("compile", total_bytes / 1e6, "MB of graphs") as progress:
-            for ended in self._launcher.run_tasks(compile_module, self._take, self._settings.num_workers):
+        with (
+            closing(self._launcher.run_tasks(compile_module, self._take, self._settings.num_workers)) as all_ended,
+            show_progress("compile", total_bytes / 1e6, "MB of graphs") as progress,
+        ):
+            for ended in all_ended:
                 if ended is not None:
                     done_bytes += self._end(*ended)
                 progress.advance_to(done_bytes / 1e6, self._describe())

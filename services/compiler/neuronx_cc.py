@@ -200,10 +200,8 @@ def _judge(task: CompileTask, exit_code: int | None, log: str, neff: Path) -> tu
     if exit_code is None:
         return "failed", f"took longer than compile.task_timeout_seconds, {task.timeout_seconds:g} s, and was ended"
     if exit_code == _EXIT_KILLED or (exit_code and _KILLED_PART.search(log)):
-        return (
-            "killed",
-            f"{COMPILER} was killed, most likely for memory: the task had asked for {task.memory_gib:g} GiB",
-        )
+        had = f"the task had asked for {task.memory_gib:g} GiB; see compile.task_memory_gib"
+        return "killed", f"{COMPILER} was killed, most likely for memory: {had}"
     if exit_code and "No space left on device" in log:
         raise StorageError(
             f"{neff.parent}: the node's disk filled up while {task.module.name} was compiled "

@@ -9,7 +9,7 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr
@@ -71,7 +71,7 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
 
 def run_tasks(
     function: Callable[[T], R], take: Callable[[], tuple[T, TaskDemand] | None], num_workers: int
-) -> Iterator[tuple[T, R | LostTask] | None]:
+) -> Generator[tuple[T, R | LostTask] | None, None, None]:
     """See `Launcher.run_tasks`. A pool breaks as a whole: with a lost task go those that run beside it."""
     running: dict[Future[R], T] = {}
     pool: ProcessPoolExecutor | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -83,12 +83,12 @@ class Launcher(Protocol):
 
     def run_tasks(
         self, function: Callable[[T], R], take: Callable[[], tuple[T, TaskDemand] | None], num_workers: int
-    ) -> Iterator[tuple[T, R | LostTask] | None]:
+    ) -> Generator[tuple[T, R | LostTask] | None, None, None]:
         """Run tasks of which the caller decides, whenever one can start, which is the next: what `take()` returns.
 
         Yields (item, function(item)) as tasks end, with a `LostTask` for one that was lost and is not run again unless
         `take` returns it once more, and None about once a second in between. Ends when none runs and `take` has none.
-        Who leaves early ends the tasks that run.
+        Closing it ends the tasks that run.
         """
         ...
 

@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
 
 def run_tasks(
     function: Callable[[T], R], take: Callable[[], tuple[T, TaskDemand] | None], num_workers: int
-) -> Iterator[tuple[T, R | LostTask] | None]:
+) -> Generator[tuple[T, R | LostTask] | None, None, None]:
     """See `Launcher.run_tasks`. Ray does not run a lost task again: with what demand, the caller decides."""
     running: dict[ray.ObjectRef[Any], T] = {}
     remote = ray.remote(max_retries=0)(function)  # once: a worker loads a function anew that is made remote again
