@@ -21,7 +21,7 @@ from services.common.launch.launcher import Launcher
 from services.common.recipe import Recipe, fingerprint
 from services.compiler.fan_out import compile_modules, make_tasks
 from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF, Module, find_modules
-from services.compiler.neuronx_cc import TARGETS, TEMPORARY_SUFFIX, CompiledModule, CompileTask
+from services.compiler.neuronx_cc import TEMPORARY_SUFFIX, CompiledModule, CompileTask, target_of
 
 DEVICE: str = "xla"
 """Of `parallel.device`, whose graphs are compiled so."""
@@ -29,7 +29,6 @@ COMPILED = "neuronx-cc"
 """Subfolder of a workspace's scratch with what tasks compiled, which the next command goes on from."""
 MODULES_FILE = "modules.json"
 """Of the artifact: what is known of each graph, and what it took. Estimates for other recipes go by it."""
-DEFAULT_TARGET = "trn1"
 
 
 class Trace(Protocol):
@@ -78,14 +77,6 @@ def build_neuron_cache(
         phases=tuple(phase_timer.phases),
     )
     return Draft(payload)
-
-
-def target_of(recipe: Recipe) -> str:
-    """neuronx-cc's `--target`: the family of the nodes that train."""
-    family = (recipe.cluster.trainer_instance_type or DEFAULT_TARGET).partition(".")[0]
-    if family not in TARGETS:
-        raise DeviceError(f"neuronx-cc has no target for {family}; expected one of {', '.join(TARGETS)}.")
-    return family
 
 
 def traced_modules(cache: Path) -> list[Module]:

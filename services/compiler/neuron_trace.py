@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from services.common.program.backends.neuron_xla import CACHE_VARIABLE, NeuronXl
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.mesh import Mesh
 from services.compiler.modules import COMPILER_PREFIX, DONE, FLAGS, GRAPH, NEFF
+from services.compiler.neuronx_cc import compiler_version
 
 KEEP_GRAPHS = {
     # Of AWS Neuron's neuron_parallel_compile: graphs are written down, and what they compute is zeros.
@@ -105,14 +105,6 @@ class TracedXla(NeuronXla):
         alive = zip(tensors, is_pending, strict=True)
         found = {lazy._xla_get_tensor_id(tensor): tensor for tensor, is_here in alive if is_here}
         return [found[number] for number in sorted(found)]
-
-
-def compiler_version() -> str:
-    """Of neuronx-cc; `absent` where graphs are traced and not compiled."""
-    try:
-        return version("neuronx-cc")
-    except PackageNotFoundError:
-        return "absent"
 
 
 def _is_tensor(candidate: Any) -> bool:

@@ -26,11 +26,13 @@ from services.common.artifacts.manifest import Count, ManifestModel, Xxh3, sync_
 from services.common.errors import DeviceError, StorageError
 from services.common.input_file import read_file
 from services.common.private_folder import new_name, private_folder
+from services.common.recipe import Recipe
 from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF, Module
 from services.compiler.process_group import run_in_group
 
 COMPILER = "neuronx-cc"
 TARGETS = ("trn1", "trn1n", "trn2")
+DEFAULT_TARGET = "trn1"
 TEMPORARY_SUFFIX = ".tmp"
 LOG_LINES = 12
 VERSION_SECONDS = 120.0
@@ -165,9 +167,17 @@ def find_compiled(task: CompileTask) -> CompiledModule | None:
     return record if agrees else None
 
 
+def target_of(recipe: Recipe) -> str:
+    """neuronx-cc's `--target`: the family of the nodes that train."""
+    family = (recipe.cluster.trainer_instance_type or DEFAULT_TARGET).partition(".")[0]
+    if family not in TARGETS:
+        raise DeviceError(f"neuronx-cc has no target for {family}; expected one of {', '.join(TARGETS)}.")
+    return family
+
+
 def require_compiler(version: str) -> None:
     """Raise `DeviceError` unless the neuronx-cc on PATH is of this version."""
-    found = _compiler_version(os.environ.get("PATH", ""))
+    found = compiler_version()
     if found != version:
         raise DeviceError(
             f"the graphs were traced for {COMPILER} {version}, and {shutil.which(COMPILER)} on this node is {found}: "
@@ -176,9 +186,14 @@ def require_compiler(version: str) -> None:
         )
 
 
+def compiler_version() -> str:
+    """Of the neuronx-cc on PATH. Raises `DeviceError` where there is none."""
+    return _ask_version(os.environ.get("PATH", ""))
+
+
 @functools.cache
-def _compiler_version(path: str) -> str:
-    """Of what is found on PATH; it takes seconds to answer."""
+def _ask_version(path: str) -> str:
+    """It takes seconds to answer."""
     if shutil.which(COMPILER, path=path) is None:
         raise DeviceError(
             f"there is no {COMPILER} on PATH. A neuron image brings it, on nodes without a Neuron device too: "

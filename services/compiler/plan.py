@@ -18,7 +18,7 @@ from services.compiler import neuron_cache
 from services.compiler.compile import trace_in_child
 from services.compiler.estimate import NodeSize, Rate, find_rate, makespan, nodes_within, read_records
 from services.compiler.fan_out import make_tasks
-from services.compiler.neuronx_cc import CompileTask, find_compiled
+from services.compiler.neuronx_cc import CompileTask, find_compiled, target_of
 
 
 def plan(argv: list[str]) -> int:
@@ -43,7 +43,7 @@ def plan(argv: list[str]) -> int:
         trace_in_child(recipe, folder / "trace", "tracing")
         modules = neuron_cache.traced_modules(folder / "trace" / "cache")
         compiled = address.beside(SCRATCH_SUFFIX) / neuron_cache.COMPILED
-        tasks = make_tasks(modules, compiled, neuron_cache.target_of(recipe), recipe.compile)
+        tasks = make_tasks(modules, compiled, target_of(recipe), recipe.compile)
         rate = find_rate(arguments.root, modules[0].compiler, recipe.compile.task_cpus)
         node = NodeSize(arguments.node_cpus, arguments.node_memory_gib)
         print(describe_plan(tasks, recipe.compile, rate, node, arguments.within_minutes))

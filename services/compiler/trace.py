@@ -23,6 +23,7 @@ from services.common.program.micro_batch import make_synthetic_micro_batch
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
+from services.compiler.neuronx_cc import target_of
 
 MAX_MICRO_BATCHES = 2
 """Of a step on a device whose graphs take seconds to trace: sums are held there, so every one has the same graph."""
@@ -54,9 +55,10 @@ def make_backend(recipe: Recipe, mesh: Mesh) -> Backend:
     if device == "xla":
         from services.compiler.neuron_trace import TracedXla, keep_graphs  # noqa: PLC0415 - torch_xla's part
 
+        flags = (f"--target={target_of(recipe)}", *recipe.compile.flags)
         if recipe.compile.trace_on == "cpu":
-            return TracedXla(mesh, threads, recipe.compile.flags)
-        os.environ.update(keep_graphs(recipe.compile.flags))
+            return TracedXla(mesh, threads, flags)
+        os.environ.update(keep_graphs(flags))
     return choose_backend(device)(mesh, threads, recipe.train.reduction, device)
 
 
