@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
 
+from services.common.errors import DeviceError
 from services.common.program.mesh import make_mesh
 from services.common.recipe import Recipe
-from services.common.testing.recipes import load_with, make_recipe
+from services.common.testing.recipes import load_with, make_recipe, write_recipe
+from services.compiler.__main__ import main
+from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF
+from services.compiler.tests import neuronx_cc
 from services.compiler.trace import PHASES, run_phases
 from tests.architecture.imports import REPOSITORY
 
@@ -95,3 +100,29 @@ def test_a_shipped_recipe_is_traced_at_its_real_size(path: Path) -> None:
     assert len(graphs) == 5
     assert met["step after resume"] == met["first step"]
     assert max(map(len, graphs.values())) > 500_000
+
+
+def test_the_stage_publishes_a_split_model_s_graphs_and_has_nothing_to_do_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Traced in processes of their own, compiled by a stand-in for neuronx-cc, verified by a second trace."""
+    compiler = neuronx_cc.install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{compiler}{os.pathsep}{os.environ['PATH']}")
+    recipe = write_recipe(tmp_path)
+    overrides = {**SPLIT, "compile__trace_on": "cpu", "compile__task_cpus": "1", "compile__task_memory_gib": "0.1"}
+    options = [f"--{name.replace('__', '.')}={value}" for name, value in overrides.items()]
+    command = ["--recipe", str(recipe), "--root", str(tmp_path / "fsx"), "--launch", "inline", *options]
+
+    neuronx_cc.behave(compiler, **{"+": "broken"})
+    with pytest.raises(DeviceError, match="5 of 5 graphs"):
+        main(command)
+    neuronx_cc.behave(compiler)
+    assert main(command) == 0
+    assert "5 graphs" in capsys.readouterr().out
+    (cache,) = (tmp_path / "fsx" / "compile_cache" / "small").glob("*/graphs/neuronxcc-*")
+    assert {path.name for path in cache.glob("MODULE_*/*")} == {GRAPH, FLAGS, NEFF, DONE}
+
+    calls = len(neuronx_cc.read_calls(compiler))
+    assert main(command) == 0
+    assert "already published" in capsys.readouterr().out
+    assert len(neuronx_cc.read_calls(compiler)) == calls
