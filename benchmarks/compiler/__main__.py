@@ -5,6 +5,7 @@
 one, two   seconds from the first compilation's start to that of the last, with so many tasks at a time; in brackets,
            those of the whole command: imports, Ray's start, trace, publishing and verifying
 again      seconds of a second command for an unchanged recipe
+first step seconds to the end of a CPU worker's first step under --recipe, with an empty compile cache and a filled one
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiler")
     parser.add_argument("--graphs", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=1.5, help="that the stand-in sleeps for a graph")
+    parser.add_argument("--recipe", type=Path, default=Path("recipes/tiny-cpu.toml"))
     parser.add_argument("--launch", choices=("ray", "inline"), default="ray")
     arguments = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {arguments.launch}")
@@ -52,7 +55,16 @@ def main() -> int:
     print(f"one     {arguments.graphs} graphs of {arguments.seconds:g} s: {one.tasks:.1f} s ({one.command:.1f} s)")
     print(f"two     {two.tasks:.1f} s ({two.command:.1f} s): {one.tasks / two.tasks:.2f}x")
     print(f"again   {again.command:.1f} s, no graph compiled")
+    with tempfile.TemporaryDirectory() as cache:
+        cold, *warm = (take_first_step(arguments.recipe, cache) for _ in range(4))
+    median = statistics.median(warm)
+    print(f"first step   cache empty {cold:.1f} s, filled {median:.1f} s: {cold / median:.1f}x")
     return 0
+
+
+def take_first_step(recipe: Path, cache: str) -> float:
+    command = [sys.executable, "-m", "benchmarks.compiler.first_step", str(recipe), cache]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def run_stage(folder: Path, num_workers: int, launch: str) -> Seconds:
