@@ -434,6 +434,11 @@ class Recipe(Section):
                 f"{self.compile.enabled} and {self.train.reduction!r}: torch_xla runs compiled graphs alone, and the "
                 f"tree of exact sums is another graph for each micro-batch"
             )
+        if self.parallel.device == "xla" and self.cluster.min_nodes is not None:
+            raise ValueError(
+                f"cluster.min_nodes {self.cluster.min_nodes} cannot be with parallel.device 'xla': its graphs list the "
+                f"workers that sum together, so a run with fewer needs a compile cache of its own"
+            )
         if workers % self.cluster.trainer_workers_per_node:
             raise ValueError(
                 f"the {workers} workers (parallel.data_parallel_size {models} x parallel.tensor_parallel_size "

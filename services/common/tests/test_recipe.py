@@ -220,6 +220,14 @@ def test_a_value_of_the_wrong_kind_is_shown_with_what_was_expected(
     [
         ({"batch.global_batch_size": "7"}, "batch.global_batch_size 7 must be a multiple of batch.micro_batch_size 2"),
         ({"parallel.data_parallel_size": "3"}, "4 micro-batches per step .* parallel.data_parallel_size 3"),
+        (
+            {"parallel.device": "xla"},
+            "'xla' needs compile.enabled = true and train.reduction = 'fast'",
+        ),
+        (
+            {"parallel.device": "xla", "train.reduction": "fast", "cluster.min_nodes": "1"},
+            "cluster.min_nodes 1 cannot be with parallel.device 'xla'",
+        ),
         ({"batch.global_batch_size": "12", "parallel.data_parallel_size": "3"}, "needs a power of two of them, got 6"),
         (
             {"parallel.data_parallel_size": "4", "cluster.trainer_workers_per_node": "3"},

@@ -6,10 +6,12 @@ import hashlib
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.common.errors import DeviceError
+from services.common.program.fingerprint import program_facts
 from services.common.program.mesh import make_mesh
 from services.common.recipe import Recipe
 from services.common.testing.recipes import load_with, make_recipe, write_recipe
@@ -102,6 +104,12 @@ def test_a_shipped_recipe_is_traced_at_its_real_size(path: Path) -> None:
     assert max(map(len, graphs.values())) > 500_000
 
 
+def test_a_cache_is_for_one_number_of_workers(split: Recipe) -> None:
+    """Its graphs list their ranks. A cache of the native backend is for any number."""
+    fewer = split.parallel.model_copy(update={"data_parallel_size": 4})
+    assert program_facts(split.model_copy(update={"parallel": fewer})) != program_facts(split)
+
+
 def test_the_stage_publishes_a_split_model_s_graphs_and_has_nothing_to_do_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,7 +121,8 @@ def test_the_stage_publishes_a_split_model_s_graphs_and_has_nothing_to_do_again(
     options = [f"--{name.replace('__', '.')}={value}" for name, value in overrides.items()]
     command = ["--recipe", str(recipe), "--root", str(tmp_path / "fsx"), "--launch", "inline", *options]
 
-    neuronx_cc.behave(compiler, **{"+": "broken"})
+    every_graph: dict[str, Any] = {"MODULE": "broken"}
+    neuronx_cc.behave(compiler, **every_graph)
     with pytest.raises(DeviceError, match="5 of 5 graphs"):
         main(command)
     neuronx_cc.behave(compiler)

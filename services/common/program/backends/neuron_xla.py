@@ -53,6 +53,7 @@ class NeuronXla:
     """See `Backend`."""
 
     is_lazy = True
+    has_groups_in_graphs = True
     host = torch.device("cpu")
 
     def __init__(self, mesh: Mesh, threads: int, reduction: str, device: Device = "xla", local_rank: int = 0) -> None:

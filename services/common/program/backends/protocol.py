@@ -52,6 +52,7 @@ class Backend(Collectives, Protocol):
 
     - `facts(is_compiled, device)`: what decides a graph and its bits on this machine, besides recipe and source, by
       name. Raises `DeviceError` when the device is not there, or a program that compiles lacks its compiler.
+    - `has_groups_in_graphs`: a graph lists the ranks that it computes with, so it is for one number of workers.
     - `cache_environment(folder)`: the variables with which a process keeps its compiled graphs in `folder`. To be set
       before the backend is made.
 
@@ -89,6 +90,7 @@ class Backend(Collectives, Protocol):
     device: torch.device
     host: torch.device
     is_lazy: bool
+    has_groups_in_graphs: bool
 
     def __init__(
         self, mesh: Mesh, threads: int, reduction: str, device: Device = "cpu", local_rank: int = 0

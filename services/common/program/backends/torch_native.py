@@ -38,6 +38,7 @@ class TorchNative:
     """See `Backend`. No call has to be told that a graph ends, and a read waits by itself."""
 
     is_lazy = False
+    has_groups_in_graphs = False
     host = torch.device("cpu")
 
     def __init__(self, mesh: Mesh, threads: int, reduction: str, device: Device = "cpu", local_rank: int = 0) -> None:
