@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIB, GIB = 2**20, 2**30
 
@@ -20,6 +20,20 @@ class InstanceType:
     dollars_per_hour: float
     """Of a node on demand. A hint: it differs by region, and nobody keeps it up to date."""
     price_source: str
+    logical_core_size: int | None = None
+    """Physical NeuronCores that make one of a worker's (Neuron's LNC); None where there is no choice."""
+
+    def divided_for(self, workers_per_node: int) -> InstanceType:
+        """The node with as small cores as so many workers need: as it is by default, or each physical core alone."""
+        size = self.logical_core_size
+        if workers_per_node <= self.workers or size is None or size == 1:
+            return self
+        return replace(
+            self,
+            workers=self.workers * size,
+            worker_memory_bytes=self.worker_memory_bytes // size,
+            logical_core_size=1,
+        )
 
 
 INSTANCE_TYPES = {
@@ -35,7 +49,8 @@ INSTANCE_TYPES = {
         ),
         InstanceType(
             name="trn2.48xlarge",
-            workers=64,  # 16 Trainium2 chips of 8 cores and 96 GiB; two cores are a logical one (LNC 2, the default)
+            workers=64,  # 16 Trainium2 chips of 8 cores and 96 GiB; two cores make one by default (LNC 2)
+            logical_core_size=2,
             worker_memory_bytes=24 * GIB,
             peak_flops_per_second=16 * 667e12,
             dollars_per_hour=35.76,

@@ -68,9 +68,8 @@ def deploy_rooms_are_all_there_is(root: Path) -> list[str]:
 
 
 def ray_is_imported_in_one_place(root: Path) -> list[str]:
-    return _who_imports(
-        root, {"ray"}, but_for=("services.common.launch.ray_launcher", "services.common.launch.ray_cluster")
-    )
+    modules = ("ray_launcher", "ray_cluster", "ray_neuron")
+    return _who_imports(root, {"ray"}, but_for=[f"services.common.launch.{module}" for module in modules])
 
 
 def neuron_is_imported_in_one_place(root: Path) -> list[str]:

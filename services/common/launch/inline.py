@@ -32,6 +32,14 @@ from services.common.launch.launcher import (
     WorkerGroupSpec,
     name_the_cause,
 )
+from services.common.launch.neuron_environment import (
+    NEURON_DEVICES,
+    WorkerPlace,
+    find_meeting_point,
+    find_network,
+    neuron_environment,
+    set_neuron_environment,
+)
 from services.common.private_folder import new_name, private_folder
 from services.common.stop_signals import STOP_SIGNALS, deferring_stop_signals
 
@@ -43,6 +51,7 @@ _CONTEXT = multiprocessing.get_context("spawn")
 POLL_SECONDS = 1.0
 
 _LOST = LostTask("a process of this machine was killed while it worked on a task")
+LOOPBACK_ADDRESS = "127.0.0.1"
 
 
 def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) -> Iterator[tuple[int, R]]:
@@ -118,13 +127,15 @@ def _result_of(future: Future[Any]) -> Any:
 
 def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec) -> None:
     """See `Launcher.run_workers`. Workers meet in a file, so no port is opened before the group forms."""
+    neuron_variables = _neuron_variables(spec)
     with private_folder(new_name("workers")) as folder:
         workers: list[tuple[BaseProcess, Connection]] = []
         try:
             for rank in range(spec.num_workers):
                 receiver, sender = _CONTEXT.Pipe(duplex=False)
                 environment = WorkerEnvironment(rank, spec.num_workers, "inline", str(folder / "rendezvous"), rank)
-                arguments = (function, argument, environment, spec.threads_per_worker, sender)
+                variables = {"OMP_NUM_THREADS": str(spec.threads_per_worker), "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+                arguments = (function, argument, environment, variables, neuron_variables[rank], sender)
                 process = _CONTEXT.Process(target=_work, args=arguments, name=f"rank-{rank}")
                 with _starting_processes():
                     process.start()
@@ -138,6 +149,15 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
 def is_preemption_noticed() -> bool:
     """See `Launcher.is_preemption_noticed`. A single machine hears of it as SIGTERM."""
     return False
+
+
+def _neuron_variables(spec: WorkerGroupSpec) -> list[dict[str, str]]:
+    """Each worker's own; nothing where their devices are no NeuronCores."""
+    if spec.device not in NEURON_DEVICES:
+        return [{}] * spec.num_workers
+    size, meeting, network = spec.num_workers, find_meeting_point(LOOPBACK_ADDRESS), find_network(LOOPBACK_ADDRESS)
+    places = [WorkerPlace(rank, size, rank, size, node_rank=0) for rank in range(size)]
+    return [neuron_environment(spec.device, place, meeting, network, spec.logical_core_size) for place in places]
 
 
 def _wait_for_workers(workers: list[tuple[BaseProcess, Connection]]) -> None:
@@ -173,14 +193,16 @@ def _work(
     function: Callable[[Any, WorkerEnvironment], None],
     argument: Any,
     environment: WorkerEnvironment,
-    threads_per_worker: int,
+    variables: dict[str, str],
+    neuron_variables: dict[str, str],
     sender: Connection,
 ) -> None:
     # A signal to the whole group is for the parent, which lets the workers commit a checkpoint.
     _follow_parent(ignored=STOP_SIGNALS)
-    os.environ["OMP_NUM_THREADS"] = str(threads_per_worker)
-    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
+    os.environ.update(variables)
     try:
+        if neuron_variables:
+            set_neuron_environment(neuron_variables)
         function(argument, environment)
     except MillraceError as error:
         sender.send(error)

@@ -40,6 +40,10 @@ class WorkerGroupSpec:
     """Where the launcher keeps its own files: every node sees it, no other command uses it, and they are gone when the
     workers have ended.
     """
+    device: str = "cpu"
+    """Of each worker, as a recipe names it. One on a NeuronCore is told which before its function is called."""
+    logical_core_size: int | None = None
+    """Physical NeuronCores that make one of a worker's, where the instance type leaves a choice."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -37,8 +37,8 @@ LOST_RAYLET_FAILURES = 2
 CALL_THREAD = "ray-call"
 
 
-def connect(num_cpus: int) -> None:
-    """Join the cluster of RAY_ADDRESS, or start one on this machine."""
+def connect(num_cpus: int, resources: Mapping[str, float] | None = None) -> None:
+    """Join the cluster of RAY_ADDRESS, or start one on this machine that has so much, in Ray's view."""
     if ray.is_initialized():
         _watch.require_ray()
         return
@@ -50,7 +50,7 @@ def connect(num_cpus: int) -> None:
     }
     address = cluster_address()
     if address is None:
-        _start_here(options, num_cpus)
+        _start_here(options, num_cpus, resources or {})
     else:
         _join(address, options)
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -141,7 +141,7 @@ class _Watch:
 _watch = _Watch()
 
 
-def _start_here(options: dict[str, Any], num_cpus: int) -> None:
+def _start_here(options: dict[str, Any], num_cpus: int, resources: Mapping[str, float]) -> None:
     os.environ.pop("RAY_ADDRESS", None)  # an empty one
     # Else Ray replaces a loopback address by the one at which other machines reach this one. It read the
     # variable when it was imported, so this process needs the constant, and the processes it starts the variable.
@@ -157,6 +157,7 @@ def _start_here(options: dict[str, Any], num_cpus: int) -> None:
             ray.init(
                 address="local",  # else Ray joins one that it finds on this machine, such as another command's
                 num_cpus=max(num_cpus, os.cpu_count() or 1),
+                resources=dict(resources),
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=str(folder),

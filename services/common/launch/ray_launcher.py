@@ -37,6 +37,7 @@ from services.common.launch.launcher import (
     WorkerGroupSpec,
     name_the_cause,
 )
+from services.common.launch.neuron_environment import NEURON_DEVICES
 from services.common.launch.ray_cluster import call_in_thread, calling_ray, connect, is_lost
 from services.common.private_folder import new_name, private_folder
 
@@ -152,14 +153,19 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
     import ray.train  # noqa: PLC0415
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # noqa: PLC0415
 
+    from services.common.launch import ray_neuron  # noqa: PLC0415
+
+    is_on_neuron = spec.device in NEURON_DEVICES
+    cores = {ray_neuron.NEURON_CORES: 1.0} if is_on_neuron else {}
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(GROUP_START_SECONDS))
-    connect(spec.num_workers * spec.threads_per_worker)
-    demand = {"CPU": float(spec.threads_per_worker), **_share_of_group(_worker_share(spec.workers_per_node))}
+    connect(spec.num_workers * spec.threads_per_worker, {name: n * spec.num_workers for name, n in cores.items()})
+    demand = {"CPU": float(spec.threads_per_worker), **cores, **_share_of_group(_worker_share(spec.workers_per_node))}
     _wait_for_room(demand, spec.num_workers)
     with _storage(spec.shared_folder) as storage:
         rendezvous_file = None if cluster_address() else Path(storage) / "rendezvous"
         trainer = DataParallelTrainer(
             _WorkerFunction(function, argument, rendezvous_file),
+            backend_config=ray_neuron.NeuronConfig(spec.device, spec.logical_core_size) if is_on_neuron else None,
             scaling_config=ray.train.ScalingConfig(num_workers=spec.num_workers, resources_per_worker=demand),
             run_config=ray.train.RunConfig(
                 name="attempt",
@@ -168,7 +174,9 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
                 failure_config=ray.train.FailureConfig(  # type: ignore[call-arg]
                     max_failures=0, max_preemption_failures=0, controller_failure_limit=0
                 ),
-                worker_runtime_env={"env_vars": _worker_variables()},
+                worker_runtime_env={
+                    "env_vars": _worker_variables() | (ray_neuron.WORKER_VARIABLES if is_on_neuron else {})
+                },
             ),
         )
         failure = call_in_thread(trainer.fit)
@@ -230,7 +238,10 @@ def _explain(error: Exception, demand: dict[str, float], num_workers: int) -> Ex
     if isinstance(cause, of_train.WorkerGroupStartupTimeoutError):
         return _no_room(demand, num_workers)
     lost = (of_train.WorkerGroupStartupFailedError, ray.train.PreemptionError, ray.exceptions.RayActorError)
-    return WorkersLost(f"Ray lost a worker: {error}") if isinstance(cause, lost) else error
+    if isinstance(cause, lost):
+        return WorkersLost(f"Ray lost a worker: {error}")
+    told = _cause(cause) if isinstance(cause, ray.exceptions.RayTaskError) else None  # by a backend, of a worker's node
+    return told if isinstance(told, MillraceError) else error
 
 
 def _explain_worker_failures(error: Any) -> Exception:

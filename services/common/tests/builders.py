@@ -23,6 +23,15 @@ REPOSITORY = Path(__file__).parents[3]
 fork_server.preload(__name__)
 
 
+def make_site_that_imports_torch_xla(folder: Path) -> Path:
+    """A folder of which every Python process with it on its path imports torch_xla: here a module of this name."""
+    site = folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import torch_xla\n", encoding="utf-8")
+    (site / "torch_xla.py").touch()
+    return site
+
+
 def write_foreign_lock(path: Path, beats: int = 0) -> None:
     """A lock as a writer on another machine leaves it, or keeps it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Work on a Ray cluster: it stays on the nodes of its stage, and what it cannot have ends it with 75.
 
-A pod of a stage is a Ray node with the resource `stage_<name>`; here the nodes are processes of this machine. Ray takes
-this one to be on the head, which so stands for the pod that runs the stage's command.
+A pod of a stage is a Ray node with the resource `stage_<name>`; here the nodes are processes of this machine, at two of
+its addresses. Ray takes this one to be on the head, which so stands for the pod that runs the stage's command.
 """
 
 from __future__ import annotations
@@ -10,26 +10,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from services.common.errors import NoRoomForWorkers
+from services.common.errors import DeviceError, NoRoomForWorkers
 from services.common.launch.launcher import Launcher, WorkerGroupSpec, choose_launcher
 from services.common.tests import work
+from services.common.tests.builders import make_site_that_imports_torch_xla
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("torch")  # Ray Train's
 
 pytestmark = pytest.mark.slow
 
+LOOPBACK_ADDRESS = "127.0.0.1"
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes of the trainer, and a larger one of another stage."""
+    """Two nodes of the trainer, in Ray's view with NeuronCores, and a larger one of another stage."""
     from ray.cluster_utils import Cluster  # noqa: PLC0415
 
-    group: dict[str, Any] = {"num_cpus": 4, "resources": {"stage_trainer": 1}}
+    group: dict[str, Any] = {"num_cpus": 4, "resources": {"stage_trainer": 1, "neuron_cores": 3}}
     started = Cluster(initialize_head=True, head_node_args=group)
-    started.add_node(**group)
+    started.add_node(node_ip_address=LOOPBACK_ADDRESS, **group)
     started.add_node(num_cpus=16, resources={"stage_tokenizer": 1})
     started.wait_for_nodes()
     yield started
@@ -94,6 +98,65 @@ def test_nodes_that_others_have_taken_end_the_command_too(tmp_path: Path, launch
 
     with pytest.raises(NoRoomForWorkers, match="no room for 2 x"):
         launcher.run_workers(work.write_node, tmp_path, WorkerGroupSpec(2, 1, 1, tmp_path))
+
+
+def test_workers_on_neuron_cores_know_theirs_and_meet_on_the_first_node(
+    tmp_path: Path, cluster: Any, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cluster.address.startswith(LOOPBACK_ADDRESS):
+        pytest.skip("this machine has no second address, and Ray tells its nodes' workers apart by theirs")
+    spec = WorkerGroupSpec(4, 1, 2, tmp_path / "shared", device="xla", logical_core_size=2)
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-3")  # of the command: no worker's
+
+    launcher.run_workers(work.write_environment, tmp_path, spec)
+
+    found = work.read_environments(tmp_path)
+    of_ranks = {
+        "RANK": ["0", "1", "2", "3"],
+        "NEURON_PJRT_PROCESS_INDEX": ["0", "1", "2", "3"],
+        "LOCAL_RANK": ["0", "1", "0", "1"],
+        "NEURON_RT_VISIBLE_CORES": ["0", "1", "0", "1"],
+        "PJRT_LOCAL_PROCESS_RANK": ["0", "1", "0", "1"],
+        "GROUP_RANK": ["0", "0", "1", "1"],
+    }
+    of_all = {
+        "WORLD_SIZE": "4",
+        "NEURON_PJRT_WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "PJRT_LOCAL_PROCESS_COUNT": "2",
+        "NEURON_LOGICAL_NC_CONFIG": "2",
+    }
+    assert {name: [each[name] for each in found] for name in of_ranks} == of_ranks
+    assert {name: {each[name] for each in found} for name in of_all} == {
+        name: {value} for name, value in of_all.items()
+    }
+    [address], [port], [communicator] = (
+        {each[name] for each in found} for name in ("MASTER_ADDR", "MASTER_PORT", "NEURON_RT_ROOT_COMM_ID")
+    )
+    assert communicator.startswith(f"{address}:")
+    assert communicator != f"{address}:{port}"
+    assert not {name for each in found for name in each} & {"TORCHELASTIC_RUN_ID", "NEURON_PARALLEL_COMPILE"}
+    addresses = {cluster.address.rpartition(":")[0], LOOPBACK_ADDRESS}
+    interfaces = [found[rank]["CCOM_SOCKET_IFNAME"] for rank in (0, 2)]
+    on_interfaces = [{each.address for each in psutil.net_if_addrs()[name]} & addresses for name in interfaces]
+    assert sorted(on_interfaces, key=sorted) == sorted([{each} for each in addresses], key=sorted)
+    assert on_interfaces[0] == {address}
+
+
+def test_each_worker_takes_a_neuron_core_of_its_node(tmp_path: Path, launcher: Launcher, impatient: None) -> None:
+    wanted = r"no room for 7 x \(CPU 1, neuron_cores 1, stage_trainer 0.2475\)(.|\n)*neuron_cores 3, stage_trainer 1\n"
+
+    with pytest.raises(NoRoomForWorkers, match=wanted):
+        launcher.run_workers(work.write_environment, tmp_path, WorkerGroupSpec(7, 1, 4, tmp_path, device="xla"))
+
+
+def test_a_worker_that_has_imported_torch_xla_is_refused(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(make_site_that_imports_torch_xla(tmp_path))
+
+    with pytest.raises(DeviceError, match=r"worker \d \(pid \d+\) had imported torch_xla before"):
+        launcher.run_workers(work.fail_with_a_bug, None, WorkerGroupSpec(2, 1, 1, tmp_path / "shared", device="xla"))
 
 
 class _Holder:

@@ -223,6 +223,9 @@ def test_ray_keeps_the_same_promises(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RAY_ADDRESS", "")  # as good as none
     launcher = choose_launcher("ray")
     try:
+        launcher.run_workers(work.write_environment, tmp_path, WorkerGroupSpec(2, 1, 2, tmp_path, device="xla"))
+        cores = [each["NEURON_RT_VISIBLE_CORES"] for each in work.read_environments(tmp_path)]
+        assert cores == ["0", "1"]
         assert dict(launcher.map_tasks(work.square, range(3), 2)) == {0: 0, 1: 1, 2: 4}
         assert run_until_done(launcher, tmp_path, 2) == ({0: 0, 1: 1, 2: 4, 3: 9}, {1})
         assert launcher.has_room(TaskDemand(memory_bytes=2**20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -43,6 +44,16 @@ def die_once_or_square(task: tuple[int, Path]) -> int:
 def write_rank(folder: Path, environment: WorkerEnvironment) -> None:
     """And which device of this machine the worker would take."""
     (folder / f"{environment.rank}-of-{environment.world_size}-on-{environment.local_rank}").touch()
+
+
+def write_environment(folder: Path, environment: WorkerEnvironment) -> None:
+    """Leave the variables that this worker has."""
+    (folder / f"{environment.rank}.json").write_text(json.dumps(dict(os.environ)), encoding="utf-8")
+
+
+def read_environments(folder: Path) -> list[dict[str, str]]:
+    """What `write_environment` left, by rank."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
 def write_node(folder: Path, environment: WorkerEnvironment) -> None:

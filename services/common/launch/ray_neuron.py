@@ -1,0 +1,64 @@
+"""What Ray Train does for workers on NeuronCores, before it calls their function.
+
+In place of Ray's own TorchXLAConfig, with which workers of several nodes do not find one another
+(https://github.com/ray-project/ray/issues/65070), and which kills processes by name and compiles on the gang's nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray.train
+import ray.util
+from ray.train.backend import Backend, BackendConfig
+
+from services.common.launch.neuron_environment import (
+    MeetingPoint,
+    WorkerPlace,
+    find_meeting_point,
+    find_network,
+    neuron_environment,
+    set_neuron_environment,
+)
+
+NEURON_CORES = "neuron_cores"
+"""Ray's name for the resource."""
+
+# Ray would show each worker a core that it chose itself, in no order.
+WORKER_VARIABLES = {"RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES": "1"}
+
+
+@dataclass
+class NeuronConfig(BackendConfig):
+    device: str
+    logical_core_size: int | None
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return NeuronBackend
+
+
+class NeuronBackend(Backend):
+    """Tells each worker its rank, its core and where it meets the others; starts and ends nothing."""
+
+    def on_start(self, worker_group: Any, backend_config: NeuronConfig) -> None:  # type: ignore[override]
+        meeting = worker_group.execute_single(0, _offer_meeting_point)
+        worker_group.execute(_set_environment, backend_config.device, backend_config.logical_core_size, meeting)
+
+
+def _offer_meeting_point() -> MeetingPoint:
+    return find_meeting_point(ray.util.get_node_ip_address())
+
+
+def _set_environment(device: str, logical_core_size: int | None, meeting: MeetingPoint) -> None:
+    context = ray.train.get_context()
+    place = WorkerPlace(
+        context.get_world_rank(),
+        context.get_world_size(),
+        context.get_local_rank(),
+        context.get_local_world_size(),
+        context.get_node_rank(),
+    )
+    network = find_network(ray.util.get_node_ip_address())
+    set_neuron_environment(neuron_environment(device, place, meeting, network, logical_core_size))

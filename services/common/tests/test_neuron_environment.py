@@ -1,0 +1,195 @@
+"""Workers on NeuronCores: each is told its core and where the others are, before torch_xla is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import DeviceError
+from services.common.launch import inline
+from services.common.launch.launcher import LOOPBACK_INTERFACE, WorkerGroupSpec
+from services.common.launch.neuron_environment import (
+    CONTRADICTING_VARIABLES,
+    MeetingPoint,
+    NodeNetwork,
+    WorkerPlace,
+    find_meeting_point,
+    find_network,
+    neuron_environment,
+    set_neuron_environment,
+)
+from services.common.tests import work
+from services.common.tests.builders import REPOSITORY, make_site_that_imports_torch_xla
+
+LAST_OF_64 = WorkerPlace(rank=63, world_size=64, local_rank=31, local_world_size=32, node_rank=1)
+MEETING = MeetingPoint("10.0.0.1", 40_000, 40_001)
+WITH_EFA = NodeNetwork("eth0", has_efa=True)
+OF_ONE_CORE = (
+    "NEURON_RT_VISIBLE_CORES",
+    "NEURON_PJRT_PROCESS_INDEX",
+    "NEURON_PJRT_WORLD_SIZE",
+    "PJRT_LOCAL_PROCESS_RANK",
+    "PJRT_LOCAL_PROCESS_COUNT",
+)
+
+
+def test_the_last_worker_of_two_trn1_nodes_has_core_31_and_meets_the_others_on_the_first() -> None:
+    assert neuron_environment("xla", LAST_OF_64, MEETING, WITH_EFA) == {
+        "RANK": "63",
+        "WORLD_SIZE": "64",
+        "LOCAL_RANK": "31",
+        "LOCAL_WORLD_SIZE": "32",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "40000",
+        "NEURON_RT_ROOT_COMM_ID": "10.0.0.1:40001",
+        "CCOM_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "NEURON_RT_VISIBLE_CORES": "31",
+        "NEURON_PJRT_PROCESS_INDEX": "63",
+        "NEURON_PJRT_WORLD_SIZE": "64",
+        "PJRT_LOCAL_PROCESS_RANK": "31",
+        "PJRT_LOCAL_PROCESS_COUNT": "32",
+        "FI_PROVIDER": "efa",
+        "FI_EFA_USE_DEVICE_RDMA": "1",
+        "FI_EFA_FORK_SAFE": "1",
+    }
+
+
+def test_a_node_without_efa_is_not_told_to_use_it() -> None:
+    variables = neuron_environment("xla", LAST_OF_64, MEETING, NodeNetwork("eth0", has_efa=False))
+
+    assert not [name for name in variables if name.startswith("FI_")]
+
+
+def test_torch_neuron_chooses_its_core_itself_and_is_told_how_large_one_is() -> None:
+    variables = neuron_environment("neuron", LAST_OF_64, MEETING, WITH_EFA, logical_core_size=2)
+
+    assert variables["NEURON_LOGICAL_NC_CONFIG"] == "2"
+    assert variables["NEURON_RT_ROOT_COMM_ID"] == "10.0.0.1:40001"
+    assert variables.keys().isdisjoint(OF_ONE_CORE)
+
+
+def test_an_address_of_ipv6_is_told_from_its_port() -> None:
+    meeting = MeetingPoint("fd00::1", 40_000, 40_001)
+    variables = neuron_environment("xla", LAST_OF_64, meeting, WITH_EFA)
+
+    assert (variables["MASTER_ADDR"], variables["NEURON_RT_ROOT_COMM_ID"]) == ("fd00::1", "[fd00::1]:40001")
+
+
+def test_the_ports_of_a_meeting_point_differ_and_are_free() -> None:
+    meeting = find_meeting_point("127.0.0.1")
+
+    assert meeting.host == "127.0.0.1"
+    with ExitStack() as stack:
+        for port in (meeting.store_port, meeting.communicator_port):
+            stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+
+
+def test_the_interface_is_the_one_that_has_the_nodes_address() -> None:
+    assert find_network("127.0.0.1").interface == LOOPBACK_INTERFACE
+
+
+def test_an_address_that_no_interface_has_is_named_with_those_that_are_there() -> None:
+    with pytest.raises(
+        DeviceError, match=rf"has the address 203\.0\.113\.1(.|\n)*{LOOPBACK_INTERFACE}: .*127\.0\.0\.1"
+    ):
+        find_network("203.0.113.1")
+
+
+@pytest.mark.parametrize(("device_files", "has_efa"), [([], False), (["rdma_cm"], False), (["uverbs0"], True)])
+def test_efa_is_there_where_the_pod_has_one_of_its_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_files: list[str], has_efa: bool
+) -> None:
+    monkeypatch.setattr("services.common.launch.neuron_environment.EFA_DEVICES", tmp_path)
+    for name in device_files:
+        (tmp_path / name).touch()
+
+    assert find_network("127.0.0.1").has_efa is has_efa
+
+
+def test_what_contradicts_the_variables_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = dict.fromkeys(CONTRADICTING_VARIABLES, "1") | {"NEURON_RT_VISIBLE_CORES": "0-31", "HOME": "/root"}
+    monkeypatch.setattr(os, "environ", environment)
+    variables = neuron_environment("xla", LAST_OF_64, MEETING, WITH_EFA)
+
+    set_neuron_environment(variables)
+
+    assert environment == {**variables, "HOME": "/root"}
+
+
+@pytest.mark.parametrize("torchrun", [{}, {"TORCHELASTIC_RUN_ID": "1"}], ids=["plain", "below torchrun"])
+def test_torch_xla_leaves_them_as_they_are(torchrun: dict[str, str]) -> None:
+    """Where Neuron's packages are, it makes its own of torchrun's as it is imported, and refuses what does not fit."""
+    if importlib.util.find_spec("torch_xla") is None:
+        pytest.skip("torch_xla is not installed; `make test-torch29` has it")
+    variables = neuron_environment("xla", LAST_OF_64, MEETING, WITH_EFA)
+    program = f"""if True:
+        import json, os
+        from services.common.launch.neuron_environment import set_neuron_environment
+        set_neuron_environment({variables})
+        from torch_xla._internal import neuron
+        neuron.configure_pjrt_environment()
+        print(json.dumps(dict(os.environ)))
+    """
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        env={**os.environ, **torchrun},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert variables.items() <= json.loads(done.stdout).items()
+
+
+@pytest.fixture
+def new_spec(tmp_path: Path) -> Callable[..., WorkerGroupSpec]:
+    def make(**values: object) -> WorkerGroupSpec:
+        given = {"num_workers": 2, "threads_per_worker": 1, "workers_per_node": 2, "shared_folder": tmp_path}
+        return WorkerGroupSpec(**{**given, "device": "xla", **values})  # type: ignore[arg-type]
+
+    return make
+
+
+def test_inline_workers_share_one_node(tmp_path: Path, new_spec: Callable[..., WorkerGroupSpec]) -> None:
+    inline.run_workers(work.write_environment, tmp_path, new_spec())
+
+    first, second = work.read_environments(tmp_path)
+    assert [each["NEURON_RT_VISIBLE_CORES"] for each in (first, second)] == ["0", "1"]
+    assert [each["NEURON_PJRT_PROCESS_INDEX"] for each in (first, second)] == ["0", "1"]
+    assert (second["LOCAL_WORLD_SIZE"], second["GROUP_RANK"]) == ("2", "0")
+    assert first["NEURON_RT_ROOT_COMM_ID"] == second["NEURON_RT_ROOT_COMM_ID"]
+    assert first["CCOM_SOCKET_IFNAME"] == LOOPBACK_INTERFACE
+
+
+def test_a_worker_that_has_imported_torch_xla_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_spec: Callable[..., WorkerGroupSpec]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(make_site_that_imports_torch_xla(tmp_path)), prepend=os.pathsep)
+
+    with pytest.raises(DeviceError, match=r"worker \d \(pid \d+\) had imported torch_xla before"):
+        inline.run_workers(work.fail_with_a_bug, None, new_spec())
+
+
+def test_inline_workers_on_a_cpu_hear_nothing_of_neuron(
+    tmp_path: Path, new_spec: Callable[..., WorkerGroupSpec]
+) -> None:
+    inline.run_workers(work.write_environment, tmp_path, new_spec(num_workers=1, device="cpu"))
+
+    [environment] = work.read_environments(tmp_path)
+    assert {name for name in environment if "NEURON" in name or "PJRT" in name} == {
+        name for name in os.environ if "NEURON" in name or "PJRT" in name
+    }
