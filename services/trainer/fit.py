@@ -17,9 +17,9 @@ Changes = dict[str, str | int]
 
 
 def instance_type(recipe: Recipe) -> InstanceType | None:
-    """Of the trainer's nodes, where the recipe says it."""
+    """Of the trainer's nodes, where the recipe says it, with cores as small as its workers on a node need."""
     name = recipe.cluster.trainer_instance_type
-    return INSTANCE_TYPES[name] if name else None
+    return INSTANCE_TYPES[name].divided_for(recipe.cluster.trainer_workers_per_node) if name else None
 
 
 def require_fit(recipe: Recipe) -> None:

@@ -20,6 +20,7 @@ from services.common.private_folder import private_base
 from services.common.stop_signals import Stopped, name_signal, on_stop_signal
 from services.common.telemetry import Progress, show_progress
 from services.trainer.checkpoint import newest_step
+from services.trainer.fit import instance_type
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics import read_last_step
@@ -41,11 +42,14 @@ def supervise(job: Job, lease: HeldLease) -> None:
     parallel, max_restarts = job.recipe.parallel, job.recipe.train.max_restarts
     forget_signals(job.run_folder)
     launcher = choose_launcher(job.launch)
+    node = instance_type(job.recipe)
     spec = WorkerGroupSpec(
         num_workers=parallel.num_workers,
         threads_per_worker=parallel.threads_per_worker,
         workers_per_node=job.recipe.cluster.trainer_workers_per_node,
         shared_folder=job.run_folder,
+        device=parallel.device,
+        logical_core_size=node.logical_core_size if node else None,
     )
     logger.info("starting %d workers (%s); logs are in %s", spec.num_workers, job.launch, job.run_folder / "logs")
     restarts, committed = 0, newest_step(job.checkpoint_collection) or 0

@@ -23,6 +23,7 @@ from services.trainer.step_trace import trace_step
 RECIPES = sorted((Path(__file__).resolve().parents[3] / "recipes").glob("*.toml"))
 SMALLEST, LARGE = "tiny-cpu", [path for path in RECIPES if path.stem != "tiny-cpu"]
 LLAMA_2_7B = next(path for path in RECIPES if path.stem == "llama2-7b-trn1")
+LLAMA_31_8B = next(path for path in RECIPES if path.stem == "llama3.1-8b-trn2")
 
 
 def plan(path: Path, *options: str) -> int:
@@ -74,6 +75,23 @@ def test_a_run_that_does_not_fit_ends_with_2_and_with_a_change_that_makes_it_fit
 def test_a_run_that_no_change_makes_fit_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(LLAMA_2_7B, "--no-dry-run", "--corpus.sequence_length=1048576") == 2
     assert "take a smaller model or sequence" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("workers", "exit_code", "said"),
+    [
+        (64, 0, "of the 24.00 GiB of a worker of trn2.48xlarge"),  # two physical cores each
+        (128, 2, "one of trn2.48xlarge has 12 GiB"),  # one each, and half the memory
+        (256, 2, "a trn2.48xlarge has 128 NeuronCores, one for each worker"),
+    ],
+)
+def test_the_cores_of_a_trn2_are_as_small_as_its_workers_need(
+    workers: int, exit_code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(LLAMA_31_8B, "--no-dry-run", f"--cluster.trainer_workers_per_node={workers}") == exit_code
+
+    shown = capsys.readouterr()
+    assert said in shown.out + shown.err
 
 
 def test_models_that_span_nodes_and_idle_cores_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -49,6 +50,36 @@ def test_lost_workers_are_started_again_but_not_where_there_is_no_room(
         supervise(job, held)
 
     assert started == [WorkerGroupSpec(2, 1, 1, job.run_folder)] * starts
+
+
+@pytest.mark.parametrize(("workers_per_node", "logical_core_size"), [(64, 2), (128, 1)])
+def test_the_launcher_is_told_what_the_workers_compute_on(
+    tmp_path: Path,
+    new_job: Callable[..., Job],
+    monkeypatch: pytest.MonkeyPatch,
+    workers_per_node: int,
+    logical_core_size: int,
+) -> None:
+    started: list[WorkerGroupSpec] = []
+
+    class Recording:
+        def run_workers(self, function: object, job: Job, spec: WorkerGroupSpec) -> None:
+            started.append(spec)
+
+    monkeypatch.setattr("services.trainer.supervise.choose_launcher", lambda name: Recording())
+    job = new_job()
+    cluster = {"trainer_workers_per_node": workers_per_node, "trainer_instance_type": "trn2.48xlarge"}
+    recipe = job.recipe.model_copy(
+        update={
+            "parallel": job.recipe.parallel.model_copy(update={"device": "neuron"}),
+            "cluster": job.recipe.cluster.model_copy(update=cluster),
+        }
+    )
+
+    with hold_lease(tmp_path / "command.lock") as held:
+        supervise(replace(job, recipe=recipe), held)
+
+    assert started == [WorkerGroupSpec(2, 1, workers_per_node, job.run_folder, "neuron", logical_core_size)]
 
 
 def test_a_restart_has_a_begin_of_its_own(
