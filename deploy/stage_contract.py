@@ -11,7 +11,7 @@ from typing import Literal
 
 from services.common.recipe import Stage
 
-MountKind = Literal["temporary", "shared", "recipe"]
+MountKind = Literal["temporary", "memory", "shared", "recipe"]
 Variant = Literal["cpu", "neuron"]
 
 RECIPE_FILE = "recipe.toml"
@@ -27,7 +27,8 @@ class Mount:
     name: str
     path: str
     kind: MountKind
-    """`temporary` is the container's own, `shared` is the artifact root, and `recipe` holds the recipe's file."""
+    """`temporary` is the container's own, on disk, and `memory` too, in memory; `shared` is the artifact root, and
+    `recipe` holds the recipe's file."""
 
     @property
     def is_read_only(self) -> bool:
@@ -37,6 +38,7 @@ class Mount:
 SCRATCH = Mount("scratch", "/scratch", "temporary")
 ROOT = Mount("fsx", "/fsx", "shared")
 RECIPE = Mount("recipe", "/recipe", "recipe")
+SHARED_MEMORY = Mount("shm", "/dev/shm", "memory")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Resources:
     """Of the node's own disk."""
     huge_pages_gib: int = 0
     """In pages of 2 MiB, which the Neuron runtime takes."""
+    shared_memory_gib: int = 0
+    """Of `memory_gib`, what Ray and the workers of a node may share; containers get 64 MiB of themselves."""
     neuron_devices: int = 0
     efa_cards: int = 0
 
@@ -98,7 +102,15 @@ EFA_ENVIRONMENT = {
     "FI_EFA_FORK_SAFE": "1",
     "MALLOC_ARENA_MAX": "64",
 }
-TRN1_32XLARGE = Resources(cpus=120, memory_gib=440, storage_gib=400, huge_pages_gib=10, neuron_devices=16, efa_cards=8)
+TRN1_32XLARGE = Resources(
+    cpus=120,
+    memory_gib=440,
+    storage_gib=400,
+    huge_pages_gib=10,
+    shared_memory_gib=64,
+    neuron_devices=16,
+    efa_cards=8,
+)
 CPU_NODE = Resources(cpus=14, memory_gib=48, storage_gib=100)
 DRAIN_SECONDS: dict[Stage, int] = {"tokenizer": 60, "compiler": 60, "trainer": 300}
 
@@ -110,4 +122,5 @@ def find_contract(stage: Stage, variant: Variant) -> StageContract:
         return StageContract(stage, None, RAY_ENVIRONMENT, drain_seconds)
     if stage == "tokenizer":
         return StageContract(stage, CPU_NODE, RAY_ENVIRONMENT, drain_seconds)
-    return StageContract(stage, TRN1_32XLARGE, RAY_ENVIRONMENT | EFA_ENVIRONMENT, drain_seconds)
+    environment, mounts = RAY_ENVIRONMENT | EFA_ENVIRONMENT, (SCRATCH, ROOT, RECIPE, SHARED_MEMORY)
+    return StageContract(stage, TRN1_32XLARGE, environment, drain_seconds, mounts)

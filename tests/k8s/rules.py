@@ -11,6 +11,7 @@ from kubernetes.utils.quantity import parse_quantity
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
 from images.platforms import read_platforms
+from services.common.instance_types import INSTANCE_TYPES
 from tests.architecture.rules import STAGES
 from tests.k8s.rendered import (
     Thing,
@@ -27,7 +28,7 @@ Rule = Callable[[list[Thing]], list[str]]
 
 OUTSIDE_OF_NAMESPACES = {"Namespace", "PriorityClass", "PersistentVolume", "ClusterRole", "ClusterRoleBinding"}
 NEURON = "aws.amazon.com/neuron"
-CORES_OF_A_DEVICE = 2  # of trn1
+INSTANCE_TYPE_LABEL = "node.kubernetes.io/instance-type"
 FOLDERS_OF_AN_IMAGE = {"HOME", "TMPDIR", "RAY_TMPDIR", "XDG_CACHE_HOME", "NEURON_COMPILE_CACHE_URL"}
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 STOP = "RAY_JOB_STOP_WAIT_TIME_S"
@@ -175,10 +176,16 @@ def ray_reads_the_groups_as_meant(things: list[Thing]) -> list[str]:
             problems.append(f"{stage}: Ray reads {found['max_workers']} as the most workers")
         if found["labels"] != {"stage": stage} or found["resources"].get(f"stage_{stage}") != 1:
             problems.append(f"{stage}: Ray cannot route to it by {found['labels']} and {found['resources']}")
-        cores = CORES_OF_A_DEVICE * int(_limits_of(group["template"]).get(NEURON, 0))
+        cores = _cores_of(group["template"])
         if found["resources"].get("neuron_cores", 0) != cores:
             problems.append(f"{stage}: Ray does not count {cores} neuron_cores")
     return problems
+
+
+def _cores_of(pod: Thing) -> int:
+    """NeuronCores of a node, each of which a worker of the pod takes."""
+    node = pod["spec"].get("nodeSelector", {}).get(INSTANCE_TYPE_LABEL, "")
+    return INSTANCE_TYPES[node].workers if NEURON in _limits_of(pod) and node in INSTANCE_TYPES else 0
 
 
 def node_types_that_ray_reads(things: list[Thing]) -> dict[str, Any]:
@@ -343,9 +350,11 @@ def scratch_is_within_the_pods_storage(things: list[Thing]) -> list[str]:
     """A pod that fills an unbounded folder is evicted, and its node's other pods before it."""
     problems = []
     for name, pod in pods_of(things).items():
-        limit = _limits_of(pod).get("ephemeral-storage", Decimal(0))
+        limits = _limits_of(pod)
         for volume in pod["spec"]["volumes"]:
-            size = volume.get("emptyDir", {"sizeLimit": "0"}).get("sizeLimit")
+            folder = volume.get("emptyDir", {"sizeLimit": "0"})
+            size, is_memory = folder.get("sizeLimit"), folder.get("medium") == "Memory"
+            limit = limits.get("memory" if is_memory else "ephemeral-storage", Decimal(0))
             if size is None or parse_quantity(size) > limit:
                 problems.append(f"{name}: {volume['name']} may grow to {size}, the pod to {limit}")
     return problems
@@ -361,7 +370,7 @@ def trainium_pods_reach_trainium_nodes(things: list[Thing]) -> list[str]:
         problems += [f"{stage}: {limits.get(each)} of {each}" for each in wanted if limits.get(each) != wanted[each]]
         if NEURON in limits and NEURON not in tolerated:
             problems.append(f"{stage}: the taint {NEURON} keeps it away")
-        if NEURON in limits and not spec.get("nodeSelector", {}).get("node.kubernetes.io/instance-type"):
+        if NEURON in limits and not spec.get("nodeSelector", {}).get(INSTANCE_TYPE_LABEL):
             problems.append(f"{stage}: no instance type is selected")
     return problems
 

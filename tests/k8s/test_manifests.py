@@ -177,6 +177,7 @@ BREACHES: list[Breach] = [
     (rules.ray_counts_the_pods_cpus, CLUSTER, f"{TRAINER}/resources/CPU", "128", "counts 128 CPUs, the pod has 120"),
     (rules.scratch_is_within_the_pods_storage, CLUSTER, f"{POD}/volumes/0/emptyDir", {}, "may grow to None"),
     (rules.scratch_is_within_the_pods_storage, CLUSTER, f"{POD}/volumes/0/emptyDir/sizeLimit", "1Ti", "grow to 1Ti"),
+    (rules.scratch_is_within_the_pods_storage, CLUSTER, f"{POD}/volumes/3/emptyDir/sizeLimit", "441Gi", "grow to 441"),
     (rules.trainium_pods_reach_trainium_nodes, CLUSTER, f"{POD}/tolerations", REMOVED, "the taint"),
     (rules.trainium_pods_reach_trainium_nodes, CLUSTER, f"{POD}/nodeSelector", REMOVED, "no instance type"),
     (rules.trainium_pods_reach_trainium_nodes, CLUSTER, f"{LIMITS}/aws.amazon.com~1neuron", "8", "trainer: 8 of aws"),

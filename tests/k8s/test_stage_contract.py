@@ -39,14 +39,22 @@ def breaches_of(contract: StageContract, things: list[Thing]) -> list[str]:
     }
     if contract.resources:
         found["resources"] = (group.requests, requests_of(contract.resources))
+        found["shared memory"] = (shared_memory_of(group.pod), contract.resources.shared_memory_gib * GIB)
     return [
         f"{contract.stage}: {what} is {has}, not {wanted}" for what, (has, wanted) in found.items() if has != wanted
     ]
 
 
 def kind_of(volume: Thing) -> str:
+    if volume.get("emptyDir", {}).get("medium") == "Memory":
+        return "memory"
     kinds = {"emptyDir": "temporary", "persistentVolumeClaim": "shared", "configMap": "recipe"}
     return next(kind for key, kind in kinds.items() if key in volume)
+
+
+def shared_memory_of(pod: Thing) -> Decimal:
+    sizes = [volume["emptyDir"]["sizeLimit"] for volume in pod["volumes"] if kind_of(volume) == "memory"]
+    return sum(map(parse_quantity, sizes), Decimal(0))
 
 
 def requests_of(resources: Resources) -> dict[str, Decimal]:
@@ -71,7 +79,8 @@ def test_a_worker_group_keeps_the_contract(overlays: dict[str, list[Thing]], ove
     assert breaches_of(contract, overlays[overlay]) == []
 
 
-CONTAINER = "/spec/workerGroupSpecs/2/template/spec/containers/0"
+POD = "/spec/workerGroupSpecs/2/template/spec"
+CONTAINER = f"{POD}/containers/0"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +93,9 @@ CONTAINER = "/spec/workerGroupSpecs/2/template/spec/containers/0"
         (f"{CONTAINER}/volumeMounts/2/readOnly", False, "trainer: mounts is"),
         (f"{CONTAINER}/resources/requests/cpu", "128", "trainer: resources is"),
         (f"{CONTAINER}/resources/requests/aws.amazon.com~1neuron", "8", "trainer: resources is"),
-        ("/spec/workerGroupSpecs/2/template/spec/terminationGracePeriodSeconds", 300, "trainer: grace is"),
+        (f"{POD}/terminationGracePeriodSeconds", 300, "trainer: grace is"),
+        (f"{POD}/volumes/3/emptyDir/sizeLimit", "440Gi", "trainer: shared memory is"),
+        (f"{POD}/volumes/3/emptyDir/medium", REMOVED, "trainer: volumes is"),
     ],
 )
 def test_a_worker_group_that_breaks_it_is_noticed(
