@@ -25,9 +25,17 @@ Numbers = dict[str, dict[str, float]]
 """By the name in the metrics and the step."""
 
 
+OF_GOLDEN_RUN = {"train__max_steps": "50", "optimizer__decay_steps": "50"}
+"""Overrides of the small recipe."""
+
+
 def train_golden(new_job: Callable[..., Job]) -> Numbers:
-    job = new_job(train__max_steps="50", optimizer__decay_steps="50")
+    job = new_job(**OF_GOLDEN_RUN)
     train(job, WorkerEnvironment(rank=0, world_size=1, launch="inline"))
+    return read_numbers(job)
+
+
+def read_numbers(job: Job) -> Numbers:
     records = read_metrics(job.run_folder).lines
     return {name: {str(each["step"]): each[name] for each in records if name in each} for name in NAMES}
 

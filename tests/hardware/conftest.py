@@ -1,0 +1,55 @@
+"""Runs on the NeuronCores of this machine, each worker in a process of its own: a core serves one process at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.common.artifacts.lease import Lease, hold_lease
+from services.common.launch import inline
+from services.common.launch.launcher import WorkerGroupSpec
+from services.trainer.job import Job
+from services.trainer.supervise import train_on_node
+from services.trainer.tests.builders import building_jobs
+
+NEURON_DEVICES = sorted(Path("/dev").glob("neuron[0-9]*"))
+CORES_OF_A_DEVICE = 2  # of trn1
+
+ON_XLA = {
+    "parallel__device": "xla",
+    "train__reduction": "fast",
+    "compile__enabled": "true",
+    "parallel__data_parallel_size": "1",
+}
+"""Overrides with which the small recipe has one worker, on a NeuronCore."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not NEURON_DEVICES:
+        absent = pytest.mark.skip(reason="/dev/neuron0 is not here: this machine or container has no Neuron device")
+        for item in items:
+            if item.path.is_relative_to(Path(__file__).parent):
+                item.add_marker(absent)
+
+
+@pytest.fixture
+def lease(tmp_path: Path) -> Iterator[Lease]:
+    with hold_lease(tmp_path / "run.lock") as held:
+        yield held.lease
+
+
+@pytest.fixture
+def new_job(tmp_path: Path, lease: Lease) -> Iterator[Callable[..., Job]]:
+    """Build a job on a corpus under `root`; overrides as `train__max_steps="7"`."""
+    with building_jobs(tmp_path, lease) as build:
+        yield build
+
+
+def train_with_workers(job: Job) -> None:
+    """As `python -m services.trainer --launch inline` does, without its supervisor."""
+    parallel = job.recipe.parallel
+    workers = parallel.num_workers
+    spec = WorkerGroupSpec(workers, parallel.threads_per_worker, workers, job.run_folder, parallel.device)
+    inline.run_workers(train_on_node, job, spec)
