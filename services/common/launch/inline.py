@@ -38,6 +38,7 @@ from services.common.launch.neuron_environment import (
     find_meeting_point,
     find_network,
     neuron_environment,
+    require_every_core,
     set_neuron_environment,
 )
 from services.common.private_folder import new_name, private_folder
@@ -155,6 +156,7 @@ def _neuron_variables(spec: WorkerGroupSpec) -> list[dict[str, str]]:
     """Each worker's own; nothing where their devices are no NeuronCores."""
     if spec.device not in NEURON_DEVICES:
         return [{}] * spec.num_workers
+    require_every_core(spec.device)
     size, meeting, network = spec.num_workers, find_meeting_point(LOOPBACK_ADDRESS), find_network(LOOPBACK_ADDRESS)
     places = [WorkerPlace(rank, size, rank, size, node_rank=0) for rank in range(size)]
     return [neuron_environment(spec.device, place, meeting, network, spec.logical_core_size) for place in places]

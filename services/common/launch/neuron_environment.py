@@ -22,6 +22,8 @@ XLA = "xla"
 NEURON_DEVICES = frozenset({XLA, "neuron"})
 """A worker's device is then a NeuronCore: of torch_xla, or of TorchNeuron."""
 
+VISIBLE_CORES = "NEURON_RT_VISIBLE_CORES"
+
 # Of torchrun, by which torch_xla would believe that it has to share out the visible cores, and refuse the one that
 # there is; and of torch_xla's own launcher, another way to say what NEURON_PJRT_WORLD_SIZE says.
 CONTRADICTING_VARIABLES = ("TORCHELASTIC_RUN_ID", "NEURON_PJRT_PROCESSES_NUM_DEVICES")
@@ -87,7 +89,7 @@ def neuron_environment(
     }
     if device == XLA:
         variables |= {
-            "NEURON_RT_VISIBLE_CORES": str(place.local_rank),
+            VISIBLE_CORES: str(place.local_rank),
             "NEURON_PJRT_PROCESS_INDEX": str(place.rank),
             "NEURON_PJRT_WORLD_SIZE": str(place.world_size),
             "PJRT_LOCAL_PROCESS_RANK": str(place.local_rank),
@@ -114,6 +116,18 @@ def set_neuron_environment(variables: Mapping[str, str]) -> None:
     for name in CONTRADICTING_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(variables)
+
+
+def require_every_core(device: str) -> None:
+    """Raise `DeviceError` where this command was given a choice of this machine's cores, which its workers would not
+    follow; and Ray, started in place, takes a range of cores for one.
+    """
+    visible = os.environ.get(VISIBLE_CORES)
+    if device == XLA and visible:
+        raise DeviceError(
+            f"{VISIBLE_CORES}={visible} is set, and each worker of parallel.device = 'xla' takes the core of its index "
+            f"on the node, from 0 on. Unset it: unset {VISIBLE_CORES}"
+        )
 
 
 def find_meeting_point(host: str) -> MeetingPoint:

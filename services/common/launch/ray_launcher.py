@@ -37,7 +37,7 @@ from services.common.launch.launcher import (
     WorkerGroupSpec,
     name_the_cause,
 )
-from services.common.launch.neuron_environment import NEURON_DEVICES
+from services.common.launch.neuron_environment import NEURON_DEVICES, require_every_core
 from services.common.launch.ray_cluster import call_in_thread, calling_ray, connect, is_lost
 from services.common.private_folder import new_name, private_folder
 
@@ -157,6 +157,8 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
 
     is_on_neuron = spec.device in NEURON_DEVICES
     cores = {ray_neuron.NEURON_CORES: 1.0} if is_on_neuron else {}
+    if cluster_address() is None:
+        require_every_core(spec.device)
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(GROUP_START_SECONDS))
     connect(spec.num_workers * spec.threads_per_worker, {name: n * spec.num_workers for name, n in cores.items()})
     demand = {"CPU": float(spec.threads_per_worker), **cores, **_share_of_group(_worker_share(spec.workers_per_node))}

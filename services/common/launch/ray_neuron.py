@@ -25,7 +25,7 @@ from services.common.launch.neuron_environment import (
 NEURON_CORES = "neuron_cores"
 """Ray's name for the resource."""
 
-# Ray would show each worker a core that it chose itself, in no order.
+# Ray would show each worker a core that it chose itself, whatever the worker's rank.
 WORKER_VARIABLES = {"RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES": "1"}
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from services.common.errors import DeviceError
 from services.common.launch import inline
-from services.common.launch.launcher import LOOPBACK_INTERFACE, WorkerGroupSpec
+from services.common.launch.launcher import LAUNCHERS, LOOPBACK_INTERFACE, WorkerGroupSpec, choose_launcher
 from services.common.launch.neuron_environment import (
     CONTRADICTING_VARIABLES,
     MeetingPoint,
@@ -182,6 +182,18 @@ def test_a_worker_that_has_imported_torch_xla_is_refused(
 
     with pytest.raises(DeviceError, match=r"worker \d \(pid \d+\) had imported torch_xla before"):
         inline.run_workers(work.fail_with_a_bug, None, new_spec())
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_choice_of_cores_that_workers_would_not_follow_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, new_spec: Callable[..., WorkerGroupSpec]
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4-7")
+
+    with pytest.raises(DeviceError, match=r"NEURON_RT_VISIBLE_CORES=4-7 is set(.|\n)*unset NEURON_RT_VISIBLE_CORES"):
+        choose_launcher(name).run_workers(work.fail_with_a_bug, None, new_spec())
 
 
 def test_inline_workers_on_a_cpu_hear_nothing_of_neuron(
