@@ -32,12 +32,16 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster  # noqa: PLC0415
 
     group: dict[str, Any] = {"num_cpus": 4, "resources": {"stage_trainer": 1, "neuron_cores": 3}}
-    started = Cluster(initialize_head=True, head_node_args=group)
-    started.add_node(node_ip_address=LOOPBACK_ADDRESS, **group)
-    started.add_node(num_cpus=16, resources={"stage_tokenizer": 1})
-    started.wait_for_nodes()
-    yield started
-    started.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # A Ray that this process started in place has left it where every node is at the loopback address.
+        patch.setattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", True)
+        patch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
+        started = Cluster(initialize_head=True, head_node_args=group)
+        started.add_node(node_ip_address=LOOPBACK_ADDRESS, **group)
+        started.add_node(num_cpus=16, resources={"stage_tokenizer": 1})
+        started.wait_for_nodes()
+        yield started
+        started.shutdown()
 
 
 @pytest.fixture
