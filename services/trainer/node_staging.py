@@ -24,6 +24,9 @@ from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)
 
+LOCK_NAME = "lock"
+"""Ends the names of files `lock` and `MODULE_....lock`."""
+
 
 def node_folder(job: Job) -> Path:
     return private_base() / job.attempt
@@ -95,6 +98,10 @@ def _doing_once(job: Job, what: str) -> Iterator[bool]:
 
 
 def new_cache_files(job: Job) -> int:
-    """Files in the node's copy of the compile cache that the published one does not have."""
+    """Files in the node's copy of the compile cache that the published one does not have.
+
+    The locks of libneuronxla are none: it makes them where it only reads.
+    """
     published = {entry.path for entry in job.cache.manifest.files} if job.cache else set()
-    return sum(f"{GRAPHS}/{path}" not in published for path in list_files(compile_cache_folder(job)))
+    found = [path for path in list_files(compile_cache_folder(job)) if not path.endswith(LOCK_NAME)]
+    return sum(f"{GRAPHS}/{path}" not in published for path in found)

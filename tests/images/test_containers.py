@@ -281,9 +281,7 @@ def test_a_neuron_image_refuses_a_recipe_for_the_cpu(neuron_images: dict[str, st
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 4, done.stderr
-    assert (
-        "this is a neuron image, which runs the program through torch_xla" in json.loads(done.stdout)["problem"]
-    )
+    assert "this is a neuron image, which runs the program through torch_xla" in json.loads(done.stdout)["problem"]
 
 
 def test_the_tokenizer_works_in_a_neuron_image(checkout: Path, neuron_images: dict[str, str], tmp_path: Path) -> None:

@@ -64,9 +64,7 @@ def test_a_cluster_is_told_before_it_gives_nodes(
     done = call(capfd, "services.common.readiness", "--stage", stage, *options)
 
     assert done.returncode == 4, done.stderr
-    assert (
-        "this is a neuron image, which runs the program through torch_xla" in json.loads(done.stdout)["problem"]
-    )
+    assert "this is a neuron image, which runs the program through torch_xla" in json.loads(done.stdout)["problem"]
 
 
 @pytest.mark.usefixtures("in_neuron_image")
