@@ -1,10 +1,11 @@
 """The graphs that the program has on torch_xla, in the layout of libneuronxla's cache (see `modules`).
 
-On a node with a NeuronCore libneuronxla keeps them itself when it is told to. On a CPU they are traced here, as those
-of any one worker of a topology: nothing is computed, and nothing of the model is in memory, because its state is
-placeholders. These graphs are those that the device is asked for, up to what `torch_xla.sync` adds to one (which of its
-inputs an output may overwrite). So they say how many there are and whether workers share them, and whether a device
-finds them in its cache, hardware has to say.
+libneuronxla keeps them itself when it is told to: on a node with a NeuronCore, and perhaps on any. Where it is absent
+they are traced here, as those of any one worker of a topology: nothing is computed, and nothing of the model is in
+memory, because its state is placeholders. These graphs are those that the device is asked for, up to what
+`torch_xla.sync` adds to one (which of its inputs an output may overwrite) and to their keys, which are torch_xla's. So
+they tell how many there are, how large, and whether workers share them. A trainer on a device refuses a cache of them:
+its libraries are others.
 """
 
 from __future__ import annotations

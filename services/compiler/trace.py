@@ -7,6 +7,7 @@ its environment names, prints the name of each phase when it is done and writes 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -50,13 +51,17 @@ def trace(recipe: Recipe, tell: Callable[[str], None]) -> CacheReport:
 
 
 def make_backend(recipe: Recipe, mesh: Mesh) -> Backend:
-    """The recipe's backend as it is traced: a device that compiles by itself is told to keep its graphs instead."""
+    """The recipe's backend as it is traced.
+
+    For Neuron, libneuronxla is told to keep the graphs and to compile none. Where it is absent, torch_xla alone traces
+    them: those tell what there is to compile, and serve no device.
+    """
     threads, device = recipe.parallel.threads_per_worker, recipe.parallel.device
     if device == "xla":
         from services.compiler.neuron_trace import TracedXla, keep_graphs  # noqa: PLC0415 - torch_xla's part
 
         flags = (f"--target={target_of(recipe)}", *recipe.compile.flags)
-        if recipe.compile.trace_on == "cpu":
+        if recipe.compile.trace_on == "cpu" and importlib.util.find_spec("libneuronxla") is None:
             return TracedXla(mesh, threads, flags)
         os.environ.update(keep_graphs(flags))
     return choose_backend(device)(mesh, threads, recipe.train.reduction, device)

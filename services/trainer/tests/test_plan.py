@@ -62,7 +62,7 @@ def test_the_small_recipe_is_planned_with_a_dry_run(capsys: pytest.CaptureFixtur
 def test_a_run_that_does_not_fit_ends_with_2_and_with_a_change_that_makes_it_fit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    too_much = ("--no-dry-run", "--train.reduction=exact", "--parallel.zero_stage=0")
+    too_much = ("--no-dry-run", "--batch.micro_batch_size=2", "--parallel.zero_stage=0")
 
     assert plan(LLAMA_2_7B, *too_much) == 2
     said = capsys.readouterr().err
