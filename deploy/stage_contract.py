@@ -80,6 +80,11 @@ class StageContract:
         """The whole environment that the container gets besides its image's."""
         return dict.fromkeys(DRAIN_VARIABLES, str(self.drain_seconds)) | self.environment
 
+    def on_trainium(self) -> StageContract:
+        """The stage on whole Trainium nodes."""
+        environment, mounts = self.environment | EFA_ENVIRONMENT, (*self.mounts, SHARED_MEMORY)
+        return replace(self, resources=TRN1_32XLARGE, environment=environment, mounts=mounts)
+
     def with_drain(self, seconds: int) -> StageContract:
         return replace(self, drain_seconds=seconds)
 
@@ -112,6 +117,9 @@ TRN1_32XLARGE = Resources(
     efa_cards=8,
 )
 CPU_NODE = Resources(cpus=14, memory_gib=48, storage_gib=100)
+# Of 32 CPUs and 128 GiB: three of the compile tasks that a recipe has by default, or one that was killed for memory and
+# has twice as much.
+COMPILE_NODE = Resources(cpus=30, memory_gib=112, storage_gib=100)
 DRAIN_SECONDS: dict[Stage, int] = {"tokenizer": 60, "compiler": 60, "trainer": 300}
 
 
@@ -122,5 +130,6 @@ def find_contract(stage: Stage, variant: Variant) -> StageContract:
         return StageContract(stage, None, RAY_ENVIRONMENT, drain_seconds)
     if stage == "tokenizer":
         return StageContract(stage, CPU_NODE, RAY_ENVIRONMENT, drain_seconds)
-    environment, mounts = RAY_ENVIRONMENT | EFA_ENVIRONMENT, (SCRATCH, ROOT, RECIPE, SHARED_MEMORY)
-    return StageContract(stage, TRN1_32XLARGE, environment, drain_seconds, mounts)
+    if stage == "compiler":
+        return StageContract(stage, COMPILE_NODE, RAY_ENVIRONMENT, drain_seconds)
+    return StageContract(stage, None, RAY_ENVIRONMENT, drain_seconds).on_trainium()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from images.platforms import REPOSITORY
 from k8s.client.overlay import find_kubectl, render
 from services.common.errors import DeviceError
 from tests.k8s.builders import Clock
@@ -18,6 +21,20 @@ def overlays() -> dict[str, list[Thing]]:
     except DeviceError as error:
         pytest.skip(str(error))
     return {name: render(folder) for name, folder in OVERLAYS.items()}
+
+
+@pytest.fixture(scope="session")
+def compiler_on_trainium(overlays: dict[str, list[Thing]], tmp_path_factory: pytest.TempPathFactory) -> list[Thing]:
+    """The overlay eks of a cluster whose compiler traces on devices."""
+    folder = tmp_path_factory.mktemp("on-trainium").resolve()
+    component = REPOSITORY / "k8s/stages/compiler/on-trainium"
+    text = (
+        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
+        f"resources: [{os.path.relpath(OVERLAYS['eks'].resolve(), folder)}]\n"
+        f"components: [{os.path.relpath(component.resolve(), folder)}]\n"
+    )
+    (folder / "kustomization.yaml").write_text(text)
+    return render(folder)
 
 
 @pytest.fixture(scope="session")

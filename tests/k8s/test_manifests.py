@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.k8s import rules
-from tests.k8s.rendered import OVERLAYS, REMOVED, Thing, changed, name_of
+from tests.k8s.rendered import OVERLAYS, REMOVED, Thing, changed, name_of, pods_of
 from tests.k8s.rules import Rule
 from tests.k8s.schemas import WITHOUT_SCHEMA, Kind, Schema, problems_of
 
@@ -264,15 +264,31 @@ def test_every_rule_has_a_test_that_breaks_it() -> None:
     assert {rule for rule, *_ in BREACHES} == set(ALL_RULES)
 
 
-def test_ray_sees_the_neuron_cores_of_a_trainium_node(overlays: dict[str, list[Thing]]) -> None:
-    """From the limit aws.amazon.com/neuron alone it would see none."""
-    types = rules.node_types_that_ray_reads(overlays["eks"])
+@pytest.mark.parametrize("rule", ALL_RULES, ids=word_for)
+def test_a_compiler_on_trainium_keeps_the_rules(compiler_on_trainium: list[Thing], rule: Rule) -> None:
+    assert rule(compiler_on_trainium) == []
 
-    for stage in ("compiler", "trainer"):
-        resources = types[stage]["resources"]
+
+def test_ray_sees_the_neuron_cores_of_a_trainium_node(
+    overlays: dict[str, list[Thing]], compiler_on_trainium: list[Thing]
+) -> None:
+    """From the limit aws.amazon.com/neuron alone it would see none."""
+    for stage, things in (("trainer", overlays["eks"]), ("compiler", compiler_on_trainium)):
+        resources = rules.node_types_that_ray_reads(things)[stage]["resources"]
         assert {name: resources[name] for name in ("CPU", "neuron_cores", f"stage_{stage}")} == {
             "CPU": 120,
             "neuron_cores": 32,
             f"stage_{stage}": 1,
         }
-    assert "neuron_cores" not in types["tokenizer"]["resources"]
+    assert "neuron_cores" not in rules.node_types_that_ray_reads(overlays["eks"])["tokenizer"]["resources"]
+
+
+def test_a_compile_for_neuron_takes_no_neuron_device(overlays: dict[str, list[Thing]]) -> None:
+    """Its pods may go to no Trainium node either, all of which are tainted: none waits while graphs are compiled."""
+    pod = pods_of(overlays["eks"])["compiler"]["spec"]
+    [container] = pod["containers"]
+
+    assert container["resources"]["limits"].keys() == {"cpu", "memory", "ephemeral-storage"}
+    assert "tolerations" not in pod
+    assert "nodeSelector" not in pod
+    assert "neuron_cores" not in rules.node_types_that_ray_reads(overlays["eks"])["compiler"]["resources"]

@@ -79,6 +79,11 @@ def test_a_worker_group_keeps_the_contract(overlays: dict[str, list[Thing]], ove
     assert breaches_of(contract, overlays[overlay]) == []
 
 
+def test_the_compiler_may_be_put_on_trainium(compiler_on_trainium: list[Thing]) -> None:
+    assert breaches_of(find_contract("compiler", "neuron").on_trainium(), compiler_on_trainium) == []
+    assert breaches_of(find_contract("trainer", "neuron"), compiler_on_trainium) == []
+
+
 POD = "/spec/workerGroupSpecs/2/template/spec"
 CONTAINER = f"{POD}/containers/0"
 
