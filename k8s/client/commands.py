@@ -140,7 +140,7 @@ def _check(api: Api, group: WorkerGroup, resolved: ResolvedRequest) -> Deploymen
     """Show the plan; the deployment, completed by what was seen. Raises `NotDeployed` with every problem found."""
     deployment = resolved.deployment
     print(describe_plan(group, deployment, resolved.outline), flush=True)
-    problems = check_cluster(api, group, deployment)
+    problems = check_cluster(api, group, deployment, resolved.outline)
     if not problems:  # short pods need the claim and the account that were just looked for
         found = check_in_pods(api, group, deployment, resolved.recipe_text)
         problems = found.problems

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.common.errors import RecipeError
 from services.common.recipe import Cluster, Positive, Stage
@@ -25,6 +26,7 @@ class _Outline(BaseModel):
 class OutlineParallel(_Outline):
     data_parallel_size: Positive = 1
     tensor_parallel_size: Positive = 1
+    device: str = "cpu"
 
     @property
     def num_workers(self) -> int:
@@ -41,6 +43,14 @@ class OutlineBatch(_Outline):
         return self.global_batch_size // self.micro_batch_size
 
 
+class OutlineCompile(_Outline):
+    enabled: bool = True
+    trace_on: str = "device"
+    num_workers: Positive = 1
+    task_cpus: Positive = 8
+    task_memory_gib: Annotated[float, Field(gt=0)] = 32.0
+
+
 class OutlineTrain(_Outline):
     time_limit_seconds: float | None = None
 
@@ -55,8 +65,14 @@ class Outline(_Outline):
     name: str
     parallel: OutlineParallel = OutlineParallel()
     batch: OutlineBatch = OutlineBatch()
+    compile: OutlineCompile = OutlineCompile()
     train: OutlineTrain = OutlineTrain()
     cluster: OutlineCluster = OutlineCluster()
+
+    @property
+    def has_compile_tasks(self) -> bool:
+        """Are its graphs compiled as tasks, for Neuron?"""
+        return self.compile.enabled and self.parallel.device == "xla"
 
     def nodes_of(self, stage: Stage) -> int:
         """Nodes of the stage's gang."""

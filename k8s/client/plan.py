@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deploy.stage_contract import RECIPE
+from k8s.client.compile_tasks import tasks_of_a_pod
 from k8s.client.outline import Outline
 from k8s.objects.api import Object
 from k8s.objects.deployment import Deployment
@@ -21,6 +22,8 @@ def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) 
         f"holds       {_holds(group, deployment, outline)}",
         f"retries     {_retries(group, deployment)}",
     ]
+    if group.name == "compiler" and outline.has_compile_tasks:
+        lines.insert(1, f"tasks       {_tasks(group, outline)}")
     if deployment.fewer_nodes:
         fewer = ", ".join(map(str, deployment.fewer_nodes))
         lines.append(f"fewer       after a loss without a spare node it goes on with {fewer} nodes (cluster.min_nodes)")
@@ -29,6 +32,14 @@ def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) 
     if deployment.keep:
         lines.append("afterwards  KEEP=1: the pods stay up, and hold their nodes, until make stop-stage")
     return "\n".join(lines)
+
+
+def _tasks(group: WorkerGroup, outline: Outline) -> str:
+    settings = outline.compile
+    return (
+        f"{settings.num_workers} graphs at a time, each with {settings.task_cpus} CPUs and "
+        f"{settings.task_memory_gib:g} GiB, {tasks_of_a_pod(group, outline)} on a pod"
+    )
 
 
 def _retries(group: WorkerGroup, deployment: Deployment) -> str:

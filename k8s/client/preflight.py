@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from k8s.client.compile_tasks import check_trace
+from k8s.client.outline import Outline
 from k8s.client.probe import Answer, probe_head, probe_stage
 from k8s.client.stage_image import read_platform_labels
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.capacity import check_nodes, check_queue, check_size
 from k8s.objects.deployment import RECORD_VERSION, UPDATE_CLIENT, UPDATE_HEAD, Deployment
-from k8s.objects.names import CLUSTER, DEPLOYER
+from k8s.objects.names import CLUSTER, DEPLOYER, NEURON
 from k8s.objects.placement import heads_of, is_ready
 from k8s.objects.record import read_running_record
 from k8s.objects.worker_group import WorkerGroup, image_of
 from services.common.errors import DeviceError, RecipeError
 
-NEURON = "aws.amazon.com/neuron"
 # What the API server accepts and the operator refuses later, in the RayJob's status alone.
 RAYJOB_NAME_CHARACTERS = 47
 
@@ -42,13 +43,14 @@ class Findings:
     """Of the stage's image; empty where it could not be seen."""
 
 
-def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment) -> list[Problem]:
+def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment, outline: Outline) -> list[Problem]:
     """Everything that the Kubernetes API can tell. What may not be looked at is a problem of its own."""
     checks: list[Callable[[], Iterable[str]]] = [
         lambda: _check_rights(api),
         lambda: [_check_head(api, group)],
         lambda: [_check_token(api)],
         lambda: [_check_operator(api)],
+        lambda: [check_trace(group, outline)],
         lambda: [check_size(group, deployment.nodes)],
         lambda: [check_queue(api, group, deployment.nodes)],
         lambda: _check_claims(api, group),

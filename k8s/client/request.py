@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deploy.stage_contract import RECIPE_FILE
+from k8s.client.compile_tasks import TASKS, pods_of, tasks_of_a_pod
 from k8s.client.outline import Outline, read_outline, read_outline_of_text
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api
@@ -70,13 +71,16 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedReq
     name = require_stage_name(request.stage)
     _require_free(arguments)
     outline = _outline(request, text, arguments)
-    nodes = request.nodes if request.nodes is not None else outline.nodes_of(name)
+    nodes = request.nodes if request.nodes is not None else _nodes_of(name, group, outline)
     if nodes < 1:
         raise RecipeError(f"NODES={nodes}: a stage needs at least one")
     if request.mode == "isolated" and request.is_kept:
         raise RecipeError("KEEP=1 with MODE=isolated: a Ray cluster of a stage's own ends with the stage")
     if name == "trainer" and nodes != outline.nodes_of(name):
         arguments = (*arguments, f"{DEGREE}={outline.data_parallel_size_on(nodes)}")
+        outline = _outline(request, text, arguments)
+    if name == "compiler" and outline.has_compile_tasks and pods_of(group, outline) != nodes:
+        arguments = (*arguments, f"{TASKS}={nodes * tasks_of_a_pod(group, outline)}")
         outline = _outline(request, text, arguments)
     deployment = Deployment(
         stage=name,
@@ -97,6 +101,13 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedReq
         tensor_parallel_size=outline.parallel.tensor_parallel_size,
     )
     return ResolvedRequest(deployment, outline, text)
+
+
+def _nodes_of(stage: StageName, group: WorkerGroup, outline: Outline) -> int:
+    """Nodes of the stage's gang: those of the recipe, or as many as its compile tasks fill where it says none."""
+    if stage == "compiler" and outline.has_compile_tasks and not outline.cluster.has_compiler_nodes:
+        return pods_of(group, outline)
+    return outline.nodes_of(stage)
 
 
 def _fewer_nodes(outline: Outline) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 NAMESPACE = "millrace"
 CLUSTER = "millrace"
 DEPLOYER = "deployer"  # the deploy Jobs' service account
+NEURON = "aws.amazon.com/neuron"  # the device plugin's resource, a Trainium chip
 
 QUEUE_ANNOTATION = "volcano.sh/queue-name"
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"

@@ -117,6 +117,16 @@ class WorkerGroup:
         return {name: quantity(amount) for name, amount in requests.items()}
 
     @property
+    def ray_cpus(self) -> Decimal:
+        """CPUs of one pod as Ray counts them."""
+        return self._ray_counts("CPU", "cpu")
+
+    @property
+    def ray_memory_bytes(self) -> Decimal:
+        """Memory of one pod as Ray counts it."""
+        return self._ray_counts("memory", "memory")
+
+    @property
     def claims(self) -> dict[str, str]:
         """Volume name to claim name."""
         volumes = self.pod.get("volumes", [])
@@ -145,6 +155,11 @@ class WorkerGroup:
         # exec: else a stop's SIGTERM ends the shell around it, the stage's process is left to process 1 of the pod,
         # which reaps nothing, and Ray waits for the zombie until its patience ends.
         return ["exec", *make_command(self.name, self.recipe_folder, self.root, arguments)]
+
+    def _ray_counts(self, resource: str, limit: str) -> Decimal:
+        """What the group declares, or what limits its pods."""
+        declared, limits = self.spec.get("resources") or {}, self.container.get("resources", {}).get("limits", {})
+        return quantity(str(declared.get(resource) or limits.get(limit, "0")))
 
     def _mount_of(self, volume: str) -> str:
         for mount in self.container.get("volumeMounts", []):

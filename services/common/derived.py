@@ -7,7 +7,7 @@ import json
 from services.common.artifacts.corpus import CorpusPayload
 from services.common.image_platform import BACKENDS
 from services.common.memory import FLOAT32_BYTES, MOMENTS_PER_PARAMETER, memory_of_worker, micro_batches_per_model
-from services.common.recipe import STAGES, Recipe, stage_nodes
+from services.common.recipe import STAGES, Recipe, Stage, stage_nodes
 
 
 def describe(recipe: Recipe, corpus: CorpusPayload | None) -> str:
@@ -32,7 +32,7 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
         "checkpoint size": f"{checkpoint_bytes(recipe) / 2**20:,.0f} MiB",
         "graphs to compile": _graphs(recipe),
         "CPU cores for training": f"{recipe.parallel.num_workers * recipe.parallel.threads_per_worker}",
-        "nodes on a cluster": ", ".join(f"{stage} {stage_nodes(recipe, stage)}" for stage in STAGES),
+        "nodes on a cluster": ", ".join(_nodes(recipe, stage) for stage in STAGES),
     }
     if corpus is None:
         return rows | {"steps per epoch": "known once the tokenizer stage has published the corpus"}
@@ -50,6 +50,13 @@ def _graphs(recipe: Recipe) -> str:
         return "none"
     graphs = BACKENDS[recipe.parallel.device].graphs
     return f"{len(graphs)} ({', '.join(graphs)})"
+
+
+def _nodes(recipe: Recipe, stage: Stage) -> str:
+    tasks = recipe.compile.num_workers if recipe.parallel.device == "xla" else 1
+    if stage == "compiler" and tasks > 1 and not recipe.cluster.has_compiler_nodes:
+        return f"{stage} as many as {tasks} tasks fill"
+    return f"{stage} {stage_nodes(recipe, stage)}"
 
 
 def flops_per_token(recipe: Recipe) -> float:

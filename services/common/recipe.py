@@ -362,7 +362,7 @@ class Cluster(Section):
     tokenizer_nodes: Positive = 1
     """Nodes that share the tokenizer's tasks."""
     compiler_nodes: Positive = 1
-    """Nodes of the compiler stage."""
+    """Nodes of the compiler stage; when absent, one, or for Neuron as many as `compile.num_workers` tasks fill."""
     trainer_workers_per_node: Positive = 1
     """Of the data_parallel_size x tensor_parallel_size workers, those that share a node. The trainer's nodes follow."""
     trainer_instance_type: str | None = None
@@ -376,6 +376,11 @@ class Cluster(Section):
         if value is not None and value not in INSTANCE_TYPES:
             raise ValueError(f"unknown instance type {value!r}; known: {', '.join(INSTANCE_TYPES)}")
         return value
+
+    @property
+    def has_compiler_nodes(self) -> bool:
+        """Does the recipe say how many?"""
+        return "compiler_nodes" in self.model_fields_set
 
     def fewer_nodes(self, num_workers: int, tensor_parallel_size: int, num_micro_batches: int) -> tuple[int, ...]:
         """Numbers of nodes with which the trainer may go on after a loss, largest first; none without `min_nodes`.

@@ -15,6 +15,8 @@ from services.common.artifacts.files import listed_file
 from services.common.artifacts.store import Artifact, open_artifact, published_ids
 from services.common.errors import ArtifactError
 from services.common.input_file import read_file
+from services.common.instance_types import GIB
+from services.common.launch.launcher import TaskDemand
 from services.compiler.neuron_cache import MODULES_FILE
 from services.compiler.neuronx_cc import CompiledModule
 
@@ -42,7 +44,11 @@ class NodeSize:
 
     def tasks(self, task_cpus: int, task_memory_gib: float) -> int:
         """That run on a node at the same time."""
-        return min(self.cpus // task_cpus, int(self.memory_gib // task_memory_gib))
+        return TaskDemand(task_cpus, int(task_memory_gib * GIB)).count_on(self.cpus, self.memory_gib * GIB)
+
+
+CLUSTER_NODE = NodeSize(cpus=30, memory_gib=112.0)
+"""What a pod of the compiler has on a cluster with Trainium nodes; a test in tests/k8s holds it to the manifests."""
 
 
 def read_records(cache: Artifact[CompileCacheManifest]) -> tuple[CompiledModule, ...]:

@@ -145,6 +145,18 @@ def test_a_resource_that_no_node_has(harness: Harness) -> None:
     assert "none has enough aws.amazon.com/neurondevice" in said
 
 
+def test_a_trace_on_a_device_that_the_compiler_has_not(harness: Harness) -> None:
+    def take_devices(group: Object) -> None:
+        for each in group["template"]["spec"]["containers"][0]["resources"].values():
+            del each["aws.amazon.com/neuron"]
+
+    with group_changed(harness, take_devices):
+        code, said = refused(harness, ARGS="--parallel.device=xla")
+    assert code == 4
+    assert 'compile.trace_on is "device", and compiler pods have no aws.amazon.com/neuron' in said
+    assert "tasks       26 graphs at a time" in said
+
+
 def test_a_routing_resource_that_is_not_declared(harness: Harness) -> None:
     def forget(group: Object) -> None:
         group["resources"].pop("stage_compiler")

@@ -53,6 +53,11 @@ class TaskDemand:
     num_cpus: int = 1
     memory_bytes: int = 0
 
+    def count_on(self, cpus: float, memory_bytes: float) -> int:
+        """Such tasks that a node of this size has room for at a time."""
+        of_memory = [int(memory_bytes // self.memory_bytes)] if self.memory_bytes else []
+        return min([int(cpus // self.num_cpus), *of_memory])
+
 
 @dataclass(frozen=True)
 class LostTask:

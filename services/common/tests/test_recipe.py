@@ -507,6 +507,14 @@ def test_the_trainers_nodes_follow_from_its_workers(tmp_path: Path, workers_per_
     assert all(artifact_id(one, kind, 1, []) == artifact_id(other, kind, 1, []) for kind in KINDS)
 
 
+def test_the_compilers_nodes_are_said_or_follow_from_its_tasks(tmp_path: Path) -> None:
+    tasks = {"compile.num_workers": "8", "parallel.device": "xla", "train.reduction": "fast"}
+
+    assert "compiler as many as 8 tasks fill," in derive(load(tmp_path, tasks), None)["nodes on a cluster"]
+    said = load(tmp_path, tasks | {"cluster.compiler_nodes": "1"})
+    assert "compiler 1," in derive(said, None)["nodes on a cluster"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

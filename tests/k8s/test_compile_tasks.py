@@ -1,0 +1,145 @@
+"""A deployment of the compiler for Neuron: pods without a device, as many as its tasks fill."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.stage_contract import find_contract
+from images.platforms import REPOSITORY
+from k8s.client.compile_tasks import check_trace
+from k8s.client.outline import OutlineCompile, read_outline
+from k8s.client.plan import describe_plan
+from k8s.client.request import DeployRequest, ResolvedRequest, resolve
+from k8s.objects.pod_group import render_pod_group
+from k8s.objects.worker_group import WorkerGroup, worker_group_of
+from services.common.errors import RecipeError
+from services.common.recipe import Compile
+from services.compiler.estimate import CLUSTER_NODE, Rate
+from services.compiler.fan_out import make_tasks
+from services.compiler.modules import Module
+from services.compiler.plan import describe_plan as describe_graphs
+from tests.k8s.builders import DIGEST
+from tests.k8s.rendered import Thing, cluster_of
+from tests.k8s.rules import node_types_that_ray_reads
+
+RECIPE = REPOSITORY / "recipes/llama2-7b-trn1.toml"
+GIB = 2**30
+
+
+@pytest.fixture
+def compiler(overlays: dict[str, list[Thing]]) -> WorkerGroup:
+    return worker_group_of(copy.deepcopy(cluster_of(overlays["eks"])), "compiler")
+
+
+def resolved(group: WorkerGroup, *arguments: str, nodes: int | None = None) -> ResolvedRequest:
+    image = f"a/b@sha256:{DIGEST}"
+    request = DeployRequest("compiler", RECIPE, image, nodes, None, arguments, 3, 60, 0, False, False, True)
+    api: Any = None  # an image that has a digest is looked up nowhere
+    return resolve(api, group, request)
+
+
+def test_a_gang_of_the_compiler_reserves_no_neuron_device(compiler: WorkerGroup) -> None:
+    deployment = resolved(compiler, "--compile.num_workers=6").deployment
+    gang = render_pod_group(compiler, deployment, 1, deployment.nodes)["spec"]
+
+    assert gang["minMember"] == 2
+    assert gang["minResources"] == {"cpu": "60", "memory": str(224 * GIB), "ephemeral-storage": str(200 * GIB)}
+
+
+@pytest.mark.parametrize(("tasks", "nodes"), [(1, 1), (3, 1), (4, 2), (8, 3)])
+def test_there_are_as_many_pods_as_the_recipe_s_tasks_fill(compiler: WorkerGroup, tasks: int, nodes: int) -> None:
+    arguments = (f"--compile.num_workers={tasks}",)
+    deployment = resolved(compiler, *arguments).deployment
+
+    assert (deployment.nodes, deployment.arguments) == (nodes, arguments)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "arguments"),
+    [(2, ("--compile.num_workers=8",)), (4, ()), (None, ("--cluster.compiler_nodes=2",))],
+)
+def test_nodes_decide_how_many_tasks_there_are(
+    compiler: WorkerGroup, nodes: int | None, arguments: tuple[str, ...]
+) -> None:
+    """No node is paid for that has no task, and no task is said to run that waits for a node."""
+    found = resolved(compiler, *arguments, nodes=nodes)
+
+    assert found.deployment.nodes == (nodes or 2)
+    assert found.deployment.arguments == (*arguments, f"--compile.num_workers={3 * found.deployment.nodes}")
+    again = resolved(compiler, *found.deployment.arguments, nodes=found.deployment.nodes)
+    assert again.deployment.arguments == found.deployment.arguments
+
+
+def test_a_task_that_fits_on_no_pod_is_refused_at_once(compiler: WorkerGroup) -> None:
+    """Ray would wait for a node of its size for ever."""
+    said = r"task_memory_gib = 128 would wait for ever: compiler pods have 30 CPUs and 112 GiB"
+    with pytest.raises(RecipeError, match=said):
+        resolved(compiler, "--compile.task_memory_gib=128")
+
+
+@pytest.mark.parametrize("arguments", [("--parallel.device=cpu",), ("--compile.enabled=false",)])
+def test_other_compilers_keep_the_recipe_s_nodes(compiler: WorkerGroup, arguments: tuple[str, ...]) -> None:
+    deployment = resolved(compiler, *arguments, "--compile.num_workers=8", nodes=2).deployment
+
+    assert (deployment.nodes, deployment.arguments) == (2, (*arguments, "--compile.num_workers=8"))
+    assert resolved(compiler, *arguments, "--compile.num_workers=8").deployment.nodes == 1
+
+
+def test_a_trace_on_a_device_is_refused_where_the_compiler_has_none(
+    compiler: WorkerGroup, overlays: dict[str, list[Thing]], compiler_on_trainium: list[Thing]
+) -> None:
+    outline = resolved(compiler).outline
+    said = check_trace(compiler, outline)
+    assert 'compile.trace_on is "device", and compiler pods have no aws.amazon.com/neuron' in said
+    assert "ARGS=--compile.trace_on=cpu" in said
+    component = said.split("components: [")[1].split("]")[0]
+    assert (REPOSITORY / "k8s/overlays/eks" / component / "kustomization.yaml").is_file()
+
+    assert check_trace(worker_group_of(cluster_of(compiler_on_trainium), "compiler"), outline) == ""
+    assert check_trace(worker_group_of(cluster_of(overlays["eks"]), "trainer"), outline) == ""
+    for argument in ("--compile.trace_on=cpu", "--compile.enabled=false", "--parallel.device=cpu"):
+        assert check_trace(compiler, resolved(compiler, argument).outline) == ""
+
+
+def test_what_a_person_is_shown(compiler: WorkerGroup) -> None:
+    found = resolved(compiler, nodes=2)
+    said = describe_plan(compiler, found.deployment, found.outline)
+
+    assert "tasks       6 graphs at a time, each with 8 CPUs and 32 GiB, 3 on a pod" in said
+    assert "arguments   --compile.num_workers=6" in said
+    assert "holds       2 x any node" in said
+
+
+def test_the_compiler_s_own_plan_counts_the_same_nodes(compiler: WorkerGroup, tmp_path: Path) -> None:
+    """`services.compiler plan` without options is about the pods that a deployment brings up."""
+    resources = find_contract("compiler", "neuron").resources
+    assert resources is not None
+    assert (resources.cpus, resources.memory_gib) == (CLUSTER_NODE.cpus, CLUSTER_NODE.memory_gib)
+    settings = Compile()
+    modules = [Module(tmp_path, "2.21", f"MODULE_{number}", (), 1_000_000) for number in range(8)]
+    tasks = make_tasks(modules, tmp_path / "compiled", "trn1", settings)
+    said = describe_graphs(tasks, settings, Rate(600.0, ""), CLUSTER_NODE, within_minutes=10)
+    nodes, workers = said.split("done in 10: ")[1].split()
+
+    assert (nodes, workers) == ("--cluster.compiler_nodes=3", "--compile.num_workers=8")
+    for arguments in ((nodes, workers), (workers,)):
+        deployment = resolved(compiler, *arguments).deployment
+        assert (deployment.nodes, deployment.arguments) == (3, arguments)
+
+
+def test_a_pod_is_counted_as_ray_counts_it(overlays: dict[str, list[Thing]], compiler_on_trainium: list[Thing]) -> None:
+    for things in (*overlays.values(), compiler_on_trainium):
+        group, ray = worker_group_of(cluster_of(things), "compiler"), node_types_that_ray_reads(things)["compiler"]
+        assert (group.ray_cpus, group.ray_memory_bytes) == (ray["resources"]["CPU"], ray["resources"]["memory"])
+
+
+def test_what_a_recipe_leaves_out_is_what_the_compiler_takes() -> None:
+    outline, recipe = OutlineCompile(), Compile()
+    assert [getattr(outline, name) for name in OutlineCompile.model_fields] == [
+        getattr(recipe, name) for name in OutlineCompile.model_fields
+    ]
+    assert read_outline(RECIPE, {}).has_compile_tasks
