@@ -15,14 +15,17 @@ import yaml
 
 from deploy.exit_codes import EXIT_AGAIN
 from images.platforms import REPOSITORY
+from k8s.client.overlay import render
 from k8s.objects.api import Api, Object
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.recipe import render_recipe_config_map
 from k8s.objects.record import read_record
+from k8s.objects.worker_group import replace_group
 from services.common.testing.waiting import wait_until
 from tests.cluster.harness import Harness, kill_group, load_images, make_house, name_of, publish_corpus
 from tests.cluster.kit import cluster, fake_nodes
 from tests.k8s.builders import deployment_of
+from tests.k8s.rendered import OVERLAYS, groups_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -128,6 +131,42 @@ def test_the_trainer_takes_the_nodes_that_the_compiler_has_left(harness: Harness
     wait_until(lambda: harness.bound("trainer") == nodes, MINUTE)
     assert harness.head()["metadata"]["uid"] == head
     leave("neighbour")
+
+
+def test_a_compile_on_cpu_nodes_waits_for_no_trainium_node(harness: Harness, compiler_on_cpu_nodes: None) -> None:
+    """All of them are taken. The tasks fill two pods of the worker group as the overlay eks has it."""
+    occupy("neighbour", NODES)
+    arguments = "--parallel.device=xla --train.reduction=fast --compile.trace_on=cpu --compile.num_workers=4"
+    done = harness.run("deploy-stage", STAGE="compiler", TAG=name_of("head"), FOLLOW="0", ARGS=arguments)
+    assert done.code == 0, done.said
+    wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
+    assert sorted(harness.bound("compiler")) == ["cpu-0", "cpu-1"]
+    leave("neighbour")
+
+
+@pytest.fixture
+def compiler_on_cpu_nodes(harness: Harness) -> Iterator[None]:
+    on_trainium = harness.worker_group("compiler").spec
+    on_cpu_nodes = groups_of(render(OVERLAYS["eks"]))["compiler"]
+    on_cpu_nodes["template"]["spec"]["containers"][0] |= {"image": name_of("head"), "imagePullPolicy": "Never"}
+    replace_group(harness.api, harness.worker_group("compiler"), on_cpu_nodes)
+    machines = [cpu_machine(f"cpu-{number}") for number in range(2)]
+    cluster.kubectl("apply", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": machines}))
+    try:
+        yield
+    finally:
+        harness.stop("compiler")
+        cluster.kubectl("delete", "node", *(machine["metadata"]["name"] for machine in machines))
+        replace_group(harness.api, harness.worker_group("compiler"), on_trainium)
+
+
+def cpu_machine(name: str) -> Object:
+    made = fake_nodes.fake_node(name)
+    made["metadata"]["labels"]["node.kubernetes.io/instance-type"] = "m7i.8xlarge"
+    # Jobs, which would be over at once on a node that starts no container, go to the real one.
+    made["spec"] = {"taints": [{"key": "fake", "effect": "PreferNoSchedule"}]}
+    resources = {"cpu": "32", "memory": "128Gi", "ephemeral-storage": "200Gi", "pods": "110"}
+    return made | {"status": {"capacity": resources, "allocatable": resources}}
 
 
 def test_sixteen_nodes_are_a_gang_and_seventeen_are_refused(harness: Harness) -> None:
