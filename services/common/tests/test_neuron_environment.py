@@ -120,6 +120,7 @@ def test_efa_is_there_where_the_pod_has_one_of_its_devices(
 def test_what_contradicts_the_variables_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = dict.fromkeys(CONTRADICTING_VARIABLES, "1") | {"NEURON_RT_VISIBLE_CORES": "0-31", "HOME": "/root"}
     monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.delitem(sys.modules, "torch_xla", raising=False)  # of other tests in this process
     variables = neuron_environment("xla", LAST_OF_64, MEETING, WITH_EFA)
 
     set_neuron_environment(variables)
