@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 MIB, GIB = 2**20, 2**30
+TRN1 = "trn1"
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,8 @@ INSTANCE_TYPES = {
         ),
     )
 }
+
+
+def family_of(instance_type: str | None) -> str:
+    """What is before the dot, which neuronx-cc calls its target: that of trn1 where a recipe names no instance type."""
+    return (instance_type or TRN1).partition(".")[0]

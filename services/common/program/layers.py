@@ -18,6 +18,8 @@ from services.common.program.attention import attend
 from services.common.program.backends.protocol import Collectives
 from services.common.program.mesh import Axis, Mesh
 
+Heads = Literal["query", "key_value"]
+"""What lies along the dimension that is split: a worker's query heads look at its key-value heads."""
 SEQUENCE = 1  # its dimension in an activation
 
 
@@ -70,25 +72,22 @@ class Layout:
         return torch.Size(length * (self.num_parts if dim == self.dim else 1) for dim, length in enumerate(shape))
 
 
-def split(mesh: Mesh, dim: int, copies: Axis | None = None) -> Layout:
-    """A part for each worker of the tensor axis, or for each group of those that hold copies."""
-    num_copies = mesh.size(copies) if copies else 1
+def split(mesh: Mesh, dim: int, heads: Heads | None = None) -> Layout:
+    """A part for each worker of the tensor axis, or for each group of those that hold copies of key-value heads."""
+    num_copies = mesh.key_value_copies if heads == "key_value" else 1
+    sum_axis: Axis | None = "key_value" if num_copies > 1 else None
     if mesh.tensor_parallel_size == num_copies:
-        return Layout(sum_axis=copies if num_copies > 1 else None)
-    return Layout(
-        dim,
-        num_parts=mesh.tensor_parallel_size // num_copies,
-        part=mesh.index("tensor") // num_copies,
-        sum_axis=copies if num_copies > 1 else None,
-    )
+        return Layout(sum_axis=sum_axis)
+    part = {None: mesh.index("tensor"), "query": mesh.query_part, "key_value": mesh.key_value_part}[heads]
+    return Layout(dim, mesh.tensor_parallel_size // num_copies, part, sum_axis)
 
 
 class _Linear(nn.Module):
     """x W^T without a bias, of which this worker has a part of W [out, in], split along `dim`."""
 
-    def __init__(self, in_features: int, out_features: int, mesh: Mesh, dim: int, copies: Axis | None = None) -> None:
+    def __init__(self, in_features: int, out_features: int, mesh: Mesh, dim: int, heads: Heads | None = None) -> None:
         super().__init__()
-        self.layout = split(mesh, dim, copies)
+        self.layout = split(mesh, dim, heads)
         shape = [out_features, in_features]
         shape[dim] //= self.layout.num_parts
         self.weight = nn.Parameter(torch.empty(shape))
@@ -100,15 +99,15 @@ class _Linear(nn.Module):
 class ColumnParallelLinear(_Linear):
     """Split by outputs, the columns of W^T: each worker computes some of them, of the whole sequence."""
 
-    def __init__(self, in_features: int, out_features: int, mesh: Mesh, copies: Axis | None = None) -> None:
-        super().__init__(in_features, out_features, mesh, dim=0, copies=copies)
+    def __init__(self, in_features: int, out_features: int, mesh: Mesh, heads: Heads | None = None) -> None:
+        super().__init__(in_features, out_features, mesh, dim=0, heads=heads)
 
 
 class RowParallelLinear(_Linear):
     """Split by inputs, the rows of W^T: the workers' results are to be summed, which `reduce_scatter_sequence` does."""
 
-    def __init__(self, in_features: int, out_features: int, mesh: Mesh) -> None:
-        super().__init__(in_features, out_features, mesh, dim=1)
+    def __init__(self, in_features: int, out_features: int, mesh: Mesh, heads: Heads | None = None) -> None:
+        super().__init__(in_features, out_features, mesh, dim=1, heads=heads)
 
 
 class VocabularyParallelEmbedding(nn.Module):

@@ -158,10 +158,10 @@ class _Attention(nn.Module):
         self._collectives, mesh = collectives, collectives.mesh
         self.head_dim = config.head_dim
         key_value_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = ColumnParallelLinear(config.hidden_size, config.hidden_size, mesh)
-        self.k_proj = ColumnParallelLinear(config.hidden_size, key_value_size, mesh, copies="key_value")
-        self.v_proj = ColumnParallelLinear(config.hidden_size, key_value_size, mesh, copies="key_value")
-        self.o_proj = RowParallelLinear(config.hidden_size, config.hidden_size, mesh)
+        self.q_proj = ColumnParallelLinear(config.hidden_size, config.hidden_size, mesh, heads="query")
+        self.k_proj = ColumnParallelLinear(config.hidden_size, key_value_size, mesh, heads="key_value")
+        self.v_proj = ColumnParallelLinear(config.hidden_size, key_value_size, mesh, heads="key_value")
+        self.o_proj = RowParallelLinear(config.hidden_size, config.hidden_size, mesh, heads="query")
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask_B1SS: Tensor | None) -> Tensor:
         x_BSD = gather_sequence(x_BSD, self._collectives)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from services.common.program.mesh import AXES, Mesh
+from services.common.program.mesh import AXES, Mesh, make_mesh
+from services.common.testing.recipes import make_recipe
 
 
 def test_neighbours_hold_the_parts_of_one_model() -> None:
@@ -24,6 +27,28 @@ def test_along_each_axis_every_worker_finds_itself_at_its_index(data: int, tenso
             assert mesh.group(axis)[mesh.index(axis)] == rank
             assert len(mesh.group(axis)) == mesh.size(axis)
             assert sorted(rank for group in mesh.groups(axis) for rank in group) == list(range(mesh.world_size))
+
+
+def test_copies_of_a_key_value_head_are_apart_where_cores_are_linked_so() -> None:
+    """As neuronx-distributed groups 32 cores of trn1 of which 4 hold each of 8 heads: `arrange_kv_groups`."""
+    meshes = [Mesh(rank, 2, 32, key_value_copies=4, are_copies_apart=True) for rank in range(64)]
+
+    assert meshes[0].groups("key_value")[:9] == [[n, n + 8, n + 16, n + 24] for n in (*range(8), 32)]
+    assert [mesh.key_value_part for mesh in meshes[:32]] == [*range(8)] * 4
+    for mesh in meshes:
+        assert mesh.group("key_value")[mesh.index("key_value")] == mesh.rank
+        assert mesh.query_part // 4 == mesh.key_value_part
+    assert sorted(mesh.query_part for mesh in meshes[:32]) == [*range(32)]
+
+
+@pytest.mark.parametrize(
+    ("device", "instance_type", "is_apart"),
+    [("xla", None, True), ("xla", "trn1.32xlarge", True), ("xla", "trn2.48xlarge", False), ("cpu", None, False)],
+)
+def test_copies_are_apart_on_trn1(tmp_path: Path, device: str, instance_type: str | None, is_apart: bool) -> None:
+    recipe = make_recipe(tmp_path, parallel__device=device, train__reduction="fast")
+    cluster = recipe.cluster.model_copy(update={"trainer_instance_type": instance_type})
+    assert make_mesh(recipe.model_copy(update={"cluster": cluster}), 0, 1).are_copies_apart == is_apart
 
 
 def test_the_parts_of_one_model_take_the_same_share_and_together_all_of_them_take_everything() -> None:

@@ -67,7 +67,10 @@ def test_sharded_optimizers_have_the_same_bits_in_a_share_of_the_memory(together
         assert sharded["num_held"] * num_shares == whole["num_held"]
 
 
-@pytest.mark.parametrize("mesh", [name for name, (_, tensor) in work.MESHES.items() if tensor > 1])
+SPLIT_MESHES = [*(name for name, (_, tensor) in work.MESHES.items() if tensor > 1), work.COPIES_APART]
+
+
+@pytest.mark.parametrize("mesh", SPLIT_MESHES)
 def test_a_split_model_trains_as_one_that_is_whole(
     tmp_path: Path, alone: work.Trained, together: list[Results], mesh: str
 ) -> None:
@@ -171,7 +174,7 @@ def test_the_parts_of_a_weight_are_those_of_the_whole(tmp_path: Path, tensor_par
 
 
 def test_copies_of_a_part_lie_on_neighbours() -> None:
-    layouts = [split(Mesh(rank, 1, 4, key_value_copies=2), dim=0, copies="key_value") for rank in range(4)]
+    layouts = [split(Mesh(rank, 1, 4, key_value_copies=2), dim=0, heads="key_value") for rank in range(4)]
 
     assert layouts == [Layout(0, 2, part, "key_value") for part in (0, 0, 1, 1)]
     assert split(Mesh(1, 1, 4, key_value_copies=4), 0, "key_value") == Layout(sum_axis="key_value")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -57,6 +58,7 @@ def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
 
 PARALLEL_STEPS = 8
 PARALLEL = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "compile__enabled": "false"}
+COPIES_APART = "tensor 4, 2 key-value heads, each on workers 2 apart"
 MESHES = {"data 4": (4, 1), "data 2 x tensor 2": (2, 2), "tensor 4, 2 key-value heads": (1, 4)}
 
 
@@ -139,6 +141,7 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
         for name, sizes in MESHES.items()
     }
     results = {name: train_on(mesh, own) for name, mesh in meshes.items()}
+    results[COPIES_APART] = train_on(replace(meshes["tensor 4, 2 key-value heads"], are_copies_apart=True), own)
     for name, mesh in meshes.items():
         if mesh.data_parallel_size > 1:
             results[name + SHARDED] = train_on(mesh, own, parallel__zero_stage="1")
