@@ -114,7 +114,7 @@ def require_backend(device: str) -> BackendEntry:
             f"{device!r}. Use the chips: --parallel.device=xla. Or run the stage in an image of the cpu variant, on a "
             f"node without chips: make images VARIANT=cpu"
         )
-    chips = sorted(path.name for path in NEURON_DEVICES.glob("neuron[0-9]*"))
+    chips = neuron_chips()
     if chips and device == "cpu":
         raise DeviceError(
             f"this node has {len(chips)} Neuron devices ({NEURON_DEVICES}/{chips[0]} ...), and parallel.device is "
@@ -122,6 +122,11 @@ def require_backend(device: str) -> BackendEntry:
             f"on a node without them."
         )
     return BACKENDS[device]
+
+
+def neuron_chips() -> list[str]:
+    """Names of the chips that the driver shows on this node."""
+    return sorted(path.name for path in NEURON_DEVICES.glob("neuron[0-9]*"))
 
 
 def require_libraries(service: str, variant: str, without_device: bool = False) -> None:

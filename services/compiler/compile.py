@@ -24,7 +24,7 @@ from services.common.errors import DeviceError, StorageError, WorkersLost
 from services.common.launch.launcher import choose_launcher
 from services.common.private_folder import new_name, private_folder
 from services.common.program.backends.choice import choose_backend
-from services.common.recipe import Device, Recipe, fingerprint
+from services.common.recipe import Recipe, fingerprint
 from services.common.telemetry import show_progress
 from services.compiler import neuron_cache
 from services.compiler.trace import PHASES
@@ -87,7 +87,7 @@ def trace_in_child(recipe: Recipe, folder: Path, title: str, warm_from: Path | N
     before = set(list_files(cache))
     (folder / "recipe.json").write_text(recipe.model_dump_json(), encoding="utf-8")
     with (
-        _child(folder, cache, recipe.parallel.device) as child,
+        _child(folder, cache, recipe) as child,
         show_progress(title, len(PHASES), "phases") as progress,
     ):
         assert child.stdout is not None
@@ -101,13 +101,13 @@ def trace_in_child(recipe: Recipe, folder: Path, title: str, warm_from: Path | N
 
 
 @contextmanager
-def _child(folder: Path, cache: Path, device: Device) -> Iterator[subprocess.Popen[str]]:
+def _child(folder: Path, cache: Path, recipe: Recipe) -> Iterator[subprocess.Popen[str]]:
     """The tracing process; it ends when this one does, because its standard input then closes."""
     command = [sys.executable, "-m", "services.compiler.trace", str(folder)]
     with (folder / "log.txt").open("wb") as log, private_folder(new_name("compiler")) as plain:
         # Inductor splits its compiler's command line at spaces, and a root or the usual TMPDIR may have some.
         (plain / "cache").symlink_to(cache)
-        of_cache = choose_backend(device).cache_environment(plain / "cache")
+        of_cache = choose_backend(recipe.parallel.device).cache_environment(plain / "cache", recipe)
         environment = {**os.environ, **of_cache, "TMPDIR": str(plain)}
         child = subprocess.Popen(
             command,

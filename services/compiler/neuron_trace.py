@@ -48,7 +48,6 @@ class TracedXla(NeuronXla):
     host = torch.device("meta")
 
     def __init__(self, mesh: Mesh, threads: int, flags: Sequence[str] = ()) -> None:
-        os.environ.setdefault("PJRT_DEVICE", "CPU")
         self.met: list[str] = []
         """Key of every graph that ended, torch_xla's hash in hexadecimal."""
         self.graphs: dict[str, bytes] = {}
@@ -56,6 +55,13 @@ class TracedXla(NeuronXla):
         self._flags, self._graphs_kept = list(flags), 0
         super().__init__(mesh, threads, "fast")
         self._builder = self._xla.core.xla_builder
+
+    def _claim_device(self) -> None:
+        """The graphs are a NeuronCore's, of a node that has none."""
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+        if not self._why_without_nxd:  # its topology and its kernels ask torch_neuronx for the platform
+            target = next((flag for flag in self._flags if flag.startswith("--target=")), "--target=trn1")
+            os.environ.setdefault("NEURON_PLATFORM_TARGET_OVERRIDE", target.removeprefix("--target="))
 
     def place(self, x: Tensor) -> Tensor:
         """A placeholder for what has no values; what has some is placed."""

@@ -124,7 +124,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
 def make_backend(job: Job, environment: WorkerEnvironment) -> Backend:
     """This worker's device, pointed at the node's copy of the compile cache."""
     backend_class = choose_backend(job.recipe.parallel.device)
-    os.environ.update(backend_class.cache_environment(compile_cache_folder(job)))
+    os.environ.update(backend_class.cache_environment(compile_cache_folder(job), job.recipe))
     recipe, parallel = job.recipe, job.recipe.parallel
     mesh = make_mesh(recipe, environment.rank, environment.world_size)
     settings = (parallel.threads_per_worker, recipe.train.reduction, parallel.device, environment.local_rank)

@@ -73,7 +73,8 @@ def ray_is_imported_in_one_place(root: Path) -> list[str]:
 
 
 def neuron_is_imported_in_one_place(root: Path) -> list[str]:
-    return _who_imports(root, NEURON, but_for=("services.common.program.backends.neuron_xla",))
+    backends = "services.common.program.backends"
+    return _who_imports(root, NEURON, but_for=(f"{backends}.neuron_xla", f"{backends}.neuron_distributed"))
 
 
 def the_tokenizer_never_imports_torch(root: Path) -> list[str]:

@@ -30,8 +30,7 @@ def program_facts(recipe: Recipe) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        **backend.facts(recipe.compile.enabled, recipe.parallel.device),
-        **({"data_parallel_size": recipe.parallel.data_parallel_size} if backend.has_groups_in_graphs else {}),
+        **backend.facts(recipe),
         "source": source_digest("services.common.program.step", backend.__module__),
         "content_version": CONTENT_VERSION,
     }

@@ -60,7 +60,7 @@ class GraphKeeper(TorchNative):
     _graphs_compiled = 0
 
     @staticmethod
-    def cache_environment(folder: Path) -> dict[str, str]:
+    def cache_environment(folder: Path, recipe: Recipe) -> dict[str, str]:
         return {GRAPHS_VARIABLE: str(folder)}
 
     def compile(self, function: Callable[..., R]) -> Callable[..., R]:
@@ -89,7 +89,7 @@ def trace_then_train(gang: Gang, environment: WorkerEnvironment) -> None:
     graphs it missed, when it began to train and when it resumed.
     """
     rank = environment.rank
-    os.environ.update(gang.backend.cache_environment(gang.cache))
+    os.environ.update(gang.backend.cache_environment(gang.cache, gang.recipe))
     if rank == 0:
         pytest.MonkeyPatch().setattr(trace, "choose_backend", lambda device: gang.backend)
         trace.trace(gang.recipe, tell=lambda phase: None)

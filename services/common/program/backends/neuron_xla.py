@@ -2,11 +2,14 @@
 
 Nothing is computed when it is asked for. What was asked for up to `end_graph` is a graph, which the device runs; the
 first time it is compiled, which takes up to an hour, so a run has few graphs and every worker the same. Tracing alone
-needs no Neuron package: torch_xla makes the graphs on a CPU too.
+needs no Neuron package: torch_xla makes the graphs on a CPU too, and runs those of one worker where it is told to
+(PJRT_DEVICE=CPU).
 """
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -19,13 +22,18 @@ import torch
 from torch import Tensor
 
 from services.common.errors import DeviceError
-from services.common.program.attention import attend
+from services.common.image_platform import neuron_chips
+from services.common.instance_types import family_of
+from services.common.program import attention
+from services.common.program.backends import neuron_distributed
 from services.common.program.backends.compiler_shim import CompilerShim, forbid_compiler
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.mesh import AXES, Axis, Mesh
-from services.common.recipe import Device
+from services.common.recipe import Device, Recipe
 
 R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "NEURON_COMPILE_CACHE_URL"
 PINNED_VARIABLES = {
@@ -36,46 +44,69 @@ PINNED_VARIABLES = {
     "XLA_ALWAYS_ALLREDUCE": "1",
 }
 """Read once, when torch_xla is imported. They change graphs, so they have one value."""
+FORBIDDEN_VARIABLES = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
+"""Make bfloat16 of float32 behind the program's back. NxD's attention reads them too, where they are 0 as well: it then
+keeps a softmax's sums in bfloat16."""
 _GRAPH_VARIABLES = (
     "XLA_",
-    "NEURON_CC_FLAGS",
     "NEURON_FUSE_",
     "NEURON_CUSTOM_",
     "NEURON_LOGICAL_NC_",
+    "NEURON_PLATFORM_",
     "NEURON_RT_STOCH",
 )
+FLAGS_VARIABLE = "NEURON_CC_FLAGS"
+PJRT_VARIABLE = "PJRT_DEVICE"
+NEURON, CPU = "NEURON", "CPU"
 DISTRIBUTIONS = ("torch_xla", "torch-neuronx", "libneuronxla", "neuronx-cc", "neuronx_distributed", "nki")
-FLASH_ATTENTION_MULTIPLE = 2048
-"""Positions of a sequence: NxD's kernel takes multiples of it (kernels/flash_attn.py of neuronx-distributed 0.18)."""
 
 
 class NeuronXla:
     """See `Backend`."""
 
     is_lazy = True
-    has_groups_in_graphs = True
     host = torch.device("cpu")
 
     def __init__(self, mesh: Mesh, threads: int, reduction: str, device: Device = "xla", local_rank: int = 0) -> None:
         if reduction != "fast":
             raise ValueError(f"the sums of {reduction!r} are another graph for each micro-batch of a step")
         torch.set_num_threads(threads)
+        self._why_without_nxd = why_without_nxd(os.environ)
+        self._claim_device()
         self._xla = import_torch_xla()
         self._xm = self._xla.core.xla_model
         # The engine's own thread for the device would still hold gradients when the graph ends: outputs that nobody
         # reads, other ones each time.
         torch.autograd.set_multithreading_enabled(False)
         self.mesh, self.device = mesh, self._xla.device()
+        require_opened(self._xla.runtime.device_type(), os.environ[PJRT_VARIABLE])
+        self._flash_attention: neuron_distributed.FlashAttention | None = None
+        if not self._why_without_nxd:
+            neuron_distributed.require_groups(mesh)
+            self._flash_attention = neuron_distributed.FlashAttention.load()
+        self._attentions_told: set[str] = set()
         self._groups = {axis: mesh.groups(axis) for axis in AXES}
         self._indices = {axis: self.place(torch.tensor([mesh.index(axis)], dtype=torch.int32)) for axis in AXES}
         self._num_modules = _count_modules()
         self._shim: CompilerShim | None = None
 
+    def _claim_device(self) -> None:
+        """Let torch_xla open the NeuronCore that is this worker's, and no other device instead."""
+        require_runtime(os.environ)
+        os.environ.setdefault(PJRT_VARIABLE, NEURON)
+
     @staticmethod
-    def facts(is_compiled: bool, device: Device = "xla") -> dict[str, Any]:
+    def facts(recipe: Recipe) -> dict[str, Any]:
         require_pinned(os.environ)
+        require_flags(os.environ, recipe)
+        if importlib.util.find_spec("torch_xla") is None:
+            raise _torch_xla_is_absent("it is not installed")
         return {
             "libraries": {name: _version_of(name) for name in DISTRIBUTIONS},
+            "pjrt_device": pjrt_device(os.environ),
+            "data_parallel_size": recipe.parallel.data_parallel_size,  # graphs list the ranks that sum together
+            "compiler_flags": list(compiler_flags(recipe)),
+            "flash_attention": why_without_nxd(os.environ) or "NxD's, of sequences that it takes",
             "environment": {
                 **PINNED_VARIABLES,
                 **{name: value for name, value in sorted(os.environ.items()) if name.startswith(_GRAPH_VARIABLES)},
@@ -83,8 +114,9 @@ class NeuronXla:
         }
 
     @staticmethod
-    def cache_environment(folder: Path) -> dict[str, str]:
-        return {CACHE_VARIABLE: str(folder)}
+    def cache_environment(folder: Path, recipe: Recipe) -> dict[str, str]:
+        # A graph's name in the cache ends in a hash of the flags.
+        return {CACHE_VARIABLE: str(folder), FLAGS_VARIABLE: " ".join(compiler_flags(recipe))}
 
     def index(self, axis: Axis) -> Tensor:
         return self._indices[axis]
@@ -118,7 +150,18 @@ class NeuronXla:
 
     def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor:
         dtype = v_BKSN.dtype  # torch's autocast for xla passes over attention; rotation made float32 of the others
-        return attend(q_BHSN.to(dtype), k_BKSN.to(dtype), v_BKSN, mask_B1SS)
+        q_BHSN, k_BKSN = q_BHSN.to(dtype), k_BKSN.to(dtype)
+        # What decides is the same for all workers: the environment, which their facts hold, and shapes.
+        reason = self._why_without_nxd or neuron_distributed.why_not_flash(q_BHSN, v_BKSN, mask_B1SS)
+        self._tell_attention(reason)
+        if self._flash_attention is None or reason:
+            return attention.attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
+        return self._flash_attention(q_BHSN, k_BKSN, v_BKSN)
+
+    def _tell_attention(self, reason: str) -> None:
+        if self.mesh.rank == 0 and reason not in self._attentions_told:
+            self._attentions_told.add(reason)
+            logger.info("attention: %s", f"torch's SDPA ({reason})" if reason else "NxD's NKI flash attention")
 
     def place(self, x: Tensor) -> Tensor:
         return x.to(self.device)
@@ -193,11 +236,7 @@ def import_torch_xla() -> ModuleType:
         import torch_xla  # noqa: PLC0415 - it opens devices, and other backends run where it is absent
         import torch_xla.core.xla_model  # noqa: PLC0415
     except ImportError as error:
-        raise DeviceError(
-            f"parallel.device = 'xla', and torch_xla is not here ({error}). The neuron images have it: build them with "
-            f"`make images VARIANT=neuron` and run the stage in its own, or choose another device: "
-            f"--parallel.device=cpu"
-        ) from error
+        raise _torch_xla_is_absent(str(error)) from error
     if not hasattr(torch, "xla"):  # torch.utils.checkpoint asks for a module of this name
         torch._register_device_module("xla", torch_xla)
     return torch_xla
@@ -211,6 +250,77 @@ def require_pinned(environment: Mapping[str, str]) -> None:
                 f"{name}={environment[name]} is set, and graphs are made with {name}={pinned}: another value makes "
                 f"other graphs, which no cache holds. Unset it: unset {name}"
             )
+    for name in FORBIDDEN_VARIABLES:
+        if name in environment:
+            raise DeviceError(
+                f"{name}={environment[name]} is set, and types are the recipe's (train.dtype, train.param_dtype): it "
+                f"rounds to bfloat16 what is to be float32. Unset it: unset {name}"
+            )
+
+
+def compiler_flags(recipe: Recipe) -> tuple[str, ...]:
+    """Of neuronx-cc, which compiles for the family of the nodes that train, whatever node it is on."""
+    return (f"--target={family_of(recipe.cluster.trainer_instance_type)}", *recipe.compile.flags)
+
+
+def require_flags(environment: Mapping[str, str], recipe: Recipe) -> None:
+    """Raise `DeviceError` where the environment has other flags than the recipe, which no cache was made with."""
+    flags = " ".join(compiler_flags(recipe))
+    if environment.get(FLAGS_VARIABLE, flags) != flags:
+        raise DeviceError(
+            f"{FLAGS_VARIABLE}={environment[FLAGS_VARIABLE]!r} is set, and the recipe has {flags!r}. Flags are the "
+            f"recipe's, in compile.flags: unset {FLAGS_VARIABLE}"
+        )
+
+
+def pjrt_device(environment: Mapping[str, str]) -> str:
+    """What torch_xla is to compute on: NEURON, unless CPU was asked for. Raises `DeviceError` for another."""
+    device = environment.get(PJRT_VARIABLE, NEURON)
+    if device not in (NEURON, CPU):
+        raise DeviceError(
+            f"{PJRT_VARIABLE}={device} is set, and parallel.device = 'xla' is a NeuronCore, or torch_xla's CPU device "
+            f"where {PJRT_VARIABLE}={CPU} says so. Unset it: unset {PJRT_VARIABLE}"
+        )
+    return device
+
+
+def require_runtime(environment: Mapping[str, str]) -> None:
+    """Raise `DeviceError` where torch_xla would find no NeuronCore: it would compute on the host, for weeks."""
+    if pjrt_device(environment) == CPU:
+        return
+    missing = []
+    if importlib.util.find_spec("libneuronxla") is None:
+        missing.append("libneuronxla, which the neuron images have (make images VARIANT=neuron)")
+    if not neuron_chips():
+        missing.append("a Neuron device, /dev/neuron0 and on (a trn1 node shows them to pods that ask for them)")
+    if missing:
+        raise DeviceError(
+            f"parallel.device = 'xla', and this node lacks {' and '.join(missing)}. torch_xla would compute on the "
+            f"host instead. Run on a Trainium node in a neuron image; for a trial on the host, of one worker, set "
+            f"{PJRT_VARIABLE}={CPU}"
+        )
+
+
+def require_opened(device_type: str | None, expected: str) -> None:
+    if device_type != expected:
+        raise DeviceError(
+            f"torch_xla opened its {device_type} device, and {PJRT_VARIABLE} is {expected}: it was imported before the "
+            f"variable was set, or the Neuron runtime did not start. Its messages are above."
+        )
+
+
+def why_without_nxd(environment: Mapping[str, str]) -> str:
+    """Why nothing of NxD is used here; empty where it is. The same for a trace and for the run that it is made for."""
+    if pjrt_device(environment) == CPU:
+        return f"{PJRT_VARIABLE}={CPU}, and NxD's kernels are for NeuronCores"
+    return "" if neuron_distributed.is_installed() else "neuronx_distributed is not installed"
+
+
+def _torch_xla_is_absent(reason: str) -> DeviceError:
+    return DeviceError(
+        f"parallel.device = 'xla', and torch_xla is not here ({reason}). The neuron images have it: build them with "
+        f"`make images VARIANT=neuron` and run the stage in its own, or choose another device: --parallel.device=cpu"
+    )
 
 
 def _version_of(distribution: str) -> str:

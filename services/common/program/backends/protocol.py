@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from services.common.program.mesh import Axis, Mesh
-from services.common.recipe import Device
+from services.common.recipe import Device, Recipe
 
 R = TypeVar("R")
 
@@ -50,11 +50,11 @@ class Backend(Collectives, Protocol):
 
     Asked of the class, where there may be no device:
 
-    - `facts(is_compiled, device)`: what decides a graph and its bits on this machine, besides recipe and source, by
-      name. Raises `DeviceError` when the device is not there, or a program that compiles lacks its compiler.
-    - `has_groups_in_graphs`: a graph lists the ranks that it computes with, so it is for one number of workers.
-    - `cache_environment(folder)`: the variables with which a process keeps its compiled graphs in `folder`. To be set
-      before the backend is made.
+    - `facts(recipe)`: what decides a graph and its bits on this machine, besides source and what the recipe says of
+      the program, by name. Raises `DeviceError` when the device is not there, or a program that compiles lacks its
+      compiler.
+    - `cache_environment(folder, recipe)`: the variables with which a process keeps its compiled graphs in `folder`, and
+      compiles others as the recipe says. To be set before the backend is made.
 
     Made once the worker group has formed; `Backend(mesh, threads, reduction, device, local_rank)` takes the device of
     this name that is the worker's on its node, with `threads` for what runs on the host, and raises `DeviceError` where
@@ -90,16 +90,15 @@ class Backend(Collectives, Protocol):
     device: torch.device
     host: torch.device
     is_lazy: bool
-    has_groups_in_graphs: bool
 
     def __init__(
         self, mesh: Mesh, threads: int, reduction: str, device: Device = "cpu", local_rank: int = 0
     ) -> None: ...
 
     @staticmethod
-    def facts(is_compiled: bool, device: Device = "cpu") -> dict[str, Any]: ...
+    def facts(recipe: Recipe) -> dict[str, Any]: ...
     @staticmethod
-    def cache_environment(folder: Path) -> dict[str, str]: ...
+    def cache_environment(folder: Path, recipe: Recipe) -> dict[str, str]: ...
 
     def place(self, x: Tensor) -> Tensor: ...
     def to_host(self, x: Tensor) -> Tensor: ...

@@ -20,7 +20,7 @@ from services.common.program.backends.protocol import CacheReport
 from services.common.program.mesh import AXES, Axis, Mesh
 from services.common.program.reduction import sum_in_tree
 from services.common.program.worker_group import COLLECTIVE_TIMEOUT, naming_lost_workers
-from services.common.recipe import Device
+from services.common.recipe import Device, Recipe
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -38,7 +38,6 @@ class TorchNative:
     """See `Backend`. No call has to be told that a graph ends, and a read waits by itself."""
 
     is_lazy = False
-    has_groups_in_graphs = False
     host = torch.device("cpu")
 
     def __init__(self, mesh: Mesh, threads: int, reduction: str, device: Device = "cpu", local_rank: int = 0) -> None:
@@ -55,11 +54,12 @@ class TorchNative:
         self._indices = {axis: torch.tensor([mesh.index(axis)], dtype=torch.int32).to(self.device) for axis in AXES}
 
     @staticmethod
-    def facts(is_compiled: bool, device: Device = "cpu") -> dict[str, Any]:
-        return device_facts(device, is_compiled) | inductor_facts(is_compiled)
+    def facts(recipe: Recipe) -> dict[str, Any]:
+        is_compiled = recipe.compile.enabled
+        return device_facts(recipe.parallel.device, is_compiled) | inductor_facts(is_compiled)
 
     @staticmethod
-    def cache_environment(folder: Path) -> dict[str, str]:
+    def cache_environment(folder: Path, recipe: Recipe) -> dict[str, str]:
         return {CACHE_VARIABLE: str(folder)}
 
     def index(self, axis: Axis) -> Tensor:

@@ -6,16 +6,20 @@ Its collectives are traced and not run: several CPU devices of one process hang 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from services.common import image_platform
 from services.common.errors import DeviceError
 from services.common.program.backends import neuron_xla
-from services.common.program.backends.neuron_xla import NeuronXla, require_pinned
+from services.common.program.backends.neuron_distributed import FlashAttention
+from services.common.program.backends.neuron_xla import NeuronXla, require_pinned, require_runtime
 from services.common.program.backends.protocol import Backend
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import Mesh
@@ -136,3 +140,87 @@ def test_where_torch_xla_is_absent_the_image_that_has_it_is_named(monkeypatch: p
     with pytest.raises(DeviceError, match=r"torch_xla is not here .*make images VARIANT=neuron") as raised:
         neuron_xla.import_torch_xla()
     assert raised.value.exit_code == 4
+
+
+def test_the_facts_of_a_program_need_torch_xla_and_import_nothing(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    with pytest.raises(DeviceError, match=r"torch_xla is not here .*make images VARIANT=neuron") as raised:
+        NeuronXla.facts(recipe)
+    assert raised.value.exit_code == 4
+
+
+@needs_torch_xla
+def test_what_computes_and_how_it_is_compiled_is_part_of_the_facts(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_the_host = NeuronXla.facts(recipe)
+    assert on_the_host["pjrt_device"] == "CPU"
+    assert on_the_host["compiler_flags"] == ["--target=trn1"]
+    monkeypatch.delenv("PJRT_DEVICE")
+    assert NeuronXla.facts(recipe)["pjrt_device"] == "NEURON"
+    # As a worker of a run has them.
+    of_cache = NeuronXla.cache_environment(Path("cache"), recipe)
+    for name, value in of_cache.items():
+        monkeypatch.setenv(name, value)
+    assert NeuronXla.facts(recipe) | {"pjrt_device": "CPU", "flash_attention": ""} == on_the_host | {
+        "flash_attention": ""
+    }
+    monkeypatch.setenv("NEURON_CC_FLAGS", "-O3")
+    with pytest.raises(DeviceError, match="NEURON_CC_FLAGS='-O3' is set, and the recipe has '--target=trn1'"):
+        NeuronXla.facts(recipe)
+
+
+def test_nothing_is_computed_on_the_host_of_a_node_without_neuron_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_platform, "NEURON_DEVICES", tmp_path)
+    with pytest.raises(DeviceError, match=r"lacks libneuronxla.* and a Neuron device, .*PJRT_DEVICE=CPU") as raised:
+        require_runtime({})
+    assert raised.value.exit_code == 4
+    (tmp_path / "neuron0").touch()
+    with pytest.raises(DeviceError, match="this node lacks libneuronxla, which the neuron images have"):
+        require_runtime({"PJRT_DEVICE": "NEURON"})
+    require_runtime({"PJRT_DEVICE": "CPU"})
+    with pytest.raises(DeviceError, match="PJRT_DEVICE=TPU is set"):
+        require_runtime({"PJRT_DEVICE": "TPU"})
+
+
+@needs_torch_xla
+def test_a_backend_is_not_made_without_a_neuron_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_platform, "NEURON_DEVICES", tmp_path)
+    monkeypatch.delenv("PJRT_DEVICE")
+    with pytest.raises(DeviceError, match="torch_xla would compute on the host instead"):
+        NeuronXla(ALONE, 1, "fast")
+
+
+@pytest.mark.parametrize("name", ["XLA_DOWNCAST_BF16", "XLA_USE_BF16"])
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_rounding_behind_the_program_s_back_is_refused(name: str, value: str) -> None:
+    with pytest.raises(DeviceError, match=f"{name}={value} is set, and types are the recipe's"):
+        require_pinned({name: value})
+
+
+@needs_torch_xla
+def test_the_log_says_once_which_attention_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    backend = NeuronXla(ALONE, 1, "fast")
+    x_BHSN = torch.ones(1, 2, 16, 8, dtype=torch.bfloat16, device=backend.device)
+    for _ in range(2):
+        backend.attend(x_BHSN, x_BHSN, x_BHSN, None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention: torch's SDPA (PJRT_DEVICE=CPU, and NxD's kernels are for NeuronCores)"
+    ]
+
+    caplog.clear()
+    backend._why_without_nxd = ""
+    backend._flash_attention = FlashAttention(lambda q, k, v, **options: q + 1, "trn1")
+    long_BHSN = torch.ones(1, 2, 2048, 8, dtype=torch.bfloat16, device=backend.device)
+    for _ in range(2):
+        assert torch.equal(backend.attend(long_BHSN, long_BHSN, long_BHSN, None).cpu(), torch.full((1, 2, 2048, 8), 2))
+        assert torch.equal(backend.attend(x_BHSN, x_BHSN, x_BHSN, None).cpu(), x_BHSN.cpu())
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention: NxD's NKI flash attention",
+        "attention: torch's SDPA (a sequence has 16 positions, and the kernel takes multiples of 2,048)",
+    ]

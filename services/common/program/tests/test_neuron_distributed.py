@@ -1,0 +1,97 @@
+"""What is asked of neuronx-distributed, where it is absent too: when its kernel is used, how, and in which groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.common.errors import DeviceError
+from services.common.program.attention import attend
+from services.common.program.backends.neuron_distributed import FlashAttention, require_equal_groups, why_not_flash
+from services.common.program.mesh import Axis, Mesh
+
+
+def heads(num_heads: int, length: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(1, num_heads, length, head_dim, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("query", "mask", "said"),
+    [
+        (heads(4, 4096, 128), None, ""),
+        (heads(4, 4096, 128), torch.ones(1, 1, 1, 1, dtype=torch.bool), "within their documents"),
+        (heads(4, 3000, 128), None, "3,000 positions, and the kernel takes multiples of 2,048"),
+        (heads(4, 2048, 256), None, "256 dimensions, and the kernel takes at most 128"),
+        (heads(4, 2048, 128, torch.float32), None, "multiplies in bfloat16, and train.dtype is float32"),
+    ],
+    ids=["taken", "documents", "length", "width", "float32"],
+)
+def test_the_kernel_is_for_causal_attention_in_bfloat16_of_lengths_it_takes(
+    query: Tensor, mask: Tensor | None, said: str
+) -> None:
+    reason = why_not_flash(query, query, mask)
+    assert said in reason
+    assert bool(reason) == bool(said)
+
+
+def test_a_worker_of_two_cores_needs_an_even_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    assert why_not_flash(heads(4, 2048, 128), heads(4, 2048, 128), None) == ""
+    assert "3 heads of a worker cannot be shared" in why_not_flash(heads(3, 2048, 128), heads(3, 2048, 128), None)
+
+
+def test_key_value_heads_are_given_to_the_kernel_once_for_each_query_head_and_their_gradients_are_summed() -> None:
+    """NxD starts the kernel for as many heads as there are query heads, of each tensor alike."""
+    options: dict[str, Any] = {}
+
+    def kernel(q_BHSN: Tensor, k_BHSN: Tensor, v_BHSN: Tensor, **given: Any) -> Tensor:
+        options.update(given)
+        assert q_BHSN.shape == k_BHSN.shape == v_BHSN.shape
+        return torch.nn.functional.scaled_dot_product_attention(
+            q_BHSN, k_BHSN, v_BHSN, is_causal=given["causal"], scale=given["softmax_scale"]
+        )
+
+    q, k, v = (torch.randn(2, count, 16, 8, requires_grad=True) for count in (6, 2, 2))
+    ours, expected = FlashAttention(kernel, "trn1")(q, k, v), attend(q, k, v, None)
+    torch.testing.assert_close(ours, expected)
+    weights = torch.randn_like(expected)
+    gradients = zip(*(torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (ours, expected)), strict=True)
+    for mine, theirs in gradients:
+        torch.testing.assert_close(mine, theirs)
+    assert options["lnc"] == 1
+    assert options["hardware_type"] == "trn1"
+    assert options["transpose_nki_inputs"] is False
+
+
+def groups_of_trn1(mesh: Mesh) -> dict[Axis, list[list[int]]]:
+    """As neuronx-distributed 0.18 documents them in `initialize_model_parallel`, of one node of 32 cores."""
+    if mesh.tensor_parallel_size == 4:
+        data = [[*range(first, first + 8)] for first in range(0, 32, 8)]
+        return {
+            "tensor": [[n, n + 8, n + 16, n + 24] for n in range(8)],
+            "data": data,
+            "key_value": [[n] for n in range(32)],
+        }
+    tensor = [[*range(first, first + 8)] for first in range(0, 32, 8)]
+    return {
+        "tensor": tensor,
+        "data": [list(ranks) for ranks in zip(*tensor, strict=True)],
+        "key_value": [[n + first, n + first + 4] for first in range(0, 32, 8) for n in range(4)],
+    }
+
+
+def test_groups_are_those_of_the_topology() -> None:
+    mesh = Mesh(0, 4, 8, key_value_copies=2, are_copies_apart=True)
+    require_equal_groups(mesh, groups_of_trn1(mesh), "trn1")
+
+
+def test_a_size_whose_groups_would_not_be_along_links_is_refused_with_both_sides() -> None:
+    mesh = Mesh(0, 8, 4)
+    with pytest.raises(DeviceError) as raised:
+        require_equal_groups(mesh, groups_of_trn1(mesh), "trn1")
+    assert raised.value.exit_code == 4
+    assert "32 workers of trn1: the groups of the data axis are [[0, 4, 8, 12, 16, 20, 24, 28]" in str(raised.value)
+    assert "neuronx-distributed chooses [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9" in str(raised.value)
