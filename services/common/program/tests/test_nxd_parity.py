@@ -1,0 +1,69 @@
+"""Our layers against those of neuronx-distributed, with sequence parallelism, wherever that can be imported."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.errors import DeviceError
+from services.common.launch import inline
+from services.common.launch.launcher import WorkerGroupSpec
+from services.common.program.backends.neuron_distributed import require_groups
+from services.common.program.mesh import Mesh
+from services.common.program.tests import nxd_parity
+from services.common.program.worker_group import WorkerGroup
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_nxd() -> None:
+    try:
+        importlib.import_module("neuronx_distributed.parallel_layers")
+    except ImportError as error:
+        pytest.skip(f"neuronx_distributed cannot be imported here, as it can in a neuron image ({error})")
+
+
+def test_layers_and_loss_have_the_outputs_and_gradients_of_nxd_s(tmp_path: Path) -> None:
+    size = nxd_parity.WORKERS
+    inline.run_workers(nxd_parity.compare, tmp_path, WorkerGroupSpec(size, 1, size, tmp_path))
+    for rank in range(size):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert found["ours"].keys() == found["theirs"].keys()
+        for name, ours in found["ours"].items():
+            torch.testing.assert_close(ours, found["theirs"][name], rtol=1e-5, atol=1e-6, msg=f"{name} of rank {rank}")
+
+
+@pytest.fixture
+def on_trn1(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Joins a worker group of which only this process exists."""
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
+    groups: list[WorkerGroup] = []
+    yield lambda world_size: groups.append(WorkerGroup.fake(world_size))
+    for group in groups:
+        group.leave()
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(0, 16, 8),
+        Mesh(0, 4, 32, key_value_copies=4, are_copies_apart=True),
+        Mesh(0, 4, 8, key_value_copies=2, are_copies_apart=True),
+        Mesh(0, 32, 2),
+    ],
+    ids=["8", "32, of 4 copies", "8, of 2 copies", "2"],
+)
+def test_groups_on_trn1_are_those_that_nxd_chooses(mesh: Mesh, on_trn1: Callable[[int], None]) -> None:
+    on_trn1(mesh.world_size)
+    require_groups(mesh)
+
+
+@pytest.mark.parametrize(("mesh", "axis"), [(Mesh(0, 8, 4), "data"), (Mesh(0, 1, 32, key_value_copies=4), "key_value")])
+def test_other_groups_than_nxd_s_are_refused(mesh: Mesh, axis: str, on_trn1: Callable[[int], None]) -> None:
+    on_trn1(mesh.world_size)
+    with pytest.raises(DeviceError, match=f"groups of the {axis} axis are .* and neuronx-distributed chooses"):
+        require_groups(mesh)
