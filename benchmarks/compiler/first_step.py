@@ -19,7 +19,7 @@ def main(recipe_path: str, cache: str) -> int:
 
     recipe = load_recipe(Path(recipe_path), {"parallel.data_parallel_size": "1"})
     backend_class = choose_backend(recipe.parallel.device)
-    os.environ.update(backend_class.cache_environment(Path(cache)))
+    os.environ.update(backend_class.cache_environment(Path(cache), recipe))
     mesh, threads = make_mesh(recipe, rank=0, world_size=1), recipe.parallel.threads_per_worker
     backend = backend_class(mesh, threads, recipe.train.reduction, recipe.parallel.device)
     batches = [make_synthetic_micro_batch(recipe) for _ in range(recipe.batch.num_micro_batches)]

@@ -32,12 +32,9 @@ KEEP_GRAPHS = {
     "NEURON_PARALLEL_COMPILE": "1",
     "NEURON_EXTRACT_GRAPHS_ONLY": "1",
     "NEURON_FALL_BACK_TO_NULL_NEFF": "1",
+    "NEURON_RT_VISIBLE_CORES": "0",
 }
-
-
-def keep_graphs(flags: Sequence[str]) -> dict[str, str]:
-    """The variables with which libneuronxla keeps graphs, for the compiler and these flags, and compiles none."""
-    return {**KEEP_GRAPHS, "NEURON_CC_FLAGS": " ".join(flags), "NEURON_RT_VISIBLE_CORES": "0"}
+"""With these libneuronxla keeps the graphs of a process, and compiles none."""
 
 
 class TracedXla(NeuronXla):

@@ -24,7 +24,6 @@ from services.common.program.micro_batch import make_synthetic_micro_batch
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
-from services.compiler.neuronx_cc import target_of
 
 MAX_MICRO_BATCHES = 2
 """Of a step on a device whose graphs take seconds to trace: sums are held there, so every one has the same graph."""
@@ -58,12 +57,12 @@ def make_backend(recipe: Recipe, mesh: Mesh) -> Backend:
     """
     threads, device = recipe.parallel.threads_per_worker, recipe.parallel.device
     if device == "xla":
-        from services.compiler.neuron_trace import TracedXla, keep_graphs  # noqa: PLC0415 - torch_xla's part
+        from services.common.program.backends.neuron_xla import compiler_flags  # noqa: PLC0415 - of one device
+        from services.compiler.neuron_trace import KEEP_GRAPHS, TracedXla  # noqa: PLC0415
 
-        flags = (f"--target={target_of(recipe)}", *recipe.compile.flags)
         if recipe.compile.trace_on == "cpu" and importlib.util.find_spec("libneuronxla") is None:
-            return TracedXla(mesh, threads, flags)
-        os.environ.update(keep_graphs(flags))
+            return TracedXla(mesh, threads, compiler_flags(recipe))
+        os.environ.update(KEEP_GRAPHS)
     return choose_backend(device)(mesh, threads, recipe.train.reduction, device)
 
 
