@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import DeviceError
-from services.common.program.mesh import AXES, Axis, Mesh
+from services.common.program.mesh import Axis, Mesh
 
 LIBRARY = "neuronx_distributed"
 LOGICAL_CORE_SIZE = "NEURON_LOGICAL_NC_CONFIG"
@@ -104,19 +104,19 @@ def require_groups(mesh: Mesh) -> None:
         mesh.key_value_copies,
         hardware_type=parallel_state._HARDWARE_TYPE,
     )
-    theirs: dict[Axis, list[list[int]]] = {"data": chosen.dp_groups, "tensor": chosen.tp_groups, "key_value": copies}
+    theirs: dict[Axis, list[list[int]]] = {"tensor": chosen.tp_groups, "data": chosen.dp_groups, "key_value": copies}
     require_equal_groups(mesh, theirs, platform=str(parallel_state._HARDWARE_TYPE.value))
 
 
 def require_equal_groups(mesh: Mesh, theirs: Mapping[Axis, Sequence[Sequence[int]]], platform: str) -> None:
     """Raise `DeviceError` that names both, where the ranks along an axis of the mesh are others than `theirs`."""
-    for axis in AXES:
+    for axis, their_groups in theirs.items():
         ours = mesh.groups(axis)
-        if sorted(map(list, theirs[axis])) != sorted(ours):
+        if sorted(map(list, their_groups)) != sorted(ours):
             raise DeviceError(
                 f"parallel.tensor_parallel_size = {mesh.tensor_parallel_size} on {mesh.world_size} workers of "
                 f"{platform}: the groups of the {axis} axis are {_show(ours)} here, and neuronx-distributed chooses "
-                f"{_show(theirs[axis])}, by the links between cores. Choose another size, of 8 or 32 on trn1: "
+                f"{_show(their_groups)}, by the links between cores. Choose another size, of 8 or 32 on trn1: "
                 f"--parallel.tensor_parallel_size=8"
             )
 
@@ -133,6 +133,7 @@ def _repeat_heads(x_BKSN: Tensor, copies: int) -> Tensor:
 
 
 def _import(module: str) -> Any:
+    os.environ.setdefault("NXD_LOG_LEVEL", "warning")  # it would print every group of the topology
     try:
         return importlib.import_module(f"{LIBRARY}.{module}")
     except Exception as error:  # whatever of five Neuron packages does not fit: no other attention instead

@@ -66,7 +66,7 @@ def _run_ours(backend: TorchNative) -> Results:
     embedding = VocabularyParallelEmbedding(VOCABULARY, HIDDEN, backend)
     column, row = ColumnParallelLinear(HIDDEN, INNER, mesh), RowParallelLinear(INNER, HIDDEN, mesh)
     head = ColumnParallelLinear(HIDDEN, VOCABULARY, mesh)
-    layers = {"embedding": embedding, "column": column, "row": row, "head": head}
+    layers: dict[str, Any] = {"embedding": embedding, "column": column, "row": row, "head": head}
     for name, layer in layers.items():
         layer.weight = nn.Parameter(layer.layout.take(drawn[name]).clone())
 

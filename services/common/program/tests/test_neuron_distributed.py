@@ -93,5 +93,7 @@ def test_a_size_whose_groups_would_not_be_along_links_is_refused_with_both_sides
     with pytest.raises(DeviceError) as raised:
         require_equal_groups(mesh, groups_of_trn1(mesh), "trn1")
     assert raised.value.exit_code == 4
-    assert "32 workers of trn1: the groups of the data axis are [[0, 4, 8, 12, 16, 20, 24, 28]" in str(raised.value)
-    assert "neuronx-distributed chooses [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9" in str(raised.value)
+    assert "32 workers of trn1: the groups of the tensor axis are [[0, 1, 2, 3], [4, 5, 6, 7], ...]" in str(
+        raised.value
+    )
+    assert "neuronx-distributed chooses [[0, 8, 16, 24], [1, 9, 17, 25], ...]" in str(raised.value)

@@ -62,7 +62,9 @@ def test_groups_on_trn1_are_those_that_nxd_chooses(mesh: Mesh, on_trn1: Callable
     require_groups(mesh)
 
 
-@pytest.mark.parametrize(("mesh", "axis"), [(Mesh(0, 8, 4), "data"), (Mesh(0, 1, 32, key_value_copies=4), "key_value")])
+@pytest.mark.parametrize(
+    ("mesh", "axis"), [(Mesh(0, 8, 4), "tensor"), (Mesh(0, 1, 32, key_value_copies=4), "key_value")]
+)
 def test_other_groups_than_nxd_s_are_refused(mesh: Mesh, axis: str, on_trn1: Callable[[int], None]) -> None:
     on_trn1(mesh.world_size)
     with pytest.raises(DeviceError, match=f"groups of the {axis} axis are .* and neuronx-distributed chooses"):
