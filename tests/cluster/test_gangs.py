@@ -148,7 +148,8 @@ def test_a_compile_on_cpu_nodes_waits_for_no_trainium_node(harness: Harness, com
 def compiler_on_cpu_nodes(harness: Harness) -> Iterator[None]:
     on_trainium = harness.worker_group("compiler").spec
     on_cpu_nodes = groups_of(render(OVERLAYS["eks"]))["compiler"]
-    on_cpu_nodes["template"]["spec"]["containers"][0] |= {"image": name_of("head"), "imagePullPolicy": "Never"}
+    for group in (on_trainium, on_cpu_nodes):  # what a deployment sets here is not taken back
+        group["template"]["spec"]["containers"][0] |= {"image": name_of("head"), "imagePullPolicy": "Never"}
     replace_group(harness.api, harness.worker_group("compiler"), on_cpu_nodes)
     machines = [cpu_machine(f"cpu-{number}") for number in range(2)]
     cluster.kubectl("apply", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": machines}))
