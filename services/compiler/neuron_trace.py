@@ -21,12 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.program.backends.neuron_xla import CACHE_VARIABLE, NeuronXla
+from services.common.program.backends.neuron_xla import CACHE_VARIABLE, CPU, NEURON, PJRT_VARIABLE, NeuronXla
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.mesh import Mesh
 from services.compiler.modules import COMPILER_PREFIX, DONE, FLAGS, GRAPH, NEFF
 from services.compiler.neuronx_cc import compiler_version
 
+PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
+"""Says for which platform graphs are made on a node that has none."""
+TARGET = "--target="
 KEEP_GRAPHS = {
     # Of AWS Neuron's neuron_parallel_compile: graphs are written down, and what they compute is zeros.
     "NEURON_PARALLEL_COMPILE": "1",
@@ -35,6 +38,20 @@ KEEP_GRAPHS = {
     "NEURON_RT_VISIBLE_CORES": "0",
 }
 """With these libneuronxla keeps the graphs of a process, and compiles none."""
+
+
+class KeptXla(NeuronXla):
+    """The backend of a node without a NeuronCore where libneuronxla is, which keeps the graphs of its plugin. Whether
+    that opens without a device has not been seen: docs/operations/first-trainium-run.md, point 1.
+    """
+
+    def __init__(self, mesh: Mesh, threads: int, flags: Sequence[str]) -> None:
+        os.environ.update(KEEP_GRAPHS)
+        os.environ.setdefault(PLATFORM_VARIABLE, _target_of(flags))
+        super().__init__(mesh, threads, "fast")
+
+    def _claim_device(self) -> None:
+        os.environ.setdefault(PJRT_VARIABLE, NEURON)
 
 
 class TracedXla(NeuronXla):
@@ -55,10 +72,9 @@ class TracedXla(NeuronXla):
 
     def _claim_device(self) -> None:
         """The graphs are a NeuronCore's, of a node that has none."""
-        os.environ.setdefault("PJRT_DEVICE", "CPU")
+        os.environ.setdefault(PJRT_VARIABLE, CPU)
         if not self._why_without_nxd:  # its topology and its kernels ask torch_neuronx for the platform
-            target = next((flag for flag in self._flags if flag.startswith("--target=")), "--target=trn1")
-            os.environ.setdefault("NEURON_PLATFORM_TARGET_OVERRIDE", target.removeprefix("--target="))
+            os.environ.setdefault(PLATFORM_VARIABLE, _target_of(self._flags))
 
     def place(self, x: Tensor) -> Tensor:
         """A placeholder for what has no values; what has some is placed."""
@@ -109,6 +125,11 @@ class TracedXla(NeuronXla):
         alive = zip(tensors, is_pending, strict=True)
         found = {lazy._xla_get_tensor_id(tensor): tensor for tensor, is_here in alive if is_here}
         return [found[number] for number in sorted(found)]
+
+
+def _target_of(flags: Sequence[str]) -> str:
+    """What they compile for."""
+    return next((flag for flag in flags if flag.startswith(TARGET)), f"{TARGET}trn1").removeprefix(TARGET)
 
 
 def _is_tensor(candidate: Any) -> bool:

@@ -58,10 +58,11 @@ def make_backend(recipe: Recipe, mesh: Mesh) -> Backend:
     threads, device = recipe.parallel.threads_per_worker, recipe.parallel.device
     if device == "xla":
         from services.common.program.backends.neuron_xla import compiler_flags  # noqa: PLC0415 - of one device
-        from services.compiler.neuron_trace import KEEP_GRAPHS, TracedXla  # noqa: PLC0415
+        from services.compiler.neuron_trace import KEEP_GRAPHS, KeptXla, TracedXla  # noqa: PLC0415
 
-        if recipe.compile.trace_on == "cpu" and importlib.util.find_spec("libneuronxla") is None:
-            return TracedXla(mesh, threads, compiler_flags(recipe))
+        if recipe.compile.trace_on == "cpu":
+            is_kept = importlib.util.find_spec("libneuronxla") is not None
+            return (KeptXla if is_kept else TracedXla)(mesh, threads, compiler_flags(recipe))
         os.environ.update(KEEP_GRAPHS)
     return choose_backend(device)(mesh, threads, recipe.train.reduction, device)
 
