@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from services.common.instance_types import INSTANCE_TYPES
+from services.common.instance_types import INSTANCE_TYPES, TRN1, family_of
 from services.common.presets import MODEL_PRESETS
 
 Kind = Literal["corpus", "compile_cache", "checkpoint"]
@@ -438,6 +438,12 @@ class Recipe(Section):
                 f"parallel.device 'xla' needs compile.enabled = true and train.reduction = 'fast', got "
                 f"{self.compile.enabled} and {self.train.reduction!r}: torch_xla runs compiled graphs alone, and the "
                 f"tree of exact sums is another graph for each micro-batch"
+            )
+        family = family_of(self.cluster.trainer_instance_type)
+        if self.parallel.device == "xla" and not family.startswith(TRN1):
+            raise ValueError(
+                f"parallel.device 'xla' is a NeuronCore of trn1, and cluster.trainer_instance_type is "
+                f"{self.cluster.trainer_instance_type}, whose cores take 'neuron'"
             )
         if self.parallel.device == "xla" and self.cluster.min_nodes is not None:
             raise ValueError(

@@ -25,6 +25,7 @@ from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import Count, ManifestModel, Xxh3, sync_folder, write_durably
 from services.common.errors import DeviceError, StorageError
 from services.common.input_file import read_file
+from services.common.instance_types import family_of
 from services.common.private_folder import new_name, private_folder
 from services.common.recipe import Recipe
 from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF, Module
@@ -32,7 +33,6 @@ from services.compiler.process_group import run_in_group
 
 COMPILER = "neuronx-cc"
 TARGETS = ("trn1", "trn1n", "trn2")
-DEFAULT_TARGET = "trn1"
 TEMPORARY_SUFFIX = ".tmp"
 LOG_LINES = 12
 VERSION_SECONDS = 120.0
@@ -169,7 +169,7 @@ def find_compiled(task: CompileTask) -> CompiledModule | None:
 
 def target_of(recipe: Recipe) -> str:
     """neuronx-cc's `--target`: the family of the nodes that train."""
-    family = (recipe.cluster.trainer_instance_type or DEFAULT_TARGET).partition(".")[0]
+    family = family_of(recipe.cluster.trainer_instance_type)
     if family not in TARGETS:
         raise DeviceError(f"neuronx-cc has no target for {family}; expected one of {', '.join(TARGETS)}.")
     return family

@@ -54,9 +54,9 @@ class Program:
             for bucket in self.buckets:
                 bucket.cast(DTYPES[recipe.train.param_dtype])
             self._sums = [self._make_sum(bucket.size) for bucket in self.buckets]
-            self._losses = self._make_sum(1)
+            self._losses = self._make_sum(1) if backend.is_lazy else TreeSum()
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
-        self._loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
+        self._run_loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
         self._host_state: dict[StateKind, list[Tensor]] = {}
 
     @naming_workers_lost_in_graphs()
@@ -175,7 +175,7 @@ class Program:
 
     def _add_gradients(self, micro_batch: MicroBatch) -> None:
         """And the loss. When this returns, nothing else of the pass is alive."""
-        loss = self._loss(*micro_batch.to(self.backend.device))
+        loss = self._loss(micro_batch)
         gradients = deque(torch.autograd.grad(loss, self._parameters))
         for bucket, total in zip(self.buckets, self._sums, strict=True):  # frees a bucket's gradients as it adds them
             total.add(bucket.flatten(gradients.popleft() for _ in bucket.parameters))
@@ -183,7 +183,7 @@ class Program:
 
     def _gather_losses(self, micro_batch: MicroBatch) -> Tensor:
         """The loss of this worker's, and those of the others' at the same time."""
-        loss = self._loss(*micro_batch.to(self.backend.device))
+        loss = self._loss(micro_batch)
         return self.backend.all_gather(loss.reshape(1), "data")
 
     def _find_bad_weights(self) -> Tensor:
@@ -192,12 +192,16 @@ class Program:
         extremes = [extreme for each in weights for extreme in (each.min(), each.max())]
         return torch.stack(extremes).isfinite().all().logical_not().float().reshape(1)
 
-    def _micro_loss(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+    def _loss(self, micro_batch: MicroBatch) -> Tensor:
+        # Outside of what is compiled: AOTAutograd keeps no graph that enters it, and traces that again at each start.
         with self.backend.autocast(self.recipe.train.dtype):
-            hidden_BSD = self.model(tokens_BS[:, :-1], positions_BS)
-            chunk_tokens, z_loss = self.recipe.batch.loss_chunk_tokens, self.recipe.train.z_loss
-            lm_head_VD, targets_BS = self.model.lm_head.weight, tokens_BS[:, 1:]
-            return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, self.backend, z_loss)
+            return self._run_loss(*micro_batch.to(self.backend.device))
+
+    def _micro_loss(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+        hidden_BSD = self.model(tokens_BS[:, :-1], positions_BS)
+        chunk_tokens, z_loss = self.recipe.batch.loss_chunk_tokens, self.recipe.train.z_loss
+        lm_head_VD, targets_BS = self.model.lm_head.weight, tokens_BS[:, 1:]
+        return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, self.backend, z_loss)
 
 
 def _digest(tensors: Iterable[Tensor]) -> int:

@@ -228,6 +228,10 @@ def test_a_value_of_the_wrong_kind_is_shown_with_what_was_expected(
             {"parallel.device": "xla", "train.reduction": "fast", "cluster.min_nodes": "1"},
             "cluster.min_nodes 1 cannot be with parallel.device 'xla'",
         ),
+        (
+            {"parallel.device": "xla", "train.reduction": "fast", "cluster.trainer_instance_type": "trn2.48xlarge"},
+            "is a NeuronCore of trn1, and cluster.trainer_instance_type is trn2.48xlarge, whose cores take 'neuron'",
+        ),
         ({"batch.global_batch_size": "12", "parallel.data_parallel_size": "3"}, "needs a power of two of them, got 6"),
         (
             {"parallel.data_parallel_size": "4", "cluster.trainer_workers_per_node": "3"},

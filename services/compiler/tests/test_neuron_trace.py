@@ -104,10 +104,14 @@ def test_a_shipped_recipe_is_traced_at_its_real_size(path: Path) -> None:
     assert max(map(len, graphs.values())) > 500_000
 
 
-def test_a_cache_is_for_one_number_of_workers(split: Recipe) -> None:
-    """Its graphs list their ranks. A cache of the native backend is for any number."""
-    fewer = split.parallel.model_copy(update={"data_parallel_size": 4})
-    assert program_facts(split.model_copy(update={"parallel": fewer})) != program_facts(split)
+@pytest.mark.parametrize(
+    "changed",
+    [{"parallel__data_parallel_size": "4"}, {"parallel__zero_stage": "0"}, {"batch__global_batch_size": "32"}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_cache_is_for_one_update(tmp_path: Path, split: Recipe, changed: dict[str, str]) -> None:
+    """The whole of it is a graph, which lists its ranks. A cache of the native backend is for any of these."""
+    assert program_facts(make_recipe(tmp_path, **{**SPLIT, **changed})) != program_facts(split)
 
 
 def test_the_stage_publishes_a_split_model_s_graphs_and_has_nothing_to_do_again(

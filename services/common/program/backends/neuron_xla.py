@@ -28,6 +28,7 @@ from services.common.program import attention
 from services.common.program.backends import neuron_distributed
 from services.common.program.backends.compiler_shim import CompilerShim, forbid_compiler
 from services.common.program.backends.protocol import CacheReport
+from services.common.program.buckets import choose_num_blocks
 from services.common.program.mesh import AXES, Axis, Mesh
 from services.common.recipe import Device, Recipe
 
@@ -101,10 +102,14 @@ class NeuronXla:
         require_flags(os.environ, recipe)
         if importlib.util.find_spec("torch_xla") is None:
             raise _torch_xla_is_absent("it is not installed")
+        models = recipe.parallel.data_parallel_size
         return {
             "libraries": {name: _version_of(name) for name in DISTRIBUTIONS},
             "pjrt_device": pjrt_device(os.environ),
-            "data_parallel_size": recipe.parallel.data_parallel_size,  # graphs list the ranks that sum together
+            # A whole update is a graph, which lists the ranks that sum together, and has shapes of its blocks.
+            "data_parallel_size": models,
+            "zero_stage": recipe.parallel.zero_stage,
+            "blocks": choose_num_blocks(recipe.batch.num_micro_batches, models),
             "compiler_flags": list(compiler_flags(recipe)),
             "flash_attention": why_without_nxd(os.environ) or "NxD's, of sequences that it takes",
             "environment": {
@@ -333,4 +338,4 @@ def _version_of(distribution: str) -> str:
 def _count_modules() -> int:
     """Graphs in the compile cache that the process was given."""
     folder = os.environ.get(CACHE_VARIABLE, "")
-    return len(list(Path(folder).glob("neuronxcc-*/MODULE_*"))) if folder else 0
+    return sum(path.is_dir() for path in Path(folder).glob("neuronxcc-*/MODULE_*")) if folder else 0
