@@ -157,15 +157,20 @@ def open_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[Cal
 
         def read(name: str) -> Tensor:
             tensor: Tensor = files[name].get_tensor(name)
-            num_bad = int((~torch.isfinite(tensor)).sum())
-            if num_bad:
-                raise ArtifactError(
-                    f"{folder}: {name}: {num_bad:,} of {tensor.numel():,} values are NaN or infinite, expected weights "
-                    f"that can be trained on. Fetch or convert them again."
-                )
+            require_finite(folder, name, tensor)
             return tensor.float()
 
         yield read
+
+
+def require_finite(folder: Path, name: str, tensor: Tensor) -> None:
+    """Raise `ArtifactError` for a weight with values that no training begins with."""
+    num_bad = int((~torch.isfinite(tensor)).sum())
+    if num_bad:
+        raise ArtifactError(
+            f"{folder}: {name}: {num_bad:,} of {tensor.numel():,} values are NaN or infinite, expected weights that "
+            f"can be trained on. Fetch or convert them again."
+        )
 
 
 def _file_names(folder: Path) -> list[str]:

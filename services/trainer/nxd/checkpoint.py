@@ -20,6 +20,7 @@ from services.common.artifacts.manifest import sync_folder, write_durably
 from services.common.errors import ArtifactError, RecipeError
 from services.common.program.llama import parameter_shapes
 from services.common.recipe import Model
+from services.trainer.hugging_face import require_finite
 from services.trainer.nxd.layout import NxdLayout, rank_tensors
 from services.trainer.nxd.master_weights import OPTIMIZER, read_masters
 from services.trainer.nxd.rank_file import count_ranks, load_rank_file, rank_file_name, resolve
@@ -81,6 +82,7 @@ class NxdWeights:
         found: Tensor | None = None
         for nxd_name, stage, number in self._places(name):
             weight = self._join(nxd_name, stage, number)
+            require_finite(self._folder, name, weight)
             if found is not None and not torch.equal(found, weight):
                 raise ArtifactError(f"{self._folder}: its copies of {name} differ: {nxd_name} of stage {stage}.")
             found = weight

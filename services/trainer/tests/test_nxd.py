@@ -430,6 +430,10 @@ def rewrite(change: Callable[[dict[str, Any]], object]) -> Change:
             "lm_head.weight is torch.float64, expected torch.float32",
         ),
         (
+            rewrite(lambda files: files[RANK_3]["lm_head.weight"][0].fill_(float("nan"))),
+            "lm_head.weight: 32 of 768 values are NaN or infinite",
+        ),
+        (
             rewrite(lambda files: files[RANK_3]["model.norm.weight"].add_(1)),
             "model.norm.weight has copies of one tensor on several ranks, and rank 3 differs from rank 0 in 32 of 32",
         ),
