@@ -19,7 +19,6 @@ from services.compiler.__main__ import main
 from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF
 from services.compiler.tests import neuronx_cc
 from services.compiler.trace import PHASES, run_phases
-from tests.architecture.imports import REPOSITORY
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not here: `make test-torch29` has it"
@@ -39,7 +38,7 @@ SPLIT = {
     "train__dtype": "bfloat16",
     "train__param_dtype": "bfloat16",
 }
-TRN1_RECIPES = sorted((REPOSITORY / "recipes").glob("*-trn1.toml"))
+TRN1_RECIPES = sorted((Path(__file__).resolve().parents[3] / "recipes").glob("*-trn1.toml"))
 
 
 @pytest.fixture(autouse=True)
