@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch._inductor.codecache
 import torch._inductor.config
+import torch._inductor.cpu_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from services.common.errors import DeviceError
@@ -28,6 +30,8 @@ class Inductor:
         if _is_cache_filled():
             # Inductor precompiles its C++ header (8 s, 155 MB) before it looks whether there is a kernel to compile.
             torch._inductor.codecache._precompile_header = _name_header  # type: ignore[assignment]
+        # Inductor starts a Python for each instruction set of the CPU, which loads a library of it: 1.2 s in all.
+        torch._inductor.cpu_vec_isa.VecISA._probe_load = _is_loadable  # type: ignore[method-assign]
 
     def compile(self, function: Callable[..., R], is_dynamic: bool = False) -> Callable[..., R]:
         """Compile for the shapes of the first call; another shape compiles again, unless it `is_dynamic`."""
@@ -52,6 +56,15 @@ def _is_cache_filled() -> bool:
 def _name_header(header: str, *_: Any, **__: Any) -> str:
     """The header as it is, which g++ finds among those of torch: a kernel that has to be compiled takes longer."""
     return header
+
+
+def _is_loadable(self: torch._inductor.cpu_vec_isa.VecISA, output_path: str) -> bool:
+    """Does the library load? In this process: it only names functions of torch's, which is there, and runs none."""
+    try:
+        ctypes.CDLL(output_path)
+    except OSError:
+        return False
+    return True
 
 
 class CompileCounter(CustomGraphPass):
