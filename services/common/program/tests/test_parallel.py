@@ -44,6 +44,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> work.Trained:
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     """What each of 4 workers found, on each mesh."""
+    if torch.__version__ < "2.10":
+        # In 3 of 16 runs a worker died in malloc, called by gloo's all-to-all or by the end of its groups; with 2.13 in
+        # none. The variant with 2.9 sums over the device's own collectives.
+        pytest.skip("the heap of a worker is damaged in one of five runs over torch 2.9's gloo")
     folder = tmp_path_factory.mktemp("together")
     inline.run_workers(work.train_on_all, folder, WorkerGroupSpec(work.WORKERS, 1, work.WORKERS, folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(work.WORKERS)]
