@@ -1,0 +1,161 @@
+"""How long a run takes to start, to start again after a worker was killed, and to hand over a checkpoint.
+
+    python -m benchmarks.trainer.start_rows --root ROOT [--recipe FILE] [--rounds 3] [--launch inline ray]
+
+ROOT has the recipe's corpus and its compile cache, from the tokenizer and the compiler: the caches are warm. Each round
+is one command with a run folder of its own, ended when it has what it needs:
+
+first step   seconds from the command's start to the end of the first step
+restart      seconds from kill -9 of the last worker to the end of the first step of the workers that replace it
+stall        seconds that training stands still for a checkpoint: the median of those that the round saw
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from services.common.launch.launcher import LAUNCHERS
+from services.common.recipe import Recipe
+from services.common.recipe_file import load_recipe
+from services.trainer.metrics import read_metrics
+
+LIMIT_SECONDS = 300.0
+POLL_SECONDS = 0.1
+CHECKPOINT_STEPS = 20
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StartTimes:
+    """Of one round, in seconds."""
+
+    launch: str
+    first_step: float
+    restart: float
+    stall: float
+
+
+ROWS = {
+    "first step": lambda times: times.first_step,
+    "restart": lambda times: times.restart,
+    "stall": lambda times: times.stall,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer.start_rows")
+    parser.add_argument("--root", type=Path, required=True, help="with the recipe's corpus and compile cache")
+    parser.add_argument("--recipe", type=Path, default=Path("recipes/tiny-cpu.toml"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--launch", choices=tuple(LAUNCHERS), nargs="+", default=tuple(LAUNCHERS))
+    arguments = parser.parse_args()
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {arguments.recipe}, warm caches")
+    rounds = measure_starts(arguments.recipe, arguments.root.absolute(), arguments.rounds, arguments.launch)
+    print(describe_starts(rounds))
+    return 0
+
+
+def measure_starts(recipe: Path, root: Path, rounds: int, launches: list[str]) -> list[StartTimes]:
+    """The launchers take turns, so that what else the machine does falls on both."""
+    return [measure_start(recipe, root, launch) for _ in range(rounds) for launch in launches]
+
+
+def describe_starts(rounds: list[StartTimes]) -> str:
+    """A table of medians, with the samples that they are of."""
+    lines = []
+    for name, read in ROWS.items():
+        for launch in sorted({each.launch for each in rounds}):
+            samples = [read(each) for each in rounds if each.launch == launch]
+            shown = " ".join(f"{sample:.2f}" for sample in samples)
+            lines.append(f"{name:<12} {launch:<8} {statistics.median(samples):6.2f} s   of {shown}")
+    return "\n".join(lines)
+
+
+def measure_start(recipe: Path, root: Path, launch: str) -> StartTimes:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for collection in ("corpus", "compile_cache"):
+            (folder / collection).symlink_to(root / collection)
+        with _running(recipe, folder, launch) as command:
+            started_at = time.time()
+            first = _wait_for(command, lambda: _find_first_step(folder, started_at))
+            _wait_for(command, lambda: len(_stalls(folder)) >= 2)
+            killed_at = time.time()
+            _find_last_worker(command, load_recipe(recipe, {})).kill()
+            again = _wait_for(command, lambda: _find_first_step(folder, killed_at))
+            return StartTimes(launch, first - started_at, again - killed_at, statistics.median(_stalls(folder)))
+
+
+@contextmanager
+def _running(recipe: Path, root: Path, launch: str) -> Iterator[subprocess.Popen[bytes]]:
+    options = ("--recipe", str(recipe), "--root", str(root), "--launch", launch)
+    log = root / "command.log"
+    with log.open("wb") as output:
+        command = subprocess.Popen(
+            [sys.executable, "-m", "services.trainer", *options, f"--checkpoint.interval_steps={CHECKPOINT_STEPS}"],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "RAY_ADDRESS": ""},
+        )
+    try:
+        yield command
+    except TimeoutError as error:
+        error.add_note(log.read_text(errors="replace"))
+        raise
+    finally:
+        command.send_signal(signal.SIGTERM)
+        command.wait()
+
+
+def _wait_for(command: subprocess.Popen[bytes], find: Callable[[], T | None]) -> T:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not (found := find()):
+        if time.monotonic() > deadline or command.poll() is not None:
+            raise TimeoutError("the command ended, or took too long, before it was measured:")
+        time.sleep(POLL_SECONDS)
+    return found
+
+
+def _records(root: Path) -> list[dict[str, Any]]:
+    return [record for folder in root.glob("run/*/") for record in read_metrics(folder).lines]
+
+
+def _find_first_step(root: Path, after: float) -> float | None:
+    """When workers that were started after a time ended their first step."""
+    firsts = [record["time"] for record in _records(root) if record["is_first_of_process"]]
+    return next((ended_at for ended_at in firsts if ended_at > after), None)
+
+
+def _stalls(root: Path) -> list[float]:
+    found = (record.get("checkpoint_stall_seconds") for record in _records(root))
+    return [seconds for seconds in found if seconds is not None]
+
+
+def _find_last_worker(command: subprocess.Popen[bytes], recipe: Recipe) -> psutil.Process:
+    """The process of the last rank: it has that rank's log open."""
+    log = f"rank-{recipe.parallel.num_workers - 1:05d}.log"
+    for process in psutil.Process(command.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if any(Path(file.path).name == log for file in process.open_files()):
+                return process
+    raise ProcessLookupError(f"no process of the command {command.pid} writes {log}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
