@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from services.common.entry_point import run_stage
-from services.common.stop_signals import end_at_once, on_stop_signal
+from services.common.entry_point import importing, run_stage
 
 
 def main(argv: list[str]) -> int:
-    with on_stop_signal(end_at_once):  # libraries catch every error of an import that they can do without
+    with importing():
+        from services.trainer.worker_start import begin_start  # noqa: PLC0415 - takes a fifth of a second
+
+        begin_start(argv)
         from services.trainer.command import main as command  # noqa: PLC0415 - takes seconds
 
     return command(argv)

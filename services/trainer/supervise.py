@@ -15,17 +15,17 @@ from typing import Any, NoReturn
 
 from services.common.artifacts.lease import HeldLease
 from services.common.errors import NoRoomForWorkers, WorkersLost
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, choose_launcher
+from services.common.launch.launcher import WorkerEnvironment, choose_launcher
 from services.common.private_folder import private_base
 from services.common.stop_signals import Stopped, name_signal, on_stop_signal
 from services.common.telemetry import Progress, show_progress
 from services.trainer.checkpoint import newest_step
-from services.trainer.fit import instance_type
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics import read_last_step
 from services.trainer.node_staging import using_node
 from services.trainer.stop import StopReason, forget_signals, request_stop
+from services.trainer.worker_start import describe_workers
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +39,10 @@ def supervise(job: Job, lease: HeldLease) -> None:
     Raises what they raised; `WorkersLost` when they were lost more than `train.max_restarts` times since the newest
     checkpoint.
     """
-    parallel, max_restarts = job.recipe.parallel, job.recipe.train.max_restarts
+    max_restarts = job.recipe.train.max_restarts
     forget_signals(job.run_folder)
     launcher = choose_launcher(job.launch)
-    node = instance_type(job.recipe)
-    spec = WorkerGroupSpec(
-        num_workers=parallel.num_workers,
-        threads_per_worker=parallel.threads_per_worker,
-        workers_per_node=job.recipe.cluster.trainer_workers_per_node,
-        shared_folder=job.run_folder,
-        device=parallel.device,
-        logical_core_size=node.logical_core_size if node else None,
-    )
+    spec = describe_workers(job.recipe, job.run_folder)
     logger.info("starting %d workers (%s); logs are in %s", spec.num_workers, job.launch, job.run_folder / "logs")
     restarts, committed = 0, newest_step(job.checkpoint_collection) or 0
     request = _StopRequest(job)

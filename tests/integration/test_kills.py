@@ -6,12 +6,19 @@ import random
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from services.common.testing.seeds import draw_seed
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
-from services.trainer.tests.runs import checkpoints, kill_session, read_run, run_trainer, start_trainer, state_hash
+from services.trainer.tests.runs import (
+    checkpoints,
+    kill_session,
+    read_run,
+    run_trainer,
+    start_trainer,
+    state_hash,
+    workers_of,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_800)]
 
@@ -48,7 +55,7 @@ def test_a_run_that_is_killed_at_random_moments_loses_and_repeats_nothing(tmp_pa
                 break
         if process.poll() is not None:
             break
-        workers = [each for each in psutil.Process(process.pid).children() if "spawn_main" in " ".join(each.cmdline())]
+        workers = workers_of(process)
         if workers and number % 3:
             chance.choice(workers).kill()
         else:

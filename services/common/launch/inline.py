@@ -22,6 +22,8 @@ from typing import Any
 import psutil
 
 from services.common.errors import MillraceError, WorkersLost
+from services.common.launch import fork_server
+from services.common.launch.fork_server import ForkedProcess, ForkServer
 from services.common.launch.launcher import (
     LOOPBACK_INTERFACE,
     LostTask,
@@ -50,6 +52,9 @@ logger = logging.getLogger(__name__)
 _CONTEXT = multiprocessing.get_context("spawn")
 
 POLL_SECONDS = 1.0
+
+_servers: list[ForkServer] = []
+"""Of this process: none or one."""
 
 _LOST = LostTask("a process of this machine was killed while it worked on a task")
 LOOPBACK_ADDRESS = "127.0.0.1"
@@ -126,22 +131,36 @@ def _result_of(future: Future[Any]) -> Any:
         return _LOST
 
 
+def prepare(spec: WorkerGroupSpec) -> None:
+    """See `Launcher.prepare`. Workers that share their imports are forked from a process that has done them."""
+    if not spec.preload or not fork_server.IS_SUPPORTED:
+        return
+    if _servers and not (_servers[0].is_alive and _servers[0].modules.issuperset(spec.preload)):
+        _servers.pop().close()
+    if not _servers:
+        _servers.append(ForkServer(spec.preload))
+
+
 def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec) -> None:
     """See `Launcher.run_workers`. Workers meet in a file, so no port is opened before the group forms."""
+    prepare(spec)
     neuron_variables = _neuron_variables(spec)
     with private_folder(new_name("workers")) as folder:
-        workers: list[tuple[BaseProcess, Connection]] = []
+        workers: list[tuple[BaseProcess | ForkedProcess, Connection]] = []
         try:
             for rank in range(spec.num_workers):
                 receiver, sender = _CONTEXT.Pipe(duplex=False)
                 environment = WorkerEnvironment(rank, spec.num_workers, "inline", str(folder / "rendezvous"), rank)
                 variables = {"OMP_NUM_THREADS": str(spec.threads_per_worker), "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
-                arguments = (function, argument, environment, variables, neuron_variables[rank], sender)
-                process = _CONTEXT.Process(target=_work, args=arguments, name=f"rank-{rank}")
-                with _starting_processes():
-                    process.start()
-                    sender.close()
-                    workers.append((process, receiver))
+                arguments = (function, argument, environment, variables, neuron_variables[rank])
+                with sender:
+                    if spec.preload and _servers:
+                        workers.append((_servers[0].fork(_work, arguments, sender), receiver))
+                        continue
+                    process = _CONTEXT.Process(target=_work, args=(*arguments, sender), name=f"rank-{rank}")
+                    with _starting_processes():
+                        process.start()
+                        workers.append((process, receiver))
             _wait_for_workers(workers)
         finally:
             _stop([process for process, _ in workers])
@@ -162,7 +181,7 @@ def _neuron_variables(spec: WorkerGroupSpec) -> list[dict[str, str]]:
     return [neuron_environment(spec.device, place, meeting, network, spec.logical_core_size) for place in places]
 
 
-def _wait_for_workers(workers: list[tuple[BaseProcess, Connection]]) -> None:
+def _wait_for_workers(workers: list[tuple[BaseProcess | ForkedProcess, Connection]]) -> None:
     pending = list(enumerate(workers))
     while pending:
         # Of a worker that fails, the message comes first: it may not fit into the pipe before somebody reads it.
@@ -221,7 +240,7 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def _stop(processes: list[BaseProcess]) -> None:
+def _stop(processes: Sequence[BaseProcess | ForkedProcess]) -> None:
     """End what is left of a group: workers that lost a peer may be blocked in a collective for minutes."""
     for process in processes:
         process.kill()
@@ -251,12 +270,16 @@ def _begin_tasks() -> None:
 
 
 def _follow_parent(ignored: Sequence[signal.Signals]) -> None:
-    """End this process when its parent dies, also by SIGKILL; leave the `ignored` signals to the parent."""
+    """End this process when its parent dies, also by SIGKILL; leave the `ignored` signals to the parent.
+
+    The kernel ends those that a fork server has started.
+    """
     for signum in ignored:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     parent = multiprocessing.parent_process()
-    assert parent is not None
+    if parent is None:
+        return
 
     def end_with_parent() -> None:
         parent.join()

@@ -44,6 +44,8 @@ class WorkerGroupSpec:
     """Of each worker, as a recipe names it. One on a NeuronCore is told which before its function is called."""
     logical_core_size: int | None = None
     """Physical NeuronCores that make one of a worker's, where the instance type leaves a choice."""
+    preload: tuple[str, ...] = ()
+    """Modules that the workers import in any case, and MODULE:FUNCTION that they would call. None starts a thread."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,12 @@ class Launcher(Protocol):
 
     def has_room(self, demand: TaskDemand) -> bool:
         """Could a node that is up hold a task with this demand, if nothing else ran there?"""
+        ...
+
+    def prepare(self, spec: WorkerGroupSpec) -> None:
+        """Begin what takes long about starting such workers, while the caller does something else: `run_workers` does
+        what was not begun. Called in the main thread, and before the caller knows that it will start any.
+        """
         ...
 
     def run_workers(

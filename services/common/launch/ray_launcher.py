@@ -145,6 +145,10 @@ def _cancel(running: Sequence[ray.ObjectRef[Any]]) -> None:
                 ray.cancel(reference, force=True)
 
 
+def prepare(spec: WorkerGroupSpec) -> None:
+    """See `Launcher.prepare`."""
+
+
 def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec) -> None:
     """See `Launcher.run_workers`. A lost worker ends the whole group here, and the caller decides whether to start
     another: Ray's own restart would go by Ray's own checkpoints.

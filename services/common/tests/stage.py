@@ -108,7 +108,9 @@ def lost_pipe(arguments: list[str]) -> int:
 
 
 def workers(arguments: list[str]) -> int:
-    inline.run_workers(work.block, Path(arguments[0]), WorkerGroupSpec(2, 1, 1, Path(arguments[0])))
+    """Start two that block; what follows the folder, they have imported before."""
+    folder, *preload = arguments
+    inline.run_workers(work.block, Path(folder), WorkerGroupSpec(2, 1, 1, Path(folder), preload=tuple(preload)))
     return 0
 
 

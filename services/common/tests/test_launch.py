@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from services.common.errors import ArtifactError, RecipeError, TryAgain, WorkersLost
-from services.common.launch import inline
+from services.common.launch import fork_server, inline
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import (
     Launcher,
@@ -91,34 +91,77 @@ def test_more_memory_than_the_machine_has_is_no_room() -> None:
     assert not inline.has_room(TaskDemand(memory_bytes=2**60))
 
 
-def test_workers_know_their_rank(tmp_path: Path) -> None:
-    inline.run_workers(work.write_rank, tmp_path, WorkerGroupSpec(2, 1, 1, tmp_path))
+PRELOAD = ("services.common.tests.work",)
+
+
+@pytest.fixture(params=[(), PRELOAD], ids=["started", "forked"])
+def new_spec(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], WorkerGroupSpec]:
+    """Of so many workers: new interpreters, or forks of a process that has imported what they run."""
+    return lambda num_workers: WorkerGroupSpec(num_workers, 1, num_workers, tmp_path, preload=request.param)
+
+
+def test_workers_know_their_rank(tmp_path: Path, new_spec: Callable[[int], WorkerGroupSpec]) -> None:
+    inline.run_workers(work.write_rank, tmp_path, new_spec(2))
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-of-2-on-0", "1-of-2-on-1"]
 
 
 @pytest.mark.parametrize("message", ["rank 1 found damage", "much " * 100_000])
-def test_the_error_of_a_worker_comes_back_as_itself(tmp_path: Path, message: str) -> None:
+def test_the_error_of_a_worker_comes_back_as_itself(new_spec: Callable[[int], WorkerGroupSpec], message: str) -> None:
     with pytest.raises(ArtifactError) as caught:
-        inline.run_workers(work.raise_on_last_rank, message, WorkerGroupSpec(2, 1, 1, tmp_path))
+        inline.run_workers(work.raise_on_last_rank, message, new_spec(2))
 
     assert str(caught.value) == message
 
 
-def test_a_bug_of_a_worker_comes_back_as_itself(tmp_path: Path) -> None:
+def test_a_bug_of_a_worker_comes_back_as_itself(new_spec: Callable[[int], WorkerGroupSpec]) -> None:
     with pytest.raises(KeyError, match="bug"):
-        inline.run_workers(work.fail_with_a_bug, None, WorkerGroupSpec(1, 1, 1, tmp_path))
+        inline.run_workers(work.fail_with_a_bug, None, new_spec(1))
 
 
-def test_a_killed_worker_ends_the_group(tmp_path: Path) -> None:
+def test_a_killed_worker_ends_the_group(new_spec: Callable[[int], WorkerGroupSpec]) -> None:
     with pytest.raises(WorkersLost, match=r"rank 1 \(pid \d+\) ended with -9"):
-        inline.run_workers(work.die_on_last_rank, None, WorkerGroupSpec(2, 1, 1, tmp_path))
+        inline.run_workers(work.die_on_last_rank, None, new_spec(2))
 
 
-@pytest.fixture
-def parent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def test_workers_have_the_variables_of_the_command(
+    tmp_path: Path, new_spec: Callable[[int], WorkerGroupSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are when the workers start, whatever they were when that was prepared."""
+    monkeypatch.setenv("MILLRACE_BEFORE", "yes")
+    inline.prepare(new_spec(1))
+    monkeypatch.delenv("MILLRACE_BEFORE")
+    monkeypatch.setenv("MILLRACE_AFTER", "yes")
+
+    inline.run_workers(work.write_environment, tmp_path, new_spec(1))
+
+    (environment,) = work.read_environments(tmp_path)
+    assert "MILLRACE_BEFORE" not in environment
+    assert environment["MILLRACE_AFTER"] == "yes"
+
+
+@pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="workers are forked on Linux alone")
+def test_workers_are_forked_again_after_the_process_was_killed_that_forks_them(tmp_path: Path) -> None:
+    spec = WorkerGroupSpec(2, 1, 2, tmp_path, preload=PRELOAD)
+    with pytest.raises(WorkersLost, match="ended with -9"):
+        inline.run_workers(work.kill_parent, None, spec)
+
+    inline.run_workers(work.write_rank, tmp_path, spec)
+
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="workers are forked on Linux alone")
+def test_what_cannot_be_imported_before_fails_where_it_is_used(tmp_path: Path) -> None:
+    inline.run_workers(work.write_rank, tmp_path, WorkerGroupSpec(1, 1, 1, tmp_path, preload=("no.such.module",)))
+
+    assert [path.name for path in tmp_path.iterdir()] == ["0-of-1-on-0"]
+
+
+@pytest.fixture(params=[(), PRELOAD], ids=["started", "forked"])
+def parent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A program that has started two workers."""
-    command = [sys.executable, "-m", "services.common.tests.stage", "workers", str(tmp_path)]
+    command = [sys.executable, "-m", "services.common.tests.stage", "workers", str(tmp_path), *request.param]
     process = subprocess.Popen(command, cwd=REPOSITORY)
     wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
     yield process
@@ -126,11 +169,12 @@ def parent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_workers_end_when_their_parent_is_killed(tmp_path: Path, parent: subprocess.Popen[bytes]) -> None:
-    workers = [psutil.Process(int(path.name.removeprefix("pid-"))) for path in tmp_path.glob("pid-*")]
+def test_nothing_is_left_of_a_program_that_is_killed(parent: subprocess.Popen[bytes]) -> None:
+    started = psutil.Process(parent.pid).children(recursive=True)
+    assert len(started) >= 2
     parent.kill()
 
-    wait_until(lambda: not any(worker.is_running() for worker in workers))
+    wait_until(lambda: not any(process.is_running() for process in started))
 
 
 @pytest.mark.parametrize(

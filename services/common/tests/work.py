@@ -46,6 +46,12 @@ def write_rank(folder: Path, environment: WorkerEnvironment) -> None:
     (folder / f"{environment.rank}-of-{environment.world_size}-on-{environment.local_rank}").touch()
 
 
+def kill_parent(_: None, environment: WorkerEnvironment) -> None:
+    if environment.rank == 1:
+        os.kill(os.getppid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
 def write_environment(folder: Path, environment: WorkerEnvironment) -> None:
     """Leave the variables that this worker has."""
     (folder / f"{environment.rank}.json").write_text(json.dumps(dict(os.environ)), encoding="utf-8")

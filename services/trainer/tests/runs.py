@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import psutil
 import pytest
 import torch
 import xxhash
@@ -93,6 +94,21 @@ def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Of a command that runs them inline: what its fork server has forked, or on macOS new interpreters."""
+    children = psutil.Process(process.pid).children()
+    servers = [child for child in children if "fork_server" in _command_line(child)]
+    forked = [worker for server in servers for worker in server.children() if "fork_server" in _command_line(worker)]
+    return forked or [child for child in children if "spawn_main" in _command_line(child)]
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
 
 
 def kill_session(process: subprocess.Popen[str], number: int = signal.SIGKILL) -> None:

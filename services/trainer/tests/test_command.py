@@ -30,6 +30,7 @@ from services.trainer.tests.runs import (
     start_trainer,
     state_hash,
     train_alone,
+    workers_of,
 )
 
 # Steps of a tenth of a second, so that a signal arrives in the middle of a run. More micro-batches, same model.
@@ -137,23 +138,27 @@ def stop(process: subprocess.Popen[str], root: Path, number: signal.Signals, exi
 def test_a_signal_while_the_workers_import_ends_the_command_at_once(
     tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], number: signal.Signals, exit_code: int
 ) -> None:
-    root = tmp_path / "fsx"
-    process = start_trainer(recipe, root)
-    wait_until(lambda: len(workers_of(process)) == 2, 120, process=process)
-    workers = workers_of(process)
+    process = start_trainer(recipe, tmp_path / "fsx", *SLOW)
+    wait_until(lambda: list(tmp_path.glob("millrace-*/workers-*[!k]")), 120, process=process)  # where they will meet
+    started = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == exit_code, output
     assert "before the first step" in output
     assert "Traceback" not in output
     assert "lost the workers" not in output
-    assert not any(worker.is_running() for worker in workers)
+    assert started
+    assert not any(each.is_running() for each in started)
     assert list(tmp_path.glob("millrace-*/*")) == []
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    children = [each for each in psutil.process_iter(["ppid", "cmdline"]) if each.info["ppid"] == process.pid]
-    return [child for child in children if "spawn_main" in " ".join(child.info["cmdline"] or [])]  # none of a zombie
+def test_a_command_that_is_killed_while_it_imports_leaves_no_process(tmp_path: Path, recipe: Path) -> None:
+    process = start_trainer(recipe, tmp_path / "fsx")
+    wait_until(psutil.Process(process.pid).children, 120, process=process)
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not any(each.is_running() for each in started))
 
 
 def test_other_threads_per_worker_are_named_as_what_changed(

@@ -14,6 +14,7 @@ from services.common.errors import NoRoomForWorkers, WorkersLost
 from services.common.launch.launcher import WorkerGroupSpec
 from services.trainer.job import Job
 from services.trainer.supervise import supervise
+from services.trainer.worker_start import describe_workers
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,9 @@ def test_lost_workers_are_started_again_but_not_where_there_is_no_room(
     with hold_lease(tmp_path / "command.lock") as held, pytest.raises(WorkersLost, match=message):
         supervise(job, held)
 
-    assert started == [WorkerGroupSpec(2, 1, 1, job.run_folder)] * starts
+    assert started == [describe_workers(job.recipe, job.run_folder)] * starts
+    assert started[0].num_workers == 2
+    assert "services.trainer.supervise" in started[0].preload
 
 
 @pytest.mark.parametrize(("workers_per_node", "logical_core_size"), [(64, 2), (128, 1)])
