@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -122,6 +123,11 @@ def run_tasks(
 def has_room(demand: TaskDemand) -> bool:
     """See `Launcher.has_room`. CPUs are shared by whatever runs."""
     return demand.memory_bytes <= psutil.virtual_memory().total
+
+
+def map_nodes(function: Callable[[T], R], item: T) -> Iterator[tuple[str, R | LostTask]]:
+    """See `Launcher.map_nodes`. This machine is the one node, and this process does its task."""
+    yield socket.gethostname(), function(item)
 
 
 def _result_of(future: Future[Any]) -> Any:

@@ -24,6 +24,9 @@ LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 STAGE_RESOURCE_PREFIX = "stage_"
 DRIVER_SHARE = 0.01
 
+NODE_SECONDS = 300.0
+"""For a task of `Launcher.map_nodes`: a file system that hangs holds its node's task for ever."""
+
 
 LAUNCHERS = {"ray": "services.common.launch.ray_launcher", "inline": "services.common.launch.inline"}
 
@@ -110,6 +113,13 @@ class Launcher(Protocol):
     def prepare(self, spec: WorkerGroupSpec) -> None:
         """Begin what takes long about starting such workers, while the caller does something else: `run_workers` does
         what was not begun. Called in the main thread, and before the caller knows that it will start any.
+        """
+        ...
+
+    def map_nodes(self, function: Callable[[T], R], item: T) -> Iterator[tuple[str, R | LostTask]]:
+        """Yield (name of the node, function(item)) for every node that the stage's work may be placed on, as they end.
+
+        What runs there already is no hindrance. A node that does not answer for NODE_SECONDS gives a `LostTask`.
         """
         ...
 

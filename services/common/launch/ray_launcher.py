@@ -22,12 +22,14 @@ from typing import Any
 import psutil
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from services.common.errors import MillraceError, NoRoomForWorkers, WorkersLost
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import (
     DRIVER_SHARE,
     LOOPBACK_INTERFACE,
+    NODE_SECONDS,
     STAGE_RESOURCE_PREFIX,
     LostTask,
     R,
@@ -123,6 +125,33 @@ def has_room(demand: TaskDemand) -> bool:
         return demand.memory_bytes <= psutil.virtual_memory().total
     with calling_ray():
         return _room_for({**_resources_of(demand), **_share_of_group(TASK_SHARE)}) > 0
+
+
+def map_nodes(function: Callable[[T], R], item: T) -> Iterator[tuple[str, R | LostTask]]:
+    """See `Launcher.map_nodes`. A task takes no CPU of its node, so that one which is full gets it too."""
+    connect(1)
+    with calling_ray():
+        group = _share_of_group(TASK_SHARE)
+        nodes = [node for node in _live_nodes() if group.keys() <= node["Resources"].keys()]
+        remote = ray.remote(max_retries=0, num_cpus=0)(function)
+        running = {
+            remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
+                item
+            ): f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            for node in nodes
+        }
+    deadline = time.monotonic() + NODE_SECONDS
+    try:
+        while running and time.monotonic() < deadline:
+            with calling_ray():
+                done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
+                results = [(running.pop(reference), _result_of(reference)) for reference in done]
+            yield from results
+        yield from [(name, LostTask(f"no answer for {NODE_SECONDS:.0f} s")) for name in running.values()]
+    except ray.exceptions.RayTaskError as error:
+        raise _cause(error) from None
+    finally:
+        _cancel(list(running))
 
 
 def _resources_of(demand: TaskDemand) -> dict[str, float]:

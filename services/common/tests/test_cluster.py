@@ -83,6 +83,17 @@ def test_tasks_run_on_the_nodes_of_the_stage_alone(launcher: Launcher) -> None:
     assert ran_on <= trainer_nodes()
 
 
+def test_every_node_of_the_stage_is_asked_once_also_where_all_cpus_are_taken(launcher: Launcher) -> None:
+    dict(launcher.map_tasks(work.square, range(1), 1))  # joins the cluster
+    holders = [ray.remote(num_cpus=4, resources={"stage_trainer": 0.001})(_Holder).remote() for _ in range(2)]
+    ray.get([holder.hold.remote() for holder in holders])
+
+    answers = list(launcher.map_nodes(work.name_node, 0))
+
+    assert sorted(str(node) for _, node in answers) == sorted(trainer_nodes())
+    assert len({name for name, _ in answers}) == len(answers)
+
+
 @pytest.mark.parametrize(
     ("num_workers", "threads"), [(3, 1), (2, 5)], ids=["more workers than nodes", "more threads than CPUs"]
 )
