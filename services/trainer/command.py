@@ -26,6 +26,7 @@ from services.common.program.fingerprint import program_facts
 from services.common.recipe import Recipe, fingerprint
 from services.common.telemetry import configure_logging
 from services.trainer.checkpoint import checkpoint_steps, newest_checkpoint, open_checkpoint, verify_sizes
+from services.trainer.doctor import doctor, doctor_parser
 from services.trainer.export import export
 from services.trainer.fit import require_fit
 from services.trainer.inspection import inspect
@@ -233,6 +234,8 @@ def _find_run(arguments: Namespace, recipe: Recipe) -> Run:
 def _parser(command: str) -> RecipeParser:
     if command == "plan":
         return _plan_parser()
+    if command == "doctor":
+        return doctor_parser()
     parser = StageParser("trainer", f"Train, and look at what was trained: [{'|'.join(COMMANDS)}].")
     parser.add_argument("--corpus", type=Path, help="a corpus folder (default: the newest of this recipe)")
     if command == "train":
@@ -302,6 +305,7 @@ def _plan_parser() -> RecipeParser:
 COMMANDS: dict[str, Callable[[Namespace, Recipe], int]] = {
     "train": train,
     "plan": plan,
+    "doctor": doctor,
     "summary": summary,
     "report": report,
     "sample": print_sample,
