@@ -334,6 +334,8 @@ def _look_at_clocks(launch: str) -> Iterator[Finding]:
             uncertain = (ended - began) / 2
             if node not in readings or uncertain < readings[node][1]:
                 readings[node] = (told - (began + ended) / 2, uncertain)
+    if not readings:
+        raise TryAgain("no node told its time")
     offsets = [offset for offset, _ in readings.values()]
     uncertain = max(each for _, each in readings.values())
     middle = statistics.median(offsets)

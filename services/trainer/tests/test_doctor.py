@@ -208,6 +208,17 @@ def test_too_many_threads_are_warned_of_and_a_worker_without_memory_ends_with_4(
     assert "next: lower batch.micro_batch_size" in output
 
 
+@pytest.mark.slow
+def test_under_ray_a_task_of_each_node_looks_at_it(place: Path) -> None:
+    options = ["--recipe", str(place / "small.toml"), "--root", str(place / "fsx"), *EAGER, "--launch=ray"]
+    command = [sys.executable, "-m", "services.trainer", "doctor", *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=240)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "GFLOP/s in float32 with 1 threads" in done.stdout
+    assert "one machine, so one clock" in done.stdout
+
+
 def test_what_a_killed_doctor_left_is_removed_by_the_next(tmp_path: Path) -> None:
     left = """
 import sys, time
