@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload, checkpoint_id
+from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload, LossSpikes, checkpoint_id
 from services.common.artifacts.lease import Lease, naming_a_lost_lease
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Draft, begin_partial, commit, discard, partial_of
@@ -70,7 +70,14 @@ class CheckpointWriter:
         self.slowest_seconds = 0.0
         """Of the checkpoints so far, from when training stood still to the commit; known to rank 0."""
 
-    def save(self, state: Mapping[StateSlice, Tensor], step: int, skipped_steps: int, started: float) -> None:
+    def save(
+        self,
+        state: Mapping[StateSlice, Tensor],
+        step: int,
+        skipped_steps: int,
+        started: float,
+        loss_spikes: LossSpikes | None = None,
+    ) -> None:
         """Stage what this worker owns of the state after `step` steps, and begin to write it. The save before it has
         been waited for.
 
@@ -90,6 +97,7 @@ class CheckpointWriter:
             tensor_parallel_size=mesh.tensor_parallel_size,
             program_fingerprint=self._job.program_fingerprint,
             waivers=self._job.waivers,
+            loss_spikes=loss_spikes,
         )
         for piece, tensor in state.items():
             # Memory that is kept: the pages of a new copy would take longer to map than to write.

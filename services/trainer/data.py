@@ -1,6 +1,7 @@
-"""Which sample comes when: a pure function of the step, for any number of workers.
+"""Which sample comes when: a pure function of the batch's number, for any number of workers.
 
-Sample number `step * global_batch_size + i` of the run belongs to epoch `number // N` and is the entry
+The batch's number is that of the step, unless batches before it were left out (`services.trainer.loss_spikes`). Sample
+number `batch * global_batch_size + i` of the run belongs to epoch `number // N` and is the entry
 `number % N` of that epoch's permutation of the N samples. So a checkpoint needs no loader state, and a batch
 may straddle two epochs.
 """
@@ -24,7 +25,7 @@ _MASK32 = np.uint64(0xFFFFFFFF)
 
 
 def micro_batches(stream: TokenStream, recipe: Recipe, step: int, mesh: Mesh) -> Iterator[MicroBatch]:
-    """This worker's micro-batches of a step, in order."""
+    """This worker's micro-batches of a step, or of the batch with this number, in order."""
     batch = recipe.batch
     share = mesh.share(batch.global_batch_size)
     first = step * batch.global_batch_size + share.start

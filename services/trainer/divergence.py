@@ -1,9 +1,20 @@
-"""A run whose numbers diverge ends: the same steps from the same checkpoint would diverge again."""
+"""A run whose numbers diverge ends: the same steps from the same checkpoint would diverge again.
+
+A gradient that is not finite is computed again, as Megatron's rerun state machine does: one that is finite then was not
+made by the data but by a worker that computes otherwise at times, and the run does not go on with that one's numbers.
+"""
 
 from __future__ import annotations
 
-from services.common.errors import RecipeError
+import socket
+from collections.abc import Sequence
+
+from services.common.errors import RecipeError, WorkersLost
+from services.common.program.micro_batch import MicroBatch
+from services.common.program.step import Program
+from services.common.program.worker_group import WorkerGroup
 from services.trainer.checkpoint import newest_step
+from services.trainer.events import record_event
 from services.trainer.job import Job
 from services.trainer.metrics import StepRecord
 
@@ -27,6 +38,37 @@ class SkippedSteps:
     @property
     def are_too_many(self) -> bool:
         return self.in_a_row > self._limit
+
+
+def find_faulty_worker(
+    job: Job, program: Program, group: WorkerGroup, step: int, batch: int, micro_batches: Sequence[MicroBatch]
+) -> WorkersLost | None:
+    """Compute the gradient of step number `step` (from 1) again, which was not finite, and record why it was not.
+
+    All workers call it. The error is for a worker whose own gradient is finite in one of the two computations alone:
+    what it computed before may be wrong too, so the group starts again from the newest checkpoint. Where the device is
+    lazy nothing is computed again, for what is kept of a step would change its graph.
+    """
+    facts = {"step": step, "batch": batch}
+    if program.backend.is_lazy:
+        if group.rank == 0:
+            record_event(job, "nan", cause="unknown", **facts)
+        return None
+    first, second = program.compute_again(micro_batches)
+    workers = group.gather({"host": socket.gethostname(), "first": first, "second": second})
+    faulty = [rank for rank, worker in enumerate(workers) if worker["first"] != worker["second"]]
+    ranks = faulty or [rank for rank, worker in enumerate(workers) if not worker["second"]]
+    if group.rank == 0:
+        hosts = [workers[rank]["host"] for rank in ranks]
+        record_event(job, "nan", cause="hardware" if faulty else "data", **facts, ranks=ranks, hosts=hosts)
+    if not faulty:
+        return None
+    named = ", ".join(f"rank {rank} ({workers[rank]['host']})" for rank in faulty)
+    return WorkersLost(
+        f"{named}: the gradient of step {step} was finite in one of two computations of the same micro-batches alone: "
+        f"the CPU, the device or the memory there computes otherwise at times. Where this comes again from one node, "
+        f"take it out; the same command continues."
+    )
 
 
 def diverged(job: Job, record: StepRecord, skipped: SkippedSteps) -> RecipeError:

@@ -7,11 +7,11 @@ import os
 import socket
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from services.common.artifacts.checkpoint import checkpoint_id
+from services.common.artifacts.checkpoint import LossSpikes, checkpoint_id
 from services.common.artifacts.token_stream import TokenStream
-from services.common.errors import ArtifactError, DeviceError, UnreadableError
+from services.common.errors import ArtifactError, DeviceError, MillraceError, UnreadableError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend
@@ -25,13 +25,17 @@ from services.common.telemetry import configure_logging
 from services.trainer.checkpoint import all_damaged, checkpoint_steps, open_checkpoint, verify_sizes
 from services.trainer.checkpoint_writer import CheckpointSchedule, CheckpointWriter
 from services.trainer.data import evaluation_batch, micro_batches, num_evaluation_batches
-from services.trainer.divergence import ENDED_BY, SkippedSteps, diverged
+from services.trainer.divergence import ENDED_BY, SkippedSteps, diverged, find_faulty_worker
+from services.trainer.events import record_event
 from services.trainer.job import Job
+from services.trainer.loss_spikes import SpikeDetector, spiked_for_ever
 from services.trainer.metrics import StepRecord
 from services.trainer.node_staging import compile_cache_folder, new_cache_files, prepare_node, verify_on_node
 from services.trainer.recorder import MetricsRecorder
 from services.trainer.shards import ShardReader
 from services.trainer.stop import StopConditions, StopReason, clear_stop, stopped
+from services.trainer.straggler import StragglerScore
+from services.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,8 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     """Train from the newest checkpoint to `train.max_steps`.
 
     Returns when the run is complete. Raises `TryAgain` or `Interrupted` when it stopped early: with a
-    committed checkpoint, and on all workers after the same step. Raises `RecipeError` when its numbers diverged.
+    committed checkpoint, and on all workers after the same step. Raises `RecipeError` when its numbers diverged, and
+    `WorkersLost` when a worker computes otherwise at times.
     """
     recipe, rank = job.recipe, environment.rank
     configure_logging("trainer", rank=rank, file=job.run_folder / "logs" / f"rank-{rank:05d}.log")
@@ -50,21 +55,25 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     require_same_program(job, group)
     backend = make_backend(job, environment)
     program = Program(recipe, backend)
-    first_step, skipped_steps = resume(job, program, group)
+    state = resume(job, program, group)
+    first_step = state.step
     training = TokenStream(job.corpus.path, job.corpus.manifest.corpus, "train")
     validation = TokenStream(job.corpus.path, job.corpus.manifest.corpus, "validation")
     stop_conditions = StopConditions(job, environment)
-    skipped = SkippedSteps(job, skipped_steps)
+    skipped, spikes = SkippedSteps(job, state.skipped_steps), SpikeDetector(recipe.train, state.loss_spikes)
+    straggler = StragglerScore()
     schedule = CheckpointSchedule(recipe)
     writer = CheckpointWriter(job, backend.mesh, group)
     setup_seconds, training_since = time.time() - job.workers_started_at.timestamp(), time.perf_counter()
     reason, done = StopReason.NONE, first_step
     divergence: StepRecord | None = None
+    fault: MillraceError | None = None
 
-    with MetricsRecorder(job, rank, first_step) as recorder:
-        while done < recipe.train.max_steps and not reason and not divergence:
-            step, started = done, time.perf_counter()
-            batches = list(micro_batches(training, recipe, step, backend.mesh))
+    with MetricsRecorder(job, rank, first_step) as recorder, Watchdog(job, group) as watchdog:
+        while done < recipe.train.max_steps and not reason and not divergence and not fault:
+            watchdog.begin_step(done)
+            step, batch, started = done, spikes.batch_of(done), time.perf_counter()
+            batches = list(micro_batches(training, recipe, batch, backend.mesh))
             data_seconds = time.perf_counter() - started
             result = backend.defer(program.train_step(step, batches, skipped.total)._asdict()).read()
             is_applied = bool(result["is_applied"])
@@ -72,7 +81,10 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
             step_seconds = time.perf_counter() - started
 
             done = step + 1
-            reason = StopReason(group.maximum(stop_conditions.check(done)))
+            own = (stop_conditions.check(done), is_applied and result["loss"] > spikes.limit())
+            workers = group.gather_numbers([*own, data_seconds + program.gradient_seconds])
+            watchdog.end_step(step_seconds, is_first=step == first_step)
+            reason = StopReason(int(max(worker[0] for worker in workers)))
             record = StepRecord(
                 step=done,
                 loss=result["loss"],
@@ -83,19 +95,47 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
                 skipped_steps=skipped.total,
                 is_first_of_process=step == first_step,
             )
-            is_saving = schedule.is_due(done, bool(reason), is_applied)
+            if not is_applied:
+                watchdog.begin("compute again", step)
+                fault = find_faulty_worker(job, program, group, done, batch, batches)
+            program.forget_gradients()
+            if any(worker[1] for worker in workers):
+                recorder.begin(record)
+                recorder.write()
+                watchdog.begin("rollback", step)
+                fault = skip_batch(job, group, writer, spikes, record, batch)
+                if fault is None:
+                    if not checkpoint_steps(job.checkpoint_collection):
+                        del program
+                        program = Program(recipe, backend)
+                    state = roll_back(job, program, group, done)
+                    spikes.go_back(state.loss_spikes)
+                    skipped, schedule = SkippedSteps(job, state.skipped_steps), CheckpointSchedule(recipe)
+                    done, reason = state.step, StopReason.NONE  # a stop comes again, after a step that is no spike
+                continue
+            if is_applied:
+                spikes.add(result["loss"])
+            is_saving = not fault and schedule.is_due(done, bool(reason), is_applied)
+            watchdog.begin("checkpoint", done)
             if skipped.are_too_many or (is_saving and not is_finite(program)):
                 is_saving, divergence = False, record
             recorder.begin(record)
             if is_saving:
-                recorder.add(checkpoint_stall_seconds=save(program, group, writer, record))
+                recorder.add(checkpoint_stall_seconds=save(program, group, writer, record, spikes.state))
                 schedule.saved()
             if done == recipe.train.max_steps or done % recipe.train.evaluation_interval_steps == 0:
                 # After the save, so that no checkpoint is lost to it.
                 if is_saving:
                     recorder.hold()
+                watchdog.begin("evaluation", done)
                 recorder.add(**evaluate(program, validation))
+                watchdog.begin("checkpoint", done)
             writer.advance()
+            if group.world_size > 1:
+                straggler.add([worker[2] for worker in workers])
+                recorder.add(slowest_rank=straggler.slowest_rank, straggler_score=straggler.score)
+                if (slow := straggler.find_new()) is not None and rank == 0:
+                    record_event(job, "straggler", step=done, rank=slow, score=round(straggler.score, 2))
             recorder.write()
         writer.wait()
         attempt = {
@@ -106,7 +146,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
             "last_step": done,
             "workers": environment.world_size,
             "launch": environment.launch,
-            "ended_by": ENDED_BY if divergence else str(reason) if reason else "completion",
+            "ended_by": ENDED_BY if divergence or fault else str(reason) if reason else "completion",
             **count_compile_misses(job, backend, group),
             "slowest_checkpoint_seconds": writer.slowest_seconds,
         }
@@ -115,6 +155,8 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
         clear_stop(job.run_folder)
     group.barrier()  # a worker that ends with an error ends the group: rank 0 must have finished its duties
     group.leave()
+    if fault:
+        raise fault
     if divergence:
         raise diverged(job, divergence, skipped)
     if reason and done < recipe.train.max_steps:
@@ -154,9 +196,16 @@ def require_same_program(job: Job, group: WorkerGroup) -> None:
         )
 
 
-def resume(job: Job, program: Program, group: WorkerGroup) -> tuple[int, int]:
-    """Load the newest checkpoint of which every worker's part verifies; (steps done, steps skipped), both 0 for a new
-    run.
+class Resumed(NamedTuple):
+    """What a run continues with besides its weights and moments."""
+
+    step: int = 0
+    skipped_steps: int = 0
+    loss_spikes: LossSpikes | None = None
+
+
+def resume(job: Job, program: Program, group: WorkerGroup) -> Resumed:
+    """Load the newest checkpoint of which every worker's part verifies; nothing for a new run.
 
     Raises `ArtifactError` when all checkpoints are damaged, or when the workers see different ones.
     """
@@ -168,13 +217,35 @@ def resume(job: Job, program: Program, group: WorkerGroup) -> tuple[int, int]:
             program.update_weights()
             state = open_checkpoint(job.checkpoint_collection, step, verify_sizes).manifest.checkpoint
             logger.info("resuming after step=%d from %s", step, job.checkpoint_address(step).path)
-            return step, state.skipped_steps
+            return Resumed(step, state.skipped_steps, state.loss_spikes)
         logger.warning("passing over a damaged checkpoint: %s", problems[0])
         damages.append(f"{checkpoint_id(step)}: {problems[0]}")
     if damages:
         raise all_damaged(job.checkpoint_collection, damages)
     logger.info("starting a new run")
-    return 0, 0
+    return Resumed()
+
+
+def skip_batch(
+    job: Job, group: WorkerGroup, writer: CheckpointWriter, spikes: SpikeDetector, record: StepRecord, batch: int
+) -> MillraceError | None:
+    """Leave out the batch on which the loss spiked, with what is being written committed; an error where that is of no
+    use.
+    """
+    limit = spikes.limit()
+    if group.rank == 0:
+        record_event(job, "loss_spike", step=record.step, batch=batch, loss=record.loss, limit=limit)
+    writer.wait()
+    group.barrier()
+    return None if spikes.skip_batch(batch) else spiked_for_ever(job, record.step, record.loss, limit)
+
+
+def roll_back(job: Job, program: Program, group: WorkerGroup, step: int) -> Resumed:
+    """Load the newest checkpoint, in the middle of a run."""
+    state = resume(job, program, group)
+    if group.rank == 0:
+        record_event(job, "rollback", step=step, to_step=state.step)
+    return state
 
 
 def agree_on_checkpoints(job: Job, group: WorkerGroup) -> list[int]:
@@ -212,7 +283,9 @@ def is_finite(program: Program) -> bool:
     return bool(program.backend.defer({"is_finite": program.is_finite()}).read()["is_finite"])
 
 
-def save(program: Program, group: WorkerGroup, writer: CheckpointWriter, record: StepRecord) -> float:
+def save(
+    program: Program, group: WorkerGroup, writer: CheckpointWriter, record: StepRecord, loss_spikes: LossSpikes | None
+) -> float:
     """Begin a checkpoint of the state after a step; the seconds that training stood still for it.
 
     Raises what the checkpoint before it failed with, and `DeviceError` when the states of workers differ that hold the
@@ -221,7 +294,7 @@ def save(program: Program, group: WorkerGroup, writer: CheckpointWriter, record:
     started = time.perf_counter()
     writer.wait()
     require_same_state(program, group, record.step)
-    writer.save(program.owned_state(), record.step, record.skipped_steps, started)
+    writer.save(program.owned_state(), record.step, record.skipped_steps, started, loss_spikes)
     return time.perf_counter() - started
 
 

@@ -20,6 +20,7 @@ from services.common.input_file import parse_json, read_file
 from services.common.recipe import Recipe, stage_nodes
 from services.trainer.checkpoint import newest_checkpoint
 from services.trainer.checkpoint_interval import NODE_MTBF_HOURS, optimal_interval_steps
+from services.trainer.events import count_events
 from services.trainer.job import Job, run_folder, run_name
 from services.trainer.metrics import ATTEMPTS_FILE, METRICS_FILE, mean_tokens_per_second, read_attempts, read_metrics
 
@@ -151,6 +152,7 @@ def summarize(run: Run) -> str:
         f"loss          {_describe_loss(run.metrics)}" + (f" (validation {validation[-1]:.2f})" if validation else ""),
         f"trained on    {trained.tokens:,} tokens, {mean_tokens_per_second(run.metrics):,.0f} tokens/s",
         f"skipped       {describe_skips(run)}",
+        *([f"events        {told}"] if (told := describe_events(run)) else []),
         f"checkpoints   {describe_checkpoints(run)}",
         f"misses        {describe_misses(run)}",
         *(
@@ -175,6 +177,11 @@ def describe_skips(run: Run) -> str:
     if state.skipped_steps == 0:
         return "no step"
     return f"{state.skipped_steps:,} of {state.step:,} steps, whose gradients were not finite: they updated nothing"
+
+
+def describe_events(run: Run) -> str:
+    """How many of each kind; nothing where all went well."""
+    return ", ".join(f"{count} {name}" for name, count in count_events(run.folder).items())
 
 
 def describe_checkpoints(run: Run) -> str:

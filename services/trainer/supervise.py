@@ -20,6 +20,7 @@ from services.common.private_folder import private_base
 from services.common.stop_signals import Stopped, name_signal, on_stop_signal
 from services.common.telemetry import Progress, show_progress
 from services.trainer.checkpoint import newest_step
+from services.trainer.events import explain_loss, record_event
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics import read_last_step
@@ -59,6 +60,7 @@ def supervise(job: Job, lease: HeldLease) -> None:
             except NoRoomForWorkers:
                 raise
             except WorkersLost as error:
+                loss = explain_loss(job, error)
                 if request.signum is not None:
                     raise Stopped(
                         request.signum,
@@ -70,11 +72,12 @@ def supervise(job: Job, lease: HeldLease) -> None:
                 if restarts == max_restarts:
                     raise WorkersLost(
                         f"workers were lost {restarts + 1} times, train.max_restarts is {max_restarts}; the last time: "
-                        f"{error}\nThe same command continues from the newest checkpoint."
+                        f"{loss}\nThe same command continues from the newest checkpoint."
                     ) from error
                 restarts += 1
                 progress.start_again()
-                logger.warning("lost the workers (%s); starting them again", str(error).splitlines()[0])
+                logger.warning("lost the workers (%s); starting them again", loss.splitlines()[0])
+                record_event(job, "restart", restarts=restarts, from_step=committed, cause=loss.splitlines()[0])
                 job = replace(job, workers_started_at=datetime.now(UTC), start_number=job.start_number + 1)
 
 

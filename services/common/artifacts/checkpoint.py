@@ -2,15 +2,16 @@
 
 `shard-00003.safetensors` holds what rank 3 owned: float32 slices of the master weights and of AdamW's moments. Their
 names are those of `services.common.program.state`, such as `exp_avg/model.norm.weight[0:16]`. Together the files hold
-each element once. Data position, learning rate and random numbers are functions of the step: there is no other state.
+each element once. Learning rate and random numbers are functions of the step, and so is the data position but for the
+batches that the run left out: there is no other state.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import model_validator
+from pydantic import Field, FiniteFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from services.common.artifacts.manifest import Count, Manifest, ManifestModel
 
@@ -18,6 +19,15 @@ WEIGHTS_1 = "weights.safetensors"
 """Of checkpoint/1: whole weights by their names."""
 MOMENTS_1 = "moments.safetensors"
 """Of checkpoint/1: whole moments, `first/<name>` and `second/<name>`."""
+
+
+class LossSpikes(ManifestModel):
+    """What a run with `train.loss_spike_sigma` knows of its losses."""
+
+    skipped_batches: tuple[Count, ...]
+    """Numbers of the batches that the run leaves out because the loss spiked on them, ascending."""
+    recent_losses: Annotated[tuple[FiniteFloat, ...], Field(max_length=100_000)]
+    """Of the newest steps that were applied, oldest first: what the next loss is compared with."""
 
 
 class CheckpointPayload(ManifestModel):
@@ -32,6 +42,13 @@ class CheckpointPayload(ManifestModel):
     program_fingerprint: str
     waivers: tuple[str, ...]
     """Flags such as `--allow-cold-compile` under which this state was made."""
+    loss_spikes: LossSpikes | None = None
+    """Absent in runs without `train.loss_spike_sigma`."""
+
+    @model_serializer(mode="wrap")
+    def _leaves_out_what_is_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "loss_spikes" or value is not None}
 
     @model_validator(mode="after")
     def _skips_no_more_than_it_does(self) -> Self:

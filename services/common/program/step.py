@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -58,6 +59,10 @@ class Program:
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
         self._run_loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
         self._host_state: dict[StateKind, list[Tensor]] = {}
+        self._own_gradients: list[Tensor] = []
+        self.gradient_seconds = 0.0
+        """Of the last step, until this worker's gradient was there; on a device that computes by itself, until it was
+        asked for."""
 
     @naming_workers_lost_in_graphs()
     def train_step(self, step: int, micro_batches: Iterable[MicroBatch], skipped_steps: int = 0) -> StepResult:
@@ -65,15 +70,39 @@ class Program:
 
         `skipped_steps` of the steps before it were not applied. Raises `WorkersLost`.
         """
+        started = time.perf_counter()
         for micro_batch in micro_batches:
             self._add_gradients(micro_batch)
             self.backend.end_graph()
+        self.gradient_seconds = time.perf_counter() - started
         count = self.recipe.batch.num_micro_batches
         loss_1 = self.backend.all_reduce(self._losses.result(), "data") / count
         scalars_3 = step_scalars(self.recipe.optimizer, step, skipped_steps).to(self.backend.device)
-        norm_1, is_applied_1 = self.optimizer.step([total.result() for total in self._sums], count, scalars_3)
+        gradients = [total.result() for total in self._sums]
+        norm_1, is_applied_1 = self.optimizer.step(gradients, count, scalars_3)
         self.backend.end_graph()
+        if not self.backend.is_lazy:  # there a tensor that is kept would be one more output of the graph
+            self._own_gradients = gradients
         return StepResult(loss_1, norm_1, is_applied_1)
+
+    def forget_gradients(self) -> None:
+        """Free what `compute_again` would compare with: the next step needs the memory."""
+        self._own_gradients.clear()
+
+    @naming_workers_lost_in_graphs()
+    def compute_again(self, micro_batches: Iterable[MicroBatch]) -> tuple[bool, bool]:
+        """Was this worker's own gradient of the last step finite, before any reduction over the data axis, and is it
+        finite when the same micro-batches are computed again? Nothing is updated. All workers call it.
+
+        Not where the device is lazy, and not after `forget_gradients`.
+        """
+        assert self._own_gradients
+        was_finite = _are_finite(self._own_gradients)
+        self.forget_gradients()
+        for micro_batch in micro_batches:
+            self._add_gradients(micro_batch)
+        self._losses.result()
+        return was_finite, _are_finite([total.result() for total in self._sums])
 
     @naming_workers_lost_in_graphs()
     @torch.no_grad()
@@ -202,6 +231,10 @@ class Program:
         chunk_tokens, z_loss = self.recipe.batch.loss_chunk_tokens, self.recipe.train.z_loss
         lm_head_VD, targets_BS = self.model.lm_head.weight, tokens_BS[:, 1:]
         return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, self.backend, z_loss)
+
+
+def _are_finite(tensors: Sequence[Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def _digest(tensors: Iterable[Tensor]) -> int:

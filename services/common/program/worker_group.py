@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
@@ -63,6 +63,27 @@ class WorkerGroup:
         with naming_lost_workers():
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return int(tensor.item())
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """As `gather`, of equally many numbers from each worker: cheap enough for every step."""
+        if self.world_size == 1:
+            return [list(numbers)]
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
+        with naming_lost_workers():
+            dist.all_gather(gathered, mine)
+        return [theirs.tolist() for theirs in gathered]
+
+    def limit_collectives(self, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
+        """Let collectives that this worker begins from now on end after `timeout`, also those along the mesh's axes.
+
+        Nothing is exchanged for it: a worker's timeout is its own.
+        """
+        c10d = dist.distributed_c10d
+        for group in [each for each in c10d._world.pg_map if isinstance(each, dist.ProcessGroup)]:
+            # Torch can set it for these; it warns for others and does nothing.
+            if {device.type for device in group._device_types} & {"cpu", "cuda"}:
+                c10d._set_pg_timeout(timeout, group)
 
     def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """What each worker says of itself, in the order of their ranks, on every worker."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from services.common.errors import RecipeError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
@@ -17,6 +16,7 @@ from services.trainer.metrics import read_attempts, read_metrics
 from services.trainer.report import write_report
 from services.trainer.run import open_run, summarize
 from services.trainer.stop import STOP_FILE
+from services.trainer.tests import work
 from services.trainer.tests.runs import checkpoints, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
@@ -28,22 +28,7 @@ RUINOUS = {"optimizer__learning_rate": "1e30", "optimizer__min_learning_rate": "
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let the gradients of some steps be no numbers."""
-    healthy = Program.train_step
-
-    def poison_steps(*steps: int) -> None:
-        def poisoned(program: Program, step: int, batches: list[MicroBatch], skipped_steps: int) -> object:
-            if step not in steps:
-                return healthy(program, step, batches, skipped_steps)
-            weight = program.buckets[0].weights_P[0].clone()
-            program.buckets[0].weights_P[0] = float("nan")  # the embedding of token 0
-            zeros = [batch._replace(tokens=torch.zeros_like(batch.tokens)) for batch in batches]
-            result = healthy(program, step, zeros, skipped_steps)
-            program.buckets[0].weights_P[0] = weight
-            return result
-
-        monkeypatch.setattr(Program, "train_step", poisoned)
-
-    return poison_steps
+    return lambda *steps: work.poison(monkeypatch, *steps)
 
 
 def test_a_run_that_updates_nothing_any_more_ends_with_2_and_says_what_to_change(new_job: Callable[..., Job]) -> None:

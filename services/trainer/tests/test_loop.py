@@ -26,6 +26,7 @@ from services.trainer.job import Job, completed_step
 from services.trainer.loop import load_part, train
 from services.trainer.metrics import read_metrics
 from services.trainer.stop import STOP_FILE
+from services.trainer.tests import work
 from services.trainer.tests.builders import make_program
 from services.trainer.tests.runs import checkpoints, flip_a_bit, read_run, state_hash
 
@@ -196,19 +197,14 @@ def test_a_poisoned_step_is_skipped_and_counted_and_the_run_goes_on(
 ) -> None:
     job = new_job()
     weights_before: dict[int, torch.Tensor] = {}
-    healthy = Program.train_step
+    work.poison(monkeypatch, 8)
+    poisoned = Program.train_step
 
-    def poisoned_at_step_8(program: Program, step: int, batches: list[MicroBatch], skipped_steps: int) -> object:
+    def remember(program: Program, step: int, batches: list[MicroBatch], skipped_steps: int) -> object:
         weights_before[step] = torch.cat([bucket.weights_P for bucket in program.buckets])
-        if step != 8:
-            return healthy(program, step, batches, skipped_steps)
-        program.buckets[0].weights_P[0] = float("nan")  # the embedding of token 0
-        zeros = [batch._replace(tokens=torch.zeros_like(batch.tokens)) for batch in batches]
-        result = healthy(program, step, zeros, skipped_steps)
-        program.buckets[0].weights_P[0] = weights_before[step][0]
-        return result
+        return poisoned(program, step, batches, skipped_steps)
 
-    monkeypatch.setattr(Program, "train_step", poisoned_at_step_8)
+    monkeypatch.setattr(Program, "train_step", remember)
     train(job, ALONE)
 
     skipped = [record["skipped_steps"] for record in read_metrics(job.run_folder).lines]

@@ -12,6 +12,7 @@ import safetensors.torch
 from services.common.artifacts.checkpoint import shard_name
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.trainer.events import read_events
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics import read_metrics
@@ -106,6 +107,9 @@ def test_gradients_of_one_worker_that_are_not_numbers_skip_the_step_on_all(runs:
     records = read_metrics(runs.poisoned.run_folder).lines
     assert [record["skipped_steps"] for record in records] == [0, 0, 1, 1]
     assert losses(runs.poisoned)[:2] == losses(runs.straight)[:2]
+    # Computed again they are no numbers again, also on rank 2, which has the other half of the model.
+    [event] = read_events(runs.poisoned.run_folder)
+    assert (event["event"], event["cause"], event["step"], event["ranks"]) == ("nan", "data", 3, [2, 3])
     # States were compared before it was saved, and loads nowhere unless all workers skipped alike.
     alone = continue_alone(runs, runs.poisoned, "healthy")
     assert [record["skipped_steps"] for record in read_metrics(alone.run_folder).lines] == [1] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -17,6 +18,7 @@ from services.common.program import worker_group
 from services.common.program.step import Program
 from services.common.testing.waiting import wait_until
 from services.trainer.checkpoint_writer import CheckpointWriter
+from services.trainer.data import micro_batches
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.node_staging import prepare_node
@@ -75,6 +77,52 @@ def train_with_a_faulty_worker(job: Job, environment: WorkerEnvironment) -> None
     train(job, environment)
 
 
+def train_with_a_worker_that_freezes(job: Job, environment: WorkerEnvironment) -> None:
+    """Rank 1 of the first start is stopped in its seventh step, as a debugger or a node without memory would."""
+    frozen, train_step = job.run_folder / "frozen", Program.train_step
+
+    def freeze(program: Program, step: int, *arguments: Any) -> Any:
+        if step == 6 and environment.rank == 1 and not frozen.exists():
+            frozen.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return train_step(program, step, *arguments)
+
+    pytest.MonkeyPatch().setattr(Program, "train_step", freeze)
+    train(job, environment)
+
+
+def train_with_a_worker_that_errs_once(job: Job, environment: WorkerEnvironment) -> None:
+    """Rank 1 of the first start computes one micro-batch of its eighth step wrongly."""
+    if job.start_number == 0 and environment.rank == 1:
+        poison(pytest.MonkeyPatch(), 7, is_once=True)
+    train(job, environment)
+
+
+def train_with_spikes(job: Job, environment: WorkerEnvironment) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        spike(patch, 8)
+        train(job, environment)
+
+
+def spike(patch: pytest.MonkeyPatch, *spiked_batches: int) -> None:
+    """Batches that ruin the weights, with a loss that shows it."""
+    train_step, batches = Program.train_step, []
+
+    def read(*arguments: Any) -> Any:
+        batches.append(arguments[2])
+        return micro_batches(*arguments)
+
+    def ruin(*arguments: Any) -> Any:
+        result = train_step(*arguments)
+        if batches[-1] not in spiked_batches:
+            return result
+        arguments[0].buckets[0].weights_P.add_(1.0)
+        return result._replace(loss=result.loss * 10)
+
+    patch.setattr("services.trainer.loop.micro_batches", read)
+    patch.setattr(Program, "train_step", ruin)
+
+
 def _meet(job: Job, environment: WorkerEnvironment) -> None:
     """Wait until all workers have been started: on a busy machine that takes longer than a collective may here."""
     (job.run_folder / f"ready-{environment.rank}").touch()
@@ -86,23 +134,26 @@ def train_in_turn(jobs: list[Job], environment: WorkerEnvironment) -> None:
     for number, job in enumerate(jobs):
         with pytest.MonkeyPatch.context() as patch:
             if job.root.name == "poisoned" and environment.rank == 3:
-                _poison(patch, at_step=2)
+                poison(patch, 2)
             if job.root.name == "damaged" and environment.rank == 0 and checkpoints(job.root):
                 flip_a_bit(checkpoints(job.root)["step-00000008"] / shard_name(2))
             train(job, replace(environment, rendezvous=f"{environment.rendezvous}-{number}"))
 
 
-def _poison(patch: pytest.MonkeyPatch, at_step: int) -> None:
-    """This worker's gradients of one step are not numbers."""
+def poison(patch: pytest.MonkeyPatch, *poisoned_steps: int, is_once: bool = False) -> None:
+    """This worker's gradients of some steps are not numbers; or, of a faulty worker, the first that it computes."""
     loss, train_step = Program._micro_loss, Program.train_step
     steps: list[int] = []
+    calls: list[int] = []
 
     def remember(program: Program, step: int, *arguments: Any) -> Any:
         steps.append(step)
         return train_step(program, step, *arguments)
 
     def poisoned(program: Program, *inputs: Any) -> torch.Tensor:
-        return loss(program, *inputs) * (torch.nan if steps[-1] == at_step else 1.0)
+        is_poisoned = torch.is_grad_enabled() and steps[-1] in poisoned_steps and not (is_once and calls)
+        calls.extend(steps[-1:] * is_poisoned)
+        return loss(program, *inputs) * (torch.nan if is_poisoned else 1.0)
 
     patch.setattr(Program, "train_step", remember)
     patch.setattr(Program, "_micro_loss", poisoned)

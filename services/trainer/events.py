@@ -1,0 +1,62 @@
+"""What happened to a run besides its steps: `events.jsonl`, written by workers and by the command.
+
+Every event has `event` (its kind), `time`, and `attempt` and `start`, which name the start of the workers.
+The file is a record for people: no decision is read from it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal
+
+from services.common.telemetry import read_json_lines
+from services.trainer.job import Job
+
+logger = logging.getLogger(__name__)
+
+EVENTS_FILE = "events.jsonl"
+
+Kind = Literal["watchdog", "restart", "nan", "loss_spike", "rollback", "straggler"]
+
+
+def record_event(job: Job, event: Kind, **facts: Any) -> None:
+    """Append an event. One that cannot be written is logged: what it tells of goes on without it."""
+    line = {"event": event, "time": time.time(), "attempt": job.attempt, "start": job.start_number, **facts}
+    logger.warning("%s: %s", event, ", ".join(f"{name}={value}" for name, value in facts.items()))
+    try:
+        # One write to the file's end: workers of several processes write here.
+        descriptor = os.open(job.run_folder / EVENTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, json.dumps(line).encode() + b"\n")
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        logger.warning("the event could not be written: %s", error)
+
+
+def read_events(run_folder: Path) -> list[dict[str, Any]]:
+    """Oldest first; lines that cannot be read are left out."""
+    lines = read_json_lines(run_folder / EVENTS_FILE)
+    return [line for line in lines if line is not None and isinstance(line.get("event"), str)]
+
+
+def count_events(run_folder: Path) -> dict[str, int]:
+    """By kind; of NaNs also by cause, as `nan (data)`."""
+    return dict(Counter(_name(event) for event in read_events(run_folder)))
+
+
+def explain_loss(job: Job, error: Exception) -> str:
+    """What lost the workers of this start: what a watchdog wrote, and else what the launcher saw."""
+    for event in reversed(read_events(job.run_folder)):
+        if (event["event"], event.get("attempt"), event.get("start")) == ("watchdog", job.attempt, job.start_number):
+            return f"{event.get('message')}\n{error}"
+    return str(error)
+
+
+def _name(event: dict[str, Any]) -> str:
+    return f"{event['event']} ({event.get('cause')})" if event["event"] == "nan" else str(event["event"])
