@@ -341,11 +341,11 @@ class Train(Section):
     """A worker whose step takes longer than this many median steps writes the stacks of its threads and ends, and with
     it the group, which starts again. 0 switches it off."""
     watchdog_min_seconds: Annotated[float, Field(gt=0, le=86_400)] = 120.0
-    """No step is ended before it has taken this long. Collectives end after twice the watchdog's limit."""
+    """No step is ended before it has taken this long. Collectives end a minute after twice the limit."""
     loss_spike_sigma: Annotated[float, Field(ge=0), Identity(("checkpoint",), is_added=True)] = 0.0
     """A loss that exceeds the mean of the last ones by more than this many standard deviations is a spike: the run goes
     back to its newest checkpoint and leaves the batch out. 0 lets every loss pass; OLMo has 6."""
-    loss_spike_window: Annotated[int, Field(ge=2, le=100_000), Identity(("checkpoint",), is_added=True)] = 128
+    loss_spike_window: Annotated[int, Field(ge=2, le=1_000), Identity(("checkpoint",), is_added=True)] = 128
     """Losses that the next one is compared with. Until there are as many, every loss passes."""
 
     @model_validator(mode="after")

@@ -27,7 +27,8 @@ Kind = Literal["watchdog", "restart", "nan", "loss_spike", "rollback", "straggle
 def record_event(job: Job, event: Kind, **facts: Any) -> None:
     """Append an event. One that cannot be written is logged: what it tells of goes on without it."""
     line = {"event": event, "time": time.time(), "attempt": job.attempt, "start": job.start_number, **facts}
-    logger.warning("%s: %s", event, ", ".join(f"{name}={value}" for name, value in facts.items()))
+    if event not in ("watchdog", "restart"):  # of which a sentence was logged
+        logger.warning("%s: %s", event, ", ".join(f"{name}={value}" for name, value in facts.items()))
     try:
         # One write to the file's end: workers of several processes write here.
         descriptor = os.open(job.run_folder / EVENTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -7,6 +7,7 @@ a run that is killed between a spike and the next checkpoint meets the same spik
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 
@@ -50,7 +51,7 @@ class SpikeDetector:
 
     def add(self, loss: float) -> None:
         """Of a step that was applied and whose loss is no spike."""
-        if self._sigma:
+        if self._sigma and math.isfinite(loss):
             self._losses.append(loss)
 
     def skip_batch(self, batch: int) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 STEPS = 20
 NOTABLE_SCORE = 1.5
+NOTABLE_SECONDS = 10.0
+"""That the others waited in these steps: steps of milliseconds differ by as much on any machine that has other work."""
 
 
 class StragglerScore:
@@ -17,6 +19,7 @@ class StragglerScore:
     def __init__(self) -> None:
         self._steps: deque[Sequence[float]] = deque(maxlen=STEPS)
         self._told: set[int] = set()
+        self._waited_seconds = 0.0
         self.slowest_rank = 0
         self.score = 1.0
         """Time of the slowest worker over that of the median one."""
@@ -28,10 +31,13 @@ class StragglerScore:
         self.slowest_rank = max(range(len(means)), key=means.__getitem__)
         median = statistics.median_low(means)
         self.score = means[self.slowest_rank] / median if median > 0 else 1.0
+        self._waited_seconds = (means[self.slowest_rank] - median) * len(self._steps)
 
     def find_new(self) -> int | None:
         """The rank of a worker that is far behind, over enough steps, when it is found for the first time."""
-        if len(self._steps) < STEPS or self.score < NOTABLE_SCORE or self.slowest_rank in self._told:
+        if len(self._steps) < STEPS or self.slowest_rank in self._told:
+            return None
+        if self.score < NOTABLE_SCORE or self._waited_seconds < NOTABLE_SECONDS:
             return None
         self._told.add(self.slowest_rank)
         return self.slowest_rank

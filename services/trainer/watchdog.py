@@ -24,7 +24,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from services.common.errors import WorkersLost
-from services.common.program.worker_group import COLLECTIVE_TIMEOUT, WorkerGroup
+from services.common.program import worker_group
+from services.common.program.worker_group import WorkerGroup
 from services.trainer.events import record_event
 from services.trainer.job import Job
 
@@ -34,7 +35,7 @@ HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 3 * HEARTBEAT_SECONDS
 """Without a heartbeat: a worker is silent."""
 END_SECONDS = 60.0
-"""In which a watchdog ends its process, whatever it says before."""
+"""In which a watchdog ends its process, whatever it says before; collectives give it that time."""
 STEPS_IN_MEDIAN = 50
 STDERR = 2
 _HEARTBEAT_BYTES = 512
@@ -62,7 +63,7 @@ class Watchdog:
         self._activity = _Activity("start", 0, is_limited=False)
         self._step_seconds: deque[float] = deque(maxlen=STEPS_IN_MEDIAN)
         self._limit_seconds: float | None = None
-        self._timeout = COLLECTIVE_TIMEOUT
+        self._timeout = self._longest_timeout = worker_group.COLLECTIVE_TIMEOUT
         self._beats = 0
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -75,9 +76,10 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.begin("end", self._activity.step)  # one that is just about to end the process lets it be
         self._has_ended.set()
         self._thread.join()
-        self._limit_collectives(COLLECTIVE_TIMEOUT)
+        self._limit_collectives(self._longest_timeout)
 
     def begin_step(self, step: int) -> None:
         """`step` optimizer steps are done, and another one begins."""
@@ -99,10 +101,11 @@ class Watchdog:
 
     def _begin(self, activity: _Activity) -> None:
         self._activity = activity
+        timeout = self._longest_timeout
         # The first evaluation compiles, on one worker for longer than on another.
-        is_short = self._limit_seconds is not None and activity.phase != "evaluation"
-        timeout = timedelta(seconds=2 * self._limit_seconds) if is_short and self._limit_seconds else COLLECTIVE_TIMEOUT
-        self._limit_collectives(min(timeout, COLLECTIVE_TIMEOUT))
+        if self._limit_seconds and activity.phase != "evaluation":
+            timeout = min(timeout, timedelta(seconds=2 * self._limit_seconds + END_SECONDS))
+        self._limit_collectives(timeout)
 
     def _limit_collectives(self, timeout: timedelta) -> None:
         # Not for each breath of the median.

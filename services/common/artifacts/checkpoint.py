@@ -26,7 +26,7 @@ class LossSpikes(ManifestModel):
 
     skipped_batches: tuple[Count, ...]
     """Numbers of the batches that the run leaves out because the loss spiked on them, ascending."""
-    recent_losses: Annotated[tuple[FiniteFloat, ...], Field(max_length=100_000)]
+    recent_losses: Annotated[tuple[FiniteFloat, ...], Field(max_length=1_000)]
     """Of the newest steps that were applied, oldest first: what the next loss is compared with."""
 
 

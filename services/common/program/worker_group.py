@@ -74,7 +74,7 @@ class WorkerGroup:
             dist.all_gather(gathered, mine)
         return [theirs.tolist() for theirs in gathered]
 
-    def limit_collectives(self, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
+    def limit_collectives(self, timeout: timedelta) -> None:
         """Let collectives that this worker begins from now on end after `timeout`, also those along the mesh's axes.
 
         Nothing is exchanged for it: a worker's timeout is its own.

@@ -221,3 +221,9 @@ def test_the_straggler_is_the_worker_that_is_slow_over_many_steps() -> None:
         found.append(score.find_new())
     assert (score.slowest_rank, score.score) == (2, 2.0)
     assert [rank for rank in found if rank is not None] == [0, 2]
+
+    fast = StragglerScore()
+    for _ in range(2 * STEPS):
+        fast.add([0.01, 0.01, 0.02, 0.01])
+        assert fast.find_new() is None
+    assert fast.score == 2.0
