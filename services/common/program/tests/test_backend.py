@@ -74,6 +74,24 @@ assert "torch._inductor" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_tensors_take_the_memory_of_those_that_are_gone() -> None:
+    program = f"""
+import resource, torch
+from {Mesh.__module__} import Mesh
+from {TorchNative.__module__} import TorchNative
+TorchNative(Mesh(0, 1), 1, "exact")
+def count_pages():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+counts = []
+for _ in range(8):
+    before = count_pages()
+    torch.ones(25_000_000)
+    counts.append(count_pages() - before)
+assert counts[0] > min(counts[1:]) == 0, counts
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_a_neuron_image_and_a_trainium_node_refuse_to_compute_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
