@@ -37,6 +37,11 @@ def next_token_loss(
         arguments = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, collectives, z_loss, torch.is_grad_enabled())
         mean: Tensor = _VocabularyParallelLoss.apply(*arguments)  # type: ignore[no-untyped-call]
         return mean
+    if not torch.compiler.is_compiling():
+        inputs = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, z_loss, torch.is_grad_enabled())
+        mean_of_chunks: Tensor = _ChunkedLoss.apply(*inputs)  # type: ignore[no-untyped-call]
+        return mean_of_chunks
+    # Inductor fuses the same by itself, and AOTAutograd would keep no graph with a gradient of our own.
     total = torch.zeros((), dtype=torch.float32, device=hidden_BSD.device)
     for chunk_TD, chunk_T in zip(hidden_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True):
         logits_TV = F.linear(chunk_TD, lm_head_VD).float()
@@ -45,6 +50,53 @@ def next_token_loss(
             penalty = z_loss * logits_TV.logsumexp(-1).square().sum()
             total = total + (penalty - penalty.detach())  # 0, with the penalty's gradient
     return total / targets_T.numel()
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The forward pass computes the gradients too, so that one chunk's logits exist at once, and are in a cache.
+
+    In float32, one chunk for everything has the bits of `F.cross_entropy` and its gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        lm_head_VD: Tensor,
+        targets_T: Tensor,
+        chunk_tokens: int,
+        z_loss: float,
+        has_gradient: bool,
+    ) -> Tensor:
+        scale = 1.0 / targets_T.numel()
+        total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
+        hidden_gradients: list[Tensor] = []
+        head_gradient_VD: Tensor | None = None
+        for chunk_TD, chunk_T in zip(hidden_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True):
+            products_TV = F.linear(chunk_TD, lm_head_VD)
+            logits_TV = products_TV.float()
+            log_z_T1 = logits_TV.logsumexp(-1, keepdim=True) if z_loss and has_gradient else None
+            log_softmax_TV = F.log_softmax(logits_TV, -1)
+            del logits_TV
+            total = total + F.nll_loss(log_softmax_TV, chunk_T, reduction="sum")
+            if not has_gradient:
+                continue
+            output_TV = torch.zeros_like(log_softmax_TV).scatter_(1, chunk_T[:, None], -scale)
+            gradient_TV = torch.ops.aten._log_softmax_backward_data(output_TV, log_softmax_TV, 1, torch.float32)
+            if log_z_T1 is not None:
+                gradient_TV += log_softmax_TV.exp_().mul_(2.0 * z_loss * scale * log_z_T1)
+            gradient_TV = gradient_TV.to(products_TV.dtype)
+            hidden_gradients.append(gradient_TV @ lm_head_VD)
+            factors = gradient_TV.t(), chunk_TD.to(products_TV.dtype)
+            head_gradient_VD = torch.mm(*factors) if head_gradient_VD is None else head_gradient_VD.addmm_(*factors)
+        if has_gradient:
+            ctx.save_for_backward(torch.cat(hidden_gradients), head_gradient_VD)
+        return total / targets_T.numel()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        hidden_gradient_TD, head_gradient_VD = ctx.saved_tensors
+        return hidden_gradient_TD * gradient, head_gradient_VD * gradient, None, None, None, None
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
