@@ -93,9 +93,13 @@ class Bucket:
         return list(share_S.split(self.size // self.num_blocks))
 
     def flatten(self, tensors: Iterable[Tensor]) -> Tensor:
-        """One float32 tensor [P] from a tensor for each parameter, in their order."""
-        parts = [tensor.flatten() for tensor in tensors]
-        return torch.cat([*parts, parts[0].new_zeros(self._padding)]).float()
+        """One float32 tensor [P] from a tensor for each parameter, in their order; one pass for any types."""
+        device = next(iter(self.parameters.values())).device
+        flat_P = torch.empty(self.size, dtype=torch.float32, device=device)
+        for view, tensor in zip(self.views(flat_P).values(), tensors, strict=True):
+            view.copy_(tensor)
+        flat_P[self.size - self._padding :].zero_()
+        return flat_P
 
 
 class SeparateBucket(Bucket):
@@ -124,6 +128,10 @@ class SeparateBucket(Bucket):
             if parameter.dtype != dtype:
                 parameter.data = self._place(self._to_host(parameter.detach()).to(dtype))
         del self.weights_P
+
+    def flatten(self, tensors: Iterable[Tensor]) -> Tensor:
+        parts = [tensor.flatten() for tensor in tensors]
+        return torch.cat([*parts, parts[0].new_zeros(self._padding)]).float()
 
     def write(self, flat_P: Tensor) -> None:
         for name, piece in self.views(flat_P).items():

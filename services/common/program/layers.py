@@ -82,7 +82,7 @@ def split(mesh: Mesh, dim: int, heads: Heads | None = None) -> Layout:
     return Layout(dim, mesh.tensor_parallel_size // num_copies, part, sum_axis)
 
 
-class _Linear(nn.Module):
+class Linear(nn.Module):
     """x W^T without a bias, of which this worker has a part of W [out, in], split along `dim`."""
 
     def __init__(self, in_features: int, out_features: int, mesh: Mesh, dim: int, heads: Heads | None = None) -> None:
@@ -96,14 +96,14 @@ class _Linear(nn.Module):
         return F.linear(x_BSI, self.weight)
 
 
-class ColumnParallelLinear(_Linear):
+class ColumnParallelLinear(Linear):
     """Split by outputs, the columns of W^T: each worker computes some of them, of the whole sequence."""
 
     def __init__(self, in_features: int, out_features: int, mesh: Mesh, heads: Heads | None = None) -> None:
         super().__init__(in_features, out_features, mesh, dim=0, heads=heads)
 
 
-class RowParallelLinear(_Linear):
+class RowParallelLinear(Linear):
     """Split by inputs, the rows of W^T: the workers' results are to be summed, which `reduce_scatter_sequence` does."""
 
     def __init__(self, in_features: int, out_features: int, mesh: Mesh, heads: Heads | None = None) -> None:

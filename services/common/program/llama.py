@@ -23,6 +23,7 @@ from services.common.program.backends.protocol import Collectives
 from services.common.program.layers import (
     ColumnParallelLinear,
     Layout,
+    Linear,
     OneWorker,
     RMSNorm,
     RowParallelLinear,
@@ -67,6 +68,11 @@ class Llama(nn.Module):
         assert self.collectives.mesh.tensor_parallel_size == 1
         logits_BSV: Tensor = self.lm_head(self(tokens_BS, positions_BS))
         return logits_BSV
+
+    def weights_of_products(self) -> set[str]:
+        """Names of the parameters that are only ever multiplied with: autocast rounds them at each use."""
+        linear = [name for name, module in self.named_modules() if isinstance(module, Linear)]
+        return {f"{name}.weight" for name in linear} & {name for name, _ in self.named_parameters()}
 
     def layouts(self) -> dict[str, Layout]:
         """Which part of each parameter is here, by its name."""

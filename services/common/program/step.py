@@ -52,8 +52,7 @@ class Program:
             self.buckets = self._make_buckets()
             is_sharded = recipe.parallel.zero_stage > 0
             self.optimizer = AdamW(self.buckets, recipe.optimizer, backend, is_compiled, is_sharded)
-            for bucket in self.buckets:
-                bucket.cast(DTYPES[recipe.train.param_dtype])
+            self._cast_buckets()
             self._sums = [self._make_sum(bucket.size) for bucket in self.buckets]
             self._losses = self._make_sum(1) if backend.is_lazy else TreeSum()
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
@@ -77,9 +76,9 @@ class Program:
         self.gradient_seconds = time.perf_counter() - started
         count = self.recipe.batch.num_micro_batches
         loss_1 = self.backend.all_reduce(self._losses.result(), "data") / count
-        scalars_3 = step_scalars(self.recipe.optimizer, step, skipped_steps).to(self.backend.device)
+        scalars_4 = step_scalars(self.recipe.optimizer, step, skipped_steps).to(self.backend.device)
         gradients = [total.result() for total in self._sums]
-        norm_1, is_applied_1 = self.optimizer.step(gradients, count, scalars_3)
+        norm_1, is_applied_1 = self.optimizer.step(gradients, count, scalars_4)
         self.backend.end_graph()
         if not self.backend.is_lazy:  # there a tensor that is kept would be one more output of the graph
             self._own_gradients = gradients
@@ -137,7 +136,7 @@ class Program:
         parts = {"weights": [each for bucket in self.buckets for each in bucket.weights]}
         if not self.optimizer.is_sharded:
             parts |= {"first moments": self.optimizer.exp_avg_S, "second moments": self.optimizer.exp_avg_sq_S}
-            if self.recipe.train.param_dtype != "float32":
+            if any(bucket.dtype != torch.float32 for bucket in self.buckets):
                 parts["master weights"] = self.optimizer.state()["weight"]
         return {name: _digest(map(self.backend.to_host, tensors)) for name, tensors in parts.items()}
 
@@ -195,6 +194,17 @@ class Program:
         num_blocks = choose_num_blocks(self.recipe.batch.num_micro_batches, backend.mesh.data_parallel_size)
         new_bucket = partial(SeparateBucket, place=backend.place, to_host=backend.to_host)
         return make_buckets(parameters, self.model.layouts(), num_blocks, new_bucket if backend.is_lazy else Bucket)
+
+    def _cast_buckets(self) -> None:
+        """Give the model's weights the types that it computes with.
+
+        What autocast would round at each use is rounded once an update: the bits of that, without a pass over the
+        weights and one over their gradients for each micro-batch. On a lazy device it is left to autocast.
+        """
+        train, rounded = self.recipe.train, self.model.weights_of_products()
+        for bucket in self.buckets:
+            is_rounded = not self.backend.is_lazy and bucket.parameters.keys() <= rounded
+            bucket.cast(DTYPES[train.dtype if is_rounded else train.param_dtype])
 
     def _make_sum(self, size: int) -> TreeSum | RunningSum | HeldSum:
         """Of gradients, or of losses."""

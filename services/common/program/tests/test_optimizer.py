@@ -130,6 +130,36 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float) -> None:
     assert all(torch.equal(now, then) for now, then in zip(state, before, strict=True))
 
 
+@pytest.mark.parametrize("num_blocks", [1, 4])
+def test_an_update_has_the_same_bits_for_any_number_of_threads(num_blocks: int) -> None:
+    """Of blocks that threads share, and whose ends fill no vector."""
+
+    def update(num_threads: int) -> list[Tensor]:
+        torch.set_num_threads(num_threads)
+        model = nn.Module()
+        model.layers = nn.ModuleList([nn.Linear(613, 401, bias=False)])
+        model.norm = nn.RMSNorm(7)
+        with torch.no_grad():
+            model.get_parameter(MATRIX).copy_(_random(401, 613))
+        buckets = _buckets(model, num_blocks)
+        optimizer, norms = _optimizer(buckets), list[Tensor]()
+        torch.set_num_threads(num_threads)
+        for step in range(3):
+            gradients = {MATRIX: _random(401, 613) * 10.0**step, VECTOR: _random(7)}
+            norm_1, _ = optimizer.step(_flatten(buckets, gradients), 1, step_scalars(SETTINGS, step))
+            norms.append(norm_1)
+        return [*norms, *(tensor for held in optimizer.state().values() for tensor in held)]
+
+    before = torch.get_num_threads()
+    try:
+        one, two, three = (update(num_threads) for num_threads in (1, 2, 3))
+    finally:
+        torch.set_num_threads(before)
+    for first, second, third in zip(one, two, three, strict=True):
+        assert torch.equal(first, second)
+        assert torch.equal(first, third)
+
+
 def test_a_model_computes_with_its_buckets() -> None:
     model = _model()
     matrix, vector = _buckets(model, 4)
