@@ -85,7 +85,7 @@ class AdamW:
     @torch.no_grad()
     def step(self, sums_P: Sequence[Tensor], divisor: int, scalars_4: Tensor) -> tuple[Tensor, Tensor]:
         """One update with `step_scalars` and what this worker's micro-batches sum up to, a flat tensor for each bucket,
-        which is consumed.
+        which is consumed where the update is applied.
 
         The sum over all workers is `divisor` times the gradient. Returns (gradient norm before clipping, was it
         applied), [1] on the device. When the norm is not finite nothing changes: a poisoned gradient must not reach the
