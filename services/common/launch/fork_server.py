@@ -105,20 +105,27 @@ class ForkServer:
         self._process.wait()
         self._socket.close()
 
-    def fork(self, function: Callable[..., None], arguments: tuple[Any, ...], sender: Connection) -> ForkedProcess:
+    def fork(
+        self,
+        function: Callable[..., None],
+        arguments: tuple[Any, ...],
+        sender: Connection,
+        take: Callable[[ForkedProcess], None],
+    ) -> None:
         """Run `function(*arguments, sender)` in a new process with the environment of this one, once all is imported.
 
-        The function is importable. Raises `WorkersLost` when the server was killed.
+        `take` gets the process, before a stop signal that came meanwhile is delivered: nobody else would end it. The
+        function is importable. Raises `WorkersLost` when the server was killed.
         """
         try:
             self._wait_until_ready()
             with deferring_stop_signals():
                 process, request = self._fork(sender)
+                take(process)
                 with os.fdopen(request, "wb") as file, suppress(BrokenPipeError):  # the child was killed
                     pickle.dump((dict(os.environ), function, arguments), file)
         except (OSError, EOFError) as error:
             raise WorkersLost(f"the process that workers are forked from has ended: {error}") from error
-        return process
 
     def _wait_until_ready(self) -> None:
         if not self._is_ready and self._socket.recv(len(_READY)) != _READY:
@@ -172,7 +179,8 @@ def import_modules(modules: Sequence[str]) -> None:
 def _serve(command: socket.socket) -> None:
     running: dict[int, tuple[int, int]] = {}
     while True:
-        ready, _, _ = select.select([command, *running], [], [])
+        watched: list[Any] = [command, *running]
+        ready, _, _ = select.select(watched, [], [])
         for ended in [each for each in ready if each is not command]:
             _report(ended, *running.pop(ended))
         if command in ready:

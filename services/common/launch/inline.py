@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
@@ -56,6 +57,9 @@ POLL_SECONDS = 1.0
 
 _servers: list[ForkServer] = []
 """Of this process: none or one."""
+
+Worker = tuple[BaseProcess | ForkedProcess, Connection]
+"""And what it sends when it fails."""
 
 _LOST = LostTask("a process of this machine was killed while it worked on a task")
 LOOPBACK_ADDRESS = "127.0.0.1"
@@ -152,7 +156,7 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
     prepare(spec)
     neuron_variables = _neuron_variables(spec)
     with private_folder(new_name("workers")) as folder:
-        workers: list[tuple[BaseProcess | ForkedProcess, Connection]] = []
+        workers: list[Worker] = []
         try:
             for rank in range(spec.num_workers):
                 receiver, sender = _CONTEXT.Pipe(duplex=False)
@@ -161,7 +165,7 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
                 arguments = (function, argument, environment, variables, neuron_variables[rank])
                 with sender:
                     if spec.preload and _servers:
-                        workers.append((_servers[0].fork(_work, arguments, sender), receiver))
+                        _servers[0].fork(_work, arguments, sender, partial(_add, workers, receiver))
                         continue
                     process = _CONTEXT.Process(target=_work, args=(*arguments, sender), name=f"rank-{rank}")
                     with _starting_processes():
@@ -187,7 +191,11 @@ def _neuron_variables(spec: WorkerGroupSpec) -> list[dict[str, str]]:
     return [neuron_environment(spec.device, place, meeting, network, spec.logical_core_size) for place in places]
 
 
-def _wait_for_workers(workers: list[tuple[BaseProcess | ForkedProcess, Connection]]) -> None:
+def _add(workers: list[Worker], receiver: Connection, process: ForkedProcess) -> None:
+    workers.append((process, receiver))
+
+
+def _wait_for_workers(workers: list[Worker]) -> None:
     pending = list(enumerate(workers))
     while pending:
         # Of a worker that fails, the message comes first: it may not fit into the pipe before somebody reads it.
