@@ -9,7 +9,7 @@ import importlib
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 _KEYS = ("torch_key", "triton_key")
@@ -26,15 +26,16 @@ _MODULES = (
 )
 
 
-def begin_inductor() -> None:
+def begin_inductor(can_fork: bool) -> None:
     """Import it, and compute the part of its keys that all graphs have in common: the hashes of torch's and Triton's
-    sources, 0.6 s. For a process without threads.
+    sources, 0.6 s. A fork does that meanwhile, where nothing speaks against one.
     """
     codecache = importlib.import_module("torch._inductor.codecache")
     hashes = [getattr(codecache, name) for name in _KEYS if hasattr(getattr(codecache, name), "set")]  # not torch 2.9
-    with _calling_in_a_fork(hashes):
+    with _calling_in_a_fork(hashes) if can_fork else nullcontext():
         for module in _MODULES:
             importlib.import_module(module)
+    codecache.torch_key()
     codecache.CacheBase.get_system()
 
 

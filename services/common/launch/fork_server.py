@@ -154,16 +154,17 @@ def main(arguments: list[str]) -> None:
     """The server: import, then fork whenever the command asks, until it has gone."""
     descriptor, parent, *modules = arguments
     _end_with(int(parent))
-    import_modules(modules)
+    import_modules(modules, can_fork=True)
     with socket.socket(fileno=int(descriptor)) as command:
         command.send(_READY)
         _serve(command)
 
 
-def import_modules(modules: Sequence[str]) -> None:
-    """Import MODULE, or call what is named MODULE:FUNCTION, without collecting garbage, of which imports make none.
+def import_modules(modules: Sequence[str], *, can_fork: bool) -> None:
+    """Import MODULE, or call what is named MODULE:FUNCTION with `can_fork`: see `WorkerGroupSpec.preload`.
 
-    What cannot be imported is left out: who needs it will say so.
+    No garbage is collected meanwhile, of which imports make none. What cannot be imported is left out: who needs it
+    will say so.
     """
     gc.disable()
     for each in modules:
@@ -171,7 +172,7 @@ def import_modules(modules: Sequence[str]) -> None:
         with suppress(Exception):
             imported = importlib.import_module(module)
             if function:
-                getattr(imported, function)()
+                getattr(imported, function)(can_fork)
     gc.freeze()  # modules stay; and a collection writes to each object that it looks at, which forks then do not share
     gc.enable()
 

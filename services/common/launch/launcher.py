@@ -48,7 +48,9 @@ class WorkerGroupSpec:
     logical_core_size: int | None = None
     """Physical NeuronCores that make one of a worker's, where the instance type leaves a choice."""
     preload: tuple[str, ...] = ()
-    """Modules that the workers import in any case, and MODULE:FUNCTION that they would call. None starts a thread."""
+    """Modules that the workers import in any case, and MODULE:FUNCTION for what they would do in any case. They leave
+    no thread, and a function is told whether its process may fork.
+    """
 
 
 @dataclass(frozen=True)

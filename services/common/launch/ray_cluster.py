@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
@@ -34,14 +34,30 @@ LOST_SECONDS = 20.0
 PROBE_SECONDS = 10.0
 LOST_HEAD_FAILURES = 4  # Ray's library ends the process after 60 s without the head
 LOST_RAYLET_FAILURES = 2
-CALL_THREAD = "ray-call"
+
+
+_starts: list[_Call] = []
+"""The start on this machine that was begun: none or one."""
+
+
+def begin_start(num_cpus: int) -> None:
+    """Where no cluster is joined, start one on this machine while the caller goes on; `connect` waits for it."""
+    if cluster_address() is None and not ray.is_initialized() and not _starts:
+        # On Linux the kernel kills Ray's processes when the thread ends that started them.
+        _starts.append(_Call(partial(_connect, num_cpus, {}), is_thread_kept=True))
 
 
 def connect(num_cpus: int, resources: Mapping[str, float] | None = None) -> None:
     """Join the cluster of RAY_ADDRESS, or start one on this machine that has so much, in Ray's view."""
+    if _starts and (failure := _starts.pop().wait()):
+        raise failure
     if ray.is_initialized():
         _watch.require_ray()
         return
+    _connect(num_cpus, resources or {})
+
+
+def _connect(num_cpus: int, resources: Mapping[str, float]) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {
         "log_to_driver": False,
@@ -50,7 +66,7 @@ def connect(num_cpus: int, resources: Mapping[str, float] | None = None) -> None
     }
     address = cluster_address()
     if address is None:
-        _start_here(options, num_cpus, resources or {})
+        _start_here(options, num_cpus, resources)
     else:
         _join(address, options)
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -79,20 +95,37 @@ def call_in_thread(call: Callable[[], object]) -> Exception | None:
 
     Raises `TryAgain` when Ray is lost.
     """
-    failures: list[Exception] = []
+    return _Call(call).wait()
 
-    def run() -> None:
+
+class _Call:
+    """A call in a thread of its own, from its begin on."""
+
+    running: ClassVar[set[_Call]] = set()
+
+    def __init__(self, call: Callable[[], object], *, is_thread_kept: bool = False) -> None:
+        self._call = call
+        self._is_thread_kept = is_thread_kept
+        self._has_ended = threading.Event()
+        self._failure: Exception | None = None
+        self.running.add(self)
+        threading.Thread(target=self._run, name="ray-call", daemon=True).start()
+
+    def wait(self) -> Exception | None:
+        """What the call raised, when it has ended. Raises `TryAgain` when Ray is lost."""
+        while not self._has_ended.wait(0.2):
+            _watch.require_ray()
+        return self._failure
+
+    def _run(self) -> None:
         try:
-            call()
+            self._call()
         except Exception as error:  # noqa: BLE001 - handed to the main thread
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name=CALL_THREAD, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
-        _watch.require_ray()
-    return failures[0] if failures else None
+            self._failure = error
+        self.running.remove(self)
+        self._has_ended.set()
+        if self._is_thread_kept:
+            threading.Event().wait()
 
 
 def is_lost() -> bool:
@@ -146,6 +179,7 @@ def _start_here(options: dict[str, Any], num_cpus: int, resources: Mapping[str, 
     # Else Ray replaces a loopback address by the one at which other machines reach this one. It read the
     # variable when it was imported, so this process needs the constant, and the processes it starts the variable.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes without our variables: no work fits them
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
     stack = ExitStack()
     # Ray's own folder would be one that everybody can write to.
@@ -231,7 +265,7 @@ def _python_path() -> str:
 def _leave(started: list[subprocess.Popen[Any]], folder: ExitStack, exit_code: int) -> None:
     """Leave Ray, and end what of it was started here."""
     # Ray's library would wait for what is lost, or end this process itself when the thread goes on, with other codes.
-    is_orderly = not _watch.is_lost() and all(thread.name != CALL_THREAD for thread in threading.enumerate())
+    is_orderly = not _watch.is_lost() and not _Call.running
     if is_orderly:
         ray.shutdown()
     for process in started:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import pickle
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -26,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from services.common.errors import MillraceError, NoRoomForWorkers, WorkersLost
 from services.common.launch.cluster_address import cluster_address
+from services.common.launch.fork_server import import_modules
 from services.common.launch.launcher import (
     DRIVER_SHARE,
     LOOPBACK_INTERFACE,
@@ -40,13 +42,14 @@ from services.common.launch.launcher import (
     name_the_cause,
 )
 from services.common.launch.neuron_environment import NEURON_DEVICES, require_every_core
-from services.common.launch.ray_cluster import call_in_thread, calling_ray, connect, is_lost
+from services.common.launch.ray_cluster import begin_start, call_in_thread, calling_ray, connect, is_lost
 from services.common.private_folder import new_name, private_folder
 
 logger = logging.getLogger(__name__)
 
 GROUP_START_SECONDS = 600.0
 POLL_SECONDS = 1.0
+HEALTH_CHECK_SECONDS = 0.5
 
 TASK_SHARE = 0.001
 _RESOURCE_UNITS = 10_000  # Ray counts resources in ten-thousandths
@@ -175,7 +178,9 @@ def _cancel(running: Sequence[ray.ObjectRef[Any]]) -> None:
 
 
 def prepare(spec: WorkerGroupSpec) -> None:
-    """See `Launcher.prepare`."""
+    """See `Launcher.prepare`. A cluster that is joined has been started by somebody else."""
+    if spec.device not in NEURON_DEVICES:  # Ray would be told of NeuronCores that may not be there
+        begin_start(spec.num_workers * spec.threads_per_worker)
 
 
 def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec) -> None:
@@ -192,14 +197,14 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
     cores = {ray_neuron.NEURON_CORES: 1.0} if is_on_neuron else {}
     if cluster_address() is None:
         require_every_core(spec.device)
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(GROUP_START_SECONDS))
+    _set_train_variables()
     connect(spec.num_workers * spec.threads_per_worker, {name: n * spec.num_workers for name, n in cores.items()})
     demand = {"CPU": float(spec.threads_per_worker), **cores, **_share_of_group(_worker_share(spec.workers_per_node))}
     _wait_for_room(demand, spec.num_workers)
     with _storage(spec.shared_folder) as storage:
         rendezvous_file = None if cluster_address() else Path(storage) / "rendezvous"
         trainer = DataParallelTrainer(
-            _WorkerFunction(function, argument, rendezvous_file),
+            _WorkerFunction(function, argument, rendezvous_file, spec.preload),
             backend_config=ray_neuron.NeuronConfig(spec.device, spec.logical_core_size) if is_on_neuron else None,
             scaling_config=ray.train.ScalingConfig(num_workers=spec.num_workers, resources_per_worker=demand),
             run_config=ray.train.RunConfig(
@@ -214,11 +219,33 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
                 },
             ),
         )
+        if cluster_address() is None:
+            _leave_cleaner_out(trainer)
         failure = call_in_thread(trainer.fit)
-    with calling_ray():
-        _end_coordinator()
+    if cluster_address():
+        with calling_ray():
+            _end_coordinator()
     if failure is not None:
         raise _explain(failure, demand, spec.num_workers)
+
+
+def _set_train_variables() -> None:
+    """What Ray Train reads where it is started. It looks every two seconds whether a worker has died, and starts a
+    process that looks whether one of the nodes is to leave, which this machine alone does not announce.
+    """
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(GROUP_START_SECONDS))
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(HEALTH_CHECK_SECONDS))
+    if cluster_address() is None:
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+
+
+def _leave_cleaner_out(trainer: Any) -> None:
+    """Of Ray Train's processes the one that frees what a lost controller held of a cluster. Here all ends together."""
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback  # noqa: PLC0415
+
+    callbacks = trainer._create_default_callbacks()
+    kept = [each for each in callbacks if not isinstance(each, PlacementGroupCleanerCallback)]
+    trainer._create_default_callbacks = lambda: kept
 
 
 def is_preemption_noticed() -> bool:
@@ -232,18 +259,27 @@ class _WorkerFunction:
     """What Ray Train calls in each worker."""
 
     def __init__(
-        self, function: Callable[[Any, WorkerEnvironment], None], argument: Any, rendezvous_file: Path | None
+        self,
+        function: Callable[[Any, WorkerEnvironment], None],
+        argument: Any,
+        rendezvous_file: Path | None,
+        preload: tuple[str, ...],
     ) -> None:
-        self._function, self._argument, self._rendezvous_file = function, argument, rendezvous_file
+        # As bytes: Ray would import what they are of, at its own pace.
+        self._work = pickle.dumps((function, argument))
+        self._rendezvous_file, self._preload = rendezvous_file, preload
 
     def __call__(self) -> None:
         import ray.train  # noqa: PLC0415
+
+        import_modules(self._preload, can_fork=False)
+        function, argument = pickle.loads(self._work)
 
         context = ray.train.get_context()
         rank = context.get_world_rank()
         rendezvous = str(self._rendezvous_file or _agree_on_address(rank))
         place = (rank, context.get_world_size(), "ray", rendezvous, context.get_local_rank())
-        self._function(self._argument, WorkerEnvironment(*place))
+        function(argument, WorkerEnvironment(*place))
 
 
 def _agree_on_address(rank: int) -> str:
