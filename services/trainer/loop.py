@@ -34,10 +34,12 @@ from services.trainer.node_staging import compile_cache_folder, new_cache_files,
 from services.trainer.recorder import MetricsRecorder
 from services.trainer.shards import ShardReader
 from services.trainer.stop import StopConditions, StopReason, clear_stop, stopped
-from services.trainer.straggler import StragglerScore
+from services.trainer.straggler import Stragglers
 from services.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+
+SPIKE = len(StopReason)  # what the workers agree on after a step, when it is no reason to stop
 
 
 def train(job: Job, environment: WorkerEnvironment) -> None:
@@ -61,7 +63,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     validation = TokenStream(job.corpus.path, job.corpus.manifest.corpus, "validation")
     stop_conditions = StopConditions(job, environment)
     skipped, spikes = SkippedSteps(job, state.skipped_steps), SpikeDetector(recipe.train, state.loss_spikes)
-    straggler = StragglerScore()
+    stragglers = Stragglers(group)
     schedule = CheckpointSchedule(recipe)
     writer = CheckpointWriter(job, backend.mesh, group)
     setup_seconds, training_since = time.time() - job.workers_started_at.timestamp(), time.perf_counter()
@@ -81,10 +83,15 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
             step_seconds = time.perf_counter() - started
 
             done = step + 1
-            own = (stop_conditions.check(done), is_applied and result["loss"] > spikes.limit())
-            workers = group.gather_numbers([*own, data_seconds + program.gradient_seconds])
+            stop = stop_conditions.check(done)
+            agreed = group.maximum(SPIKE if is_applied and result["loss"] > spikes.limit() else stop)
+            is_spike = agreed == SPIKE
+            reason = StopReason.NONE if is_spike else StopReason(agreed)  # a stop is found again after the next step
+            if step > first_step:
+                slow = stragglers.add(data_seconds + program.gradient_seconds)
+                if slow is not None and rank == 0:
+                    record_event(job, "straggler", step=done, rank=slow, **stragglers.metrics)
             watchdog.end_step(step_seconds, is_first=step == first_step)
-            reason = StopReason(int(max(worker[0] for worker in workers)))
             record = StepRecord(
                 step=done,
                 loss=result["loss"],
@@ -99,7 +106,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
                 watchdog.begin("compute again", step)
                 fault = find_faulty_worker(job, program, group, done, batch, batches)
             program.forget_gradients()
-            if any(worker[1] for worker in workers):
+            if is_spike:
                 recorder.begin(record)
                 recorder.write()
                 watchdog.begin("rollback", step)
@@ -111,7 +118,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
                     state = roll_back(job, program, group, done)
                     spikes.go_back(state.loss_spikes)
                     skipped, schedule = SkippedSteps(job, state.skipped_steps), CheckpointSchedule(recipe)
-                    done, reason = state.step, StopReason.NONE  # a stop comes again, after a step that is no spike
+                    done = state.step
                 continue
             if is_applied:
                 spikes.add(result["loss"])
@@ -131,11 +138,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
                 recorder.add(**evaluate(program, validation))
                 watchdog.begin("checkpoint", done)
             writer.advance()
-            if group.world_size > 1:
-                straggler.add([worker[2] for worker in workers])
-                recorder.add(slowest_rank=straggler.slowest_rank, straggler_score=straggler.score)
-                if (slow := straggler.find_new()) is not None and rank == 0:
-                    record_event(job, "straggler", step=done, rank=slow, score=round(straggler.score, 2))
+            recorder.add(**stragglers.metrics)
             recorder.write()
         writer.wait()
         attempt = {

@@ -68,11 +68,12 @@ class WorkerGroup:
         """As `gather`, of equally many numbers from each worker: cheap enough for every step."""
         if self.world_size == 1:
             return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
+        # A sum with zeros: gloo's all_gather takes up to twice as long.
+        gathered = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
+        gathered[self.rank] = torch.tensor(numbers, dtype=torch.float64)
         with naming_lost_workers():
-            dist.all_gather(gathered, mine)
-        return [theirs.tolist() for theirs in gathered]
+            dist.all_reduce(gathered)
+        return [list(theirs) for theirs in gathered.tolist()]
 
     def limit_collectives(self, timeout: timedelta) -> None:
         """Let collectives that this worker begins from now on end after `timeout`, also those along the mesh's axes.
