@@ -108,7 +108,8 @@ class AdamW:
                 gradients_S[number],
             )
             if self._is_fused:
-                self._update_fused(*map(bucket.blocks, tensors_S), scale_1, is_finite_1, scalars_4, bucket.is_decayed)
+                blocks_B = [bucket.blocks(each) for each in tensors_S]
+                self._update_fused(blocks_B, scale_1, is_finite_1, scalars_4, bucket.is_decayed)
                 continue
             for tensors_B in [tensors_S] if self._backend.is_lazy else zip(*map(bucket.blocks, tensors_S), strict=True):
                 self._update_block(*tensors_B, scale_1, is_finite_1, scalars_4, self._is_decayed_1[number])
@@ -138,10 +139,7 @@ class AdamW:
 
     def _update_fused(
         self,
-        weights_B: list[Tensor],
-        exp_avg_B: list[Tensor],
-        exp_avg_sq_B: list[Tensor],
-        gradients_B: list[Tensor],
+        blocks_B: Sequence[list[Tensor]],
         scale_1: Tensor,
         is_finite_1: Tensor,
         scalars_4: Tensor,
@@ -154,6 +152,7 @@ class AdamW:
         """
         settings = self._settings
         rate, _, _, updates = scalars_4.unbind()
+        weights_B, exp_avg_B, exp_avg_sq_B, gradients_B = blocks_B
         torch._fused_adamw_(
             weights_B,
             gradients_B,
