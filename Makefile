@@ -10,7 +10,7 @@ images = ./bootstrap python -m images
 .PHONY: help setup demo test test-slow test-torch29 test-images test-cluster test-cluster-smoke check format lock clean \
 	cluster-local cluster-local-down load-images cluster-up cluster-down deploy-stage stage-status stage-logs stop-stage \
 	rollback-stage pipeline base-image images demo-images pin platforms release sbom benchmark-tokenizer benchmark-parallel \
-	benchmark-compiler
+	benchmark-compiler benchmark-trainer
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -107,6 +107,9 @@ benchmark-parallel: setup ## Measure split models, exact sums and checkpoints; A
 
 benchmark-compiler: setup ## Measure the fan-out of Neuron's graphs with a stand-in compiler; ARGS= options.
 	@$(python) -m benchmarks.compiler $(ARGS)
+
+benchmark-trainer: setup ## Measure the trainer beside its alternatives; ARGS= options, such as "--install-peers --rounds 5".
+	@$(python) -m benchmarks.trainer $(ARGS)
 
 release: setup ## Release a stage: STAGE=trainer BUMP=major|minor|patch.
 	@$(python) -m images release

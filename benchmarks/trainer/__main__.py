@@ -1,0 +1,247 @@
+"""The trainer beside its alternatives: the same model, weights, tokens and optimizer, in one run.
+
+    python -m benchmarks.trainer --install-peers          all rows, 3 rounds of 10 steps each
+    python -m benchmarks.trainer --rows ours_eager,hugging_face_eager --rounds 5
+    python -m benchmarks.trainer --profile ours_compiled  where a step's time goes
+
+A Llama of 24.4 million parameters, bfloat16 autocast, one process, --threads threads. Every row runs in a process of
+its own, the rows of a round one after another, so that what else the machine does meets all of them. The first 3 steps
+of each are left out. Tokens/s are of the median step of all rounds and of the fastest one; FLOPs are counted the same
+for all (`flops_per_token`) and held against the fastest product of matrices in the same process, before and after. A
+row whose peak moved by more than 5 % meanwhile is marked: something else ran. The first three losses of all trainers
+have to agree to 1e-3. Raw samples go to .benchmarks/.
+
+`--install-peers` puts litgpt and accelerate, which transformers' Trainer needs, into a virtual environment of their own
+below .benchmarks/. nanoGPT is in no package index and left out: its model has the matrices of this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.tokenizer.__main__ import describe_machine
+from benchmarks.trainer.measurement import PEERS, ROWS, STEPS, Measurement, measure
+from benchmarks.trainer.profile import print_profile
+from benchmarks.trainer.workbench import Workbench
+from services.common.derived import flops_per_token, tokens_per_step
+
+REPOSITORY = Path(__file__).parents[2]
+OUTPUT = REPOSITORY / ".benchmarks"
+PEERS_PYTHON = OUTPUT / "peers" / "bin" / "python"
+PACKAGES = (
+    "litgpt==0.5.13",
+    "lightning==2.6.6",
+    "pytorch-lightning==2.6.6",
+    "lightning-utilities==0.15.3",
+    "torchmetrics==1.9.0",
+    "jsonargparse==4.53.0",
+    "docstring-parser==0.18.0",
+    "typeshed-client==2.14.0",
+    "importlib-resources==7.1.0",
+    "accelerate==1.15.0",
+    "psutil==7.2.2",
+)
+"""What the tests' environment lacks of them; torch, transformers and the rest are its own."""
+TABLES = ("speed", "start")
+START_ROWS = "benchmarks.trainer.start_rows"
+MOVED = 0.05
+AGREED = 1e-3
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parse(argv)
+    if arguments.row:
+        bench = Workbench(arguments.folder, arguments.steps, arguments.threads)
+        arguments.result.write_text(json.dumps(asdict(measure(arguments.row, bench))), encoding="utf-8")
+        return 0
+    if arguments.install_peers:
+        install_peers()
+    print(f"machine   {describe_machine()}, {arguments.threads} threads", flush=True)
+    with tempfile.TemporaryDirectory(prefix="millrace-benchmark-", dir=arguments.work) as folder:
+        bench = Workbench(Path(folder), arguments.steps, arguments.threads)
+        bench.fill()
+        if arguments.profile:
+            os.environ["OMP_NUM_THREADS"] = str(bench.threads)
+            print_profile(arguments.profile, bench)
+            return 0
+        if "speed" in arguments.only:
+            measured = measure_rounds(bench, _rows_that_run(arguments.rows or ROWS), arguments.rounds)
+            print(table(measured, bench))
+            print(f"raw samples: {save(measured, bench)}", flush=True)
+            if not do_losses_agree(measured):
+                return 1
+    if "start" in arguments.only:
+        print(importlib.import_module(START_ROWS).start_rows(arguments.rounds))
+    return 0
+
+
+def measure_rounds(bench: Workbench, rows: Sequence[str], rounds: int) -> dict[str, list[Measurement]]:
+    measured: dict[str, list[Measurement]] = {row: [] for row in rows}
+    for number in range(rounds):
+        for row in rows:
+            print(f"round {number + 1} of {rounds}: {row}", file=sys.stderr, flush=True)
+            measured[row].append(_run_in_process(bench, row))
+    return measured
+
+
+def table(measured: dict[str, list[Measurement]], bench: Workbench) -> str:
+    """Tokens/s, shares of the peak, ratios to Hugging Face's loop and to the fastest peer of the same kind."""
+    recipe = bench.recipe()
+    tokens, flops = tokens_per_step(recipe), flops_per_token(recipe)
+    rates = {row: tokens / statistics.median(_seconds(all_)) for row, all_ in measured.items()}
+    heads = ("tokens/s", "fastest", "of peak", "x HF loop", "x best peer", "first step", "peak MB")
+    lines = [f"{'':<24}" + "".join(f"{head:>12}" for head in heads)]
+    for row, all_ in measured.items():
+        peak = statistics.median(peak for each in all_ for peak in each.peaks)
+        peers = [rate for name, rate in rates.items() if not name.startswith("ours") and _is_like(name, row)]
+        loop = rates.get("hugging_face_eager")
+        cells = [
+            f"{rates[row]:,.0f}",
+            f"{tokens / min(_seconds(all_)):,.0f}",
+            f"{rates[row] * flops / peak:.1%}",
+            f"{rates[row] / loop:.2f}" if loop else "",
+            f"{rates[row] / max(peers):.2f}" if peers and row.startswith("ours") else "",
+            f"{min(each.first_step_seconds for each in all_):.1f} s" if row in STEPS else "",
+            f"{max(each.peak_memory_bytes for each in all_) / 1e6:,.0f}",
+        ]
+        notes = []
+        if waited := [share for each in all_ for share in _data_shares(each)]:
+            notes.append(f"waits for data {statistics.median(waited):.4%} of a step")
+        if moved := [each for each in all_ if abs(each.peaks[1] / each.peaks[0] - 1.0) > MOVED]:
+            notes.append(f"PEAK MOVED in {len(moved)} of {len(all_)} rounds")
+        lines.append(f"{row:<24}" + "".join(f"{cell:>12}" for cell in cells) + f"  {'; '.join(notes)}".rstrip())
+    peaks = sorted(peak for all_ in measured.values() for each in all_ for peak in each.peaks)
+    loads = sorted(load for all_ in measured.values() for each in all_ for load in each.loads)
+    lines.append(f"peak of products: {peaks[0] / 1e9:.0f} to {peaks[-1] / 1e9:.0f} GFLOP/s, median")
+    lines[-1] += f" {statistics.median(peaks) / 1e9:.0f}; load average {loads[0]:.1f} to {loads[-1]:.1f}"
+    return "\n".join(lines)
+
+
+def do_losses_agree(measured: dict[str, list[Measurement]]) -> bool:
+    """Of the first three steps of all trainers; says which do not."""
+    firsts = {row: all_[0].losses[:3] for row, all_ in measured.items() if all_[0].losses}
+    reference = next(iter(firsts.values()), [])
+    differences = {
+        row: max(abs(one / other - 1.0) for one, other in zip(losses, reference, strict=True))
+        for row, losses in firsts.items()
+    }
+    for row, difference in differences.items():
+        if difference > AGREED:
+            print(f"{row} trains something else: its first losses are {firsts[row]}, others' {reference}")
+    return max(differences.values(), default=0.0) <= AGREED
+
+
+def save(measured: dict[str, list[Measurement]], bench: Workbench) -> Path:
+    OUTPUT.mkdir(exist_ok=True)
+    path = OUTPUT / f"trainer-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    raw = {
+        "machine": describe_machine(),
+        "system": platform.platform(),
+        "threads": bench.threads,
+        "recipe": bench.recipe().model_dump(mode="json"),
+        "rows": {row: [asdict(each) for each in all_] for row, all_ in measured.items()},
+    }
+    path.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def install_peers() -> None:
+    """Make the environment that peers run in: it sees ours, and has what ours lacks."""
+    uv = [str(REPOSITORY / "bootstrap"), "uv"]
+    folder = PEERS_PYTHON.parents[1]
+    if not PEERS_PYTHON.exists():
+        subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, str(folder)], check=True)
+    install = [*uv, "pip", "install", "--quiet", "--no-deps", "--python", str(PEERS_PYTHON), *PACKAGES]
+    subprocess.run(install, check=True, cwd=REPOSITORY)
+    site = next(folder.glob("lib/python*/site-packages"))
+    (site / "millrace.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+
+
+def _rows_that_run(rows: Sequence[str]) -> list[str]:
+    """Without peers that are not installed, which are named."""
+    has_peers = PEERS_PYTHON.exists() or importlib.util.find_spec("litgpt") is not None
+    if not has_peers and (absent := [row for row in rows if row in PEERS]):
+        print(f"left out: {', '.join(absent)}: not installed here, which --install-peers changes")
+    return [row for row in rows if has_peers or row not in PEERS]
+
+
+def _run_in_process(bench: Workbench, row: str) -> Measurement:
+    result, log = bench.folder / "result.json", bench.folder / f"{row}.log"
+    python = str(PEERS_PYTHON) if row in PEERS and PEERS_PYTHON.exists() else sys.executable
+    options = ["--folder", str(bench.folder), "--result", str(result), "--steps", str(bench.steps)]
+    with log.open("wb") as file:
+        done = subprocess.run(
+            [python, "-m", "benchmarks.trainer", "--row", row, "--threads", str(bench.threads), *options],
+            cwd=REPOSITORY,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": str(bench.threads),
+                "TORCHINDUCTOR_CACHE_DIR": str(bench.cache / row),
+                "TOKENIZERS_PARALLELISM": "false",
+            },
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if done.returncode:
+        sys.exit(f"{row} ended with {done.returncode}:\n{log.read_text(encoding='utf-8')[-4_000:]}")
+    return Measurement(**json.loads(result.read_text(encoding="utf-8")))
+
+
+def _seconds(all_: Sequence[Measurement]) -> list[float]:
+    return [seconds for each in all_ for seconds in each.seconds]
+
+
+def _data_shares(measurement: Measurement) -> list[float]:
+    pairs = zip(measurement.data_seconds, measurement.seconds, strict=False)
+    return [data / seconds for data, seconds in pairs]
+
+
+def _is_like(one: str, other: str) -> bool:
+    return ("compiled" in one) == ("compiled" in other)
+
+
+def _names(known: Sequence[str], text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"nothing is called {', '.join(unknown)}; there are {', '.join(known)}")
+    return names
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer", description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10, help="that are measured, of a row in a round")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--only", type=lambda text: _names(TABLES, text), default=_default_tables(), help="speed, start"
+    )
+    parser.add_argument("--rows", type=lambda text: _names(ROWS, text), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--profile", choices=STEPS, help="say where the time of this row's step goes, and end")
+    parser.add_argument("--install-peers", action="store_true", help="with the package index, below .benchmarks/")
+    parser.add_argument("--work", type=Path, help="where to put temporary files")
+    for internal in ("--row", "--folder", "--result"):
+        parser.add_argument(internal, type=str if internal == "--row" else Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _default_tables() -> tuple[str, ...]:
+    return TABLES if importlib.util.find_spec(START_ROWS) else ("speed",)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
