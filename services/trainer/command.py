@@ -42,11 +42,13 @@ from services.trainer.job import (
 from services.trainer.node_staging import prepare_node, using_node
 from services.trainer.nxd.layout import NxdLayout
 from services.trainer.plan import add_assumptions, describe_plan, describe_trace, read_assumptions
+from services.trainer.prometheus import serve_metrics
 from services.trainer.report import read_state, write_report
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
 from services.trainer.sample import TextGenerator, require_drawable
 from services.trainer.step_trace import trace_step
 from services.trainer.supervise import supervise
+from services.trainer.trackers import TRACKERS, require_trackers, tracking
 from services.trainer.weight_import import import_weights
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
         print(describe(recipe, _published_corpus(arguments, recipe)))
         return 0
     require_backend(recipe.parallel.device)
+    require_trackers(arguments.tracker)
     job = _open_job(arguments, recipe)
     job.run_folder.mkdir(parents=True, exist_ok=True)
     with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, using_node(job):
@@ -89,7 +92,11 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_collection}")
             return 0
         prepare_node(job)
-        with naming_the_place(job.root):
+        with (
+            serve_metrics(job.run_folder, job.run, arguments.metrics_host, arguments.metrics_port),
+            tracking(job, arguments.tracker),
+            naming_the_place(job.root),
+        ):
             supervise(replace(job, workers_started_at=datetime.now(UTC)), held)
     report_training(job, arguments.recipe)
     print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_collection}")
@@ -245,6 +252,13 @@ def _parser(command: str) -> RecipeParser:
         parser.add_argument(
             ALLOW_CHANGED_PROGRAM, action="store_true", help="continue a checkpoint that another program made"
         )
+        parser.add_argument(
+            "--metrics-port", type=int, metavar="PORT", help="serve /metrics for Prometheus; 0: any port"
+        )
+        parser.add_argument(
+            "--metrics-host", default="127.0.0.1", metavar="HOST", help="address (default: %(default)s)"
+        )
+        parser.add_argument("--tracker", action="append", default=[], choices=tuple(TRACKERS), help="may be repeated")
     if command == "report":
         parser.add_argument("--sample", action="store_true", help="load the model, and show what it writes")
     if command == "sample":

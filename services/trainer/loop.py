@@ -39,8 +39,6 @@ from services.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-SPIKE = len(StopReason)  # what the workers agree on after a step, when it is no reason to stop
-
 
 def train(job: Job, environment: WorkerEnvironment) -> None:
     """Train from the newest checkpoint to `train.max_steps`.
@@ -71,7 +69,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     divergence: StepRecord | None = None
     fault: MillraceError | None = None
 
-    with MetricsRecorder(job, rank, first_step) as recorder, Watchdog(job, group) as watchdog:
+    with MetricsRecorder(job, group, backend, first_step) as recorder, Watchdog(job, group) as watchdog:
         while done < recipe.train.max_steps and not reason and not divergence and not fault:
             watchdog.begin_step(done)
             step, batch, started = done, spikes.batch_of(done), time.perf_counter()
@@ -83,10 +81,11 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
             step_seconds = time.perf_counter() - started
 
             done = step + 1
-            stop = stop_conditions.check(done)
-            agreed = group.maximum(SPIKE if is_applied and result["loss"] > spikes.limit() else stop)
-            is_spike = agreed == SPIKE
-            reason = StopReason.NONE if is_spike else StopReason(agreed)  # a stop is found again after the next step
+            own = (stop_conditions.check(done), is_applied and result["loss"] > spikes.limit())
+            workers = group.gather_numbers([*own, *recorder.measure(program, step_seconds, data_seconds)])
+            is_spike = any(worker[1] for worker in workers)
+            # A stop is found again after the next step.
+            reason = StopReason.NONE if is_spike else StopReason(int(max(worker[0] for worker in workers)))
             if step > first_step:
                 slow = stragglers.add(data_seconds + program.gradient_seconds)
                 if slow is not None and rank == 0:
@@ -107,7 +106,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
                 fault = find_faulty_worker(job, program, group, done, batch, batches)
             program.forget_gradients()
             if is_spike:
-                recorder.begin(record)
+                recorder.begin(record, [worker[len(own) :] for worker in workers])
                 recorder.write()
                 watchdog.begin("rollback", step)
                 fault = skip_batch(job, group, writer, spikes, record, batch)
@@ -126,7 +125,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
             watchdog.begin("checkpoint", done)
             if skipped.are_too_many or (is_saving and not is_finite(program)):
                 is_saving, divergence = False, record
-            recorder.begin(record)
+            recorder.begin(record, [worker[len(own) :] for worker in workers])
             if is_saving:
                 recorder.add(checkpoint_stall_seconds=save(program, group, writer, record, spikes.state))
                 schedule.saved()

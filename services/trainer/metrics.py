@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from services.common.telemetry import JsonLines, read_json_lines, read_last_json_line
+from services.trainer.metric_table import METRICS
 from services.trainer.tensorboard import TensorBoard
 
 METRICS_FILE = "metrics.jsonl"
 HELD_FILE = "metrics.held.jsonl"
 ATTEMPTS_FILE = "attempts.jsonl"
+BLOCK_BYTES = 2**20
 
 Seconds = Annotated[FiniteFloat, Field(ge=0)]
 # 1970 to 2100: what a date can be made of.
@@ -59,6 +62,12 @@ class _StepLine(_Line):
     tokens_per_second: FiniteFloat
     validation_loss: float = 0.0
     checkpoint_stall_seconds: Seconds = 0.0
+    data_share: Seconds = 0.0
+    mfu: Seconds = 0.0
+    goodput: Seconds = 0.0
+    restarts: Count = 0
+    productive_seconds: Seconds = 0.0
+    run_started_at: Timestamp = 0.0
 
 
 class _AttemptLine(_Line):
@@ -104,7 +113,7 @@ class MetricsWriter:
         if self._is_holding:
             self._held.unlink()
             self._is_holding = False
-        self._board.add(record["step"], {name: value for name, value in record.items() if isinstance(value, float)})
+        self._board.add(record["step"], {k: v for k, v in known_metrics(record).items() if k != "step"})
 
     def log_attempt(self, record: dict[str, Any]) -> None:
         """Write how one start of the workers ended, with its compile misses. A killed attempt leaves none."""
@@ -146,6 +155,60 @@ def read_last_step(run_folder: Path) -> dict[str, Any] | None:
     return record if record and _is_readable(record, _StepLine) else None
 
 
+def read_record_of(run_folder: Path, step: int) -> dict[str, Any] | None:
+    """The newest record of `step`, or of the last step before it that has one; None when there is none.
+
+    Reads the file from its end: a run of months has millions of lines.
+    """
+    try:
+        with (run_folder / METRICS_FILE).open("rb") as file:
+            position, rest = file.seek(0, os.SEEK_END), b""
+            while position:
+                start = max(0, position - BLOCK_BYTES)
+                file.seek(start)
+                first, *lines = (file.read(position - start) + rest).split(b"\n")
+                position, rest = start, first
+                for line in reversed(lines if start else [first, *lines]):
+                    record = _parse_step(line)
+                    if record and record["step"] <= step:
+                        return record
+    except OSError:
+        pass
+    return None
+
+
+class MetricsTail:
+    """The records that are appended to a run's metrics from now on, to be read as they come."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._path = run_folder / METRICS_FILE
+        self._position = self._size()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Those since the last call; none while the file cannot be read."""
+        if self._size() < self._position:  # a torn line was cut off
+            self._position = self._size()
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except OSError:
+            return []
+        self._position += len(whole) + len(newline)
+        return [record for line in whole.split(b"\n") if (record := _parse_step(line))]
+
+    def _size(self) -> int:
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
+
+def known_metrics(record: Mapping[str, Any]) -> dict[str, float]:
+    """What a record has of METRICS, in their order."""
+    return {metric.name: float(record[metric.name]) for metric in METRICS if metric.name in record}
+
+
 def mean_tokens_per_second(records: list[dict[str, Any]]) -> float:
     """Over all steps but the first of each process, which loads the compiled graphs."""
     counted = [record for record in records if not record["is_first_of_process"]]
@@ -157,6 +220,14 @@ def _read(path: Path, kind: type[_Line]) -> ParsedLines:
     lines = read_json_lines(path)
     readable = [line for line in lines if line is not None and _is_readable(line, kind)]
     return ParsedLines(readable, len(lines) - len(readable))
+
+
+def _parse_step(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and _is_readable(record, _StepLine) else None
 
 
 def _is_readable(record: dict[str, Any], kind: type[_Line]) -> bool:

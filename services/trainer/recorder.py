@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+import math
+import os
+import resource
+import socket
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
+from services.common.derived import flops_per_token, tokens_per_step
+from services.common.gemm_peak import measure_gemm_peak
+from services.common.program.backends.protocol import Backend
+from services.common.program.step import Program
+from services.common.program.worker_group import WorkerGroup
+from services.common.recipe import Recipe, stage_nodes
+from services.trainer.fit import instance_type
 from services.trainer.job import Job
-from services.trainer.metrics import MetricsWriter, StepRecord
+from services.trainer.metric_table import WorkerNumbers, reduce_over_ranks
+from services.trainer.metrics import MetricsWriter, StepRecord, read_last_step, read_record_of
+
+PEAK_SECONDS = 0.05
+"""Two or three products: a peak to hold MFU against, without a wait that anybody notices."""
+RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 class MetricsRecorder:
-    """Every worker has one, and those of other ranks than 0 write nothing."""
+    """Every worker has one, and those of other ranks than 0 write nothing. All workers make it at the same time."""
 
-    def __init__(self, job: Job, rank: int, first_step: int) -> None:
-        self._step_tokens = job.recipe.batch.global_batch_size * job.recipe.corpus.sequence_length
+    def __init__(self, job: Job, group: WorkerGroup, backend: Backend, first_step: int) -> None:
+        self._recipe, self._backend = job.recipe, backend
+        self._step_tokens = tokens_per_step(job.recipe)
+        self._step_flops = flops_per_token(job.recipe) * self._step_tokens
+        hosts = [worker["host"] for worker in group.gather({"host": socket.gethostname()})]
+        self._workers_of_host = hosts.count(socket.gethostname())
+        self._published_peak = _published_peak(job.recipe)
+        self._gemm_flops_per_second = math.nan
+        self._counted_steps, self._counted_seconds = 0, 0.0
         self._record: dict[str, Any] = {}
-        self._writer = MetricsWriter(job.run_folder, first_step) if rank == 0 else None
+        self._writer = MetricsWriter(job.run_folder, first_step) if group.rank == 0 else None
+        self._run = _RunTime(job, first_step) if group.rank == 0 else None
 
     def __enter__(self) -> Self:
         return self
@@ -28,14 +56,41 @@ class MetricsRecorder:
         if self._writer:
             self._writer.close()
 
-    def begin(self, step: StepRecord) -> None:
-        """Begin the record of a step with what the loop knows of it."""
-        self._record = asdict(step) | {
+    def measure(self, program: Program, step_seconds: float, data_seconds: float) -> WorkerNumbers:
+        """What this worker has to tell the others of the step that it has just done."""
+        is_cuda = self._backend.device.type == "cuda"
+        return WorkerNumbers(
+            gradient_seconds=data_seconds + program.gradient_seconds,
+            step_seconds=step_seconds,
+            data_seconds=data_seconds,
+            loss_max=program.largest_loss(),
+            graphs_compiled=self._backend.cache_report().graphs_compiled,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT_BYTES,
+            peak_device_bytes=torch.cuda.max_memory_allocated(self._backend.device) if is_cuda else math.nan,
+            gemm_flops_per_second=self._gemm_flops_per_second,
+        )
+
+    def begin(self, step: StepRecord, workers: Sequence[Sequence[float]]) -> None:
+        """Begin the record of a step with what the loop knows of it, and the `WorkerNumbers` of all ranks."""
+        if not self._writer or not self._run:
+            return
+        reduced = reduce_over_ranks(workers)
+        seconds = reduced.fields["step_seconds"]
+        self._record = {
+            **asdict(step),
+            **reduced.fields,
             "time": time.time(),
             "step_tokens": self._step_tokens,
             "tokens": step.step * self._step_tokens,
-            "tokens_per_second": self._step_tokens / step.step_seconds,
+            "tokens_per_second": self._step_tokens / seconds,
+            **self._run.add(step, seconds),
         }
+        if not step.is_first_of_process:
+            self._counted_steps, self._counted_seconds = self._counted_steps + 1, self._counted_seconds + seconds
+            self.add(mean_tokens_per_second=self._counted_steps * self._step_tokens / self._counted_seconds)
+            peak = self._published_peak or reduced.gemm_flops_per_second
+            if not math.isnan(peak):
+                self.add(mfu=self._step_flops / seconds / peak)
 
     def add(self, **values: float) -> None:
         """Add to the step's record."""
@@ -47,11 +102,63 @@ class MetricsRecorder:
             self._writer.hold(self._record)
 
     def write(self) -> None:
-        """Write the step's record."""
+        """Write the step's record. After the first one all workers measure at once what their cores can do."""
         if self._writer:
             self._writer.log(self._record)
+        if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu" and not self._backend.is_lazy:
+            self._gemm_flops_per_second = self._measure_peak()
 
     def write_attempt(self, attempt: dict[str, Any]) -> None:
         """Write how this start of the workers ended."""
         if self._writer:
             self._writer.log_attempt(attempt)
+
+    def _measure_peak(self) -> float:
+        """This worker's share of its machine's peak. Workers with more threads than there are cores take turns, and the
+        fastest product is one that no other worker interrupted: they have no more than the cores together.
+        """
+        threads = self._recipe.parallel.threads_per_worker
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        share = min(1.0, cores / (self._workers_of_host * threads))
+        return share * measure_gemm_peak(self._recipe.train.dtype, threads, PEAK_SECONDS)
+
+
+class _RunTime:
+    """How much of the time since a run began went into steps that count: across starts, from what records hold."""
+
+    def __init__(self, job: Job, first_step: int) -> None:
+        self._folder = job.run_folder
+        newest = read_last_step(job.run_folder)
+        self._restarts = newest.get("restarts", 0) + 1 if newest else 0
+        self._started_at = (newest or {}).get("run_started_at") or job.started_at.timestamp()
+        self._go_back(first_step)
+
+    def add(self, step: StepRecord, seconds: float) -> dict[str, float]:
+        """A step that a later one replaces does not count, nor do steps that updated nothing, nor the first of a
+        process, which loads or compiles its graphs.
+        """
+        if step.step != self._step + 1:
+            self._go_back(step.step - 1)
+        is_applied = step.skipped_steps == self._skipped_steps
+        if is_applied and not step.is_first_of_process:
+            self._productive_seconds += seconds
+        self._step, self._skipped_steps = step.step, step.skipped_steps
+        elapsed = time.time() - self._started_at
+        return {
+            "goodput": min(1.0, self._productive_seconds / elapsed) if elapsed > 0 else 0.0,
+            "restarts": self._restarts,
+            "productive_seconds": self._productive_seconds,
+            "run_started_at": self._started_at,
+        }
+
+    def _go_back(self, step: int) -> None:
+        """To the state after a step whose checkpoint was loaded."""
+        record = (read_record_of(self._folder, step) or {}) if step else {}
+        self._step, self._skipped_steps = step, record.get("skipped_steps", 0)
+        self._productive_seconds = record.get("productive_seconds", 0.0)
+
+
+def _published_peak(recipe: Recipe) -> float | None:
+    """FLOP/s of all accelerators of the run, where the recipe names what they are."""
+    node = instance_type(recipe) if recipe.parallel.device != "cpu" else None
+    return stage_nodes(recipe, "trainer") * node.peak_flops_per_second if node else None

@@ -51,7 +51,12 @@ def read_state(run_folder: Path) -> str | None:
 def _curves(run: Run) -> go.Figure:
     steps = [record["step"] for record in run.metrics]
     figure = make_subplots(
-        rows=1, cols=3, subplot_titles=("loss, nats per token", "learning rate", "throughput, tokens/s")
+        rows=2,
+        cols=3,
+        subplot_titles=(
+            *("loss, nats per token", "learning rate", "throughput, tokens/s"),
+            *("MFU, share of the peak", "goodput, share of the time", "data wait, share of the step"),
+        ),
     )
     losses = [record["loss"] for record in run.metrics]
     figure.add_scatter(x=steps, y=losses, name="training loss", line={"color": "#4c78a8"}, row=1, col=1)
@@ -69,9 +74,14 @@ def _curves(run: Run) -> go.Figure:
     figure.add_scatter(x=steps, y=rates, name="learning rate", line={"color": "#f58518"}, row=1, col=2)
     speeds = [record["tokens_per_second"] for record in run.metrics]
     figure.add_scatter(x=steps, y=speeds, name="tokens/s", line={"color": "#54a24b"}, row=1, col=3)
-    figure.update_xaxes(title_text="optimizer step")
+    for column, (metric, name) in enumerate({"mfu": "MFU", "goodput": "goodput", "data_share": "data wait"}.items(), 1):
+        known = [record for record in run.metrics if metric in record]  # records of older versions have none of them
+        x, y = [record["step"] for record in known], [record[metric] for record in known]
+        figure.add_scatter(x=x, y=y, name=name, row=2, col=column)
+        figure.update_yaxes(rangemode="tozero", tickformat=".1%", row=2, col=column)
+    figure.update_xaxes(title_text="optimizer step", row=2)
     figure.update_yaxes(rangemode="tozero", row=1, col=3)
-    figure.update_layout(template="plotly_white", height=420, legend={"orientation": "h", "y": -0.25})
+    figure.update_layout(template="plotly_white", height=720, legend={"orientation": "h", "y": -0.15})
     return figure
 
 

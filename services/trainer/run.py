@@ -151,6 +151,7 @@ def summarize(run: Run) -> str:
         *rows,
         f"loss          {_describe_loss(run.metrics)}" + (f" (validation {validation[-1]:.2f})" if validation else ""),
         f"trained on    {trained.tokens:,} tokens, {mean_tokens_per_second(run.metrics):,.0f} tokens/s",
+        *_describe_efficiency(run.metrics),
         f"skipped       {describe_skips(run)}",
         *([f"events        {told}"] if (told := describe_events(run)) else []),
         f"checkpoints   {describe_checkpoints(run)}",
@@ -170,6 +171,22 @@ def _describe_loss(metrics: list[dict[str, Any]]) -> str:
         return "unknown: the run's metrics are lost"
     first, last = metrics[0], metrics[-1]
     return f"{first['loss']:.2f} at step {first['step']} -> {last['loss']:.2f} at step {last['step']}"
+
+
+def _describe_efficiency(metrics: list[dict[str, Any]]) -> list[str]:
+    """One line; none where all records are older than these metrics."""
+    counted = [record for record in metrics if "data_share" in record and not record["is_first_of_process"]]
+    if not counted:
+        return []
+    seconds = sum(record["step_seconds"] for record in counted)
+    waited = sum(record["data_seconds"] for record in counted) / seconds
+    rates = [record["mfu"] for record in counted if "mfu" in record]
+    used = f"{sum(rates) / len(rates):.1%} of the peak (MFU), " if rates else ""
+    last = counted[-1]
+    return [
+        f"efficiency    {used}goodput {last['goodput']:.1%}, {waited:.2%} of the time waiting for data, "
+        f"{last['restarts']} restarts"
+    ]
 
 
 def describe_skips(run: Run) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,6 +60,7 @@ class Program:
         self._run_loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
         self._host_state: dict[StateKind, list[Tensor]] = {}
         self._own_gradients: list[Tensor] = []
+        self._own_losses: list[Tensor] = []
         self.gradient_seconds = 0.0
         """Of the last step, until this worker's gradient was there; on a device that computes by itself, until it was
         asked for."""
@@ -70,6 +72,7 @@ class Program:
         `skipped_steps` of the steps before it were not applied. Raises `WorkersLost`.
         """
         started = time.perf_counter()
+        self._own_losses.clear()
         for micro_batch in micro_batches:
             self._add_gradients(micro_batch)
             self.backend.end_graph()
@@ -83,6 +86,13 @@ class Program:
         if not self.backend.is_lazy:  # there a tensor that is kept would be one more output of the graph
             self._own_gradients = gradients
         return StepResult(loss_1, norm_1, is_applied_1)
+
+    def largest_loss(self) -> float:
+        """Of the last step's micro-batches on this worker, in nats per token; waits for the device.
+
+        NaN where one is no number, and where the device is lazy: there it would be one more output of the graph.
+        """
+        return float(torch.cat(self._own_losses).max()) if self._own_losses else math.nan
 
     def forget_gradients(self) -> None:
         """Free what `compute_again` would compare with: the next step needs the memory."""
@@ -218,6 +228,8 @@ class Program:
         gradients = deque(torch.autograd.grad(loss, self._parameters))
         for bucket, total in zip(self.buckets, self._sums, strict=True):  # frees a bucket's gradients as it adds them
             total.add(bucket.flatten(gradients.popleft() for _ in bucket.parameters))
+        if not self.backend.is_lazy:
+            self._own_losses.append(loss.detach().reshape(1).clone())  # the sum consumes what it is given
         self._losses.add(loss.detach().reshape(1))
 
     def _gather_losses(self, micro_batch: MicroBatch) -> Tensor:

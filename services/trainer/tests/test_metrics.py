@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import os
+import socket
 import struct
+import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +20,22 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from services.common.artifacts.lease import hold_lease
-from services.common.launch.launcher import WorkerEnvironment
+from services.common.errors import RecipeError, TryAgain
+from services.common.launch import inline
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.trainer import tensorboard
 from services.trainer.job import Job
 from services.trainer.loop import train
+from services.trainer.metric_table import METRICS, PREFIX, WorkerNumbers, reduce_over_ranks
 from services.trainer.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsWriter, read_attempts, read_metrics
+from services.trainer.prometheus import serve_metrics
 from services.trainer.report import write_report
 from services.trainer.run import open_run, summarize
+from services.trainer.stop import StopReason, request_stop
 from services.trainer.supervise import supervise
+from services.trainer.tests.builders import write_recipe
+from services.trainer.tests.runs import call_trainer
+from services.trainer.trackers import TRACKERS, tracking
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 
@@ -198,3 +213,157 @@ def test_the_record_of_a_step_with_a_checkpoint_survives_a_kill_while_it_is_eval
     lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
     assert [line["step"] for line in lines] == found
     assert all("validation_loss" in line for line in lines if line["step"] in logged)
+
+
+def test_metrics_of_four_ranks_reduce_to_what_one_worker_computes(new_job: Callable[..., Job]) -> None:
+    alone = new_job("alone", parallel__data_parallel_size="1", train__max_steps="3")
+    shared = new_job("shared", parallel__data_parallel_size="4", train__max_steps="3")
+    train(alone, ALONE)
+    inline.run_workers(train, shared, WorkerGroupSpec(4, 1, 4, shared.run_folder))
+
+    one, four = (read_metrics(job.run_folder).lines for job in (alone, shared))
+    for name in ("loss", "loss_max", "gradient_norm", "learning_rate", "tokens", "skipped_steps", "restarts"):
+        assert [record[name] for record in one] == [record[name] for record in four], name
+    for record in one + four:
+        assert record["loss"] < record["loss_max"] < 1.5 * record["loss"]
+        assert 0 < record["data_seconds"] < record["step_seconds"]
+        assert 0 <= record["goodput"] < 1
+        assert record["gradient_seconds_spread"] >= 0
+    assert all(record["gradient_seconds_spread"] == 0 for record in one)
+    assert [("mfu" in record, "mean_tokens_per_second" in record) for record in four] == [(False, False)] + 2 * [
+        (True, True)
+    ]
+
+
+def test_each_metric_is_reduced_as_the_table_says() -> None:
+    fast = WorkerNumbers(1.0, 4.0, 0.5, 2.0, 0, 1e6, math.nan, 1e9)
+    slow = WorkerNumbers(3.0, 4.5, 0.9, 2.5, 2, 3e6, math.nan, 2e9)
+    assert reduce_over_ranks([fast, slow]) == (
+        {
+            "step_seconds": 4.5,
+            "data_seconds": 0.9,
+            "data_share": 0.2,
+            "loss_max": 2.5,
+            "peak_rss_bytes": 3e6,
+            "gradient_seconds_spread": 2.0,
+            "graphs_compiled": 2,
+        },
+        3e9,
+    )
+    bad = slow._replace(loss_max=math.nan)
+    assert "loss_max" not in reduce_over_ranks([bad, fast]).fields
+    assert "loss_max" not in reduce_over_ranks([fast, bad]).fields
+
+
+def test_goodput_and_restarts_go_on_from_the_checkpoint_that_a_start_continues(new_job: Callable[..., Job]) -> None:
+    """Steps that are done again count once, and those of the earlier starts still count."""
+    settings = {"parallel__data_parallel_size": "1", "checkpoint__interval_steps": "4"}
+    train(new_job(train__max_steps="4", **settings), ALONE)
+    job = new_job(train__max_steps="8", **settings)
+    lost = {**read_metrics(job.run_folder).lines[-1], "step": 5, "productive_seconds": 1e6}
+    append(job.run_folder / METRICS_FILE, json.dumps(lost).encode())
+    train(job, ALONE)
+
+    records = read_metrics(job.run_folder).lines
+    assert [record["restarts"] for record in records] == [0] * 4 + [1] * 4
+    assert len({record["run_started_at"] for record in records}) == 1
+    productive = [record["step_seconds"] for record in records if not record["is_first_of_process"]]
+    assert records[-1]["productive_seconds"] == pytest.approx(sum(productive))
+    assert len(productive) == 6
+
+
+def scrape(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(url, timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    samples = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+    for kind in ("HELP", "TYPE"):
+        described = [line.split()[2] for line in lines if line.startswith(f"# {kind} ")]
+        assert described == [name.partition("{")[0] for name, _, _ in samples]
+    return {name.partition("{")[0]: float(value) for name, _, value in samples}
+
+
+def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
+    new_job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = new_job(
+        parallel__data_parallel_size="1",
+        train__max_steps="100000",
+        train__evaluation_interval_steps="2",
+        checkpoint__interval_steps="2",
+    )
+    with serve_metrics(job.run_folder, job.run, "127.0.0.1", 0):
+        url = capfd.readouterr().out.split()[-1]
+        run = threading.Thread(target=pytest.raises, args=(TryAgain, train, job, ALONE))
+        run.start()
+        try:
+            while not (found := scrape(url))["millrace_step"] >= 3:
+                assert run.is_alive()
+                time.sleep(0.05)
+        finally:
+            request_stop(job.run_folder, StopReason.STOP_FILE)
+            run.join()
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(url.removesuffix("metrics"), timeout=60)
+
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    table = readme.split("\n## Metrics\n")[1].split("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| `")
+    ]
+    assert rows == [[f"`{each.name}`", each.unit, each.reduction, each.help] for each in METRICS]
+    assert list(found) == [PREFIX + each.name for each in METRICS]
+    unknown = {name.removeprefix(PREFIX) for name, value in found.items() if math.isnan(value)}
+    assert unknown == {"slowest_rank", "straggler_score", "peak_device_bytes"}  # of one worker, on a CPU
+
+
+def test_a_port_that_is_taken_is_an_error_of_the_command_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(RecipeError, match=f"--metrics-port {port}: cannot listen"),
+            serve_metrics(tmp_path, "run", "127.0.0.1", port),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_that_is_asked_for_and_absent_ends_the_command_at_start(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if importlib.util.find_spec(name):
+        pytest.skip(f"{name} is installed here")
+    code, printed = call_trainer(capfd, write_recipe(tmp_path), tmp_path / "fsx", "--tracker", name)
+    assert code == 4
+    assert f"pip install {name}" in printed
+    assert not (tmp_path / "fsx").exists()
+
+
+def test_a_tracker_gets_every_new_record_and_one_that_fails_ends_nothing(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kept:
+        def __init__(self, job: Job) -> None:
+            self.steps: list[int] = []
+            kept.append(self)
+
+        def log(self, step: int, values: dict[str, float]) -> None:
+            self.steps.append(step)
+
+        def close(self) -> None:
+            self.steps.append(-1)
+
+    class Failing(Kept):
+        def log(self, step: int, values: dict[str, float]) -> None:
+            raise ConnectionError("the network is gone")
+
+    kept: list[Kept] = []
+    monkeypatch.setitem(TRACKERS, "wandb", Failing)
+    monkeypatch.setitem(TRACKERS, "mlflow", Kept)
+    job = new_job(train__max_steps="3", parallel__data_parallel_size="1")
+    append(job.run_folder / METRICS_FILE, json.dumps({**STEP, "step": 1}).encode())
+    with tracking(job, ["wandb", "mlflow"]):
+        train(job, ALONE)
+
+    assert [tracker.steps for tracker in kept] == [[], [1, 2, 3, -1]]
+    log = (job.run_folder / "logs" / "rank-00000.log").read_text(encoding="utf-8")
+    assert log.count("wandb: it failed and gets no more records: the network is gone") == 1

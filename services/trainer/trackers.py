@@ -1,0 +1,131 @@
+"""Experiment trackers that a command asks for: they follow metrics.jsonl, and a run goes on without them.
+
+The command feeds them, in a thread: no step waits for a tracker's network, and workers need none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from services.common.errors import DeviceError
+from services.trainer.job import Job
+from services.trainer.metrics import MetricsTail, known_metrics
+
+logger = logging.getLogger(__name__)
+
+PROJECT = "millrace"
+POLL_SECONDS = 1.0
+CLOSE_SECONDS = 60.0
+"""A tracker that has not taken the last records by then is left behind."""
+
+
+class Tracker(Protocol):
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Wandb:
+    """A run of Weights & Biases, which a later command continues. WANDB_MODE, WANDB_DIR and its key are read by it."""
+
+    def __init__(self, job: Job) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        recipe = job.recipe.model_dump(mode="json")
+        self._run = wandb.init(
+            project=PROJECT, id=job.run, name=job.run, resume="allow", dir=job.run_folder, config=recipe
+        )
+        # Its own steps only grow, and a run that rolled back or was resumed takes some again.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    """A run of MLflow, which a later command continues. It goes where MLFLOW_TRACKING_URI says."""
+
+    def __init__(self, job: Job) -> None:
+        mlflow: Any = importlib.import_module("mlflow")
+        self._client = mlflow.MlflowClient()
+        experiment = self._client.get_experiment_by_name(PROJECT)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
+        found = self._client.search_runs([number], f"tags.millrace_run = '{job.run}'", max_results=1)
+        run = found[0] if found else self._client.create_run(number, run_name=job.run, tags={"millrace_run": job.run})
+        self._id = run.info.run_id
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+TRACKERS: dict[str, Callable[[Job], Tracker]] = {"wandb": Wandb, "mlflow": Mlflow}
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Raise `DeviceError` for a tracker that is asked for and not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise DeviceError(
+                f"--tracker {name}: the package is not installed here. Install it with `pip install {name}`, or leave "
+                f"the option out: metrics.jsonl and TensorBoard have every step."
+            )
+
+
+@contextmanager
+def tracking(job: Job, names: Sequence[str]) -> Iterator[None]:
+    """Hand each record from now on to the trackers. Raises `DeviceError` when one cannot be started."""
+    opened = {name: _open(name, job) for name in dict.fromkeys(names)}
+    tail, stop = MetricsTail(job.run_folder), threading.Event()
+    follower = threading.Thread(target=_follow, args=(tail, opened, stop), name="trackers", daemon=True)
+    if opened:
+        follower.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        if opened:
+            follower.join(CLOSE_SECONDS)
+            if follower.is_alive():
+                logger.warning("%s: took none of the last records for %.0f s", ", ".join(opened), CLOSE_SECONDS)
+
+
+def _open(name: str, job: Job) -> Tracker:
+    try:
+        return TRACKERS[name](job)
+    except Exception as error:  # of any type: it is a library's, at the start, where the user can act on it
+        raise DeviceError(
+            f"--tracker {name}: it could not be started: {type(error).__name__}: {error}. Check its settings, or leave "
+            f"the option out."
+        ) from error
+
+
+def _follow(tail: MetricsTail, trackers: dict[str, Tracker], stop: threading.Event) -> None:
+    is_over = False
+    while not is_over:
+        is_over = stop.wait(POLL_SECONDS)
+        records = tail.read()
+        for name, tracker in list(trackers.items()):
+            try:
+                for record in records:
+                    tracker.log(record["step"], known_metrics(record))
+                if is_over:
+                    tracker.close()
+            except Exception as error:  # of any type: no view of a run ends it
+                logger.warning(
+                    "%s: it failed and gets no more records: %s. metrics.jsonl has every step.",
+                    name,
+                    error,
+                    exc_info=True,
+                )
+                del trackers[name]
