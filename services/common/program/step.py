@@ -82,9 +82,10 @@ class Program:
         scalars_4 = step_scalars(self.recipe.optimizer, step, skipped_steps).to(self.backend.device)
         gradients = [total.result() for total in self._sums]
         norm_1, is_applied_1 = self.optimizer.step(gradients, count, scalars_4)
-        self.backend.end_graph()
-        if not self.backend.is_lazy:  # there a tensor that is kept would be one more output of the graph
+        if not self.backend.is_lazy:
             self._own_gradients = gradients
+        del gradients  # on a lazy device a tensor that is alive when the graph ends is one of its outputs
+        self.backend.end_graph()
         return StepResult(loss_1, norm_1, is_applied_1)
 
     def largest_loss(self) -> float:
