@@ -190,7 +190,7 @@ def _run_in_process(bench: Workbench, row: str) -> Measurement:
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": str(bench.threads),
-                "TORCHINDUCTOR_CACHE_DIR": str(bench.cache / row),
+                "TORCHINDUCTOR_CACHE_DIR": str(OUTPUT / "graphs" / row),
                 "TOKENIZERS_PARALLELISM": "false",
             },
             stdout=file,

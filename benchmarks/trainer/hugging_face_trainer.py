@@ -32,7 +32,7 @@ def run_trainer(bench: Workbench) -> tuple[list[float], list[float]]:
     seconds: list[float] = []
     losses: list[float] = []
 
-    class Watch(TrainerCallback):  # type: ignore[misc]
+    class Watch(TrainerCallback):
         def __init__(self) -> None:
             self._before = time.perf_counter()
 
@@ -41,8 +41,8 @@ def run_trainer(bench: Workbench) -> tuple[list[float], list[float]]:
             seconds.append(now - self._before)
             self._before = now
 
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            if "loss" in logs:
+        def on_log(self, *_: Any, **given: Any) -> None:
+            if "loss" in (logs := given["logs"]):
                 losses.append(float(logs["loss"]))
 
     arguments = TrainingArguments(

@@ -67,7 +67,7 @@ def _ours(bench: Workbench, *, is_compiled: bool) -> Step:
 def hugging_face_model(bench: Workbench) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
-    model = LlamaForCausalLM(LlamaConfig(**bench.hugging_face_config(), attn_implementation="sdpa"))
+    model = LlamaForCausalLM(LlamaConfig(**bench.hugging_face_config()))
     model.load_state_dict(bench.read_weights())
     return model
 
@@ -125,7 +125,7 @@ def _plain_loop(bench: Workbench, model: nn.Module, loss_of: Callable[[Tensor], 
     def run(step: int) -> float:
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(bench.tokens(step))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()

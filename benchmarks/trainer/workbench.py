@@ -55,11 +55,6 @@ class Workbench:
     def num_steps(self) -> int:
         return STEPS_LEFT_OUT + self.steps
 
-    @property
-    def cache(self) -> Path:
-        """Where rows that compile keep their graphs from round to round."""
-        return self.folder / "graphs"
-
     def recipe(self, *, is_compiled: bool = False) -> Recipe:
         path = write_recipe(self.folder, **RECIPE)
         changes = {"parallel__threads_per_worker": str(self.threads), "train__max_steps": str(self.num_steps)}
@@ -70,7 +65,10 @@ class Workbench:
         fields = recipe.model.model_dump(exclude={"preset", "rope_theta", "rope_scaling"})
         rope = {"rope_type": "default", "rope_theta": recipe.model.rope_theta}
         length = recipe.corpus.sequence_length
-        return {**fields, "rope_parameters": rope, "max_position_embeddings": length, "use_cache": False}
+        return {**fields, "rope_parameters": rope, "max_position_embeddings": length} | {
+            "attn_implementation": "sdpa",
+            "use_cache": False,
+        }
 
     def fill(self) -> None:
         recipe = self.recipe()
