@@ -51,7 +51,7 @@ class StartTimes:
     stall: float
 
 
-ROWS = {
+ROWS: dict[str, Callable[[StartTimes], float]] = {
     "first step": lambda times: times.first_step,
     "restart": lambda times: times.restart,
     "stall": lambda times: times.stall,

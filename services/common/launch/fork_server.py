@@ -180,11 +180,10 @@ def import_modules(modules: Sequence[str], *, can_fork: bool) -> None:
 def _serve(command: socket.socket) -> None:
     running: dict[int, tuple[int, int]] = {}
     while True:
-        watched: list[Any] = [command, *running]
-        ready, _, _ = select.select(watched, [], [])
-        for ended in [each for each in ready if each is not command]:
+        ready, _, _ = select.select([command.fileno(), *running], [], [])
+        for ended in running.keys() & ready:
             _report(ended, *running.pop(ended))
-        if command in ready:
+        if command.fileno() in ready:
             message, descriptors, _, _ = socket.recv_fds(command, len(_FORK), 3)
             if not message:
                 return
