@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -23,8 +23,11 @@ from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe, stage_nodes
 from services.trainer.fit import instance_type
 from services.trainer.job import Job
-from services.trainer.metric_table import WorkerNumbers, reduce_over_ranks
-from services.trainer.metrics import MetricsWriter, StepRecord, read_last_step, read_record_of
+from services.trainer.metric_table import METRICS, PREFIX, WorkerNumbers, reduce_over_ranks
+from services.trainer.metrics import MetricsWriter, StepRecord, known_metrics, read_last_step, read_record_of
+
+if TYPE_CHECKING:
+    from services.common.launch.ray_launcher import RayGauges
 
 PEAK_SECONDS = 0.05
 """Two or three products: a peak to hold MFU against, without a wait that anybody notices."""
@@ -46,6 +49,7 @@ class MetricsRecorder:
         self._record: dict[str, Any] = {}
         self._writer = MetricsWriter(job.run_folder, first_step) if group.rank == 0 else None
         self._run = _RunTime(job, first_step) if group.rank == 0 else None
+        self._gauges = _make_gauges(job) if group.rank == 0 else None
 
     def __enter__(self) -> Self:
         return self
@@ -105,6 +109,8 @@ class MetricsRecorder:
         """Write the step's record. After the first one all workers measure at once what their cores can do."""
         if self._writer:
             self._writer.log(self._record)
+        if self._gauges:
+            self._gauges.set({PREFIX + name: value for name, value in known_metrics(self._record).items()})
         if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu" and not self._backend.is_lazy:
             self._gemm_flops_per_second = self._measure_peak()
 
@@ -128,6 +134,7 @@ class _RunTime:
 
     def __init__(self, job: Job, first_step: int) -> None:
         self._folder = job.run_folder
+        self._step, self._skipped_steps, self._productive_seconds = 0, 0, 0.0
         newest = read_last_step(job.run_folder)
         self._restarts = newest.get("restarts", 0) + 1 if newest else 0
         self._started_at = (newest or {}).get("run_started_at") or job.started_at.timestamp()
@@ -156,6 +163,16 @@ class _RunTime:
         record = (read_record_of(self._folder, step) or {}) if step else {}
         self._step, self._skipped_steps = step, record.get("skipped_steps", 0)
         self._productive_seconds = record.get("productive_seconds", 0.0)
+
+
+def _make_gauges(job: Job) -> RayGauges | None:
+    """Where the worker is one of Ray's."""
+    if job.launch != "ray":
+        return None
+    from services.common.launch.ray_launcher import RayGauges  # noqa: PLC0415 - inline workers do without Ray
+
+    described = {PREFIX + each.name: f"{each.help} ({each.unit}; {each.reduction})" for each in METRICS}
+    return RayGauges(described, {"run": job.run})
 
 
 def _published_peak(recipe: Recipe) -> float | None:

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -54,6 +55,7 @@ class Mlflow:
 
     def __init__(self, job: Job) -> None:
         mlflow: Any = importlib.import_module("mlflow")
+        self._new_metric = importlib.import_module("mlflow.entities").Metric
         self._client = mlflow.MlflowClient()
         experiment = self._client.get_experiment_by_name(PROJECT)
         number = experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
@@ -62,8 +64,9 @@ class Mlflow:
         self._id = run.info.run_id
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._client.log_metric(self._id, name, value, step=step)
+        now = int(time.time() * 1000)
+        metrics = [self._new_metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import ray
 import ray.exceptions
+from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from services.common.errors import MillraceError, NoRoomForWorkers, WorkersLost
@@ -397,3 +398,18 @@ def _worker_variables() -> dict[str, str]:
 def _cause(error: ray.exceptions.RayTaskError) -> BaseException:
     cause = error.cause
     return cause if isinstance(cause, MillraceError | OSError) else error
+
+
+class RayGauges:
+    """Numbers of a process that is a worker of Ray: its node's metrics agent serves them to Prometheus, with `ray_`
+    before their names.
+    """
+
+    def __init__(self, descriptions: dict[str, str], tags: dict[str, str]) -> None:
+        self._tags = tags
+        self._gauges = {name: Gauge(name, text, tag_keys=tuple(tags)) for name, text in descriptions.items()}
+
+    def set(self, values: dict[str, float]) -> None:
+        """Those that are known; the others keep theirs."""
+        for name, value in values.items():
+            self._gauges[name].set(value, self._tags)
