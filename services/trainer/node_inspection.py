@@ -23,13 +23,13 @@ from services.common.file_system import (
     probe_folder,
     require_commits,
 )
-from services.common.gemm_peak import measure_gemm_peak
 from services.common.image_platform import require_backend
 from services.common.memory import memory_of_worker
 from services.common.private_folder import private_base
 from services.common.program.fingerprint import program_facts
 from services.common.recipe import Recipe, fingerprint
 from services.trainer.findings import Finding, look_at, ok, problem, warning
+from services.trainer.gemm_peak import measure_gemm_peak
 
 MIB = 2**20
 GIB = 2**30

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from services.common.derived import flops_per_token, tokens_per_step
-from services.common.gemm_peak import measure_gemm_peak
 from services.common.program.backends.protocol import Backend
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe, stage_nodes
 from services.trainer.fit import instance_type
+from services.trainer.gemm_peak import measure_gemm_peak
 from services.trainer.job import Job
 from services.trainer.metric_table import METRICS, PREFIX, WorkerNumbers, reduce_over_ranks
 from services.trainer.metrics import MetricsWriter, StepRecord, known_metrics, read_last_step, read_record_of
