@@ -29,6 +29,7 @@ from services.trainer.divergence import ENDED_BY, SkippedSteps, diverged, find_f
 from services.trainer.events import record_event
 from services.trainer.job import Job
 from services.trainer.loss_spikes import SpikeDetector, spiked_for_ever
+from services.trainer.metric_table import WorkerNumbers
 from services.trainer.metrics import StepRecord
 from services.trainer.node_staging import compile_cache_folder, new_cache_files, prepare_node, verify_on_node
 from services.trainer.recorder import MetricsRecorder
@@ -61,7 +62,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     validation = TokenStream(job.corpus.path, job.corpus.manifest.corpus, "validation")
     stop_conditions = StopConditions(job, environment)
     skipped, spikes = SkippedSteps(job, state.skipped_steps), SpikeDetector(recipe.train, state.loss_spikes)
-    stragglers = Stragglers(group)
+    stragglers = Stragglers()
     schedule = CheckpointSchedule(recipe)
     writer = CheckpointWriter(job, backend.mesh, group)
     setup_seconds, training_since = time.time() - job.workers_started_at.timestamp(), time.perf_counter()
@@ -82,12 +83,13 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
 
             done = step + 1
             own = (stop_conditions.check(done), is_applied and result["loss"] > spikes.limit())
-            workers = group.gather_numbers([*own, *recorder.measure(program, step_seconds, data_seconds)])
-            is_spike = any(worker[1] for worker in workers)
+            agreed = group.gather_numbers([*own, *recorder.measure(program, step_seconds, data_seconds)])
+            workers = [WorkerNumbers(*numbers[len(own) :]) for numbers in agreed]
+            is_spike = any(numbers[1] for numbers in agreed)
             # A stop is found again after the next step.
-            reason = StopReason.NONE if is_spike else StopReason(int(max(worker[0] for worker in workers)))
+            reason = StopReason.NONE if is_spike else StopReason(int(max(numbers[0] for numbers in agreed)))
             if step > first_step:
-                slow = stragglers.add(data_seconds + program.gradient_seconds)
+                slow = stragglers.add([worker.gradient_seconds for worker in workers])
                 if slow is not None and rank == 0:
                     record_event(job, "straggler", step=done, rank=slow, **stragglers.metrics)
             watchdog.end_step(step_seconds, is_first=step == first_step)
@@ -106,7 +108,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
                 fault = find_faulty_worker(job, program, group, done, batch, batches)
             program.forget_gradients()
             if is_spike:
-                recorder.begin(record, [worker[len(own) :] for worker in workers])
+                recorder.begin(record, workers)
                 recorder.write()
                 watchdog.begin("rollback", step)
                 fault = skip_batch(job, group, writer, spikes, record, batch)
@@ -125,7 +127,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
             watchdog.begin("checkpoint", done)
             if skipped.are_too_many or (is_saving and not is_finite(program)):
                 is_saving, divergence = False, record
-            recorder.begin(record, [worker[len(own) :] for worker in workers])
+            recorder.begin(record, workers)
             if is_saving:
                 recorder.add(checkpoint_stall_seconds=save(program, group, writer, record, spikes.state))
                 schedule.saved()

@@ -35,8 +35,8 @@ METRICS = (
     Metric("mfu", "share", "sum over the sum of peaks", "model FLOP/s over the peak; from a process's second step on"),
     Metric("step_seconds", "s", "max", "from the first read of data to the update"),
     Metric("gradient_seconds_spread", "s", "max - min", "of the time until a worker has its own gradient"),
-    Metric("slowest_rank", "rank", "argmax", "of that time, over the last 20 steps; with several workers"),
-    Metric("straggler_score", "ratio", "max / median", "of that time, over the last 20 steps; with several workers"),
+    Metric("slowest_rank", "rank", "argmax", "of that time, over 10 steps; with several workers"),
+    Metric("straggler_score", "ratio", "max / median", "of that time, over 10 steps; with several workers"),
     Metric("data_seconds", "s", "max", "a step's wait for its data"),
     Metric("data_share", "share", "max", "`data_seconds` over `step_seconds`"),
     Metric("checkpoint_stall_seconds", "s", _RANK_0, "that training stood still for the newest checkpoint"),
@@ -72,7 +72,7 @@ class ReducedNumbers(NamedTuple):
     """Of all workers together; NaN while one has not measured it."""
 
 
-def reduce_over_ranks(workers: Sequence[Sequence[float]]) -> ReducedNumbers:
+def reduce_over_ranks(workers: Sequence[WorkerNumbers]) -> ReducedNumbers:
     """What METRICS says of the workers' `WorkerNumbers`.
 
     A loss of one worker that is no number is the result's: it must not hide behind those that are.

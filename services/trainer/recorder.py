@@ -74,8 +74,8 @@ class MetricsRecorder:
             gemm_flops_per_second=self._gemm_flops_per_second,
         )
 
-    def begin(self, step: StepRecord, workers: Sequence[Sequence[float]]) -> None:
-        """Begin the record of a step with what the loop knows of it, and the `WorkerNumbers` of all ranks."""
+    def begin(self, step: StepRecord, workers: Sequence[WorkerNumbers]) -> None:
+        """Begin the record of a step with what the loop knows of it, and the numbers of all ranks."""
         if not self._writer or not self._run:
             return
         reduced = reduce_over_ranks(workers)

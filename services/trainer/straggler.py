@@ -5,11 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from services.common.program.worker_group import WorkerGroup
-
 STEPS = 10
-"""Compared at a time: an exchange takes longer than the one with which workers agree to stop, so it is not each step's.
-"""
+"""Compared at a time: of one alone, a worker that the machine interrupted is the slowest."""
 NOTABLE_SCORE = 1.5
 NOTABLE_SECONDS = 10.0
 """That the others waited in these steps: steps of milliseconds differ by as much on any machine that has other work."""
@@ -19,23 +16,21 @@ class Stragglers:
     """Of one start of the workers. Under tensor parallelism the workers of a model wait for one another all the time:
     then models are compared, by any of their workers."""
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-        self._own_seconds: list[float] = []
+    def __init__(self) -> None:
+        self._steps: list[Sequence[float]] = []
         self._told: set[int] = set()
         self.metrics: dict[str, float] = {}
         """`slowest_rank`, and `straggler_score`, its time over that of the median worker; nothing of one that is alone,
         or before enough steps."""
 
-    def add(self, seconds: float) -> int | None:
-        """Of this worker's step; all workers call it. Returns the rank of one that is found far behind for the first
-        time."""
-        self._own_seconds.append(seconds)
-        if len(self._own_seconds) < STEPS or self._group.world_size == 1:
+    def add(self, seconds: Sequence[float]) -> int | None:
+        """Of a step, each worker's by rank. Returns the rank of one that is found far behind for the first time."""
+        self._steps.append(seconds)
+        if len(self._steps) < STEPS:
             return None
-        workers = self._group.gather_numbers([sum(self._own_seconds)])
-        self._own_seconds.clear()
-        return self._compare([total for (total,) in workers])
+        totals = [sum(of_worker) for of_worker in zip(*self._steps, strict=True)]
+        self._steps.clear()
+        return self._compare(totals) if len(totals) > 1 else None
 
     def _compare(self, totals: Sequence[float]) -> int | None:
         slowest = max(range(len(totals)), key=totals.__getitem__)
