@@ -6,6 +6,7 @@ it is, by one task; artifacts and the run's folder by the command, once.
 
 from __future__ import annotations
 
+import getpass
 import os
 import statistics
 import time
@@ -25,7 +26,8 @@ from services.common.artifacts.lease import LEASE_SECONDS, LockState, LockWatch
 from services.common.artifacts.store import LOCK_SUFFIX, Artifact
 from services.common.artifacts.upstream import open_corpus, stage_command
 from services.common.command_line import RecipeParser
-from services.common.errors import ArtifactError, DeviceError, TryAgain, UnreadableError
+from services.common.errors import ArtifactError, DeviceError, StorageError, TryAgain, UnreadableError
+from services.common.file_system import existing_place
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.launcher import LAUNCHERS, LostTask, choose_launcher
 from services.common.program.fingerprint import program_facts
@@ -115,7 +117,7 @@ def doctor(arguments: Namespace, recipe: Recipe) -> int:
         cache_bytes=total_bytes(found.cache.manifest.files) if found.cache else 0,
         checkpoints=found.checkpoints,
         shards=sum(len(split.shards) for split in found.corpus.manifest.corpus.splits.values()) if found.corpus else 0,
-        shared=found.corpus.path if found.corpus else arguments.root if arguments.root.exists() else None,
+        shared=found.corpus.path if found.corpus else arguments.root if os.access(arguments.root, os.F_OK) else None,
     )
     cluster = "python -m services.trainer doctor with --launch inline looks at this machine alone"
     findings += look_at("nodes", partial(_look_at_nodes, launch, question), cluster)
@@ -260,6 +262,11 @@ def _look_at_writer(job: Job) -> Iterator[Finding]:
 
 def _look_at_run_folder(job: Job) -> Iterator[Finding]:
     stop, check = _stop_file(job), "run's folder"
+    folders = (job.run_folder, job.run_folder / "logs", job.checkpoint_collection)
+    for place in dict.fromkeys(map(existing_place, folders)):
+        if not os.access(place, os.W_OK | os.X_OK):
+            told = f"{place}: this user cannot write there, and the run does"
+            yield problem(check, StorageError(told), f"let {getpass.getuser()} write there: chown, or chmod")
     if os.path.lexists(stop):
         yield warning(check, f"{stop} is there: the run would stop after its first step", f"rm -r {stop}")
     attempts, metrics = read_attempts(job.run_folder), read_metrics(job.run_folder)

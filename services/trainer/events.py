@@ -42,7 +42,11 @@ def record_event(job: Job, event: Kind, **facts: Any) -> None:
 
 def read_events(run_folder: Path) -> list[dict[str, Any]]:
     """Oldest first; lines that cannot be read are left out."""
-    lines = read_json_lines(run_folder / EVENTS_FILE)
+    try:
+        lines = read_json_lines(run_folder / EVENTS_FILE)
+    except OSError as error:  # a run goes on without them
+        logger.warning("%s cannot be read: %s", run_folder / EVENTS_FILE, error)
+        return []
     return [line for line in lines if line is not None and isinstance(line.get("event"), str)]
 
 
@@ -53,10 +57,16 @@ def count_events(run_folder: Path) -> dict[str, int]:
 
 def explain_loss(job: Job, error: Exception) -> str:
     """What lost the workers of this start: what a watchdog wrote, and else what the launcher saw."""
+    event = find_watchdog_event(job)
+    return f"{event.get('message')}\n{error}" if event else str(error)
+
+
+def find_watchdog_event(job: Job) -> dict[str, Any] | None:
+    """What a watchdog wrote of this start of the workers."""
     for event in reversed(read_events(job.run_folder)):
         if (event["event"], event.get("attempt"), event.get("start")) == ("watchdog", job.attempt, job.start_number):
-            return f"{event.get('message')}\n{error}"
-    return str(error)
+            return event
+    return None
 
 
 def _name(event: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from services.common.artifacts.checkpoint import LossSpikes, checkpoint_id
 from services.common.artifacts.token_stream import TokenStream
-from services.common.errors import ArtifactError, DeviceError, MillraceError, UnreadableError
+from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError, UnreadableError, WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend
@@ -57,7 +58,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     backend = make_backend(job, environment)
     program = Program(recipe, backend)
     state = resume(job, program, group)
-    first_step = state.step
+    first_step = fresh_step = state.step  # the first one after a program was made compiles or loads its graphs
     training = TokenStream(job.corpus.path, job.corpus.manifest.corpus, "train")
     validation = TokenStream(job.corpus.path, job.corpus.manifest.corpus, "validation")
     stop_conditions = StopConditions(job, environment)
@@ -72,7 +73,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
 
     with MetricsRecorder(job, group, backend, first_step) as recorder, Watchdog(job, group) as watchdog:
         while done < recipe.train.max_steps and not reason and not divergence and not fault:
-            watchdog.begin_step(done)
+            watchdog.begin_step(done, is_limited=done != fresh_step)
             step, batch, started = done, spikes.batch_of(done), time.perf_counter()
             batches = list(micro_batches(training, recipe, batch, backend.mesh))
             data_seconds = time.perf_counter() - started
@@ -82,17 +83,18 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
             step_seconds = time.perf_counter() - started
 
             done = step + 1
-            own = (stop_conditions.check(done), is_applied and result["loss"] > spikes.limit())
+            own = (stop_conditions.check(done), is_applied and result["loss"] > spikes.limit(), is_applied)
             agreed = group.gather_numbers([*own, *recorder.measure(program, step_seconds, data_seconds)])
             workers = [WorkerNumbers(*numbers[len(own) :]) for numbers in agreed]
             is_spike = any(numbers[1] for numbers in agreed)
             # A stop is found again after the next step.
             reason = StopReason.NONE if is_spike else StopReason(int(max(numbers[0] for numbers in agreed)))
-            if step > first_step:
+            require_same_outcome([bool(numbers[2]) for numbers in agreed], done)
+            if step != fresh_step:
                 slow = stragglers.add([worker.gradient_seconds for worker in workers])
                 if slow is not None and rank == 0:
                     record_event(job, "straggler", step=done, rank=slow, **stragglers.metrics)
-            watchdog.end_step(step_seconds, is_first=step == first_step)
+            watchdog.end_step(step_seconds, is_first=step == fresh_step)
             record = StepRecord(
                 step=done,
                 loss=result["loss"],
@@ -101,7 +103,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
                 step_seconds=step_seconds,
                 data_seconds=data_seconds,
                 skipped_steps=skipped.total,
-                is_first_of_process=step == first_step,
+                is_first_of_process=step == fresh_step,
             )
             if not is_applied:
                 watchdog.begin("compute again", step)
@@ -113,9 +115,11 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
                 watchdog.begin("rollback", step)
                 fault = skip_batch(job, group, writer, spikes, record, batch)
                 if fault is None:
+                    fresh_step = -1
                     if not checkpoint_steps(job.checkpoint_collection):
                         del program
-                        program = Program(recipe, backend)
+                        gc.collect()  # its compiled functions and itself hold each other
+                        program, fresh_step = Program(recipe, backend), 0
                     state = roll_back(job, program, group, done)
                     spikes.go_back(state.loss_spikes)
                     skipped, schedule = SkippedSteps(job, state.skipped_steps), CheckpointSchedule(recipe)
@@ -150,12 +154,12 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
             "last_step": done,
             "workers": environment.world_size,
             "launch": environment.launch,
-            "ended_by": ENDED_BY if divergence or fault else str(reason) if reason else "completion",
+            "ended_by": describe_end(reason, divergence is not None, fault),
             **count_compile_misses(job, backend, group),
             "slowest_checkpoint_seconds": writer.slowest_seconds,
         }
         recorder.write_attempt(attempt)
-    if reason and rank == 0:
+    if reason and not fault and rank == 0:  # after a fault the stop is still to come
         clear_stop(job.run_folder)
     group.barrier()  # a worker that ends with an error ends the group: rank 0 must have finished its duties
     group.leave()
@@ -228,6 +232,27 @@ def resume(job: Job, program: Program, group: WorkerGroup) -> Resumed:
         raise all_damaged(job.checkpoint_collection, damages)
     logger.info("starting a new run")
     return Resumed()
+
+
+def require_same_outcome(are_applied: list[bool], step: int) -> None:
+    """Raise `WorkersLost` where workers differ in whether a step updated anything, which all compute from one norm."""
+    if len(set(are_applied)) > 1:
+        fewer = min((True, False), key=are_applied.count)
+        ranks = ", ".join(str(rank) for rank, is_applied in enumerate(are_applied) if is_applied == fewer)
+        raise WorkersLost(
+            f"after step {step} the workers differ in whether its gradient was finite, and all have the same one: rank "
+            f"{ranks} {'applied' if fewer else 'skipped'} it alone. Where this comes again from one node, take it out; "
+            f"the same command continues."
+        )
+
+
+def describe_end(reason: StopReason, has_diverged: bool, fault: MillraceError | None) -> str:
+    """How an attempt ended, for its record."""
+    if has_diverged or isinstance(fault, RecipeError):
+        return ENDED_BY
+    if fault:
+        return "fault"
+    return str(reason) if reason else "completion"
 
 
 def skip_batch(

@@ -89,7 +89,12 @@ def read_clock(_: None) -> float:
 def look_at_node(question: NodeQuestion) -> NodeView:
     """Raises nothing: what cannot be looked at is a finding."""
     recipe = question.recipe
-    place = existing_place(question.root)
+    try:
+        place = existing_place(question.root)
+    except OSError as error:
+        return NodeView(
+            [problem(_CHECK_ROOT, StorageError(str(error)), "pass a --root that this user may enter")], "", 0.0
+        )
     elsewhere = "pass a --root that this user can write to, with space"
     fingerprints: list[str] = []
     speeds: list[float] = []

@@ -38,7 +38,7 @@ class MetricsRecorder:
     """Every worker has one, and those of other ranks than 0 write nothing. All workers make it at the same time."""
 
     def __init__(self, job: Job, group: WorkerGroup, backend: Backend, first_step: int) -> None:
-        self._recipe, self._backend = job.recipe, backend
+        self._recipe, self._backend, self._group = job.recipe, backend, group
         self._step_tokens = tokens_per_step(job.recipe)
         self._step_flops = flops_per_token(job.recipe) * self._step_tokens
         hosts = [worker["host"] for worker in group.gather({"host": socket.gethostname()})]
@@ -112,6 +112,7 @@ class MetricsRecorder:
         if self._gauges:
             self._gauges.set({PREFIX + name: value for name, value in known_metrics(self._record).items()})
         if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu" and not self._backend.is_lazy:
+            self._group.barrier()  # a core's threads share it
             self._gemm_flops_per_second = self._measure_peak()
 
     def write_attempt(self, attempt: dict[str, Any]) -> None:

@@ -78,7 +78,8 @@ TRACKERS: dict[str, Callable[[Job], Tracker]] = {"wandb": Wandb, "mlflow": Mlflo
 def require_trackers(names: Sequence[str]) -> None:
     """Raise `DeviceError` for a tracker that is asked for and not installed."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a folder of that name, which W&B leaves where it has run, is none
             raise DeviceError(
                 f"--tracker {name}: the package is not installed here. Install it with `pip install {name}`, or leave "
                 f"the option out: metrics.jsonl and TensorBoard have every step."

@@ -26,7 +26,7 @@ from typing import Any, Self
 from services.common.errors import WorkersLost
 from services.common.program import worker_group
 from services.common.program.worker_group import WorkerGroup
-from services.trainer.events import record_event
+from services.trainer.events import find_watchdog_event, record_event
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ END_SECONDS = 60.0
 """In which a watchdog ends its process, whatever it says before; collectives give it that time."""
 STEPS_IN_MEDIAN = 50
 STDERR = 2
+FIRST_STEP = "first step"
 _HEARTBEAT_BYTES = 512
 
 
@@ -54,8 +55,8 @@ class _Activity:
 class Watchdog:
     """Ends this process with 75 when a step takes longer than the recipe allows; to be used as a context.
 
-    Steps are limited from the second one of the process on: the first one compiles. Evaluation and checkpoints are not;
-    there the collectives' timeout has to do.
+    Steps are limited from the third one of the process on: the first one compiles, and the second one is timed.
+    Evaluation and checkpoints are not; there the collectives' timeout has to do.
     """
 
     def __init__(self, job: Job, group: WorkerGroup) -> None:
@@ -78,12 +79,12 @@ class Watchdog:
     ) -> None:
         self.begin("end", self._activity.step)  # one that is just about to end the process lets it be
         self._has_ended.set()
-        self._thread.join()
+        self._thread.join(SILENT_SECONDS)  # where it writes a heartbeat to a file system that does not answer
         self._limit_collectives(self._longest_timeout)
 
-    def begin_step(self, step: int) -> None:
-        """`step` optimizer steps are done, and another one begins."""
-        self._begin(_Activity("step", step, is_limited=True))
+    def begin_step(self, step: int, is_limited: bool) -> None:
+        """`step` optimizer steps are done, and another one begins; one that compiles is not limited."""
+        self._begin(_Activity("step" if is_limited else FIRST_STEP, step, is_limited))
 
     def end_step(self, seconds: float, is_first: bool) -> None:
         """The step took so long; the first one of a process does not count."""
@@ -102,9 +103,9 @@ class Watchdog:
     def _begin(self, activity: _Activity) -> None:
         self._activity = activity
         timeout = self._longest_timeout
-        # The first evaluation compiles, on one worker for longer than on another.
-        if self._limit_seconds and activity.phase != "evaluation":
-            timeout = min(timeout, timedelta(seconds=2 * self._limit_seconds + END_SECONDS))
+        # A first step and the first evaluation compile, on one worker for longer than on another.
+        if self._limit_seconds and activity.phase not in (FIRST_STEP, "evaluation"):
+            timeout = timedelta(seconds=2 * self._limit_seconds + END_SECONDS)
         self._limit_collectives(timeout)
 
     def _limit_collectives(self, timeout: timedelta) -> None:
@@ -176,12 +177,15 @@ class Watchdog:
         rule = f"the larger of train.watchdog_min_seconds and {self._train.watchdog_factor:g} median steps"
         message = f"{late} ({rule}). {silent} Stacks are in {stacks}."
         logger.error(message)
+        event = {"step": step, "rank": rank, "silent_ranks": silent.ranks, "seconds": round(seconds, 1)}
         speakers = [each for each in range(self._group.world_size) if each not in silent.ranks]
-        if rank == min(speakers, default=rank):
-            facts = {"step": step, "rank": rank, "silent_ranks": silent.ranks, "seconds": round(seconds, 1)}
-            record_event(self._job, "watchdog", **facts, stacks=str(stacks), message=message)
-        else:
+        if rank != min(speakers, default=rank):
             time.sleep(SILENT_SECONDS)  # the first one to end ends the others, which have stacks to write
+            if self._activity is not activity:
+                faulthandler.cancel_dump_traceback_later()
+                return
+        if not find_watchdog_event(self._job):  # by whoever is late first: the lowest rank may be on time
+            record_event(self._job, "watchdog", **event, stacks=str(stacks), message=message)
         os._exit(WorkersLost.exit_code)
 
     def _find_silent_ranks(self) -> SilentRanks:
@@ -192,6 +196,8 @@ class Watchdog:
             time.sleep(min(left, HEARTBEAT_SECONDS))
             self._beat(self._activity, SILENT_SECONDS - left)
         after = [self._read_heartbeat(rank) for rank in range(self._group.world_size)]
+        if before[self._group.rank] == after[self._group.rank]:
+            return SilentRanks([], after, are_readable=False)
         silent = [rank for rank, beats in enumerate(before) if beats == after[rank] and rank != self._group.rank]
         return SilentRanks(silent, after)
 
@@ -205,11 +211,13 @@ class Watchdog:
 class SilentRanks:
     """Workers without a heartbeat, and what they were last seen at."""
 
-    def __init__(self, ranks: list[int], heartbeats: list[dict[str, Any]]) -> None:
+    def __init__(self, ranks: list[int], heartbeats: list[dict[str, Any]], are_readable: bool = True) -> None:
         self.ranks = ranks
-        self._heartbeats = heartbeats
+        self._heartbeats, self._are_readable = heartbeats, are_readable
 
     def __str__(self) -> str:
+        if not self._are_readable:
+            return "Heartbeats cannot be written to the run's folder, so nobody knows which worker is silent."
         if not self.ranks:
             return "All workers have a heartbeat."
         told = []

@@ -57,6 +57,7 @@ _RESOURCE_UNITS = 10_000  # Ray counts resources in ten-thousandths
 
 # A process or a node was lost, oftener than Ray runs a task again.
 _LOST = (
+    ray.exceptions.TaskUnschedulableError,
     ray.exceptions.WorkerCrashedError,
     ray.exceptions.NodeDiedError,
     ray.exceptions.LocalRayletDiedError,
