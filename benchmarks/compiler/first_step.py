@@ -1,5 +1,5 @@
-"""`python -m benchmarks.compiler.first_step RECIPE CACHE`: prints the seconds to the end of a worker's first step, from
-its imports on, with the compile cache CACHE."""
+"""`python -m benchmarks.compiler.first_step RECIPE CACHE`: prints the seconds to the end of a worker's first step, with
+the compile cache CACHE, from the imports on, which are done as the trainer does them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from pathlib import Path
 
 def main(recipe_path: str, cache: str) -> int:
     started = time.perf_counter()
-    from services.common.program.backends.choice import choose_backend  # noqa: PLC0415 - a part of what is measured
+    from services.common.launch.fork_server import import_modules  # noqa: PLC0415 - a part of what is measured
+    from services.common.recipe_file import load_recipe  # noqa: PLC0415
+    from services.trainer.worker_start import describe_workers  # noqa: PLC0415
+
+    recipe = load_recipe(Path(recipe_path), {"parallel.data_parallel_size": "1"})
+    import_modules(describe_workers(recipe, Path(cache)).preload, can_fork=True)
+
+    from services.common.program.backends.choice import choose_backend  # noqa: PLC0415
     from services.common.program.mesh import make_mesh  # noqa: PLC0415
     from services.common.program.micro_batch import make_synthetic_micro_batch  # noqa: PLC0415
     from services.common.program.step import Program  # noqa: PLC0415
-    from services.common.recipe_file import load_recipe  # noqa: PLC0415
 
-    recipe = load_recipe(Path(recipe_path), {"parallel.data_parallel_size": "1"})
     backend_class = choose_backend(recipe.parallel.device)
     os.environ.update(backend_class.cache_environment(Path(cache), recipe))
     mesh, threads = make_mesh(recipe, rank=0, world_size=1), recipe.parallel.threads_per_worker
