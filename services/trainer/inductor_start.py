@@ -47,10 +47,12 @@ def _calling_in_a_fork(functions: Sequence[Any]) -> Iterator[None]:
     if child == 0:
         _write_results(functions, writer)
     os.close(writer)
-    with os.fdopen(reader, "rb") as file:
-        yield
-        written = file.read()
-    os.waitpid(child, 0)
+    try:
+        with os.fdopen(reader, "rb") as file:
+            yield
+            written = file.read()
+    finally:
+        os.waitpid(child, 0)
     if written:  # else it failed, and this process will find out why where it needs them
         for function, result in zip(functions, pickle.loads(written), strict=True):
             function.set(result)

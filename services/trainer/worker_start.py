@@ -6,6 +6,7 @@ wrong with them, the command says when it reads them.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from services.common.command_line import StageParser, read_override
@@ -15,6 +16,7 @@ from services.common.recipe import Recipe
 from services.common.recipe_file import load_recipe
 from services.trainer.fit import instance_type
 
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 _EVERY_WORKER = ("services.trainer.supervise", "services.common.program.backends.torch_native")
 _COMPILED = ("services.common.program.backends.inductor", "services.trainer.inductor_start:begin_inductor")
 
@@ -49,7 +51,9 @@ def describe_workers(recipe: Recipe, shared_folder: Path) -> WorkerGroupSpec:
 
 
 def _modules_of_workers(recipe: Recipe) -> tuple[str, ...]:
-    """Nothing for a device that a worker has to be told of before it imports torch."""
-    if recipe.parallel.device != "cpu":
+    """Nothing for a device that a worker has to be told of before it imports torch. Nothing either beside a GPU:
+    Inductor's imports open it, also for recipes of the CPU, and no fork of a process that has opened it can use torch.
+    """
+    if recipe.parallel.device != "cpu" or any(map(os.path.exists, GPU_FILES)):
         return ()
     return _EVERY_WORKER + (_COMPILED if recipe.compile.enabled else ())

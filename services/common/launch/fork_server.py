@@ -163,16 +163,18 @@ def main(arguments: list[str]) -> None:
 def import_modules(modules: Sequence[str], *, can_fork: bool) -> None:
     """Import MODULE, or call what is named MODULE:FUNCTION with `can_fork`: see `WorkerGroupSpec.preload`.
 
-    No garbage is collected meanwhile, of which imports make none. What cannot be imported is left out: who needs it
-    will say so.
+    No garbage is collected meanwhile, of which imports make none. What cannot be imported is left out, with a line on
+    stderr: who needs it will say more.
     """
     gc.disable()
     for each in modules:
         module, _, function = each.partition(":")
-        with suppress(Exception):
+        try:
             imported = importlib.import_module(module)
             if function:
                 getattr(imported, function)(can_fork)
+        except Exception as error:  # noqa: BLE001 - whatever an import raises
+            print(f"{each} was not imported before it is needed: {error!r}", file=sys.stderr)
     gc.freeze()  # modules stay; and a collection writes to each object that it looks at, which forks then do not share
     gc.enable()
 
@@ -184,7 +186,7 @@ def _serve(command: socket.socket) -> None:
         for ended in running.keys() & ready:
             _report(ended, *running.pop(ended))
         if command.fileno() in ready:
-            message, descriptors, _, _ = socket.recv_fds(command, len(_FORK), 3)
+            message, descriptors, _, _ = socket.recv_fds(command, len(_FORK), 3, socket.MSG_CMSG_CLOEXEC)
             if not message:
                 return
             request, status, sender = descriptors

@@ -122,6 +122,8 @@ class _Call:
             self._call()
         except Exception as error:  # noqa: BLE001 - handed to the main thread
             self._failure = error
+        except BaseException as error:  # noqa: BLE001 - the main thread waits for it
+            self._failure = RuntimeError(f"{error!r}")
         self.running.remove(self)
         self._has_ended.set()
         if self._is_thread_kept:

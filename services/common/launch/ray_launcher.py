@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 GROUP_START_SECONDS = 600.0
 POLL_SECONDS = 1.0
 HEALTH_CHECK_SECONDS = 0.5
+"""On this machine alone: a cluster's controller asks every worker."""
 
 TASK_SHARE = 0.001
 _RESOURCE_UNITS = 10_000  # Ray counts resources in ten-thousandths
@@ -236,8 +237,8 @@ def _set_train_variables() -> None:
     process that looks whether one of the nodes is to leave, which this machine alone does not announce.
     """
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(GROUP_START_SECONDS))
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(HEALTH_CHECK_SECONDS))
     if cluster_address() is None:
+        os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(HEALTH_CHECK_SECONDS))
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 
 

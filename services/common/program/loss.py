@@ -11,6 +11,9 @@ from torch import Tensor
 from services.common.program.backends.protocol import Collectives
 from services.common.program.layers import gather_sequence
 
+EAGER_DEVICES = ("cpu", "cuda")
+"""That compute operation by operation, by kernels that are known to give these bits."""
+
 
 def next_token_loss(
     hidden_BSD: Tensor,
@@ -37,11 +40,11 @@ def next_token_loss(
         arguments = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, collectives, z_loss, torch.is_grad_enabled())
         mean: Tensor = _VocabularyParallelLoss.apply(*arguments)  # type: ignore[no-untyped-call]
         return mean
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and hidden_TD.device.type in EAGER_DEVICES:
         inputs = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, z_loss, torch.is_grad_enabled())
         mean_of_chunks: Tensor = _ChunkedLoss.apply(*inputs)  # type: ignore[no-untyped-call]
         return mean_of_chunks
-    # Inductor fuses the same by itself, and AOTAutograd would keep no graph with a gradient of our own.
+    # Compilers fuse the same by themselves, and AOTAutograd would keep no graph with a gradient of our own.
     total = torch.zeros((), dtype=torch.float32, device=hidden_BSD.device)
     for chunk_TD, chunk_T in zip(hidden_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True):
         logits_TV = F.linear(chunk_TD, lm_head_VD).float()

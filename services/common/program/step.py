@@ -107,6 +107,7 @@ class Program:
         Not where the device is lazy, and not after `forget_gradients`.
         """
         assert self._own_gradients
+        self._own_losses.clear()
         was_finite = _are_finite(self._own_gradients)
         self.forget_gradients()
         for micro_batch in micro_batches:
@@ -209,8 +210,9 @@ class Program:
     def _cast_buckets(self) -> None:
         """Give the model's weights the types that it computes with.
 
-        What autocast would round at each use is rounded once an update: the bits of that, without a pass over the
-        weights and one over their gradients for each micro-batch. On a lazy device it is left to autocast.
+        What autocast would round at each use is rounded once an update, without a pass over the weights and one over
+        their gradients for each micro-batch. Without compilation or a split head these are autocast's bits; else the
+        gradients of a weight that is used several times are rounded once more. A lazy device leaves it to autocast.
         """
         train, rounded = self.recipe.train, self.model.weights_of_products()
         for bucket in self.buckets:
