@@ -11,6 +11,8 @@ for all (`flops_per_token`) and held against the fastest product of matrices in 
 row whose peak moved by more than 5 % meanwhile is marked: something else ran. The first three losses of all trainers
 have to agree to 1e-3. Raw samples go to .benchmarks/.
 
+A second table, of `benchmarks.trainer.start_rows`, has the times of a start, of a restart and of checkpoints.
+
 `--install-peers` puts litgpt and accelerate, which transformers' Trainer needs, into a virtual environment of their own
 below .benchmarks/. nanoGPT is in no package index and left out: its model has the matrices of this one.
 """
@@ -18,7 +20,6 @@ below .benchmarks/. nanoGPT is in no package index and left out: its model has t
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import os
@@ -36,11 +37,13 @@ from pathlib import Path
 from benchmarks.tokenizer.__main__ import describe_machine
 from benchmarks.trainer.measurement import PEERS, ROWS, STEPS, Measurement, measure
 from benchmarks.trainer.profile import print_profile
+from benchmarks.trainer.start_rows import make_table
 from benchmarks.trainer.workbench import Workbench
 from services.common.derived import flops_per_token, tokens_per_step
 
 REPOSITORY = Path(__file__).parents[2]
 OUTPUT = REPOSITORY / ".benchmarks"
+START_RECIPE = REPOSITORY / "recipes" / "tiny-cpu.toml"
 PEERS_PYTHON = OUTPUT / "peers" / "bin" / "python"
 PACKAGES = (
     "litgpt==0.5.13",
@@ -57,7 +60,6 @@ PACKAGES = (
 )
 """What the tests' environment lacks of them; torch, transformers and the rest are its own."""
 TABLES = ("speed", "start")
-START_ROWS = "benchmarks.trainer.start_rows"
 MOVED = 0.05
 AGREED = 1e-3
 
@@ -71,22 +73,26 @@ def main(argv: Sequence[str]) -> int:
     if arguments.install_peers:
         install_peers()
     print(f"machine   {describe_machine()}, {arguments.threads} threads", flush=True)
+    if (arguments.profile or "speed" in arguments.only) and not measure_speed(arguments):
+        return 1
+    if "start" in arguments.only and not arguments.profile:
+        print(make_table(START_RECIPE, OUTPUT / "start", arguments.rounds))
+    return 0
+
+
+def measure_speed(arguments: argparse.Namespace) -> bool:
+    """Print the table of tokens/s, or a row's profile; False where the rows did not train alike."""
     with tempfile.TemporaryDirectory(prefix="millrace-benchmark-", dir=arguments.work) as folder:
         bench = Workbench(Path(folder), arguments.steps, arguments.threads)
         bench.fill()
         if arguments.profile:
             os.environ["OMP_NUM_THREADS"] = str(bench.threads)
             print_profile(arguments.profile, bench)
-            return 0
-        if "speed" in arguments.only:
-            measured = measure_rounds(bench, _rows_that_run(arguments.rows or ROWS), arguments.rounds)
-            print(table(measured, bench))
-            print(f"raw samples: {save(measured, bench)}", flush=True)
-            if not do_losses_agree(measured):
-                return 1
-    if "start" in arguments.only:
-        print(importlib.import_module(START_ROWS).start_rows(arguments.rounds))
-    return 0
+            return True
+        measured = measure_rounds(bench, _rows_that_run(arguments.rows or ROWS), arguments.rounds)
+        print(table(measured, bench))
+        print(f"raw samples: {save(measured, bench)}", flush=True)
+        return do_losses_agree(measured)
 
 
 def measure_rounds(bench: Workbench, rows: Sequence[str], rounds: int) -> dict[str, list[Measurement]]:
@@ -227,9 +233,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="that are measured, of a row in a round")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument(
-        "--only", type=lambda text: _names(TABLES, text), default=_default_tables(), help="speed, start"
-    )
+    parser.add_argument("--only", type=lambda text: _names(TABLES, text), default=TABLES, help=", ".join(TABLES))
     parser.add_argument("--rows", type=lambda text: _names(ROWS, text), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--profile", choices=STEPS, help="say where the time of this row's step goes, and end")
     parser.add_argument("--install-peers", action="store_true", help="with the package index, below .benchmarks/")
@@ -237,10 +241,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for internal in ("--row", "--folder", "--result"):
         parser.add_argument(internal, type=str if internal == "--row" else Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
-
-
-def _default_tables() -> tuple[str, ...]:
-    return TABLES if importlib.util.find_spec(START_ROWS) else ("speed",)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.trainer.start_rows --root ROOT [--recipe FILE] [--rounds 3] [--launch inline ray]
 
-ROOT has the recipe's corpus and its compile cache, from the tokenizer and the compiler: the caches are warm. Each round
-is one command with a run folder of its own, ended when it has what it needs:
+The tokenizer and the compiler come first, where ROOT lacks what they make of the recipe: the caches are warm. Each
+round is one command with a run folder of its own, ended when it has what it needs:
 
 first step   seconds from the command's start to the end of the first step
 restart      seconds from kill -9 of the last worker to the end of the first step of the workers that replace it
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,18 +60,25 @@ ROWS: dict[str, Callable[[StartTimes], float]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer.start_rows")
-    parser.add_argument("--root", type=Path, required=True, help="with the recipe's corpus and compile cache")
+    parser.add_argument("--root", type=Path, required=True, help="for the recipe's corpus and compile cache")
     parser.add_argument("--recipe", type=Path, default=Path("recipes/tiny-cpu.toml"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--launch", choices=tuple(LAUNCHERS), nargs="+", default=tuple(LAUNCHERS))
     arguments = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {arguments.recipe}, warm caches")
-    rounds = measure_starts(arguments.recipe, arguments.root.absolute(), arguments.rounds, arguments.launch)
-    print(describe_starts(rounds))
+    print(make_table(arguments.recipe, arguments.root.absolute(), arguments.rounds, arguments.launch))
     return 0
 
 
-def measure_starts(recipe: Path, root: Path, rounds: int, launches: list[str]) -> list[StartTimes]:
+def make_table(recipe: Path, root: Path, rounds: int, launches: Sequence[str] = tuple(LAUNCHERS)) -> str:
+    """The rows of some launchers, once `root` has the recipe's corpus and compile cache."""
+    for stage in ("tokenizer", "compiler"):
+        command = [sys.executable, "-m", f"services.{stage}", "--recipe", str(recipe), "--root", str(root)]
+        subprocess.run(command, check=True)
+    return describe_starts(measure_starts(recipe, root, rounds, launches))
+
+
+def measure_starts(recipe: Path, root: Path, rounds: int, launches: Sequence[str]) -> list[StartTimes]:
     """The launchers take turns, so that what else the machine does falls on both."""
     return [measure_start(recipe, root, launch) for _ in range(rounds) for launch in launches]
 
