@@ -4,16 +4,19 @@ RECIPE ?= recipes/tiny-cpu.toml
 ROOT ?= ./fsx
 
 python := .venv/bin/python
-deploy = $(python) -m k8s.client
+deploy = $(python) -m deploy.commands
+cluster = $(python) -m k8s.client
+infra = $(python) -m infra
 images = ./bootstrap python -m images
 
-.PHONY: help setup demo test test-slow test-torch29 test-images test-cluster test-cluster-smoke check format lock clean \
+.PHONY: help setup demo test test-slow test-torch29 test-images test-cluster test-cluster-smoke test-batch check format lock clean \
 	cluster-local cluster-local-down load-images cluster-up cluster-down deploy-stage stage-status stage-logs stop-stage \
 	rollback-stage pipeline base-image images demo-images pin platforms release sbom benchmark-tokenizer benchmark-parallel \
-	benchmark-compiler benchmark-trainer
+	benchmark-compiler benchmark-trainer infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons \
+	addons-diff addons-argocd check-infra test-infra cluster-manifests
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Make .venv from the lockfile. TORCH=cpu: without CUDA, torch from TORCH_INDEX_URL or TORCH_FIND_LINKS.
 	@./bootstrap
@@ -46,12 +49,15 @@ test-cluster-smoke: setup ## The part of it that runs in CI: the kit itself, and
 	@$(images) base
 	$(python) -m pytest -m cluster tests/cluster/test_kit.py tests/cluster/test_smoke.py
 
+test-batch: setup ## Run the tests on simulated nodes of AWS Batch; they need root, iproute2 and tini.
+	$(python) -m pytest -m batch infra/tests/batchsim
+
 cluster-local: setup ## Start a Kubernetes with Volcano and KubeRay on this machine, with images and a Ray head; it stays up.
 	@$(images) base
 	@$(python) -m tests.cluster.kit up
 	@$(images) build
 	@$(MAKE) --no-print-directory load-images
-	@KUBECONFIG=.cluster/kubeconfig OVERLAY=local $(deploy) cluster-up
+	@KUBECONFIG=.cluster/kubeconfig OVERLAY=local $(cluster) cluster-up
 
 cluster-local-down: setup ## Stop it and remove what it made; the artifacts in /var/lib/millrace/fsx stay.
 	@$(python) -m tests.cluster.kit down
@@ -60,12 +66,15 @@ load-images: setup ## Bring the working tree's images to the node of cluster-loc
 	@$(python) -m tests.cluster.kit load $$($(images) names)
 
 cluster-up: setup ## Make the RayCluster and all around it: OVERLAY=local|eks|FOLDER, HEAD_TAG=.
-	@$(deploy) cluster-up
+	@$(cluster) cluster-up
+
+cluster-manifests: setup ## Print what cluster-up applies: OVERLAY=, HEAD_TAG=. With `make -s` stdout is YAML alone.
+	@$(cluster) cluster-manifests
 
 cluster-down: setup ## Delete it; artifacts stay. OVERLAY=, FORCE=1 while a stage is deployed.
-	@$(deploy) cluster-down
+	@$(cluster) cluster-down
 
-deploy-stage: setup ## Run a stage on the cluster: STAGE= [RECIPE= TAG= NODES= ARGS= MODE= RETRIES= KEEP=1 DRY_RUN=1 OUTPUT=yaml FOLLOW=0].
+deploy-stage: setup ## Run a stage: STAGE= [TARGET=kuberay|batch RECIPE= TAG= NODES= ARGS= MODE= RETRIES= HOURS= KEEP=1 DRY_RUN=1 FOLLOW=0].
 	@$(deploy) deploy-stage
 
 stage-status: setup ## What is deployed, where it stands, how it ended.
@@ -82,6 +91,41 @@ rollback-stage: setup ## Deploy the last image with which a stage ended well: ST
 
 pipeline: setup ## Deploy the three stages, one after the other.
 	@$(deploy) pipeline
+
+infra-cost: setup ## What a target costs, by list prices: [STACK=eks|batch] NODES= HOURS= CPU_NODES= VARS=FILE.tfvars.
+	@$(infra) cost
+
+infra-preflight: setup ## Look in the account for what would stop it: zone, quota, addresses, reservation, images. NODES= TAG= VARS=.
+	@$(infra) preflight
+
+infra-plan: setup ## What infra-up would make: terraform's plan, and the cost. [STACK=eks|batch] VARS=.
+	@$(infra) plan
+
+infra-up: setup ## Make a target and all around it, after showing the cost and asking: [STACK=eks|batch] VARS= YES=1.
+	@$(infra) up
+
+infra-down: setup ## Take it down in order, after asking; it can be cut and run again. VARS= YES=1 KEEP_DATA=false.
+	@$(infra) down
+
+infra-leftovers: setup ## What of it is in the account, with prices. VARS=.
+	@$(infra) leftovers
+
+addons: setup ## Install the cluster's add-ons with helm: DRY_RUN=1.
+	@$(infra) addons
+
+addons-diff: setup ## What make addons would change on the cluster.
+	@$(infra) addons-diff
+
+addons-argocd: setup ## The same add-ons as Argo CD applications, on stdout: PROJECT=.
+	@$(infra) addons-argocd
+
+check-infra: setup ## Terraform's checks and tests, checkov, shellcheck, yamllint; offline. TF_PLUGIN_MIRROR=FOLDER for Terraform's.
+	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-infra-checks
+	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-infra-checks/bin/python --require-hashes lockfiles/infra-checks.txt
+	@$(infra) check
+
+test-infra: setup ## Apply and destroy the stack against a simulated AWS: minutes. TF_PLUGIN_MIRROR=FOLDER.
+	$(python) -m pytest -m slow infra
 
 base-image: ## Make the slim Python base with debootstrap, where no image registry is reached. AGAIN=1: anew.
 	@$(images) base
@@ -131,5 +175,5 @@ lock: ## Resolve the requirements into lockfiles/, keeping pins that fit. UPGRAD
 	$(images) lock
 
 clean: ## Remove .venv, .uv and caches; never ROOT, never images.
-	rm -rf .venv .venv-torch29 .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
-	find $(wildcard services tests images deploy k8s benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .venv .venv-torch29 .venv-infra-checks .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
+	find $(wildcard services tests images deploy k8s batch benchmarks infra) -name __pycache__ -type d -prune -exec rm -rf {} +

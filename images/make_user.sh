@@ -14,4 +14,5 @@ ln -s /fsx /scratch/fsx
 rm -rf /tmp /var/tmp
 ln -s /scratch /tmp
 ln -s /scratch /var/tmp
+# shellcheck disable=SC2016  # the shell that reads the file puts its own PATH there
 echo 'export PATH="/opt/venv/bin:$PATH"' >/etc/profile.d/millrace.sh

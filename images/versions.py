@@ -86,6 +86,7 @@ def sources_of(service: str, variant: str) -> list[str]:
         f":(glob)services/{service}/**/*.py",
         ":(exclude,glob)services/common/testing/**",
         ":(exclude,glob)services/**/tests/**",
+        "infra/shapes.json",
         f"services/{service}/Dockerfile",
         f"services/{service}/VERSION",
         "images/install.py",

@@ -66,15 +66,21 @@ def _step_of(recipe: Recipe, environment: WorkerEnvironment) -> Callable[[], obj
     return lambda: backend.defer(program.train_step(0, batches)._asdict()).read()
 
 
+WARM_UP_ROUNDS = 8
+"""A worker keeps the memory that it frees, and has what it needs after some rounds: until then a sum takes three times
+as long.
+"""
+
+
 def _measure(group: WorkerGroup, rows: dict[str, Callable[[], object]], rounds: int) -> Seconds:
     seconds: Seconds = {name: [] for name in rows}
-    for number in range(rounds + 1):
+    for number in range(WARM_UP_ROUNDS + rounds):
         for name, run in rows.items():
             group.barrier()
             started = time.perf_counter()
             run()
             group.barrier()
-            if number:
+            if number >= WARM_UP_ROUNDS:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
 

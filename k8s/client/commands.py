@@ -11,17 +11,20 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TextIO
 
+from deploy.client.request import DeployRequest, user_name
 from deploy.history import find_image_before
 from k8s.client.manifests import write_manifests
 from k8s.client.plan import describe_plan
 from k8s.client.preflight import Problem, check_cluster, check_in_pods
-from k8s.client.request import DeployRequest, ResolvedRequest, complete_from_record, resolve, user_name
+from k8s.client.reaper_job import start_reaper
+from k8s.client.request import ResolvedRequest, complete_from_record, resolve
 from k8s.client.watch import follow
 from k8s.objects.api import Api, Conflict
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import Deployment
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import STAGE_LABEL, job_name, lease_name, recipe_name
+from k8s.objects.node_shares import read_share_book
 from k8s.objects.recipe import render_recipe_config_map
 from k8s.objects.record import Record, ask_to_stop, read_record, read_running_record
 from k8s.objects.teardown import release_pods, stop_rayjobs
@@ -31,6 +34,7 @@ from services.common.recipe import STAGES
 
 POLL_SECONDS = 1.0
 STOP_MARGIN_SECONDS = 300.0
+REAP_MINUTES = 5
 ORPHAN_SECONDS = 900.0  # for pods whose notice is not known any more
 
 
@@ -79,7 +83,17 @@ def stop_stage(api: Api, stage: str) -> int:
             api.delete("Job", job_name(stage), uid=record.uid)
     if _release(api, stage, record):
         print(f"{stage} is down: no pods, no gang")
+        _give_back(api, stage)
     return 0
+
+
+def _give_back(api: Api, stage: str) -> None:
+    """Nodes that no deploy Job gives back the reaper does, who may: this machine needs no AWS account."""
+    pools = read_share_book(api).pools_of(stage)
+    if not pools:
+        return
+    when = f"within {REAP_MINUTES} minutes" if start_reaper(api) else "within half an hour"
+    print(f"the nodes that it held of node group {', '.join(pools)} go {when}: the reaper lowers it")
 
 
 def rollback_stage(api: Api, request: DeployRequest, manifests: TextIO | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from k8s.client.outline import Outline
+from deploy.client.outline import Outline
 from k8s.objects.names import NEURON
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import RecipeError
@@ -23,8 +23,8 @@ def tasks_of_a_pod(group: WorkerGroup, outline: Outline) -> int:
         raise RecipeError(
             f"a task of compile.task_cpus = {settings.task_cpus} and compile.task_memory_gib = "
             f"{settings.task_memory_gib:g} would wait for ever: {group.name} pods have {group.ray_cpus:g} CPUs and "
-            f"{group.ray_memory_bytes / GIB:,.0f} GiB. Lower it (ARGS=), or enlarge the pods in "
-            f"k8s/stages/{group.name}/worker-group.yaml, then: make cluster-up"
+            f"{group.ray_memory_bytes / GIB:,.0f} GiB. Lower it (ARGS=), or give the pods larger nodes (CPU_SHAPE in "
+            f"the overlay's settings.env), then: make cluster-up"
         )
     return found
 

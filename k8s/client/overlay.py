@@ -7,13 +7,17 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import yaml
 
 from deploy.progress import Progress
 from deploy.stage_contract import DRAIN_VARIABLES, RECIPE
+from k8s.client.node_pool import require_nodes_given_back, require_same_region, tell_left_nodes
+from k8s.client.settings import fill_in
+from k8s.client.setup_job import run_setup_job
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api, Conflict, KindAbsent, Object
 from k8s.objects.names import CLUSTER, COMPONENT_LABEL, VARIANT_ANNOTATION
@@ -37,14 +41,17 @@ DOWN_FIRST = ("Job", "CronJob", "RayJob", "RayCluster")
 
 
 def render(overlay: Path) -> list[Object]:
-    """The overlay's objects, as kustomize writes them. Raises `DeviceError` with kustomize's words when it cannot."""
+    """The overlay's objects: as kustomize writes them, with what follows from the overlay's settings.
+
+    Raises `DeviceError` with kustomize's words when it cannot, and `RecipeError` for settings that cannot be.
+    """
     if not (overlay / "kustomization.yaml").is_file():
         known = ", ".join(sorted(each.name for each in OVERLAYS.iterdir() if each.is_dir()))
         raise RecipeError(f"OVERLAY={overlay}: no kustomization there. Known: {known}, or a folder of your own")
     done = subprocess.run([find_kubectl(), "kustomize", overlay], capture_output=True, text=True, check=False)
     if done.returncode:
         raise DeviceError(f"{overlay} cannot be rendered: {done.stderr.strip()}")
-    return [each for each in yaml.safe_load_all(done.stdout) if each and not _is_local(each)]
+    return fill_in([each for each in yaml.safe_load_all(done.stdout) if each])
 
 
 def find_kubectl() -> Path:
@@ -69,19 +76,25 @@ def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
     Raises `DeviceError` where it would change the head, or a group's pods, under a stage; then nothing is applied.
     """
     objects = render(overlay)
-    _require_filled_in(overlay, objects)
+    require_filled_in(overlay, objects)
     cluster = next(each for each in objects if each["kind"] == "RayCluster")
     _set_head_image(api, cluster, head_tag)
     live = _find_cluster(api)
     if live:
+        require_same_region(api, cluster, live)
         _require_stages_untouched(api, _merged(cluster, live), live)
     for each in _in_order(objects):
+        place = api.within(each["metadata"].get("namespace", api.namespace))
         if each is cluster:
             _apply_cluster(api, each)
         elif each["kind"] == "CronJob":
             api.apply(_as_the_head(each, head_pod_of(cluster)))
+        elif each["kind"] == "Job":
+            said = run_setup_job(place, _as_the_head(each, head_pod_of(cluster)))
+            print(f"ran         Job {each['metadata']['name']}: {said}", flush=True)
+            continue
         else:
-            api.apply(each)
+            place.apply(each)
         print(f"applied     {each['kind']} {each['metadata']['name']}", flush=True)
     head, image = _await_head(api)
     if image_of(head["spec"]) != image:
@@ -90,6 +103,24 @@ def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
             f"kubectl -n {api.namespace} delete pod -l ray.io/node-type=head"
         )
     print(f"RayCluster {CLUSTER} is up at {api.server}: make deploy-stage STAGE=tokenizer")
+    return 0
+
+
+def write_overlay(file: TextIO, find_api: Callable[[], Api], overlay: Path, head_tag: str) -> int:
+    """Write what `cluster_up` would apply to a cluster without deployments; without `head_tag` the head's image unset.
+
+    Raises `RecipeError` for settings that are not filled in.
+    """
+    objects = render(overlay)
+    require_filled_in(overlay, objects)
+    cluster = next(each for each in objects if each["kind"] == "RayCluster")
+    if head_tag:
+        _set_head_image(find_api(), cluster, head_tag)
+    for each in _in_order(objects):
+        has_heads_image = head_tag and each["kind"] in ("CronJob", "Job")
+        document = _as_the_head(each, head_pod_of(cluster)) if has_heads_image else each
+        file.write("---\n" + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120))
+    file.flush()
     return 0
 
 
@@ -102,22 +133,24 @@ def cluster_down(api: Api, overlay: Path, is_forced: bool) -> int:
             f"{', '.join(running)} is deployed: make stop-stage STAGE={running[0]} first, or make cluster-down "
             f"FORCE=1, which loses the steps since the newest checkpoint"
         )
+    if not is_forced:
+        require_nodes_given_back(api)
     for kind in DOWN_FIRST:
         for each in api.find_all(kind):
             api.delete(kind, each["metadata"]["name"])
         _await_gone(api, kind)
         # A deploy Job's process takes its stage down when its Job is deleted, and needs its rights and the RayCluster.
         _await_gone(api, "Pod", f"{COMPONENT_LABEL}=deploy")
+    tell_left_nodes(api)
     for each in reversed(_in_order(objects)):
-        api.delete_object(each)
+        api.within(each["metadata"].get("namespace", api.namespace)).delete_object(each)
         print(f"deleted     {each['kind']} {each['metadata']['name']}", flush=True)
     deadline = time.monotonic() + DOWN_SECONDS
-    while api.find("Namespace", api.namespace):
-        if time.monotonic() > deadline:
-            raise TryAgain(
-                f"namespace {api.namespace} is still terminating: kubectl get namespace {api.namespace} -o yaml"
-            )
-        time.sleep(POLL_SECONDS)
+    for name in [each["metadata"]["name"] for each in objects if each["kind"] == "Namespace"]:
+        while api.find("Namespace", name):
+            if time.monotonic() > deadline:
+                raise TryAgain(f"namespace {name} is still terminating: kubectl get namespace {name} -o yaml")
+            time.sleep(POLL_SECONDS)
     print("nothing is left but the artifacts")
     return 0
 
@@ -141,10 +174,11 @@ def _find_cluster(api: Api) -> Object | None:
         return None
 
 
-def _as_the_head(cron_job: Object, head: Object) -> Object:
-    """The reaper runs the head's image, where the head may run."""
-    job = copy.deepcopy(cron_job)
-    pod = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+def _as_the_head(job: Object, head: Object) -> Object:
+    """The reaper and what prepares a cluster run the head's image, where the head may run."""
+    job = copy.deepcopy(job)
+    spec = job["spec"]["jobTemplate"]["spec"] if job["kind"] == "CronJob" else job["spec"]
+    pod = spec["template"]["spec"]
     pod |= {key: head[key] for key in ("nodeSelector", "tolerations") if key in head}
     pod["containers"][0] |= {key: head["containers"][0][key] for key in ("image", "imagePullPolicy")}
     return job
@@ -231,10 +265,13 @@ def _changes_of_head(live: Object, would_be: Object) -> Iterator[str]:
             yield f"{key} {before.get(key)} -> {after.get(key)}"
 
 
-def _require_filled_in(overlay: Path, objects: Iterable[Object]) -> None:
+def require_filled_in(overlay: Path, objects: Iterable[Object]) -> None:
     left = sorted({f"{each['kind']} {each['metadata']['name']}" for each in objects if PLACEHOLDER in yaml.dump(each)})
     if left:
-        raise RecipeError(f"{overlay}: {PLACEHOLDER} is still in {', '.join(left)}: write your own values there")
+        raise RecipeError(
+            f"{overlay}: {PLACEHOLDER} is still in {', '.join(left)}: write your own values into its settings.env "
+            f"(make infra-up does), or whatever else of the overlay says it"
+        )
 
 
 def _await_head(api: Api) -> tuple[Object, str]:
@@ -277,12 +314,10 @@ def _await_gone(api: Api, kind: str, selector: str = "") -> None:
 
 
 def _in_order(objects: list[Object]) -> list[Object]:
-    """As kustomize sorts them, but the RayCluster last: its pods need everything else."""
-    return sorted(objects, key=lambda each: each["kind"] == "RayCluster")
-
-
-def _is_local(each: Object) -> bool:
-    return (each["metadata"].get("annotations") or {}).get("config.kubernetes.io/local-config") == "true"
+    """As kustomize sorts them, but for a Job, which no network policy may miss, and the RayCluster, whose pods need
+    everything else.
+    """
+    return sorted(objects, key=lambda each: {"Job": 1, "RayCluster": 2}.get(each["kind"], 0))
 
 
 def _kustomize_of(kubectl: Path) -> int:

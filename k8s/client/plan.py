@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from deploy.client.outline import Outline
 from deploy.stage_contract import RECIPE
 from k8s.client.compile_tasks import tasks_of_a_pod
-from k8s.client.outline import Outline
+from k8s.client.node_pool import describe_cost, describe_reservation, describe_source, hours_limit
 from k8s.objects.api import Object
 from k8s.objects.deployment import Deployment
 from k8s.objects.worker_group import WorkerGroup, render_worker_group
@@ -13,8 +14,15 @@ from k8s.objects.worker_group import WorkerGroup, render_worker_group
 def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
     """Lines of what changes, what restarts, and what it holds."""
     recipe = _recipe_of(render_worker_group(group, deployment))
+    stage = f"stage       {group.name}: {outline.describe_topology(group.name, deployment.nodes)}"
+    told = {
+        "cost": describe_cost(group, deployment, outline),
+        "nodes": describe_source(group, deployment),
+        "capacity": describe_reservation(group, outline),
+    }
     lines = [
-        f"stage       {group.name}: {outline.describe_topology(group.name, deployment.nodes)}",
+        *(f"{what:<12s}{text}" for what, text in told.items() if text),
+        stage,
         f"image       {_change(group.image, deployment.image)}",
         f"recipe      {outline.name}, ConfigMap {_change(group.recipe, recipe)}",
         f"arguments   {' '.join(deployment.arguments) or 'none'}",
@@ -23,7 +31,7 @@ def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) 
         f"retries     {_retries(group, deployment)}",
     ]
     if group.name == "compiler" and outline.has_compile_tasks:
-        lines.insert(1, f"tasks       {_tasks(group, outline)}")
+        lines.insert(lines.index(stage) + 1, f"tasks       {_tasks(group, outline)}")
     if deployment.fewer_nodes:
         fewer = ", ".join(map(str, deployment.fewer_nodes))
         lines.append(f"fewer       after a loss without a spare node it goes on with {fewer} nodes (cluster.min_nodes)")
@@ -59,10 +67,9 @@ def _restarts(group: WorkerGroup, deployment: Deployment) -> str:
 
 
 def _holds(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
-    selector = group.pod.get("nodeSelector") or {}
-    kind = selector.get("node.kubernetes.io/instance-type", "any node")
-    limit = outline.train.time_limit_seconds if group.name == "trainer" else None
-    most = f", at most {deployment.nodes * limit / 3600:.1f} an attempt" if limit else ""
+    kind = group.instance_type or "any node"
+    limit = hours_limit(group, outline)
+    most = f", at most {deployment.nodes * limit:.1f} an attempt" if limit else ""
     return f"{deployment.nodes} x {kind} from now until the stage ends: {deployment.nodes} node-hours an hour{most}"
 
 

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from deploy.client.instance_type import check_instance_type
+from deploy.client.outline import Outline
 from k8s.client.compile_tasks import check_trace
-from k8s.client.outline import Outline
+from k8s.client.node_pool import check_pool, check_reservation
 from k8s.client.probe import Answer, probe_head, probe_stage
+from k8s.client.rights import IN_THE_CLUSTER, IN_THE_NAMESPACE, TO_ASK
 from k8s.client.stage_image import read_platform_labels
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.capacity import check_nodes, check_queue, check_size
@@ -21,8 +24,10 @@ from k8s.objects.record import read_running_record
 from k8s.objects.worker_group import WorkerGroup, image_of
 from services.common.errors import DeviceError, RecipeError
 
+ASK_FOR_RIGHTS = "an administrator gives you these rights with the group millrace-deployers: k8s/README.md"
 # What the API server accepts and the operator refuses later, in the RayJob's status alone.
 RAYJOB_NAME_CHARACTERS = 47
+CHANGE_SHAPE = "TRAINIUM_SHAPE in the overlay's settings.env, then: make cluster-up"
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,14 @@ def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment, outline:
         lambda: [_check_token(api)],
         lambda: [_check_operator(api)],
         lambda: [check_trace(group, outline)],
+        lambda: [check_instance_type(group.name, outline, group.instance_type, CHANGE_SHAPE)],
         lambda: [check_size(group, deployment.nodes)],
         lambda: [check_queue(api, group, deployment.nodes)],
         lambda: _check_claims(api, group),
         lambda: _check_accounts(api, group),
         lambda: [_check_priority(api, group)],
-        lambda: [check_nodes(api, group, deployment.nodes)],
+        # Those of a pool come with the deployment; what the pool can give the head's image says.
+        lambda: [check_reservation(group) if group.node_pool else check_nodes(api, group, deployment.nodes)],
         lambda: _check_routing(group),
         lambda: [_check_other_stages(api, group)],
         lambda: [_check_names(deployment)],
@@ -79,6 +86,8 @@ def check_in_pods(api: Api, group: WorkerGroup, deployment: Deployment, recipe: 
         head = heads.await_answer()
         labels = read_platform_labels(group, deployment.image)
         problems = _check_head_image(group, head) + _compare(deployment, labels, head.platform)
+        if group.node_pool and not head.problem:
+            problems += _check_pool(api, group, deployment, head)
         if problems:
             return Findings(problems, [], labels.get("ray", ""))
         own = stages.await_answer()
@@ -86,6 +95,13 @@ def check_in_pods(api: Api, group: WorkerGroup, deployment: Deployment, recipe: 
         problems.append(Problem(_name_judge(deployment.image, own), own.exit_code))
     problems += _compare(deployment, own.platform, head.platform)
     return Findings(problems, own.upstream, own.platform.get("ray", ""))
+
+
+def _check_pool(api: Api, group: WorkerGroup, deployment: Deployment, head: Answer) -> list[Problem]:
+    """An EKS that does not answer is another exit code than a pool that does not fit."""
+    exit_code = int((head.node_pool or {}).get("exit_code", DeviceError.exit_code))
+    said = _found(lambda: check_pool(api, group, deployment.nodes, head.node_pool))
+    return [Problem(text, exit_code) for text in said]
 
 
 def _check_head_image(group: WorkerGroup, head: Answer) -> list[Problem]:
@@ -233,12 +249,6 @@ def _check_other_stages(api: Api, worker_group: WorkerGroup) -> str:
 
 def _check_rights(api: Api) -> list[str]:
     """May we make what a deployment needs, and may the deploy Job do its part?"""
-    ours = [
-        ("create", "batch", "jobs"),
-        ("create", "", "configmaps"),
-        ("get", "ray.io", "rayclusters"),
-        ("get", "", "pods"),
-    ]
     theirs = [
         ("patch", "ray.io", "rayclusters", CLUSTER),
         ("create", "ray.io", "rayjobs", ""),
@@ -249,18 +259,19 @@ def _check_rights(api: Api) -> list[str]:
         ("delete", "", "pods", ""),
         ("get", "", "nodes", ""),
     ]
-    problems = [
-        f"you may not {verb} {resource} in namespace {api.namespace}; ask for the rights of k8s/README.md"
-        for verb, group, resource in ours
-        if not _may(api, "SelfSubjectAccessReview", {}, verb, group, resource, "")
+    refused = [
+        f"{each.verb} {each.resource}"
+        for each in (*IN_THE_NAMESPACE, *IN_THE_CLUSTER, *TO_ASK)
+        if not _may(api, "SelfSubjectAccessReview", {}, each.verb, each.group, each.resource, each.name)
     ]
+    if refused:  # who may not ask gets no answer about the deploy Job either
+        return [f"you may not {', '.join(refused)} in namespace {api.namespace}; {ASK_FOR_RIGHTS}"]
     user = {"user": f"system:serviceaccount:{api.namespace}:{DEPLOYER}"}
-    problems += [
+    return [
         f"the deploy Job's account may not {verb} {resource}: k8s/base/deployer.yaml grants it, make cluster-up"
         for verb, group, resource, name in theirs
         if not _may(api, "SubjectAccessReview", user, verb, group, resource, name)
     ]
-    return problems
 
 
 def _compare_platforms(image: str, ours: dict[str, str], heads: dict[str, str]) -> list[str]:
@@ -281,7 +292,10 @@ def _check_names(deployment: Deployment) -> str:
 
 
 def _may(api: Api, kind: str, subject: Object, verb: str, group: str, resource: str, name: str) -> bool:
+    resource, _, subresource = resource.partition("/")
     attributes: dict[str, Any] = {"namespace": api.namespace, "verb": verb, "group": group, "resource": resource}
+    if subresource:
+        attributes["subresource"] = subresource
     if name:
         attributes["name"] = name
     review = {

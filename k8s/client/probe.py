@@ -1,7 +1,8 @@
 """The probes of preflight: short pods that look at what only a pod sees, an image's platform and the artifacts.
 
 Each asks one image about itself. The head's looks beside the head. A stage's that is pulled looks where the stage's
-pods will be, since what it pulls is needed there anyway; one that is brought to the nodes looks beside the head, too.
+pods will be, since what it pulls is needed there anyway; one that is brought to the nodes, or whose nodes come with the
+deployment, looks beside the head, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from deploy.exit_codes import EXIT_AGAIN, find_error_line
 from deploy.progress import Progress
 from deploy.stage_contract import RECIPE
 from k8s.objects.api import Api, ApiUnreachable, Object
-from k8s.objects.names import COMPONENT_LABEL, STAGE_LABEL
+from k8s.objects.deploy_job import aws_variables
+from k8s.objects.names import COMPONENT_LABEL, DEPLOYER, STAGE_LABEL
 from k8s.objects.placement import explain_start
 from k8s.objects.worker_group import WorkerGroup, image_of
 from services.common.errors import ArtifactError, DeviceError, RecipeError, StorageError
@@ -32,6 +34,7 @@ HOPELESS = ("ErrImageNeverPull", "InvalidImageName", "CreateContainerConfigError
 OTHER_PROCESSOR = ("no match for platform", "exec format error")
 LEFTOVER_SECONDS = 300  # a probe whose client was killed goes by itself
 CONTAINER = "look"
+POOL_PROBE = "preflight-pool"  # the component of a probe that asks EKS: the network lets it
 PLACEMENT_FIELDS = ("nodeSelector", "tolerations", "affinity", "imagePullSecrets")
 STAGE_CODES = (RecipeError.exit_code, ArtifactError.exit_code, StorageError.exit_code)
 
@@ -44,6 +47,8 @@ class Answer:
     """Variant, python and ray; empty where it could not be seen."""
     records: tuple[int, ...] = ()
     """Versions of a deployment's record that the head's image reads."""
+    node_pool: dict[str, Any] | None = None
+    """What the head's image sees of the stage's pool; None from one that knows no pools."""
     upstream: list[dict[str, Any]] = field(default_factory=list)
     problem: str | None = None
     exit_code: int = DeviceError.exit_code
@@ -116,6 +121,7 @@ class Probe:
             return Answer(
                 told["platform"],
                 tuple(told.get("records", ())),
+                told.get("node_pool"),
                 told.get("upstream", []),
                 told.get("problem"),
                 exit_code,
@@ -144,9 +150,21 @@ class Probe:
 
 
 def probe_head(api: Api, group: WorkerGroup) -> Probe:
-    """Asks the head's image for its platform, and for the records that its deploy Jobs read."""
+    """Asks the head's image for its platform, and for the records that its deploy Jobs read.
+
+    Where the stage's nodes come from a pool, it looks at that, too, as a deploy Job would: with its account.
+    """
     head = group.head_pod
-    job = _job(group, "head", head, head["containers"][0], "exec python -m k8s.deploy.head_facts", {}, LEAST_SECONDS)
+    script = "exec python -m k8s.deploy.head_facts"
+    if group.node_pool:
+        script += f" {shlex.quote(f'--node-pool={group.node_pool}')}"
+    job = _job(group, "head", head, head["containers"][0], script, {}, LEAST_SECONDS)
+    if group.node_pool:
+        for metadata in (job["metadata"], job["spec"]["template"]["metadata"]):
+            metadata["labels"] = metadata["labels"] | {COMPONENT_LABEL: POOL_PROBE}
+        pod = job["spec"]["template"]["spec"]
+        pod["serviceAccountName"] = DEPLOYER
+        pod["containers"][0]["env"] += aws_variables(group)
     return Probe(api, job, "asking the head's image", LEAST_SECONDS)
 
 
@@ -159,7 +177,9 @@ def probe_stage(
         f"--stage {group.name} --recipe $TMPDIR/recipe.toml --root {group.root} {shlex.join(arguments)}"
     )
     seconds = max(timeout_seconds, LEAST_SECONDS)
-    place = group.head_pod if group.is_image_on_nodes else group.pod
+    # A pool has no nodes before the stage is deployed.
+    is_beside_head = group.is_image_on_nodes or bool(group.node_pool)
+    place = group.head_pod if is_beside_head else group.pod
     container = group.container | {"image": image}
     job = _job(group, group.name, place, container, script, {"RECIPE": recipe}, seconds)
     return Probe(api, job, f"asking the {group.name}'s image", seconds)

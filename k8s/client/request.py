@@ -1,54 +1,34 @@
-"""A deploy request: what a person typed, and the deployment that it is resolved to."""
+"""What a deploy request is resolved to on KubeRay: a deployment of a worker group."""
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import math
-import os
 import secrets
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from deploy.client.outline import Outline
+from deploy.client.request import (
+    DEFAULT_RECIPE,
+    DeployRequest,
+    read_recipe_text,
+    read_request_outline,
+    require_free_arguments,
+    require_stage_name,
+    user_name,
+)
 from deploy.stage_contract import RECIPE_FILE
 from k8s.client.compile_tasks import TASKS, pods_of, tasks_of_a_pod
-from k8s.client.outline import Outline, read_outline, read_outline_of_text
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api
-from k8s.objects.deployment import DEGREE, Deployment, Mode
+from k8s.objects.deployment import DEGREE, Deployment
 from k8s.objects.names import recipe_name
 from k8s.objects.record import Record
 from k8s.objects.worker_group import WorkerGroup
-from services.common.command_line import read_override
 from services.common.errors import DeviceError, RecipeError
-from services.common.recipe import STAGES
 from services.common.recipe import Stage as StageName
-from services.common.recipe_file import load_recipe
 
-DEFAULT_RECIPE = Path("recipes/tiny-cpu.toml")
 CHECKPOINTS_PER_DRAIN = 3
-RESERVED_OPTIONS = ("--recipe", "--root", "--launch", "--dry-run")
-
-
-@dataclass(frozen=True)
-class DeployRequest:
-    """A command's variables; None where one was not given."""
-
-    stage: str
-    recipe: Path | None
-    tag: str
-    nodes: int | None
-    mode: Mode | None
-    arguments: tuple[str, ...] | None
-    retries: int
-    start_timeout_seconds: int
-    drain_seconds: int
-    is_kept: bool
-    """KEEP=1: the pods stay up afterwards."""
-    is_dry_run: bool
-    is_followed: bool
-    recipe_text: str = ""
-    """Instead of a file."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +46,11 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedReq
     The image that the working tree builds has the recipe's type that is here, and a wrong key is told at once. Of
     another image (TAG=), which may know other keys, the image itself is asked, in preflight.
     """
-    text = request.recipe_text or _read(request.recipe or DEFAULT_RECIPE)
+    text = request.recipe_text or read_recipe_text(request.recipe or DEFAULT_RECIPE)
     arguments = request.arguments or ()
     name = require_stage_name(request.stage)
-    _require_free(arguments)
-    outline = _outline(request, text, arguments)
+    require_free_arguments(arguments)
+    outline = read_request_outline(request, text, arguments)
     nodes = request.nodes if request.nodes is not None else _nodes_of(name, group, outline)
     if nodes < 1:
         raise RecipeError(f"NODES={nodes}: a stage needs at least one")
@@ -78,10 +58,10 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedReq
         raise RecipeError("KEEP=1 with MODE=isolated: a Ray cluster of a stage's own ends with the stage")
     if name == "trainer" and nodes != outline.nodes_of(name):
         arguments = (*arguments, f"{DEGREE}={outline.data_parallel_size_on(nodes)}")
-        outline = _outline(request, text, arguments)
+        outline = read_request_outline(request, text, arguments)
     if name == "compiler" and outline.has_compile_tasks and pods_of(group, outline) != nodes:
         arguments = (*arguments, f"{TASKS}={nodes * tasks_of_a_pod(group, outline)}")
-        outline = _outline(request, text, arguments)
+        outline = read_request_outline(request, text, arguments)
     deployment = Deployment(
         stage=name,
         id=secrets.token_hex(3),
@@ -99,6 +79,8 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedReq
         fewer_nodes=_fewer_nodes(outline) if name == "trainer" and request.mode != "isolated" else (),
         workers_per_node=outline.cluster.trainer_workers_per_node,
         tensor_parallel_size=outline.parallel.tensor_parallel_size,
+        node_pool=group.node_pool,
+        capacity_ends_at=group.capacity_ends_at,
     )
     return ResolvedRequest(deployment, outline, text)
 
@@ -139,53 +121,6 @@ def complete_from_record(api: Api, group: WorkerGroup, request: DeployRequest, r
     return request
 
 
-def _require_free(arguments: tuple[str, ...]) -> None:
-    """Raises `RecipeError` for options that the deployment itself gives."""
-    for argument in arguments:
-        option = argument.partition("=")[0]
-        if option in RESERVED_OPTIONS:
-            raise RecipeError(f"ARGS: {option} is the deployment's own; RECIPE=, NODES=, DRY_RUN=1 say what you mean")
-        if "." in option and option.startswith("--") and "=" not in argument:
-            raise RecipeError(f"ARGS: {argument!r}: a recipe override reads --section.key=value")
-
-
-def recipe_overrides(arguments: tuple[str, ...]) -> dict[str, str]:
-    """Those of a stage's options that override the recipe: `--train.max_steps=500`."""
-    return dict(filter(None, map(read_override, arguments)))
-
-
-def user_name() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return f"uid {os.getuid()}"
-
-
-def _outline(request: DeployRequest, text: str, arguments: tuple[str, ...]) -> Outline:
-    """From the file that was named, so that an error names it; from the text where there is no file."""
-    overrides = recipe_overrides(arguments)
-    if request.recipe_text:
-        return read_outline_of_text(text, overrides)
-    file = request.recipe or DEFAULT_RECIPE
-    if not request.tag:
-        load_recipe(file, overrides)
-    return read_outline(file, overrides)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        read_outline(path, {})  # says what is wrong with the file
-        raise
-
-
 def _needed_drain(group: WorkerGroup) -> int:
     """What the manifests say, or three times what the slowest checkpoint took where that is more."""
     return max(group.drain_seconds, math.ceil(CHECKPOINTS_PER_DRAIN * group.checkpoint_seconds))
-
-
-def require_stage_name(name: str) -> StageName:
-    if name not in STAGES:
-        raise RecipeError(f"STAGE={name or 'nothing'}: a stage is one of {', '.join(STAGES)}")
-    return name

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from k8s.client.node_pool import describe_pool
 from k8s.objects.api import Api, Object
 from k8s.objects.deployment import Deployment, UnknownRecord
+from k8s.objects.node_shares import ShareBook, read_share_book
 from k8s.objects.placement import explain_placement, heads_of, is_ready, pods_of
 from k8s.objects.pod_group import placed_size
 from k8s.objects.rayjob import nodes_of
@@ -18,11 +20,13 @@ def describe_status(api: Api) -> str:
     heads = heads_of(api)
     head = "ready" if any(map(is_ready, heads)) else "not ready"
     paragraphs = [f"cluster     {api.server}, namespace {api.namespace}, Ray head {head}"]
-    paragraphs += [_describe_stage(api, worker_group_of(cluster, name)) for name in STAGES]
+    groups = [worker_group_of(cluster, name) for name in STAGES]
+    book = read_share_book(api) if any(group.node_pool for group in groups) else ShareBook({}, None)
+    paragraphs += [_describe_stage(api, group, book) for group in groups]
     return "\n\n".join(paragraphs)
 
 
-def _describe_stage(api: Api, group: WorkerGroup) -> str:
+def _describe_stage(api: Api, group: WorkerGroup, book: ShareBook) -> str:
     try:
         record = read_record(api, group.name)
     except UnknownRecord as error:
@@ -33,6 +37,8 @@ def _describe_stage(api: Api, group: WorkerGroup) -> str:
         f"  image     {group.image}",
         f"  pods      {sum(map(is_ready, pods))} ready, {len(pods)} there, {group.replicas} wanted",
     ]
+    pools = dict.fromkeys([*filter(None, [group.node_pool]), *book.pools_of(group.name)])
+    lines += [f"  nodes     {describe_pool(api, book, group.name, name)}" for name in pools]
     if record:
         lines += _describe_record(api, group, record)
     if pods and (record is None or (record.is_over and not record.deployment.keep)):

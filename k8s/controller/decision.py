@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.exit_codes import EXIT_AGAIN
+from k8s.controller.node_pool import PoolState
 from k8s.controller.outcome import exit_code_of_driver, exit_code_of_rayjob, may_try_again
 from k8s.controller.phase import Phase, phase_of
 from k8s.controller.ray_jobs import DriverState
@@ -43,6 +44,8 @@ class Gang:
     """Why Ray could not tell them."""
     room: int = 0
     """Pods that the nodes which are up could hold."""
+    pool: PoolState = field(default_factory=PoolState)
+    """Where its nodes come from."""
     group: WorkerGroup | None = field(default=None, compare=False, repr=False)
     """The worker group as it was read. No decision looks at it: what is written is written about this state of it."""
 
@@ -125,6 +128,11 @@ class EmptyGroup(Action):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HoldNodes(Action):
+    """The pool is asked for all nodes of the deployment, also for an attempt on fewer."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlaceGang(Action):
     """The PodGroup is made or changed to so many nodes, and the worker group is scaled to them."""
 
@@ -171,7 +179,7 @@ class EndDeployment(Action):
 
 @dataclass(frozen=True, kw_only=True)
 class TakeDown(Action):
-    """RayJobs are stopped; then pods and gang go, unless they are kept."""
+    """RayJobs are stopped; then pods and gang go, and then their nodes, unless they are kept."""
 
     ended_rayjobs: frozenset[str]
     """Ray says that they have ended; the operator has still to see it."""
@@ -242,6 +250,8 @@ def _place(observation: Observation, gang: Gang) -> Action:
     the recipe allows that after a loss, or given up.
     """
     record, deployment, nodes = observation.record, observation.deployment, gang.nodes
+    if gang.pool.refusal:
+        return _end(record, gang.pool.exit_code, gang.pool.refusal)
     # Only at 0: else pods of one group run different images, and KubeRay chooses which pods of too many go.
     must_empty = (not gang.is_up_to_date or gang.replicas > nodes) and bool(gang.replicas or gang.pods)
     missing = _explain_gang(deployment, gang, must_empty)
@@ -258,13 +268,27 @@ def _place(observation: Observation, gang: Gang) -> Action:
     if size < nodes:
         report = f"no {nodes} nodes after {waited:.0f} s, room for {gang.room}: this attempt goes on with {size}"
         return ShrinkGang(nodes=size, report=report, waits_for=what)
+    if not gang.pool.is_raised:
+        return HoldNodes(report=missing, waits_for=what)
     if must_empty:
         return EmptyGroup(report=missing, waits_for=what)
+    if deployment.mode != "shared":  # its own cluster's pods are placed with its RayJob
+        return Wait(report=missing, waits_for=what)
     return PlaceGang(nodes=nodes, report=missing, waits_for=what)
 
 
 def _explain_gang(deployment: Deployment, gang: Gang, must_empty: bool) -> str:
     """What the gang still lacks; empty when the attempt can start."""
+    if not gang.pool.is_raised:
+        return gang.pool.report
+    missing = _explain_pods(deployment, gang, must_empty)
+    if deployment.mode != "shared" and not missing:
+        # Its cluster waits for nodes, too, but each attempt anew: better none begins before they are there.
+        return gang.pool.report
+    return f"{missing}; {gang.pool.report}" if missing and gang.pool.report else missing
+
+
+def _explain_pods(deployment: Deployment, gang: Gang, must_empty: bool) -> str:
     stage, nodes = deployment.stage, gang.nodes
     if must_empty:
         return f"waiting for {stage} pods that were there before to leave"

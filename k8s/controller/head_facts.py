@@ -2,14 +2,18 @@
 prints a JSON object.
 
 `platform` (variant, python, ray) decides which stages' images may join; `records` are the versions of a deployment's
-record that its deploy Jobs read.
+record that its deploy Jobs read. With `--node-pool=CLUSTER/GROUP` it also looks at that pool with the rights of its
+service account, which a client has not: `node_pool` is the group as EKS describes it, or the `problem` with that.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+from dataclasses import asdict
 
 from k8s.objects.deployment import RECORDS_READ
+from k8s.objects.eks import NodeGroupError, describe_node_group
 from services.common.image_platform import describe_platform
 
 
@@ -18,6 +22,16 @@ def describe_head() -> dict[str, object]:
     return {"platform": {name: found[name] for name in ("variant", "python", "ray")}, "records": RECORDS_READ}
 
 
-def main() -> int:
-    print(json.dumps(describe_head()))
+def describe_pool(name: str) -> dict[str, object]:
+    try:
+        return asdict(describe_node_group(name))
+    except NodeGroupError as error:
+        return {"problem": str(error), "exit_code": error.exit_code}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m k8s.deploy.head_facts")
+    parser.add_argument("--node-pool", default="")
+    pool = parser.parse_known_args(argv)[0].node_pool  # a newer client may ask for more
+    print(json.dumps(describe_head() | ({"node_pool": describe_pool(pool)} if pool else {})))
     return 0

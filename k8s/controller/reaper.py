@@ -2,8 +2,8 @@
 of an hour.
 
 A stage is orphaned when its Job was deleted with `--cascade=orphan`, or has failed, or was never made, and its pods or
-its gang are still there. It is taken down when that has been so for a while and nobody renewed its Lease. Stages that
-were deployed with KEEP=1 stay.
+its gang, or the nodes that it holds of a pool, are still there. It is taken down when that has been so for a while and
+nobody renewed its Lease. Stages that were deployed with KEEP=1 stay.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from dataclasses import dataclass
 
 from deploy.progress import Progress
 from k8s.controller.job import connect_patiently
+from k8s.controller.node_pool import NodeRelease
 from k8s.objects.api import Api, ApiUnreachable, Conflict
+from k8s.objects.eks import EksUnreachable
 from k8s.objects.lost_pods import LostPods
-from k8s.objects.names import KEEP_ANNOTATION, lease_name
+from k8s.objects.names import CLUSTER, KEEP_ANNOTATION, STAGE_LABEL, lease_name
+from k8s.objects.node_shares import read_share_book
 from k8s.objects.placement import pods_of
 from k8s.objects.rayjob import has_ended, rayjobs_of
 from k8s.objects.record import read_record
 from k8s.objects.teardown import release_pods, stop_rayjobs
-from k8s.objects.worker_group import read_worker_group
+from k8s.objects.worker_group import worker_group_of
 from services.common.errors import MillraceError
 from services.common.recipe import STAGES
 
@@ -39,6 +42,8 @@ class Observation:
     rayjobs: int
     """That have not ended."""
     has_gang: bool
+    nodes: int
+    """That it holds of pools."""
     is_kept: bool
     is_held: bool
     """By a deploy Job that goes on."""
@@ -48,12 +53,17 @@ class Observation:
 
 def describe_orphan(observation: Observation) -> str:
     """What is left of a stage that nobody holds; empty when it is held, kept, or down."""
-    if observation.is_held or observation.is_kept:
+    if observation.is_held:
         return ""
+    has_pods = bool(observation.pods or observation.replicas)
+    nodes = f"{observation.nodes} nodes of its pool" if observation.nodes else ""
+    if observation.is_kept:  # the pods that were to stay may have been taken down since
+        return "" if has_pods or observation.has_gang else nodes
     parts = [
-        f"{observation.pods} pods" if observation.pods or observation.replicas else "",
+        f"{observation.pods} pods" if has_pods else "",
         f"{observation.rayjobs} RayJobs that run" if observation.rayjobs else "",
         "its PodGroup" if observation.has_gang else "",
+        nodes,
     ]
     return ", ".join(filter(None, parts))
 
@@ -65,6 +75,7 @@ class StageReaper:
         self._api, self._stage = api, stage
         self._report = Progress(f"reaper: {stage}").report
         self._lost = LostPods(api, stage, self._report)
+        self._nodes = NodeRelease(api, stage)
         self._seen: tuple[str, float] = ("", 0.0)  # the Lease's version, and since when it is an orphan with that one
 
     def advance(self) -> bool:
@@ -82,23 +93,25 @@ class StageReaper:
         if time.monotonic() - self._seen[1] < ORPHAN_SECONDS:
             return True
         left = stop_rayjobs(self._api, self._stage) or release_pods(self._api, self._stage)
-        self._report(f"taking it down, {left} left" if left else "is down: no pods, no gang")
-        if not left:
+        waits = f"taking it down, {left} left" if left else self._nodes.advance()
+        self._report(waits or "is down: no pods, no gang")
+        if not waits:
             self._api.delete("Lease", lease_name(self._stage))
-        return left > 0
+        return bool(waits)
 
     def _observe(self) -> Observation:
-        worker_group = read_worker_group(self._api, self._stage)
+        cluster = self._api.find("RayCluster", CLUSTER)  # somebody may have deleted it, and with it the pods
         record = read_record(self._api, self._stage)
-        group = self._api.find("PodGroup", worker_group.pod_group)
+        gangs = self._api.find_all("PodGroup", f"{STAGE_LABEL}={self._stage}")
         lease = self._api.find("Lease", lease_name(self._stage))
-        marks = ((group or {}).get("metadata", {}).get("annotations")) or {}
+        marks = [(gang["metadata"].get("annotations") or {}).get(KEEP_ANNOTATION) for gang in gangs]
         return Observation(
-            replicas=worker_group.replicas,
+            replicas=worker_group_of(cluster, self._stage).replicas if cluster else 0,
             pods=len(pods_of(self._api, self._stage)),
             rayjobs=sum(not has_ended(job) for job in rayjobs_of(self._api, self._stage)),
-            has_gang=group is not None,
-            is_kept=marks.get(KEEP_ANNOTATION) == "1" or bool(record and record.is_over and record.deployment.keep),
+            has_gang=bool(gangs),
+            nodes=sum(shares.nodes.get(self._stage, 0) for shares in read_share_book(self._api).pools.values()),
+            is_kept="1" in marks or bool(record and record.is_over and record.deployment.keep),
             is_held=bool(record and not record.is_over and not record.is_deleted),
             lease=lease["metadata"]["resourceVersion"] if lease else "",
         )
@@ -118,4 +131,5 @@ def _advance(reaper: StageReaper) -> bool:
         return reaper.advance()
     except MillraceError as error:  # of this stage alone, such as a record that cannot be read
         print(f"reaper: {error}", file=sys.stderr, flush=True)
-        return isinstance(error, ApiUnreachable | Conflict)  # somebody wrote in between
+        # Somebody wrote in between, or what is asked does not answer at the moment.
+        return isinstance(error, ApiUnreachable | Conflict | EksUnreachable)

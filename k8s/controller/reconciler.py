@@ -23,6 +23,7 @@ from k8s.controller.decision import (
     EndAttempt,
     EndDeployment,
     Gang,
+    HoldNodes,
     Observation,
     PlaceGang,
     ShrinkGang,
@@ -34,12 +35,14 @@ from k8s.controller.decision import (
 from k8s.controller.driver_log import LOG_FOLDER, DriverLog
 from k8s.controller.history import find_newest_checkpoints, record_checkpoint_seconds, record_good_image
 from k8s.controller.lease import LeaseHeld, StageLease
+from k8s.controller.node_pool import NodeRelease, explain_lowering, open_node_pool
 from k8s.controller.outcome import has_progressed
 from k8s.controller.phase import Phase
 from k8s.controller.ray_jobs import RayJobs, RayUnreachable
 from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
 from k8s.objects.capacity import count_room
 from k8s.objects.deployment import Deployment
+from k8s.objects.eks import NodeGroupDenied, NodeGroupError
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, job_name
 from k8s.objects.placement import explain_placement, newest_event, pods_of
@@ -52,6 +55,7 @@ from services.common.errors import EXIT_BUG, MillraceError
 
 POLL_SECONDS = 2.0
 LOG_SECONDS = 20.0
+RELEASE_SECONDS = 600.0  # for which a pool that cannot be lowered is tried again, before it is left to the reaper
 
 
 class Reconciler:
@@ -66,6 +70,9 @@ class Reconciler:
         self._terminated = threading.Event()
         self._report = Progress("deploy").report
         self._lost = LostPods(api, deployment.stage, self._report)
+        self._pool = open_node_pool(api, deployment.stage, deployment.node_pool, deployment.capacity_ends_at)
+        self._nodes = NodeRelease(api, deployment.stage)
+        self._releasing_since: float | None = None
         self._refused_since: float | None = None
         self._wait: tuple[str, float] = ("", 0.0)  # what is waited for, and since when
         self._log: DriverLog | None = None
@@ -148,6 +155,7 @@ class Reconciler:
             pods=len(pods_of(self._api, self._stage)),
             is_up_to_date=self._deployment.mode == "shared" and wanted["template"] == group.spec["template"],
             room=count_room(self._api, group) if is_after_loss else 0,
+            pool=self._pool.look(self._deployment.nodes),
             group=group,
         )
         if not gang.is_up_to_date or gang.replicas != nodes:
@@ -174,7 +182,8 @@ class Reconciler:
             cluster = self._api.find("RayCluster", name) if name else None
             event = newest_event(self._api, cluster) if cluster else ""
             missing = explain_placement(self._api, group, self._deployment.nodes)
-            return replace(seen, missing=missing, cluster_event=event)
+            told = filter(None, (missing, self._pool.look(self._deployment.nodes).report))
+            return replace(seen, missing="; ".join(told), cluster_event=event)
         return seen
 
     def _act(self, action: Action, observation: Observation) -> bool:
@@ -183,6 +192,8 @@ class Reconciler:
         match action:
             case DeleteOlderRayJobs():
                 delete_rayjobs(self._api, self._stage)
+            case HoldNodes():
+                self._pool.hold(self._deployment.nodes)
             case EmptyGroup() if group:
                 scale_down(self._api, group)
             case PlaceGang(nodes=nodes) if group:
@@ -272,7 +283,7 @@ class Reconciler:
         self._report(f"attempt {number} ended with exit code {action.exit_code}: {action.message}{progress}")
 
     def _take_down(self, action: TakeDown) -> bool:
-        """RayJobs ended, then pods and gang down; True once they are gone."""
+        """RayJobs ended, then pods and gang down, then their nodes given back; True once all that is so."""
         if stop_rayjobs(self._api, self._stage, action.ended_rayjobs):
             return False
         if action.are_pods_kept:
@@ -280,7 +291,27 @@ class Reconciler:
         left = release_pods(self._api, self._stage)
         if left:
             self._report(f"waiting for {left} {self._stage} pods to leave")
-        return left == 0
+        return left == 0 and self._release_nodes()
+
+    def _release_nodes(self) -> bool:
+        """True once they are given back, or when that is left to the reaper, which comes every quarter of an hour."""
+        try:
+            left = self._nodes.advance()
+        except NodeGroupDenied as error:  # which no second try changes; the reaper's role may still do it
+            self._report(f"{error}. The nodes are left to the reaper. If it is denied as well, by hand:")
+            for command in explain_lowering(self._api, self._stage):
+                self._report(command)
+            return True
+        except NodeGroupError as error:
+            left = str(error)
+        if not left:
+            return True
+        self._report(left)
+        self._releasing_since = self._releasing_since or time.monotonic()
+        if time.monotonic() - self._releasing_since < RELEASE_SECONDS:
+            return False
+        self._report(f"after {RELEASE_SECONDS:.0f} s the nodes are left to the reaper, which lowers the pool")
+        return True
 
     def _look_for_checkpoints(self, group: WorkerGroup, before: dict[str, int]) -> dict[str, int]:
         """The trainer's; no other stage goes on from a checkpoint, and its retries count attempts."""

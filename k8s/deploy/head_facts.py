@@ -10,4 +10,4 @@ import sys
 from k8s.controller.head_facts import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -71,6 +71,10 @@ class Api:
         with _explained(self.server):
             self._dynamic = DynamicClient(client)
 
+    def within(self, namespace: str) -> Api:
+        """The same server, for the objects of another namespace."""
+        return self if namespace == self.namespace else Api(self._client, namespace)
+
     def find(self, kind: str, name: str) -> Object | None:
         """The object, or None where there is none."""
         try:

@@ -9,14 +9,16 @@ from decimal import Decimal
 from k8s.objects.api import Api, Object
 from k8s.objects.worker_group import WorkerGroup, quantity
 
+WELL_KNOWN_LABELS = ("kubernetes.io/", "topology.kubernetes.io/")
+
 
 def check_size(group: WorkerGroup, nodes: int) -> str:
     most = group.spec["maxReplicas"]
     if nodes <= most:
         return ""
     return (
-        f"NODES={nodes}, but worker group {group.name} has maxReplicas {most}; "
-        f"raise it in k8s/stages/{group.name} (and the queue with it), then: make cluster-up"
+        f"NODES={nodes}, but worker group {group.name} has maxReplicas {most}: raise the most nodes of its pool in the "
+        f"overlay's settings.env, from which the queue's capability comes, too, then: make cluster-up"
     )
 
 
@@ -37,7 +39,7 @@ def check_queue(api: Api, group: WorkerGroup, nodes: int) -> str:
         return ""
     return (
         f"queue {group.queue} is too small for {nodes} {group.name} pods ({'; '.join(short)}): "
-        f"raise its capability in the overlay, or deploy with fewer NODES"
+        f"raise the most nodes of a pool in the overlay's settings.env, or deploy with fewer NODES"
     )
 
 
@@ -64,6 +66,30 @@ def check_nodes(api: Api, group: WorkerGroup, nodes: int) -> str:
         + (f": none has enough {', '.join(lacking)}" if lacking else "")
         + ". Add nodes, or deploy with fewer NODES"
     )
+
+
+def check_fit(node: Object, group: WorkerGroup) -> str:
+    """Could a pod of the stage go to a node of this kind? One without `allocatable` is not measured.
+
+    Labels that every node has, such as its zone's, are not looked at.
+    """
+    name, labels = node["metadata"]["name"], node["metadata"].get("labels") or {}
+    wrong = {
+        key: value
+        for key, value in (group.pod.get("nodeSelector") or {}).items()
+        if labels.get(key) != value and not key.startswith(WELL_KNOWN_LABELS)
+    }
+    if wrong:
+        had = {key: labels.get(key, "nothing") for key in wrong}
+        return f"nodes of {name} have {_labels(had)}, and {group.name} pods select {_labels(wrong)}"
+    if taints := _refusing_taints(node, group):
+        return f"nodes of {name} have taints that {group.name} pods do not tolerate: {', '.join(taints)}"
+    if node["status"].get("allocatable") and (lacking := _lacking([node], group)):
+        return (
+            f"a node of {name} ({_instance_type(node)}) has not enough {', '.join(lacking)} for one {group.name} pod: "
+            f"another type for the pool, or smaller pods"
+        )
+    return ""
 
 
 def count_room(api: Api, group: WorkerGroup) -> int:

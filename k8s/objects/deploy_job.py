@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from k8s.objects.api import Object
 from k8s.objects.deployment import Deployment
-from k8s.objects.names import CLUSTER, COMPONENT_LABEL, DEPLOYER, DEPLOYMENT_LABEL, STAGE_LABEL, job_name
+from k8s.objects.names import (
+    CLUSTER,
+    COMPONENT_LABEL,
+    DEPLOYER,
+    DEPLOYMENT_LABEL,
+    REGION_ANNOTATION,
+    STAGE_LABEL,
+    job_name,
+)
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup
 
 JOB_MARGIN_SECONDS = 120
@@ -18,6 +26,16 @@ LOST_NODE_TOLERATIONS = [
 # Of the deploy Job's process, when the outcome is written and everything is down. Whatever else it ends with, such as
 # Python's own 1 and 2, makes Kubernetes start it again.
 EXIT_ENDED_BADLY = 64
+
+
+def aws_variables(group: WorkerGroup) -> list[Object]:
+    """Where the nodes' cloud is: its region, and what else the overlay says of AWS to the head, such as an endpoint."""
+    said = group.head_pod["containers"][0].get("env") or []
+    region = (group.cluster["metadata"].get("annotations") or {}).get(REGION_ANNOTATION)
+    variables = [
+        each for each in said if each["name"].startswith("AWS_") and (each["name"] != "AWS_REGION" or not region)
+    ]
+    return [*([{"name": "AWS_REGION", "value": region}] if region else []), *variables]
 
 
 def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
@@ -46,6 +64,7 @@ def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
                     {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
                     {"name": "RAY_AUTH_MODE", "value": "token"},
                     {"name": "RAY_AUTH_TOKEN", "valueFrom": token},
+                    *aws_variables(group),
                 ],
                 "resources": {
                     "requests": {"cpu": "100m", "memory": "256Mi"},

@@ -15,8 +15,8 @@ from services.common.errors import DeviceError
 
 DEGREE = "--parallel.data_parallel_size"
 
-RECORD_VERSION = 3
-RECORDS_READ = (1, 2, RECORD_VERSION)
+RECORD_VERSION = 4
+RECORDS_READ = (1, 2, 3, RECORD_VERSION)
 UPDATE_CLIENT = "update the checkout that deploys: git pull"
 UPDATE_HEAD = "update the head, when no stage runs: make cluster-up HEAD_TAG=... (default: what this checkout builds)"
 
@@ -62,6 +62,10 @@ class Deployment:
     """Of the trainer."""
     tensor_parallel_size: int = 1
     """Of the trainer: workers that share one model."""
+    node_pool: str = ""
+    """The EKS managed node group (CLUSTER/GROUP) that its nodes come from; empty: they are simply there."""
+    capacity_ends_at: str = ""
+    """When the reservation behind the pool ends (RFC 3339); empty: never."""
 
     def rayjob_name(self, attempt: int) -> str:
         return f"{self.stage}-{self.id}-{attempt}"
@@ -76,7 +80,8 @@ class Deployment:
     def differences(self, other: Deployment) -> list[str]:
         """What another deployment of the stage wants otherwise."""
         ours, theirs = asdict(self), asdict(other)
-        passing = ("id", "user", "drain_seconds", "ray_version")  # what follows from measurements and from the image
+        # What follows from measurements, from the image and from the manifests.
+        passing = ("id", "user", "drain_seconds", "ray_version", "node_pool", "capacity_ends_at")
         told = [key for key in ours if key not in passing and ours[key] != theirs[key]]
         return [f"{key.replace('_', ' ')} {theirs[key]} instead of {ours[key]}" for key in told]
 

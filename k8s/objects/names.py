@@ -7,7 +7,11 @@ from __future__ import annotations
 NAMESPACE = "millrace"
 CLUSTER = "millrace"
 DEPLOYER = "deployer"  # the deploy Jobs' service account
-NEURON = "aws.amazon.com/neuron"  # the device plugin's resource, a Trainium chip
+NEURON = "aws.amazon.com/neuron"  # the device plugin's resource, a Trainium chip; also the taint of its nodes
+EFA = "vpc.amazonaws.com/efa"  # the other device plugin's, an interface
+INSTANCE_TYPE_LABEL = "node.kubernetes.io/instance-type"
+POOL_LABEL = "millrace.dev/pool"  # of nodes: a stage's pods go to one pool
+SHAPE_LABEL = "millrace.dev/shape"  # of node groups: their instance type, which EKS does not tell
 
 QUEUE_ANNOTATION = "volcano.sh/queue-name"
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
@@ -17,6 +21,11 @@ DEPLOYMENT_LABEL = "millrace.dev/deployment"
 DRAIN_ANNOTATION = "millrace.dev/drain-seconds"
 COMPONENT_LABEL = "millrace.dev/component"
 VARIANT_ANNOTATION = "millrace.dev/variant"
+REGION_ANNOTATION = "millrace.dev/region"  # on the RayCluster: where the deploy Job finds the nodes' cloud
+
+# A Lease: each pool's size before any deployment raised it, and the nodes that each stage holds of it.
+NODE_POOLS = "node-pools"
+NODE_POOLS_ANNOTATION = "millrace.dev/node-pools"
 
 # On a deploy Job: what was tried, how it ended, and who asks it to stop.
 ATTEMPTS_ANNOTATION = "millrace.dev/attempts"
@@ -48,6 +57,30 @@ def good_images_annotation(stage: str) -> str:
 def checkpoint_annotation(stage: str) -> str:
     """On the RayCluster: seconds that the slowest checkpoint of the stage's newest deployment took."""
     return f"millrace.dev/{stage}-checkpoint-seconds"
+
+
+# Of a stage's nodes. On the RayCluster and not on the pods' template: another price or end, which may come while the
+# stage runs, is no change of its pods.
+
+
+def node_pool_annotation(stage: str) -> str:
+    """The managed node group (CLUSTER/GROUP) that the nodes come from; without it they are simply there."""
+    return f"millrace.dev/{stage}-node-pool"
+
+
+def node_shape_annotation(stage: str) -> str:
+    """Their instance type."""
+    return f"millrace.dev/{stage}-node-shape"
+
+
+def node_price_annotation(stage: str) -> str:
+    """Dollars an hour of one of them."""
+    return f"millrace.dev/{stage}-node-price"
+
+
+def capacity_end_annotation(stage: str) -> str:
+    """When the capacity that is reserved for them ends."""
+    return f"millrace.dev/{stage}-capacity-ends-at"
 
 
 def recipe_name(stage: str, digest: str) -> str:

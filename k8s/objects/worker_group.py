@@ -10,17 +10,22 @@ from typing import Any
 
 from kubernetes.utils import parse_quantity
 
-from deploy.stage_contract import DRAIN_VARIABLES, RECIPE, ROOT, make_command
+from deploy.stage_contract import DRAIN_VARIABLES, RECIPE, RECIPE_FILE, ROOT, make_command
 from k8s.objects.api import Api, Object
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import (
     CLUSTER,
     DRAIN_ANNOTATION,
     GROUP_ANNOTATION,
+    INSTANCE_TYPE_LABEL,
     QUEUE_ANNOTATION,
     VARIANT_ANNOTATION,
+    capacity_end_annotation,
     checkpoint_annotation,
     good_images_annotation,
+    node_pool_annotation,
+    node_price_annotation,
+    node_shape_annotation,
     recipe_name,
 )
 from services.common.errors import DeviceError
@@ -96,19 +101,45 @@ class WorkerGroup:
     @property
     def good_images(self) -> list[str]:
         """Images with which the stage ended well, oldest first."""
-        annotations = self.cluster["metadata"].get("annotations") or {}
-        return list(json.loads(annotations.get(good_images_annotation(self.name), "[]")))
+        return list(json.loads(self._optional(good_images_annotation(self.name)) or "[]"))
 
     @property
     def checkpoint_seconds(self) -> float:
         """What the slowest checkpoint of the newest deployment took; 0 when none was measured."""
-        annotations = self.cluster["metadata"].get("annotations") or {}
-        return float(annotations.get(checkpoint_annotation(self.name), 0))
+        return float(self._optional(checkpoint_annotation(self.name)) or 0)
 
     @property
     def drain_seconds(self) -> int:
         """Between a pod's notice and the end of its work, as the manifests have it."""
         return int(self._annotation(self.spec["template"], DRAIN_ANNOTATION, f"worker group {self.name}"))
+
+    @property
+    def node_pool(self) -> str:
+        """The EKS managed node group (CLUSTER/GROUP) that its nodes come from; empty: they are simply there."""
+        return self._optional(node_pool_annotation(self.name))
+
+    @property
+    def dollars_per_node_hour(self) -> float | None:
+        """A hint; None where the manifests say none."""
+        text = self._optional(node_price_annotation(self.name))
+        try:
+            return float(text) if text else None
+        except ValueError as error:
+            raise DeviceError(
+                f"RayCluster {CLUSTER} has the annotation {node_price_annotation(self.name)}: {text!r}, which is no "
+                f"number of dollars an hour (expected: 21.50). Mend the overlay, then: make cluster-up"
+            ) from error
+
+    @property
+    def capacity_ends_at(self) -> str:
+        """When the reservation behind its nodes ends (RFC 3339); empty: never."""
+        return self._optional(capacity_end_annotation(self.name))
+
+    @property
+    def instance_type(self) -> str:
+        """Of its nodes, as its pods select it or the manifests say it; empty: any."""
+        selected = (self.pod.get("nodeSelector") or {}).get(INSTANCE_TYPE_LABEL, "")
+        return str(selected or self._optional(node_shape_annotation(self.name)))
 
     @property
     def requests(self) -> dict[str, Decimal]:
@@ -154,7 +185,7 @@ class WorkerGroup:
         """The stage's command, for Ray's shell."""
         # exec: else a stop's SIGTERM ends the shell around it, the stage's process is left to process 1 of the pod,
         # which reaps nothing, and Ray waits for the zombie until its patience ends.
-        return ["exec", *make_command(self.name, self.recipe_folder, self.root, arguments)]
+        return ["exec", *make_command(self.name, f"{self.recipe_folder}/{RECIPE_FILE}", self.root, arguments)]
 
     def _ray_counts(self, resource: str, limit: str) -> Decimal:
         """What the group declares, or what limits its pods."""
@@ -169,6 +200,10 @@ class WorkerGroup:
             f"worker group {self.name} mounts no volume {volume!r}. Mend k8s/stages/{self.name}/worker-group.yaml, "
             f"then: make cluster-up"
         )
+
+    def _optional(self, annotation: str) -> str:
+        """Of the RayCluster; empty where it has none."""
+        return str((self.cluster["metadata"].get("annotations") or {}).get(annotation, ""))
 
     def _annotation(self, thing: Object, annotation: str, what: str) -> Any:
         annotations = thing["metadata"].get("annotations") or {}

@@ -35,15 +35,16 @@ from services.common.stop_signals import (
 _at_end: list[Callable[[int], None]] = []
 
 
-def run_stage(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run `main(argv)` of a stage and leave with the exit code its errors stand for."""
+def run_program(main: Callable[[list[str]], int]) -> NoReturn:
+    """Run `main(argv)` of a program and leave with the exit code its errors stand for."""
     # A stage that is told to stop while it holds only restartable work ends like one that was preempted.
     # The trainer replaces this by what commits a checkpoint first.
     install(_raise_stopped)
+    argv = sys.argv[1:]
     if isinstance(sys.stdout, io.TextIOWrapper):  # names and text of any language, on a terminal of any encoding
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        exit_code = exit_code_of(lambda: main(sys.argv[1:]))
+        exit_code = exit_code_of(lambda: main(argv))
     except Stopped as error:  # while another end was reported
         exit_code = error.exit_code
     install(lambda signum: os._exit(exit_code))  # nothing is left to be stopped
@@ -77,7 +78,7 @@ def importing() -> Iterator[None]:
 
 
 def call_at_end(leave: Callable[[int], None]) -> None:
-    """Let `run_stage` call `leave(exit_code)` when all else is done."""
+    """Let `run_program` call `leave(exit_code)` when all else is done."""
     _at_end.append(leave)
 
 

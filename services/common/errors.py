@@ -80,8 +80,10 @@ class Interrupted(MillraceError):
     exit_code = EXIT_INTERRUPTED
 
 
-def explain_storage_error(error: OSError) -> StorageError:
-    """Turn an `OSError` whose errno is in STORAGE_ERRNOS into the sentence a user needs."""
+def explain_storage_error(error: OSError, option: str = "--root") -> StorageError:
+    """Turn an `OSError` whose errno is in STORAGE_ERRNOS into the sentence a user needs. `option` is the one of the
+    command that chose the place.
+    """
     where = Path(str(error.filename)) if error.filename else None
     place = f"{where}: " if where else ""
     free = ""
@@ -90,15 +92,16 @@ def explain_storage_error(error: OSError) -> StorageError:
             free = f" ({shutil.disk_usage(existing).free:,} bytes free)"
             break
     if error.errno in _FULL:
-        advice = "Free some space or pass another --root; the same command then continues where it stopped."
+        advice = f"Free some space or pass another {option}; the same command then continues where it stopped."
     elif error.errno in _OCCUPIED:
-        advice = "Something else is where ours belongs: move it away. Pass a --root that this user can write to."
+        advice = f"Something else is where ours belongs: move it away. Pass a {option} that this user can write to."
     elif error.errno in _FORBIDDEN:
         advice = (
-            "This user may not do that there: change its owner or mode. Or pass a --root that this user can write to."
+            f"This user may not do that there: change its owner or mode. Or pass a {option} that this user can write "
+            f"to."
         )
     else:
-        advice = "Pass a --root that this user can write to."
+        advice = f"Pass a {option} that this user can write to."
     return StorageError(f"{place}{error.strerror}{free}. {advice}")
 
 

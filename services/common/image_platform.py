@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from services.common.entry_point import run_stage
+from services.common.entry_point import run_program
 from services.common.errors import DeviceError
 
 
@@ -57,7 +57,7 @@ LIBRARIES = {
         "tiktoken",
         "tokenizers",
     ),
-    "head": ("fsspec", "kubernetes", "pandas", "requests"),
+    "head": ("boto3", "fsspec", "kubernetes", "pandas", "requests"),
 }
 # What the AWS Neuron training image brings to the services with the program. Whether all of them can be imported where
 # there is no Neuron device is not documented.
@@ -182,4 +182,4 @@ def _version_of(distribution: str) -> str:
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    run_program(main)

@@ -1,16 +1,25 @@
-"""EC2 instance types whose nodes a plan can judge: what each has, and a hint of what it costs."""
+"""EC2 instance types whose nodes a plan can judge: what each has, and a hint of what it costs.
+
+The table is `infra/shapes.json`, which every image has. It also says where the numbers are from.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 MIB, GIB = 2**20, 2**30
+TERA = 10**12
 TRN1 = "trn1"
+SHAPES_JSON = Path(__file__).parents[2] / "infra/shapes.json"
 
 
 @dataclass(frozen=True)
 class InstanceType:
-    """Memory and peak are those of AWS Neuron's documentation, "Trn1 architecture" and "Trainium2 architecture"."""
+    """A node with NeuronCores."""
 
     name: str
     workers: int
@@ -37,30 +46,37 @@ class InstanceType:
         )
 
 
-INSTANCE_TYPES = {
-    each.name: each
-    for each in (
-        InstanceType(
-            name="trn1.32xlarge",
-            workers=32,  # 16 Trainium chips of 2 cores and 32 GiB
-            worker_memory_bytes=16 * GIB,
-            peak_flops_per_second=3_040e12,
-            dollars_per_hour=21.50,
-            price_source="us-east-1, a third party's list of June 2026",
-        ),
-        InstanceType(
-            name="trn2.48xlarge",
-            workers=64,  # 16 Trainium2 chips of 8 cores and 96 GiB; two cores make one by default (LNC 2)
-            logical_core_size=2,
-            worker_memory_bytes=24 * GIB,
-            peak_flops_per_second=16 * 667e12,
-            dollars_per_hour=35.76,
-            price_source="us-east-1, a third party's list of February 2026",
-        ),
-    )
-}
+@cache
+def read_instance_types() -> dict[str, InstanceType]:
+    """The types that have NeuronCores, by name."""
+    return {name: _read_instance_type(name, facts) for name, facts in _read_shapes().items() if facts["neuron_cores"]}
+
+
+def read_pod_room(instance_type: str) -> tuple[int, float]:
+    """CPUs and GiB that a node of a type in the table leaves to the one pod of a stage on it."""
+    pod = _read_shapes()[instance_type]["pod"]
+    return pod["cpus"], float(pod["memory_gib"])
 
 
 def family_of(instance_type: str | None) -> str:
     """What is before the dot, which neuronx-cc calls its target: that of trn1 where a recipe names no instance type."""
     return (instance_type or TRN1).partition(".")[0]
+
+
+@cache
+def _read_shapes() -> dict[str, Any]:
+    return dict(json.loads(SHAPES_JSON.read_text(encoding="utf-8"))["shapes"])
+
+
+def _read_instance_type(name: str, facts: dict[str, Any]) -> InstanceType:
+    price, core_size = facts["price"], facts["logical_core_size"]
+    workers = facts["neuron_cores"] // (core_size or 1)
+    return InstanceType(
+        name=name,
+        workers=workers,
+        worker_memory_bytes=facts["neuron_devices"] * facts["device_memory_gib"] * GIB // workers,
+        peak_flops_per_second=float(facts["peak_bf16_tflops"] * TERA),
+        dollars_per_hour=price["dollars_per_hour"],
+        price_source=f"{price['region']}, {price['source']}",
+        logical_core_size=core_size,
+    )

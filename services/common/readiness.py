@@ -20,7 +20,7 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.artifacts.upstream import find_cache, open_corpus
 from services.common.command_line import RecipeParser
-from services.common.entry_point import run_stage
+from services.common.entry_point import run_program
 from services.common.errors import (
     STORAGE_ERRNOS,
     ArtifactError,
@@ -99,4 +99,4 @@ def _platform() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    run_program(main)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from services.common.instance_types import INSTANCE_TYPES, TRN1, family_of
+from services.common.instance_types import TRN1, family_of, read_instance_types
 from services.common.presets import MODEL_PRESETS
 
 Kind = Literal["corpus", "compile_cache", "checkpoint"]
@@ -383,8 +383,8 @@ class Cluster(Section):
     @field_validator("trainer_instance_type")
     @classmethod
     def _is_a_known_instance_type(cls, value: str | None) -> str | None:
-        if value is not None and value not in INSTANCE_TYPES:
-            raise ValueError(f"unknown instance type {value!r}; known: {', '.join(INSTANCE_TYPES)}")
+        if value is not None and value not in read_instance_types():
+            raise ValueError(f"unknown instance type {value!r}; known: {', '.join(read_instance_types())}")
         return value
 
     @property

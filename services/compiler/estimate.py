@@ -15,7 +15,7 @@ from services.common.artifacts.files import listed_file
 from services.common.artifacts.store import Artifact, open_artifact, published_ids
 from services.common.errors import ArtifactError
 from services.common.input_file import read_file
-from services.common.instance_types import GIB
+from services.common.instance_types import GIB, read_pod_room
 from services.common.launch.launcher import TaskDemand
 from services.compiler.neuron_cache import MODULES_FILE
 from services.compiler.neuronx_cc import CompiledModule
@@ -47,8 +47,13 @@ class NodeSize:
         return TaskDemand(task_cpus, int(task_memory_gib * GIB)).count_on(self.cpus, self.memory_gib * GIB)
 
 
-CLUSTER_NODE = NodeSize(cpus=30, memory_gib=112.0)
-"""What a pod of the compiler has on a cluster with Trainium nodes; a test in tests/k8s holds it to the manifests."""
+CLUSTER_NODE_TYPE = "m7i.8xlarge"
+"""The nodes of the compiler's pods on a cluster with Trainium nodes, if its operators chose no other."""
+
+
+def cluster_node() -> NodeSize:
+    """What a pod of the compiler has there; a test in tests/k8s holds it to the manifests."""
+    return NodeSize(*read_pod_room(CLUSTER_NODE_TYPE))
 
 
 def read_records(cache: Artifact[CompileCacheManifest]) -> tuple[CompiledModule, ...]:

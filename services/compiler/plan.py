@@ -16,7 +16,7 @@ from services.common.program.fingerprint import program_facts
 from services.common.recipe import Compile, fingerprint
 from services.compiler import neuron_cache
 from services.compiler.compile import trace_in_child
-from services.compiler.estimate import CLUSTER_NODE, NodeSize, Rate, find_rate, makespan, nodes_within, read_records
+from services.compiler.estimate import NodeSize, Rate, cluster_node, find_rate, makespan, nodes_within, read_records
 from services.compiler.fan_out import make_tasks
 from services.compiler.neuronx_cc import CompileTask, find_compiled, target_of
 
@@ -26,7 +26,8 @@ def plan(argv: list[str]) -> int:
     parser = RecipeParser("compiler", "Say what compiling a recipe's graphs for Neuron would take. Traces them.")
     parser.prog += " plan"
     parser.add_argument("--within-minutes", type=_positive, metavar="N", help="the time in which all are to be done")
-    cpus, memory_gib = CLUSTER_NODE.cpus, CLUSTER_NODE.memory_gib
+    node = cluster_node()
+    cpus, memory_gib = node.cpus, node.memory_gib
     parser.add_argument("--node-cpus", type=_positive_int, default=cpus, metavar="N", help=f"of a node ({cpus})")
     parser.add_argument("--node-memory-gib", type=_positive, default=memory_gib, metavar="N", help=f"({memory_gib:g})")
     arguments, recipe = parser.parse(argv)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from services.common.entry_point import run_stage
+from services.common.entry_point import run_program
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend, CacheReport
 from services.common.program.mesh import Mesh, make_mesh
@@ -95,4 +95,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    run_program(main)

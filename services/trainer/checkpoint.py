@@ -54,6 +54,10 @@ def all_damaged(collection: Path, damages: list[str]) -> ArtifactError:
     )
 
 
+def no_checkpoint_yet(collection: Path) -> ArtifactError:
+    return ArtifactError(f"{collection}: the run has no checkpoint yet. Continue it, or wait for one.")
+
+
 def checkpoint_steps(collection: Path) -> list[int]:
     """Steps of the published checkpoints, ascending; not what a person has renamed."""
     return sorted(step for name in published_ids(collection) if (step := step_of(name)) is not None)

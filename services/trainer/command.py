@@ -16,7 +16,7 @@ from pathlib import Path
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusPayload
 from services.common.artifacts.lease import hold_lease
-from services.common.artifacts.store import LOCK_SUFFIX, Artifact
+from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact
 from services.common.artifacts.upstream import open_corpus
 from services.common.command_line import RecipeParser, StageParser
 from services.common.derived import describe
@@ -25,7 +25,13 @@ from services.common.image_platform import require_backend
 from services.common.program.fingerprint import program_facts
 from services.common.recipe import Recipe, fingerprint
 from services.common.telemetry import configure_logging
-from services.trainer.checkpoint import checkpoint_steps, newest_checkpoint, open_checkpoint, verify_sizes
+from services.trainer.checkpoint import (
+    checkpoint_steps,
+    newest_checkpoint,
+    no_checkpoint_yet,
+    open_checkpoint,
+    verify_sizes,
+)
 from services.trainer.doctor import doctor, doctor_parser
 from services.trainer.export import export
 from services.trainer.fit import require_fit
@@ -157,16 +163,19 @@ def import_model(arguments: Namespace, recipe: Recipe) -> int:
 
 
 def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
-    """Print what is in a checkpoint: the newest one, or that of a step."""
-    run = _find_run(arguments, recipe)
-    step = run.checkpoint.manifest.checkpoint.step if arguments.step is None else arguments.step
-    collection = run.checkpoint.path.parent
-    steps = checkpoint_steps(collection)
-    if step not in steps:
+    """Print what is in a checkpoint: the newest one that verifies, or that of a step, of which no other is read."""
+    corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
+    collection = Address(arguments.root, "checkpoint", run_name(recipe, corpus), "").collection
+    step, steps = arguments.step, checkpoint_steps(collection)
+    if not steps:
+        raise no_checkpoint_yet(collection)
+    if step is not None and step not in steps:
         raise ArtifactError(
             f"{collection}: has no checkpoint after step {step}. Pass --step with one of {', '.join(map(str, steps))}."
         )
-    for line in inspect(open_checkpoint(collection, step, verify_sizes), recipe):
+    checkpoint = newest_checkpoint(collection) if step is None else open_checkpoint(collection, step)
+    assert checkpoint is not None
+    for line in inspect(checkpoint, recipe):
         print(line)
     return 0
 

@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 
-Kind = Literal["watchdog", "restart", "nan", "loss_spike", "rollback", "straggler"]
+Kind = Literal["watchdog", "restart", "nan", "loss_spike", "rollback", "straggler", "fallback"]
 
 
 def record_event(job: Job, event: Kind, **facts: Any) -> None:
     """Append an event. One that cannot be written is logged: what it tells of goes on without it."""
     line = {"event": event, "time": time.time(), "attempt": job.attempt, "start": job.start_number, **facts}
-    if event not in ("watchdog", "restart"):  # of which a sentence was logged
+    if event not in ("watchdog", "restart", "fallback"):  # of which a sentence was logged
         logger.warning("%s: %s", event, ", ".join(f"{name}={value}" for name, value in facts.items()))
     try:
         # One write to the file's end: workers of several processes write here.
@@ -67,6 +67,31 @@ def find_watchdog_event(job: Job) -> dict[str, Any] | None:
         if (event["event"], event.get("attempt"), event.get("start")) == ("watchdog", job.attempt, job.start_number):
             return event
     return None
+
+
+class NewFallbacks:
+    """What a command says of checkpoints that its workers passed over. The file is read where it has grown alone."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._num_bytes, self._num_read = job, 0, 0
+
+    def read(self) -> list[str]:
+        """A text for each fallback since the last call."""
+        try:
+            num_bytes = (self._job.run_folder / EVENTS_FILE).stat().st_size
+        except OSError:  # no event yet
+            return []
+        if num_bytes == self._num_bytes:
+            return []
+        self._num_bytes, attempt = num_bytes, self._job.attempt
+        events = read_events(self._job.run_folder)
+        found = [each for each in events if (each["event"], each.get("attempt")) == ("fallback", attempt)]
+        new, self._num_read = found[self._num_read :], len(found)
+        return [
+            f"the run goes on after step {each['to_step']}, from the newest checkpoint that is whole. Damaged:\n  "
+            + "\n  ".join(each["damages"])
+            for each in new
+        ]
 
 
 def _name(event: dict[str, Any]) -> str:

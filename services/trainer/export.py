@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import uuid
 from pathlib import Path
 
 from services.common.artifacts.manifest import sync_folder, write_durably
-from services.common.errors import RecipeError
+from services.common.errors import STORAGE_ERRNOS, RecipeError, explain_storage_error
 from services.common.program.llama import parameter_shapes
 from services.trainer.hugging_face import CONFIG, hugging_face_config, write_weights
 from services.trainer.nxd.checkpoint import write_nxd_model
@@ -26,17 +27,30 @@ def export(run: Run, output: Path, nxd: NxdLayout | None = None) -> Path:
     Encode with the library whose file it is. AutoTokenizer in transformers 5 rebuilds merges from a SentencePiece model
     by id instead of by score and gives other ids for runs of spaces.
     """
-    if output.exists():
-        raise RecipeError(f"{output}: exists already. Name a folder that does not, or remove this one first.")
+    _require_new(output)
     partial = output.with_name(f".export-{uuid.uuid4().hex[:8]}.partial")
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         _write(run, partial, nxd)
         _rename_to_new(partial, output)
+        sync_folder(output.parent)
+    except OSError as error:
+        if error.errno not in STORAGE_ERRNOS:
+            raise
+        error.filename = error.filename or str(output)
+        raise explain_storage_error(error, option="--output") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone by now, unless something failed
-    sync_folder(output.parent)
     return output
+
+
+def _require_new(output: Path) -> None:
+    """Raise `RecipeError` unless a folder can be made there."""
+    if os.path.lexists(output):
+        raise RecipeError(f"{output}: exists already. Name a folder that does not, or remove this one first.")
+    above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise RecipeError(f"{output}: {above} is no folder, so none can be made in it. Pass another --output.")
 
 
 def _write(run: Run, folder: Path, nxd: NxdLayout | None) -> None:

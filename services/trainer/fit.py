@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pydantic import ValidationError
 
 from services.common.errors import RecipeError
-from services.common.instance_types import GIB, INSTANCE_TYPES, InstanceType
+from services.common.instance_types import GIB, InstanceType, read_instance_types
 from services.common.memory import memory_of_worker
 from services.common.recipe import Recipe
 
@@ -19,7 +19,7 @@ Changes = dict[str, str | int]
 def instance_type(recipe: Recipe) -> InstanceType | None:
     """Of the trainer's nodes, where the recipe says it, with cores as small as its workers on a node need."""
     name = recipe.cluster.trainer_instance_type
-    return INSTANCE_TYPES[name].divided_for(recipe.cluster.trainer_workers_per_node) if name else None
+    return read_instance_types()[name].divided_for(recipe.cluster.trainer_workers_per_node) if name else None
 
 
 def require_fit(recipe: Recipe) -> None:

@@ -15,20 +15,18 @@ from services.common.artifacts.store import Artifact
 from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateKind, StateSlice
 from services.common.recipe import Recipe
-from services.trainer.checkpoint import verify_checkpoint
 from services.trainer.shards import ShardReader
 
 COLUMNS = ("parameter", "shape", "slices", "weight rms", "largest", "exp_avg rms", "exp_avg_sq mean")
 
 
 def inspect(checkpoint: Artifact[CheckpointManifest], recipe: Recipe) -> Iterator[str]:
-    """Lines about a checkpoint, which is verified and read whole, a tensor at a time.
+    """Lines about a checkpoint that has been verified; it is read whole, a tensor at a time.
 
-    Raises `ArtifactError` when it is damaged, or not of the recipe's model.
+    Raises `ArtifactError` when it is not of the recipe's model.
     """
     manifest, state = checkpoint.manifest, checkpoint.manifest.checkpoint
     maker, shapes = manifest.producer, parameter_shapes(recipe.model)
-    verify_checkpoint(checkpoint)
     reader = ShardReader(checkpoint, shapes)
     yield f"checkpoint  {checkpoint.path}"
     yield f"state       after step {state.step:,}: {state.tokens:,} tokens, {state.skipped_steps:,} steps skipped"

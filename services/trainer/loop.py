@@ -217,7 +217,7 @@ def resume(job: Job, program: Program, group: WorkerGroup) -> Resumed:
 
     Raises `ArtifactError` when all checkpoints are damaged, or when the workers see different ones.
     """
-    damages = []
+    damages: list[str] = []
     for step in reversed(agree_on_checkpoints(job, group)):
         found = group.wait_for_work(partial(load_part, job, program, step))
         problems = [problem for each in group.gather({"problem": found}) if (problem := each["problem"])]
@@ -225,6 +225,8 @@ def resume(job: Job, program: Program, group: WorkerGroup) -> Resumed:
             program.update_weights()
             state = open_checkpoint(job.checkpoint_collection, step, verify_sizes).manifest.checkpoint
             logger.info("resuming after step=%d from %s", step, job.checkpoint_address(step).path)
+            if damages and group.rank == 0:
+                record_event(job, "fallback", to_step=step, damages=damages)
             return Resumed(step, state.skipped_steps, state.loss_spikes)
         logger.warning("passing over a damaged checkpoint: %s", problems[0])
         damages.append(f"{checkpoint_id(step)}: {problems[0]}")

@@ -18,7 +18,7 @@ from services.common.derived import tokens_per_step
 from services.common.errors import ArtifactError
 from services.common.input_file import parse_json, read_file
 from services.common.recipe import Recipe, stage_nodes
-from services.trainer.checkpoint import newest_checkpoint
+from services.trainer.checkpoint import newest_checkpoint, no_checkpoint_yet
 from services.trainer.checkpoint_interval import NODE_MTBF_HOURS, optimal_interval_steps
 from services.trainer.events import count_events
 from services.trainer.job import Job, run_folder, run_name
@@ -118,7 +118,7 @@ def open_run(root: Path, name: str) -> Run:
     collection = Address(root, "checkpoint", name, "").collection
     checkpoint = newest_checkpoint(collection)
     if checkpoint is None:
-        raise ArtifactError(f"{collection}: the run has no checkpoint yet. Continue it, or wait for one.")
+        raise no_checkpoint_yet(collection)
     metrics, attempts = read_metrics(folder), read_attempts(folder)
     return Run(
         folder=folder,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from services.common.errors import DeviceError
+from services.common.errors import EXIT_BUG, DeviceError, Interrupted, MillraceError, TryAgain
 from services.trainer.job import Job
 from services.trainer.metrics import MetricsTail, known_metrics
 
@@ -28,7 +28,7 @@ CLOSE_SECONDS = 60.0
 
 class Tracker(Protocol):
     def log(self, step: int, values: dict[str, float]) -> None: ...
-    def close(self) -> None: ...
+    def close(self, exit_code: int) -> None: ...
 
 
 class Wandb:
@@ -46,8 +46,8 @@ class Wandb:
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, exit_code: int) -> None:
+        self._run.finish(exit_code)
 
 
 class Mlflow:
@@ -62,14 +62,16 @@ class Mlflow:
         found = self._client.search_runs([number], f"tags.millrace_run = '{job.run}'", max_results=1)
         run = found[0] if found else self._client.create_run(number, run_name=job.run, tags={"millrace_run": job.run})
         self._id = run.info.run_id
+        self._client.update_run(self._id, status="RUNNING")  # an earlier command has ended it
 
     def log(self, step: int, values: dict[str, float]) -> None:
         now = int(time.time() * 1000)
         metrics = [self._new_metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, exit_code: int) -> None:
+        is_stopped = exit_code in (TryAgain.exit_code, Interrupted.exit_code)
+        self._client.set_terminated(self._id, "KILLED" if is_stopped else "FAILED" if exit_code else "FINISHED")
 
 
 TRACKERS: dict[str, Callable[[Job], Tracker]] = {"wandb": Wandb, "mlflow": Mlflow}
@@ -89,19 +91,20 @@ def require_trackers(names: Sequence[str]) -> None:
 @contextmanager
 def tracking(job: Job, names: Sequence[str]) -> Iterator[None]:
     """Hand each record from now on to the trackers. Raises `DeviceError` when one cannot be started."""
-    opened = {name: _open(name, job) for name in dict.fromkeys(names)}
-    tail, stop = MetricsTail(job.run_folder), threading.Event()
-    follower = threading.Thread(target=_follow, args=(tail, opened, stop), name="trackers", daemon=True)
-    if opened:
-        follower.start()
+    following = _Following(MetricsTail(job.run_folder))
+    exit_code = EXIT_BUG
     try:
+        for name in dict.fromkeys(names):
+            following.trackers[name] = _open(name, job)
+        if following.trackers:
+            following.start()
         yield
+        exit_code = 0
+    except MillraceError as error:
+        exit_code = error.exit_code
+        raise
     finally:
-        stop.set()
-        if opened:
-            follower.join(CLOSE_SECONDS)
-            if follower.is_alive():
-                logger.warning("%s: took none of the last records for %.0f s", ", ".join(opened), CLOSE_SECONDS)
+        following.end(exit_code)
 
 
 def _open(name: str, job: Job) -> Tracker:
@@ -114,22 +117,45 @@ def _open(name: str, job: Job) -> Tracker:
         ) from error
 
 
-def _follow(tail: MetricsTail, trackers: dict[str, Tracker], stop: threading.Event) -> None:
-    is_over = False
-    while not is_over:
-        is_over = stop.wait(POLL_SECONDS)
-        records = tail.read()
-        for name, tracker in list(trackers.items()):
-            try:
-                for record in records:
-                    tracker.log(record["step"], known_metrics(record))
-                if is_over:
-                    tracker.close()
-            except Exception as error:  # of any type: no view of a run ends it
-                logger.warning(
-                    "%s: it failed and gets no more records: %s. metrics.jsonl has every step.",
-                    name,
-                    error,
-                    exc_info=True,
-                )
-                del trackers[name]
+class _Following:
+    """The trackers of a command, and the thread that hands the records to them."""
+
+    def __init__(self, tail: MetricsTail) -> None:
+        self.trackers: dict[str, Tracker] = {}
+        self._tail, self._stop, self._exit_code = tail, threading.Event(), 0
+        self._thread = threading.Thread(target=self._follow, name="trackers", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self, exit_code: int) -> None:
+        """Hand over the last records, and how the command ended."""
+        self._exit_code = exit_code
+        self._stop.set()
+        if not self.trackers:
+            return
+        if not self._thread.ident:  # the command ends before it has trained: another tracker could not be started
+            self.start()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("%s: took none of the last records for %.0f s", ", ".join(self.trackers), CLOSE_SECONDS)
+
+    def _follow(self) -> None:
+        is_over = False
+        while not is_over:
+            is_over = self._stop.wait(POLL_SECONDS)
+            records = self._tail.read()
+            for name, tracker in list(self.trackers.items()):
+                try:
+                    for record in records:
+                        tracker.log(record["step"], known_metrics(record))
+                    if is_over:
+                        tracker.close(self._exit_code)
+                except Exception as error:  # of any type: no view of a run ends it
+                    logger.warning(
+                        "%s: it failed and gets no more records: %s. metrics.jsonl has every step.",
+                        name,
+                        error,
+                        exc_info=True,
+                    )
+                    del self.trackers[name]

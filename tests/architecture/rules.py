@@ -10,15 +10,18 @@ from tests.architecture.imports import calls_of, closure_of, imports_of, joined_
 
 STAGES = ("tokenizer", "compiler", "trainer")
 SERVICES = (*STAGES, "head")
-FIRST_PARTIES = ("services", "images", "deploy", "k8s", "tests", "benchmarks")
+FIRST_PARTIES = ("services", "images", "deploy", "k8s", "batch", "infra", "tests", "benchmarks")
 # What deploys stages, and what of ours each part may import besides itself. The head's image has all but the client,
 # and no `images`.
 DEPLOY_ROOMS = {
     "deploy": ("services.common",),
+    "deploy.client": ("deploy", "services.common"),
+    "deploy.commands": ("deploy.client", "k8s.client", "k8s.objects", "batch", "services.common"),
     "k8s.objects": ("deploy", "services.common"),
     "k8s.controller": ("k8s.objects", "deploy", "services.common"),
     "k8s.deploy": ("k8s.controller", "services.common"),
-    "k8s.client": ("k8s.objects", "deploy", "images", "services.common"),
+    "batch": ("deploy.client", "deploy", "images", "infra.shapes", "infra.account", "services.common"),
+    "k8s.client": ("k8s.objects", "deploy.client", "deploy", "images", "infra.shapes", "services.common"),
 }
 NEURON = {"torch_neuronx", "neuronx_distributed", "neuronxcc", "libneuronxla", "torch_xla", "nki"}
 
@@ -51,24 +54,57 @@ def deploy_rooms_import_what_is_below_them(root: Path) -> list[str]:
     """The client and the controller ignore each other, and what runs in the cluster never imports `images`."""
     return [
         f"{module} imports {name}"
-        for room, others in DEPLOY_ROOMS.items()
-        for module, path in modules_of(root, room.replace(".", "/")).items()
+        for module, path in modules_of(root, "k8s", "batch", "deploy").items()
+        if (room := _room_of(module))
         for name in sorted(imports_of(path))
-        if name.partition(".")[0] in FIRST_PARTIES and not _is_in(name, (room, *others))
+        if name.partition(".")[0] in FIRST_PARTIES and not _may_import(room, name)
     ]
 
 
+def _room_of(name: str) -> str:
+    """The innermost; empty for what is in none."""
+    return max((room for room in DEPLOY_ROOMS if _is_in(name, (room,))), key=len, default="")
+
+
+def _may_import(room: str, name: str) -> bool:
+    others = DEPLOY_ROOMS[room]
+    return _room_of(name) in (room, *others) if _room_of(name) else _is_in(name, others)
+
+
 def deploy_rooms_are_all_there_is(root: Path) -> list[str]:
-    """A module of k8s or deploy that is in no room is bound by no rule."""
+    """A module of k8s, batch or deploy that is in no room is bound by no rule."""
     return [
         f"{module} is in none of {', '.join(DEPLOY_ROOMS)}"
-        for module in modules_of(root, "k8s", "deploy")
+        for module in modules_of(root, "k8s", "batch", "deploy")
         if not _is_in(module, tuple(DEPLOY_ROOMS))
     ]
 
 
+def services_ignore_the_infrastructure(root: Path) -> list[str]:
+    """An image runs on any nodes: what it must know of them it finds there, or in a table that rides along."""
+    return [
+        f"{module} imports {name}"
+        for module, path in modules_of(root).items()
+        for name in sorted(imports_of(path))
+        if _is_in(name, ("infra",))
+    ]
+
+
+def infrastructure_ignores_what_runs_on_it(root: Path) -> list[str]:
+    """It is made before there is a cluster, and taken down by commands: it imports no deploy tool. A stage's contract
+    says what nodes have to give.
+    """
+    return [
+        f"{module} imports {name}"
+        for module, path in modules_of(root, "infra").items()
+        for name in sorted(imports_of(path))
+        if name.partition(".")[0] in FIRST_PARTIES
+        and not _is_in(name, ("infra", "images", "services.common", "deploy.stage_contract"))
+    ]
+
+
 def ray_is_imported_in_one_place(root: Path) -> list[str]:
-    modules = ("ray_launcher", "ray_cluster", "ray_neuron")
+    modules = ("ray_launcher", "ray_cluster", "ray_neuron", "ray_nodes")
     return _who_imports(root, {"ray"}, but_for=[f"services.common.launch.{module}" for module in modules])
 
 

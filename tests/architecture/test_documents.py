@@ -30,7 +30,7 @@ def test_links_lead_somewhere(name: str) -> None:
 def test_paths_that_are_named_exist(name: str) -> None:
     """In backticks, from the repository's root, with a folder and no placeholder."""
     named = re.findall(
-        r"`((?:services|tests|k8s|images|docs|benchmarks|recipes|deploy)/[\w./-]*)`",
+        r"`((?:services|tests|k8s|images|infra|docs|benchmarks|recipes|deploy)/[\w./-]*)`",
         (REPOSITORY / name).read_text(encoding="utf-8"),
     )
     assert [path for path in named if not (REPOSITORY / path).exists()] == []

@@ -56,7 +56,7 @@ class Harness:
     def start(self, command: str, **variables: str) -> subprocess.Popen[str]:
         environment = os.environ | {"OVERLAY": str(self.overlay), "RECIPE": str(self.recipe)} | variables
         return subprocess.Popen(
-            [sys.executable, "-m", "k8s.client", command],
+            [sys.executable, "-m", "k8s.client" if command.startswith("cluster-") else "deploy.commands", command],
             cwd=REPOSITORY,
             env=environment,
             stdout=subprocess.PIPE,

@@ -15,6 +15,7 @@ import yaml
 
 from deploy.exit_codes import EXIT_AGAIN
 from images.platforms import REPOSITORY
+from infra.shapes import find_shape
 from k8s.client.overlay import render
 from k8s.objects.api import Api, Object
 from k8s.objects.deploy_job import render_deploy_job
@@ -30,7 +31,7 @@ from tests.k8s.rendered import OVERLAYS, groups_of
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 NODES = 16
-DEVICES = {"aws.amazon.com/neuron": "16"}
+DEVICES = {"aws.amazon.com/neuron": str(find_shape("trn1.32xlarge").neuron_devices)}
 MINUTE = 60.0
 
 
@@ -163,10 +164,10 @@ def compiler_on_cpu_nodes(harness: Harness) -> Iterator[None]:
 
 def cpu_machine(name: str) -> Object:
     made = fake_nodes.fake_node(name)
-    made["metadata"]["labels"]["node.kubernetes.io/instance-type"] = "m7i.8xlarge"
+    made["metadata"]["labels"] |= {"node.kubernetes.io/instance-type": "m7i.8xlarge", "millrace.dev/pool": "cpu"}
     # Jobs, which would be over at once on a node that starts no container, go to the real one.
     made["spec"] = {"taints": [{"key": "fake", "effect": "PreferNoSchedule"}]}
-    resources = {"cpu": "32", "memory": "128Gi", "ephemeral-storage": "200Gi", "pods": "110"}
+    resources = fake_nodes.resources_of(find_shape("m7i.8xlarge"))
     return made | {"status": {"capacity": resources, "allocatable": resources}}
 
 

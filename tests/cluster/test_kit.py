@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from images.platforms import REPOSITORY
+from infra.shapes import find_shape
 from services.common.errors import DeviceError, TryAgain
 from services.common.testing.waiting import wait_until
 from tests.cluster.kit import cluster, fake_nodes, node_images
@@ -48,7 +49,7 @@ def gang(name: str, size: int) -> list[dict[str, Any]]:
         "metadata": {"name": name},
         "spec": {"minMember": size, "queue": "default"},
     }
-    devices = {"aws.amazon.com/neuron": "16"}
+    devices = {"aws.amazon.com/neuron": str(find_shape("trn1.32xlarge").neuron_devices)}
     pods = [
         {
             "apiVersion": "v1",

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from images.platforms import REPOSITORY
+from k8s.client.rights import IN_THE_CLUSTER, IN_THE_NAMESPACE, TO_ASK, Right
 from k8s.objects.api import Api, Object
 from k8s.objects.worker_group import replace_group
 from services.common.testing.waiting import wait_until
@@ -78,6 +79,29 @@ def test_everything_fits(harness: Harness) -> None:
     assert "the head and tokenizer and trainer keep their pods" in done.said
     assert harness.api.find("Job", "deploy-compiler") is None
     assert harness.api.find_all("ConfigMap", "millrace.dev/stage=compiler") == []
+
+
+def test_who_is_in_the_group_may_deploy_and_nobody_else(harness: Harness) -> None:
+    """The API server judges by the roles that were applied."""
+    rights = [*IN_THE_NAMESPACE, *IN_THE_CLUSTER, *TO_ASK]
+    assert [right for right in rights if not may(right, "millrace-deployers")] == []
+    assert [right for right in rights if may(right, "others")] == [TO_ASK[0]]  # what everybody may ask
+    beyond = [
+        Right("get", "", "secrets", "hugging-face"),
+        Right("create", "", "pods"),
+        Right("patch", "ray.io", "rayclusters", "other"),
+        Right("create", "ray.io", "rayjobs"),
+        Right("delete", "", "nodes"),
+    ]
+    assert [right for right in beyond if may(right, "millrace-deployers")] == []
+
+
+def may(right: Right, group: str) -> bool:
+    resource, _, part = right.resource.partition("/")
+    thing = f"{resource}.{right.group}" if right.group else resource
+    command = ["auth", "can-i", right.verb, f"{thing}/{right.name}" if right.name else thing, f"--as-group={group}"]
+    command += [f"--subresource={part}"] if part else []
+    return cluster.kubectl(*command, "--as=somebody", "-n", "millrace", quiet=True).strip() == "yes"
 
 
 def test_a_claim_that_does_not_exist(harness: Harness) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from services.common.artifacts.lease import Lease
 from services.common.derived import flops_per_token
-from services.common.instance_types import INSTANCE_TYPES
+from services.common.instance_types import read_instance_types
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec
 from services.common.testing.recipes import load_with
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.neuron, pytest.mark.timeout(4 * 3600)]
 # neuronx-cc may compute float32 products in bfloat16 (its --auto-cast), whose mantissa has 8 bits.
 TOLERANCE = 2**-7
 
-NODE = INSTANCE_TYPES["trn1.32xlarge"]
+NODE = read_instance_types()["trn1.32xlarge"]
 
 
 def test_each_worker_opens_the_core_that_it_was_told_and_knows_the_other(tmp_path: Path) -> None:

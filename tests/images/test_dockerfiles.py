@@ -9,6 +9,7 @@ import pytest
 from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM
 from images.versions import CONTROLLER_FOLDERS, sources_of
 from services.common.artifacts.__main__ import MANIFEST_TYPES
+from services.common.instance_types import SHAPES_JSON
 from services.trainer.run import SCHEMA as RUN_SCHEMA
 from tests.architecture.imports import closure_of, modules_of
 from tests.images.dockerfiles import breaches_of, instructions_of
@@ -131,6 +132,20 @@ def test_an_image_gets_its_code_after_its_libraries_were_found(service: str) -> 
     assert "\nFROM packages\n" in text
     checked = {f"services.common.{name}" for name in ("entry_point", "errors", "image_platform", "stop_signals")}
     assert closure_of(modules_of(REPOSITORY), {"services.common.image_platform"}) == checked
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_image_has_the_table_of_instance_types(service: str) -> None:
+    """Where `services.common` reads it. The Dockerfile copies it, a build may read it, Pants passes it, and a change of
+    it is a new tag."""
+    table = "infra/shapes.json"
+    assert SHAPES_JSON.relative_to(REPOSITORY).as_posix() == table
+    dockerfile = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    assert f"COPY {table} /app/{table}" in dockerfile
+    assert "COPY --from=code /app/infra /app/infra" in dockerfile
+    assert f"!{table}" in (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert (REPOSITORY / f"services/{service}/BUILD").read_text(encoding="utf-8").count('"infra:shapes"') == 2
+    assert table in sources_of(service, "cpu")
 
 
 def test_the_head_s_image_has_all_that_the_controller_imports_and_no_client() -> None:

@@ -57,7 +57,13 @@ def containers_of(pod: Thing) -> list[Thing]:
 
 
 def environment_of(container: Thing) -> dict[str, str]:
-    return {each["name"]: each.get("value", "") for each in container.get("env", [])}
+    """Of a secret its name and key."""
+    return {each["name"]: each.get("value") or _secret_of(each) for each in container.get("env", [])}
+
+
+def _secret_of(variable: Thing) -> str:
+    reference = variable.get("valueFrom", {}).get("secretKeyRef", {})
+    return f"secret {reference['name']}/{reference['key']}" if reference else ""
 
 
 def labels_of(things: list[Thing]) -> dict[str, dict[str, str]]:

@@ -11,7 +11,8 @@ from kubernetes.utils.quantity import parse_quantity
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
 from images.platforms import read_platforms
-from services.common.instance_types import INSTANCE_TYPES
+from infra.shapes import read_shapes
+from k8s.objects.names import EFA, INSTANCE_TYPE_LABEL, NEURON, POOL_LABEL
 from tests.architecture.rules import STAGES
 from tests.k8s.rendered import (
     Thing,
@@ -20,20 +21,27 @@ from tests.k8s.rendered import (
     environment_of,
     groups_of,
     labels_of,
+    name_of,
     of_kind,
     pods_of,
 )
 
 Rule = Callable[[list[Thing]], list[str]]
 
+SETUP = dict.fromkeys(
+    ("NetworkPolicy/deny", "PersistentVolumeClaim/fsx-setup", "Job/file-system-owner"), "millrace-setup"
+)
 OUTSIDE_OF_NAMESPACES = {"Namespace", "PriorityClass", "PersistentVolume", "ClusterRole", "ClusterRoleBinding"}
-NEURON = "aws.amazon.com/neuron"
-INSTANCE_TYPE_LABEL = "node.kubernetes.io/instance-type"
 FOLDERS_OF_AN_IMAGE = {"HOME", "TMPDIR", "RAY_TMPDIR", "XDG_CACHE_HOME", "NEURON_COMPILE_CACHE_URL"}
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 STOP = "RAY_JOB_STOP_WAIT_TIME_S"
+# Who deploys: an administrator maps people to it. They look at these of the whole cluster, and ask what they may.
+PEOPLE = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": "millrace-deployers"}
+LOOKED_AT = {"nodes", "queues", "priorityclasses"}
+QUESTIONS = ["selfsubjectaccessreviews", "subjectaccessreviews"]
 # Pods that no manifest here describes: the deploy tool's, and the operator's, however it was installed.
 DEPLOY_JOB = {"millrace.dev/component": "deploy"}
+POOL_PROBE = {"millrace.dev/component": "preflight-pool"}
 OPERATOR = {"app.kubernetes.io/component": "kuberay-operator"}
 LONGEST_CLUSTER_NAME = 53  # the operator refuses a longer one
 LONGEST_POD_PREFIX = 50  # the operator cuts <cluster>-<group> there, so that two groups' pods could be called the same
@@ -130,18 +138,28 @@ def a_claim_and_its_volume_hold_each_other(things: list[Thing]) -> list[str]:
 
 
 def everything_is_in_one_namespace(things: list[Thing]) -> list[str]:
-    """kustomize writes it into the Queue and the policy too, which have none; an API server takes it out again."""
-    [namespace] = of_kind(things, "Namespace")
+    """kustomize writes it into the Queue and the policy too, which have none; an API server takes it out again. What
+    prepares the cluster as root is in another, because this one is restricted."""
+    namespace = _restricted_namespace(things)
     return [
         f"{thing['kind']} {thing['metadata']['name']} is in {thing['metadata'].get('namespace')}"
         for thing in things
-        if thing["metadata"].get("namespace") != (None if thing["kind"] in OUTSIDE_OF_NAMESPACES else namespace)
+        if thing["metadata"].get("namespace")
+        != (None if thing["kind"] in OUTSIDE_OF_NAMESPACES else SETUP.get(name_of(thing), namespace))
     ]
+
+
+def _restricted_namespace(things: list[Thing]) -> str:
+    label = "pod-security.kubernetes.io/enforce"
+    [name] = [
+        name for name, each in of_kind(things, "Namespace").items() if each["metadata"]["labels"][label] == "restricted"
+    ]
+    return name
 
 
 def the_cluster_is_guarded_where_it_is(things: list[Thing]) -> list[str]:
     """The policies name the namespace in a selector, which kustomize does not write."""
-    [namespace] = of_kind(things, "Namespace")
+    namespace = _restricted_namespace(things)
     policies = of_kind(things, "ValidatingAdmissionPolicy")
     guarded = {
         policy["spec"]["matchConstraints"]["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
@@ -183,9 +201,9 @@ def ray_reads_the_groups_as_meant(things: list[Thing]) -> list[str]:
 
 
 def _cores_of(pod: Thing) -> int:
-    """NeuronCores of a node, each of which a worker of the pod takes."""
+    """NeuronCores of a node, which the workers of the pod share."""
     node = pod["spec"].get("nodeSelector", {}).get(INSTANCE_TYPE_LABEL, "")
-    return INSTANCE_TYPES[node].workers if NEURON in _limits_of(pod) and node in INSTANCE_TYPES else 0
+    return read_shapes()[node].neuron_cores if NEURON in _limits_of(pod) and node in read_shapes() else 0
 
 
 def node_types_that_ray_reads(things: list[Thing]) -> dict[str, Any]:
@@ -195,13 +213,14 @@ def node_types_that_ray_reads(things: list[Thing]) -> dict[str, Any]:
 
 def policies_select_pods_that_there_are(things: list[Thing]) -> list[str]:
     """A selector that matches no pod, or one too many, is accepted without a word."""
-    pods = [*labels_of(things).values(), DEPLOY_JOB, *labels_of_cron_jobs(things)]
+    pods = [*labels_of(things).values(), DEPLOY_JOB, POOL_PROBE, *labels_of_cron_jobs(things)]
     problems = []
     for name, policy in of_kind(things, "NetworkPolicy").items():
         spec = policy["spec"]
         peers = [peer for rule in spec.get("ingress", []) for peer in rule.get("from", [])]
         peers += [peer for rule in spec.get("egress", []) for peer in rule.get("to", [])]
-        here = [spec["podSelector"], *(peer["podSelector"] for peer in peers if "namespaceSelector" not in peer)]
+        near = [peer for peer in peers if "namespaceSelector" not in peer and "ipBlock" not in peer]
+        here = [spec["podSelector"], *(peer["podSelector"] for peer in near)]
         far = [peer["podSelector"] for peer in peers if "namespaceSelector" in peer and "podSelector" in peer]
         problems += [f"{name}: no pod has {each}" for each in here if not any(_selects(each, pod) for pod in pods)]
         problems += [f"{name}: {each} is not the operator" for each in far if not _selects(each, OPERATOR)]
@@ -213,7 +232,10 @@ def policies_select_pods_that_there_are(things: list[Thing]) -> list[str]:
 
 
 def _selects(selector: Thing, labels: dict[str, str]) -> bool:
-    return selector.get("matchLabels", {}).items() <= labels.items()
+    among = {each["key"]: each["values"] for each in selector.get("matchExpressions", [])}  # all say In
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(key) in values for key, values in among.items()
+    )
 
 
 def labels_of_cron_jobs(things: list[Thing]) -> list[dict[str, str]]:
@@ -227,16 +249,21 @@ def the_deployer_may_touch_this_cluster_alone(things: list[Thing]) -> list[str]:
         for rule in role["rules"]:
             resources = set(rule["resources"])
             is_ours = rule.get("resourceNames") == [cluster_of(things)["metadata"]["name"]]
-            if "rayclusters" in resources and rule["verbs"] != ["get"] and not is_ours:
+            if "rayclusters" in resources and not set(rule["verbs"]) <= {"get", "list"} and not is_ours:
                 problems.append(f"{name}: every RayCluster")
-            if resources & {"*", "secrets"} or "*" in (*rule["verbs"], *rule["apiGroups"]):
+            is_token = is_ours and rule["verbs"] == ["get"]
+            is_too_much = resources & {"*"} or ("secrets" in resources and not is_token)
+            if is_too_much or "*" in (*rule["verbs"], *rule["apiGroups"]):
                 problems.append(f"{name}: {sorted(resources)}")
     for name, role in of_kind(things, "ClusterRole").items():
-        if role["rules"] != [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list"]}]:
-            problems.append(f"{name}: more of the whole cluster than to look at nodes")
+        for rule in role["rules"]:
+            is_a_look = rule["verbs"] == ["get", "list"] and set(rule["resources"]) <= LOOKED_AT
+            is_a_question = rule == {"apiGroups": ["authorization.k8s.io"], "resources": QUESTIONS, "verbs": ["create"]}
+            if not (is_a_look or is_a_question):
+                problems.append(f"{name}: more of the whole cluster than to look at nodes")
     bindings = of_kind(things, "RoleBinding") | of_kind(things, "ClusterRoleBinding")
     for name, binding in bindings.items():
-        accounts = [subject["name"] for subject in binding["subjects"]]
+        accounts = [subject["name"] for subject in binding["subjects"] if subject != PEOPLE]
         if binding["roleRef"]["name"] not in of_kind(things, binding["roleRef"]["kind"]):
             problems.append(f"{name}: no role {binding['roleRef']['name']}")
         problems += [f"{name}: no account {each}" for each in accounts if each not in of_kind(things, "ServiceAccount")]
@@ -361,17 +388,23 @@ def scratch_is_within_the_pods_storage(things: list[Thing]) -> list[str]:
 
 
 def trainium_pods_reach_trainium_nodes(things: list[Thing]) -> list[str]:
-    """Whole nodes: no scheduler extension that picks devices acts on pods that Volcano places."""
+    """Whole nodes of one pool and type: no scheduler extension that picks devices acts on pods that Volcano places, and
+    a gang is on one network."""
     problems = []
     for stage, group in groups_of(things).items():
         spec, limits = group["template"]["spec"], _limits_of(group["template"])
-        tolerated = {each["key"] for each in spec.get("tolerations", [])}
-        wanted = {NEURON: 16, "vpc.amazonaws.com/efa": 8} if NEURON in limits else {}
+        if NEURON not in limits:
+            continue
+        selector = spec.get("nodeSelector", {})
+        shape = read_shapes().get(selector.get(INSTANCE_TYPE_LABEL))
+        wanted = {NEURON: shape.neuron_devices, EFA: shape.efa_cards} if shape else {}
         problems += [f"{stage}: {limits.get(each)} of {each}" for each in wanted if limits.get(each) != wanted[each]]
-        if NEURON in limits and NEURON not in tolerated:
+        if NEURON not in {each["key"] for each in spec.get("tolerations", [])}:
             problems.append(f"{stage}: the taint {NEURON} keeps it away")
-        if NEURON in limits and not spec.get("nodeSelector", {}).get(INSTANCE_TYPE_LABEL):
+        if shape is None:
             problems.append(f"{stage}: no instance type is selected")
+        if not selector.get(POOL_LABEL):
+            problems.append(f"{stage}: its gang may straddle pools")
     return problems
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from k8s.client import overlay
 from k8s.client.overlay import cluster_up
 from k8s.objects.deploy_job import render_deploy_job
+from k8s.objects.names import NODE_POOLS, NODE_POOLS_ANNOTATION
+from k8s.objects.names import REGION_ANNOTATION as REGION
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
 from tests.k8s.builders import deployment_of
@@ -29,6 +32,9 @@ class Server:
         self._live, self._pods = cluster, pods
         self._jobs = {job["metadata"]["name"]: job for job in jobs}
         self.applied: list[str] = []
+
+    def within(self, namespace: str) -> Server:
+        return self
 
     def find(self, kind: str, name: str) -> Thing | None:
         return self._live if kind == "RayCluster" else self._jobs.get(name)
@@ -134,6 +140,26 @@ def test_the_same_manifests_are_applied_while_a_stage_runs(
     server = Server(live, [], [running(live)])
     assert up(monkeypatch, server, overlays["local"], HEAD) == 0
     assert server.applied[-1] == "RayCluster"
+
+
+def test_the_region_does_not_change_under_nodes_that_are_held(
+    monkeypatch: pytest.MonkeyPatch, overlays: dict[str, list[Thing]], live: Thing
+) -> None:
+    """Nobody would find the pool to lower it."""
+    things = with_change(
+        overlays["local"], lambda cluster: cluster["metadata"]["annotations"].update({REGION: "us-east-2"})
+    )
+    server = Server(live, [], [shares_of("trainer")])
+    with pytest.raises(DeviceError, match="REGION changes from nothing to us-east-2, and trainer still holds nodes"):
+        up(monkeypatch, server, things, HEAD)
+    assert server.applied == []
+    assert up(monkeypatch, Server(live, [], []), things, HEAD) == 0
+
+
+def shares_of(stage: str) -> Thing:
+    """The Lease that says that a stage holds nodes."""
+    book = json.dumps({"millrace/trainium": {"size_before": 0, "nodes": {stage: 2}}})
+    return {"kind": "Lease", "metadata": {"name": NODE_POOLS, "annotations": {NODE_POOLS_ANNOTATION: book}}}
 
 
 def test_a_running_group_s_pods_are_not_changed(

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from deploy.stage_contract import find_contract
+from deploy.client.outline import OutlineCompile, read_outline
+from deploy.client.request import DeployRequest
 from images.platforms import REPOSITORY
 from k8s.client.compile_tasks import check_trace
-from k8s.client.outline import OutlineCompile, read_outline
 from k8s.client.plan import describe_plan
-from k8s.client.request import DeployRequest, ResolvedRequest, resolve
+from k8s.client.request import ResolvedRequest, resolve
 from k8s.objects.pod_group import render_pod_group
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError
 from services.common.recipe import Compile
-from services.compiler.estimate import CLUSTER_NODE, Rate
+from services.compiler.estimate import Rate, cluster_node
 from services.compiler.fan_out import make_tasks
 from services.compiler.modules import Module
 from services.compiler.plan import describe_plan as describe_graphs
@@ -111,18 +111,18 @@ def test_what_a_person_is_shown(compiler: WorkerGroup) -> None:
 
     assert "tasks       6 graphs at a time, each with 8 CPUs and 32 GiB, 3 on a pod" in said
     assert "arguments   --compile.num_workers=6" in said
-    assert "holds       2 x any node" in said
+    assert "holds       2 x m7i.8xlarge" in said
 
 
 def test_the_compiler_s_own_plan_counts_the_same_nodes(compiler: WorkerGroup, tmp_path: Path) -> None:
     """`services.compiler plan` without options is about the pods that a deployment brings up."""
-    resources = find_contract("compiler", "neuron").resources
-    assert resources is not None
-    assert (resources.cpus, resources.memory_gib) == (CLUSTER_NODE.cpus, CLUSTER_NODE.memory_gib)
+    asked = compiler.requests
+    node = cluster_node()
+    assert (int(asked["cpu"]), int(asked["memory"])) == (node.cpus, int(node.memory_gib) * GIB)
     settings = Compile()
     modules = [Module(tmp_path, "2.21", f"MODULE_{number}", (), 1_000_000) for number in range(8)]
     tasks = make_tasks(modules, tmp_path / "compiled", "trn1", settings)
-    said = describe_graphs(tasks, settings, Rate(600.0, ""), CLUSTER_NODE, within_minutes=10)
+    said = describe_graphs(tasks, settings, Rate(600.0, ""), cluster_node(), within_minutes=10)
     nodes, workers = said.split("done in 10: ")[1].split()
 
     assert (nodes, workers) == ("--cluster.compiler_nodes=3", "--compile.num_workers=8")

@@ -273,7 +273,7 @@ def test_a_lease_is_lost_by_silence_and_not_by_another_machine_s_clock(clock: Cl
 
 
 def observation(**changes: Any) -> Observation:
-    nothing: dict[str, Any] = {"replicas": 0, "pods": 0, "rayjobs": 0, "has_gang": False}
+    nothing: dict[str, Any] = {"replicas": 0, "pods": 0, "rayjobs": 0, "has_gang": False, "nodes": 0}
     nothing |= {"is_kept": False, "is_held": False, "lease": ""}
     return Observation(**nothing | changes)
 
@@ -289,6 +289,10 @@ def observation(**changes: Any) -> Observation:
         (observation(has_gang=True), "its PodGroup"),
         (observation(replicas=2, pods=2, has_gang=True, is_held=True), ""),
         (observation(replicas=2, pods=2, has_gang=True, is_kept=True), ""),
+        (observation(nodes=2), "2 nodes of its pool"),
+        (observation(nodes=2, is_held=True), ""),
+        (observation(replicas=2, pods=2, has_gang=True, nodes=2, is_kept=True), ""),
+        (observation(nodes=2, is_kept=True), "2 nodes of its pool"),
     ],
 )
 def test_what_nobody_holds_is_an_orphan(seen: Observation, expected: str) -> None:

@@ -19,6 +19,7 @@ from k8s.controller.decision import (
     EndAttempt,
     EndDeployment,
     Gang,
+    HoldNodes,
     Observation,
     PlaceGang,
     ShrinkGang,
@@ -28,6 +29,7 @@ from k8s.controller.decision import (
     Wait,
     decide,
 )
+from k8s.controller.node_pool import PoolState
 from k8s.controller.ray_jobs import DriverState
 from k8s.objects.record import Outcome, Record
 from tests.k8s.builders import deployment_of
@@ -154,6 +156,46 @@ PLACING: list[tuple[str, Observation, Action]] = [
         "a gang that is waited for anew",
         seen((LOST,), gang=gang(nodes=4, missing="3 of 4"), **waited("a gang of 8", PATIENCE + 1)),
         PlaceGang(nodes=4, report="3 of 4", waits_for="a gang of 4"),
+    ),
+    (
+        "nodes that are still to come",
+        seen(gang=gang(replicas=0, pods=0, is_up_to_date=False, pool=PoolState(is_raised=False, report="0 -> 8"))),
+        HoldNodes(report="0 -> 8", waits_for="a gang of 8"),
+    ),
+    (
+        "nodes that are still to come, for a cluster of its own",
+        seen(mode="isolated", gang=gang(replicas=0, pods=0, pool=PoolState(is_raised=False, report="0 -> 8"))),
+        HoldNodes(report="0 -> 8", waits_for="a gang of 8"),
+    ),
+    (
+        "nodes that start, for a cluster of its own, which comes after them",
+        seen(mode="isolated", gang=gang(replicas=0, pods=0, is_up_to_date=False, pool=PoolState(report="2 of 8"))),
+        Wait(report="2 of 8", waits_for="a gang of 8"),
+    ),
+    (
+        "nodes that start",
+        seen(gang=gang(missing="7 of 8", pool=PoolState(report="7 nodes are ready"))),
+        PlaceGang(nodes=8, report="7 of 8; 7 nodes are ready", waits_for="a gang of 8"),
+    ),
+    (
+        "nodes that do not come",
+        seen(gang=gang(missing="7 of 8", pool=PoolState(report="7 are ready")), **waited("a gang of 8", PATIENCE + 1)),
+        EndDeployment(outcome=Outcome(75, "not up after 1800 s: 7 of 8; 7 are ready")),
+    ),
+    (
+        "a pool that EKS does not raise",
+        seen(gang=gang(pool=PoolState(is_raised=False, report="busy")), **waited("a gang of 8", PATIENCE + 1)),
+        EndDeployment(outcome=Outcome(75, "not up after 1800 s: busy")),
+    ),
+    (
+        "a pool that may not be raised",
+        seen(gang=gang(pool=PoolState(is_raised=False, refusal="denied"))),
+        EndDeployment(outcome=Outcome(4, "denied")),
+    ),
+    (
+        "nodes of another stage that start while the gang stands",
+        seen(gang=gang(pool=PoolState(report="9 of 10 nodes are ready"))),
+        StartAttempt(nodes=8, report=f"attempt 1: RayJob trainer-abc123-1 runs {IMAGE} on 8 nodes"),
     ),
     (
         "a RayJob of an earlier deployment",

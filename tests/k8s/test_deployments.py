@@ -15,10 +15,11 @@ import pytest
 import yaml
 from ray.job_submission import JobStatus
 
+from deploy.client.outline import read_outline
+from deploy.client.request import DeployRequest
 from k8s.client.manifests import write_manifests
-from k8s.client.outline import read_outline
 from k8s.client.plan import describe_plan
-from k8s.client.request import DeployRequest, resolve
+from k8s.client.request import resolve
 from k8s.client.stage_image import repository_of
 from k8s.controller import job
 from k8s.controller.driver_log import Readable
@@ -211,7 +212,10 @@ def test_a_deploy_job_reads_no_recipe() -> None:
 
 def node(name: str, changes: Thing | None = None) -> Thing:
     made = {
-        "metadata": {"name": name, "labels": {"node.kubernetes.io/instance-type": "trn1.32xlarge"}},
+        "metadata": {
+            "name": name,
+            "labels": {"node.kubernetes.io/instance-type": "trn1.32xlarge", "millrace.dev/pool": "trainium"},
+        },
         "spec": {"taints": [{"key": "aws.amazon.com/neuron", "value": "true", "effect": "NoSchedule"}]},
         "status": {
             "allocatable": {

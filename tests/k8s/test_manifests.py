@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from infra.shapes import find_shape
 from tests.k8s import rules
 from tests.k8s.rendered import OVERLAYS, REMOVED, Thing, changed, name_of, pods_of
 from tests.k8s.rules import Rule
@@ -17,6 +18,7 @@ Breach = tuple[Rule, str, str, object, str]
 ALL_RULES: list[Rule] = [*rules.EVERYWHERE, *rules.IN_PRODUCTION]
 RULES_OF: dict[str, list[Rule]] = {"local": rules.EVERYWHERE, "eks": ALL_RULES}
 
+TRN1 = find_shape("trn1.32xlarge")
 CLUSTER, QUEUE = "RayCluster/millrace", "Queue/millrace"
 HEAD = "/spec/headGroupSpec"
 TRAINER = "/spec/workerGroupSpecs/2"
@@ -93,7 +95,13 @@ BREACHES: list[Breach] = [
     (rules.names_fit_into_pods_names, CLUSTER, "/metadata/name", "m" * 43, "longer than 50"),
     (rules.names_fit_into_pods_names, CLUSTER, "/metadata/name", "1-millrace", "no name for a RayCluster"),
     (rules.ray_is_the_pinned_version, CLUSTER, "/spec/rayVersion", "2.59.0", "neuron images have 2.60.0"),
-    (rules.ray_reads_the_groups_as_meant, CLUSTER, f"{TRAINER}/resources/neuron_cores", REMOVED, "32 neuron_cores"),
+    (
+        rules.ray_reads_the_groups_as_meant,
+        CLUSTER,
+        f"{TRAINER}/resources/neuron_cores",
+        REMOVED,
+        f"{TRN1.neuron_cores} neuron_cores",
+    ),
     (rules.ray_reads_the_groups_as_meant, CLUSTER, f"{TRAINER}/resources/stage_trainer", REMOVED, "cannot route"),
     (rules.ray_reads_the_groups_as_meant, CLUSTER, f"{HEAD}/rayStartParams/num-cpus", REMOVED, "the head has CPUs"),
     (
@@ -150,7 +158,7 @@ BREACHES: list[Breach] = [
         CLUSTER,
         f"{TRAINER}/maxReplicas",
         17,
-        "trainer: 17 pods need 272 aws.amazon.com/neuron, above the cap",
+        f"trainer: 17 pods need {17 * TRN1.neuron_devices} aws.amazon.com/neuron, above the cap",
     ),
     (rules.the_operator_leaves_the_cluster_alone, CLUSTER, "/spec/upgradeStrategy/type", "Recreate", "Recreate"),
     (rules.the_operator_leaves_the_cluster_alone, CLUSTER, "/spec/enableInTreeAutoscaling", True, "is set"),
@@ -174,12 +182,25 @@ BREACHES: list[Breach] = [
     (rules.a_notice_becomes_a_checkpoint, CLUSTER, f"{CONTAINER}/env/0", REMOVED, "it drains for 0 s"),
     (rules.a_notice_becomes_a_checkpoint, CLUSTER, f"{CONTAINER}/env/1", REMOVED, "RAY_JOB_STOP_WAIT_TIME_S is None"),
     (rules.requests_are_limits, CLUSTER, f"{LIMITS}/memory", "441Gi", "trainer: requests and limits differ"),
-    (rules.ray_counts_the_pods_cpus, CLUSTER, f"{TRAINER}/resources/CPU", "128", "counts 128 CPUs, the pod has 120"),
+    (
+        rules.ray_counts_the_pods_cpus,
+        CLUSTER,
+        f"{TRAINER}/resources/CPU",
+        "128",
+        f"counts 128 CPUs, the pod has {TRN1.pod_resources.cpus}",
+    ),
     (rules.scratch_is_within_the_pods_storage, CLUSTER, f"{POD}/volumes/0/emptyDir", {}, "may grow to None"),
     (rules.scratch_is_within_the_pods_storage, CLUSTER, f"{POD}/volumes/0/emptyDir/sizeLimit", "1Ti", "grow to 1Ti"),
     (rules.scratch_is_within_the_pods_storage, CLUSTER, f"{POD}/volumes/3/emptyDir/sizeLimit", "441Gi", "grow to 441"),
     (rules.trainium_pods_reach_trainium_nodes, CLUSTER, f"{POD}/tolerations", REMOVED, "the taint"),
     (rules.trainium_pods_reach_trainium_nodes, CLUSTER, f"{POD}/nodeSelector", REMOVED, "no instance type"),
+    (
+        rules.trainium_pods_reach_trainium_nodes,
+        CLUSTER,
+        f"{POD}/nodeSelector/millrace.dev~1pool",
+        REMOVED,
+        "its gang may straddle pools",
+    ),
     (rules.trainium_pods_reach_trainium_nodes, CLUSTER, f"{LIMITS}/aws.amazon.com~1neuron", "8", "trainer: 8 of aws"),
 ]
 
@@ -276,8 +297,8 @@ def test_ray_sees_the_neuron_cores_of_a_trainium_node(
     for stage, things in (("trainer", overlays["eks"]), ("compiler", compiler_on_trainium)):
         resources = rules.node_types_that_ray_reads(things)[stage]["resources"]
         assert {name: resources[name] for name in ("CPU", "neuron_cores", f"stage_{stage}")} == {
-            "CPU": 120,
-            "neuron_cores": 32,
+            "CPU": TRN1.pod_resources.cpus,
+            "neuron_cores": TRN1.neuron_cores,
             f"stage_{stage}": 1,
         }
     assert "neuron_cores" not in rules.node_types_that_ray_reads(overlays["eks"])["tokenizer"]["resources"]
@@ -290,5 +311,5 @@ def test_a_compile_for_neuron_takes_no_neuron_device(overlays: dict[str, list[Th
 
     assert container["resources"]["limits"].keys() == {"cpu", "memory", "ephemeral-storage"}
     assert "tolerations" not in pod
-    assert "nodeSelector" not in pod
+    assert pod["nodeSelector"] == {"millrace.dev/pool": "cpu"}
     assert "neuron_cores" not in rules.node_types_that_ray_reads(overlays["eks"])["compiler"]["resources"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from k8s.client import preflight, probe
 from k8s.client.preflight import Findings, check_in_pods
 from k8s.objects.deployment import RECORD_VERSION, Deployment
+from k8s.objects.names import node_pool_annotation
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from tests.k8s.builders import deployment_of
 from tests.k8s.rendered import Thing, cluster_of
@@ -72,8 +74,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def trainer(overlays: dict[str, list[Thing]]) -> WorkerGroup:
-    """Its image is pulled."""
-    return worker_group_of(cluster_of(overlays["eks"]), "trainer")
+    """Its image is pulled, to nodes that are there."""
+    cluster = copy.deepcopy(cluster_of(overlays["eks"]))
+    cluster["metadata"]["annotations"].pop(node_pool_annotation("trainer"), None)
+    return worker_group_of(cluster, "trainer")
 
 
 def look(api: Pods, group: WorkerGroup, **changes: Any) -> Findings:
@@ -96,7 +100,10 @@ def test_the_stage_is_asked_in_its_own_image_on_a_node_of_its_own(
     by_image = {job["spec"]["template"]["spec"]["containers"][0]["image"]: job for job in api.jobs.values()}
     assert set(by_image) == {IMAGE, trainer.head_pod["containers"][0]["image"]}
     pod = by_image[IMAGE]["spec"]["template"]["spec"]
-    assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": "trn1.32xlarge"}
+    assert pod["nodeSelector"] == {
+        "millrace.dev/pool": "trainium",
+        "node.kubernetes.io/instance-type": "trn1.32xlarge",
+    }
     assert pod["tolerations"] == trainer.pod["tolerations"]
     assert "aws.amazon.com/neuron" not in pod["containers"][0]["resources"]["requests"]
     assert [problem for job in api.jobs.values() for problem in problems_of(job, schemas)] == []

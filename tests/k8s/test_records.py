@@ -28,6 +28,7 @@ FIELDS = {
     }
 }
 FIELDS[3] = FIELDS[2] | {"tensor_parallel_size"}
+FIELDS[4] = FIELDS[3] | {"node_pool", "capacity_ends_at"}
 
 
 def record_with(remove: str = "", **changes: Any) -> str:
@@ -53,13 +54,18 @@ def test_a_record_from_before_models_were_split_has_whole_ones() -> None:
     assert Deployment.from_json(json.dumps({name: old[name] for name in (*FIELDS[2], "version")})) == deployment_of()
 
 
+def test_a_record_from_before_there_were_pools_has_nodes_that_are_there() -> None:
+    old = json.loads(record_with(version=3))
+    assert Deployment.from_json(json.dumps({name: old[name] for name in (*FIELDS[3], "version")})) == deployment_of()
+
+
 @pytest.mark.parametrize(
     ("text", "said", "is_newer"),
     [
-        (record_with(version=RECORD_VERSION + 1), "of version 4, and versions 1, 2, 3 are known", True),
+        (record_with(version=RECORD_VERSION + 1), "of version 5, and versions 1, 2, 3, 4 are known", True),
         (record_with(version="2.1"), "of version 2.1", True),
-        (record_with(hosts=2), "of version 3 differs in hosts", True),
-        (record_with(remove="image"), "of version 3 differs in image", False),
+        (record_with(hosts=2), "of version 4 differs in hosts", True),
+        (record_with(remove="image"), "of version 4 differs in image", False),
         ('{"stage": "trainer"}', "of version 1 differs in arguments, drain_seconds", False),
         ("[]", "of version 1 differs", False),
         ("7", "cannot be read", True),

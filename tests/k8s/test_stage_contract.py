@@ -1,4 +1,4 @@
-"""The worker groups' YAML and the contract of the stages say the same."""
+"""The worker groups as they are applied and the contract of the stages say the same."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 from kubernetes.utils.quantity import parse_quantity
 
-from deploy.stage_contract import Resources, StageContract, Variant, find_contract, make_command
+from deploy.stage_contract import Resources, StageContract, find_contract, make_command
+from infra.shapes import find_shape
 from k8s.client.stage_image import repository_of
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, worker_group_of
 from services.common.recipe import STAGES, Stage
 from tests.k8s.rendered import OVERLAYS, REMOVED, Thing, changed, cluster_of, environment_of
 
-VARIANTS: dict[str, Variant] = {"local": "cpu", "eks": "neuron"}
+TRAINIUM, CPU = find_shape("trn1.32xlarge").pod_resources, find_shape("m7i.8xlarge").pod_resources
+RESOURCES: dict[str, dict[Stage, Resources | None]] = {
+    "local": dict.fromkeys(STAGES),
+    "eks": {"tokenizer": CPU, "compiler": CPU, "trainer": TRAINIUM},
+}
 GIB = 2**30
 
 
@@ -24,7 +29,10 @@ def breaches_of(contract: StageContract, things: list[Thing]) -> list[str]:
     container = group.container
     found: dict[str, tuple[Any, Any]] = {
         "image": (repository_of(group.image).removeprefix("CHANGE-ME/"), contract.repository),
-        "environment": (environment_of(container), contract.variables),
+        "environment": (
+            environment_of(container),
+            contract.variables | {each.name: f"secret {each.secret}/{each.key}" for each in contract.secrets},
+        ),
         "mounts": (
             {each["name"]: (each["mountPath"], each.get("readOnly", False)) for each in container["volumeMounts"]},
             {each.name: (each.path, each.is_read_only) for each in contract.mounts},
@@ -33,7 +41,10 @@ def breaches_of(contract: StageContract, things: list[Thing]) -> list[str]:
             {volume["name"]: kind_of(volume) for volume in group.pod["volumes"]},
             {each.name: each.kind for each in contract.mounts},
         ),
-        "command": (group.entrypoint(["--a"])[1:], make_command(contract.stage, "/recipe", "/fsx", ["--a"])),
+        "command": (
+            group.entrypoint(["--a"])[1:],
+            make_command(contract.stage, "/recipe/recipe.toml", "/fsx", ["--a"]),
+        ),
         "drain": (group.drain_seconds, contract.drain_seconds),
         "grace": (group.pod["terminationGracePeriodSeconds"] >= contract.drain_seconds + DRAIN_MARGIN_SECONDS, True),
     }
@@ -73,15 +84,15 @@ def requests_of(resources: Resources) -> dict[str, Decimal]:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_worker_group_keeps_the_contract(overlays: dict[str, list[Thing]], overlay: str, stage: Stage) -> None:
-    contract = find_contract(stage, VARIANTS[overlay])
+    contract = find_contract(stage, RESOURCES[overlay][stage])
     if overlay == "local":  # its checkpoints are small
         contract = contract.with_drain(worker_group_of(cluster_of(overlays[overlay]), stage).drain_seconds)
     assert breaches_of(contract, overlays[overlay]) == []
 
 
 def test_the_compiler_may_be_put_on_trainium(compiler_on_trainium: list[Thing]) -> None:
-    assert breaches_of(find_contract("compiler", "neuron").on_trainium(), compiler_on_trainium) == []
-    assert breaches_of(find_contract("trainer", "neuron"), compiler_on_trainium) == []
+    assert breaches_of(find_contract("compiler", TRAINIUM), compiler_on_trainium) == []
+    assert breaches_of(find_contract("trainer", TRAINIUM), compiler_on_trainium) == []
 
 
 POD = "/spec/workerGroupSpecs/2/template/spec"
@@ -107,9 +118,9 @@ def test_a_worker_group_that_breaks_it_is_noticed(
     overlays: dict[str, list[Thing]], pointer: str, value: object, reported: str
 ) -> None:
     things = changed(overlays["eks"], "RayCluster/millrace", pointer, value)
-    assert reported in " ".join(breaches_of(find_contract("trainer", "neuron"), things))
+    assert reported in " ".join(breaches_of(find_contract("trainer", TRAINIUM), things))
 
 
 def test_a_contract_that_changes_is_noticed(overlays: dict[str, list[Thing]]) -> None:
-    contract = find_contract("trainer", "neuron")
+    contract = find_contract("trainer", TRAINIUM)
     assert breaches_of(contract.with_drain(500), overlays["eks"])

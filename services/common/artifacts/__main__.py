@@ -17,7 +17,7 @@ from services.common.artifacts.lease import FolderWatch, LeaseTaken, LockWatch, 
 from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed, unreadable
 from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id, is_work, read_current
 from services.common.artifacts.token_stream import TokenStream
-from services.common.entry_point import run_stage
+from services.common.entry_point import run_program
 from services.common.errors import ArtifactError, RecipeError
 from services.common.input_file import parse_json, read_file
 
@@ -264,4 +264,4 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    run_program(main)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Collection
 from contextlib import suppress
@@ -18,6 +19,23 @@ from services.common.private_folder import private_base, remove_abandoned
 from services.common.stop_signals import STOP_SIGNALS
 
 WAIT_SECONDS = 5.0
+
+
+def start_guard() -> subprocess.Popen[bytes]:
+    """A guard of this process, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.common.launch.guard"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def watch_session(guard: subprocess.Popen[bytes], session: int) -> None:
+    """Let the guard end this session too."""
+    assert guard.stdin is not None
+    with suppress(BrokenPipeError):  # the guard was killed
+        os.write(guard.stdin.fileno(), f"{session}\n".encode())
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,17 +23,16 @@ import ray
 from services.common.entry_point import call_at_end
 from services.common.errors import DeviceError, MillraceError, TryAgain
 from services.common.launch.cluster_address import AUTO, cluster_address, split_address
-from services.common.launch.guard import end_sessions
+from services.common.launch.guard import end_sessions, start_guard, watch_session
+from services.common.launch.ray_process import OBJECT_STORE_BYTES
 from services.common.private_folder import new_name, private_folder
 from services.common.stop_signals import deferring_stop_signals
 
-OBJECT_STORE_BYTES = 128 * 2**20  # only small results travel through it
 JOIN_SECONDS = 60.0
 POLL_SECONDS = 1.0
 LOST_SECONDS = 20.0
 PROBE_SECONDS = 10.0
 LOST_HEAD_FAILURES = 4  # Ray's library ends the process after 60 s without the head
-LOST_RAYLET_FAILURES = 2
 
 
 _starts: list[_Call] = []
@@ -236,20 +235,14 @@ def _leaving_sigterm_to_us() -> Iterator[None]:
 @contextmanager
 def _starting_sessions(started: list[subprocess.Popen[Any]]) -> Iterator[None]:
     """Let each process of Ray's lead a session, to which no signal to our group comes, and end with this process."""
-    guard = subprocess.Popen(
-        [sys.executable, "-m", "services.common.launch.guard"],
-        env={**os.environ, "PYTHONPATH": _python_path()},
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
+    guard = start_guard()
     services: Any = ray._private.services
     popen = services.ConsolePopen
 
     def start(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
         process = popen(*arguments, **options, start_new_session=True)
         started.append(process)
-        with suppress(BrokenPipeError):  # the guard was killed
-            os.write(guard.stdin.fileno(), f"{process.pid}\n".encode())  # type: ignore[union-attr]
+        watch_session(guard, process.pid)
         return process
 
     services.ConsolePopen = start
@@ -296,41 +289,57 @@ def _join(address: str, options: dict[str, Any]) -> None:
             raise _unreachable(error) from error
     call_at_end(partial(_leave, [], ExitStack()))
     node: Any = ray._private.worker._global_node
-    _watch.begin(_LivenessProbe(node.gcs_address, node.raylet_socket_name).find_lost, PROBE_SECONDS)
+    try:
+        liveness = _Liveness(node.gcs_address, node.raylet_socket_name)
+    except OSError as error:
+        raise _unreachable(error) from error
+    _watch.begin(liveness.find_lost, POLL_SECONDS)
 
 
-class _LivenessProbe:
-    """Whether the cluster's head and this node's raylet answer. A network may fail for a while, a local socket not."""
+class _Liveness:
+    """Are the cluster's head and this node's raylet there? A network may fail for a while, a local socket does not.
+
+    A connection to the raylet is held, which ends with the raylet: Ray's library ends the process with 1 as soon as it
+    misses the raylet itself, seconds later.
+    """
 
     def __init__(self, address: str, raylet_socket: str) -> None:
-        self._probes: dict[str, tuple[Callable[[], None], int]] = {
-            "head": (partial(_probe_port, address), LOST_HEAD_FAILURES),
-            "raylet on this node": (partial(_probe_socket, raylet_socket), LOST_RAYLET_FAILURES),
-        }
-        self._failures = dict.fromkeys(self._probes, 0)
+        self._address, self._head_failures, self._head_due = address, 0, 0.0
+        self._raylet = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._raylet.connect(raylet_socket)
+        self._raylet.setblocking(False)
 
     def find_lost(self) -> str:
-        """Which of them has not answered so often that it counts as lost."""
-        for name, (probe, _) in self._probes.items():
-            try:
-                probe()
-                self._failures[name] = 0
-            except OSError:
-                self._failures[name] += 1
-        silent = [name for name, (_, limit) in self._probes.items() if self._failures[name] >= limit]
-        return f"its {' and its '.join(silent)} no longer answers" if silent else ""
+        """Which of them is lost, in a few words."""
+        if not self._is_raylet_there():
+            return "its raylet on this node no longer answers"
+        now = time.monotonic()
+        if now >= self._head_due:
+            self._head_due = now + PROBE_SECONDS
+            self._head_failures = 0 if _answers(self._address) else self._head_failures + 1
+        return "its head no longer answers" if self._head_failures >= LOST_HEAD_FAILURES else ""
+
+    def _is_raylet_there(self) -> bool:
+        try:
+            return bool(self._raylet.recv(1, socket.MSG_PEEK))  # nothing: it has closed the connection
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+
+def _answers(address: str) -> bool:
+    try:
+        _probe_port(address)
+    except OSError:
+        return False
+    return True
 
 
 def _probe_port(address: str) -> None:
     place = split_address(address)
     assert place is not None
     socket.create_connection(place, timeout=POLL_SECONDS).close()
-
-
-def _probe_socket(path: str) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(POLL_SECONDS)
-        probe.connect(path)
 
 
 def _find_cluster() -> str:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from services.common.artifacts.store import Draft, Workspace
-from services.common.entry_point import run_stage
+from services.common.entry_point import run_program
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec
 from services.common.recipe_file import load_recipe
@@ -115,4 +115,4 @@ def workers(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    run_program(main)

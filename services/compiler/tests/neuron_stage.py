@@ -12,7 +12,7 @@ from pathlib import Path
 
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.store import Artifact, publish_once
-from services.common.entry_point import run_stage
+from services.common.entry_point import run_program
 from services.common.launch.launcher import choose_launcher
 from services.common.recipe import Recipe, fingerprint
 from services.common.recipe_file import load_recipe
@@ -76,4 +76,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    run_program(main)

@@ -53,6 +53,12 @@ SMALL: dict[str, Any] = {
 """What the small recipe lacks: a run of two workers that evaluates, and commits checkpoints."""
 
 
+LLAMA_3_1 = {
+    "model__rope_theta": "500000.0",
+    "model__rope_scaling": "{factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, "
+    "original_max_position_embeddings = 8}",
+}
+"""The shape of it, with original positions that the small recipe's rows go beyond."""
 DOCUMENT_TOKENS = 24
 """Of every document: rows of 16 have a begin at 0, one at 8, or none."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.common.artifacts.checkpoint import shard_name
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import read_sealed
 from services.common.artifacts.store import Artifact
@@ -25,6 +26,7 @@ from services.trainer.tests.builders import make_corpus, make_recipe, write_reci
 from services.trainer.tests.runs import (
     call_trainer,
     checkpoints,
+    flip_a_bit,
     kill_session,
     read_run,
     start_trainer,
@@ -227,6 +229,27 @@ def test_a_second_command_says_that_the_run_is_complete_and_sees_to_its_report(
     report.write_text(report.read_text(encoding="utf-8").replace(state, "step-00000010 0123"), encoding="utf-8")
     assert call_trainer(capfd, recipe, root)[0] == 0
     assert read_state(report.parent) == state
+
+
+def test_a_damaged_newest_checkpoint_is_said_by_the_command_and_others_can_be_inspected(
+    tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "fsx"
+    assert train_alone(capfd, recipe, root, "--train.max_steps=10")[0] == 0
+    flip_a_bit(checkpoints(root)["step-00000010"] / shard_name(0))
+
+    for options, exit_code, said, not_said in (
+        (("--step=5",), 0, "state       after step 5", "files are damaged"),
+        (("--step=10",), 3, "shard-00000.safetensors: xxh3-128 is", "state  "),
+        ((), 0, "state       after step 5", "state       after step 10"),
+    ):
+        found, printed = call_trainer(capfd, recipe, root, *options, command="inspect-checkpoint")
+        assert (found, said in printed, not_said in printed) == (exit_code, True, False), printed
+
+    exit_code, output = train_alone(capfd, recipe, root, "--train.max_steps=12")
+    assert exit_code == 0, output
+    assert "the run goes on after step 5, from the newest checkpoint that is whole. Damaged:\n  step-00000010" in output
+    assert call_trainer(capfd, recipe, root, command="summary")[1].count("1 fallback") == 1
 
 
 def test_training_succeeds_without_its_views_and_never_loads_the_model_for_them(

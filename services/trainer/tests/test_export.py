@@ -9,20 +9,17 @@ import pytest
 import torch
 
 from services.common.artifacts.corpus import VocabularyKind
-from services.common.errors import ArtifactError, RecipeError
+from services.common.errors import ArtifactError, RecipeError, StorageError
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.testing.disks import mounted
 from services.trainer.export import export
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.run import Run, open_run, vocabulary_file
 from services.trainer.sample import TextGenerator, load_model, load_weights
+from services.trainer.tests.builders import LLAMA_3_1
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
-LLAMA_3_1 = {
-    "model__rope_theta": "500000.0",
-    "model__rope_scaling": "{factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, "
-    "original_max_position_embeddings = 8}",
-}
 
 
 @pytest.mark.parametrize("shape", [{}, LLAMA_3_1, {"model__tie_word_embeddings": "true"}], ids=["2", "3.1", "tied"])
@@ -58,12 +55,21 @@ def test_a_large_model_is_exported_in_several_files_and_an_index(
     assert all(torch.equal(theirs[name], tensor) for name, tensor in load_weights(run).items())
 
 
-def test_an_export_never_overwrites(tmp_path: Path, new_job: Callable[..., Job]) -> None:
+def test_an_export_never_overwrites_and_speaks_of_its_own_option(tmp_path: Path, new_job: Callable[..., Job]) -> None:
     job = new_job(train__max_steps="1")
     train(job, ALONE)
+    run = open_run(job.root, job.run)
     (tmp_path / "taken").mkdir()
-    with pytest.raises(RecipeError, match="exists already"):
-        export(open_run(job.root, job.run), tmp_path / "taken")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for taken in ("taken", "file", "link"):
+        with pytest.raises(RecipeError, match="exists already"):
+            export(run, tmp_path / taken)
+    with pytest.raises(RecipeError, match=r"file/folder/model: .*/file is no folder, .* Pass another --output"):
+        export(run, tmp_path / "file" / "folder" / "model")
+    with mounted(tmp_path / "disk", "16k") as disk, pytest.raises(StorageError, match="pass another --output") as full:
+        export(run, disk / "model")
+    assert "--root" not in str(full.value)
 
 
 def test_an_export_leaves_alone_what_lies_beside_it_and_nothing_when_it_fails(

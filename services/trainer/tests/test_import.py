@@ -12,14 +12,21 @@ import pytest
 import safetensors.torch
 import torch
 
+from services.common.artifacts.lease import Lease
+from services.common.errors import RecipeError
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.presets import MODEL_PRESETS
+from services.common.program.llama import parameter_shapes
+from services.common.recipe import Model
 from services.trainer.export import export
+from services.trainer.hugging_face import require_same_model
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.run import open_run
 from services.trainer.sample import load_weights
-from services.trainer.tests.builders import write_recipe
+from services.trainer.tests.builders import LLAMA_3_1, write_recipe
 from services.trainer.tests.runs import call_trainer, checkpoints, train_alone
+from services.trainer.weight_import import digest_weights, import_weights
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 Change = Callable[[dict[str, Any]], object]
@@ -93,6 +100,78 @@ def test_another_model_is_not_imported(
 
     assert (code, message in printed) == (2, True), printed
     assert list(checkpoints(exported.parent / "a")) == ["step-00000001"]
+
+
+def published(
+    hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int, **others: Any
+) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-05,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": vocabulary,
+        **others,
+    }
+
+
+GROUPED = {"num_key_value_heads": 8, "rope_theta": 500000.0, "attention_bias": False}
+ROPE_3_1 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+PUBLISHED = {
+    "llama2-7b": published(4096, 11008, 32, 32, 32000, num_key_value_heads=32, pretraining_tp=1, rope_scaling=None),
+    "llama2-13b": published(5120, 13824, 40, 40, 32000),  # as before grouped heads, without num_key_value_heads
+    "llama3-8b": published(4096, 14336, 32, 32, 128256, **GROUPED, rope_scaling=None, tie_word_embeddings=False),
+    "llama3.1-8b": published(
+        4096, 14336, 32, 32, 128256, **GROUPED, rope_scaling={**ROPE_3_1, "rope_type": "llama3"}, mlp_bias=False
+    ),
+}
+"""What the model's own config.json says, as transformers 4 has it."""
+
+
+def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
+    rope = {
+        "rope_theta": config.get("rope_theta", 10_000.0),
+        "rope_type": "default",
+        **(config.get("rope_scaling") or {}),
+    }
+    others = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
+    return {**others, "rope_parameters": rope}
+
+
+@pytest.mark.parametrize("write", [dict, as_transformers_5], ids=["transformers 4", "transformers 5"])
+@pytest.mark.parametrize("preset", MODEL_PRESETS)
+def test_the_configurations_that_models_are_published_with_are_those_of_the_presets(
+    tmp_path: Path, preset: str, write: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(write(PUBLISHED[preset])))
+
+    require_same_model(tmp_path, Model(**MODEL_PRESETS[preset]))
+
+    for other in set(MODEL_PRESETS) - {preset}:
+        with pytest.raises(RecipeError, match="is another model than the recipe's"):
+            require_same_model(tmp_path, Model(**MODEL_PRESETS[other]))
+
+
+@pytest.mark.parametrize("shape", [LLAMA_3_1, {"model__tie_word_embeddings": "true"}], ids=["3.1", "tied"])
+def test_a_folder_of_any_shape_is_exported_and_imported_with_the_same_bits(
+    tmp_path: Path, new_job: Callable[..., Job], lease: Lease, shape: dict[str, str]
+) -> None:
+    job = new_job("begun", train__max_steps="1", **shape)
+    train(job, ALONE)
+    run = open_run(job.root, job.run)
+    folder, weights = export(run, tmp_path / "hugging-face"), load_weights(run)
+    named = digest_weights(parameter_shapes(job.recipe.model), weights.__getitem__)
+
+    begun = new_job("imported", **shape, train__initial_weights=named)
+    import_weights(begun, folder, lease)
+
+    found = load_weights(open_run(begun.root, begun.run))
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in found.items())
 
 
 @pytest.mark.parametrize(

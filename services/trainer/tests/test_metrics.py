@@ -349,8 +349,8 @@ def test_a_tracker_gets_every_new_record_and_one_that_fails_ends_nothing(
         def log(self, step: int, values: dict[str, float]) -> None:
             self.steps.append(step)
 
-        def close(self) -> None:
-            self.steps.append(-1)
+        def close(self, exit_code: int) -> None:
+            self.steps.append(-exit_code)
 
     class Failing(Kept):
         def log(self, step: int, values: dict[str, float]) -> None:
@@ -359,11 +359,17 @@ def test_a_tracker_gets_every_new_record_and_one_that_fails_ends_nothing(
     kept: list[Kept] = []
     monkeypatch.setitem(TRACKERS, "wandb", Failing)
     monkeypatch.setitem(TRACKERS, "mlflow", Kept)
+
+    def train_until_stopped(job: Job) -> None:
+        with tracking(job, ["wandb", "mlflow"]):
+            train(job, ALONE)
+            raise TryAgain("stopped")
+
     job = new_job(train__max_steps="3", parallel__data_parallel_size="1")
     append(job.run_folder / METRICS_FILE, json.dumps({**STEP, "step": 1}).encode())
-    with tracking(job, ["wandb", "mlflow"]):
-        train(job, ALONE)
+    with pytest.raises(TryAgain, match="stopped"):
+        train_until_stopped(job)
 
-    assert [tracker.steps for tracker in kept] == [[], [1, 2, 3, -1]]
+    assert [tracker.steps for tracker in kept] == [[], [1, 2, 3, -TryAgain.exit_code]]
     log = (job.run_folder / "logs" / "rank-00000.log").read_text(encoding="utf-8")
     assert log.count("wandb: it failed and gets no more records: the network is gone") == 1

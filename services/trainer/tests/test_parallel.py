@@ -8,16 +8,23 @@ from typing import Any, NamedTuple
 
 import pytest
 import safetensors.torch
+import torch
 
 from services.common.artifacts.checkpoint import shard_name
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.program.backends.torch_native import TorchNative
+from services.common.program.mesh import make_mesh
+from services.common.program.step import Program
+from services.common.program.worker_group import WorkerGroup
 from services.trainer.events import read_events
+from services.trainer.export import export
 from services.trainer.job import Job
-from services.trainer.loop import train
+from services.trainer.loop import load_part, train
 from services.trainer.metrics import read_metrics
+from services.trainer.run import open_run
 from services.trainer.tests import work
-from services.trainer.tests.runs import checkpoints, read_run, state_hash
+from services.trainer.tests.runs import checkpoints, flip_a_bit, read_run, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 WHOLE = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "checkpoint__interval_steps": "4"}
@@ -56,6 +63,14 @@ def final_state(job: Job) -> str:
     return state_hash(checkpoints(job.root)["step-00000008"])
 
 
+def exported(job: Job) -> dict[str, torch.Tensor]:
+    """Weights of the newest checkpoint, as a Hugging Face folder has them."""
+    folder = job.root / "hugging-face"
+    if not folder.exists():
+        export(open_run(job.root, job.run), folder)
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
 def continue_alone(runs: Runs, job: Job, copy: str) -> Job:
     """The run's state after step 4, continued by one worker."""
     alone = runs.new_job(copy, **WHOLE, **FULL)
@@ -85,6 +100,9 @@ def test_a_damaged_shard_of_one_worker_lets_all_fall_back_alike(runs: Runs) -> N
         assert "passing over a damaged checkpoint" in log
         assert "shard-00002.safetensors: xxh3-128 is" in log
     assert read_run(runs.damaged.root).starts[-1].endswith("step-00000004")
+    [event] = read_events(runs.damaged.run_folder)  # of which the command tells
+    assert (event["event"], event["to_step"]) == ("fallback", 4)
+    assert "shard-00002.safetensors: xxh3-128 is" in event["damages"][0]
     assert final_state(runs.damaged) == final_state(runs.straight)
 
 
@@ -92,11 +110,17 @@ def test_a_checkpoint_of_split_models_continues_on_one_worker(runs: Runs) -> Non
     alone = continue_alone(runs, runs.straight, "whole")
 
     assert losses(alone) == pytest.approx(losses(runs.straight)[4:], rel=2e-6, abs=0)
+    ours = exported(alone)
+    for name, weight in exported(runs.straight).items():
+        torch.testing.assert_close(weight, ours[name], rtol=0, atol=2e-5)
 
 
 def test_a_checkpoint_of_sharded_optimizers_continues_on_one_worker_bit_for_bit(runs: Runs) -> None:
     continued = continue_alone(runs, runs.shared, "elastic")
-    straight = runs.new_job("alone", **WHOLE, **FULL)
+    half, straight = (runs.new_job("alone", **WHOLE, **steps) for steps in (HALF, FULL))
+    train(half, ALONE)
+    ours = exported(half)
+    assert all(torch.equal(weight, ours[name]) for name, weight in exported(runs.shared).items())
     train(straight, ALONE)
 
     assert losses(runs.shared) + losses(continued) == losses(straight)
@@ -115,7 +139,20 @@ def test_gradients_of_one_worker_that_are_not_numbers_skip_the_step_on_all(runs:
     assert [record["skipped_steps"] for record in read_metrics(alone.run_folder).lines] == [1] * 4
 
 
-def test_a_node_reads_only_the_shards_that_its_workers_load(runs: Runs) -> None:
+def test_a_worker_reads_and_verifies_only_the_shards_that_it_loads(runs: Runs) -> None:
     log = (runs.resumed.run_folder / "logs" / "rank-00000.log").read_text()
-
     assert "reading 1 of 4 shards" in log
+
+    job = runs.new_job("partly", **SPLIT, **FULL)
+    shutil.copytree(runs.straight.checkpoint_collection, job.checkpoint_collection)
+    flip_a_bit(job.checkpoint_address(8).path / shard_name(2))
+    problems = []
+    for rank in range(4):
+        group = WorkerGroup.fake(4, rank)
+        program = Program(job.recipe, TorchNative(make_mesh(job.recipe, rank, 4), 1, "exact"))
+        problems.append(load_part(job, program, 8))
+        group.leave()
+
+    # Rank 3 has a part of the matrices of rank 2's model, and with it the norms, which rank 2 writes.
+    assert [shard_name(2) in problem for problem in problems] == [False, False, True, True], problems
+    assert problems[:2] == ["", ""]

@@ -10,7 +10,7 @@ import torch
 
 from services.common.derived import flops_per_token
 from services.common.entry_point import exit_code_of
-from services.common.instance_types import INSTANCE_TYPES
+from services.common.instance_types import read_instance_types
 from services.common.memory import FLOAT32_BYTES, memory_of_worker
 from services.common.recipe import Recipe
 from services.common.recipe_file import load_recipe
@@ -39,6 +39,7 @@ def test_every_shipped_recipe_fits_the_nodes_that_it_names(path: Path, capsys: p
     assert "warning" not in shown.out
     for title in ("recipe", "topology", "memory of a worker, GiB", "time and cost", "checkpoints, every"):
         assert f"\n{title}" in shown.out
+    assert re.search(r"Young's optimum +every [\d,]+ steps .* the recipe says [\d,]+ \(", shown.out)
 
 
 @pytest.mark.slow
@@ -138,7 +139,7 @@ def test_cost_follows_from_the_utilization_and_the_price(capsys: pytest.CaptureF
 
 def test_the_utilization_is_that_of_the_published_run(tmp_path: Path) -> None:
     recipe = load_recipe(LLAMA_2_7B, {"model.preset": "llama2-13b"})
-    peak = 32 * INSTANCE_TYPES["trn1.32xlarge"].peak_flops_per_second
+    peak = 32 * read_instance_types()["trn1.32xlarge"].peak_flops_per_second
 
     assert pytest.approx(flops_per_token(recipe) * 84.0 * 4096 / peak, abs=0.005) == MFU
 

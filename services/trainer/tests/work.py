@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from services.common.artifacts.checkpoint import shard_name
+from services.common.artifacts.manifest import FileEntry
+from services.common.artifacts.token_stream import TokenStream
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program import worker_group
+from services.common.program.mesh import Mesh
+from services.common.program.micro_batch import MicroBatch
+from services.common.program.state import StateSlice
 from services.common.program.step import Program
+from services.common.recipe import Recipe
 from services.common.testing.waiting import wait_until
 from services.trainer.checkpoint_writer import CheckpointWriter
 from services.trainer.data import micro_batches
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.node_staging import prepare_node
+from services.trainer.shards import write_shard
 from services.trainer.tests.runs import checkpoints, flip_a_bit
 
 COLLECTIVE_SECONDS = 3.0
 SLOW_SECONDS = 4.5
 EVALUATION_BATCHES = 6
+AUDIT = "audit.jsonl"
+"""In the run's folder."""
 
 
 def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
@@ -96,6 +108,61 @@ def train_with_a_worker_that_errs_once(job: Job, environment: WorkerEnvironment)
     if job.start_number == 0 and environment.rank == 1:
         poison(pytest.MonkeyPatch(), 7, is_once=True)
     train(job, environment)
+
+
+def train_and_die_in_a_save(job: Job, environment: WorkerEnvironment) -> None:
+    """Audited. Rank 2 is killed when it has written half of its shard of the second checkpoint."""
+
+    def write_half(folder: Path, rank: int, slices: Mapping[StateSlice, torch.Tensor]) -> FileEntry:
+        entry = write_shard(folder, rank, slices)
+        if rank == 2 and checkpoints(job.root):
+            os.truncate(folder / entry.path, entry.bytes // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return entry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.trainer.checkpoint_writer.write_shard", write_half)
+        train_audited(job, environment)
+
+
+def train_until_one_is_terminated(job: Job, environment: WorkerEnvironment) -> None:
+    """Audited. Rank 3 gets SIGTERM in its step 15."""
+    train_step = Program.train_step
+
+    def terminate(program: Program, step: int, *arguments: Any) -> Any:
+        if step == 14 and environment.rank == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(program, step, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "train_step", terminate)
+        train_audited(job, environment)
+
+
+def train_audited(job: Job, environment: WorkerEnvironment) -> None:
+    """Each worker notes the samples that it reads for a step, before it takes the step."""
+
+    def note(stream: TokenStream, recipe: Recipe, step: int, mesh: Mesh) -> list[MicroBatch]:
+        listening = _ListeningStream(stream)
+        batches = list(micro_batches(listening, recipe, step, mesh))  # type: ignore[arg-type]
+        line = {"attempt": job.attempt, "rank": environment.rank, "step": step, "samples": listening.samples}
+        with (job.run_folder / AUDIT).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")  # in one piece: it is short
+        return batches
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.trainer.loop.micro_batches", note)
+        train(job, environment)
+
+
+class _ListeningStream:
+    def __init__(self, stream: TokenStream) -> None:
+        self._stream, self.num_samples = stream, stream.num_samples
+        self.samples: list[int] = []
+
+    def read(self, samples: Any) -> Any:
+        self.samples += samples.tolist()
+        return self._stream.read(samples)
 
 
 def train_with_spikes(job: Job, environment: WorkerEnvironment) -> None:

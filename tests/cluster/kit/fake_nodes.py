@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from infra.shapes import Shape, find_shape
 from tests.cluster.kit.processes import BIN, HOME, KUBECONFIG, PID, kubectl, run, start
 
 
 def fake(count: int, first: int = 0) -> None:
     """Nodes trn1-<first> and on that exist only in the API: pods on them become Ready without a container.
 
-    Tainted like real Trainium nodes, so that only pods that tolerate it come here.
+    As large as trn1.32xlarge, tainted like real Trainium nodes, so that only pods that tolerate it come here.
     """
     if not (PID / "kwok").exists():
         start("kwok", BIN / "kwok", f"--kubeconfig={KUBECONFIG}", "--manage-nodes-with-label-selector=type=kwok",
@@ -39,10 +40,9 @@ def fake_names(count: int, first: int) -> list[str]:
 
 
 def fake_node(name: str) -> dict[str, Any]:
-    resources = {"cpu": "128", "memory": "512Gi", "ephemeral-storage": "1000Gi", "hugepages-2Mi": "10Gi", "pods": "110"}
-    resources |= {"aws.amazon.com/neuron": "16", "vpc.amazonaws.com/efa": "8"}
     labels = {"type": "kwok", "kubernetes.io/hostname": name, "topology.kubernetes.io/zone": "local-a"}
-    labels |= {"node.kubernetes.io/instance-type": "trn1.32xlarge"}
+    labels |= {"node.kubernetes.io/instance-type": "trn1.32xlarge", "millrace.dev/pool": "trainium"}
+    resources = resources_of(find_shape("trn1.32xlarge"))
     return {
         "apiVersion": "v1",
         "kind": "Node",
@@ -50,6 +50,20 @@ def fake_node(name: str) -> dict[str, Any]:
         "spec": {"taints": [{"key": "aws.amazon.com/neuron", "value": "true", "effect": "NoSchedule"}]},
         "status": {"capacity": resources, "allocatable": resources},
     }
+
+
+def resources_of(shape: Shape) -> dict[str, str]:
+    """A node's, with a disk of its own."""
+    resources = {
+        "cpu": f"{shape.vcpus}",
+        "memory": f"{shape.memory_gib}Gi",
+        "ephemeral-storage": "1000Gi",
+        "pods": "110",
+    }
+    if shape.neuron_devices:
+        resources |= {"hugepages-2Mi": f"{shape.huge_pages_gib}Gi"}
+        resources |= {"aws.amazon.com/neuron": f"{shape.neuron_devices}", "vpc.amazonaws.com/efa": f"{shape.efa_cards}"}
+    return resources
 
 
 def module_stages() -> Path:

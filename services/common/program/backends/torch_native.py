@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+PIECE_ELEMENTS = 2**22
+"""Of an exact sum at a time. In one piece a sum of 100 MB by four workers takes 1.8 times as long as a fast one: the
+memory between its two exchanges is never the same. In pieces it takes 1.2 to 1.5 times as long.
+"""
 FAKE = "fake"  # of a group that stands for others, which has no device's collectives
 OPS = torch.ops._c10d_functional  # the form of collectives that a graph can hold
 GROUP_NAMES: dict[Axis, str] = {axis: f"millrace-{axis}" for axis in AXES}
@@ -100,7 +104,13 @@ class TorchNative:
         flat = x.flatten()
         if flat.numel() % size:  # a few numbers
             return sum_in_tree(self.all_gather(flat, axis).chunk(size)).view_as(x)
-        return self.all_gather(self.reduce_scatter(flat, axis), axis).view_as(x)
+        length = PIECE_ELEMENTS // size * size
+        if flat.numel() <= length:
+            return self.all_gather(self.reduce_scatter(flat, axis), axis).view_as(x)
+        total = torch.empty_like(flat)
+        for sums, piece in zip(total.split(length), flat.split(length), strict=True):
+            sums.copy_(self.all_gather(self.reduce_scatter(piece, axis), axis))
+        return total.view_as(x)
 
     def fence(self, x: Tensor) -> Tensor:
         return x

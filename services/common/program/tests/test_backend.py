@@ -45,6 +45,7 @@ def test_collectives_go_along_one_axis_of_the_mesh(found: list[dict[str, Tensor]
 def test_slices_of_an_exact_sum_have_the_bits_of_the_whole(found: list[dict[str, Tensor]]) -> None:
     first, second, third, fourth = (work.part_of(rank) for rank in range(work.WORKERS))
     assert all(torch.equal(results["total"], (first + second) + (third + fourth)) for results in found)
+    assert all(torch.equal(results["in pieces"], results["total"]) for results in found)
     assert torch.equal(torch.cat([results["slice"] for results in found]), found[0]["total"])
 
 

@@ -19,7 +19,7 @@ OTHER = "MODULE_13537832482499839909+e30acd3a"
 # What libneuronxla does for a graph that its cache does not hold, and what a backend makes of that.
 RUN = f"""
 import subprocess
-from services.common.entry_point import run_stage
+from services.common.entry_point import run_program
 from services.common.program.backends.compiler_shim import forbid_compiler
 
 def main(argv):
@@ -31,7 +31,7 @@ def main(argv):
     assert done.returncode != 0
     raise shim.refusal()
 
-run_stage(main)
+run_program(main)
 """
 
 

@@ -22,9 +22,10 @@ Results = dict[str, work.Trained]
 
 
 def whole_state(tmp_path: Path, together: list[Results], name: str) -> dict[StateSlice, torch.Tensor]:
-    """The full tensors that the slices which 4 workers own make together."""
+    """The full tensors that the slices which the mesh's workers own make together."""
     shapes = parameter_shapes(make_recipe(tmp_path, **work.PARALLEL).model)
-    slices = {StateSlice.parse(key): tensor for each in together for key, tensor in each[name]["state"].items()}
+    workers = [results[name] for results in together if name in results]
+    slices = {StateSlice.parse(key): tensor for each in workers for key, tensor in each["state"].items()}
     assert sum(map(len, slices)) == 3 * sum(map(math.prod, shapes.values()))
     found = {
         StateSlice.whole(kind, parameter, shape): torch.empty(shape)
@@ -62,6 +63,33 @@ def test_four_data_parallel_workers_have_the_bits_of_one(
             assert torch.equal(tensor.flatten(), alone["state"][piece.key]), (name, piece.key)
 
 
+def test_two_four_and_eight_workers_that_share_the_optimizers_state_have_the_bits_of_one(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if torch.__version__ < "2.10":
+        pytest.skip("as for four: torch 2.9's gloo damages the heap of a worker")
+    folder, largest = tmp_path_factory.mktemp("eight"), max(work.SIZES)
+    alone = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, work.EIGHT_STEPS, **work.OF_EIGHT)
+    inline.run_workers(work.train_on_fewer_and_fewer, folder, WorkerGroupSpec(largest, 1, largest, folder))
+    found: list[Results] = [torch.load(folder / f"{rank}.pt") for rank in range(largest)]
+
+    for size in work.SIZES:
+        name = f"data {size}"
+        assert [results[name]["numbers"] == alone["numbers"] for results in found[:size]] == [True] * size, name
+        for piece, tensor in whole_state(tmp_path, found, name).items():
+            assert torch.equal(tensor.flatten(), alone["state"][piece.key]), (name, piece.key)
+        for results in found[:size]:
+            assert results[name]["num_held"] <= (1 / size + 0.02) * alone["num_held"]
+
+
+def test_fast_sums_are_near_the_exact_ones(alone: work.Trained, together: list[Results]) -> None:
+    for results in together:
+        found = results["data 4" + work.FAST]["numbers"]
+        assert found == together[0]["data 4" + work.FAST]["numbers"]
+        for name, numbers in found.items():
+            assert numbers == pytest.approx(alone["numbers"][name], rel=1e-5, abs=0), name
+
+
 @pytest.mark.parametrize("mesh", [name for name, (data, _) in work.MESHES.items() if data > 1])
 def test_sharded_optimizers_have_the_same_bits_in_a_share_of_the_memory(together: list[Results], mesh: str) -> None:
     num_shares, _ = work.MESHES[mesh]
@@ -85,6 +113,19 @@ def test_a_split_model_trains_as_one_that_is_whole(
     for piece, tensor in whole_state(tmp_path, together, mesh).items():
         if piece.kind == "weight":
             torch.testing.assert_close(tensor.flatten(), alone["state"][piece.key], rtol=0, atol=2e-5)
+
+
+def test_losses_of_split_models_stay_those_of_a_whole_one_over_many_steps(
+    tmp_path: Path, together: list[Results]
+) -> None:
+    whole = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, work.MANY_STEPS)["numbers"]
+    split = [mesh for mesh, (_, size) in work.MESHES.items() if size > 1]
+    for mesh in (*split, *work.MESHES_OF_TWO):
+        found = [results[mesh + work.LONG]["numbers"] for results in together if mesh + work.LONG in results]
+        assert all(each == found[0] for each in found), mesh
+        for name in ("loss", "evaluation"):
+            assert found[0][name] == pytest.approx(whole[name], rel=2e-6, abs=0), (mesh, name)
+        assert (found[0] == whole) is (mesh == "data 2"), mesh
 
 
 def test_a_split_model_has_the_loss_and_the_gradient_norm_of_transformers(

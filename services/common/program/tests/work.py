@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
+import pytest
 import torch
 
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.backends import torch_native
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import AXES, Mesh, make_mesh
 from services.common.program.micro_batch import MicroBatch
@@ -51,15 +53,23 @@ def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
             assert torch.equal(mine, part_of(rank))
     backend, mine = TorchNative(Mesh(rank, data_parallel_size=WORKERS), 1, "exact"), part_of(rank)
     results |= {"total": backend.all_reduce(mine, "data"), "slice": backend.reduce_scatter(mine, "data")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_native, "PIECE_ELEMENTS", mine.numel() // 2 + 1)  # the last piece is shorter
+        results["in pieces"] = backend.all_reduce(mine, "data")
     torch.save(results, folder / f"{rank}.pt")
     group.barrier()
     group.leave()
 
 
-PARALLEL_STEPS = 8
+PARALLEL_STEPS, MANY_STEPS = 8, 20
 PARALLEL = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "compile__enabled": "false"}
 COPIES_APART = "tensor 4, 2 key-value heads, each on workers 2 apart"
 MESHES = {"data 4": (4, 1), "data 2 x tensor 2": (2, 2), "tensor 4, 2 key-value heads": (1, 4)}
+MESHES_OF_TWO = {"data 2": (2, 1), "tensor 2": (1, 2)}
+SIZES = (8, 4, 2)
+OF_EIGHT = {"batch__global_batch_size": "16"}
+"""A micro-batch for each of 8 workers."""
+EIGHT_STEPS = 6
 
 
 def degrees(data_parallel_size: int, tensor_parallel_size: int) -> dict[str, str]:
@@ -73,7 +83,7 @@ def degrees(data_parallel_size: int, tensor_parallel_size: int) -> dict[str, str
 SHARDED, RECOMPUTED, IN_DOCUMENTS = ", ZeRO-1", ", recomputed", ", z-loss and documents"
 WITH_DOCUMENTS = {"train__z_loss": "0.01", "train__attention_mask": "block_causal"}
 DOCUMENT_TOKENS = 7  # rows of 16
-ROUNDED = ", bfloat16 weights"
+ROUNDED, FAST, LONG = ", bfloat16 weights", ", fast sums", ", many steps"
 WITH_ROUNDED_WEIGHTS = {"train__dtype": "bfloat16", "train__param_dtype": "bfloat16"}
 
 
@@ -93,7 +103,7 @@ def micro_batches_of(recipe: Recipe, step: int) -> list[MicroBatch]:
 
 
 class Trained(TypedDict):
-    """What one worker has after PARALLEL_STEPS of the small recipe."""
+    """What one worker has after some steps of the small recipe."""
 
     numbers: dict[str, list[float]]
     """Losses and gradient norms of the steps, and the evaluation after them."""
@@ -103,14 +113,14 @@ class Trained(TypedDict):
     """Numbers of the moments that it holds."""
 
 
-def train_on(mesh: Mesh, folder: Path, **overrides: str) -> Trained:
+def train_on(mesh: Mesh, folder: Path, num_steps: int = PARALLEL_STEPS, /, **overrides: str) -> Trained:
     """Where optimizers are sharded, another program goes on with the state halfway."""
     recipe = make_recipe(folder, **PARALLEL, **overrides)
     backend = TorchNative(mesh, 1, recipe.train.reduction)
     program, defer = Program(recipe, backend), backend.defer
     found = dict[str, list[float]](loss=[], gradient_norm=[])
-    for step in range(PARALLEL_STEPS):
-        if recipe.parallel.zero_stage and step == PARALLEL_STEPS // 2:
+    for step in range(num_steps):
+        if recipe.parallel.zero_stage and step == num_steps // 2:
             held, program = program.held_state(), Program(recipe, backend)
             for piece, tensor in program.held_state().items():
                 tensor.copy_(held[piece])
@@ -129,8 +139,9 @@ def train_on(mesh: Mesh, folder: Path, **overrides: str) -> Trained:
 
 def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
     """`train_on` each of MESHES: with sharded optimizers too where several workers have the same parameters, with
-    activation checkpointing where they have parts of them, and with z-loss and documents where no two have the same.
-    With bfloat16 weights, too, where several have the same.
+    activation checkpointing and for MANY_STEPS where they have parts of them, and with z-loss and documents where no
+    two have the same. With bfloat16 weights, too, where several have the same. The first two workers then train on
+    MESHES_OF_TWO.
     """
     rank = environment.rank
     group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
@@ -148,9 +159,32 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
             results[name + ROUNDED] = train_on(mesh, own, **WITH_ROUNDED_WEIGHTS)
             results[name + SHARDED + ROUNDED] = train_on(mesh, own, parallel__zero_stage="1", **WITH_ROUNDED_WEIGHTS)
         if mesh.tensor_parallel_size > 1:
+            results[name + LONG] = train_on(mesh, own, MANY_STEPS)
             results[name + RECOMPUTED] = train_on(mesh, own, train__activation_checkpointing="full")
         if mesh.data_parallel_size == 1:
             results[name + IN_DOCUMENTS] = train_on(mesh, own, **WITH_DOCUMENTS)
-    torch.save(results, folder / f"{rank}.pt")
+    results["data 4" + FAST] = train_on(meshes["data 4"], own, train__reduction="fast")
     group.barrier()
     group.leave()
+    if rank < 2:
+        group = WorkerGroup.join(rank, 2, f"{environment.rendezvous}-two")
+        for name, sizes in MESHES_OF_TWO.items():
+            mesh = make_mesh(make_recipe(own, **PARALLEL, **degrees(*sizes)), rank, 2)
+            results[name + LONG] = train_on(mesh, own, MANY_STEPS)
+        group.barrier()
+        group.leave()
+    torch.save(results, folder / f"{rank}.pt")
+
+
+def train_on_fewer_and_fewer(folder: Path, environment: WorkerEnvironment) -> None:
+    """`train_on` SIZES of data-parallel workers with sharded optimizers; those that are one too many leave."""
+    rank, results = environment.rank, dict[str, Trained]()
+    own = folder / str(rank)
+    own.mkdir()
+    for size in SIZES:
+        if rank < size:
+            group = WorkerGroup.join(rank, size, f"{environment.rendezvous}-{size}")
+            results[f"data {size}"] = train_on(Mesh(rank, size), own, EIGHT_STEPS, parallel__zero_stage="1", **OF_EIGHT)
+            group.barrier()
+            group.leave()
+    torch.save(results, folder / f"{rank}.pt")

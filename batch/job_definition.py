@@ -1,0 +1,165 @@
+"""The job definition of a stage: the stage's contract in the words of AWS Batch's RegisterJobDefinition.
+
+Every deployment has one of its own, because Batch overrides no image, and what a job ran must stay readable. What is
+set here and why is in docs/operations/batch.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from batch.config import Config, Pool
+from deploy.exit_codes import EXIT_AGAIN
+from deploy.stage_contract import ROOT, SCRATCH, Resources, StageContract, find_contract, make_command
+from services.common.launch.batch_node import RECIPE_VARIABLE, RECIPES, pack_recipe
+from services.common.recipe import Stage
+from services.common.stage_program import ON_BATCH
+
+Request = dict[str, Any]
+
+MIB_PER_GIB = 1024
+UNLIMITED = -1
+OPEN_FILES = 1_048_576
+STACK_BYTES = 64 * 2**20
+DEVICE_PERMISSIONS = ["READ", "WRITE", "MKNOD"]
+HOST_FOLDERS = {ROOT.name: ROOT.path, SCRATCH.name: SCRATCH.path}
+"""On the nodes, as the launch template prepares them: the mounted file system, and a folder on their own disks."""
+DEPLOYMENT_TAG = "millrace.dev/deployment"
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What one deployment runs."""
+
+    stage: Stage
+    image: str
+    """With its digest."""
+    nodes: int
+    recipe: str
+    """Its name."""
+    recipe_text: str
+    arguments: tuple[str, ...]
+    attempts: int
+    """At most, counting the first."""
+    attempt_seconds: int
+    """At most; Batch then ends it, and does not try again."""
+
+    @property
+    def recipe_digest(self) -> str:
+        return hashlib.sha256(self.recipe_text.encode()).hexdigest()
+
+
+def pool_of(config: Config, stage: Stage, is_compiler_on_trainium: bool) -> Pool:
+    """Where a stage's nodes come from. The tokenizer has no use for a device, and a compiler mostly none."""
+    is_on_trainium = stage == "trainer" or (stage == "compiler" and is_compiler_on_trainium)
+    return config.trainium if is_on_trainium else config.cpu
+
+
+def render_job_definition(config: Config, pool: Pool, deployment: Deployment) -> Request:
+    """The request that registers it. Raises `RecipeError` for a recipe that is too long to travel in it.
+
+    The compiler and the trainer are multi-node parallel jobs, of one node as well; a tokenizer of one node is a plain
+    job. Nodes are one range, `0:`: a range with an end would fix their number.
+    """
+    contract = find_contract(deployment.stage, pool.shape.pod_resources)
+    container = _render_container(config, contract, deployment)
+    if deployment.stage == "tokenizer" and deployment.nodes == 1:
+        body: Request = {"type": "container", "containerProperties": container}
+    else:
+        group = {"targetNodes": "0:", "container": container, "instanceTypes": [pool.shape.name]}
+        nodes = {"numNodes": deployment.nodes, "mainNode": 0, "nodeRangeProperties": [group]}
+        body = {"type": "multinode", "nodeProperties": nodes}
+    body |= {
+        "jobDefinitionName": f"{config.name}-{deployment.stage}",
+        "platformCapabilities": ["EC2"],
+        "propagateTags": True,
+        "timeout": {"attemptDurationSeconds": deployment.attempt_seconds},
+        "retryStrategy": {"attempts": deployment.attempts, "evaluateOnExit": _rules()},
+    }
+    return body | {"tags": {"millrace.dev/stage": deployment.stage, DEPLOYMENT_TAG: identify(body)}}
+
+
+def identify(body: Request) -> str:
+    """The same for what runs the same."""
+    told = {key: value for key, value in body.items() if key != "tags"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_container(body: Request) -> Request:
+    """The one container of all nodes."""
+    if body["type"] == "container":
+        return dict(body["containerProperties"])
+    return dict(body["nodeProperties"]["nodeRangeProperties"][0]["container"])
+
+
+def _render_container(config: Config, contract: StageContract, deployment: Deployment) -> Request:
+    resources = contract.resources
+    assert resources is not None  # every shape that has a queue leaves a container room
+    recipe = f"{ROOT.path}/{RECIPES}/{deployment.recipe_digest}.toml"
+    command = make_command(contract.stage, recipe, ROOT.path, deployment.arguments)
+    cores = ["--neuron-cores", str(resources.neuron_cores)] if resources.neuron_cores else []
+    variables = contract.variables | {RECIPE_VARIABLE: pack_recipe(deployment.recipe_text.encode())}
+    group = config.log_groups[contract.stage]
+    container: Request = {
+        "image": deployment.image,
+        "command": [ON_BATCH, "--cpus", str(resources.cpus), *cores, "--", *command],
+        "jobRoleArn": config.job_roles[contract.stage],
+        "environment": [{"name": name, "value": value} for name, value in variables.items()],
+        "resourceRequirements": [
+            {"type": "VCPU", "value": str(resources.cpus)},
+            {"type": "MEMORY", "value": str(resources.memory_gib * MIB_PER_GIB)},
+        ],
+        "volumes": [{"name": name, "host": {"sourcePath": path}} for name, path in HOST_FOLDERS.items()],
+        "mountPoints": [
+            {"sourceVolume": each.name, "containerPath": each.path, "readOnly": each.is_read_only}
+            for each in contract.mounts
+            if each.name in HOST_FOLDERS
+        ],
+        "linuxParameters": _render_linux_parameters(resources),
+        "ulimits": [
+            # EFA pins the memory that it sends from; Docker's default is 8 MiB.
+            {"name": "memlock", "softLimit": UNLIMITED, "hardLimit": UNLIMITED},
+            {"name": "nofile", "softLimit": OPEN_FILES, "hardLimit": OPEN_FILES},
+            {"name": "stack", "softLimit": STACK_BYTES, "hardLimit": STACK_BYTES},
+        ],
+        "logConfiguration": {
+            "logDriver": "awslogs",
+            "options": {
+                "awslogs-group": group,
+                "awslogs-region": config.region,
+                "awslogs-stream-prefix": contract.stage,
+            },
+        },
+        "privileged": False,
+    }
+    if contract.secrets and config.hugging_face_secret:
+        container["executionRoleArn"] = config.execution_role
+        container["secrets"] = [
+            {"name": each.name, "valueFrom": config.hugging_face_secret} for each in contract.secrets
+        ]
+    return container
+
+
+def _render_linux_parameters(resources: Resources) -> Request:
+    parameters: Request = {"initProcessEnabled": True}  # reaps what dies, and hands on SIGTERM
+    if resources.shared_memory_gib:
+        parameters["sharedMemorySize"] = resources.shared_memory_gib * MIB_PER_GIB
+    paths = [f"/dev/neuron{number}" for number in range(resources.neuron_devices)]
+    paths += [f"/dev/infiniband/uverbs{number}" for number in range(resources.efa_cards)]
+    if paths:
+        parameters["devices"] = [
+            {"hostPath": path, "containerPath": path, "permissions": DEVICE_PERMISSIONS} for path in paths
+        ]
+    return parameters
+
+
+def _rules() -> list[Request]:
+    """What is tried again. The last one is needed: what no rule matches is tried again."""
+    return [
+        {"onStatusReason": "Host EC2*", "action": "RETRY"},
+        {"onExitCode": str(EXIT_AGAIN), "action": "RETRY"},
+        {"onExitCode": "*", "action": "EXIT"},
+    ]

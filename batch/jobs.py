@@ -1,0 +1,237 @@
+"""Jobs of stages on AWS Batch: submitted, found again, ended, and what they tell of themselves.
+
+Batch knows an ended job for about a week. What has to outlast that is in the tags of its job definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from batch.config import Config
+from batch.job_definition import DEPLOYMENT_TAG, Request
+from deploy.exit_codes import EXIT_AGAIN, resolve_exit_code
+from infra.account import Account, explaining_refusals, is_absent
+from services.common.recipe import STAGES, Stage
+
+ACTIVE = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING")
+ENDED = ("SUCCEEDED", "FAILED")
+ENDED_WELL_TAG = "millrace.dev/ended-well"
+"""Of a job definition: when a job of it was first seen to have ended with 0."""
+JOBS_A_CALL = 100
+LIST_JOBS = ("batch", "list_jobs", "jobSummaryList")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One deployment of a stage as Batch describes it."""
+
+    id: str
+    stage: Stage
+    status: str
+    reason: str
+    """In Batch's words."""
+    definition: str
+    """Its job definition's ARN."""
+    nodes: int
+    created_at: datetime
+    attempts: tuple[int | None, ...]
+    """Exit codes of the main node's container in the attempts that ended; None where a host was lost."""
+    log_streams: tuple[str, ...]
+    """Of the main node, an attempt each."""
+    is_terminated: bool
+    """By a person."""
+
+    @property
+    def is_active(self) -> bool:
+        return self.status in ACTIVE
+
+    @property
+    def exit_code(self) -> int:
+        """Of one that has ended. A container that ended without a code was lost with its host, or stopped."""
+        if self.status == "SUCCEEDED":
+            return 0
+        if self.is_terminated or not self.attempts:
+            return EXIT_AGAIN
+        return resolve_exit_code(self.attempts[-1]) or EXIT_AGAIN
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A registered revision of a stage's job definition."""
+
+    arn: str
+    revision: int
+    deployment: str
+    """What identifies what it runs; empty for one that somebody else registered."""
+    ended_well: str
+    """When a job of it was seen to have ended with 0; empty: never."""
+    body: Request
+    """As RegisterJobDefinition took it, and what Batch adds."""
+
+
+class Jobs:
+    """The jobs of one `config.txt`."""
+
+    def __init__(self, account: Account, config: Config) -> None:
+        self._account, self._config = account, config
+
+    @property
+    def _batch(self) -> Any:
+        return self._account.client("batch")
+
+    def definitions(self, stage: Stage) -> list[Definition]:
+        """Newest first."""
+        with explaining_refusals(f"job definitions of {stage}"):
+            found = self._account.pages(
+                "batch",
+                "describe_job_definitions",
+                "jobDefinitions",
+                jobDefinitionName=f"{self._config.name}-{stage}",
+                status="ACTIVE",
+            )
+            read = [_read_definition(each) for each in found]
+        return sorted(read, key=lambda each: each.revision, reverse=True)
+
+    def register(self, body: Request) -> Definition:
+        with explaining_refusals(f"register job definition {body['jobDefinitionName']}"):
+            made = self._batch.register_job_definition(**body)
+        return _read_definition(body | {"jobDefinitionArn": made["jobDefinitionArn"], "revision": made["revision"]})
+
+    def submit(self, stage: Stage, queue: str, definition: Definition, recipe: str, after: str = "") -> str:
+        """The job's id. `after` is the id of a job that has to end with 0 first."""
+        with explaining_refusals(f"submit a job of {stage}"):
+            made = self._batch.submit_job(
+                jobName=f"{self._config.name}-{stage}-{recipe}"[:128],
+                jobQueue=queue,
+                jobDefinition=definition.arn,
+                propagateTags=True,
+                tags={"millrace.dev/stage": stage, DEPLOYMENT_TAG: definition.deployment},
+                dependsOn=[{"jobId": after}] if after else [],
+            )
+        return str(made["jobId"])
+
+    def find(self, job_id: str) -> Job | None:
+        with explaining_refusals(f"job {job_id}"):
+            return next(self._describe([job_id]), None)
+
+    def find_all(self, stage: Stage) -> list[Job]:
+        """Those that Batch still knows, newest first."""
+        with explaining_refusals(f"jobs of {stage}"):
+            queues = dict.fromkeys((self._config.trainium.queue, self._config.cpu.queue))
+            ids = [
+                each["jobId"]
+                for queue in queues
+                for status in (*ACTIVE, *ENDED)
+                for each in self._account.pages(*LIST_JOBS, jobQueue=queue, jobStatus=status)
+                if each["jobName"].startswith(f"{self._config.name}-")
+            ]
+            found = [job for job in self._describe(list(dict.fromkeys(ids))) if job.stage == stage]
+        return sorted(found, key=lambda job: job.created_at, reverse=True)
+
+    def terminate(self, job: Job, reason: str) -> None:
+        """Its containers get SIGTERM, and SIGKILL after the host's stop timeout."""
+        with explaining_refusals(f"terminate job {job.id}"):
+            self._batch.terminate_job(jobId=job.id, reason=reason)
+
+    def note_end(self, definition: Definition) -> Definition:
+        """Let it say that a job of it ended with 0, for when Batch has forgotten the job."""
+        moment = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+        with explaining_refusals(f"tag {definition.arn}"):
+            self._batch.tag_resource(resourceArn=definition.arn, tags={ENDED_WELL_TAG: moment})
+        return replace(definition, ended_well=moment)
+
+    def main_log_stream(self, job: Job) -> str:
+        """Of the newest attempt's main node; empty before it has one."""
+        with explaining_refusals(f"job {job.id}"):
+            found = self._batch.describe_jobs(jobs=[f"{job.id}#0"])["jobs"]
+        running = str(((found[0].get("container") if found else None) or {}).get("logStreamName", ""))
+        return running or (job.log_streams[-1] if job.log_streams else "")
+
+    def read_log(self, stage: Stage, stream: str, token: str) -> tuple[list[str], str]:
+        """Lines that follow `token` (empty: from the beginning), and the next token."""
+        logs = self._account.client("logs")
+        arguments: dict[str, Any] = {"nextToken": token} if token else {}
+        with explaining_refusals(f"log {stream}"):
+            try:
+                answer = logs.get_log_events(
+                    logGroupName=self._config.log_groups[stage], logStreamName=stream, startFromHead=True, **arguments
+                )
+            except self._account.client("logs").exceptions.ResourceNotFoundException:
+                return [], token
+        return [each["message"] for each in answer["events"]], str(answer["nextForwardToken"])
+
+    def explain_queue(self, queue: str) -> str:
+        """Why a queue takes no job to its nodes; empty while it does."""
+        with explaining_refusals(f"job queue {queue}"):
+            found = self._batch.describe_job_queues(jobQueues=[queue])["jobQueues"]
+            if not found:
+                return f"job queue {queue} does not exist in {self._account.region}: make infra-up STACK=batch makes it"
+            if problem := _explain_state("job queue", found[0]["jobQueueName"], found[0]):
+                return problem
+            names = [each["computeEnvironment"] for each in found[0]["computeEnvironmentOrder"]]
+            environments = self._batch.describe_compute_environments(computeEnvironments=names)["computeEnvironments"]
+        told = [_explain_state("compute environment", each["computeEnvironmentName"], each) for each in environments]
+        return "; ".join(filter(None, told))
+
+    def resolve_image(self, stage: Stage, tag: str) -> str:
+        """The image by its digest; empty where the repository has no such tag."""
+        repository = self._config.image_of(stage)
+        if tag.startswith("sha256:"):
+            return f"{repository}@{tag}"
+        registry, _, name = repository.partition("/")
+        with explaining_refusals(f"image {repository}:{tag}"):
+            try:
+                found = self._account.client("ecr").describe_images(
+                    registryId=registry.partition(".")[0], repositoryName=name, imageIds=[{"imageTag": tag}]
+                )
+            except self._account.client("ecr").exceptions.ClientError as error:
+                if is_absent(error):
+                    return ""
+                raise
+        return f"{repository}@{found['imageDetails'][0]['imageDigest']}"
+
+    def _describe(self, ids: list[str]) -> Iterator[Job]:
+        for first in range(0, len(ids), JOBS_A_CALL):
+            found = self._batch.describe_jobs(jobs=ids[first : first + JOBS_A_CALL])["jobs"]
+            yield from filter(None, map(self._read, found))
+
+    def _read(self, found: Request) -> Job | None:
+        name = found["jobDefinition"].rpartition("/")[2].partition(":")[0]
+        stage = next((each for each in STAGES if name == f"{self._config.name}-{each}"), None)
+        if stage is None:
+            return None
+        ends = [each.get("container") or {} for each in found.get("attempts") or []]
+        return Job(
+            id=found["jobId"],
+            stage=stage,
+            status=found["status"],
+            reason=found.get("statusReason", ""),
+            definition=found["jobDefinition"],
+            nodes=int((found.get("nodeProperties") or {}).get("numNodes", 1)),
+            created_at=datetime.fromtimestamp(found["createdAt"] / 1000, UTC),
+            attempts=tuple(each.get("exitCode") for each in ends),
+            log_streams=tuple(each["logStreamName"] for each in ends if each.get("logStreamName")),
+            is_terminated=bool(found.get("isTerminated") or found.get("isCancelled")),
+        )
+
+
+def _read_definition(found: Request) -> Definition:
+    tags = found.get("tags") or {}
+    return Definition(
+        arn=found["jobDefinitionArn"],
+        revision=int(found["revision"]),
+        deployment=tags.get(DEPLOYMENT_TAG, ""),
+        ended_well=tags.get(ENDED_WELL_TAG, ""),
+        body=found,
+    )
+
+
+def _explain_state(what: str, name: str, found: Request) -> str:
+    """The words for it are ENABLED and VALID, in full: INVALID has VALID in it, too."""
+    if (found["state"], found["status"]) == ("ENABLED", "VALID"):
+        return ""
+    reason = found.get("statusReason") or "Batch says no more"
+    return f"{what} {name} is {found['state']} and {found['status']}: {reason}"

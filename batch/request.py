@@ -1,0 +1,131 @@
+"""What a deploy request is resolved to on AWS Batch: a deployment, its queue, and its job definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from batch.config import Config, Pool
+from batch.job_definition import DEPLOYMENT_TAG, Deployment, Request, pool_of, read_container, render_job_definition
+from batch.jobs import Definition, Jobs
+from deploy.client.instance_type import check_instance_type
+from deploy.client.outline import Outline
+from deploy.client.request import (
+    DEFAULT_RECIPE,
+    DeployRequest,
+    read_recipe_text,
+    read_request_outline,
+    require_free_arguments,
+    require_stage_name,
+)
+from deploy.reservation import explain_end
+from images.versions import describe_build
+from services.common.errors import DeviceError, RecipeError
+from services.common.launch.batch_node import RECIPE_VARIABLE, unpack_recipe
+from services.common.recipe import Stage
+
+VARIANT = "neuron"
+HOURS = 24.0
+"""After which an attempt is ended, unless the recipe or HOURS says otherwise."""
+LIMIT_MARGIN_SECONDS = 3_600
+"""Beyond the recipe's own time limit, for the start of the nodes and the last checkpoint."""
+CHANGE_END = "config.txt (CAPACITY_ENDS_AT); make infra-up STACK=batch writes both"
+CHANGE_SHAPE = "TRAINIUM_SHAPE in config.txt, of another compute environment (make infra-up STACK=batch)"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A deployment that nothing speaks against."""
+
+    pool: Pool
+    deployment: Deployment
+    outline: Outline
+    body: Request
+    """Of its job definition."""
+
+    @property
+    def identity(self) -> str:
+        return str(self.body["tags"][DEPLOYMENT_TAG])
+
+
+def prepare(config: Config, jobs: Jobs, request: DeployRequest) -> Prepared:
+    """Raises `RecipeError` and `DeviceError` for what cannot be; nothing is changed."""
+    stage = require_stage_name(request.stage)
+    _require_known(request)
+    text = request.recipe_text or read_recipe_text(request.recipe or DEFAULT_RECIPE)
+    arguments = request.arguments or ()
+    require_free_arguments(arguments)
+    outline = read_request_outline(request, text, arguments)
+    nodes = request.nodes if request.nodes is not None else outline.nodes_of(stage)
+    if nodes < 1:
+        raise RecipeError(f"NODES={nodes}: a stage needs at least one")
+    if stage == "trainer" and nodes != outline.nodes_of(stage):
+        arguments = (*arguments, f"--parallel.data_parallel_size={outline.data_parallel_size_on(nodes)}")
+        outline = read_request_outline(request, text, arguments)
+    is_on_device = outline.has_compile_tasks and outline.compile.trace_on == "device"
+    pool = pool_of(config, stage, is_compiler_on_trainium=is_on_device)
+    if nodes > pool.max_nodes:
+        raise DeviceError(
+            f"NODES={nodes}, and queue {pool.queue} has {pool.max_nodes} nodes of {pool.shape.name} at most: such a "
+            f"job would wait for ever. Fewer NODES, or more in the stack's tfvars, then: make infra-up STACK=batch"
+        )
+    if pool is config.trainium and (ended := explain_end(config.capacity_ends_at, CHANGE_END)):
+        raise DeviceError(ended)
+    if problem := check_instance_type(stage, outline, pool.shape.name, CHANGE_SHAPE):
+        raise DeviceError(problem)
+    deployment = Deployment(
+        stage=stage,
+        image=_find_image(config, jobs, stage, request.tag),
+        nodes=nodes,
+        recipe=outline.name,
+        recipe_text=text,
+        arguments=arguments,
+        attempts=request.retries + 1,
+        attempt_seconds=_attempt_seconds(stage, request, outline),
+    )
+    return Prepared(pool, deployment, outline, render_job_definition(config, pool, deployment))
+
+
+def complete_from_definition(request: DeployRequest, before: Definition) -> DeployRequest:
+    """With what the newest deployment ran, where nothing else was named."""
+    container = read_container(before.body)
+    words = container["command"]
+    if request.nodes is None:
+        request = replace(request, nodes=int((before.body.get("nodeProperties") or {}).get("numNodes", 1)))
+    if request.arguments is None:
+        request = replace(request, arguments=tuple(words[words.index("--root") + 2 :]))
+    if request.recipe is None:
+        packed = next(each["value"] for each in container["environment"] if each["name"] == RECIPE_VARIABLE)
+        request = replace(request, recipe_text=unpack_recipe(packed).decode())
+    return request
+
+
+def _find_image(config: Config, jobs: Jobs, stage: Stage, tag: str) -> str:
+    wanted = tag or describe_build(stage, VARIANT).commit_tag
+    found = jobs.resolve_image(stage, wanted)
+    if not found:
+        raise DeviceError(
+            f"{config.image_of(stage)} has no image {wanted}: make images STAGE={stage} VARIANT={VARIANT} "
+            f"PUSH={config.repository.partition('/')[0]}, or name another with TAG="
+        )
+    return found
+
+
+def _attempt_seconds(stage: Stage, request: DeployRequest, outline: Outline) -> int:
+    if request.hours is not None:
+        return round(request.hours * 3600)
+    limit = outline.train.time_limit_seconds if stage == "trainer" else None
+    return round(limit + LIMIT_MARGIN_SECONDS) if limit else round(HOURS * 3600)
+
+
+def _require_known(request: DeployRequest) -> None:
+    """Raises `RecipeError` for what is KubeRay's alone."""
+    given = {
+        "MODE": request.mode is not None,
+        "KEEP=1": request.is_kept,
+        "DRAIN": bool(request.drain_seconds),
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise RecipeError(
+                f"{name} is of TARGET=kuberay; on Batch each job has its own cluster, and its nodes go after it"
+            )

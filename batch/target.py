@@ -1,0 +1,232 @@
+"""AWS Batch as a target of deployments. Batch keeps a job, tries it again and gives its nodes back, whoever watches."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+from batch.config import CONFIG, Config, read_config
+from batch.job_definition import read_container
+from batch.jobs import Definition, Job, Jobs
+from batch.plan import describe_definition, describe_plan, write_definition
+from batch.request import Prepared, complete_from_definition, prepare
+from batch.watch import follow
+from deploy.client.request import DeployRequest, require_stage_name, user_name
+from infra.account import Account
+from services.common.errors import DeviceError, RecipeError
+from services.common.recipe import STAGES, Stage
+
+STOP_SECONDS = 900.0
+POLL_SECONDS = 5.0
+
+
+def connect_batch(path: Path | None = None) -> Batch:
+    """Raises `RecipeError` without a config.txt."""
+    config = read_config(path or CONFIG)
+    return Batch(config, Jobs(Account(config.region), config))
+
+
+class Batch:
+    """The queues of one `config.txt`."""
+
+    def __init__(self, config: Config, jobs: Jobs) -> None:
+        self._config, self._jobs = config, jobs
+
+    def deploy(self, request: DeployRequest, output: TextIO | None) -> int:
+        """What runs just so is followed, and what ended well just so is not run again (AGAIN=1 does)."""
+        prepared = prepare(self._config, self._jobs, request)
+        jobs, definitions = self._look(prepared.deployment.stage)
+        present = _find_present(prepared, jobs, definitions)
+        if present:
+            print(f"{present.stage} runs just so as job {present.id} ({present.status}): following it", flush=True)
+            return 0 if request.is_dry_run else self._follow(present.id, request)
+        self._show(prepared, definitions)
+        if done := _describe_done(prepared, definitions):
+            print(f"{prepared.deployment.stage} ended well just so, {done}: nothing is submitted")
+            if not request.is_again:
+                print("AGAIN=1 submits it all the same")
+                return 0
+        self._require_ready(prepared)
+        if request.is_dry_run:
+            return self._show_dry_run(prepared, output)
+        return self._follow(self._submit(prepared, definitions), request)
+
+    def show_status(self) -> int:
+        print(f"batch       {self._config.name}, {self._config.region}")
+        for stage in STAGES:
+            print(f"\n{stage}")
+            jobs, definitions = self._look(stage)
+            for job in jobs[:1]:
+                known = next((each for each in definitions if each.arn == job.definition), None)
+                print("\n".join(f"  {line}" for line in _describe_job(job, known)))
+            if not jobs:
+                print("  no job that Batch still knows")
+            good = [each for each in definitions if each.ended_well]
+            if good:
+                print(f"  good      {read_container(good[0].body)['image']}, {good[0].ended_well}")
+        return 0
+
+    def show_log(self, stage: Stage) -> int:
+        follow(self._jobs, self._newest(stage).id, is_log_whole=True)
+        return 0
+
+    def stop(self, stage: Stage) -> int:
+        """A job that waits for nodes is gone at once; one that runs gets SIGTERM, which the trainer turns into a
+        checkpoint."""
+        active = [job for job in self._jobs.find_all(stage) if job.is_active]
+        for job in active:
+            print(f"stopping {stage}, job {job.id}: its main node gets SIGTERM", flush=True)
+            self._jobs.terminate(job, f"make stop-stage, {user_name()}")
+        deadline = time.monotonic() + STOP_SECONDS
+        while any(job.is_active for job in active):
+            if time.monotonic() > deadline:
+                raise DeviceError(
+                    f"{stage} does not end within {STOP_SECONDS:.0f} s; Batch kills it after the host's stop timeout: "
+                    f"make stage-status TARGET=batch"
+                )
+            time.sleep(POLL_SECONDS)
+            active = [found for job in active if (found := self._jobs.find(job.id))]
+        print(f"{stage} is down: no job of it waits or runs")
+        return 0
+
+    def roll_back(self, request: DeployRequest, output: TextIO | None) -> int:
+        """With the recipe, options and nodes of the newest deployment, where no others are named."""
+        stage = require_stage_name(request.stage)
+        _, definitions = self._look(stage)
+        if not definitions:
+            raise DeviceError(f"{stage} was never deployed here: make deploy-stage STAGE={stage} TARGET=batch")
+        present = read_container(definitions[0].body)["image"]
+        good = [read_container(each.body)["image"] for each in definitions[1:] if each.ended_well]
+        earlier = [image for image in good if image != present]
+        if not earlier:
+            raise DeviceError(
+                f"no image of {stage} before {present} is known to have ended well: make deploy-stage TAG= names one"
+            )
+        print(f"rolling {stage} back: {present} -> {earlier[0]}", flush=True)
+        again = replace(complete_from_definition(request, definitions[0]), tag=earlier[0].rpartition("@")[2])
+        prepare(self._config, self._jobs, again)
+        if not request.is_dry_run:
+            self.stop(stage)
+        return self.deploy(again, output)
+
+    def run_pipeline(self, request: DeployRequest, output: TextIO | None) -> int:
+        """Each job waits in Batch for the one before, so that it goes on without this process."""
+        if request.tag or request.nodes is not None:
+            raise RecipeError(
+                "TAG and NODES are one stage's: make deploy-stage STAGE=... for each, or NODES in the recipe"
+            )
+        submitted: list[str] = []
+        for stage in STAGES:
+            print(f"\n== {stage}", flush=True)
+            prepared = prepare(self._config, self._jobs, replace(request, stage=stage))
+            jobs, definitions = self._look(stage)
+            self._show(prepared, definitions)
+            present = _find_present(prepared, jobs, definitions)
+            if present:
+                print(f"runs just so as job {present.id}", flush=True)
+                submitted.append(present.id)
+            elif (done := _describe_done(prepared, definitions)) and not request.is_again and not submitted:
+                print(f"ended well just so, {done}: nothing is submitted")
+            else:
+                self._require_ready(prepared)
+                if request.is_dry_run:
+                    self._show_dry_run(prepared, output)
+                else:
+                    submitted.append(self._submit(prepared, definitions, submitted[-1] if submitted else ""))
+        for job_id in submitted if request.is_followed and not request.is_dry_run else []:
+            if code := follow(self._jobs, job_id):
+                return code
+        return 0
+
+    def _look(self, stage: Stage) -> tuple[list[Job], list[Definition]]:
+        """Jobs that Batch still knows, and job definitions, which by now say which of them ended well."""
+        jobs = self._jobs.find_all(stage)
+        good = {job.definition for job in jobs if job.status == "SUCCEEDED"}
+        return jobs, [
+            self._jobs.note_end(each) if each.arn in good and not each.ended_well else each
+            for each in self._jobs.definitions(stage)
+        ]
+
+    def _show(self, prepared: Prepared, definitions: list[Definition]) -> None:
+        before = definitions[0] if definitions else None
+        print(describe_plan(prepared.pool, prepared.deployment, prepared.outline, prepared.body, before), flush=True)
+
+    def _show_dry_run(self, prepared: Prepared, output: TextIO | None) -> int:
+        if output:
+            output.write(f"---\n{write_definition(prepared.body)}")
+            output.flush()
+        else:
+            print(f"\n{describe_definition(prepared.body)}")
+        print("\nDRY_RUN=1: nothing was changed")
+        return 0
+
+    def _require_ready(self, prepared: Prepared) -> None:
+        if problem := self._jobs.explain_queue(prepared.pool.queue):
+            raise DeviceError(f"{prepared.deployment.stage} is not deployed, nothing was changed: {problem}")
+
+    def _find_or_register(self, prepared: Prepared, definitions: list[Definition]) -> Definition:
+        same = [each for each in definitions if each.deployment == prepared.identity]
+        return same[0] if same else self._jobs.register(prepared.body)
+
+    def _submit(self, prepared: Prepared, definitions: list[Definition], after: str = "") -> str:
+        deployment = prepared.deployment
+        definition = self._find_or_register(prepared, definitions)
+        job_id = self._jobs.submit(deployment.stage, prepared.pool.queue, definition, deployment.recipe, after)
+        waits = f", after job {after}" if after else ""
+        print(
+            f"submitted   job {job_id}, {definition.arn.rpartition('/')[2]}, to {prepared.pool.queue}{waits}",
+            flush=True,
+        )
+        return job_id
+
+    def _follow(self, job_id: str, request: DeployRequest) -> int:
+        return follow(self._jobs, job_id) if request.is_followed else 0
+
+    def _newest(self, stage: Stage) -> Job:
+        jobs = self._jobs.find_all(stage)
+        if not jobs:
+            raise DeviceError(
+                f"{stage} has no job that Batch still knows; logs of earlier ones are in log group "
+                f"{self._config.log_groups[stage]}"
+            )
+        return jobs[0]
+
+
+def _describe_job(job: Job, definition: Definition | None) -> list[str]:
+    image = read_container(definition.body)["image"] if definition else "a job definition that is not active any more"
+    lines = [
+        f"image     {image}",
+        f"job       {job.id}, {job.nodes} nodes, since {job.created_at:%Y-%m-%dT%H:%M:%SZ}",
+    ]
+    lines += [
+        f"attempt   {number} ended with {'no exit code' if code is None else f'exit code {code}'}"
+        for number, code in enumerate(job.attempts, start=1)
+    ]
+    if job.is_active:
+        lines.append(f"now       {job.status.lower()}{f': {job.reason}' if job.reason else ''}")
+    else:
+        lines.append(f"outcome   exit code {job.exit_code}{f': {job.reason}' if job.reason else ''}")
+    return lines
+
+
+def _find_present(prepared: Prepared, jobs: list[Job], definitions: list[Definition]) -> Job | None:
+    """The job that runs just this. Raises `DeviceError` for one that runs another."""
+    stage = prepared.deployment.stage
+    active = [job for job in jobs if job.is_active]
+    same = {each.arn for each in definitions if each.deployment == prepared.identity}
+    others = [job for job in active if job.definition not in same]
+    if others:
+        raise DeviceError(
+            f"{stage} runs as job {others[0].id} since {others[0].created_at:%Y-%m-%dT%H:%MZ} "
+            f"({others[0].status}), and you ask for another. Wait for it (make stage-logs STAGE={stage} "
+            f"TARGET=batch) or end it first (make stop-stage STAGE={stage} TARGET=batch)."
+        )
+    return active[0] if active else None
+
+
+def _describe_done(prepared: Prepared, definitions: list[Definition]) -> str:
+    """When the same ended well; empty where it never did."""
+    ends = [each.ended_well for each in definitions if each.deployment == prepared.identity and each.ended_well]
+    return f"seen at {ends[0]}" if ends else ""

@@ -1,0 +1,253 @@
+"""Makes, prices, checks and takes down the infrastructure: `python -m infra COMMAND`.
+
+The Makefile's targets call it and say which variables each takes; it reads them from the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from images.platforms import SERVICES
+from images.versions import describe_build
+from infra.account import Account, explaining_refusals
+from infra.addons.releases import compare_releases, install_releases, read_releases, render_applications
+from infra.checks import run_checks
+from infra.cost import Sizes, describe_cost, require_budget
+from infra.findings import require_fit
+from infra.inputs import Inputs, complete_variables, read_inputs, read_variables, sizes_of
+from infra.leftovers import describe_leftovers, find_leftovers
+from infra.preflight import run_preflight
+from infra.question import require_yes
+from infra.settings import SETTINGS, write_settings
+from infra.stack import STACK, Stack, describe_plan
+from infra.teardown import Teardown
+from services.common.artifacts.manifest import write_durably
+from services.common.entry_point import exit_code_of
+from services.common.errors import DeviceError, RecipeError
+
+HOURS = 24.0
+OVERLAYS = SETTINGS.parents[1]
+CONFIG = Path(__file__).parents[1] / "batch/config.txt"
+
+
+def main(argv: list[str]) -> int:
+    commands = {
+        "addons": addons,
+        "addons-argocd": addons_argocd,
+        "addons-diff": addons_diff,
+        "check": run_checks,
+        "cost": cost,
+        "down": down,
+        "leftovers": leftovers,
+        "plan": plan,
+        "preflight": preflight,
+        "up": up,
+    }
+    parser = argparse.ArgumentParser(prog="python -m infra", description=__doc__)
+    parser.add_argument("command", choices=commands)
+    commands[parser.parse_args(argv).command]()
+    return 0
+
+
+def addons() -> None:
+    """DRY_RUN=1 prints the commands."""
+    install_releases(read_releases(), _is_set("DRY_RUN"))
+
+
+def addons_diff() -> None:
+    compare_releases(read_releases())
+
+
+def addons_argocd() -> None:
+    """PROJECT (default)."""
+    print(render_applications(read_releases(), os.environ.get("PROJECT") or "default"), end="")
+
+
+def cost() -> None:
+    """NODES (the most that the stack allows), CPU_NODES (0), HOURS (24) and VARS."""
+    # A price needs no place: it is asked for before one is chosen.
+    print(_describe_cost(_read_inputs(needs_place=False)))
+
+
+def preflight() -> None:
+    """NODES (the most that the stack allows), TAG (the working tree's), VARS."""
+    inputs = _require_cluster(_read_inputs(), "infra-preflight")
+    account = Account(inputs.region)
+    findings = run_preflight(account, inputs, _nodes(inputs), _images(), _addresses_per_node)
+    require_fit(findings)
+    print("everything that could be looked up fits")
+
+
+def plan() -> None:
+    """VARS."""
+    stack = _stack()
+    stack.init()
+    found = stack.plan()
+    inputs = read_inputs(complete_variables(found.variables, _folder()), folder=_folder())
+    print(_describe_cost(inputs))
+    require_budget(_sizes(inputs), inputs.budget_monthly_dollars)
+    print(describe_plan(found))
+
+
+def up() -> None:
+    """VARS, NODES and HOURS for the cost that is shown, YES=1."""
+    stack = _stack()
+    stack.init()
+    found = stack.plan(is_quiet=True)
+    inputs = read_inputs(complete_variables(found.variables, _folder()), folder=_folder())
+    print(_describe_cost(inputs))
+    require_budget(_sizes(inputs), inputs.budget_monthly_dollars)
+    print(f"\n{describe_plan(found)}; make infra-plan shows all of it")
+    if lost := [change.address for change in found.changes if change.is_loss_of_data]:
+        raise DeviceError(
+            f"terraform would destroy {', '.join(lost)}, and what is in it. Nothing was changed. Undo the change of "
+            f"name, zone_id, network or fsx that replaces it; to have it anew, make infra-down KEEP_DATA=false first"
+        )
+    if not found.is_empty:
+        require_yes(f"Make this in {inputs.region}?")
+        stack.apply()
+    if not inputs.has_cluster:
+        _write_config(stack, inputs)
+        return
+    settings = _settings()
+    write_settings(stack.outputs(), settings)
+    print(f"\n{inputs.name} is up in {inputs.region}, with 0 Trainium nodes. Next:")
+    print(f"  aws eks update-kubeconfig --region {inputs.region} --name {inputs.name}")
+    print("  make addons")
+    print(f"  make images VARIANT=neuron PUSH=... with REGISTRY of {settings}")
+    print("  make infra-preflight")
+    print("  make cluster-up OVERLAY=eks")
+
+
+def _write_config(stack: Stack, inputs: Inputs) -> None:
+    """`batch/config.txt`, or CONFIG=FILE, which deployments on AWS Batch read."""
+    path = Path(os.environ.get("CONFIG") or CONFIG)
+    write_durably(path, str(stack.outputs()["config"]).encode())
+    print(f"\n{inputs.name} is up in {inputs.region}, with no nodes, and {path} says where it is. Next:")
+    print("  make images VARIANT=neuron PUSH=... with the registry of ECR_REPO")
+    print("  make deploy-stage STAGE=tokenizer TARGET=batch")
+
+
+def down() -> None:
+    """KEEP_DATA=false, VARS, YES=1."""
+    inputs = _require_cluster(_read_inputs(), "infra-down")
+    is_data_kept = _keep_data()
+    account = Account(inputs.region)
+    print(describe_leftovers(find_leftovers(account, inputs.name), inputs.name, inputs.region))
+    if is_data_kept:
+        question = f"Take down {inputs.name} in {inputs.region}, and keep its bucket, file system and images?"
+    else:
+        question = f"Take down {inputs.name} in {inputs.region} WITH ITS DATA, all checkpoints and images?"
+    require_yes(question)
+    Teardown(account, _stack(), inputs.name, is_data_kept, _settings()).run()
+    print(describe_leftovers(find_leftovers(account, inputs.name), inputs.name, inputs.region))
+
+
+def leftovers() -> None:
+    """VARS."""
+    inputs = _require_cluster(_read_inputs(), "infra-leftovers")
+    with explaining_refusals("leftovers"):
+        found = find_leftovers(Account(inputs.region), inputs.name)
+    print(describe_leftovers(found, inputs.name, inputs.region))
+
+
+def _describe_cost(inputs: Inputs) -> str:
+    return describe_cost(_sizes(inputs), _hours())
+
+
+def _sizes(inputs: Inputs) -> Sizes:
+    return sizes_of(inputs, _nodes(inputs), _whole_number("CPU_NODES", 0))
+
+
+def _nodes(inputs: Inputs) -> int:
+    return _whole_number("NODES", inputs.trainium_max_nodes)
+
+
+def _addresses_per_node() -> int | None:
+    """Of the Trainium subnet, as what is applied has it; None where terraform's state is elsewhere."""
+    found = _stack().outputs().get("addresses_per_node")
+    return None if found is None else int(found)
+
+
+def _images() -> dict[str, str]:
+    """Repository to tag, as `make deploy-stage` and `make cluster-up` would choose them."""
+    chosen = os.environ.get("TAG", "")
+    return {f"millrace/{each}": chosen or describe_build(each, "neuron").commit_tag for each in SERVICES}
+
+
+def _whole_number(name: str, default: int) -> int:
+    text = os.environ.get(name) or str(default)
+    if not text.isdigit():
+        raise RecipeError(f"{name}={text}: expected a whole number, such as {name}=4")
+    return int(text)
+
+
+def _hours() -> float:
+    text = os.environ.get("HOURS") or str(HOURS)
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = -1.0
+    if not 0 < hours < float("inf"):
+        raise RecipeError(f"HOURS={text}: expected hours of a run, such as HOURS=24")
+    return hours
+
+
+def _keep_data() -> bool:
+    text = (os.environ.get("KEEP_DATA") or "true").lower()
+    if text not in ("true", "1", "false", "0"):
+        raise RecipeError(f"KEEP_DATA={text}: expected true or false")
+    return text in ("true", "1")
+
+
+def _stack() -> Stack:
+    return Stack(_folder(), _variables_file())
+
+
+def _read_variables() -> dict[str, Any]:
+    return read_variables(_variables_file(), _folder())
+
+
+def _read_inputs(needs_place: bool = True) -> Inputs:
+    return read_inputs(_read_variables(), needs_place, _folder())
+
+
+def _require_cluster(inputs: Inputs, command: str) -> Inputs:
+    """Raises `RecipeError` for a stack of AWS Batch, which this command would misread."""
+    if not inputs.has_cluster:
+        raise RecipeError(
+            f"make {command} knows the EKS stack alone, and {_folder()} is one of AWS Batch. Nothing was looked at or "
+            f"changed. infra/stacks/batch/README.md says how to take it down and look for what is left"
+        )
+    return inputs
+
+
+def _folder() -> Path:
+    """STACK: eks, batch, or the folder of a root module of one's own around these modules."""
+    chosen = os.environ.get("STACK") or STACK.name
+    return STACK.parent / chosen if (STACK.parent / chosen / "main.tf").is_file() else Path(chosen)
+
+
+def _settings() -> Path:
+    """Of OVERLAY, a name of k8s/overlays or a folder, as `make cluster-up` takes it."""
+    overlay = os.environ.get("OVERLAY") or "eks"
+    folder = Path(overlay) if Path(overlay).is_dir() else OVERLAYS / overlay
+    if not folder.is_dir():
+        raise RecipeError(f"OVERLAY={overlay}: no such overlay; eks, or a folder of your own")
+    return folder / SETTINGS.name
+
+
+def _variables_file() -> Path | None:
+    return Path(os.environ["VARS"]) if os.environ.get("VARS") else None
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "") not in ("", "0")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

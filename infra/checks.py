@@ -1,0 +1,205 @@
+"""`make check-infra`: what can be known of the infrastructure without a network and without an account.
+
+A layer whose tool is missing is left out by name, and the others run. All look at a copy of the sources: neither the
+user's state nor the lock of another provider version is in terraform's way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from images.versions import git
+from infra.stack import provider_mirror
+from services.common.errors import DeviceError, RecipeError
+
+REPOSITORY = Path(__file__).parents[1]
+TOOLS = REPOSITORY / ".venv-infra-checks/bin"
+SKIPS = Path(__file__).parent / "checkov-skips.txt"
+SHELLS = ("sh", "bash")
+TEMPLATE = ".tftpl"
+
+
+class LeftOut(Exception):
+    """A layer that cannot run here, and why."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One tool over everything that it is for. `run` returns what it found wrong."""
+
+    name: str
+    run: Callable[[Path], list[str]]
+
+
+def run_checks(repository: Path = REPOSITORY) -> None:
+    """Print a line a layer. Raises `DeviceError` with everything that was found."""
+    problems = []
+    with TemporaryDirectory(prefix="millrace-infra-") as folder:
+        copy_sources(repository, Path(folder))
+        for layer in LAYERS:
+            began = time.monotonic()
+            try:
+                found = layer.run(Path(folder))
+            except LeftOut as reason:
+                print(f"{layer.name:20} left out: {reason}", flush=True)
+                continue
+            print(f"{layer.name:20} {'FAILED' if found else 'ok'}, {time.monotonic() - began:.1f} s", flush=True)
+            problems += [f"{layer.name}: {each}" for each in found]
+    if problems:
+        raise DeviceError("make check-infra found\n" + "\n".join(problems))
+
+
+def copy_sources(repository: Path, target: Path) -> None:
+    """Everything that git knows or would add: no state, no provider, no virtual environment."""
+    for name in git(repository, "ls-files", "--cached", "--others", "--exclude-standard").splitlines():
+        source = repository / name
+        if source.is_file() and not source.is_symlink():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name)
+
+
+def check_format(root: Path) -> list[str]:
+    return _run([_terraform(), "fmt", "-check", "-diff", "-recursive", "infra"], root)
+
+
+def check_stacks(root: Path) -> list[str]:
+    """`init` from the mirror, `validate`, and `test` with mocked providers: neither asks anybody outside."""
+    terraform, problems = _terraform(), []
+    if not os.environ.get("TF_PLUGIN_MIRROR"):
+        raise LeftOut(
+            "TF_PLUGIN_MIRROR names no folder with the AWS provider. `terraform providers mirror FOLDER`, run in a "
+            "stack where there is a network, makes one"
+        )
+    tests: list[Path] = []
+    with provider_mirror() as environment:
+        for stack in _stacks(root):
+            command = [terraform, f"-chdir={stack}"]
+            found = _run([*command, "init", "-backend=false", "-input=false"], root, environment)
+            found = found or _run([*command, "validate"], root, environment)
+            problems += found
+            tests += [] if found else (root / stack).glob("tests/*.tftest.hcl")
+        return problems + _run_tests(terraform, tests, root, environment)
+
+
+def _run_tests(terraform: str, files: list[Path], root: Path, environment: dict[str, str]) -> list[str]:
+    """Each file by itself, two at a time, the longest first: terraform runs them one after the other."""
+
+    def run(file: Path) -> list[str]:
+        stack = file.parents[1]
+        command = [terraform, f"-chdir={stack.relative_to(root)}", "test", f"-filter={file.relative_to(stack)}"]
+        return _run(command, root, environment)
+
+    by_size = sorted(files, key=lambda file: (-file.stat().st_size, file))
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return [problem for found in pool.map(run, by_size) for problem in found]
+
+
+def check_policies(root: Path) -> list[str]:
+    """checkov, but for what `checkov-skips.txt` allows; a file that it cannot parse it would leave out silently."""
+    command = [_tool("checkov"), "--directory", "infra", "--framework", "terraform", "--output", "json", "--compact"]
+    command += ["--skip-download"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    try:
+        report = json.loads(done.stdout)
+    except ValueError:
+        return [f"checkov ended with {done.returncode} and no report: {done.stderr.strip()[-2000:]}"]
+    return judge_report(report, read_skips(SKIPS))
+
+
+def judge_report(report: dict[str, Any] | list[Any], skips: dict[str, str]) -> list[str]:
+    """What fails and is not allowed, what could not be parsed, and what is allowed but does not fail any more."""
+    if isinstance(report, dict) and "results" not in report:
+        return []  # checkov's answer where there is nothing to look at
+    results = report["results"] if isinstance(report, dict) else report[0]["results"]
+    failed = results["failed_checks"]
+    problems = [
+        f"{name} cannot be parsed, so none of its resources was looked at" for name in results["parsing_errors"]
+    ]
+    problems += [
+        f"{check['check_id']} {check['check_name']}: {check['resource']} in {check['file_path']}"
+        for check in failed
+        if check["check_id"] not in skips
+    ]
+    stale = sorted(skips.keys() - {each["check_id"] for each in failed})
+    problems += [f"{each} fails nowhere: remove its line from {SKIPS.name}" for each in stale]
+    return problems
+
+
+def read_skips(path: Path) -> dict[str, str]:
+    """Check to reason. Raises `RecipeError` for a line without a reason."""
+    skips = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        check, _, reason = line.strip().partition(" ")
+        if not check or check.startswith("#"):
+            continue
+        if len(reason.split()) < 3:
+            raise RecipeError(f"{path}:{number}: {check} is skipped without a reason: write one after it")
+        skips[check] = reason.strip()
+    return skips
+
+
+def check_shell(root: Path) -> list[str]:
+    scripts = sorted(list_scripts(root))
+    templates = [name for name in scripts if name.endswith(TEMPLATE)]
+    problems = _run([_tool("shellcheck"), *(name for name in scripts if name not in templates)], root)
+    # Terraform's placeholders look like variables of the shell, set by nobody or by themselves.
+    options = ["--exclude=SC2154,SC2269"]
+    return problems + (_run([_tool("shellcheck"), *options, *templates], root) if templates else [])
+
+
+def check_yaml(root: Path) -> list[str]:
+    files = sorted(str(path.relative_to(root)) for end in ("yaml", "yml") for path in root.rglob(f"*.{end}"))
+    return _run([_tool("yamllint"), "--strict", "--config-file", ".yamllint.yaml", *files], root)
+
+
+def list_scripts(root: Path) -> Iterator[str]:
+    """Files that a shell runs, by what they begin with."""
+    for path in root.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                first = file.readline(80).decode(errors="replace").strip()
+            if first.startswith("#!") and first.replace("/", " ").split()[-1] in SHELLS:
+                yield str(path.relative_to(root))
+
+
+LAYERS = (
+    Layer("terraform fmt", check_format),
+    Layer("terraform test", check_stacks),
+    Layer("checkov", check_policies),
+    Layer("shellcheck", check_shell),
+    Layer("yamllint", check_yaml),
+)
+
+
+def _stacks(root: Path) -> list[str]:
+    return sorted(str(path.parent.relative_to(root)) for path in root.glob("infra/stacks/*/main.tf"))
+
+
+def _terraform() -> str:
+    terraform = shutil.which("terraform")
+    if terraform is None:
+        raise LeftOut("no terraform on PATH: https://developer.hashicorp.com/terraform/install")
+    return terraform
+
+
+def _tool(name: str) -> str:
+    if not (TOOLS / name).exists():
+        raise LeftOut(f"no {TOOLS / name}: make check-infra installs it")
+    return str(TOOLS / name)
+
+
+def _run(command: list[str], root: Path, environment: dict[str, str] | None = None) -> list[str]:
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return []
+    return [f"{Path(command[0]).name} ended with {done.returncode}\n{done.stdout}{done.stderr}".rstrip()]

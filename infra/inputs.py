@@ -1,0 +1,199 @@
+"""What a user chose: the stack's variables, from their file and the defaults of `variables.tf`, or from a plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hcl2
+from lark.exceptions import LarkError
+
+from infra.cost import Sizes
+from infra.shapes import find_shape
+from infra.stack import STACK
+from services.common.errors import RecipeError
+
+VARIABLES_FILE = "terraform.tfvars"  # terraform reads it by itself
+ENDPOINTS = 10  # of modules/network, in one zone; a test counts them
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Those variables that the commands need; the rest is terraform's alone."""
+
+    region: str
+    name: str
+    zone_id: str
+    """Of the Trainium nodes."""
+    trainium_shape: str
+    trainium_max_nodes: int
+    cpu_shape: str
+    cpu_max_nodes: int
+    has_cluster: bool
+    """An EKS cluster, with core nodes; else the nodes are AWS Batch's."""
+    core_shape: str
+    core_nodes: int
+    has_network: bool
+    """The stack makes it, with its NAT gateway; else a subnet is given."""
+    capacity_kind: str
+    """on_demand, reservation or capacity_block."""
+    reservation_id: str
+    """Empty on demand."""
+    capacity_ends_at: str
+    """RFC 3339; empty: it has no end."""
+    fsx_gib: int
+    fsx_throughput: int
+    budget_monthly_dollars: float | None
+    """None: there is no budget."""
+    interface_endpoints: int
+    """How many there are, in one zone."""
+
+
+def read_variables(given: Path | None, folder: Path = STACK) -> dict[str, Any]:
+    """Defaults, `terraform.tfvars`, TF_VAR_ and the given file, each on top of the one before, as terraform takes them.
+
+    Raises `RecipeError` for a file that is no HCL.
+    """
+    values: dict[str, Any] = {}
+    for name, variable in _declared(folder / "variables.tf").items():
+        if "default" in variable:
+            values[name] = variable["default"]
+        if f"TF_VAR_{name}" in os.environ:
+            values[name] = _environment_value(os.environ[f"TF_VAR_{name}"])
+    for path in (folder / VARIABLES_FILE, *sorted(folder.glob("*.auto.tfvars")), given):
+        if path and path.is_file():
+            values |= _load(path)
+        elif path and path == given:
+            raise RecipeError(f"VARS={path}: no such file; it is a .tfvars with values for {folder}/variables.tf")
+    return complete_variables(values, folder)
+
+
+def complete_variables(values: Mapping[str, Any], folder: Path = STACK) -> dict[str, Any]:
+    """With the attributes that `optional` gives an object; a plan shows variables without them."""
+    types = {name: str(each.get("type", "")) for name, each in _declared(folder / "variables.tf").items()}
+    return {
+        name: _optional_attributes(types.get(name, "")) | value if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+
+
+def read_inputs(variables: Mapping[str, Any], needs_place: bool = True, folder: Path = STACK) -> Inputs:
+    """Raises `RecipeError` that names what is not chosen yet; without `needs_place`, region and zone may be empty."""
+    lacking = [name for name in ("region", "zone_id") if not variables.get(name)]
+    if lacking and needs_place:
+        raise RecipeError(
+            f"{' and '.join(lacking)} not chosen: write it into {folder}/{VARIABLES_FILE}, or name a file with VARS=. "
+            f"infra/README.md has an example"
+        )
+    capacity = variables.get("capacity") or {}
+    fsx = variables.get("fsx") or {}
+    budget = (variables.get("budget") or {}).get("monthly_dollars")
+    endpoints = variables.get("enable_interface_endpoints")
+    has_cluster = "core_nodes" in variables
+    given = _read_given(variables.get("config"), folder)
+    return Inputs(
+        region=variables.get("region") or "",
+        name=variables.get("name", "millrace"),
+        zone_id=variables.get("zone_id") or "",
+        trainium_shape=_attribute(variables, "trainium", "shape"),
+        trainium_max_nodes=int(_attribute(variables, "trainium", "max_nodes")),
+        cpu_shape=_attribute(variables, "cpu_nodes", "shape"),
+        cpu_max_nodes=int(_attribute(variables, "cpu_nodes", "max_nodes")),
+        has_cluster=has_cluster,
+        core_shape=_attribute(variables, "core_nodes", "shape") if has_cluster else "",
+        core_nodes=int(_attribute(variables, "core_nodes", "nodes")) if has_cluster else 0,
+        has_network="SUBNET" not in given,
+        capacity_kind=capacity.get("kind") or "on_demand",
+        reservation_id=capacity.get("reservation_id") or "",
+        capacity_ends_at=capacity.get("ends_at") or "",
+        fsx_gib=int(fsx.get("gib") or 0) if variables.get("enable_fsx", True) and "FSX_DNS_NAME" not in given else 0,
+        fsx_throughput=int(fsx.get("throughput") or 0),
+        budget_monthly_dollars=None if budget is None else float(budget),
+        interface_endpoints=ENDPOINTS if endpoints and "SUBNET" not in given else 0,
+    )
+
+
+def _read_given(config: str | None, folder: Path) -> set[str]:
+    """Keys with a value of the config.txt that names what is there already; terraform says what is wrong with one."""
+    path = folder / config if config else None
+    if not path or not path.is_file():
+        return set()
+    pairs = [line.partition("=") for line in path.read_text(encoding="utf-8").splitlines()]
+    return {key for key, _, value in pairs if value.strip() and not key.startswith("#")}
+
+
+def sizes_of(inputs: Inputs, trainium_nodes: int, cpu_nodes: int) -> Sizes:
+    return Sizes(
+        region=inputs.region or None,
+        trainium_shape=find_shape(inputs.trainium_shape).name,
+        trainium_nodes=trainium_nodes,
+        capacity_kind=inputs.capacity_kind,
+        # How many are reserved, the account alone knows.
+        reserved_nodes=inputs.trainium_max_nodes if inputs.capacity_kind == "reservation" else 0,
+        cpu_shape=inputs.cpu_shape,
+        cpu_nodes=cpu_nodes,
+        control_planes=int(inputs.has_cluster),
+        core_shape=inputs.core_shape,
+        core_nodes=inputs.core_nodes,
+        nat_gateways=int(inputs.has_network),
+        interface_endpoints=inputs.interface_endpoints,
+        fsx_gib=inputs.fsx_gib,
+        fsx_throughput=inputs.fsx_throughput,
+    )
+
+
+def _attribute(variables: Mapping[str, Any], name: str, attribute: str) -> Any:
+    value = (variables.get(name) or {}).get(attribute)
+    if value is None:
+        raise RecipeError(f"{name}.{attribute} is not chosen, and {STACK}/variables.tf has no default for it")
+    return value
+
+
+def _declared(path: Path) -> dict[str, dict[str, Any]]:
+    """Type and default of each variable."""
+    blocks = _parse(path).get("variable", []) if path.is_file() else []
+    return {
+        _plain(name): {key: _plain(variable[key]) for key in ("type", "default") if key in variable}
+        for block in blocks
+        for name, variable in block.items()
+    }
+
+
+def _optional_attributes(type_expression: str) -> dict[str, Any]:
+    """Defaults inside of an object's type, `optional(number, 4)`; those that are literals."""
+    found = re.findall(r"(\w+)\s*=\s*optional\(\w+,\s*([^(){}\[\]]+?)\)", type_expression)
+    return {name: json.loads(literal) for name, literal in found}
+
+
+def _load(path: Path) -> dict[str, Any]:
+    plain: dict[str, Any] = _plain(_parse(path))
+    return plain
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        parsed: dict[str, Any] = hcl2.loads(path.read_text(encoding="utf-8"))
+    except LarkError as error:
+        raise RecipeError(f"{path} cannot be read: {error}. terraform fmt {path} says where") from error
+    return parsed
+
+
+def _plain(value: Any) -> Any:
+    """As HCL means it: the parser leaves the quotes on texts, and adds entries of its own."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(each) for key, each in value.items() if not str(key).startswith("__")}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] == '"':
+        return json.loads(value)
+    return None if value == "null" else value
+
+
+def _environment_value(text: str) -> Any:
+    """A text as it is, anything else as the HCL that it is."""
+    return _plain(hcl2.loads(f"value = {text}"))["value"] if text[:1] in "[{" or text in ("true", "false") else text

@@ -1,0 +1,259 @@
+"""What is in the account of one stack, found by tags and by the names that EKS and its controllers give.
+
+Terraform's state is not asked: what it has forgotten costs as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from infra.account import Account, explaining_refusals, is_absent
+from infra.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
+from infra.shapes import read_shapes
+
+STACK_TAG = "millrace.dev/stack"  # on everything that terraform makes; its value is the stack's name
+GONE = ("terminated", "shutting-down")
+# What is before the name in the last part of an ARN.
+IN_ARN = {
+    "EKS cluster": "cluster/",
+    "instance": "instance/",
+    "volume": "volume/",
+    "interface": "network-interface/",
+    "NAT gateway": "natgateway/",
+    "FSx": "file-system/",
+    "ECR": "repository/",
+    "log group": "log-group:",
+    "bucket": "",
+    "IAM role": "role/",
+    "IAM policy": "policy/",
+    "budget": "budget/",
+}
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """One thing in the account."""
+
+    kind: str
+    name: str
+    detail: str
+    dollars_per_month: float | None
+    """By list price; None where that hangs on use, 0 where it is free."""
+    is_data: bool = False
+    """What `infra-down` keeps unless KEEP_DATA=false."""
+
+
+def find_leftovers(account: Account, stack: str) -> list[Leftover]:
+    """Everything of the stack that is there, what is tagged and nothing else knows last."""
+    found: list[Leftover] = []
+    for find in (_clusters, _instances, _volumes, _interfaces, _load_balancers, _gateways, _file_systems):
+        with explaining_refusals(f"leftovers, {find.__name__.strip('_').replace('_', ' ')}"):
+            found += find(account, stack)
+    for find in (_repositories, _log_groups, _buckets, _roles, _policies, _budgets):
+        with explaining_refusals(f"leftovers, {find.__name__.strip('_').replace('_', ' ')}"):
+            found += find(account, stack)
+    with explaining_refusals("leftovers, tags"):
+        known = {f"{IN_ARN[each.kind]}{each.name}" for each in found if each.kind in IN_ARN}
+        found += _tagged(account, stack, known)
+    return found
+
+
+def describe_leftovers(leftovers: list[Leftover], stack: str, region: str) -> str:
+    if not leftovers:
+        return f"nothing of {stack} is left in {region}"
+    width = max(len(each.name) for each in leftovers)
+    elsewhere = "" if region == price_region() else ", not this region's"
+    lines = [
+        f"{len(leftovers)} things of {stack} are in {region}; prices are list prices of {price_region()}{elsewhere}"
+    ]
+    for each in leftovers:
+        price = "by use" if each.dollars_per_month is None else f"${each.dollars_per_month:,.2f}/month"
+        kept = "  data" if each.is_data else ""
+        lines.append(f"  {each.kind:14} {each.name:{width}}  {price:>14}  {each.detail}{kept}")
+    lines.append(f"in sum ${sum(each.dollars_per_month or 0 for each in leftovers):,.2f}/month, and what is by use")
+    return "\n".join(lines)
+
+
+def has_stack_tag(tags: list[dict[str, str]] | None, stack: str) -> bool:
+    return any(pair["Key"] == STACK_TAG and pair["Value"] == stack for pair in tags or [])
+
+
+def list_unused_interfaces(account: Account, cluster: str) -> list[str]:
+    """Network interfaces that the cluster's CNI left behind: they hold subnets and security groups in place."""
+    filters = [
+        {"Name": "tag:cluster.k8s.amazonaws.com/name", "Values": [cluster]},
+        {"Name": "status", "Values": ["available"]},
+    ]
+    pages = account.pages("ec2", "describe_network_interfaces", "NetworkInterfaces", Filters=filters)
+    return [each["NetworkInterfaceId"] for each in pages]
+
+
+def list_load_balancers(account: Account, cluster: str) -> list[str]:
+    return [each.name for each in _load_balancers(account, cluster)]
+
+
+def list_cluster_volumes(account: Account, cluster: str) -> list[str]:
+    """Volumes that the EBS driver made for claims."""
+    return [each["VolumeId"] for each in _cluster_volumes(account, cluster)]
+
+
+def list_pool_instances(account: Account, cluster: str, node_group: str) -> list[str]:
+    """Instances of a managed node group that are still paid for."""
+    filters = [
+        {"Name": "tag:eks:cluster-name", "Values": [cluster]},
+        {"Name": "tag:eks:nodegroup-name", "Values": [node_group]},
+    ]
+    return [each["InstanceId"] for each in _living(account, filters)]
+
+
+def _clusters(account: Account, stack: str) -> Iterator[Leftover]:
+    if stack in account.pages("eks", "list_clusters", "clusters"):
+        hourly = dollars("eks_cluster_hour")
+        yield Leftover("EKS cluster", stack, "control plane", hourly * HOURS_OF_A_MONTH)
+
+
+def _instances(account: Account, stack: str) -> Iterator[Leftover]:
+    shapes = read_shapes()
+    for each in _living(account, [{"Name": "tag:eks:cluster-name", "Values": [stack]}]):
+        shape = shapes.get(each["InstanceType"])
+        price = shape.price.dollars_per_hour * HOURS_OF_A_MONTH if shape else None
+        yield Leftover("instance", each["InstanceId"], f"{each['InstanceType']}, {each['State']['Name']}", price)
+
+
+def _living(account: Account, filters: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for reservation in account.pages("ec2", "describe_instances", "Reservations", Filters=filters):
+        yield from (each for each in reservation["Instances"] if each["State"]["Name"] not in GONE)
+
+
+def _volumes(account: Account, stack: str) -> Iterator[Leftover]:
+    for each in _cluster_volumes(account, stack):
+        detail = f"{each['Size']} GiB, {each['State']}, made for a claim"
+        yield Leftover("volume", each["VolumeId"], detail, each["Size"] * dollars("volume_gb_month"))
+
+
+def _cluster_volumes(account: Account, cluster: str) -> Iterator[dict[str, Any]]:
+    filters = [{"Name": "tag-key", "Values": [f"kubernetes.io/cluster/{cluster}"]}]
+    yield from account.pages("ec2", "describe_volumes", "Volumes", Filters=filters)
+
+
+def _interfaces(account: Account, stack: str) -> Iterator[Leftover]:
+    for name in list_unused_interfaces(account, stack):
+        yield Leftover("interface", name, "unused; holds its subnet in place", 0)
+
+
+def _load_balancers(account: Account, stack: str) -> Iterator[Leftover]:
+    tag = f"kubernetes.io/cluster/{stack}"
+    price = dollars("load_balancer_hour") * HOURS_OF_A_MONTH
+    newer = {
+        each["LoadBalancerArn"]: each["LoadBalancerName"]
+        for each in account.pages("elbv2", "describe_load_balancers", "LoadBalancers")
+    }
+    older = [
+        each["LoadBalancerName"] for each in account.pages("elb", "describe_load_balancers", "LoadBalancerDescriptions")
+    ]
+    for batch in _batches(list(newer)):
+        for each in account.client("elbv2").describe_tags(ResourceArns=batch)["TagDescriptions"]:
+            if tag in {pair["Key"] for pair in each["Tags"]}:
+                yield Leftover("load balancer", newer[each["ResourceArn"]], "of a Service", price)
+    for batch in _batches(older):
+        for each in account.client("elb").describe_tags(LoadBalancerNames=batch)["TagDescriptions"]:
+            if tag in {pair["Key"] for pair in each["Tags"]}:
+                yield Leftover("load balancer", each["LoadBalancerName"], "of a Service, classic", price)
+
+
+def _gateways(account: Account, stack: str) -> Iterator[Leftover]:
+    filters = [{"Name": f"tag:{STACK_TAG}", "Values": [stack]}]
+    hourly = dollars("nat_gateway_hour") + dollars("public_address_hour")
+    for each in account.pages("ec2", "describe_nat_gateways", "NatGateways", Filters=filters):
+        if each["State"] not in ("deleted", "deleting"):
+            yield Leftover("NAT gateway", each["NatGatewayId"], each["State"], hourly * HOURS_OF_A_MONTH)
+
+
+def _file_systems(account: Account, stack: str) -> Iterator[Leftover]:
+    for each in account.pages("fsx", "describe_file_systems", "FileSystems"):
+        if not has_stack_tag(each.get("Tags"), stack):
+            continue
+        throughput = (each.get("LustreConfiguration") or {}).get("PerUnitStorageThroughput") or 0
+        price = read_prices().get(fsx_gb_month(throughput))
+        monthly = each["StorageCapacity"] * price.dollars if price else None
+        yield Leftover("FSx", each["FileSystemId"], f"{each['StorageCapacity']} GiB", monthly, is_data=True)
+
+
+def _repositories(account: Account, stack: str) -> Iterator[Leftover]:
+    for each in account.pages("ecr", "describe_repositories", "repositories"):
+        tags = account.client("ecr").list_tags_for_resource(resourceArn=each["repositoryArn"])["tags"]
+        if has_stack_tag(tags, stack):
+            yield Leftover("ECR", each["repositoryName"], "images", None, is_data=True)
+
+
+def _log_groups(account: Account, stack: str) -> Iterator[Leftover]:
+    for prefix in (f"/aws/eks/{stack}/", f"/aws/fsx/{stack}", f"/{stack}/"):
+        for each in account.pages("logs", "describe_log_groups", "logGroups", logGroupNamePrefix=prefix):
+            gigabytes = each.get("storedBytes", 0) / 1e9
+            price = gigabytes * dollars("log_gb_month")
+            yield Leftover("log group", each["logGroupName"], f"{gigabytes:.1f} GB", price)
+
+
+def _buckets(account: Account, stack: str) -> Iterator[Leftover]:
+    for arn in _tagged_arns(account, stack, ["s3"]):
+        yield Leftover("bucket", arn.rpartition(":")[2], "objects", None, is_data=True)
+
+
+def _roles(account: Account, stack: str) -> Iterator[Leftover]:
+    """By name, as the tagging API names nothing of IAM."""
+    for each in account.pages("iam", "list_roles", "Roles"):
+        if each["RoleName"].startswith(f"{stack}-{account.region}-"):
+            yield Leftover("IAM role", each["RoleName"], "", 0.0)
+
+
+def _policies(account: Account, stack: str) -> Iterator[Leftover]:
+    for each in account.pages("iam", "list_policies", "Policies", Scope="Local"):
+        if each["PolicyName"].startswith(f"{stack}-{account.region}-"):
+            detail = f"attached to {each['AttachmentCount']}" if each["AttachmentCount"] else ""
+            yield Leftover("IAM policy", each["PolicyName"], detail, 0.0)
+
+
+def _budgets(account: Account, stack: str) -> Iterator[Leftover]:
+    owner, name = account.client("sts").get_caller_identity()["Account"], f"{stack}-{account.region}"
+    try:
+        account.client("budgets").describe_budget(AccountId=owner, BudgetName=name)
+    except ClientError as error:
+        if is_absent(error):
+            return
+        raise
+    yield Leftover("budget", name, "of the whole account", 0.0)
+
+
+def _tagged(account: Account, stack: str, known: set[str]) -> Iterator[Leftover]:
+    """What has the stack's tag and is none of the above: a VPC and its parts, keys, alarms."""
+    for arn in _tagged_arns(account, stack, []):
+        _, _, service, _, _, resource = arn.split(":", 5)
+        # A NAT gateway that is deleted keeps its tags for an hour; one that is not is known by its state.
+        if resource.removesuffix(":*") in known or resource.startswith("natgateway/"):
+            continue
+        detail, price = "", 0.0
+        if resource.startswith("key/"):
+            is_going = account.client("kms").describe_key(KeyId=arn)["KeyMetadata"]["KeyState"] == "PendingDeletion"
+            detail, price = ("AWS deletes it within 30 days", 0.0) if is_going else ("", dollars("key_month"))
+        yield Leftover(service, resource, detail, price)
+
+
+def _tagged_arns(account: Account, stack: str, types: list[str]) -> Iterator[str]:
+    filters = [{"Key": STACK_TAG, "Values": [stack]}]
+    for each in account.pages(
+        "resourcegroupstaggingapi",
+        "get_resources",
+        "ResourceTagMappingList",
+        TagFilters=filters,
+        ResourceTypeFilters=types,
+    ):
+        yield each["ResourceARN"]
+
+
+def _batches(names: list[str], size: int = 20) -> Iterator[list[str]]:
+    """AWS describes the tags of so many load balancers at once."""
+    yield from (names[start : start + size] for start in range(0, len(names), size))

@@ -1,0 +1,113 @@
+# Who may do what in AWS: a node joins ECS, pulls images and writes logs; a stage has its prefix of the bucket.
+
+locals {
+  task_trust = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Effect    = "Allow"
+      Action    = "sts:AssumeRole"
+      Principal = { Service = "ecs-tasks.amazonaws.com" }
+      Condition = { StringEquals = { "aws:SourceAccount" = var.account.id } }
+    }]
+  })
+
+  makes_instance_role = var.instance_profile == null
+  instance_profile = (
+    local.makes_instance_role ? aws_iam_instance_profile.instance[0].arn :
+    startswith(var.instance_profile, "arn:") ? var.instance_profile :
+    "arn:${var.account.partition}:iam::${var.account.id}:instance-profile/${var.instance_profile}"
+  )
+  instance_policies = local.makes_instance_role ? toset([
+    "service-role/AmazonEC2ContainerServiceforEC2Role", # the agent, ECR and the log driver
+    "AmazonSSMManagedInstanceCore",                     # a shell on a node without SSH
+  ]) : toset([])
+}
+
+resource "aws_iam_role" "instance" {
+  count       = local.makes_instance_role ? 1 : 0
+  name        = "${var.name}-${var.account.region}-node"
+  description = "Nodes of Batch"
+  assume_role_policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Effect    = "Allow"
+      Action    = "sts:AssumeRole"
+      Principal = { Service = "ec2.amazonaws.com" }
+    }]
+  })
+}
+
+resource "aws_iam_role_policy_attachment" "instance" {
+  for_each   = local.instance_policies
+  role       = aws_iam_role.instance[0].name
+  policy_arn = "arn:${var.account.partition}:iam::aws:policy/${each.value}"
+}
+
+resource "aws_iam_instance_profile" "instance" {
+  count = local.makes_instance_role ? 1 : 0
+  name  = "${var.name}-${var.account.region}-node"
+  role  = aws_iam_role.instance[0].name
+}
+
+resource "aws_iam_role" "job" {
+  for_each           = var.stages
+  name               = "${var.name}-${var.account.region}-${each.key}"
+  description        = "Jobs of the ${each.key}"
+  assume_role_policy = local.task_trust
+}
+
+resource "aws_iam_role_policy" "job" {
+  for_each = var.stages
+  name     = "own"
+  role     = aws_iam_role.job[each.key].id
+  policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [
+      {
+        Effect    = "Allow"
+        Action    = ["s3:ListBucket"]
+        Resource  = [var.bucket_arn]
+        Condition = { StringLike = { "s3:prefix" = ["${each.key}/*"] } }
+      },
+      {
+        Effect   = "Allow"
+        Action   = ["s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"]
+        Resource = ["${var.bucket_arn}/${each.key}/*"]
+      },
+      {
+        Effect    = "Allow"
+        Action    = ["kms:Decrypt", "kms:GenerateDataKey"]
+        Resource  = [var.key_arn]
+        Condition = { StringEquals = { "kms:ViaService" = "s3.${var.account.region}.amazonaws.com" } }
+      },
+    ]
+  })
+}
+
+# With an execution role the agent uses it for images and logs too, not the node's.
+resource "aws_iam_role" "execution" {
+  count              = var.hugging_face_secret == null ? 0 : 1
+  name               = "${var.name}-${var.account.region}-execution"
+  description        = "Gives the Hugging Face token to the tokenizer's container"
+  assume_role_policy = local.task_trust
+}
+
+resource "aws_iam_role_policy_attachment" "execution" {
+  count      = var.hugging_face_secret == null ? 0 : 1
+  role       = aws_iam_role.execution[0].name
+  policy_arn = "arn:${var.account.partition}:iam::aws:policy/service-role/AmazonECSTaskExecutionRolePolicy"
+}
+
+resource "aws_iam_role_policy" "execution" {
+  count = var.hugging_face_secret == null ? 0 : 1
+  name  = "one-secret"
+  role  = aws_iam_role.execution[0].id
+  policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Effect   = "Allow"
+      Action   = ["secretsmanager:GetSecretValue"]
+      Resource = [var.hugging_face_secret]
+    }]
+  })
+}

@@ -1,0 +1,110 @@
+# Catalogue add-ons, which AWS versions and which leave with the cluster. What the catalogue lacks (KubeRay, Volcano, the
+# device plugins, Prometheus) is installed from infra/addons. Left out: aws-ebs-csi-driver, because no claim here asks for
+# a disk; cert-manager, because no webhook here needs its certificates; the AWS Load Balancer Controller, because what it
+# makes outside of the state is what most often stops a destroy.
+
+locals {
+  before_nodes = {
+    vpc-cni = {
+      # By default the CNI takes all addresses of a whole interface and of a spare one: 98 on a trn1.32xlarge.
+      env = {
+        MINIMUM_IP_TARGET = tostring(var.trainium_pod_addresses.least)
+        WARM_IP_TARGET    = tostring(var.trainium_pod_addresses.spare)
+      }
+      enableNetworkPolicy = "true" # else the policies of k8s/base are words
+    }
+    kube-proxy             = {}
+    eks-pod-identity-agent = {}
+  }
+  after_nodes = merge(
+    {
+      coredns                   = { nodeSelector = var.core_pool }
+      metrics-server            = { nodeSelector = var.core_pool }
+      aws-fsx-csi-driver        = { controller = { nodeSelector = var.core_pool } }
+      eks-node-monitoring-agent = {} # sees Neuron's faults; the node groups repair what it reports
+    },
+    var.enable_container_insights ? {
+      amazon-cloudwatch-observability = {
+        # Said, because the metric of the idle alarm comes with enhanced observability alone.
+        agent         = { config = { logs = { metrics_collected = { kubernetes = { enhanced_container_insights = true } } } } }
+        containerLogs = { enabled = false } # metrics alone; logs are billed by volume
+      }
+    } : {},
+  )
+  # Service account and policies of those add-ons that call AWS. A role's name has 64 letters at most, of which the stack's
+  # and the region's take up to 40, so it ends in less than the add-on's name.
+  addon_identities = {
+    vpc-cni = { role = "cni", service_account = "aws-node", managed_policy = "AmazonEKS_CNI_Policy" }
+    # The volume is static, so the driver mounts it and asks for its description, and makes nothing.
+    aws-fsx-csi-driver              = { role = "fsx-csi", service_account = "fsx-csi-controller-sa", managed_policy = null }
+    amazon-cloudwatch-observability = { role = "cloudwatch", service_account = "cloudwatch-agent", managed_policy = "CloudWatchAgentServerPolicy" }
+  }
+  used_identities = {
+    for name, identity in local.addon_identities : name => identity
+    if var.enable_addons && contains(keys(merge(local.before_nodes, local.after_nodes)), name)
+  }
+}
+
+resource "aws_eks_addon" "before_nodes" {
+  for_each                    = { for name, values in local.before_nodes : name => jsonencode(values) if var.enable_addons }
+  cluster_name                = aws_eks_cluster.this.name
+  addon_name                  = each.key
+  addon_version               = lookup(var.addon_versions, each.key, null)
+  configuration_values        = each.value == "{}" ? null : each.value
+  resolve_conflicts_on_create = "OVERWRITE"
+  resolve_conflicts_on_update = "OVERWRITE"
+
+  dynamic "pod_identity_association" {
+    for_each = contains(keys(local.used_identities), each.key) ? [local.used_identities[each.key]] : []
+    content {
+      role_arn        = aws_iam_role.addon[each.key].arn
+      service_account = pod_identity_association.value.service_account
+    }
+  }
+
+  depends_on = [aws_iam_role_policy_attachment.addon] # the CNI without its rights gives no pod an address
+}
+
+resource "aws_eks_addon" "after_nodes" {
+  for_each                    = { for name, values in local.after_nodes : name => jsonencode(values) if var.enable_addons }
+  cluster_name                = aws_eks_cluster.this.name
+  addon_name                  = each.key
+  addon_version               = lookup(var.addon_versions, each.key, null)
+  configuration_values        = each.value == "{}" ? null : each.value
+  resolve_conflicts_on_create = "OVERWRITE"
+  resolve_conflicts_on_update = "OVERWRITE"
+
+  dynamic "pod_identity_association" {
+    for_each = contains(keys(local.used_identities), each.key) ? [local.used_identities[each.key]] : []
+    content {
+      role_arn        = aws_iam_role.addon[each.key].arn
+      service_account = pod_identity_association.value.service_account
+    }
+  }
+
+  # They become active where a node runs them, and some only with their rights.
+  depends_on = [aws_eks_node_group.pool, aws_iam_role_policy_attachment.addon, aws_iam_role_policy.fsx_csi]
+}
+
+resource "aws_iam_role" "addon" {
+  for_each           = local.used_identities
+  name               = "${var.name}-${var.account.region}-${each.value.role}"
+  description        = "The add-on ${each.key}"
+  assume_role_policy = local.pod_identity_trust
+}
+
+resource "aws_iam_role_policy_attachment" "addon" {
+  for_each   = { for name, identity in local.used_identities : name => identity if identity.managed_policy != null }
+  role       = aws_iam_role.addon[each.key].name
+  policy_arn = "arn:${var.account.partition}:iam::aws:policy/${each.value.managed_policy}"
+}
+
+resource "aws_iam_role_policy" "fsx_csi" {
+  count = contains(keys(local.used_identities), "aws-fsx-csi-driver") ? 1 : 0
+  name  = "describe"
+  role  = aws_iam_role.addon["aws-fsx-csi-driver"].id
+  policy = jsonencode({
+    Version   = "2012-10-17"
+    Statement = [{ Effect = "Allow", Action = ["fsx:DescribeFileSystems"], Resource = ["*"] }]
+  })
+}

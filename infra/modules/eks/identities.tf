@@ -1,0 +1,94 @@
+# What pods of the namespace may do in AWS, by service account. The agent on each node hands out the credentials, so no pod
+# uses its node's.
+
+locals {
+  pod_identity_trust = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Effect    = "Allow"
+      Action    = ["sts:AssumeRole", "sts:TagSession"]
+      Principal = { Service = "pods.eks.amazonaws.com" }
+      Condition = {
+        StringEquals = { "aws:SourceAccount" = var.account.id }
+        ArnLike      = { "aws:SourceArn" = local.cluster_arn }
+      }
+    }]
+  })
+
+  cluster_arn = "arn:${var.account.partition}:eks:${var.account.region}:${var.account.id}:cluster/${var.name}"
+  node_group_arns = [
+    for group in var.scaled_node_groups :
+    "arn:${var.account.partition}:eks:${var.account.region}:${var.account.id}:nodegroup/${var.name}/${group}/*"
+  ]
+
+  # The network policies of k8s/base let the tokenizer alone out, to its texts. The compiler's and the trainer's rights are for
+  # an overlay that lets them out to S3 as well; without one nothing of theirs gets there.
+  stage_policies = {
+    for stage in var.stages : stage => [
+      {
+        Effect    = "Allow"
+        Action    = ["s3:ListBucket"]
+        Resource  = [var.bucket_arn]
+        Condition = { StringLike = { "s3:prefix" = ["${stage}/*"] } }
+      },
+      {
+        Effect   = "Allow"
+        Action   = ["s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"]
+        Resource = ["${var.bucket_arn}/${stage}/*"]
+      },
+      {
+        Effect    = "Allow"
+        Action    = ["kms:Decrypt", "kms:GenerateDataKey"]
+        Resource  = [var.key_arn]
+        Condition = { StringEquals = { "kms:ViaService" = "s3.${var.account.region}.amazonaws.com" } }
+      },
+    ]
+  }
+  # No condition key of EKS knows the size that is asked for, so who may raise a group may lower it and the other way round.
+  node_scaler_policies = {
+    for account in var.node_scalers : account => [
+      {
+        Effect   = "Allow"
+        Action   = ["eks:DescribeNodegroup", "eks:UpdateNodegroupConfig"]
+        Resource = local.node_group_arns
+      },
+    ]
+  }
+  # Two maps, because the lists in them differ in type, which a conditional or merge in one place would not take.
+  policies = {
+    for account, statements in merge(
+      { for account, each in local.stage_policies : account => jsonencode(each) },
+      { for account, each in local.node_scaler_policies : account => jsonencode(each) },
+    ) : account => statements if var.enable_pod_identity
+  }
+}
+
+resource "aws_iam_role" "pod" {
+  for_each           = local.policies
+  name               = "${var.name}-${var.account.region}-${each.key}"
+  description        = "Service account ${each.key} of namespace ${var.namespace}"
+  assume_role_policy = local.pod_identity_trust
+  # The budget's action attaches a policy without terraform's knowledge. IAM deletes no role that has one, and no policy that
+  # is attached, so the roles have to go first.
+  force_detach_policies = true
+  depends_on            = [terraform_data.stop_policy]
+}
+
+resource "terraform_data" "stop_policy" {
+  input = var.stop_policy_arn
+}
+
+resource "aws_iam_role_policy" "pod" {
+  for_each = local.policies
+  name     = "own"
+  role     = aws_iam_role.pod[each.key].id
+  policy   = jsonencode({ Version = "2012-10-17", Statement = jsondecode(each.value) })
+}
+
+resource "aws_eks_pod_identity_association" "pod" {
+  for_each        = local.policies
+  cluster_name    = aws_eks_cluster.this.name
+  namespace       = var.namespace
+  service_account = each.key
+  role_arn        = aws_iam_role.pod[each.key].arn
+}

@@ -1,0 +1,178 @@
+# Three guards against a bill that nobody meant, because each is late or blind in its own way: a budget knows all costs but
+# hours later, an alarm knows minutes later that nothing computes, and a schedule knows nothing and is on time.
+
+resource "aws_sns_topic" "this" {
+  name              = "${var.name}-alerts"
+  kms_master_key_id = var.key_arn
+}
+
+resource "aws_sns_topic_policy" "this" {
+  arn = aws_sns_topic.this.arn
+  policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Effect    = "Allow"
+      Action    = "sns:Publish"
+      Principal = { Service = ["budgets.amazonaws.com", "cloudwatch.amazonaws.com"] }
+      Resource  = aws_sns_topic.this.arn
+      Condition = { StringEquals = { "aws:SourceAccount" = var.account.id } }
+    }]
+  })
+}
+
+# Each address gets a mail that asks whether it wants this, and nothing else until it says yes.
+resource "aws_sns_topic_subscription" "email" {
+  for_each  = toset(var.emails)
+  topic_arn = aws_sns_topic.this.arn
+  protocol  = "email"
+  endpoint  = each.value
+}
+
+# Of the whole account: a budget over a tag counts nothing before somebody activates the tag for cost allocation, and says
+# nothing of it.
+resource "aws_budgets_budget" "this" {
+  count        = var.budget == null ? 0 : 1
+  name         = "${var.name}-${var.account.region}"
+  budget_type  = "COST"
+  time_unit    = "MONTHLY"
+  limit_amount = tostring(var.budget.monthly_dollars)
+  limit_unit   = "USD"
+
+  dynamic "notification" {
+    for_each = [["ACTUAL", 50], ["ACTUAL", 80], ["ACTUAL", 100], ["FORECASTED", 100]]
+    content {
+      notification_type         = notification.value[0]
+      threshold                 = notification.value[1]
+      threshold_type            = "PERCENTAGE"
+      comparison_operator       = "GREATER_THAN"
+      subscriber_sns_topic_arns = [aws_sns_topic.this.arn]
+    }
+  }
+}
+
+# At 100 % who deploys under a role of this account, on EKS the deploy Jobs too, brings up nodes no more. What runs goes on to
+# its end. EKS has one call for both directions, so they lower none either: the reaper is left out, and does.
+resource "aws_budgets_budget_action" "stop" {
+  count              = var.budget == null || length(var.stopped_roles) == 0 ? 0 : 1
+  budget_name        = aws_budgets_budget.this[0].name
+  action_type        = "APPLY_IAM_POLICY"
+  approval_model     = "AUTOMATIC"
+  notification_type  = "ACTUAL"
+  execution_role_arn = aws_iam_role.budget[0].arn
+
+  action_threshold {
+    action_threshold_type  = "PERCENTAGE"
+    action_threshold_value = 100
+  }
+
+  definition {
+    iam_action_definition {
+      policy_arn = aws_iam_policy.stop[0].arn
+      roles      = var.stopped_roles[*].name
+    }
+  }
+
+  subscriber {
+    subscription_type = "SNS"
+    address           = aws_sns_topic.this.arn
+  }
+
+  depends_on = [aws_iam_role_policy.budget]
+}
+
+resource "aws_iam_policy" "stop" {
+  count       = var.budget == null ? 0 : 1
+  name        = "${var.name}-${var.account.region}-over-budget"
+  description = "Attached by the budget: no new Trainium nodes. Detach it in the console's budget actions."
+  policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [
+      {
+        Sid      = "NoNodes"
+        Effect   = "Deny"
+        Action   = var.denied_actions
+        Resource = "*"
+      },
+      {
+        Sid       = "NoInstances"
+        Effect    = "Deny"
+        Action    = ["ec2:RunInstances", "ec2:CreateFleet"]
+        Resource  = "arn:${var.account.partition}:ec2:*:*:instance/*"
+        Condition = { StringLike = { "ec2:InstanceType" = ["trn*"] } }
+      },
+    ]
+  })
+}
+
+resource "aws_iam_role" "budget" {
+  count       = var.budget == null ? 0 : 1
+  name        = "${var.name}-${var.account.region}-budget"
+  description = "The budget's action"
+  assume_role_policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Effect    = "Allow"
+      Action    = "sts:AssumeRole"
+      Principal = { Service = "budgets.amazonaws.com" }
+      Condition = { StringEquals = { "aws:SourceAccount" = var.account.id } }
+    }]
+  })
+}
+
+resource "aws_iam_role_policy" "budget" {
+  count = var.budget == null ? 0 : 1
+  name  = "attach-one-policy"
+  role  = aws_iam_role.budget[0].id
+  policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Effect    = "Allow"
+      Action    = ["iam:AttachRolePolicy", "iam:DetachRolePolicy"]
+      Resource  = var.stopped_roles[*].arn
+      Condition = { ArnEquals = { "iam:PolicyARN" = aws_iam_policy.stop[0].arn } }
+    }]
+  })
+}
+
+resource "aws_autoscaling_schedule" "zero" {
+  count                  = var.zero_schedule == null ? 0 : 1
+  scheduled_action_name  = "${var.name}-zero"
+  autoscaling_group_name = var.trainium_autoscaling_group
+  recurrence             = var.zero_schedule.cron
+  time_zone              = var.zero_schedule.time_zone
+  desired_capacity       = 0
+  min_size               = 0
+  max_size               = var.trainium_max_nodes
+}
+
+# No nodes, no metric: that is no alarm.
+resource "aws_cloudwatch_metric_alarm" "idle" {
+  count               = var.idle_alarm == null ? 0 : 1
+  alarm_name          = "${var.name}-trainium-idle"
+  alarm_description   = "Trainium nodes of ${var.name} are up and their NeuronCores have done next to nothing for ${var.idle_alarm.minutes} minutes: make stage-status"
+  namespace           = "ContainerInsights"
+  metric_name         = "node_neuroncore_utilization"
+  dimensions          = { ClusterName = var.name }
+  statistic           = "Average"
+  comparison_operator = "LessThanThreshold"
+  threshold           = var.idle_alarm.percent
+  period              = 300
+  evaluation_periods  = ceil(var.idle_alarm.minutes / 5)
+  treat_missing_data  = "notBreaching"
+  alarm_actions       = [aws_sns_topic.this.arn]
+  ok_actions          = [aws_sns_topic.this.arn]
+}
+
+output "topic_arn" {
+  value = aws_sns_topic.this.arn
+}
+
+output "stop_policy_arn" {
+  description = "Of the policy that the budget's action attaches; null without a budget."
+  value       = one(aws_iam_policy.stop[*].arn)
+}
+
+output "stopped_roles" {
+  description = "Names of those that the budget's action stops."
+  value       = var.budget == null ? [] : var.stopped_roles[*].name
+}

@@ -1,0 +1,7 @@
+output "efa_id" {
+  value = aws_security_group.efa.id
+}
+
+output "fsx_id" {
+  value = aws_security_group.fsx.id
+}

@@ -1,0 +1,26 @@
+output "node_group" {
+  value = aws_eks_node_group.this.node_group_name
+}
+
+output "autoscaling_group" {
+  value = one(flatten(aws_eks_node_group.this.resources[*].autoscaling_groups[*].name))
+}
+
+output "user_data" {
+  description = "What a node reads when it starts."
+  value       = local.user_data
+}
+
+output "shape" {
+  description = "Instance type, as the launch template has it."
+  value       = aws_launch_template.this.instance_type
+}
+
+output "node_labels" {
+  value = aws_eks_node_group.this.labels
+}
+
+output "node_taints" {
+  description = "As EKS spells them."
+  value       = [for each in aws_eks_node_group.this.taint : { key = each.key, value = each.value, effect = each.effect }]
+}

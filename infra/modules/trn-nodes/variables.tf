@@ -1,0 +1,127 @@
+variable "name" {
+  description = "Of the node group."
+  type        = string
+}
+
+variable "cluster" {
+  type = object({ name = string, version = string, security_group_id = string })
+}
+
+variable "node_role_arn" {
+  type = string
+}
+
+variable "ready_for_nodes" {
+  description = "What has to be there before a node can join; only waited for."
+  type        = any
+}
+
+variable "shape" {
+  description = "An entry of infra/shapes.json, with its name."
+  type = object({
+    name                     = string
+    neuron_devices           = number
+    efa_cards                = number
+    huge_pages_gib           = number
+    supports_capacity_block  = bool
+    supports_placement_group = bool
+  })
+
+  validation {
+    condition     = var.shape.neuron_devices > 0 && var.shape.efa_cards > 0
+    error_message = "${var.shape.name} has ${var.shape.neuron_devices} Neuron devices and ${var.shape.efa_cards} EFA cards: a gang of Trainium nodes needs both."
+  }
+}
+
+variable "max_nodes" {
+  type = number
+}
+
+variable "subnets" {
+  description = "Where the nodes are: one zone."
+  type        = list(object({ id = string, zone_id = string }))
+
+  validation {
+    condition     = length(distinct(var.subnets[*].zone_id)) == 1
+    error_message = <<-EOT
+      A Trainium pool is in one zone, and these subnets are in ${jsonencode(distinct(var.subnets[*].zone_id))}.
+      EFA does not cross zones, so a gang over two of them starts and then waits for ever in its first collective.
+      Give the subnets of one zone; nodes of another are another pool.
+    EOT
+  }
+}
+
+variable "security_group_ids" {
+  description = "Beside the cluster's own."
+  type        = list(string)
+}
+
+variable "key_arn" {
+  type = string
+}
+
+variable "efa_layout" {
+  description = "efa: every interface also has an address, as Neuron documents it. efa-only: all but the first have none."
+  type        = string
+
+  validation {
+    condition     = contains(["efa", "efa-only"], var.efa_layout)
+    error_message = "efa_layout is \"efa\" or \"efa-only\"; got \"${var.efa_layout}\"."
+  }
+}
+
+variable "capacity" {
+  type = object({ kind = string, reservation_id = string })
+
+  validation {
+    condition     = contains(["on_demand", "reservation", "capacity_block"], var.capacity.kind)
+    error_message = "capacity.kind is on_demand, reservation or capacity_block; got \"${var.capacity.kind}\"."
+  }
+
+  validation {
+    condition     = (var.capacity.kind == "on_demand") == (var.capacity.reservation_id == "")
+    error_message = "capacity.kind = \"${var.capacity.kind}\" with reservation_id = \"${var.capacity.reservation_id}\": on_demand has none, the other two need one."
+  }
+
+  validation {
+    condition     = var.capacity.kind != "capacity_block" || var.shape.supports_capacity_block
+    error_message = "EC2 sells no Capacity Blocks of ${var.shape.name}."
+  }
+}
+
+variable "placement_group" {
+  description = "auto: one is made where that is legal. none. Or the name of one that is there."
+  type        = string
+
+  validation {
+    condition     = var.capacity.kind != "capacity_block" || contains(["auto", "none"], var.placement_group)
+    error_message = <<-EOT
+      placement_group = "${var.placement_group}" with a Capacity Block: EC2 has placed the block's instances already, close
+      to each other, and answers InsufficientInstanceCapacity to any other placement. Set placement_group to "auto".
+    EOT
+  }
+
+  validation {
+    condition     = var.shape.supports_placement_group || contains(["auto", "none"], var.placement_group)
+    error_message = "${var.shape.name} cannot be in a cluster placement group: set placement_group to \"auto\"."
+  }
+}
+
+variable "labels" {
+  type = map(string)
+}
+
+variable "taint" {
+  description = "With the effect as Kubernetes spells it."
+  type        = object({ key = string, value = string, effect = string })
+}
+
+variable "tags" {
+  description = "Of instances, their volumes and interfaces, which a provider's default tags do not reach."
+  type        = map(string)
+}
+
+variable "ami_release" {
+  description = "Of the Neuron AMI; null: the newest when the group is made, which it then keeps."
+  type        = string
+}

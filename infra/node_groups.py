@@ -1,0 +1,48 @@
+"""The managed node groups of a cluster, and the pool of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from botocore.exceptions import ClientError
+
+from infra.account import Account, is_absent
+
+# As the stack and k8s/ spell them; the contract test holds all three together.
+POOL_LABEL = "millrace.dev/pool"
+CORE, TRAINIUM = "core", "trainium"
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """One of them, with its size as it is asked for."""
+
+    name: str
+    pool: str
+    """Empty: it is none of ours."""
+    subnet_ids: tuple[str, ...]
+    desired_nodes: int
+    min_nodes: int
+
+
+def list_node_groups(account: Account, cluster: str) -> list[NodeGroup]:
+    """All but those that somebody else deletes at this moment."""
+    names = account.pages("eks", "list_nodegroups", "nodegroups", clusterName=cluster)
+    return [found for name in names if (found := _find(account, cluster, name))]
+
+
+def _find(account: Account, cluster: str, name: str) -> NodeGroup | None:
+    try:
+        found = account.client("eks").describe_nodegroup(clusterName=cluster, nodegroupName=name)["nodegroup"]
+    except ClientError as error:
+        if is_absent(error):
+            return None
+        raise
+    size = found["scalingConfig"]
+    return NodeGroup(
+        name=name,
+        pool=(found.get("labels") or {}).get(POOL_LABEL, ""),
+        subnet_ids=tuple(found["subnets"]),
+        desired_nodes=size["desiredSize"],
+        min_nodes=size["minSize"],
+    )

@@ -1,0 +1,68 @@
+# `make infra-up STACK=batch` writes `config` to batch/config.txt, which deployments read.
+
+output "config" {
+  description = "Lines of KEY=VALUE: those of the older scripts for Batch first."
+  value = join("", [
+    for pair in [
+      ["REGION", var.region],
+      ["SUBNET", local.subnets.trainium],
+      ["SG", join(",", module.batch.security_group_ids)],
+      ["ECR_REPO", local.image_repository],
+      ["INSTANCE_ROLE", module.batch.instance_profile],
+      ["FSX_DNS_NAME", local.file_system.dns_name],
+      ["MOUNT_NAME", local.file_system.mount_name],
+      ["NAME", var.name],
+      ["TRAINIUM_QUEUE", module.batch.queues.trainium],
+      ["TRAINIUM_SHAPE", var.trainium.shape],
+      ["TRAINIUM_MAX_NODES", var.trainium.max_nodes],
+      ["CPU_QUEUE", module.batch.queues.cpu],
+      ["CPU_SHAPE", var.cpu_nodes.shape],
+      ["CPU_MAX_NODES", var.cpu_nodes.max_nodes],
+      ["LOG_GROUP_TOKENIZER", module.storage.log_groups["tokenizer"]],
+      ["LOG_GROUP_COMPILER", module.storage.log_groups["compiler"]],
+      ["LOG_GROUP_TRAINER", module.storage.log_groups["trainer"]],
+      ["JOB_ROLE_TOKENIZER", module.batch.job_roles["tokenizer"]],
+      ["JOB_ROLE_COMPILER", module.batch.job_roles["compiler"]],
+      ["JOB_ROLE_TRAINER", module.batch.job_roles["trainer"]],
+      ["CAPACITY_ENDS_AT", var.capacity.ends_at],
+      ["HF_TOKEN_SECRET", var.hugging_face_secret == null ? "" : var.hugging_face_secret],
+      ["EXECUTION_ROLE", module.batch.execution_role == null ? "" : module.batch.execution_role],
+    ] : "${pair[0]}=${pair[1]}\n"
+  ])
+}
+
+output "region" {
+  value = var.region
+}
+
+output "zone_id" {
+  value = var.zone_id
+}
+
+output "bucket" {
+  value = module.storage.bucket.name
+}
+
+output "fsx_id" {
+  description = "Empty for a file system that is given."
+  value       = local.makes_file_system ? module.storage.fsx.id : ""
+}
+
+output "queues" {
+  description = "Names by pool."
+  value       = module.batch.queues
+}
+
+output "repositories" {
+  description = "Names by image; of a registry that is given, none."
+  value       = local.makes_registry ? module.registry[0].repositories : {}
+}
+
+output "capacity_ends_at" {
+  value = var.capacity.ends_at
+}
+
+output "addresses_per_node" {
+  description = "Of the Trainium subnet, that a node takes."
+  value       = local.addresses_per_node
+}

@@ -1,0 +1,69 @@
+# What the provider checks the form of, or what is decoded: everything else is made up by Terraform.
+
+mock_data "aws_caller_identity" {
+  defaults = { account_id = "111122223333", arn = "arn:aws:sts::111122223333:assumed-role/platform/you" }
+}
+
+mock_data "aws_partition" {
+  defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
+}
+
+mock_resource "aws_kms_key" {
+  defaults = { arn = "arn:aws:kms:us-west-2:111122223333:key/11111111-2222-3333-4444-555555555555" }
+}
+
+mock_resource "aws_iam_role" {
+  defaults = { arn = "arn:aws:iam::111122223333:role/mock" }
+}
+
+mock_resource "aws_iam_instance_profile" {
+  defaults = { arn = "arn:aws:iam::111122223333:instance-profile/mock" }
+}
+
+mock_resource "aws_iam_policy" {
+  defaults = { arn = "arn:aws:iam::111122223333:policy/mock" }
+}
+
+mock_resource "aws_cloudwatch_log_group" {
+  defaults = { arn = "arn:aws:logs:us-west-2:111122223333:log-group:mock" }
+}
+
+mock_resource "aws_s3_bucket" {
+  defaults = { id = "mock-bucket", arn = "arn:aws:s3:::mock-bucket" }
+}
+
+mock_resource "aws_sns_topic" {
+  defaults = { arn = "arn:aws:sns:us-west-2:111122223333:mock" }
+}
+
+mock_resource "aws_launch_template" {
+  defaults = { id = "lt-0123456789abcdef0", latest_version = 1 }
+}
+
+mock_resource "aws_fsx_lustre_file_system" {
+  defaults = {
+    id         = "fs-0123456789abcdef0"
+    dns_name   = "fs-0123456789abcdef0.fsx.us-west-2.amazonaws.com"
+    mount_name = "mockmnt"
+  }
+}
+
+mock_resource "aws_batch_compute_environment" {
+  defaults = { arn = "arn:aws:batch:us-west-2:111122223333:compute-environment/mock" }
+}
+
+mock_resource "aws_security_group" {
+  defaults = { id = "sg-0123456789abcdef0" }
+}
+
+mock_resource "aws_subnet" {
+  defaults = { id = "subnet-0123456789abcdef0" }
+}
+
+mock_data "aws_ssm_parameter" {
+  defaults = { insecure_value = "ami-0123456789abcdef0" }
+}
+
+mock_data "aws_subnet" {
+  defaults = { id = "subnet-0fedcba9876543210", vpc_id = "vpc-given", availability_zone_id = "usw2-az4", map_public_ip_on_launch = false }
+}

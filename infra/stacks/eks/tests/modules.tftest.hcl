@@ -1,0 +1,301 @@
+# What each of the other modules promises, looked at where the stack's outputs do not show it.
+
+mock_provider "aws" {
+  source = "./tests/mocks"
+}
+
+run "network" {
+  command = plan
+  module {
+    source = "../../modules/network"
+  }
+  variables {
+    name                       = "millrace"
+    region                     = "us-west-2"
+    cidr                       = "10.0.0.0/16"
+    zone_ids                   = ["usw2-az4", "usw2-az1"]
+    enable_interface_endpoints = false
+    endpoints_of_target        = ["eks", "eks-auth", "monitoring"]
+  }
+
+  assert {
+    condition     = toset([aws_subnet.trainium.availability_zone_id, aws_subnet.nodes.availability_zone_id, aws_subnet.public.availability_zone_id]) == toset(["usw2-az4"])
+    error_message = "nodes, file system and NAT are in one zone"
+  }
+
+  assert {
+    condition     = aws_subnet.trainium.cidr_block == "10.0.0.0/19" && aws_subnet.second.availability_zone_id == "usw2-az1"
+    error_message = "${aws_subnet.trainium.cidr_block}, ${aws_subnet.second.availability_zone_id}"
+  }
+
+  assert {
+    condition     = aws_vpc_endpoint.s3.vpc_endpoint_type == "Gateway" && length(aws_vpc_endpoint.interface) == 0 && length(aws_flow_log.refused) == 0
+    error_message = "S3 through a gateway, and no endpoint that is billed by the hour"
+  }
+}
+
+# Applied, because a rule names its own group by an id that EC2 gives.
+run "security_groups_name_themselves" {
+  module {
+    source = "../../modules/security-groups"
+  }
+  variables {
+    name   = "millrace"
+    vpc_id = "vpc-0"
+  }
+
+  assert {
+    condition     = aws_vpc_security_group_ingress_rule.efa.ip_protocol == "-1" && aws_vpc_security_group_egress_rule.efa.ip_protocol == "-1"
+    error_message = "EFA needs all traffic in both directions"
+  }
+
+  assert {
+    condition = alltrue([
+      for rules in [aws_vpc_security_group_ingress_rule.fsx, aws_vpc_security_group_egress_rule.fsx] :
+      toset([for rule in rules : "${rule.from_port}-${rule.to_port}"]) == toset(["988-988", "1018-1023"])
+    ])
+    error_message = "Lustre's ports, in both directions"
+  }
+
+  assert {
+    condition = alltrue([
+      for rule in concat(values(aws_vpc_security_group_ingress_rule.fsx), values(aws_vpc_security_group_egress_rule.fsx)) :
+      rule.security_group_id == aws_security_group.fsx.id && rule.referenced_security_group_id == aws_security_group.fsx.id
+    ])
+    error_message = "servers and nodes share one group"
+  }
+
+  assert {
+    condition = alltrue([
+      for rule in [aws_vpc_security_group_ingress_rule.efa, aws_vpc_security_group_egress_rule.efa] :
+      rule.security_group_id == aws_security_group.efa.id && rule.referenced_security_group_id == aws_security_group.efa.id
+    ])
+    error_message = "EFA's group names itself"
+  }
+}
+
+run "endpoints" {
+  command = plan
+  module {
+    source = "../../modules/network"
+  }
+  variables {
+    name                       = "millrace"
+    region                     = "us-west-2"
+    cidr                       = "10.0.0.0/16"
+    zone_ids                   = ["usw2-az4", "usw2-az1"]
+    enable_interface_endpoints = true
+    endpoints_of_target        = ["eks", "eks-auth", "monitoring"]
+  }
+
+  assert {
+    condition     = length(aws_vpc_endpoint.interface) == 10 && alltrue([for each in aws_vpc_endpoint.interface : each.private_dns_enabled])
+    error_message = "endpoints: ${jsonencode(keys(aws_vpc_endpoint.interface))}"
+  }
+}
+
+run "storage" {
+  module {
+    source = "../../modules/storage"
+  }
+  variables {
+    name                   = "millrace"
+    region                 = "us-west-2"
+    account_id             = "111122223333"
+    partition              = "aws"
+    keep_data              = true
+    log_retention_days     = 90
+    enable_data_repository = true
+    log_groups             = { control_plane = "/aws/eks/millrace/cluster" }
+    fsx                    = { gib = 2400, throughput = 250, subnet_id = "subnet-0", security_group_id = "sg-fsx" }
+  }
+
+  assert {
+    condition     = [aws_fsx_lustre_file_system.this[0].deployment_type, aws_fsx_lustre_file_system.this[0].data_compression_type, aws_fsx_lustre_file_system.this[0].kms_key_id] == ["PERSISTENT_2", "LZ4", aws_kms_key.this.arn]
+    error_message = "file system: ${jsonencode(aws_fsx_lustre_file_system.this[0])}"
+  }
+
+  assert {
+    condition     = [for each in aws_fsx_data_repository_association.this : each.file_system_path] == ["/checkpoint"]
+    error_message = "only checkpoints are copied to the bucket"
+  }
+
+  assert {
+    condition     = !aws_s3_bucket.this.force_destroy && aws_s3_bucket.this.bucket == "millrace-111122223333-us-west-2"
+    error_message = "a bucket with data is not destroyed"
+  }
+
+  assert {
+    condition     = alltrue([for group in aws_cloudwatch_log_group.this : group.retention_in_days == 90 && group.kms_key_id == aws_kms_key.this.arn])
+    error_message = "logs end, and are encrypted"
+  }
+}
+
+run "registry" {
+  command = plan
+  module {
+    source = "../../modules/registry"
+  }
+  variables {
+    prefix    = "millrace"
+    images    = ["head", "trainer"]
+    key_arn   = "arn:aws:kms:us-west-2:111122223333:key/11111111-2222-3333-4444-555555555555"
+    keep_data = false
+  }
+
+  assert {
+    condition     = alltrue([for each in aws_ecr_repository.this : each.image_tag_mutability == "IMMUTABLE" && each.image_scanning_configuration[0].scan_on_push && each.force_delete])
+    error_message = "repositories: ${jsonencode(aws_ecr_repository.this)}"
+  }
+
+  assert {
+    condition     = alltrue([for each in aws_ecr_lifecycle_policy.this : length(jsondecode(each.policy).rules) == 2])
+    error_message = "old images go"
+  }
+}
+
+run "eks" {
+  module {
+    source = "../../modules/eks"
+  }
+  variables {
+    name                      = "millrace"
+    account                   = { id = "111122223333", partition = "aws", region = "us-west-2" }
+    kubernetes_version        = "1.35"
+    api_public_cidrs          = []
+    key_arn                   = "arn:aws:kms:us-west-2:111122223333:key/11111111-2222-3333-4444-555555555555"
+    log_group_arn             = "arn:aws:logs:us-west-2:111122223333:log-group:mock"
+    core_pool                 = { "millrace.dev/pool" = "core" }
+    trainium_pod_addresses    = { least = 12, spare = 4 }
+    administrators            = ["arn:aws:iam::111122223333:role/platform"]
+    operators                 = ["arn:aws:iam::111122223333:role/research", "arn:aws:iam::111122223333:role/platform"]
+    operators_group           = "millrace-deployers"
+    bucket_arn                = "arn:aws:s3:::bucket"
+    namespace                 = "millrace"
+    stages                    = ["trainer"]
+    node_scalers              = ["deployer"]
+    scaled_node_groups        = ["trainium"]
+    addon_versions            = { vpc-cni = "v1.20.0-eksbuild.1" }
+    enable_addons             = true
+    enable_container_insights = true
+    enable_pod_identity       = true
+    enable_access_entries     = true
+    network                   = { control_plane_subnet_ids = ["subnet-0", "subnet-1"], nodes_subnet_id = "subnet-0", fsx_security_group_id = "sg-fsx", routes = {} }
+    pools = {
+      core = { shape = "m7i.2xlarge", nodes = 2, min_nodes = 1, max_nodes = 3, volume_gib = 100, labels = { "millrace.dev/pool" = "core" } }
+    }
+  }
+
+  assert {
+    condition     = aws_eks_cluster.this.vpc_config[0].endpoint_private_access && !aws_eks_cluster.this.vpc_config[0].endpoint_public_access
+    error_message = "without addresses the API is the VPC's alone"
+  }
+
+  assert {
+    condition     = !aws_eks_cluster.this.bootstrap_self_managed_addons && aws_eks_cluster.this.upgrade_policy[0].support_type == "STANDARD" && length(aws_eks_cluster.this.enabled_cluster_log_types) == 5
+    error_message = "no add-ons of EKS' own, no extended support, all logs"
+  }
+
+  assert {
+    condition     = aws_eks_cluster.this.access_config[0].authentication_mode == "API" && aws_eks_access_entry.operator["arn:aws:iam::111122223333:role/research"].kubernetes_groups == toset(["millrace-deployers"])
+    error_message = "operators are a group of Kubernetes"
+  }
+
+  assert {
+    condition     = keys(aws_eks_access_entry.operator) == ["arn:aws:iam::111122223333:role/research"] && aws_eks_access_policy_association.administrator["arn:aws:iam::111122223333:role/platform"].policy_arn == "arn:aws:eks::aws:cluster-access-policy/AmazonEKSClusterAdminPolicy"
+    error_message = "EKS takes one entry a principal, and an administrator needs no second: ${jsonencode(keys(aws_eks_access_entry.operator))}"
+  }
+
+  assert {
+    condition     = alltrue([for each in aws_iam_role.pod : each.force_detach_policies])
+    error_message = "a budget that has acted keeps no role from being deleted"
+  }
+
+  assert {
+    condition     = aws_eks_pod_identity_association.pod["trainer"].namespace == "millrace" && aws_eks_pod_identity_association.pod["trainer"].service_account == "trainer"
+    error_message = "identity of ${aws_eks_pod_identity_association.pod["trainer"].namespace}/${aws_eks_pod_identity_association.pod["trainer"].service_account}"
+  }
+
+  assert {
+    condition     = aws_eks_node_group.pool["core"].labels == tomap({ "millrace.dev/pool" = "core" }) && aws_eks_node_group.pool["core"].ami_type == "AL2023_x86_64_STANDARD"
+    error_message = "core: ${jsonencode(aws_eks_node_group.pool["core"].labels)}, ${aws_eks_node_group.pool["core"].ami_type}"
+  }
+
+  assert {
+    condition     = toset(keys(aws_eks_addon.before_nodes)) == toset(["vpc-cni", "kube-proxy", "eks-pod-identity-agent"]) && aws_eks_addon.before_nodes["vpc-cni"].addon_version == "v1.20.0-eksbuild.1"
+    error_message = "before nodes: ${jsonencode(keys(aws_eks_addon.before_nodes))}"
+  }
+
+  assert {
+    condition     = toset(keys(aws_eks_addon.after_nodes)) == toset(["coredns", "metrics-server", "aws-fsx-csi-driver", "eks-node-monitoring-agent", "amazon-cloudwatch-observability"])
+    error_message = "after nodes: ${jsonencode(keys(aws_eks_addon.after_nodes))}"
+  }
+
+  assert {
+    condition     = jsondecode(aws_eks_addon.before_nodes["vpc-cni"].configuration_values).enableNetworkPolicy == "true"
+    error_message = "network policies are enforced"
+  }
+
+  assert {
+    condition     = jsondecode(aws_iam_role_policy.pod["trainer"].policy).Statement[1].Resource == ["arn:aws:s3:::bucket/trainer/*"]
+    error_message = "trainer: ${aws_iam_role_policy.pod["trainer"].policy}"
+  }
+
+  assert {
+    condition = jsonencode(jsondecode(aws_iam_role_policy.pod["deployer"].policy).Statement) == jsonencode([{
+      Action   = ["eks:DescribeNodegroup", "eks:UpdateNodegroupConfig"]
+      Effect   = "Allow"
+      Resource = ["arn:aws:eks:us-west-2:111122223333:nodegroup/millrace/trainium/*"]
+    }])
+    error_message = "deployer: ${aws_iam_role_policy.pod["deployer"].policy}"
+  }
+}
+
+run "guardrails" {
+  module {
+    source = "../../modules/guardrails"
+  }
+  variables {
+    name                       = "millrace"
+    account                    = { id = "111122223333", partition = "aws", region = "us-west-2" }
+    key_arn                    = "arn:aws:kms:us-west-2:111122223333:key/11111111-2222-3333-4444-555555555555"
+    budget                     = { monthly_dollars = 5000 }
+    emails                     = ["you@example.com"]
+    stopped_roles              = [{ name = "millrace-us-west-2-deployer", arn = "arn:aws:iam::111122223333:role/millrace-us-west-2-deployer" }]
+    denied_actions             = ["eks:UpdateNodegroupConfig"]
+    trainium_autoscaling_group = "eks-trainium"
+    trainium_max_nodes         = 4
+    zero_schedule              = { cron = "0 20 * * FRI", time_zone = "Europe/Berlin" }
+    idle_alarm                 = { percent = 1, minutes = 60 }
+  }
+
+  assert {
+    condition     = toset([for each in aws_budgets_budget.this[0].notification : "${each.notification_type} ${each.threshold}"]) == toset(["ACTUAL 50", "ACTUAL 80", "ACTUAL 100", "FORECASTED 100"])
+    error_message = "notifications: ${jsonencode(aws_budgets_budget.this[0].notification)}"
+  }
+
+  assert {
+    condition     = aws_budgets_budget_action.stop[0].approval_model == "AUTOMATIC" && aws_budgets_budget_action.stop[0].definition[0].iam_action_definition[0].roles == toset(["millrace-us-west-2-deployer"])
+    error_message = "over the budget the deployer raises nothing; the reaper still lowers"
+  }
+
+  assert {
+    condition     = jsondecode(aws_iam_policy.stop[0].policy).Statement[0].Action == ["eks:UpdateNodegroupConfig"]
+    error_message = "denied: ${aws_iam_policy.stop[0].policy}"
+  }
+
+  assert {
+    condition     = jsondecode(aws_iam_role_policy.budget[0].policy).Statement[0].Resource == ["arn:aws:iam::111122223333:role/millrace-us-west-2-deployer"]
+    error_message = "the budget attaches one policy to these roles: ${aws_iam_role_policy.budget[0].policy}"
+  }
+
+  assert {
+    condition     = aws_autoscaling_schedule.zero[0].desired_capacity == 0 && aws_autoscaling_schedule.zero[0].max_size == 4
+    error_message = "the schedule takes nodes away and lets a deployment bring new ones"
+  }
+
+  assert {
+    condition     = aws_cloudwatch_metric_alarm.idle[0].evaluation_periods == 12 && aws_cloudwatch_metric_alarm.idle[0].treat_missing_data == "notBreaching"
+    error_message = "an hour of nothing; no nodes are no alarm"
+  }
+}

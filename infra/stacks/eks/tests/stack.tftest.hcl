@@ -1,0 +1,229 @@
+# The whole stack, planned or applied against a provider that is none: no network, no credentials.
+
+mock_provider "aws" {
+  source = "./tests/mocks"
+}
+
+variables {
+  region  = "us-west-2"
+  zone_id = "usw2-az4"
+}
+
+run "what_two_lines_of_tfvars_give" {
+  # Applied, because outputs are what is asked.
+
+  assert {
+    condition     = output.trainium_shape == "trn1.32xlarge" && output.cpu_shape == "m7i.8xlarge"
+    error_message = "shapes: ${output.trainium_shape}, ${output.cpu_shape}"
+  }
+
+  assert {
+    condition     = output.trainium_node_group == "trainium" && output.cpu_node_group == "cpu" && output.cluster_name == "millrace"
+    error_message = "names: ${output.cluster_name}/${output.trainium_node_group}, ${output.cpu_node_group}"
+  }
+
+  assert {
+    condition     = output.registry == "111122223333.dkr.ecr.us-west-2.amazonaws.com"
+    error_message = "registry: ${output.registry}"
+  }
+
+  assert {
+    condition = output.repositories == {
+      head = "millrace/head", tokenizer = "millrace/tokenizer", compiler = "millrace/compiler", trainer = "millrace/trainer"
+    }
+    error_message = "repositories: ${jsonencode(output.repositories)}"
+  }
+
+  assert {
+    condition     = [output.fsx_id, output.fsx_mount_name, output.fsx_gib] == ["fs-0123456789abcdef0", "mockmnt", 1200]
+    error_message = "file system: ${output.fsx_id}, ${output.fsx_mount_name}, ${output.fsx_gib}"
+  }
+
+  assert {
+    condition     = toset(keys(output.pod_identities)) == toset(["tokenizer", "compiler", "trainer", "deployer", "reaper"])
+    error_message = "identities: ${jsonencode(keys(output.pod_identities))}"
+  }
+
+  assert {
+    condition     = output.node_labels.trainium["millrace.dev/pool"] == "trainium"
+    error_message = "labels: ${jsonencode(output.node_labels)}"
+  }
+
+  assert {
+    condition     = jsonencode(output.node_taints) == jsonencode({ core = [], cpu = [], trainium = [{ effect = "NoSchedule", key = "aws.amazon.com/neuron", value = "true" }] })
+    error_message = "taints: ${jsonencode(output.node_taints)}"
+  }
+
+  # As the node groups have them, not as the outputs tell.
+  assert {
+    condition = jsonencode(merge(module.eks.node_labels, { trainium = module.trainium.node_labels })) == jsonencode({
+      for pool, shape in merge(module.eks.shapes, { trainium = module.trainium.shape }) :
+      pool => { "millrace.dev/pool" = pool, "millrace.dev/shape" = shape }
+    })
+    error_message = "labels: ${jsonencode(module.eks.node_labels)}, ${jsonencode(module.trainium.node_labels)}"
+  }
+
+  assert {
+    condition     = merge(module.eks.shapes, { trainium = module.trainium.shape }) == { core = "m7i.2xlarge", cpu = "m7i.8xlarge", trainium = "trn1.32xlarge" }
+    error_message = "shapes: ${jsonencode(module.eks.shapes)}, ${module.trainium.shape}"
+  }
+
+  assert {
+    condition     = module.eks.volume_gib == { core = 100, cpu = 200 }
+    error_message = "root volumes: ${jsonencode(module.eks.volume_gib)}; the CPU nodes' has room for what infra/shapes.json lets a pod write"
+  }
+
+  assert {
+    condition     = module.trainium.node_taints == [{ key = "aws.amazon.com/neuron", value = "true", effect = "NO_SCHEDULE" }]
+    error_message = "taints: ${jsonencode(module.trainium.node_taints)}"
+  }
+
+  assert {
+    condition     = toset(module.eks.pod_identity_namespaces) == toset(["millrace"])
+    error_message = "namespaces of identities: ${jsonencode(module.eks.pod_identity_namespaces)}"
+  }
+
+  assert {
+    condition     = output.addresses_per_node == 24
+    error_message = "addresses: ${output.addresses_per_node}"
+  }
+
+  assert {
+    condition     = length(module.guardrails.stopped_roles) == 0
+    error_message = "no sum, no budget: ${jsonencode(module.guardrails.stopped_roles)}"
+  }
+
+  assert {
+    condition     = output.capacity_ends_at == "" && output.namespace == "millrace"
+    error_message = "${output.capacity_ends_at}, ${output.namespace}"
+  }
+}
+
+run "the_longest_name_in_the_longest_region" {
+  variables {
+    region  = "ap-southeast-2"
+    zone_id = "apse2-az1"
+    name    = "a-name-of-twenty-four-ab"
+  }
+
+  assert {
+    condition     = output.cluster_name == "a-name-of-twenty-four-ab"
+    error_message = "name: ${output.cluster_name}"
+  }
+}
+
+run "operators_whom_no_policy_can_be_attached_to" {
+  command = plan
+  variables {
+    operators = [
+      "arn:aws:iam::111122223333:role/research",
+      "arn:aws:iam::111122223333:role/aws-reserved/sso.amazonaws.com/us-west-2/AWSReservedSSO_Research_0123456789abcdef",
+      "arn:aws:iam::111122223333:user/you",
+      "arn:aws:iam::444455556666:role/elsewhere",
+    ]
+    budget = { monthly_dollars = 5000 }
+  }
+
+  assert {
+    condition     = toset(module.guardrails.stopped_roles) == toset(["millrace-us-west-2-deployer", "research"])
+    error_message = "stopped: ${jsonencode(module.guardrails.stopped_roles)}"
+  }
+}
+
+run "trn2_in_another_region_is_three_lines" {
+  command = plan
+  variables {
+    region   = "us-east-2"
+    zone_id  = "use2-az3"
+    trainium = { shape = "trn2.48xlarge", max_nodes = 2 }
+  }
+
+  assert {
+    condition     = module.network.trainium_subnet.zone_id == "use2-az3" && output.trainium_shape == "trn2.48xlarge"
+    error_message = "zone: ${module.network.trainium_subnet.zone_id}"
+  }
+}
+
+run "trn1n_with_sixteen_cards" {
+  command = plan
+  variables {
+    trainium = { shape = "trn1n.32xlarge", max_nodes = 16 }
+  }
+
+  assert {
+    condition     = output.trainium_max_nodes == 16
+    error_message = "nodes: ${output.trainium_max_nodes}"
+  }
+}
+
+run "a_capacity_block" {
+  command = plan
+  variables {
+    capacity = { kind = "capacity_block", reservation_id = "cr-0123456789abcdef0", ends_at = "2027-01-31T11:30:00Z" }
+  }
+
+  assert {
+    condition     = output.capacity_ends_at == "2027-01-31T11:30:00Z"
+    error_message = "end: ${output.capacity_ends_at}"
+  }
+}
+
+run "a_reservation_in_a_placement_group" {
+  command = plan
+  variables {
+    capacity        = { kind = "reservation", reservation_id = "cr-0123456789abcdef0" }
+    placement_group = "ours"
+  }
+
+  assert {
+    condition     = output.capacity_ends_at == ""
+    error_message = "end: ${output.capacity_ends_at}"
+  }
+}
+
+run "a_small_vpc_with_interfaces_that_have_no_address" {
+  command = plan
+  variables {
+    network    = { cidr = "10.9.0.0/22" }
+    efa_layout = "efa-only"
+    trainium   = { max_nodes = 6 }
+  }
+
+  assert {
+    condition     = module.network.trainium_subnet.cidr == "10.9.0.0/25"
+    error_message = "cidr: ${module.network.trainium_subnet.cidr}"
+  }
+}
+
+run "with_everything_optional" {
+  variables {
+    enable_interface_endpoints = true
+    api_public_cidrs           = ["203.0.113.7/32"]
+    operators                  = ["arn:aws:iam::111122223333:role/research"]
+    budget                     = { monthly_dollars = 5000, emails = ["you@example.com"] }
+    zero_schedule              = { cron = "0 20 * * FRI" }
+    keep_data                  = false
+  }
+
+  assert {
+    condition     = module.trainium.autoscaling_group == "eks-trainium-mock"
+    error_message = "group: ${module.trainium.autoscaling_group}"
+  }
+}
+
+run "with_nothing_optional" {
+  variables {
+    enable_fsx            = false
+    enable_addons         = false
+    enable_pod_identity   = false
+    enable_access_entries = false
+    enable_flow_log       = false
+    idle_alarm            = null
+    placement_group       = "none"
+  }
+
+  assert {
+    condition     = [output.fsx_id, output.fsx_dns_name, output.fsx_mount_name] == ["", "", ""] && output.pod_identities == {}
+    error_message = "${output.fsx_id}, ${jsonencode(output.pod_identities)}"
+  }
+}

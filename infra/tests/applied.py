@@ -1,0 +1,106 @@
+"""A stack that is applied to an AWS which runs here: moto with a shim (fakeaws)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+INFRA = Path(__file__).parents[1]
+REPOSITORY = INFRA.parent
+MIRROR = os.environ.get("TF_PLUGIN_MIRROR", "")
+REGION = "us-west-2"
+ACCOUNT = "123456789012"  # moto's
+
+APPLIES = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(not shutil.which("terraform"), reason="no terraform on PATH"),
+    pytest.mark.skipif(not MIRROR, reason="TF_PLUGIN_MIRROR names no folder with the AWS provider"),
+]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A copy of the stack, applied to an AWS at `endpoint`."""
+
+    folder: Path
+    endpoint: str
+    environment: dict[str, str]
+
+    def terraform(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["terraform", f"-chdir={self.folder}", *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def run(self, *arguments: str) -> str:
+        done = self.terraform(*arguments)
+        assert done.returncode == 0, f"terraform {arguments[0]}:\n{done.stdout[-3000:]}{done.stderr}"
+        return done.stdout
+
+    def client(self, service: str) -> Any:
+        return boto3.client(
+            service,
+            region_name=REGION,
+            endpoint_url=self.endpoint,
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+        )
+
+
+@contextmanager
+def simulated_aws(folder: Path) -> Iterator[str]:
+    """The endpoint of an empty account, which ends with the block. Its log goes into `folder`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = folder / "log"
+    with log.open("w") as output:
+        command = [sys.executable, "-m", "infra.tests.fakeaws.server", str(port)]
+        server = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 120
+        while server.poll() is None and time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.2)
+        else:
+            pytest.fail(f"the simulated AWS did not start:\n{log.read_text()[-3000:]}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def apply_stack(name: str, variables: Mapping[str, Any], endpoint: str, place: Path) -> Applied:
+    """A copy of `stacks/<name>` in `place`, applied with these variables."""
+    copy = place / "infra"
+    without_state = shutil.ignore_patterns(".terraform*", "*.tfstate*", "*.tfvars")
+    for part in ("modules", "stacks", "userdata"):
+        shutil.copytree(INFRA / part, copy / part, ignore=without_state)
+    shutil.copy2(INFRA / "shapes.json", copy)
+    config = copy / "terraform.rc"
+    config.write_text(f"provider_installation {{\n  filesystem_mirror {{\n    path = {json.dumps(MIRROR)}\n  }}\n}}\n")
+    folder = copy / "stacks" / name
+    (folder / "terraform.tfvars.json").write_text(json.dumps({**variables, "aws_endpoint": endpoint}))
+    stack = Applied(folder, endpoint, os.environ | {"TF_CLI_CONFIG_FILE": str(config)})
+    stack.run("init", "-input=false")
+    stack.run("apply", "-input=false", "-auto-approve", "-parallelism=20")
+    return stack

@@ -1,0 +1,55 @@
+"""Job definitions of the stages, and of a stand-in for one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from batch.job_definition import read_container, render_job_definition
+from infra.tests.batchsim.job import EvaluateOnExit, JobDefinition
+from services.common.launch.batch_node import ROOT_MARKER
+from services.common.recipe import Stage
+from services.common.stage_program import ON_BATCH
+from tests.batch.builders import config_of, job_deployment_of
+
+# As many as one trainer takes; torch spins where there are more threads than cores.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "60"}
+
+
+def make_root(folder: Path) -> Path:
+    """A mounted file system's root."""
+    folder.mkdir(parents=True)
+    (folder / ROOT_MARKER).touch()
+    return folder
+
+
+def define_stage(stage: Stage, recipe: Path, root: Path, *arguments: str, **settings: Any) -> JobDefinition:
+    """The job definition that the deploy tool registers, on two nodes of one CPU each, so that two workers need both.
+
+    What Batch's host does is done here: the image's entry point goes before the command, and /fsx is `root`.
+    """
+    config = config_of()
+    changes = {"nodes": 2, "recipe_text": recipe.read_text(encoding="utf-8"), "arguments": arguments}
+    body = render_job_definition(config, config.cpu, job_deployment_of(stage, **changes))
+    container = read_container(body)
+    at = container["command"].index("--")
+    words = [re.sub("^/fsx", str(root), word) for word in container["command"][at:]]
+    variables = {each["name"]: each["value"] for each in container["environment"]}
+    return JobDefinition(
+        ("python", "-m", f"services.{stage}", ON_BATCH, "--cpus", "1", "--join-seconds", "180", *words),
+        environment=variables | ENVIRONMENT,
+        attempts=body["retryStrategy"]["attempts"],
+        evaluate_on_exit=[
+            EvaluateOnExit(each["action"], each.get("onExitCode", "*"), each.get("onStatusReason", "*"))
+            for each in body["retryStrategy"]["evaluateOnExit"]
+        ],
+        **settings,
+    )
+
+
+def define_script(script: Path, root: Path, *, join_seconds: int = 120, **settings: Any) -> JobDefinition:
+    """A job whose stage is a Python script."""
+    command = ("python", str(script), "-m", "services.tokenizer", "--recipe", "none", "--root", str(root))
+    batch = ("python", "-m", "services.common.launch.batch", "--join-seconds", str(join_seconds), "--")
+    return JobDefinition((*batch, *command), environment=ENVIRONMENT, **settings)

@@ -1,0 +1,276 @@
+"""What the stack needs and moto lacks: add-ons, identities and access entries of EKS, placement groups, data
+repositories of FSx, the subscribers, tags and actions of budgets, and compute environments of Batch whose groups are in
+their launch template. Each keeps what it is given and gives it back;
+none of them does anything. `install` adds them to moto in this process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+from urllib.parse import unquote, urlparse
+from uuid import uuid4
+
+from moto.batch.models import BatchBackend, JobQueue
+from moto.batch.responses import BatchResponse
+from moto.budgets.responses import BudgetsResponse
+from moto.core.responses import ActionResult, EmptyResult
+from moto.ec2.responses import EC2Response
+from moto.eks import models as eks_models
+from moto.eks import urls as eks_urls
+from moto.fsx.models import FileSystem
+from moto.fsx.responses import FSxResponse
+
+ACCOUNT = "123456789012"  # moto's
+CREATED = 1735689600.0  # a time as AWS' JSON has it
+Store = dict[str, dict[str, Any]]
+Reply = tuple[int, dict[str, str], str]
+
+
+def install() -> None:
+    _add_placement_groups()
+    _add_fsx()
+    _add_budgets()
+    _add_batch()
+    _add_eks()
+
+
+def _add_placement_groups() -> None:
+    groups: Store = {}
+
+    def create(response: EC2Response) -> ActionResult:
+        name = response._get_param("GroupName")
+        groups[name] = {
+            "GroupName": name,
+            "GroupId": f"pg-{uuid4().hex[:17]}",
+            "GroupArn": f"arn:aws:ec2:{response.region}:{ACCOUNT}:placement-group/{name}",
+            "Strategy": response._get_param("Strategy"),
+            "State": "available",
+        }
+        return ActionResult({"PlacementGroup": groups[name]})
+
+    def describe(response: EC2Response) -> ActionResult:
+        names = response._get_param("GroupNames", []) or list(groups)
+        return ActionResult({"PlacementGroups": [groups[name] for name in names if name in groups]})
+
+    def delete(response: EC2Response) -> ActionResult:
+        groups.pop(response._get_param("GroupName"), None)
+        return EmptyResult()
+
+    _extend(EC2Response, create_placement_group=create, describe_placement_groups=describe)
+    _extend(EC2Response, delete_placement_group=delete)
+
+
+def _add_fsx() -> None:
+    as_moto_has_it = FileSystem.to_dict
+    associations: Store = {}
+
+    def to_dict(file_system: FileSystem) -> dict[str, Any]:
+        found = as_moto_has_it(file_system)
+        lustre = {**(file_system.lustre_configuration or {}), "MountName": "fakemnt"}
+        return {**found, "Lifecycle": "AVAILABLE", "CreationTime": CREATED, "LustreConfiguration": lustre}
+
+    def create(response: FSxResponse) -> str:
+        asked = json.loads(response.body)
+        name = f"dra-{uuid4().hex[:17]}"
+        arn = f"arn:aws:fsx:{response.region}:{ACCOUNT}:association/{asked['FileSystemId']}/{name}"
+        associations[name] = {**asked, "AssociationId": name, "ResourceARN": arn, "Lifecycle": "AVAILABLE"}
+        return json.dumps({"Association": associations[name]})
+
+    def describe(response: FSxResponse) -> str:
+        names = json.loads(response.body).get("AssociationIds") or list(associations)
+        return json.dumps({"Associations": [associations[name] for name in names if name in associations]})
+
+    def delete(response: FSxResponse) -> str:
+        name = json.loads(response.body)["AssociationId"]
+        associations.pop(name, None)
+        return json.dumps({"AssociationId": name, "Lifecycle": "DELETING"})
+
+    _extend(FileSystem, to_dict=to_dict)
+    _extend(FSxResponse, create_data_repository_association=create)
+    _extend(FSxResponse, describe_data_repository_associations=describe, delete_data_repository_association=delete)
+
+
+def _add_budgets() -> None:
+    actions: Store = {}
+
+    def subscribers(response: BudgetsResponse) -> str:
+        asked = json.loads(response.body)
+        budget = response.backend.budgets[asked["AccountId"]][asked["BudgetName"]]
+        of_this = [each for each in budget.notifications if _is_same(each.details, asked["Notification"])]
+        return json.dumps({"Subscribers": [subscriber for each in of_this for subscriber in each.subscribers]})
+
+    def create(response: BudgetsResponse) -> str:
+        asked = json.loads(response.body)
+        name = str(uuid4())
+        actions[name] = {**asked, "ActionId": name, "Status": "STANDBY"}
+        return json.dumps({"AccountId": asked["AccountId"], "BudgetName": asked["BudgetName"], "ActionId": name})
+
+    def describe(response: BudgetsResponse) -> str | tuple[int, dict[str, str], str]:
+        asked = json.loads(response.body)
+        if asked["ActionId"] not in actions:
+            return 400, {"status": "400"}, json.dumps({"__type": "NotFoundException", "message": "no such action"})
+        action = actions[asked["ActionId"]]
+        return json.dumps({"AccountId": asked["AccountId"], "BudgetName": asked["BudgetName"], "Action": action})
+
+    def delete(response: BudgetsResponse) -> str:
+        asked = json.loads(response.body)
+        action = actions.pop(asked["ActionId"])
+        return json.dumps({"AccountId": asked["AccountId"], "BudgetName": asked["BudgetName"], "Action": action})
+
+    _extend(BudgetsResponse, describe_subscribers_for_notification=subscribers, create_budget_action=create)
+    _extend(BudgetsResponse, describe_budget_action=describe, delete_budget_action=delete)
+    _extend(BudgetsResponse, list_tags_for_resource=lambda _: json.dumps({"ResourceTags": []}))
+
+
+def _add_batch() -> None:
+    """Batch takes the role that is linked to it, and the security groups of a launch template: moto wants both said.
+    And moto forgets when a queue cancels a job that is stuck."""
+    validate, create = BatchBackend._validate_compute_resources, BatchBackend.create_compute_environment
+    create_queue, describe_queue = BatchResponse.createjobqueue, JobQueue.describe
+    limits: dict[str, list[dict[str, Any]]] = {}
+    lock = Lock()
+
+    def validate_resources(backend: BatchBackend, resources: dict[str, Any]) -> None:
+        vpc = backend.ec2_backend.get_subnet(resources["subnets"][0]).vpc_id
+        groups = resources.get("securityGroupIds") or list(backend.ec2_backend.groups[vpc])[:1]
+        validate(backend, {**resources, "securityGroupIds": groups})
+
+    def create_environment(backend: BatchBackend, **asked: Any) -> Any:
+        with lock:
+            return create(backend, **asked | {"service_role": asked.get("service_role") or _linked_role(backend)})
+
+    def create_job_queue(response: BatchResponse) -> str:
+        limits[response._get_param("jobQueueName")] = response._get_param("jobStateTimeLimitActions") or []
+        return create_queue(response)
+
+    def describe_job_queue(queue: JobQueue) -> dict[str, Any]:
+        return {**describe_queue(queue), "jobStateTimeLimitActions": limits.get(queue.name, [])}
+
+    _extend(BatchBackend, _validate_compute_resources=validate_resources, create_compute_environment=create_environment)
+    _extend(BatchResponse, createjobqueue=create_job_queue)
+    _extend(JobQueue, describe=describe_job_queue)
+
+
+def _linked_role(backend: BatchBackend) -> str:
+    name = "AWSServiceRoleForBatch"
+    found = [role for role in backend.iam_backend.get_roles() if role.name == name]
+    role = found[0] if found else backend.iam_backend.create_role(name, "{}", "/aws-service-role/", None, "", [], None)
+    return str(role.arn)
+
+
+def _is_same(details: dict[str, Any], asked: dict[str, Any]) -> bool:
+    parts = ("NotificationType", "ComparisonOperator", "Threshold")
+    return all(details.get(part) == asked.get(part) for part in parts)
+
+
+def _add_eks() -> None:
+    """Three collections of a cluster, each under its own path. What a caller sends is what it reads back."""
+    # EKS has none of these where a launch template has them; moto makes them up, and a plan would replace the group.
+    for made_up in ("DEFAULT_REMOTE_ACCESS", "DEFAULT_DISK_SIZE", "DEFAULT_INSTANCE_TYPES"):
+        setattr(eks_models, made_up, None)
+
+    identities = _Collection("pod-identity-associations", "association", _make_identity)
+
+    def make_addon(cluster: str, region: str, asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """An add-on's identities are associations like any other, and it names them."""
+        made = [identities.create(cluster, region, each) for each in asked.get("podIdentityAssociations", [])]
+        name = asked["addonName"]
+        return name, {
+            **asked,
+            "addonArn": f"arn:aws:eks:{region}:{ACCOUNT}:addon/{cluster}/{name}/{uuid4()}",
+            "addonVersion": asked.get("addonVersion") or "v1.0.0-eksbuild.1",
+            "health": {"issues": []},
+            "podIdentityAssociations": [each["associationArn"] for each in made],
+        }
+
+    addons = _Collection("addons", "addon", make_addon)
+    entries = _AccessEntries("access-entries", "accessEntry", _make_entry)
+    for each in (identities, addons, entries):
+        eks_urls.url_paths[f"{{0}}/clusters/(?P<name>[^/]+)/{each.path}$"] = each.answer
+        eks_urls.url_paths[f"{{0}}/clusters/(?P<name>[^/]+)/{each.path}/(?P<item>.+)$"] = each.answer
+
+
+def _make_identity(cluster: str, region: str, asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    name = f"a-{uuid4().hex[:17]}"
+    arn = f"arn:aws:eks:{region}:{ACCOUNT}:podidentityassociation/{cluster}/{name}"
+    return name, {"namespace": "kube-system", **asked, "associationArn": arn, "associationId": name}
+
+
+def _make_entry(cluster: str, region: str, asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    name = asked["principalArn"]
+    arn = f"arn:aws:eks:{region}:{ACCOUNT}:access-entry/{cluster}/{name}"
+    return name, {"type": "STANDARD", "username": name, **asked, "accessEntryArn": arn}
+
+
+class _Collection:
+    """What a cluster has of one kind. `make` gives an item's name and the item."""
+
+    def __init__(
+        self, path: str, one: str, make: Callable[[str, str, dict[str, Any]], tuple[str, dict[str, Any]]]
+    ) -> None:
+        self.path = path
+        self._one = one
+        self._make = make
+        self._items: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def create(self, cluster: str, region: str, asked: dict[str, Any]) -> dict[str, Any]:
+        name, item = self._make(cluster, region, asked)
+        common = {"clusterName": cluster, "status": "ACTIVE", "createdAt": CREATED, "modifiedAt": CREATED}
+        self._items[cluster, name] = common | item
+        return self._items[cluster, name]
+
+    def answer(self, request: Any, full_url: str, headers: Any) -> Reply:
+        before, _, after = urlparse(full_url).path.partition(f"/{self.path}")
+        cluster, item = before.rpartition("/")[2], unquote(after.strip("/"))
+        asked = json.loads(request.data or b"{}")
+        if not item:
+            return _reply(200, {self._one: self.create(cluster, _region(request), asked)})
+        if (cluster, item) not in self._items:
+            return _reply(404, {"message": f"no {self._one} {item} in {cluster}"}, "ResourceNotFoundException")
+        if request.method == "DELETE":
+            return _reply(200, {self._one: self._items.pop((cluster, item))})
+        if request.method == "POST":
+            self._items[cluster, item].update(asked)
+        return _reply(200, {self._one: self._items[cluster, item]})
+
+
+class _AccessEntries(_Collection):
+    """Each with the access policies that are associated with it."""
+
+    def answer(self, request: Any, full_url: str, headers: Any) -> Reply:
+        before, marker, after = urlparse(full_url).path.partition("/access-policies")
+        if not marker:
+            return super().answer(request, full_url, headers)
+        path, _, principal = before.partition(f"/{self.path}/")
+        cluster, policy = path.rpartition("/")[2], unquote(after.strip("/"))
+        entry = self._items.get((cluster, unquote(principal)))
+        if entry is None:
+            return _reply(404, {"message": f"no access entry {principal} in {cluster}"}, "ResourceNotFoundException")
+        common = {"clusterName": cluster, "principalArn": entry["principalArn"]}
+        policies = entry.setdefault("policies", {})
+        if request.method == "DELETE":
+            policies.pop(policy)
+            return _reply(200, {})
+        if request.method == "POST":
+            asked = json.loads(request.data)
+            policies[asked["policyArn"]] = {**asked, "associatedAt": CREATED, "modifiedAt": CREATED}
+            return _reply(200, {**common, "associatedAccessPolicy": policies[asked["policyArn"]]})
+        return _reply(200, {**common, "associatedAccessPolicies": list(policies.values())})
+
+
+def _region(request: Any) -> str:
+    """From the signature: Credential=KEY/DATE/REGION/SERVICE/aws4_request."""
+    return str(request.headers["Authorization"]).split("Credential=")[1].split("/")[2]
+
+
+def _reply(status: int, body: dict[str, Any], error: str = "") -> Reply:
+    headers = {"Content-Type": "application/json"} | ({"x-amzn-ErrorType": error} if error else {})
+    return status, headers, json.dumps(body)
+
+
+def _extend(extended: type, **methods: Callable[..., Any]) -> None:
+    for name, method in methods.items():
+        setattr(extended, name, method)

@@ -1,0 +1,148 @@
+"""The stack is applied to an AWS that runs here, found as it was meant, and destroyed without leftovers.
+
+`make test-infra TF_PLUGIN_MIRROR=FOLDER`; a folder that `terraform providers mirror` fills. Minutes, most of them the
+provider's own waits. The AWS is moto with a shim (fakeaws): it checks calls and their order, not what AWS would accept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from botocore.exceptions import ClientError
+
+from infra.shapes import find_shape
+from infra.stack import read_plan
+from infra.tests.applied import APPLIES, REGION, Applied, apply_stack, simulated_aws
+
+VARIABLES = {
+    "region": REGION,
+    "zone_id": "usw2-az4",
+    "operators": ["arn:aws:iam::123456789012:role/research"],
+    "budget": {"monthly_dollars": 5000, "emails": ["you@example.com"]},
+    "api_public_cidrs": ["203.0.113.7/32"],
+}
+
+pytestmark = APPLIES
+
+
+@pytest.fixture(scope="module")
+def applied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applied]:
+    place = tmp_path_factory.mktemp("apply")
+    with simulated_aws(place) as endpoint:
+        yield apply_stack("eks", VARIABLES, endpoint, place)
+
+
+def test_outputs_are_what_the_commands_and_the_overlay_read(applied: Applied) -> None:
+    outputs = {name: each["value"] for name, each in json.loads(applied.run("output", "-json")).items()}
+    assert set(outputs) == {
+        *("region", "cluster_name", "namespace", "zone_id", "registry", "repositories", "bucket", "capacity_ends_at"),
+        *("fsx_id", "fsx_dns_name", "fsx_mount_name", "fsx_gib", "pod_identities", "node_labels", "node_taints"),
+        *("trainium_shape", "trainium_node_group", "trainium_max_nodes", "cpu_shape", "cpu_node_group"),
+        *("cpu_max_nodes", "addresses_per_node"),
+    }
+    assert outputs["registry"] == f"123456789012.dkr.ecr.{REGION}.amazonaws.com"
+    assert outputs["fsx_id"].startswith("fs-")
+    assert outputs["fsx_dns_name"].startswith(outputs["fsx_id"])
+
+
+def test_no_node_is_there_that_a_deployment_did_not_ask_for(applied: Applied) -> None:
+    eks = applied.client("eks")
+    groups = {
+        name: eks.describe_nodegroup(clusterName="millrace", nodegroupName=name)["nodegroup"]
+        for name in eks.list_nodegroups(clusterName="millrace")["nodegroups"]
+    }
+    assert {name: group["scalingConfig"]["desiredSize"] for name, group in groups.items()} == {
+        "core": 2,
+        "cpu": 0,
+        "trainium": 0,
+    }
+    assert groups["trainium"]["taints"] == [{"key": "aws.amazon.com/neuron", "value": "true", "effect": "NO_SCHEDULE"}]
+    assert {name: group["labels"] for name, group in groups.items()} == {
+        "core": {"millrace.dev/pool": "core", "millrace.dev/shape": "m7i.2xlarge"},
+        "cpu": {"millrace.dev/pool": "cpu", "millrace.dev/shape": "m7i.8xlarge"},
+        "trainium": {"millrace.dev/pool": "trainium", "millrace.dev/shape": "trn1.32xlarge"},
+    }
+
+
+def test_a_deployments_nodes_are_not_taken_back_by_the_next_apply(applied: Applied) -> None:
+    eks = applied.client("eks")
+    eks.update_nodegroup_config(clusterName="millrace", nodegroupName="trainium", scalingConfig={"desiredSize": 3})
+    address = "module.trainium.aws_eks_node_group.this"
+    plan = applied.folder / "plan"
+    applied.run("plan", "-input=false", f"-target={address}", f"-out={plan}")
+    changes = json.loads(applied.run("show", "-json", str(plan)))["resource_changes"]
+    [planned] = [each["change"]["after"] for each in changes if each["address"] == address]
+    assert planned["scaling_config"][0]["desired_size"] == 3
+
+
+def test_trainium_nodes_start_with_every_efa_card_in_one_zone(applied: Applied) -> None:
+    ec2, eks = applied.client("ec2"), applied.client("eks")
+    group = eks.describe_nodegroup(clusterName="millrace", nodegroupName="trainium")["nodegroup"]
+    [version] = ec2.describe_launch_template_versions(
+        LaunchTemplateId=group["launchTemplate"]["id"], Versions=["$Latest"]
+    )["LaunchTemplateVersions"]
+    template = version["LaunchTemplateData"]
+    cards = [(each["NetworkCardIndex"], each["DeviceIndex"]) for each in template["NetworkInterfaces"]]
+    assert sorted((int(card), int(device)) for card, device in cards) == [
+        (card, 0 if card == 0 else 1) for card in range(find_shape("trn1.32xlarge").efa_cards)
+    ]
+    zones = ec2.describe_subnets(SubnetIds=group["subnets"])["Subnets"]
+    assert [each["AvailabilityZoneId"] for each in zones] == ["usw2-az4"]
+
+
+def test_who_applies_administers_the_cluster(applied: Applied) -> None:
+    caller = applied.client("sts").get_caller_identity()["Arn"]
+    found = applied.client("eks").list_associated_access_policies(clusterName="millrace", principalArn=caller)
+    assert [each["policyArn"].rpartition("/")[2] for each in found["associatedAccessPolicies"]] == [
+        "AmazonEKSClusterAdminPolicy"
+    ]
+
+
+def test_another_zone_is_known_to_lose_the_file_system(applied: Applied) -> None:
+    """What infra-up refuses a plan by, in a plan of the provider's own."""
+    plan = applied.folder / "plan"
+    applied.run("plan", "-input=false", "-var=zone_id=usw2-az1", f"-out={plan}")
+    changes = read_plan(json.loads(applied.run("show", "-json", str(plan)))).changes
+    lost = [each.address for each in changes if each.is_loss_of_data]
+    assert lost == ["module.storage.aws_fsx_lustre_file_system.this[0]"]
+
+
+def test_destroy_leaves_data_until_it_is_told_to_and_then_nothing(applied: Applied) -> None:
+    bucket = json.loads(applied.run("output", "-json", "bucket"))
+    # moto reads no condition of a policy, so that denying what is not encrypted on its way denies everything.
+    applied.client("s3").delete_bucket_policy(Bucket=bucket)
+    applied.client("s3").put_object(Bucket=bucket, Key="checkpoint/run/step-00000100/manifest.json", Body=b"{}")
+    # The provider waits for ten minutes after it has deleted a file system, whatever the API says.
+    applied.run("state", "rm", "module.storage.aws_fsx_lustre_file_system.this[0]")
+
+    # The budget acts, of which terraform knows nothing.
+    arn = "arn:aws:iam::123456789012:policy/millrace-us-west-2-over-budget"
+    applied.client("iam").attach_role_policy(RoleName="millrace-us-west-2-deployer", PolicyArn=arn)
+
+    refused = applied.terraform("destroy", "-input=false", "-auto-approve", "-parallelism=20")
+    assert refused.returncode == 1
+    assert "BucketNotEmpty" in refused.stderr
+    assert applied.client("s3").list_objects_v2(Bucket=bucket)["KeyCount"] == 1
+    assert applied.client("eks").list_clusters()["clusters"] == []
+
+    address = "module.storage.aws_s3_bucket.this"
+    applied.run("apply", "-input=false", "-auto-approve", "-var=keep_data=false", f"-target={address}")
+    applied.run("destroy", "-input=false", "-auto-approve", "-var=keep_data=false")
+    assert applied.run("state", "list") == ""
+    with pytest.raises(ClientError, match="Not Found"):
+        applied.client("s3").head_bucket(Bucket=bucket)
+    left = {
+        "vpcs": [each for each in applied.client("ec2").describe_vpcs()["Vpcs"] if not each["IsDefault"]],
+        "addresses": applied.client("ec2").describe_addresses()["Addresses"],
+        "placement groups": applied.client("ec2").describe_placement_groups()["PlacementGroups"],
+        "templates": applied.client("ec2").describe_launch_templates()["LaunchTemplates"],
+        "repositories": applied.client("ecr").describe_repositories()["repositories"],
+        "roles": applied.client("iam").list_roles()["Roles"],
+        "log groups": applied.client("logs").describe_log_groups()["logGroups"],
+        "topics": applied.client("sns").list_topics()["Topics"],
+        "alarms": applied.client("cloudwatch").describe_alarms()["MetricAlarms"],
+        "budgets": applied.client("budgets").describe_budgets(AccountId="123456789012")["Budgets"],
+    }
+    assert {name: found for name, found in left.items() if found} == {}

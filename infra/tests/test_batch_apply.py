@@ -1,0 +1,135 @@
+"""The Batch stack is applied to an AWS that runs here, found as it was meant, and destroyed without leftovers.
+
+`make test-infra TF_PLUGIN_MIRROR=FOLDER`, as for the EKS stack (test_apply.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+
+from batch.config import read_config
+from infra.shapes import find_shape
+from infra.tests.applied import ACCOUNT, APPLIES, REGION, Applied, apply_stack, simulated_aws
+
+VARIABLES = {
+    "region": REGION,
+    "zone_id": "usw2-az4",
+    "operators": [f"arn:aws:iam::{ACCOUNT}:role/research"],
+    "budget": {"monthly_dollars": 5000, "emails": ["you@example.com"]},
+    "hugging_face_secret": f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:hugging-face-AbCdEf",
+}
+
+pytestmark = APPLIES
+
+
+@pytest.fixture(scope="module")
+def applied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applied]:
+    place = tmp_path_factory.mktemp("batch-apply")
+    with simulated_aws(place) as endpoint:
+        yield apply_stack("batch", VARIABLES, endpoint, place)
+
+
+def environments_of(applied: Applied) -> dict[str, dict[str, Any]]:
+    """By the queue that they serve."""
+    batch = applied.client("batch")
+    made = {
+        each["computeEnvironmentArn"]: each for each in batch.describe_compute_environments()["computeEnvironments"]
+    }
+    return {
+        queue["jobQueueName"]: made[queue["computeEnvironmentOrder"][0]["computeEnvironment"]]
+        for queue in batch.describe_job_queues()["jobQueues"]
+    }
+
+
+def test_deployments_read_what_the_stack_writes(applied: Applied, tmp_path: Path) -> None:
+    path = tmp_path / "config.txt"
+    path.write_text(applied.run("output", "-raw", "config"))
+    config = read_config(path)
+    assert (config.name, config.region) == ("millrace", REGION)
+    assert config.repository == f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/millrace"
+    assert {config.trainium.queue, config.cpu.queue} == set(environments_of(applied))
+    roles = {each["Arn"] for each in applied.client("iam").list_roles()["Roles"]}
+    assert {*config.job_roles.values(), config.execution_role} <= roles
+    groups = {each["logGroupName"]: each for each in applied.client("logs").describe_log_groups()["logGroups"]}
+    assert {groups[name]["retentionInDays"] for name in config.log_groups.values()} == {90}
+    repositories = {each["repositoryUri"] for each in applied.client("ecr").describe_repositories()["repositories"]}
+    assert {config.image_of(stage) for stage in config.job_roles} == repositories
+
+
+def test_no_node_is_there_before_a_job_is(applied: Applied) -> None:
+    resources = {queue: each["computeResources"] for queue, each in environments_of(applied).items()}
+    trainium, cpu = find_shape("trn1.32xlarge"), find_shape("m7i.8xlarge")
+    assert {queue: (each["minvCpus"], each["maxvCpus"]) for queue, each in resources.items()} == {
+        "millrace-trainium": (0, 4 * trainium.vcpus),
+        "millrace-cpu": (0, 4 * cpu.vcpus),
+    }
+    assert resources["millrace-trainium"]["placementGroup"] == "millrace-trainium"
+    assert applied.client("ec2").describe_instances()["Reservations"] == []
+
+
+def test_trainium_nodes_start_with_every_efa_card_and_the_ami_with_neuron(applied: Applied) -> None:
+    resources = environments_of(applied)["millrace-trainium"]["computeResources"]
+    template = resources["launchTemplate"]
+    [version] = applied.client("ec2").describe_launch_template_versions(
+        LaunchTemplateId=template["launchTemplateId"], Versions=[template["version"]]
+    )["LaunchTemplateVersions"]
+    interfaces = version["LaunchTemplateData"]["NetworkInterfaces"]
+    assert sorted((int(each["NetworkCardIndex"]), int(each["DeviceIndex"])) for each in interfaces) == [
+        (card, 0 if card == 0 else 1) for card in range(find_shape("trn1.32xlarge").efa_cards)
+    ]
+    parameter = "/aws/service/ecs/optimized-ami/amazon-linux-2023/neuron/recommended/image_id"
+    newest = applied.client("ssm").get_parameter(Name=parameter)["Parameter"]["Value"]
+    assert [each["imageIdOverride"] for each in resources["ec2Configuration"]] == [newest]
+
+
+def test_a_job_that_is_stuck_is_cancelled(applied: Applied) -> None:
+    queues = applied.client("batch").describe_job_queues()["jobQueues"]
+    reasons = {each["reason"] for queue in queues for each in queue["jobStateTimeLimitActions"]}
+    assert [len(queue["jobStateTimeLimitActions"]) for queue in queues] == [3, 3]
+    assert reasons == {
+        "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",
+        "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE",
+        "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT",
+    }
+
+
+def test_destroy_leaves_data_until_it_is_told_to_and_then_nothing(applied: Applied) -> None:
+    bucket = json.loads(applied.run("output", "-json", "bucket"))
+    # moto reads no condition of a policy, so that denying what is not encrypted on its way denies everything.
+    applied.client("s3").delete_bucket_policy(Bucket=bucket)
+    applied.client("s3").put_object(Bucket=bucket, Key="checkpoint/run/step-00000100/manifest.json", Body=b"{}")
+    # The provider waits for ten minutes after it has deleted a file system, whatever the API says.
+    applied.run("state", "rm", "module.storage.aws_fsx_lustre_file_system.this[0]")
+
+    refused = applied.terraform("destroy", "-input=false", "-auto-approve", "-parallelism=20")
+    assert refused.returncode == 1
+    assert "BucketNotEmpty" in refused.stderr
+    assert applied.client("batch").describe_job_queues()["jobQueues"] == []
+
+    address = "module.storage.aws_s3_bucket.this"
+    applied.run("apply", "-input=false", "-auto-approve", "-var=keep_data=false", f"-target={address}")
+    applied.run("destroy", "-input=false", "-auto-approve", "-var=keep_data=false")
+    assert applied.run("state", "list") == ""
+    with pytest.raises(ClientError, match="Not Found"):
+        applied.client("s3").head_bucket(Bucket=bucket)
+    roles = applied.client("iam").list_roles()["Roles"]
+    left = {
+        "vpcs": [each for each in applied.client("ec2").describe_vpcs()["Vpcs"] if not each["IsDefault"]],
+        "addresses": applied.client("ec2").describe_addresses()["Addresses"],
+        "placement groups": applied.client("ec2").describe_placement_groups()["PlacementGroups"],
+        "templates": applied.client("ec2").describe_launch_templates()["LaunchTemplates"],
+        "environments": applied.client("batch").describe_compute_environments()["computeEnvironments"],
+        "repositories": applied.client("ecr").describe_repositories()["repositories"],
+        "roles": [each["RoleName"] for each in roles if not each["RoleName"].startswith("AWSServiceRole")],
+        "profiles": applied.client("iam").list_instance_profiles()["InstanceProfiles"],
+        "log groups": applied.client("logs").describe_log_groups()["logGroups"],
+        "topics": applied.client("sns").list_topics()["Topics"],
+        "budgets": applied.client("budgets").describe_budgets(AccountId=ACCOUNT)["Budgets"],
+    }
+    assert {name: found for name, found in left.items() if found} == {}

@@ -1,0 +1,160 @@
+"""What a node of AWS Batch does before it takes a job, with programs that stand in for the machine's."""
+
+from __future__ import annotations
+
+import email
+import hashlib
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from infra.tests.programs import Programs
+
+USERDATA = Path(__file__).parents[1] / "userdata"
+SOURCE = "fs-0123456789abcdef0.fsx.us-west-2.amazonaws.com@tcp:/mockmnt"
+
+
+def render(name: str, **values: object) -> str:
+    """As terraform's templatefile, for the placeholders that these have."""
+    text = (USERDATA / f"{name}.sh.tftpl").read_text(encoding="utf-8")
+    for key, value in values.items():
+        text = text.replace(f"${{{key}}}", str(value))
+    assert "${" not in text
+    return text
+
+
+def run_script(text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def machine(programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for name in ("mkdir", "chmod", "touch", "sha256sum", "mktemp", "awk"):
+        programs.add_real(name)
+    for name in ("sleep", "grep"):
+        programs.remove(name)
+    for name in ("sleep", "mount.lustre", "mkfs.xfs", "mdadm", "chown", "find", "modprobe"):
+        programs.add(name)
+    return programs
+
+
+@pytest.fixture
+def mounting(tmp_path: Path) -> str:
+    script = render(
+        "ecs-file-system",
+        folder=tmp_path / "fsx",
+        dns_name=SOURCE.partition("@")[0],
+        mount_name="mockmnt",
+        marker=".millrace-root",
+        user=10001,
+    )
+    return script.replace("/etc/fstab", str(tmp_path / "fstab"))
+
+
+def test_the_marker_is_there_once_lustre_is_mounted(machine: Programs, mounting: str, tmp_path: Path) -> None:
+    machine.add("mount", f"touch {tmp_path}/mounted")
+    machine.add("mountpoint", f"[ -e {tmp_path}/mounted ]")
+    machine.add("findmnt", "echo lustre")
+    machine.add("grep", "exit 1")
+
+    done = run_script(mounting)
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "fsx/.millrace-root").is_file()
+    assert (tmp_path / "fstab").read_text() == f"{SOURCE} {tmp_path}/fsx lustre relatime,flock,_netdev 0 0\n"
+
+
+@pytest.mark.parametrize(
+    ("mount", "mountpoint", "kind"),
+    [("exit 1", "exit 1", "lustre"), ("exit 0", "exit 1", "lustre"), ("exit 0", "exit 0", "xfs")],
+    ids=["mount fails", "nothing is mounted", "something else is mounted"],
+)
+def test_without_lustre_no_marker_and_a_line_that_says_why(
+    machine: Programs, mounting: str, tmp_path: Path, mount: str, mountpoint: str, kind: str
+) -> None:
+    machine.add("mount", mount)
+    machine.add("mountpoint", mountpoint)
+    machine.add("findmnt", f"echo {kind}")
+    machine.add("grep", "exit 1")
+
+    done = run_script(mounting)
+
+    assert done.returncode == 1
+    assert not (tmp_path / "fsx/.millrace-root").exists()
+    assert f"{tmp_path}/fsx is no mount of Lustre" in done.stderr
+    assert SOURCE in done.stderr
+    assert "988" in done.stderr
+
+
+@pytest.mark.parametrize(("disks", "made"), [(0, []), (1, ["mkfs.xfs", "mount"]), (4, ["mdadm", "mkfs.xfs", "mount"])])
+def test_scratch_is_on_all_disks_that_end_with_the_instance(
+    machine: Programs, tmp_path: Path, disks: int, made: list[str]
+) -> None:
+    found = "".join(f"/dev/nvme{number + 1}n1 Amazon EC2 NVMe Instance Storage\n" for number in range(disks))
+    machine.add("lsblk", f"cat <<'EOF'\n/dev/nvme0n1 Amazon Elastic Block Store\n{found}EOF")
+    machine.add("mountpoint", "exit 1")
+    machine.add("mount")
+
+    done = run_script(render("ecs-scratch", folder=tmp_path / "scratch"))
+
+    assert done.returncode == 0, done.stderr
+    calls = [call for call in machine.calls if call.split()[0] in ("mdadm", "mkfs.xfs", "mount")]
+    assert [call.split()[0] for call in calls] == made
+    if disks > 1:
+        assert f"--level=0 --raid-devices={disks} --run /dev/nvme1n1" in calls[0]
+    assert (tmp_path / "scratch").stat().st_mode & 0o7777 == 0o1777
+
+
+def test_an_efa_installer_that_is_another_is_not_run(machine: Programs, tmp_path: Path) -> None:
+    archive = "aws-efa-installer-1.41.0.tar.gz"
+    machine.add("curl", f"echo something else > {archive}")
+    machine.add("tar", f"touch {tmp_path}/unpacked")
+    script = render("ecs-efa", version="1.41.0", sha256=hashlib.sha256(b"the installer\n").hexdigest())
+
+    done = run_script(script)
+
+    assert done.returncode != 0
+    assert "FAILED" in done.stdout + done.stderr
+    assert not (tmp_path / "unpacked").exists()
+
+
+def test_the_efa_installer_of_this_version_is_run(machine: Programs, tmp_path: Path) -> None:
+    archive = "aws-efa-installer-1.41.0.tar.gz"
+    installer = f'#!/bin/sh\necho "$@" > {tmp_path}/options\n'
+    machine.add("curl", f"echo the installer > {archive}")
+    machine.add(
+        "tar",
+        f"mkdir aws-efa-installer && cd aws-efa-installer && cat > efa_installer.sh <<'EOF'\n{installer}EOF\n"
+        "chmod +x efa_installer.sh",
+    )
+    done = run_script(render("ecs-efa", version="1.41.0", sha256=hashlib.sha256(b"the installer\n").hexdigest()))
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "options").read_text() == "--yes --minimal --skip-limit-conf --no-verify\n"
+    assert f"https://efa-installer.amazonaws.com/{archive}" in " ".join(machine.calls)
+
+
+def test_the_agent_waits_for_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "ecs.config"
+    path.write_text("ECS_CLUSTER=of-batch\n")
+    done = run_script(render("ecs-agent", stop_seconds=330).replace("/etc/ecs/ecs.config", str(path)))
+    assert done.returncode == 0, done.stderr
+    lines = path.read_text().splitlines()
+    assert lines[0] == "ECS_CLUSTER=of-batch"
+    assert "ECS_CONTAINER_STOP_TIMEOUT=330s" in lines
+    assert "ECS_AWSVPC_BLOCK_IMDS=true" in lines
+
+
+def test_user_data_is_a_message_of_scripts_alone() -> None:
+    """Batch adds its own part to it, which it does to a MIME message only."""
+    template = (USERDATA / "ecs.mime.tftpl").read_text(encoding="utf-8")
+    head, _, rest = template.partition("%{ for script in scripts ~}\n")
+    body, _, end = rest.partition("%{ endfor ~}\n")
+    scripts = [render("ecs-agent", stop_seconds=330), render("ecs-scratch", folder="/scratch")]
+    message = email.message_from_string(head + "".join(body.replace("${script}", each) for each in scripts) + end)
+    parts = [part for part in message.walk() if not part.is_multipart()]
+    assert [part.get_content_type() for part in parts] == ["text/x-shellscript"] * 2
+    for part, script in zip(parts, scripts, strict=True):
+        assert str(part.get_payload()).strip() == script.strip()

@@ -1,0 +1,167 @@
+"""The report names what is in the account of a stack, whoever made it, and nothing of another stack."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.tests.conftest import Aws
+from tests.command import call
+
+TAG = {"Key": "millrace.dev/stack", "Value": "millrace"}
+DENIAL = {"Version": "2012-10-17", "Statement": [{"Effect": "Deny", "Action": "ec2:*", "Resource": "*"}]}
+OTHER = {"Key": "millrace.dev/stack", "Value": "other"}
+
+
+@pytest.fixture(autouse=True)
+def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.tfvars"
+    path.write_text('region = "us-west-2"\nzone_id = "usw2-az4"\n', encoding="utf-8")
+    monkeypatch.setenv("VARS", str(path))
+
+
+def tagged(kind: str, *tags: dict[str, str]) -> list[dict[str, Any]]:
+    return [{"ResourceType": kind, "Tags": list(tags)}]
+
+
+def test_an_empty_account(capfd: pytest.CaptureFixture[str], aws: Aws) -> None:
+    done = call(capfd, "infra.__main__", "leftovers")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "nothing of millrace is left in us-west-2\n"
+
+
+def test_everything_that_costs_is_named_with_its_price(capfd: pytest.CaptureFixture[str], aws: Aws) -> None:
+    ec2 = aws.client("ec2")
+    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16", TagSpecifications=tagged("vpc", TAG))["Vpc"]["VpcId"]
+    ec2.create_vpc(CidrBlock="10.1.0.0/16", TagSpecifications=tagged("vpc", OTHER))
+    subnets = [
+        ec2.create_subnet(VpcId=vpc, CidrBlock=f"10.0.{number}.0/24", AvailabilityZone=f"us-west-2{zone}")["Subnet"]
+        for number, zone in enumerate("ab")
+    ]
+    names = [subnet["SubnetId"] for subnet in subnets]
+    of_cluster = {"Key": "kubernetes.io/cluster/millrace", "Value": "owned"}
+    interface = ec2.create_network_interface(
+        SubnetId=names[0],
+        TagSpecifications=tagged("network-interface", {"Key": "cluster.k8s.amazonaws.com/name", "Value": "millrace"}),
+    )["NetworkInterface"]["NetworkInterfaceId"]
+    volume = ec2.create_volume(AvailabilityZone="us-west-2a", Size=100, TagSpecifications=tagged("volume", of_cluster))[
+        "VolumeId"
+    ]
+    gateway = ec2.create_nat_gateway(SubnetId=names[0], TagSpecifications=tagged("natgateway", TAG))["NatGateway"]
+    instance = ec2.run_instances(
+        ImageId="ami-12c6146b",
+        InstanceType="trn1.32xlarge",
+        MinCount=1,
+        MaxCount=1,
+        TagSpecifications=tagged("instance", {"Key": "eks:cluster-name", "Value": "millrace"}),
+    )["Instances"][0]["InstanceId"]
+    create_cluster(aws.client("eks"), "millrace", names)
+    aws.client("elbv2").create_load_balancer(Name="of-a-service", Subnets=names, Tags=[of_cluster])
+    aws.client("logs").create_log_group(logGroupName="/aws/eks/millrace/cluster")
+    aws.client("ecr").create_repository(repositoryName="millrace/head", tags=[TAG])
+    aws.client("ecr").create_repository(repositoryName="other/head", tags=[OTHER])
+    s3 = aws.client("s3")
+    s3.create_bucket(Bucket="artifacts", CreateBucketConfiguration={"LocationConstraint": "us-west-2"})
+    s3.put_bucket_tagging(Bucket="artifacts", Tagging={"TagSet": [TAG]})
+    file_system = aws.client("fsx").create_file_system(
+        FileSystemType="LUSTRE",
+        StorageCapacity=1200,
+        SubnetIds=[names[0]],
+        LustreConfiguration={"DeploymentType": "PERSISTENT_2", "PerUnitStorageThroughput": 250},
+        Tags=[TAG],
+    )["FileSystem"]["FileSystemId"]
+
+    key = aws.client("kms").create_key(Tags=[{"TagKey": TAG["Key"], "TagValue": TAG["Value"]}])["KeyMetadata"]["KeyId"]
+    going = aws.client("kms").create_key(Tags=[{"TagKey": TAG["Key"], "TagValue": TAG["Value"]}])["KeyMetadata"][
+        "KeyId"
+    ]
+    aws.client("kms").schedule_key_deletion(KeyId=going)
+
+    done = call(capfd, "infra.__main__", "leftovers")
+
+    assert done.returncode == 0, done.stderr
+    lines = {line.split("  ")[1].strip() + " " + line[17:].split()[0]: line for line in done.stdout.splitlines()[1:-1]}
+    assert (
+        "13 things of millrace are in us-west-2; prices are list prices of us-east-1, not this region's" in done.stdout
+    )
+    assert "$73.00/month" in lines["EKS cluster millrace"]
+    assert "$15,695.00/month  trn1.32xlarge, running" in lines[f"instance {instance}"]
+    assert "$8.00/month  100 GiB, available" in lines[f"volume {volume}"]
+    assert "$0.00/month  unused; holds its subnet in place" in lines[f"interface {interface}"]
+    assert "$16.43/month  of a Service" in lines["load balancer of-a-service"]
+    assert "$36.50/month" in lines[f"NAT gateway {gateway['NatGatewayId']}"]
+    assert "$252.00/month  1200 GiB  data" in lines[f"FSx {file_system}"]
+    assert "by use  images  data" in lines["ECR millrace/head"]
+    assert "by use  objects  data" in lines["bucket artifacts"]
+    assert "0.0 GB" in lines["log group /aws/eks/millrace/cluster"]
+    assert f"ec2 vpc/{vpc}" in lines
+    assert "$1.00/month" in lines[f"kms key/{key}"]
+    assert "$0.00/month  AWS deletes it within 30 days" in lines[f"kms key/{going}"]
+    assert "other" not in done.stdout
+    assert len(lines) == 13, "something is named twice"
+    assert "in sum $16,081.92/month" in done.stdout.splitlines()[-1]
+
+
+def test_what_no_tag_finds_is_found_by_its_name(capfd: pytest.CaptureFixture[str], aws: Aws) -> None:
+    iam = aws.client("iam")
+    document = json.dumps(DENIAL)
+    # More than a page of an answer.
+    names = [f"millrace-us-west-2-{number}" for number in range(120)]
+    for name in [*names, "millrace-us-east-2-node", "other-us-west-2-node"]:
+        iam.create_role(RoleName=name, AssumeRolePolicyDocument=document)
+    for name in ("millrace-us-west-2-over-budget", "other-us-west-2-over-budget"):
+        arn = iam.create_policy(PolicyName=name, PolicyDocument=document)["Policy"]["Arn"]
+        iam.attach_role_policy(RoleName=names[0], PolicyArn=arn)
+    for name in ("millrace-us-west-2", "other-us-west-2"):
+        limit = {"Amount": "5000", "Unit": "USD"}
+        aws.client("budgets").create_budget(
+            AccountId="123456789012",
+            Budget={"BudgetName": name, "BudgetLimit": limit, "TimeUnit": "MONTHLY", "BudgetType": "COST"},
+        )
+
+    done = call(capfd, "infra.__main__", "leftovers")
+
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()[1:-1]]
+    assert sorted(line[2] for line in lines if line[:2] == ["IAM", "role"]) == sorted(names)
+    [policy] = [line for line in lines if line[:2] == ["IAM", "policy"]]
+    assert policy[2:] == ["millrace-us-west-2-over-budget", "$0.00/month", "attached", "to", "1"]
+    assert [line[1] for line in lines if line[0] == "budget"] == ["millrace-us-west-2"]
+    assert len(lines) == len(names) + 2
+
+
+def test_a_cluster_is_found_beyond_the_first_page(
+    capfd: pytest.CaptureFixture[str], aws: Aws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moto.eks.responses.DEFAULT_MAX_RESULTS", 1)
+    ec2, eks = aws.client("ec2"), aws.client("eks")
+    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
+    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24")["Subnet"]["SubnetId"]
+    for name in ("another", "millrace"):
+        create_cluster(eks, name, [subnet])
+
+    done = call(capfd, "infra.__main__", "leftovers")
+
+    assert "EKS cluster    millrace" in done.stdout
+
+
+def create_cluster(eks: Any, name: str, subnets: list[str]) -> None:
+    eks.create_cluster(
+        name=name, roleArn="arn:aws:iam::123456789012:role/any", resourcesVpcConfig={"subnetIds": subnets}
+    )
+
+
+def test_a_network_that_does_not_answer_is_worth_another_try(
+    capfd: pytest.CaptureFixture[str], aws: Aws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+
+    done = call(capfd, "infra.__main__", "leftovers")
+
+    assert done.returncode == 75
+    assert "AWS does not answer" in done.stderr

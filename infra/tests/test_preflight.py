@@ -1,0 +1,339 @@
+"""Preflight names what would stop a cluster or a deployment, in the account as it is, and changes nothing."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from images.platforms import SERVICES
+from infra.inputs import read_inputs
+from infra.reservations import judge_reservation
+from infra.shapes import find_shape
+from infra.tests.conftest import REGION, Aws
+from infra.tests.programs import Programs
+from services.common.errors import RecipeError
+from tests.command import call
+
+ZONE = "usw2-az4"
+QUOTA = "Running On-Demand Trn instances"
+STANDARD = "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances"
+TAGS = [{"Key": "millrace.dev/stack", "Value": "millrace"}]
+VARIABLES = f"""
+region   = "{REGION}"
+name     = "millrace"
+zone_id  = "{ZONE}"
+trainium = {{ shape = "trn1.32xlarge", max_nodes = 4 }}
+cpu_nodes = {{ shape = "m7i.8xlarge", max_nodes = 2 }}
+core_nodes = {{ shape = "m7i.2xlarge", nodes = 2 }}
+"""
+RESERVED = 'capacity = {{ kind = "{}", reservation_id = "cr-1", ends_at = "{}" }}\n'
+
+
+@pytest.fixture
+def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "mine.tfvars"
+    path.write_text(VARIABLES, encoding="utf-8")
+    monkeypatch.setenv("VARS", str(path))
+    monkeypatch.setenv("TAG", "1.0.0-neuron")
+    return path
+
+
+@pytest.fixture
+def terraform(programs: Programs) -> Programs:
+    """Of a checkout in which the stack is applied."""
+    programs.add("terraform", """echo '{"addresses_per_node": {"value": 24}}'""")
+    return programs
+
+
+@pytest.fixture
+def fitting(aws: Aws, variables: Path, terraform: Programs) -> Aws:
+    """An account in which four nodes fit, with the images in it."""
+    aws.quotas |= {QUOTA: 512, STANDARD: 80}
+    ecr = aws.client("ecr")
+    for service in SERVICES:
+        ecr.create_repository(repositoryName=f"millrace/{service}", imageTagMutability="IMMUTABLE")
+        ecr.put_image(
+            repositoryName=f"millrace/{service}",
+            imageManifest=f'{{"schemaVersion": 2, "config": {{"digest": "sha256:{service}"}}}}',
+            imageManifestMediaType="application/vnd.oci.image.manifest.v1+json",
+            imageTag="1.0.0-neuron",
+        )
+    return aws
+
+
+def make_cluster(aws: Aws, cidr: str, zones: tuple[str, ...] = (ZONE,)) -> list[str]:
+    """An EKS cluster with a Trainium node group in new subnets of those zones; the subnets' ids."""
+    ec2, eks = aws.client("ec2"), aws.client("eks")
+    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
+    subnets = [
+        ec2.create_subnet(VpcId=vpc, CidrBlock=cidr.format(number), AvailabilityZoneId=zone)["Subnet"]["SubnetId"]
+        for number, zone in enumerate(zones)
+    ]
+    role = "arn:aws:iam::123456789012:role/any"
+    eks.create_cluster(name="millrace", roleArn=role, resourcesVpcConfig={"subnetIds": subnets})
+    eks.create_nodegroup(
+        clusterName="millrace",
+        nodegroupName="trainium",
+        subnets=subnets,
+        nodeRole=role,
+        labels={"millrace.dev/pool": "trainium"},
+    )
+    return subnets
+
+
+def test_an_account_in_which_everything_fits(capfd: pytest.CaptureFixture[str], fitting: Aws) -> None:
+    [subnet] = make_cluster(fitting, "10.0.{}.0/24")
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 0, done.stderr
+    assert "account     123456789012 as arn:aws:sts::123456789012:user/moto, us-west-2" in done.stdout
+    assert f"trn1.32xlarge is offered in usw2-az1, {ZONE}" in done.stdout
+    for shape in ("m7i.8xlarge", "m7i.2xlarge"):
+        assert f"{shape} is offered in usw2-az1, usw2-az2, usw2-az3, {ZONE}; chosen is {ZONE}" in done.stdout
+    assert f"{QUOTA}: 512 vCPU, 0 in use by others, 4 x trn1.32xlarge take 512" in done.stdout
+    assert f"{STANDARD}: 80 vCPU, 0 in use by others, 2 x m7i.2xlarge and 2 x m7i.8xlarge take 80" in done.stdout
+    assert f"{subnet} has 251 free, 96 are needed for 4 nodes that are not up yet" in done.stdout
+    assert "4 of 4 tags are in ECR" in done.stdout
+
+
+def test_before_the_first_infra_up_nothing_of_it_is_missed(
+    capfd: pytest.CaptureFixture[str], aws: Aws, variables: Path
+) -> None:
+    aws.quotas |= {QUOTA: 512, STANDARD: 80}
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 0, done.stderr
+    assert "no Trainium subnet yet" in done.stdout
+    repositories = ", ".join(f"millrace/{service}" for service in sorted(SERVICES))
+    assert f"0 of 4 tags are in ECR; not yet {repositories}: infra-up makes them" in done.stdout
+
+
+def test_a_checkout_without_the_stacks_state_does_not_judge_addresses(
+    capfd: pytest.CaptureFixture[str], fitting: Aws, terraform: Programs
+) -> None:
+    make_cluster(fitting, "10.0.{}.0/28")
+    terraform.add("terraform", "echo '{}'")
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 0, done.stderr
+    assert "11 free; what a node takes is in terraform's state, which is not here" in done.stdout
+
+
+def test_everything_that_does_not_fit_is_named_at_once(
+    capfd: pytest.CaptureFixture[str], aws: Aws, variables: Path, terraform: Programs
+) -> None:
+    values = VARIABLES.replace(ZONE, "usw2-az3").replace("m7i.2xlarge", "m7i.4xlarge")
+    variables.write_text(values, encoding="utf-8")
+    aws.quotas |= {QUOTA: 128, STANDARD: 5}  # the second is what a new account has
+    make_cluster(aws, "10.0.{}.0/28", zones=("usw2-az3",))
+    aws.client("ecr").create_repository(repositoryName="millrace/head")
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 4
+    assert "8 of what is needed is not there, nothing was changed" in done.stderr
+    assert "usw2-az3 does not offer trn1.32xlarge" in done.stderr
+    assert f"expected  one of usw2-az1, {ZONE}" in done.stderr
+    assert "the quota of 128 vCPU holds no 4 x trn1.32xlarge" in done.stderr
+    assert "expected  512 or more" in done.stderr
+    assert "the quota of 5 vCPU holds no 2 x m7i.4xlarge and 2 x m7i.8xlarge" in done.stderr
+    assert "expected  96 or more" in done.stderr
+    assert "has too few addresses for 4 x trn1.32xlarge" in done.stderr
+    assert "got       11 free\n      expected  96: 4 nodes of 24 addresses" in done.stderr
+    assert "no image millrace/head:1.0.0-neuron" in done.stderr
+    assert "next      make images STAGE=head VARIANT=neuron PUSH=" in done.stderr
+    for service in ("tokenizer", "compiler", "trainer"):
+        assert f"no repository for millrace/{service}" in done.stderr
+
+
+def test_a_zone_that_lacks_a_cpu_type_is_refused(
+    capfd: pytest.CaptureFixture[str], fitting: Aws, variables: Path
+) -> None:
+    """Of another region's table, as where EC2 has withdrawn a type since `shapes.json` was written."""
+    variables.write_text(VARIABLES.replace("m7i.8xlarge", "trn1n.32xlarge").replace(ZONE, "usw2-az1"), encoding="utf-8")
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 4
+    assert "zone        trn1.32xlarge is offered in usw2-az1, usw2-az4; chosen is usw2-az1\n" in done.stdout
+    assert "            does not fit: trn1n.32xlarge is offered in usw2-az4; chosen is usw2-az1\n" in done.stdout
+    assert "usw2-az1 does not offer trn1n.32xlarge" in done.stderr
+
+
+def test_what_others_run_counts_against_the_quota(capfd: pytest.CaptureFixture[str], fitting: Aws) -> None:
+    run_instances(fitting, "trn1.32xlarge", 1, [])
+    run_instances(fitting, "m7i.8xlarge", 1, [])
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 4
+    assert "got       512, of which 128 are in use by others\n      expected  640 or more" in done.stderr
+    assert "got       80, of which 32 are in use by others\n      expected  112 or more" in done.stderr
+
+
+def test_the_stacks_own_nodes_count_neither_against_the_quota_nor_the_addresses(
+    capfd: pytest.CaptureFixture[str], fitting: Aws
+) -> None:
+    make_cluster(fitting, "10.0.{}.0/26")  # 59 addresses: two nodes'
+    run_instances(fitting, "trn1.32xlarge", 2, TAGS)
+    run_instances(fitting, "m7i.2xlarge", 2, TAGS)
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 0, done.stderr
+    assert f"{QUOTA}: 512 vCPU, 0 in use by others" in done.stdout
+    assert "59 free, 48 are needed for 2 nodes that are not up yet" in done.stdout
+
+
+def test_a_pool_over_two_zones_is_refused(capfd: pytest.CaptureFixture[str], fitting: Aws) -> None:
+    make_cluster(fitting, "10.0.{}.0/24", zones=(ZONE, "usw2-az1"))
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 4
+    assert "a gang would straddle zones" in done.stderr
+    assert f"got       usw2-az1, {ZONE}" in done.stderr
+
+
+def test_a_reservation_that_fits(capfd: pytest.CaptureFixture[str], fitting: Aws, variables: Path) -> None:
+    """Its vCPU are counted against no quota once more, and the last 40 minutes of a block are EKS's."""
+    fitting.quotas[QUOTA] = 0
+    end = datetime.now(UTC) + timedelta(hours=30)
+    variables.write_text(VARIABLES + RESERVED.format("capacity_block", f"{end:%Y-%m-%dT%H:%M:%SZ}"), encoding="utf-8")
+    reserve(fitting, reservationType="capacity-block", endDate=f"{end:%Y-%m-%dT%H:%M:%S.000Z}")
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 0, done.stderr
+    until = end - timedelta(minutes=40)
+    assert f"cr-1: 4 of 4 free, until {until:%Y-%m-%d %H:%M} UTC" in done.stdout
+
+
+AN_END = datetime(2026, 2, 1, 11, 30, tzinfo=UTC)
+TOO_FEW = "got       1 free, 2 up already\n      expected  4 or more"
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"InstanceType": "trn1n.32xlarge"}, "is for another type"),
+        ({"AvailabilityZoneId": "usw2-az1"}, "is in another zone"),
+        ({"State": "expired"}, "cannot be used now"),
+        ({"AvailableInstanceCount": 1}, TOO_FEW),
+        ({"ReservationType": "capacity-block"}, "of another kind"),
+        (
+            {"StartDate": datetime(2026, 1, 5, tzinfo=UTC), "State": "scheduled", "AvailableInstanceCount": 0},
+            "it begins at 2026-01-05 00:00 UTC",
+        ),
+        ({"EndDate": AN_END + timedelta(minutes=2)}, 'next      capacity.ends_at = "2026-02-01T11:32:00Z"'),
+        ({"EndDate": None}, "got       EndDate none\n      expected  capacity.ends_at, 2026-02-01T11:30:00Z"),
+    ],
+)
+def test_a_reservation_that_does_not_fit(facts: dict[str, object], said: str) -> None:
+    found = judge(facts)
+
+    assert judge({}) == []
+    assert len(found) == 1
+    assert said in found[0]
+
+
+def test_seconds_between_the_reservations_end_and_ours_are_none() -> None:
+    assert judge({"EndDate": AN_END + timedelta(seconds=59)}) == []
+
+
+def test_a_reservation_that_is_over() -> None:
+    end = datetime(2026, 1, 1, tzinfo=UTC)
+    [found] = judge({"EndDate": end}, ends_at="2026-01-01T00:00:00+00:00")
+    assert "usable until 2026-01-01 00:00 UTC" in found
+
+
+def test_an_end_that_is_no_time_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r'capacity\.ends_at = "tomorrow"'):
+        judge({}, ends_at="tomorrow")
+
+
+def judge(facts: dict[str, object], ends_at: str = "2026-02-01T11:30:00Z") -> list[str]:
+    """What does not fit of a reservation for 4 nodes, of which 2 are up, that has these facts and otherwise fits."""
+    variables = {
+        "region": REGION,
+        "zone_id": ZONE,
+        "trainium": {"shape": "trn1.32xlarge", "max_nodes": 4},
+        "cpu_nodes": {"shape": "m7i.8xlarge", "max_nodes": 2},
+        "core_nodes": {"shape": "m7i.2xlarge", "nodes": 2},
+        "capacity": {"kind": "reservation", "reservation_id": "cr-1", "ends_at": ends_at},
+    }
+    fitting = {
+        "InstanceType": "trn1.32xlarge",
+        "AvailabilityZoneId": ZONE,
+        "State": "active",
+        "TotalInstanceCount": 4,
+        "AvailableInstanceCount": 2,
+        "StartDate": datetime(2026, 1, 1, tzinfo=UTC),
+        "EndDate": AN_END,
+    }
+    shape, now = find_shape("trn1.32xlarge"), datetime(2026, 1, 2, tzinfo=UTC)
+    return [each.text for each in judge_reservation(fitting | facts, read_inputs(variables), shape, 4, 2, now)[1]]
+
+
+def run_instances(aws: Aws, shape: str, count: int, tags: list[dict[str, str]]) -> None:
+    specifications = [{"ResourceType": "instance", "Tags": tags}] if tags else []
+    aws.client("ec2").run_instances(
+        ImageId="ami-12c6146b", InstanceType=shape, MinCount=count, MaxCount=count, TagSpecifications=specifications
+    )
+
+
+def reserve(aws: Aws, **facts: str) -> None:
+    fitting = {
+        "capacityReservationId": "cr-1",
+        "instanceType": "trn1.32xlarge",
+        "availabilityZoneId": ZONE,
+        "state": "active",
+        "totalInstanceCount": "4",
+        "availableInstanceCount": "4",
+    }
+    aws.reserve(**fitting | facts)
+
+
+def test_without_credentials_it_says_how_to_sign_in(
+    capfd: pytest.CaptureFixture[str], aws: Aws, variables: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 4
+    assert "no credentials for AWS" in done.stderr
+    assert "aws sso login" in done.stderr
+
+
+def test_what_is_not_chosen_is_named(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "empty.tfvars"
+    path.write_text("# nothing yet\n", encoding="utf-8")
+    monkeypatch.setenv("VARS", str(path))
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 2
+    assert "terraform.tfvars" in done.stderr
+
+
+def test_a_file_that_is_no_hcl_is_named(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "broken.tfvars"
+    path.write_text("region = {\n", encoding="utf-8")
+    monkeypatch.setenv("VARS", str(path))
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 2
+    assert str(path) in done.stderr

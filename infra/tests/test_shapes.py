@@ -1,0 +1,105 @@
+"""The table of shapes says what EC2 said: DescribeInstanceTypes and its offerings, as moto ships them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import moto.ec2
+import pytest
+
+from infra.shapes import find_shape, read_shapes
+from services.common.errors import RecipeError
+
+CAPTURE = Path(moto.ec2.__file__).parent / "resources"
+MIB_PER_GIB = 1024
+# EC2 says 512 GiB of one Trainium2, Neuron's "Trainium2 architecture" 96.
+MEMORY_AS_NEURON_SAYS = {"trn2.48xlarge": 96}
+
+
+@pytest.fixture(scope="module")
+def instance_types() -> dict[str, Any]:
+    return _read(CAPTURE / "instance_types.json.gz")
+
+
+@pytest.fixture(scope="module")
+def zones() -> dict[str, dict[str, list[str]]]:
+    """Of each type, by region."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for path in sorted((CAPTURE / "instance_type_offerings/availability-zone-id").iterdir()):
+        region = path.name.partition(".")[0]
+        for offering in _read(path):
+            found.setdefault(offering["InstanceType"], {}).setdefault(region, []).append(offering["Location"])
+    return found
+
+
+@pytest.mark.parametrize("name", read_shapes())
+def test_a_shape_is_what_ec2_has(instance_types: dict[str, Any], name: str) -> None:
+    shape, said = find_shape(name), instance_types[name]
+    network, devices = said["NetworkInfo"], said.get("NeuronInfo", {}).get("NeuronDevices", [])
+    assert {card["MaximumNetworkInterfaces"] for card in network["NetworkCards"]} == {shape.interfaces_per_card}
+    assert {
+        "vcpus": said["VCpuInfo"]["DefaultVCpus"],
+        "memory_gib": said["MemoryInfo"]["SizeInMiB"] // MIB_PER_GIB,
+        "architecture": said["ProcessorInfo"]["SupportedArchitectures"],
+        "neuron_devices": sum(each["Count"] for each in devices),
+        "neuron_cores": sum(each["Count"] * each["CoreInfo"]["Count"] for each in devices),
+        "device_memory_gib": MEMORY_AS_NEURON_SAYS.get(name)
+        or sum(each["MemoryInfo"]["SizeInMiB"] for each in devices) // MIB_PER_GIB,
+        "network_cards": network["MaximumNetworkCards"],
+        "efa_cards": network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0),
+        "nvme_gb": said.get("InstanceStorageInfo", {}).get("TotalSizeInGB", 0),
+        "supports_capacity_block": "capacity-block" in said["SupportedUsageClasses"],
+        "supports_placement_group": "cluster" in said["PlacementGroupInfo"]["SupportedStrategies"],
+    } == {
+        "vcpus": shape.vcpus,
+        "memory_gib": shape.memory_gib,
+        "architecture": [shape.architecture],
+        "neuron_devices": shape.neuron_devices,
+        "neuron_cores": shape.neuron_cores,
+        "device_memory_gib": shape.device_memory_gib,
+        "network_cards": shape.network_cards,
+        "efa_cards": shape.efa_cards,
+        "nvme_gb": shape.nvme_gb,
+        "supports_capacity_block": shape.supports_capacity_block,
+        "supports_placement_group": shape.supports_placement_group,
+    }
+
+
+@pytest.mark.parametrize("name", read_shapes())
+def test_it_is_offered_where_ec2_offers_it(zones: dict[str, dict[str, list[str]]], name: str) -> None:
+    """A Trainium shape everywhere; another one wherever there is Trainium."""
+    regions = {region for each in read_shapes().values() if each.neuron_devices for region in zones[each.name]}
+    offered = {region: tuple(sorted(ids)) for region, ids in zones[name].items() if region in regions}
+    assert find_shape(name).zone_ids == offered
+
+
+@pytest.mark.parametrize("name", read_shapes())
+def test_a_pod_fits_its_node(name: str) -> None:
+    shape = find_shape(name)
+    if not shape.pod:
+        return
+    assert shape.pod.cpus < shape.vcpus
+    assert shape.pod.memory_gib + shape.pod.huge_pages_gib < shape.memory_gib
+    assert shape.pod.shared_memory_gib < shape.pod.memory_gib
+    assert shape.pod.huge_pages_gib <= shape.huge_pages_gib
+    assert not shape.nvme_gb or shape.pod.storage_gib < shape.nvme_gb
+    assert bool(shape.pod.huge_pages_gib) == bool(shape.efa_cards) == bool(shape.neuron_devices)
+
+
+@pytest.mark.parametrize("name", read_shapes())
+def test_its_price_is_of_a_region_that_offers_it(name: str) -> None:
+    shape = find_shape(name)
+    assert shape.price.region in shape.zone_ids
+
+
+def test_an_unknown_shape_is_named_with_the_known_ones() -> None:
+    with pytest.raises(RecipeError, match=r"'trn9' is not in infra/shapes\.json, which has trn1\.32xlarge"):
+        find_shape("trn9")
+
+
+def _read(path: Path) -> Any:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return json.load(file)

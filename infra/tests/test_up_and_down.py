@@ -1,0 +1,477 @@
+"""infra-up and infra-down with the real terraform, on a small stack whose modules have the real one's names and nothing
+of AWS: state, targets and an interrupted run are terraform's own. kubectl and helm are stand-ins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infra.stack import STACK, Change
+from infra.tests.conftest import REGION, Aws
+from infra.tests.programs import Programs
+from tests.command import call
+
+REPOSITORY = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(shutil.which("terraform") is None, reason="no terraform on PATH")
+
+VARIABLES = f"""
+variable "region" {{ default = "{REGION}" }}
+variable "name" {{ default = "millrace" }}
+variable "zone_id" {{ default = "usw2-az4" }}
+variable "trainium" {{ default = {{ shape = "trn1.32xlarge", max_nodes = 4 }} }}
+variable "cpu_nodes" {{ default = {{ shape = "m7i.8xlarge", max_nodes = 2 }} }}
+variable "core_nodes" {{ default = {{ shape = "m7i.2xlarge", nodes = 2 }} }}
+variable "fsx" {{ default = {{ gib = 1200, throughput = 250 }} }}
+variable "keep_data" {{ default = true }}
+variable "budget" {{ default = {{}} }}
+"""
+MAIN = """
+module "network" { source = "./network" }
+module "storage" {
+  source    = "./storage"
+  subnet    = module.network.subnet
+  zone_id   = var.zone_id
+  keep_data = var.keep_data
+}
+module "eks" {
+  source = "./eks"
+  bucket = module.storage.bucket
+}
+output "region" { value = var.region }
+output "cluster_name" { value = var.name }
+output "registry" { value = "123456789012.dkr.ecr.us-west-2.amazonaws.com" }
+output "fsx_id" { value = "fs-0123456789" }
+output "fsx_dns_name" { value = "fs-0123456789.fsx.us-west-2.amazonaws.com" }
+output "fsx_mount_name" { value = "abcdefgh" }
+output "trainium_shape" { value = var.trainium.shape }
+output "trainium_node_group" { value = "trainium" }
+output "trainium_max_nodes" { value = var.trainium.max_nodes }
+output "cpu_shape" { value = var.cpu_nodes.shape }
+output "cpu_node_group" { value = "cpu" }
+output "cpu_max_nodes" { value = var.cpu_nodes.max_nodes }
+output "capacity_ends_at" { value = "" }
+"""
+NETWORK = """
+resource "terraform_data" "subnet" {}
+output "subnet" { value = terraform_data.subnet.id }
+"""
+STORAGE = """
+variable "subnet" {}
+variable "zone_id" {}
+variable "keep_data" {}
+resource "terraform_data" "bucket" {
+  input            = [var.subnet, var.keep_data]
+  triggers_replace = var.zone_id
+}
+output "bucket" { value = terraform_data.bucket.id }
+"""
+EKS = """
+variable "bucket" {}
+resource "terraform_data" "cluster" {
+  input = var.bucket
+  provisioner "local-exec" {
+    command = "[ ! -e \\"$SLOW\\" ] || { echo began >\\"$SLOW\\"; sleep 2; }"
+  }
+}
+"""
+SETTINGS = "# A comment that stays.\nREGION=CHANGE-ME\nFSX_ID=CHANGE-ME\nTRAINIUM_SHAPE=trn1.32xlarge\n"
+KUBECTL = """
+case "$*" in
+"config view"*) echo '{"clusters": [{"cluster": {"server": "SERVER"}}]}' ;;
+"api-resources"*) ;;
+"get services"*) cat OBJECTS/services.json ;;
+"get persistentvolumeclaims"*) cat OBJECTS/claims.json ;;
+esac"""
+
+
+class Site:
+    """A stack, an overlay, and the programs that a person has."""
+
+    def __init__(self, folder: Path, programs: Programs) -> None:
+        self.folder, self.programs = folder, programs
+        self.stack, self.overlay = folder / "stack", folder / "overlay"
+        files = {
+            "stack/variables.tf": VARIABLES,
+            "stack/main.tf": MAIN,
+            "stack/network/main.tf": NETWORK,
+            "stack/storage/main.tf": STORAGE,
+            "stack/eks/main.tf": EKS,
+            "overlay/settings.env": SETTINGS,
+            "services.json": '{"items": []}',
+            "claims.json": '{"items": []}',
+        }
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(content, encoding="utf-8")
+
+    @property
+    def settings(self) -> dict[str, str]:
+        lines = (self.overlay / "settings.env").read_text(encoding="utf-8").splitlines()
+        return dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+
+    @property
+    def addresses(self) -> list[str]:
+        state = json.loads((self.stack / "terraform.tfstate").read_text(encoding="utf-8"))
+        return sorted(f"{each['module']}.{each['type']}.{each['name']}" for each in state["resources"])
+
+
+@pytest.fixture
+def site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Site:
+    programs.add_real("terraform")
+    programs.add_real("sh")
+    site = Site(tmp_path, programs)
+    monkeypatch.setenv("STACK", str(site.stack))
+    monkeypatch.setenv("OVERLAY", str(site.overlay))
+    monkeypatch.setenv("YES", "1")
+    monkeypatch.setenv("SLOW", str(tmp_path / "slow"))
+    monkeypatch.delenv("TF_CLI_CONFIG_FILE", raising=False)
+    return site
+
+
+@pytest.fixture
+def cluster(site: Site, aws: Aws) -> Site:
+    """The stack applied, and an EKS cluster with a pool of two nodes in the account."""
+    eks, ec2 = aws.client("eks"), aws.client("ec2")
+    role = "arn:aws:iam::123456789012:role/any"
+    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
+    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24")["Subnet"]["SubnetId"]
+    eks.create_cluster(name="millrace", roleArn=role, resourcesVpcConfig={"subnetIds": [subnet]})
+    for pool, size in (("core", 2), ("trainium", 2)):
+        eks.create_nodegroup(
+            clusterName="millrace",
+            nodegroupName=pool,
+            subnets=[subnet],
+            nodeRole=role,
+            labels={"millrace.dev/pool": pool},
+            scalingConfig={"minSize": 0, "desiredSize": size, "maxSize": 4},
+        )
+    endpoint = eks.describe_cluster(name="millrace")["cluster"]["endpoint"]
+    answer = KUBECTL.replace("SERVER", endpoint).replace("OBJECTS", str(site.folder))
+    site.programs.add("kubectl", answer)
+    site.programs.add("helm")
+    return site
+
+
+def run_command(capfd: pytest.CaptureFixture[str], command: str) -> subprocess.CompletedProcess[str]:
+    return call(capfd, "infra.__main__", command)
+
+
+def pool_sizes(aws: Aws) -> dict[str, int]:
+    eks = aws.client("eks")
+    groups = [
+        eks.describe_nodegroup(clusterName="millrace", nodegroupName=name)["nodegroup"] for name in ("core", "trainium")
+    ]
+    return {group["nodegroupName"]: group["scalingConfig"]["desiredSize"] for group in groups}
+
+
+def test_up_shows_the_cost_applies_and_writes_the_settings(capfd: pytest.CaptureFixture[str], site: Site) -> None:
+    done = run_command(capfd, "up")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.index("a run of 24 hours") < done.stdout.index("Make this in us-west-2? yes (YES=1)")
+    assert "terraform would make 3, change 0, replace 0 and destroy 0" in done.stdout
+    assert "aws eks update-kubeconfig --region us-west-2 --name millrace" in done.stdout
+    text = (site.overlay / "settings.env").read_text(encoding="utf-8")
+    assert text.startswith("# A comment that stays.\nREGION=us-west-2\nFSX_ID=fs-0123456789\n")
+    assert "REGISTRY=123456789012.dkr.ecr.us-west-2.amazonaws.com\n" in text
+    assert "TRAINIUM_MAX_NODES=4\n" in text
+    assert text.endswith("CAPACITY_ENDS_AT=\n")
+
+    again = run_command(capfd, "up")
+
+    assert again.returncode == 0
+    assert "make 0, change 0, replace 0 and destroy 0" in again.stdout
+    assert "Make this" not in again.stdout
+
+
+def test_without_terraform_it_names_the_version_that_the_stack_asks_for(
+    capfd: pytest.CaptureFixture[str], site: Site
+) -> None:
+    site.programs.remove("terraform")
+
+    done = run_command(capfd, "up")
+
+    assert done.returncode == 4
+    [required] = re.findall(r'required_version = ">= ([0-9.]+)"', (STACK / "versions.tf").read_text(encoding="utf-8"))
+    assert f"Get {required} or newer" in done.stderr
+
+
+def test_up_makes_nothing_unless_somebody_says_yes(
+    capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("YES")
+
+    done = run_command(capfd, "up")
+
+    assert done.returncode == 2
+    assert "YES=1 says yes for a program" in done.stderr
+    assert not (site.stack / "terraform.tfstate").exists()
+    assert (site.overlay / "settings.env").read_text(encoding="utf-8") == SETTINGS
+
+
+def test_up_loses_no_data_whoever_says_yes(
+    capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another zone replaces the file system, whose content is there alone."""
+    monkeypatch.setattr("infra.stack.DATA", ("terraform_data",))
+    assert run_command(capfd, "up").returncode == 0
+    before = (site.stack / "terraform.tfstate").read_text(encoding="utf-8")
+    values = site.folder / "elsewhere.tfvars"
+    values.write_text('zone_id = "usw2-az1"\n', encoding="utf-8")
+    monkeypatch.setenv("VARS", str(values))
+
+    done = run_command(capfd, "up")
+
+    assert done.returncode == 4
+    assert "replace module.storage.terraform_data.bucket" in done.stdout
+    assert "would destroy module.storage.terraform_data.bucket, and what is in it. Nothing was changed" in done.stderr
+    assert "Make this" not in done.stdout
+    assert (site.stack / "terraform.tfstate").read_text(encoding="utf-8") == before
+
+
+@pytest.mark.parametrize(
+    ("address", "is_data"),
+    [
+        ("module.storage.aws_fsx_lustre_file_system.this[0]", True),
+        ("module.storage.aws_s3_bucket.this", True),
+        ('module.registry.aws_ecr_repository.this["head"]', True),
+        ("module.storage.aws_kms_key.this", True),
+        ("module.eks.aws_eks_cluster.this", False),
+    ],
+)
+def test_what_can_be_made_again_is_no_loss_of_data(address: str, is_data: bool) -> None:
+    assert Change(address, ("delete", "create")).is_loss_of_data == is_data
+    assert Change(address, ("delete",)).is_loss_of_data == is_data
+    assert not Change(address, ("update",)).is_loss_of_data
+
+
+@pytest.mark.parametrize("command", ["plan", "up"])
+def test_a_budget_that_standing_alone_spends_is_refused(
+    capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    values = site.folder / "mine.tfvars"
+    values.write_text("budget = { monthly_dollars = 900 }\n", encoding="utf-8")
+    monkeypatch.setenv("VARS", str(values))
+
+    done = run_command(capfd, command)
+
+    assert done.returncode == 2
+    assert "budget.monthly_dollars = 900, and the stack costs about $950.17 a month while it stands" in done.stderr
+    assert not (site.stack / "terraform.tfstate").exists()
+
+
+def test_ctrl_c_during_an_apply_lets_terraform_write_its_state(
+    capfd: pytest.CaptureFixture[str], site: Site, tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow"
+    slow.touch()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infra", "up"],
+        cwd=REPOSITORY,
+        env=os.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not slow.read_text(encoding="utf-8"):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=120)
+
+    assert process.returncode == 130
+    assert "terraform came to its own end" in words
+    assert "module.storage.terraform_data.bucket" in site.addresses
+    assert (site.overlay / "settings.env").read_text(encoding="utf-8") == SETTINGS
+    slow.unlink()
+    assert run_command(capfd, "up").returncode == 0
+    assert site.settings["FSX_ID"] == "fs-0123456789"
+
+
+def test_down_keeps_the_data_and_its_network_unless_it_is_told_otherwise(
+    capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_command(capfd, "up").returncode == 0
+    cluster.programs.forget_calls()
+
+    done = run_command(capfd, "down")
+
+    assert done.returncode == 0, done.stderr
+    assert "and keep its bucket, file system and images? yes (YES=1)" in done.stdout
+    assert pool_sizes(aws) == {"core": 2, "trainium": 0}
+    assert cluster.addresses == ["module.network.terraform_data.subnet", "module.storage.terraform_data.bucket"]
+    assert [line.split()[2] for line in cluster.programs.calls if line.startswith("helm uninstall")] == [
+        "monitoring",
+        "efa",
+        "neuron",
+        "volcano",
+        "kuberay-operator",
+    ]
+    assert cluster.settings["FSX_ID"] == "fs-0123456789"
+
+    assert run_command(capfd, "up").returncode == 0
+    assert "module.eks.terraform_data.cluster" in cluster.addresses
+
+    monkeypatch.setenv("KEEP_DATA", "false")
+    done = run_command(capfd, "down")
+
+    assert done.returncode == 0, done.stderr
+    assert "WITH ITS DATA, all checkpoints and images? yes (YES=1)" in done.stdout
+    assert cluster.addresses == []
+    text = (cluster.overlay / "settings.env").read_text(encoding="utf-8")
+    assert "REGION=CHANGE-ME\nFSX_ID=CHANGE-ME\nTRAINIUM_SHAPE=trn1.32xlarge\n" in text
+
+    done = run_command(capfd, "down")  # this cluster is none of terraform's, which knows no other
+    assert done.returncode == 4
+    assert "terraform's state is empty: nothing was stopped" in done.stderr
+
+
+def test_down_takes_back_what_the_budget_attached_before_it_destroys(
+    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws
+) -> None:
+    """IAM deletes no policy that is attached, and terraform knows nothing of what the budget's action did."""
+    iam = aws.client("iam")
+    denial = {"Effect": "Deny", "Action": "eks:UpdateNodegroupConfig", "Resource": "*"}
+    document = json.dumps({"Version": "2012-10-17", "Statement": [denial]})
+    arns = {
+        name: iam.create_policy(PolicyName=name, PolicyDocument=document)["Policy"]["Arn"]
+        for name in ("millrace-us-west-2-over-budget", "another-us-west-2-over-budget")
+    }
+    for name in ("research", "millrace-us-west-2-deployer"):
+        iam.create_role(RoleName=name, AssumeRolePolicyDocument=document)
+        for arn in arns.values():
+            iam.attach_role_policy(RoleName=name, PolicyArn=arn)
+    assert run_command(capfd, "up").returncode == 0
+
+    done = run_command(capfd, "down")
+
+    assert done.returncode == 0, done.stderr
+    assert "policy      millrace-us-west-2-over-budget taken from role research" in done.stdout
+    iam.delete_policy(PolicyArn=arns["millrace-us-west-2-over-budget"])
+    left = iam.list_attached_role_policies(RoleName="research")["AttachedPolicies"]
+    assert [each["PolicyName"] for each in left] == ["another-us-west-2-over-budget"]
+
+
+def test_another_cluster_is_never_touched(capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws) -> None:
+    cluster.programs.add("kubectl", KUBECTL.replace("SERVER", "https://production.example.com"))
+
+    assert run_command(capfd, "up").returncode == 0
+    done = run_command(capfd, "down")
+
+    assert done.returncode == 4
+    assert "kubectl talks to https://production.example.com, and millrace is at" in done.stderr
+    assert "aws eks update-kubeconfig --region us-west-2 --name millrace" in done.stderr
+    assert pool_sizes(aws) == {"core": 2, "trainium": 2}
+    assert [line for line in cluster.programs.calls if "delete" in line or "uninstall" in line] == []
+
+
+def test_an_operator_is_told_that_an_administrator_takes_clusters_down(
+    capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws
+) -> None:
+    endpoint = aws.client("eks").describe_cluster(name="millrace")["cluster"]["endpoint"]
+    refusal = '"get services"*) echo "Error from server (Forbidden): services is forbidden" >&2; exit 1 ;;'
+    answer = KUBECTL.replace("SERVER", endpoint).replace('"get services"*) cat OBJECTS/services.json ;;', refusal)
+    cluster.programs.add("kubectl", answer)
+    assert run_command(capfd, "up").returncode == 0
+
+    done = run_command(capfd, "down")
+
+    assert done.returncode == 4
+    assert "services is forbidden" in done.stderr
+    assert "are you an administrator of the cluster? Who ran infra-up last is one" in done.stderr
+
+
+def test_a_stage_that_cannot_be_stopped_keeps_its_nodes(
+    capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deploy tool finds no cluster here: what it ends with is what infra-down ends with."""
+    endpoint = aws.client("eks").describe_cluster(name="millrace")["cluster"]["endpoint"]
+    answer = KUBECTL.replace("SERVER", endpoint).replace(
+        '"api-resources"*) ;;', '"api-resources"*) echo rayclusters.ray.io ;;'
+    )
+    cluster.programs.add("kubectl", answer.replace("esac", "*rayclusters*) echo raycluster.ray.io/millrace ;;\nesac"))
+    monkeypatch.setenv("KUBECONFIG", str(cluster.folder / "absent"))
+
+    assert run_command(capfd, "up").returncode == 0
+    done = run_command(capfd, "down")
+
+    assert done.returncode == 4
+    assert "make stop-stage STAGE=tokenizer TARGET=kuberay failed" in done.stderr
+    assert pool_sizes(aws) == {"core": 2, "trainium": 2}
+
+
+def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
+    capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim's volume is there until its driver has deleted it; nothing after it happens before that."""
+    monkeypatch.setattr("infra.teardown.OBJECTS_SECONDS", 0.0)
+    monkeypatch.setattr("infra.teardown.POLL_SECONDS", 0.0)
+    (cluster.folder / "services.json").write_text(
+        json.dumps({"items": [made("a-service", type="LoadBalancer"), made("inside", type="ClusterIP")]}),
+        encoding="utf-8",
+    )
+    (cluster.folder / "claims.json").write_text(
+        json.dumps({"items": [made("grafana", storageClassName="gp3"), made("fsx", storageClassName="")]}),
+        encoding="utf-8",
+    )
+    ec2 = aws.client("ec2")
+    tags = [{"Key": "kubernetes.io/cluster/millrace", "Value": "owned"}]
+    volume = ec2.create_volume(
+        AvailabilityZone="us-west-2a",
+        Size=50,
+        TagSpecifications=[{"ResourceType": "volume", "Tags": tags}],
+    )["VolumeId"]
+
+    assert run_command(capfd, "up").returncode == 0
+    done = run_command(capfd, "down")
+
+    assert done.returncode == 75
+    assert f"volumes and load balancers are still there after 0 s: {volume}" in done.stderr
+    deleted = [line.split()[4:6] for line in cluster.programs.calls if " delete " in line]
+    assert deleted == [["service", "a-service"], ["persistentvolumeclaim", "grafana"]]
+    assert not any("uninstall" in line for line in cluster.programs.calls)
+    assert pool_sizes(aws) == {"core": 2, "trainium": 0}
+
+    ec2.delete_volume(VolumeId=volume)
+    assert run_command(capfd, "down").returncode == 0
+
+
+def made(name: str, **spec: str) -> dict[str, object]:
+    return {"metadata": {"namespace": "somewhere", "name": name}, "spec": spec}
+
+
+def test_data_that_stands_on_what_goes_is_not_destroyed(
+    capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should somebody ever let the storage depend on the cluster."""
+    (site.stack / "main.tf").write_text(
+        MAIN.replace("subnet    = module.network.subnet", "subnet    = module.eks.cluster").replace(
+            "bucket = module.storage.bucket", "bucket = module.network.subnet"
+        ),
+        encoding="utf-8",
+    )
+    (site.stack / "eks/main.tf").write_text(
+        EKS + 'output "cluster" { value = terraform_data.cluster.id }\n', encoding="utf-8"
+    )
+    monkeypatch.setattr("infra.stack.DATA", ("terraform_data",))
+    assert run_command(capfd, "up").returncode == 0
+    before = site.addresses
+
+    done = run_command(capfd, "down")
+
+    assert done.returncode == 4
+    assert "module.storage.terraform_data.bucket" in done.stderr
+    assert "Nothing was destroyed" in done.stderr
+    assert site.addresses == before

@@ -1,0 +1,406 @@
+"""What infra/ makes and what k8s/ uses, read from both sides: HCL and tables there, rendered manifests here."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import hcl2
+import yaml
+
+from infra import node_groups, teardown
+from k8s.objects.names import DEPLOYER, NAMESPACE, NEURON, POOL_LABEL, SHAPE_LABEL, node_pool_annotation
+from services.common.recipe import Kind
+
+Thing = dict[str, Any]
+
+STACK = "infra/stacks/eks"
+# What terraform's interpolations in outputs stand for in an account like this.
+EXAMPLES = {
+    "${local.account.id}": "123456789012",
+    "${var.region}": "us-west-2",
+    "${data.aws_partition.current.dns_suffix}": "amazonaws.com",
+}
+# What each device plugin's chart adds to a node.
+RESOURCE_OF_CHART = {"neuron-helm-chart": "aws.amazon.com/neuron", "aws-efa-k8s-device-plugin": "vpc.amazonaws.com/efa"}
+MODULE_OF_CHART = {"kuberay-operator": "github.com/ray-project/kuberay/ray-operator", "volcano": "volcano.sh/volcano"}
+UNITS = {"Gi": 1, "Ti": 1024}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One thing that both sides have to say, and what each says."""
+
+    what: str
+    infra: Any
+    k8s: Any
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.infra == self.k8s)
+
+    def __str__(self) -> str:
+        return f"{self.what}: infra has {_shown(self.infra)}, k8s has {_shown(self.k8s)}"
+
+
+def _shown(side: Any) -> str:
+    if isinstance(side, set | frozenset) and side:
+        return "{" + ", ".join(sorted(repr(each) for each in side)) + "}"
+    return repr(side)
+
+
+def read_locals(root: Path) -> Thing:
+    """The literals of the stack's locals."""
+    blocks = _plain(_read_hcl(root / STACK / "main.tf")["locals"])
+    return {name: value for block in blocks for name, value in block.items()}
+
+
+def read_defaults(root: Path) -> dict[str, Thing]:
+    """Defaults of the stack's variables that are objects, by variable and attribute, and of the others under ""."""
+    found: dict[str, Thing] = {}
+    for block in _read_hcl(root / STACK / "variables.tf")["variable"]:
+        for name, variable in block.items():
+            attributes = re.findall(r"(\w+)\s*=\s*optional\(\w+,\s*(\"[^\"]*\"|[0-9]+)\)", str(variable.get("type")))
+            found[_plain(name)] = {key: json.loads(text) for key, text in attributes} or {
+                "": _plain(variable.get("default"))
+            }
+    return found
+
+
+def read_outputs(root: Path) -> dict[str, str]:
+    """The expressions that they are."""
+    blocks = _plain(_read_hcl(root / STACK / "outputs.tf")["output"])
+    return {name: str(output["value"]) for block in blocks for name, output in block.items()}
+
+
+def read_registry(root: Path) -> str:
+    text = read_outputs(root)["registry"]
+    for expression, value in EXAMPLES.items():
+        text = text.replace(expression, value)
+    return text
+
+
+def read_modules(root: Path) -> dict[str, Thing]:
+    """What the stack gives to its modules, as expressions."""
+    blocks = _plain(_read_hcl(root / STACK / "main.tf")["module"])
+    return {name: arguments for block in blocks for name, arguments in block.items()}
+
+
+def example_outputs(root: Path) -> Thing:
+    """What terraform would print for the defaults, with ids as AWS makes them, for `write_settings`."""
+    own, defaults = read_locals(root), read_defaults(root)
+    return {
+        "region": "us-west-2",
+        "cluster_name": defaults["name"][""],
+        "registry": read_registry(root),
+        "fsx_id": "fs-0123456789abcdef0",
+        "fsx_dns_name": "fs-0123456789abcdef0.fsx.us-west-2.amazonaws.com",
+        "fsx_mount_name": "abcdefgh",
+        "trainium_shape": defaults["trainium"]["shape"],
+        "trainium_node_group": own["node_groups"]["trainium"],
+        "trainium_max_nodes": defaults["trainium"]["max_nodes"],
+        "cpu_shape": defaults["cpu_nodes"]["shape"],
+        "cpu_node_group": own["node_groups"]["cpu"],
+        "cpu_max_nodes": defaults["cpu_nodes"]["max_nodes"],
+        "capacity_ends_at": "",
+    }
+
+
+def read_settings(path: Path) -> dict[str, str]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
+def list_agreements(root: Path, objects: list[Thing], committed: dict[str, str]) -> Iterator[Agreement]:
+    """`objects`: the overlay eks with the settings of `example_outputs`; `committed`: its settings as git has them."""
+    own, defaults = read_locals(root), read_defaults(root)
+    yield from _names(root, own, objects)
+    yield from _placement(root, own, defaults, objects)
+    yield from _amounts(root, defaults, objects)
+    yield from _volumes(root, defaults, objects)
+    yield from _addons(root, defaults, objects)
+    yield Agreement(
+        "settings that are outputs", set(committed), {key for key in committed if key.lower() in read_outputs(root)}
+    )
+    example = {name.upper(): str(value) for name, value in example_outputs(root).items()}
+    for key in ("TRAINIUM_SHAPE", "TRAINIUM_NODE_GROUP", "CPU_SHAPE", "CPU_NODE_GROUP"):
+        yield Agreement(f"{key} of settings.env", example[key], committed.get(key))
+    for pool, key in (("trainium", "TRAINIUM_SHAPE"), ("cpu", "CPU_SHAPE")):
+        labelled = _resolved(own["node_shapes"][pool], defaults)
+        yield Agreement(f"shape on the label of pool {pool}", labelled, committed.get(key))
+
+
+def _names(root: Path, own: Thing, objects: list[Thing]) -> Iterator[Agreement]:
+    cluster = _one(objects, "RayCluster")
+    yield Agreement("namespace", own["namespace"], cluster["metadata"]["namespace"])
+    yield Agreement("namespace of the commands", own["namespace"], NAMESPACE)
+    yield Agreement("namespace that infra-down empties", teardown.NAMESPACE, cluster["metadata"]["namespace"])
+    identities = (root / "infra/modules/eks/identities.tf").read_text(encoding="utf-8")
+    associated = re.findall(r"^  namespace += (.+)$", identities, re.MULTILINE)
+    given = [own["namespace"] if each == "var.namespace" else each for each in associated]
+    yield Agreement("namespace of the identities", given, [cluster["metadata"]["namespace"]])
+    accounts = {_pod(group)["serviceAccountName"] for group in _groups(objects).values()}
+    reaper = _one(objects, "CronJob")["spec"]["jobTemplate"]["spec"]["template"]["spec"]["serviceAccountName"]
+    yield Agreement("service accounts of stages", set(own["stages"]), accounts)
+    made = {each["metadata"]["name"] for each in _all(objects, "ServiceAccount")}
+    # The client makes the deploy Jobs, so that no manifest has their account.
+    scalers = {DEPLOYER} & made | {reaper}
+    yield Agreement("service accounts that change node groups", set(own["node_scalers"]), scalers)
+    bindings = _all(objects, "RoleBinding") + _all(objects, "ClusterRoleBinding")
+    subjects = [subject for binding in bindings for subject in binding["subjects"]]
+    groups = {subject["name"] for subject in subjects if subject["kind"] == "Group"}
+    yield Agreement("group of the people who deploy", {own["operators_group"]}, groups)
+    repositories = {f"{own['repository_prefix']}/{image}" for image in own["images"]}
+    images = {container["image"] for pod in _pods(objects) for container in pod["containers"]}
+    yield Agreement(
+        "images",
+        {f"{read_registry(root)}/{name}" for name in repositories},
+        {each.rpartition(":")[0] for each in images},
+    )
+
+
+def _placement(root: Path, own: Thing, defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:
+    """Every pod of ours says its pool, and what it selects is on that pool's nodes and no other."""
+    label, taint = own["pool_label"], own["taint"]
+    pods = {"head": _one(objects, "RayCluster")["spec"]["headGroupSpec"]["template"]["spec"]}
+    pods |= {name: _pod(group) for name, group in _groups(objects).items()}
+    used = {key: pod.get("nodeSelector", {}).get(label) for key, pod in pods.items()}
+    yield Agreement("pools, by their label", set(own["node_groups"]), set(used.values()))
+    zones = {key for pod in pods.values() for key in pod.get("nodeSelector", {}) if "zone" in key}
+    yield Agreement("zones that pods select (the pool is in one)", set(), zones)
+    yield Agreement("label of the pools, in the commands", label, POOL_LABEL)
+    yield Agreement("label of the pools, in the commands of infra", node_groups.POOL_LABEL, POOL_LABEL)
+    groups = {node_groups.CORE: used["head"], node_groups.TRAINIUM: used["trainer"]}
+    yield Agreement("pools, in the commands of infra", set(groups), set(groups.values()))
+    yield Agreement("taint of Trainium nodes, in the commands", taint["key"], NEURON)
+    yield Agreement("label of node groups' shapes, in the commands", own["shape_label"], SHAPE_LABEL)
+    yield from _node_groups(root, own, used)
+    for name in _groups(objects):
+        pool = used[name]
+        annotation = _one(objects, "RayCluster")["metadata"]["annotations"].get(node_pool_annotation(name))
+        made = f"{defaults['name']['']}/{own['node_groups'].get(pool)}"
+        yield Agreement(f"node group of {name}", made, annotation)
+        tolerated = [(each["key"], each["effect"]) for each in pods[name].get("tolerations", [])]
+        tainted = [(taint["key"], taint["effect"])] if pool == "trainium" else []
+        yield Agreement(f"taints that {name} tolerates", tainted, tolerated)
+        type_selected = pods[name]["nodeSelector"].get("node.kubernetes.io/instance-type")
+        shape = defaults["trainium"]["shape"] if pool == "trainium" else None
+        yield Agreement(f"instance type of {name}", shape, type_selected)
+
+
+def _node_groups(root: Path, own: Thing, used: Thing) -> Iterator[Agreement]:
+    """Labels and taints as the node groups are given them, which is not yet what the stack's locals say."""
+    modules = read_modules(root)
+    labels = {"trainium": modules["trainium"]["labels"]}
+    for name, pool in modules["eks"]["pools"].items():
+        labels[name.removeprefix("${(local.node_groups.").removesuffix(")}")] = pool["labels"]
+    for pool in set(used.values()) & set(labels):
+        given = labels[pool].removeprefix("${local.node_labels.").removesuffix("}")
+        yield Agreement(f"label of the nodes of pool {pool}", given, pool)
+    text = (root / "infra/modules/trn-nodes/main.tf").read_text(encoding="utf-8")
+    [key] = re.findall(r"^  taint {\n    key += (.+)$", text, re.MULTILINE)
+    yield Agreement("taint of the nodes", own["taint"]["key"] if key == "var.taint.key" else key, NEURON)
+    found = re.search(r"local\.node_groups\.(\w+)", read_outputs(root)["cpu_node_group"])
+    yield Agreement("pool of output cpu_node_group", found and found[1], used["compiler"])
+
+
+def _resolved(expression: str, defaults: dict[str, Thing]) -> Any:
+    """The default that `${var.NAME.ATTRIBUTE}` has."""
+    _, name, attribute = expression.removeprefix("${").removesuffix("}").split(".")
+    return defaults[name][attribute]
+
+
+def _amounts(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:
+    """What a pod asks for is what its pool's nodes leave, and the queue holds as many as there can be nodes."""
+    shapes = json.loads((root / "infra/shapes.json").read_text(encoding="utf-8"))["shapes"]
+    total: dict[str, int] = {}
+    per_pool = {}
+    for variable, pool in (("trainium", "trainium"), ("cpu_nodes", "cpu")):
+        shape, nodes = shapes[defaults[variable]["shape"]], defaults[variable]["max_nodes"]
+        per_pool[pool] = (_room(shape), nodes)
+        for name, amount in _room(shape).items():
+            total[name] = total.get(name, 0) + amount * nodes
+    for name, group in _groups(objects).items():
+        pool = _pod(group)["nodeSelector"].get("millrace.dev/pool", "")
+        room, nodes = per_pool.get(pool, ({}, 0))
+        [container] = _pod(group)["containers"]
+        yield Agreement(f"amounts of a node for {name}", room, _counted(container["resources"]["requests"]))
+        yield Agreement(f"most nodes of {name}", nodes, group["maxReplicas"])
+    yield Agreement("capability of the queue", total, _counted(_one(objects, "Queue")["spec"]["capability"]))
+
+
+def _volumes(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:
+    example = example_outputs(root)
+    claims = {
+        (each["metadata"]["namespace"], each["metadata"]["name"]): each
+        for each in _all(objects, "PersistentVolumeClaim")
+    }
+    for volume in _all(objects, "PersistentVolume"):
+        name, source, reference = volume["metadata"]["name"], volume["spec"]["csi"], volume["spec"]["claimRef"]
+        facts = [source["volumeHandle"], source["volumeAttributes"]["dnsname"], source["volumeAttributes"]["mountname"]]
+        made = [example["fsx_id"], example["fsx_dns_name"], example["fsx_mount_name"]]
+        yield Agreement(f"file system of volume {name}", made, facts)
+        gib = int(volume["spec"]["capacity"]["storage"].removesuffix("Gi"))
+        yield Agreement(f"GiB of volume {name}", defaults["fsx"]["gib"], gib)
+        claim = claims.get((reference["namespace"], reference["name"]), {"spec": {}})
+        yield Agreement(f"volume of claim {reference['name']}", name, claim["spec"].get("volumeName"))
+    used = {
+        volume["persistentVolumeClaim"]["claimName"]
+        for pod in _pods(objects)
+        for volume in pod.get("volumes", [])
+        if "persistentVolumeClaim" in volume
+    }
+    bound = {each["spec"]["claimRef"]["name"] for each in _all(objects, "PersistentVolume")}
+    yield Agreement("claims of pods", bound, used)
+    text = (root / "infra/modules/storage/main.tf").read_text(encoding="utf-8")
+    exported = set(re.findall(r'toset\(\["(\w+)"\]\)', text))
+    yield Agreement("folders that are copied to the bucket", exported, exported & set(get_args(Kind)))
+
+
+def _addons(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:
+    releases = yaml.safe_load((root / "infra/addons/addons.yaml").read_text(encoding="utf-8"))["releases"]
+    charts = {each["chart"]: each for each in releases}
+    asked = {
+        name
+        for group in _groups(objects).values()
+        for name in _pod(group)["containers"][0]["resources"]["requests"]
+        if "/" in name
+    }
+    yield Agreement(
+        "extended resources", {RESOURCE_OF_CHART[each] for each in charts if each in RESOURCE_OF_CHART}, asked
+    )
+    modules = dict(re.findall(r"^\s+(\S+) v(\S+)$", (root / "tests/cluster/kit/go.mod").read_text(), re.MULTILINE))
+    for chart, module in MODULE_OF_CHART.items():
+        yield Agreement(f"version of {chart}, here and in the test cluster", charts[chart]["version"], modules[module])
+    tested, made = modules["k8s.io/kubernetes"].split(".")[1], str(defaults["kubernetes_version"][""]).split(".")[1]
+    yield Agreement("minor version of Kubernetes, one apart at most", True, abs(int(tested) - int(made)) <= 1)
+    yield from _addon_pods(root, releases)
+    [metrics] = [each for each in _all(objects, "NetworkPolicy") if each["metadata"]["name"] == "metrics"]
+    [source] = metrics["spec"]["ingress"][0]["from"]
+    allowed = source["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+    yield Agreement("namespace of Prometheus", charts["kube-prometheus-stack"]["namespace"], allowed)
+    scheduler = {_pod(group)["schedulerName"] for group in _groups(objects).values()}
+    yield Agreement("scheduler", {"volcano"} & set(charts), scheduler)
+    values = yaml.safe_load((root / "infra/addons/values/monitoring.yaml").read_text(encoding="utf-8"))
+    spec = values["prometheus"]["prometheusSpec"]
+    wanted = spec["podMonitorSelector"]["matchLabels"]
+    for monitor in _all(objects, "PodMonitor"):
+        labels = monitor["metadata"].get("labels", {})
+        yield Agreement("labels of the PodMonitor", wanted, {name: labels.get(name) for name in wanted})
+        namespaces = spec["podMonitorNamespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+        yield Agreement("namespace of the PodMonitor", namespaces, monitor["metadata"]["namespace"])
+    catalogue = (root / "infra/modules/eks/addons.tf").read_text(encoding="utf-8")
+    drivers = {each["spec"]["csi"]["driver"] for each in _all(objects, "PersistentVolume")}
+    yield Agreement(
+        "CSI drivers",
+        {"fsx.csi.aws.com"} if re.search(r"aws-fsx-csi-driver += { controller", catalogue) else set(),
+        drivers,
+    )
+    enforced = re.search(r'enableNetworkPolicy = "(\w+)"', catalogue)
+    has_policies = bool(_all(objects, "NetworkPolicy"))
+    yield Agreement("network policies are enforced", bool(enforced and enforced[1] == "true"), has_policies)
+    agent = {policy["metadata"]["name"] for policy in _all(objects, "NetworkPolicy")} & {"pod-identity"}
+    yield Agreement(
+        "Pod Identity's agent and the way to it", "eks-pod-identity-agent" in catalogue, agent == {"pod-identity"}
+    )
+
+
+def _addon_pods(root: Path, releases: list[Thing]) -> Iterator[Agreement]:
+    """The pool that an add-on's pods select, and whether device plugins tolerate its taint."""
+    own = read_locals(root)
+    for release in releases:
+        values = yaml.safe_load((root / f"infra/addons/values/{release['name']}.yaml").read_text(encoding="utf-8"))
+        pool = "trainium" if release["chart"] in RESOURCE_OF_CHART else "core"
+        selectors = [found for key in ("nodeSelector", "default_ns") for found in _find_all(values, key)]
+        selected = {f"{label}={value}" for selector in selectors for label, value in selector.items()}
+        yield Agreement(f"nodes of add-on {release['name']}", {f"{own['pool_label']}={pool}"}, selected)
+        if pool == "trainium":
+            tolerated = {each["key"] for found in _find_all(values, "tolerations") for each in found}
+            taint = {own["taint"]["key"]}
+            yield Agreement(f"taint that add-on {release['name']} tolerates", taint, tolerated - {"CriticalAddonsOnly"})
+
+
+def _find_all(values: Any, key: str) -> Iterator[Any]:
+    """What stands under a key, however deep."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            if name == key:
+                yield value
+            else:
+                yield from _find_all(value, key)
+
+
+def _room(shape: Thing) -> dict[str, int]:
+    pod = shape["pod"]
+    amounts = {
+        "cpu": pod["cpus"],
+        "memory": pod["memory_gib"],
+        "ephemeral-storage": pod["storage_gib"],
+        "hugepages-2Mi": pod["huge_pages_gib"],
+        "aws.amazon.com/neuron": shape["neuron_devices"],
+        "vpc.amazonaws.com/efa": shape["efa_cards"],
+    }
+    return {name: amount for name, amount in amounts.items() if amount}
+
+
+def _counted(amounts: dict[str, str]) -> dict[str, int]:
+    """Memory in GiB."""
+    return {
+        name: int(text[:-2]) * UNITS[text[-2:]] if text[-2:] in UNITS else int(text) for name, text in amounts.items()
+    }
+
+
+def _groups(objects: list[Thing]) -> dict[str, Thing]:
+    return {group["groupName"]: group for group in _one(objects, "RayCluster")["spec"]["workerGroupSpecs"]}
+
+
+def _pod(group: Thing) -> Thing:
+    spec: Thing = group["template"]["spec"]
+    return spec
+
+
+def _pods(objects: list[Thing]) -> Iterator[Thing]:
+    """Of the stages' namespace."""
+    cluster = _one(objects, "RayCluster")["spec"]
+    yield cluster["headGroupSpec"]["template"]["spec"]
+    yield from (_pod(group) for group in cluster["workerGroupSpecs"])
+    for job in _all(objects, "Job"):
+        yield job["spec"]["template"]["spec"]
+    for job in _all(objects, "CronJob"):
+        yield job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+
+
+def _all(objects: list[Thing], kind: str) -> list[Thing]:
+    return [each for each in objects if each["kind"] == kind]
+
+
+def _one(objects: list[Thing], kind: str) -> Thing:
+    [found] = _all(objects, kind)
+    return found
+
+
+def _read_hcl(path: Path) -> Thing:
+    return _parse_hcl(path.read_text(encoding="utf-8"))
+
+
+@cache
+def _parse_hcl(text: str) -> Thing:
+    """Kept, because parsing takes most of the time here and most copies have most texts in common."""
+    parsed: Thing = hcl2.loads(text)
+    return parsed
+
+
+def _plain(value: Any) -> Any:
+    """The parser leaves the quotes on texts, and adds entries of its own."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(each) for key, each in value.items() if not str(key).startswith("__")}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] == '"':
+        return json.loads(value)
+    return None if value == "null" else value

@@ -1,0 +1,133 @@
+"""What batch/ and deploy/ use is what `infra/stacks/batch` makes: HCL on one side, the deploy tool on the other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import hcl2
+import pytest
+
+from batch.config import CONFIG, KEYS, PLACES, read_config
+from batch.job_definition import HOST_FOLDERS, pool_of, read_container, render_job_definition
+from deploy.stage_contract import DRAIN_SECONDS, ROOT, SCRATCH, find_contract
+from images.demo import IMAGE_USER
+from images.platforms import REPOSITORY
+from infra import __main__ as infra_commands
+from services.common.errors import RecipeError
+from services.common.launch.batch_node import ROOT_MARKER
+from services.common.recipe import STAGES
+from tests.batch.builders import job_deployment_of
+
+STACK = REPOSITORY / "infra/stacks/batch"
+MODULE = REPOSITORY / "infra/modules/batch"
+AFTER_DRAIN_SECONDS = 30
+"""For what ends after the checkpoint: Ray, and the program that starts it."""
+
+
+def read_hcl(path: Path) -> dict[str, Any]:
+    return dict(plain(hcl2.loads(path.read_text(encoding="utf-8"))))
+
+
+def plain(value: Any) -> Any:
+    """Without the quotes that the parser leaves on texts."""
+    if isinstance(value, dict):
+        return {plain(key): plain(each) for key, each in value.items() if not str(key).startswith("__")}
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return value.strip('"') if isinstance(value, str) else value
+
+
+def locals_of(path: Path) -> dict[str, Any]:
+    return {name: value for block in read_hcl(path)["locals"] for name, value in block.items()}
+
+
+@pytest.fixture(scope="module")
+def stack() -> dict[str, Any]:
+    return locals_of(STACK / "main.tf")
+
+
+@pytest.fixture(scope="module")
+def module() -> dict[str, Any]:
+    return locals_of(MODULE / "main.tf")
+
+
+@pytest.fixture(scope="module")
+def rendered() -> str:
+    """The config.txt of two lines of tfvars, as `terraform test` holds the stack's output to it."""
+    text = (STACK / "tests/stack.tftest.hcl").read_text(encoding="utf-8")
+    expected = text[text.index("output.config == ") : text.index("error_message")]
+    return "".join(f"{line}\n" for line in re.findall(r'^ +"([A-Z_]+=.*)",$', expected, re.MULTILINE))
+
+
+def test_the_file_that_the_stack_writes_is_the_one_that_deployments_read(rendered: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.txt"
+    path.write_text(rendered, encoding="utf-8")
+    config = read_config(path)
+    assert (config.trainium.queue, config.cpu.queue) == ("millrace-trainium", "millrace-cpu")
+    assert config.log_groups == {stage: f"/millrace/{stage}" for stage in STAGES}
+    lines = re.findall(r'^ +\["([A-Z_]+)", ', (STACK / "outputs.tf").read_text(encoding="utf-8"), re.MULTILINE)
+    assert lines == [line.partition("=")[0] for line in rendered.splitlines()]
+    assert set(lines) == set(KEYS)
+    assert tuple(lines[: len(PLACES)]) == PLACES
+
+
+def test_infra_up_writes_the_file_that_deployments_read() -> None:
+    assert infra_commands.CONFIG == CONFIG
+
+
+def test_a_key_that_only_one_side_knows_is_refused(rendered: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.txt"
+    path.write_text(rendered + "SPOT_QUEUE=millrace-spot\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match="SPOT_QUEUE"):
+        read_config(path)
+
+
+def test_what_is_there_already_has_the_same_keys_on_both_sides(stack: dict[str, Any]) -> None:
+    assert tuple(stack["places"]) == PLACES
+    given = (STACK / "tests/configs/given.txt").read_text(encoding="utf-8")
+    assert tuple(re.findall(r"^([A-Z_]+)=", given, re.MULTILINE)) == PLACES
+
+
+def test_every_stage_has_its_role_log_group_and_repository(stack: dict[str, Any]) -> None:
+    assert stack["stages"] == list(STAGES)
+    for stage in STAGES:
+        assert find_contract(stage, None).repository == f"{stack['repository_prefix']}/{stage}"
+
+
+def test_a_container_has_time_for_the_longest_drain_of_a_stage(stack: dict[str, Any]) -> None:
+    assert stack["stop_seconds"] == max(DRAIN_SECONDS.values()) + AFTER_DRAIN_SECONDS
+
+
+def test_a_node_prepares_the_folders_that_a_job_mounts(
+    stack: dict[str, Any], module: dict[str, Any], rendered: str, tmp_path: Path
+) -> None:
+    assert module["folders"] == {"file_system": ROOT.path, "scratch": SCRATCH.path}
+    assert set(module["folders"].values()) == set(HOST_FOLDERS.values())
+    path = tmp_path / "config.txt"
+    path.write_text(rendered, encoding="utf-8")
+    config = read_config(path)
+    for stage in STAGES:
+        container = read_container(
+            render_job_definition(config, pool_of(config, stage, False), job_deployment_of(stage))
+        )
+        sources = {each["host"]["sourcePath"] for each in container["volumes"]}
+        assert sources == set(module["folders"].values())
+
+
+def test_a_node_leaves_the_mark_that_a_job_looks_for(module: dict[str, Any]) -> None:
+    assert module["marker"] == ROOT_MARKER
+
+
+def test_folders_belong_to_the_user_of_the_images(module: dict[str, Any]) -> None:
+    assert module["user"] == IMAGE_USER
+
+
+def test_a_stage_has_the_same_part_of_the_bucket_on_both_targets() -> None:
+    """Their roles say it in the same words, but for where the stage's name comes from."""
+    parts = [
+        re.findall(r'\$\{(?:stage|each\.key)\}(/\*)"', (REPOSITORY / path).read_text(encoding="utf-8"))
+        for path in ("infra/modules/eks/identities.tf", "infra/modules/batch/identities.tf")
+    ]
+    assert parts == [["/*", "/*"], ["/*", "/*"]]

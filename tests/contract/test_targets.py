@@ -1,0 +1,194 @@
+"""One contract of a stage, two targets: a RayJob with its worker group, and a job definition of AWS Batch, give the
+stage's container the same. Each breach of it in one of the two is found.
+"""
+
+from __future__ import annotations
+
+import copy
+import shlex
+import subprocess
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes.utils.quantity import parse_quantity
+
+from batch.config import Config
+from batch.job_definition import Request, pool_of, read_container, render_job_definition
+from deploy.exit_codes import is_tried_again
+from deploy.stage_contract import ROOT, SCRATCH
+from images.platforms import REPOSITORY
+from k8s.client.overlay import find_kubectl
+from k8s.client.settings import fill_in
+from k8s.client.stage_image import repository_of
+from k8s.objects.rayjob import render_rayjob
+from k8s.objects.worker_group import WorkerGroup, worker_group_of
+from services.common.errors import DeviceError
+from services.common.launch.batch_node import RECIPE_VARIABLE
+from services.common.recipe import STAGES, Stage
+from tests.batch.builders import config_of, job_deployment_of
+from tests.k8s.builders import deployment_of
+
+Thing = dict[str, Any]
+SHAPES = ("trn1.32xlarge", "trn1n.32xlarge", "trn2.48xlarge")
+GIB, MIB = 2**30, 2**20
+REGISTRY = "111122223333.dkr.ecr.us-west-2.amazonaws.com"
+
+
+@pytest.fixture(scope="module")
+def manifests() -> list[Thing]:
+    """The overlay of a cluster in AWS, before its settings are filled in."""
+    try:
+        kubectl = find_kubectl()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    command = [str(kubectl), "kustomize", str(REPOSITORY / "k8s/overlays/eks")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [each for each in yaml.safe_load_all(done.stdout) if each]
+
+
+def group_of(manifests: list[Thing], stage: Stage, shape: str) -> WorkerGroup:
+    things = copy.deepcopy(manifests)
+    settings = next(each["data"] for each in things if each["metadata"]["name"] == "overlay-settings")
+    settings |= {"TRAINIUM_SHAPE": shape, "REGION": "us-west-2", "REGISTRY": REGISTRY}
+    cluster = next(each for each in fill_in(things) if each["kind"] == "RayCluster")
+    return worker_group_of(cluster, stage)
+
+
+def definition_of(stage: Stage, config: Config) -> Request:
+    return render_job_definition(config, pool_of(config, stage, False), job_deployment_of(stage))
+
+
+def on_kuberay(group: WorkerGroup) -> Thing:
+    """What the container of a worker group's pod gets, with the command of its RayJob."""
+    deployment = deployment_of(group.name, arguments=job_deployment_of(group.name).arguments, drain_seconds=0)  # type: ignore[arg-type]
+    container, pod = group.container, group.pod
+    command = shlex.split(render_rayjob(group, deployment, 1, deployment.nodes)["spec"]["entrypoint"])
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
+    shared = [volumes[each["name"]]["emptyDir"].get("sizeLimit") for each in mounts.values() if each["name"] == "shm"]
+    requests = container["resources"]["requests"]
+    return {
+        "image": repository_of(group.image),
+        "command": _without_recipe(command[1:]),  # after `exec`, for Ray's shell
+        "cpus": int(requests["cpu"]),
+        "memory": parse_quantity(requests["memory"]),
+        "shared memory": sum(map(parse_quantity, shared)),
+        "devices": (int(requests.get("aws.amazon.com/neuron", 0)), int(requests.get("vpc.amazonaws.com/efa", 0))),
+        "Ray's NeuronCores": int(group.spec["resources"].get("neuron_cores", 0)),
+        "Ray's CPUs": int(group.spec["resources"]["CPU"]),
+        "mounts": {
+            path: each.get("readOnly", False) for path, each in mounts.items() if path in (ROOT.path, SCRATCH.path)
+        },
+        "environment": {each["name"]: each["value"] for each in container["env"] if "value" in each},
+        "secrets": {each["name"] for each in container["env"] if "valueFrom" in each},
+        "tried again": {code for code in range(256) if is_tried_again(code)},
+        "is privileged": container["securityContext"].get("privileged", False),
+    }
+
+
+def on_batch(definition: Request) -> Thing:
+    """What the container of each node of a job gets."""
+    container = read_container(definition)
+    command = container["command"]
+    at = command.index("--")
+    options = dict(zip(command[1:at:2], command[2:at:2], strict=True))
+    linux = container["linuxParameters"]
+    devices = [each["containerPath"] for each in linux.get("devices", [])]
+    amounts = {each["type"]: int(each["value"]) for each in container["resourceRequirements"]}
+    environment = {each["name"]: each["value"] for each in container["environment"]}
+    environment.pop(RECIPE_VARIABLE, None)  # on KubeRay it is a ConfigMap
+    rules = definition["retryStrategy"]["evaluateOnExit"]
+    return {
+        "image": repository_of(container["image"]),
+        "command": _without_recipe(command[at + 1 :]),
+        "cpus": amounts["VCPU"],
+        "memory": amounts["MEMORY"] * MIB,
+        "shared memory": linux.get("sharedMemorySize", 0) * MIB,
+        "devices": tuple(sum(kind in each for each in devices) for kind in ("/neuron", "/uverbs")),
+        "Ray's NeuronCores": int(options.get("--neuron-cores", 0)),
+        "Ray's CPUs": int(options["--cpus"]),
+        "mounts": {each["containerPath"]: each["readOnly"] for each in container["mountPoints"]},
+        "environment": environment,
+        "secrets": {each["name"] for each in container.get("secrets", [])},
+        "tried again": {code for code in range(256) if _action(rules, code) == "RETRY"},
+        "is privileged": container["privileged"],
+    }
+
+
+def _without_recipe(command: list[str]) -> list[str]:
+    """The one word that differs: a mounted ConfigMap there, a file of the root here."""
+    at = command.index("--recipe") + 1
+    return [*command[:at], "RECIPE", *command[at + 1 :]]
+
+
+def _action(rules: list[Request], exit_code: int) -> str:
+    """Of Batch, for a container that ended by itself: the first rule that matches; without one it tries again."""
+    said = [each["action"] for each in rules if fnmatchcase(str(exit_code), each.get("onExitCode", "none"))]
+    return str(said[0]) if said else "RETRY"
+
+
+def differences(kuberay: Thing, batch: Thing) -> list[str]:
+    return [
+        f"{what}: {kuberay[what]!r} on KubeRay, {batch[what]!r} on Batch"
+        for what in kuberay
+        if kuberay[what] != batch[what]
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_gets_the_same_on_both_targets(manifests: list[Thing], stage: Stage, shape: str) -> None:
+    group = group_of(manifests, stage, shape)
+    assert differences(on_kuberay(group), on_batch(definition_of(stage, config_of(TRAINIUM_SHAPE=shape)))) == []
+
+
+def test_the_notice_before_an_end_is_the_contract_s_on_both(manifests: list[Thing]) -> None:
+    for stage in STAGES:
+        group = group_of(manifests, stage, "trn1.32xlarge")
+        variables = on_batch(definition_of(stage, config_of()))["environment"]
+        assert int(variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) == group.drain_seconds
+
+
+def change(part: str, to: Callable[[Any], Any]) -> Callable[[Request], None]:
+    def apply(definition: Request) -> None:
+        container = definition["nodeProperties"]["nodeRangeProperties"][0]["container"]
+        container[part] = to(container[part])
+
+    return apply
+
+
+def without_rules(definition: Request) -> None:
+    definition["retryStrategy"]["evaluateOnExit"].pop()
+
+
+BREACHES: dict[str, tuple[str, Callable[[Request], None]]] = {
+    "image": ("image", change("image", lambda image: image.replace("trainer", "compiler"))),
+    "an option of the command": ("command", change("command", lambda words: [*words, "--train.max_steps=9"])),
+    "Ray's cores": (
+        "Ray's NeuronCores",
+        change("command", lambda words: ["16" if each == "32" else each for each in words]),
+    ),
+    "a device": ("devices", change("linuxParameters", lambda linux: linux | {"devices": linux["devices"][1:]})),
+    "shared memory": ("shared memory", change("linuxParameters", lambda linux: linux | {"sharedMemorySize": 64})),
+    "memory": ("memory", change("resourceRequirements", lambda all_: [all_[0], {"type": "MEMORY", "value": "480000"}])),
+    "a mount": ("mounts", change("mountPoints", lambda mounts: mounts[:1])),
+    "a read-only root": (
+        "mounts",
+        change("mountPoints", lambda mounts: [each | {"readOnly": True} for each in mounts]),
+    ),
+    "a variable": ("environment", change("environment", lambda variables: variables[1:])),
+    "a privilege": ("is privileged", change("privileged", lambda _: True)),
+    "the rule that ends": ("tried again", without_rules),
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+def test_what_one_target_gives_otherwise_is_noticed(manifests: list[Thing], breach: str) -> None:
+    what, apply = BREACHES[breach]
+    definition = definition_of("trainer", config_of())
+    apply(definition)
+    [said] = differences(on_kuberay(group_of(manifests, "trainer", "trn1.32xlarge")), on_batch(definition))
+    assert said.startswith(f"{what}: ")

@@ -1,0 +1,98 @@
+"""EKS as moto has it: a cluster with a managed node group, whose nodes come and go in a world in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from botocore.awsrequest import AWSResponse
+from moto.eks.models import eks_backends
+
+from k8s.objects.eks import NODE_GROUP_LABEL, _connect
+from tests.k8s.builders import READY
+from tests.k8s.world import World
+
+REGION = "us-west-2"
+ACCOUNT = "123456789012"  # moto's
+POOL = "millrace/trainium"
+ROLE = f"arn:aws:iam::{ACCOUNT}:role/nodes"
+
+
+class Cloud:
+    """A node group, and how an account may be disturbed."""
+
+    def __init__(self, size: int = 0, most: int = 4) -> None:
+        if not eks_backends[ACCOUNT][REGION].clusters:  # making one takes a fifth of a second
+            _connect().create_cluster(name="millrace", roleArn=ROLE, resourcesVpcConfig={"subnetIds": ["subnet-1"]})
+        if not self._groups:
+            _connect().create_nodegroup(
+                clusterName="millrace",
+                nodegroupName="trainium",
+                nodeRole=ROLE,
+                instanceTypes=["trn1.32xlarge"],
+                subnets=["subnet-1"],
+                labels={"millrace.dev/pool": "trainium"},
+                taints=[{"key": "aws.amazon.com/neuron", "value": "true", "effect": "NO_SCHEDULE"}],
+            )
+        self._group.scaling_config = {"minSize": 0, "maxSize": most, "desiredSize": size}
+        self._group.status, self._group.health = "ACTIVE", {"issues": []}
+        self.has_capacity = True
+        self.sizes: list[int] = [size]
+        """That the group was to have, one after the other."""
+
+    @property
+    def size(self) -> int:
+        return int(self._group.scaling_config["desiredSize"]) if self._groups else 0
+
+    def resize(self, size: int) -> None:
+        """By a person's hand."""
+        self._group.scaling_config["desiredSize"] = size
+
+    def delete(self) -> None:
+        _connect().delete_nodegroup(clusterName="millrace", nodegroupName="trainium")
+
+    def set_health(self, code: str, message: str) -> None:
+        self._group.status = "DEGRADED"
+        self._group.health = {"issues": [{"code": code, "message": message, "resourceIds": []}]}
+
+    def serve(self, world: World) -> None:
+        """Bring a world's nodes to the group's size. Where they are too many, those go on which pods are."""
+        if self.size != self.sizes[-1]:
+            self.sizes.append(self.size)
+        nodes = sorted(world.api.names("Node"), key=lambda name: name in world.bound())
+        for name in nodes[self.size :] if self.size < len(nodes) else []:
+            world.api.delete("Node", name)
+        for number in range(self.size if self.has_capacity else 0):
+            name = f"ip-{number}"
+            if not world.api.find("Node", name) and len(world.api.names("Node")) < self.size:
+                world.set_node(name, [], [READY])
+                label = {NODE_GROUP_LABEL: "trainium"}
+                world.api.merge("Node", name, {"metadata": {"labels": label}})
+
+    @property
+    def _group(self) -> Any:
+        return self._groups["trainium"]
+
+    @property
+    def _groups(self) -> dict[str, Any]:
+        return eks_backends[ACCOUNT][REGION].clusters["millrace"].nodegroups
+
+
+class Refusal:
+    """What EKS answers to calls of an operation instead of doing it."""
+
+    def __init__(self, operation: str, status: int, code: str, times: int = 1_000_000) -> None:
+        self.left = times
+        self._status, self._code = status, code
+        self._event = f"before-call.eks.{operation}"
+        _connect().meta.events.register(self._event, self._answer)
+
+    def end(self) -> None:
+        _connect().meta.events.unregister(self._event, self._answer)
+
+    def _answer(self, **_: Any) -> tuple[AWSResponse, dict[str, Any]] | None:
+        if self.left == 0:
+            return None
+        self.left -= 1
+        said = {"Code": self._code, "Message": f"said by {self._code}"}
+        answer = {"Error": said, "ResponseMetadata": {"HTTPStatusCode": self._status}}
+        return AWSResponse("https://eks", self._status, {}, None), answer

@@ -1,0 +1,290 @@
+"""What a person is told of a node pool before anything is deployed: cost, reservation, and what does not fit."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from moto import mock_aws
+
+from deploy.client.instance_type import check_instance_type
+from deploy.client.outline import read_outline
+from deploy.client.request import DEFAULT_RECIPE
+from k8s.client import preflight, probe
+from k8s.client.node_pool import check_pool, check_reservation
+from k8s.client.plan import describe_plan
+from k8s.client.preflight import check_in_pods
+from k8s.controller import head_facts
+from k8s.controller.node_pool import write_share
+from k8s.objects import eks
+from k8s.objects.deploy_job import render_deploy_job
+from k8s.objects.names import (
+    REGION_ANNOTATION,
+    capacity_end_annotation,
+    node_pool_annotation,
+    node_price_annotation,
+)
+from k8s.objects.node_shares import read_share_book
+from k8s.objects.worker_group import WorkerGroup, worker_group_of
+from services.common.errors import DeviceError
+from tests.k8s.builders import deployment_of
+from tests.k8s.cloud import POOL, REGION, Cloud, Refusal
+from tests.k8s.memory_api import MemoryApi
+from tests.k8s.rendered import Thing, cluster_of
+from tests.k8s.test_probes import HEAD, IMAGE, READY, Pods, ended
+
+SELECTED = {"node.kubernetes.io/instance-type": "trn1.32xlarge", "millrace.dev/pool": "trainium"}
+TAINT = {"key": "aws.amazon.com/neuron", "value": "true", "effect": "NoSchedule"}
+SEEN_LABELS = {"millrace.dev/pool": "trainium", "millrace.dev/shape": "trn1.32xlarge"}
+# As EKS describes a group that fits.
+SEEN: dict[str, Any] = {
+    "name": POOL,
+    "status": "ACTIVE",
+    "desired": 0,
+    "least": 0,
+    "most": 4,
+    "instance_types": [],  # its launch template says them
+    "labels": SEEN_LABELS,
+    "taints": [TAINT],
+    "subnets": ["subnet-1"],
+    "issues": [],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def account() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, mock_aws():
+        patch.setenv("AWS_REGION", REGION)
+        eks._connect.cache_clear()
+        yield
+    eks._connect.cache_clear()
+
+
+@pytest.fixture
+def trainer(overlays: dict[str, list[Thing]]) -> WorkerGroup:
+    return with_annotations(overlays)
+
+
+def with_annotations(overlays: dict[str, list[Thing]], **changes: str) -> WorkerGroup:
+    """The trainer's worker group of the overlay eks, with a pool."""
+    cluster = copy.deepcopy(cluster_of(overlays["eks"]))
+    cluster["metadata"]["annotations"][REGION_ANNOTATION] = REGION
+    template = cluster["spec"]["workerGroupSpecs"][2]["template"]
+    wanted = {"pool": POOL, "price": "21.50", "end": ""} | changes
+    cluster["metadata"]["annotations"] |= {
+        node_pool_annotation("trainer"): wanted["pool"],
+        node_price_annotation("trainer"): wanted["price"],
+        capacity_end_annotation("trainer"): wanted["end"],
+    }
+    template["spec"]["nodeSelector"] = SELECTED
+    return worker_group_of(cluster, "trainer")
+
+
+def problems(group: WorkerGroup, nodes: int = 2, api: MemoryApi | None = None, **changes: Any) -> list[str]:
+    return check_pool(api or MemoryApi(), group, nodes, SEEN | changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"status": "UPDATING"}, []),
+        ({"status": "DEGRADED", "issues": ["AsgInstanceLaunchFailures: none left"]}, []),
+        ({"status": "DELETING"}, ["node group millrace/trainium is DELETING, not ACTIVE: EKS says no more"]),
+        ({"status": "CREATE_FAILED", "issues": ["NodeCreationFailure: x"]}, ["not ACTIVE: NodeCreationFailure: x"]),
+        ({"most": 1}, ["NODES=2 makes 2 nodes of node group millrace/trainium, which may have 1: deploy with fewer"]),
+        ({"most": 1}, ["raise trainium.max_nodes of the infrastructure"]),
+        (
+            {"desired": 3},
+            ["NODES=2 makes 5 nodes of node group millrace/trainium (3 were there before), which may have 4"],
+        ),
+        ({"instance_types": ["trn1.32xlarge"]}, []),
+        ({"instance_types": ["trn1.2xlarge"]}, ["makes nodes of trn1.2xlarge, and trainer pods are sized for trn1.32"]),
+        (
+            {"labels": SEEN_LABELS | {"millrace.dev/shape": "trn1n.32xlarge"}},
+            ["makes nodes of trn1n.32xlarge, and trainer pods are sized for trn1.32xlarge: set trainium.shape"],
+        ),
+        ({"labels": {"millrace.dev/pool": "trainium"}}, []),
+        ({"labels": {}}, ["have millrace.dev/pool=nothing, and trainer pods select millrace.dev/pool=trainium"]),
+        ({"taints": [TAINT | {"key": "other"}]}, ["have taints that trainer pods do not tolerate: other:NoSchedule"]),
+        ({"subnets": ["subnet-1", "subnet-2"]}, ["has the 2 subnets subnet-1, subnet-2, so a gang of trainer pods"]),
+    ],
+)
+def test_a_pool_that_does_not_fit_is_named(trainer: WorkerGroup, changes: dict[str, Any], said: list[str]) -> None:
+    found = problems(trainer, **changes)
+    assert len(found) == len(said), found
+    assert all(part in text for part, text in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides", "said"),
+    [
+        ("trainer", {}, ""),
+        ("trainer", {"cluster.trainer_instance_type": "trn1.32xlarge"}, ""),
+        (
+            "trainer",
+            {"cluster.trainer_instance_type": "trn1n.32xlarge"},
+            "cluster.trainer_instance_type is trn1n.32xlarge, and the trainer's nodes are trn1.32xlarge. Another",
+        ),
+        (
+            "trainer",
+            {"cluster.trainer_workers_per_node": "64"},
+            "trainer_workers_per_node is 64, and a trn1.32xlarge has 32 NeuronCores, one for each worker: ARGS=",
+        ),
+        ("compiler", {"cluster.trainer_instance_type": "trn2.48xlarge"}, ""),
+    ],
+)
+def test_a_recipe_for_other_nodes_is_named(
+    overlays: dict[str, list[Thing]], stage: str, overrides: dict[str, str], said: str
+) -> None:
+    """The compiler's CPU nodes compile for whatever the recipe says."""
+    group = worker_group_of(cluster_of(overlays["eks"]), stage)
+    found = check_instance_type(stage, read_outline(DEFAULT_RECIPE, overrides), group.instance_type, "CHANGE")
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+def test_a_node_that_is_too_small_for_a_pod_is_told_from_the_table(trainer: WorkerGroup) -> None:
+    """No node is there that could be measured."""
+    requests = trainer.cluster["spec"]["workerGroupSpecs"][2]["template"]["spec"]["containers"][0]["resources"]
+    requests["requests"] |= {"cpu": "121"}
+    [said] = problems(trainer)
+    assert "a node of millrace/trainium (trn1.32xlarge) has not enough cpu for one trainer pod" in said
+
+
+def test_what_other_stages_hold_counts(trainer: WorkerGroup) -> None:
+    api: Any = MemoryApi()
+    write_share(api, read_share_book(api), POOL, "compiler", 3, 0)
+    [said] = problems(trainer, api=api, desired=3)
+    assert "NODES=2 makes 5 nodes of node group millrace/trainium (compiler holds 3), which may have 4" in said
+    write_share(api, read_share_book(api), POOL, "trainer", 1, 0)
+    assert problems(trainer, 1, api=api, desired=4) == [], "it takes over what KEEP=1 left it"
+
+
+def test_the_head_s_image_looks_at_the_pool_with_the_deployer_s_account(
+    trainer: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage's own image looks beside the head: the pool has no nodes yet."""
+    monkeypatch.setattr(probe, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(preflight, "read_platform_labels", lambda stage, image: {})
+    logs = {"stage": json.dumps(READY), "head": json.dumps(HEAD | {"node_pool": SEEN | {"most": 1}})}
+    api: Any = Lookout({"stage": [ended(0)], "head": [ended(0)]}, logs)
+    [problem] = check_in_pods(api, trainer, deployment_of(node_pool=POOL), "").problems
+    assert "which may have 1" in problem.text
+    pods = {job["metadata"]["name"].split("-")[1]: job["spec"]["template"] for job in api.jobs.values()}
+    head = pods["head"]["spec"]
+    assert head["serviceAccountName"] == "deployer"
+    assert head["containers"][0]["command"][-1].endswith(f"head_facts --node-pool={POOL}")
+    assert {"name": "AWS_REGION", "value": REGION} in head["containers"][0]["env"]
+    assert pods["head"]["metadata"]["labels"]["millrace.dev/component"] == "preflight-pool"
+    stage = pods["trainer"]["spec"]
+    assert (stage["serviceAccountName"], stage["containers"][0]["image"]) == ("trainer", IMAGE)
+    assert stage.get("nodeSelector") == trainer.head_pod.get("nodeSelector")
+
+
+def test_an_eks_that_does_not_answer_is_asked_again_later(
+    trainer: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(preflight, "read_platform_labels", lambda stage, image: {})
+    seen = {"problem": "describe node group: ThrottlingException", "exit_code": 75}
+    logs = {"stage": json.dumps(READY), "head": json.dumps(HEAD | {"node_pool": seen})}
+    api: Any = Lookout({"stage": [ended(0)], "head": [ended(0)]}, logs)
+    [problem] = check_in_pods(api, trainer, deployment_of(node_pool=POOL), "").problems
+    assert (problem.exit_code, problem.text) == (75, seen["problem"])
+
+
+class Lookout(Pods):
+    """With no Lease: nobody ever held a node."""
+
+    def find(self, kind: str, name: str) -> None:
+        return None
+
+
+def test_a_head_s_image_without_pools_is_to_be_updated(trainer: WorkerGroup) -> None:
+    [said] = check_pool(MemoryApi(), trainer, 2, None)  # type: ignore[arg-type]
+    assert "the head's image knows no node pools" in said
+    assert "HEAD_TAG=" in said
+
+
+def test_a_head_s_image_says_what_eks_says(capsys: pytest.CaptureFixture[str]) -> None:
+    cloud = Cloud()
+    head_facts.main([f"--node-pool={POOL}"])
+    assert json.loads(capsys.readouterr().out)["node_pool"] == json.loads(
+        json.dumps(asdict(eks.describe_node_group(POOL)))
+    )
+    assert eks.describe_node_group(POOL).taints == (TAINT,)
+    assert cloud.size == 0
+    head_facts.main([])
+    assert "node_pool" not in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("pool", "refusal", "said"),
+    [
+        (POOL, (403, "AccessDeniedException"), "must allow eks:DescribeNodegroup and eks:UpdateNodegroupConfig on it"),
+        (POOL, (429, "ThrottlingException"), "describe node group millrace/trainium: ThrottlingException: said by"),
+        ("millrace/trn2", None, "No node group found for name: trn2. CLUSTER_NAME and the groups' names"),
+        ("other/trainium", None, "other"),
+        ("trainium", None, "'trainium' names no node pool (expected: EKS cluster/managed node group"),
+    ],
+)
+def test_what_eks_refuses_is_a_problem_of_preflight(
+    trainer: WorkerGroup, capsys: pytest.CaptureFixture[str], pool: str, refusal: tuple[int, str] | None, said: str
+) -> None:
+    Cloud()
+    refused = Refusal("DescribeNodegroup", *refusal) if refusal else None
+    head_facts.main([f"--node-pool={pool}"])
+    if refused:
+        refused.end()
+    [problem] = check_pool(MemoryApi(), trainer, 2, json.loads(capsys.readouterr().out)["node_pool"])  # type: ignore[arg-type]
+    assert said in problem
+
+
+def test_an_account_without_a_role_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    eks._connect.cache_clear()
+    with pytest.raises(eks.NodeGroupDenied, match="need a Pod Identity association"):
+        eks.describe_node_group(POOL)
+    eks._connect.cache_clear()
+
+
+def test_hours_times_price_come_first(overlays: dict[str, list[Thing]]) -> None:
+    end = datetime.now(UTC) + timedelta(hours=2)
+    group = with_annotations(overlays, end=f"{end:%Y-%m-%dT%H:%M:%SZ}")
+    limited, unlimited = (read_outline(DEFAULT_RECIPE, each) for each in ({"train.time_limit_seconds": "7200"}, {}))
+    lines = describe_plan(group, deployment_of(nodes=4), limited).split("\n")
+    cost = "4 x trn1.32xlarge x $21.50 = $86.00 an hour; 2 h by the recipe's time limit: $172.00 an attempt at most"
+    assert lines[0] == f"cost        {cost}"
+    assert lines[1] == "nodes       node group millrace/trainium: 4 nodes come for the stage and go after it"
+    assert lines[2].startswith(f"capacity    ends at {end:%Y-%m-%dT%H:%M:%SZ}; EKS takes the nodes from")
+    assert "1.3 h from now. The recipe's time limit of 2 h goes beyond" in lines[2]
+    lines = describe_plan(group, deployment_of(keep=True), unlimited).split("\n")
+    assert lines[0].endswith("$43.00 an hour, for as long as the stage runs")
+    assert lines[1].endswith("stay afterwards (KEEP=1)")
+
+
+def test_a_reservation_that_is_over_is_refused(overlays: dict[str, list[Thing]]) -> None:
+    """From 40 minutes before its end on, when EKS takes the nodes away."""
+    for minutes, is_refused in ((45, False), (35, True)):
+        end = datetime.now(UTC) + timedelta(minutes=minutes)
+        said = check_reservation(with_annotations(overlays, end=end.isoformat()))
+        assert bool(said) == is_refused, said
+    assert check_reservation(with_annotations(overlays)) == ""
+    for odd in ("tomorrow", "2026-12-24T18:30:00"):
+        with pytest.raises(DeviceError, match="expected: a time as 2026-12-24T18:30:00Z"):
+            check_reservation(with_annotations(overlays, end=odd))
+    with pytest.raises(DeviceError, match="'cheap', which is no number of dollars an hour"):
+        _ = with_annotations(overlays, price="cheap").dollars_per_node_hour
+
+
+def test_a_deploy_job_knows_its_cloud_s_region(trainer: WorkerGroup) -> None:
+    job = render_deploy_job(trainer, deployment_of())
+    assert {"name": "AWS_REGION", "value": REGION} in job["spec"]["template"]["spec"]["containers"][0]["env"]

@@ -1,0 +1,169 @@
+"""One file of an overlay says which cluster it is: its region, its registry, and the shapes of its nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.stage_contract import RAY_ENVIRONMENT
+from infra.shapes import find_shape
+from k8s.client.overlay import render, require_filled_in
+from k8s.objects.deploy_job import render_deploy_job
+from k8s.objects.worker_group import worker_group_of
+from services.common.errors import RecipeError
+from tests.k8s import rules
+from tests.k8s.builders import deployment_of
+from tests.k8s.rendered import OVERLAYS, Thing, cluster_of, containers_of, environment_of, groups_of, of_kind, pods_of
+
+FILLED_IN = {
+    "REGION": "us-east-2",
+    "CLUSTER_NAME": "blue",
+    "REGISTRY": "123456789012.dkr.ecr.us-east-2.amazonaws.com",
+    "FSX_ID": "fs-0123456789abcdef0",
+    "FSX_DNS_NAME": "fs-0123456789abcdef0.fsx.us-east-2.amazonaws.com",
+    "FSX_MOUNT_NAME": "abcdefgh",
+}
+Render = Callable[..., list[Thing]]
+
+
+@pytest.fixture
+def rendered(overlays: dict[str, list[Thing]], tmp_path: Path) -> Render:
+    """The overlay eks with other settings. Those of an overlay on top of it win, as those in its own file would."""
+
+    def render_with(**settings: str) -> list[Thing]:
+        literals = [f"{key}={value}" for key, value in (FILLED_IN | settings).items()]
+        generator = {"name": "overlay-settings", "behavior": "merge", "literals": literals}
+        text = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "resources": [os.path.relpath(OVERLAYS["eks"].resolve(), tmp_path.resolve())],
+            "configMapGenerator": [generator | {"options": {"disableNameSuffixHash": True}}],
+        }
+        (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(text))
+        return render(tmp_path)
+
+    return render_with
+
+
+def test_trn2_instead_of_trn1_is_one_line(rendered: Render) -> None:
+    shape = find_shape("trn2.48xlarge")
+    things = rendered(TRAINIUM_SHAPE=shape.name, TRAINIUM_MAX_NODES="4")
+    trainer = groups_of(things)["trainer"]
+    template = trainer["template"]
+
+    assert template["spec"]["nodeSelector"]["node.kubernetes.io/instance-type"] == "trn2.48xlarge"
+    assert cluster_of(things)["metadata"]["annotations"]["millrace.dev/trainer-node-price"] == "35.76"
+    limits = template["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["aws.amazon.com/neuron"] == str(shape.neuron_devices)
+    assert limits["vpc.amazonaws.com/efa"] == str(shape.efa_cards)
+    assert limits["memory"] == f"{shape.pod_resources.memory_gib}Gi"
+    assert trainer["resources"]["neuron_cores"] == str(shape.neuron_cores)  # whether a worker takes one or two
+    assert trainer["maxReplicas"] == 4
+    assert "trn1" not in yaml.safe_dump(things)
+    assert [problem for rule in (*rules.EVERYWHERE, *rules.IN_PRODUCTION) for problem in rule(things)] == []
+
+
+def test_another_region_and_registry_are_one_line_each(rendered: Render) -> None:
+    things = rendered(REGION="ap-south-2", REGISTRY="registry.example/team")
+    assert all(
+        container["image"].startswith("registry.example/team/millrace/")
+        for pod in pods_of(things).values()
+        for container in containers_of(pod)
+    )
+    job = render_deploy_job(worker_group_of(cluster_of(things), "trainer"), deployment_of())
+    assert environment_of(job["spec"]["template"]["spec"]["containers"][0])["AWS_REGION"] == "ap-south-2"
+    reaper = of_kind(things, "CronJob")["reaper"]["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"][0]
+    assert environment_of(reaper)["AWS_REGION"] == "ap-south-2"
+    assert "us-east-2" not in yaml.safe_dump(of_kind(things, "RayCluster"))
+
+
+def test_the_queue_holds_what_all_nodes_hold(rendered: Render) -> None:
+    capability = of_kind(rendered(TRAINIUM_MAX_NODES="3", CPU_MAX_NODES="5"), "Queue")["millrace"]["spec"]["capability"]
+    trainium, cpu = find_shape("trn1.32xlarge").pod_resources, find_shape("m7i.8xlarge").pod_resources
+    assert capability["cpu"] == str(3 * trainium.cpus + 5 * cpu.cpus)
+    assert capability["memory"] == f"{3 * trainium.memory_gib + 5 * cpu.memory_gib}Gi"
+    assert capability["vpc.amazonaws.com/efa"] == str(3 * trainium.efa_cards)
+
+
+def test_a_group_names_the_nodes_that_come_with_a_deployment(rendered: Render) -> None:
+    def annotations(**settings: str) -> dict[str, dict[str, str]]:
+        things = rendered(**settings)
+        told = cluster_of(things)["metadata"]["annotations"]
+        keys = ("node-pool", "node-shape", "node-price", "capacity-ends-at")
+        return {
+            name: {key: found for key in keys if (found := told.get(f"millrace.dev/{name}-{key}"))}
+            for name in groups_of(things)
+        }
+
+    end = "2026-12-24T11:30:00Z"
+    of_groups = annotations(CAPACITY_ENDS_AT=end)
+    trn1 = {"node-shape": "trn1.32xlarge", "node-price": "21.50"}
+    assert of_groups["trainer"] == trn1 | {"node-pool": "blue/trainium", "capacity-ends-at": end}
+    assert of_groups["compiler"] == of_groups["tokenizer"]
+    assert of_groups["compiler"] == {"node-pool": "blue/cpu", "node-shape": "m7i.8xlarge", "node-price": "1.61"}
+    assert annotations(TRAINIUM_NODE_GROUP="")["trainer"] == trn1  # they are simply there
+
+
+def test_another_end_of_the_reservation_changes_no_pod(rendered: Render) -> None:
+    """So that it can be told while the stage runs."""
+    before, after = (rendered(CAPACITY_ENDS_AT=end) for end in ("2026-12-24T11:30:00Z", "2026-12-26T11:30:00Z"))
+    assert cluster_of(before)["metadata"] != cluster_of(after)["metadata"]
+    assert cluster_of(before)["spec"] == cluster_of(after)["spec"]
+
+
+def test_what_is_not_filled_in_is_refused(rendered: Render) -> None:
+    require_filled_in(OVERLAYS["eks"], rendered())
+    for key in FILLED_IN:
+        with pytest.raises(RecipeError, match="CHANGE-ME is still in"):
+            require_filled_in(OVERLAYS["eks"], rendered(**{key: "CHANGE-ME"}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"TRAINIUM_SHAPE": "trn9"}, "instance type 'trn9' is not in infra/shapes.json, which has trn1.32xlarge"),
+        ({"CPU_SHAPE": "m7i.2xlarge"}, "no stage runs on m7i.2xlarge"),
+        ({"CPU_SHAPE": "trn1.32xlarge"}, "CPU_SHAPE=trn1.32xlarge has 16 Neuron devices"),
+        ({"TRAINIUM_SHAPE": "m7i.8xlarge"}, "TRAINIUM_SHAPE=m7i.8xlarge has 0 Neuron devices"),
+        ({"CPU_SHAPE": ""}, "selects nodes of millrace.dev/pool=cpu, and the overlay does not say CPU_SHAPE"),
+        ({"TRAINIUM_MAX_NODES": "many"}, "TRAINIUM_MAX_NODES=many: a whole number from 1 on is expected"),
+        ({"TRAINIUM_MAX_NODES": "0"}, "TRAINIUM_MAX_NODES=0: a whole number from 1 on is expected"),
+        ({"TRAINIUM_MAXNODES": "4"}, "unknown key TRAINIUM_MAXNODES; do you mean TRAINIUM_MAX_NODES"),
+        ({"COLOUR": "red"}, "unknown key COLOUR; it takes REGION, CLUSTER_NAME, REGISTRY"),
+        ({"REGION": 'us-west-2"'}, 'REGION=us-west-2": expected REGION=VALUE, without quotes'),
+        ({"CPU_SHAPE": "m7i.8xlarge # or larger"}, "without quotes, blanks or a comment"),
+        ({"CAPACITY_ENDS_AT": "tomorrow"}, "the end of the reservation is 'tomorrow'"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(rendered: Render, settings: dict[str, str], said: str) -> None:
+    with pytest.raises(RecipeError, match=said.replace("(", r"\(")):
+        rendered(**settings)
+
+
+def test_the_manifests_alone_say_no_size(overlays: dict[str, list[Thing]]) -> None:
+    """No YAML of a stage repeats what the table of shapes or the stage's contract says."""
+    folder = OVERLAYS["eks"].parents[1]
+    texts = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("stages/**/*.yaml")))
+    for shape in ("trn1.32xlarge", "m7i.8xlarge"):
+        resources = find_shape(shape).pod_resources
+        assert not [each for each in (shape, f"{resources.memory_gib}Gi", f'"{resources.cpus}"') if each in texts]
+    texts += (folder / "base/raycluster.yaml").read_text(encoding="utf-8")
+    assert not [each for each in RAY_ENVIRONMENT if each in texts]
+
+
+def test_the_hugging_face_token_reaches_the_tokenizer_alone(overlays: dict[str, list[Thing]]) -> None:
+    """By its name: what it says is in no manifest. Without it the pods start, too."""
+    for things in overlays.values():
+        users = [name for name, pod in pods_of(things).items() if "hugging-face" in yaml.safe_dump(pod)]
+        assert users == ["tokenizer"]
+        [variable] = [
+            each for each in pods_of(things)["tokenizer"]["spec"]["containers"][0]["env"] if each["name"] == "HF_TOKEN"
+        ]
+        assert variable["valueFrom"] == {"secretKeyRef": {"name": "hugging-face", "key": "token", "optional": True}}
+        job = render_deploy_job(worker_group_of(cluster_of(things), "tokenizer"), deployment_of("tokenizer"))
+        assert "HF_TOKEN" not in yaml.safe_dump(job)
+        assert [role for role in of_kind(things, "Role").values() if "hugging-face" in yaml.safe_dump(role)] == []
