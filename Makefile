@@ -95,7 +95,7 @@ pipeline: setup ## Deploy the three stages, one after the other.
 infra-cost: setup ## What a target costs, by list prices: [STACK=eks|batch] NODES= HOURS= CPU_NODES= VARS=FILE.tfvars.
 	@$(infra) cost
 
-infra-preflight: setup ## Look in the account for what would stop it: zone, quota, addresses, reservation, images. NODES= TAG= VARS=.
+infra-preflight: setup ## Look in the account for what would stop it: zone, quota, addresses, reservation, images. [STACK=eks|batch] NODES= TAG= VARS=.
 	@$(infra) preflight
 
 infra-plan: setup ## What infra-up would make: terraform's plan, and the cost. [STACK=eks|batch] VARS=.
@@ -104,10 +104,10 @@ infra-plan: setup ## What infra-up would make: terraform's plan, and the cost. [
 infra-up: setup ## Make a target and all around it, after showing the cost and asking: [STACK=eks|batch] VARS= YES=1.
 	@$(infra) up
 
-infra-down: setup ## Take it down in order, after asking; it can be cut and run again. VARS= YES=1 KEEP_DATA=false.
+infra-down: setup ## Take it down in order, after asking; it can be cut and run again. [STACK=eks|batch] VARS= YES=1 KEEP_DATA=false.
 	@$(infra) down
 
-infra-leftovers: setup ## What of it is in the account, with prices. VARS=.
+infra-leftovers: setup ## What of it is in the account, with prices. [STACK=eks|batch] VARS=.
 	@$(infra) leftovers
 
 addons: setup ## Install the cluster's add-ons with helm: DRY_RUN=1.

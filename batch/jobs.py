@@ -14,14 +14,13 @@ from batch.config import Config
 from batch.job_definition import DEPLOYMENT_TAG, Request
 from deploy.exit_codes import EXIT_AGAIN, resolve_exit_code
 from infra.account import Account, explaining_refusals, is_absent
+from infra.batch_queues import ACTIVE_STATUSES, explain_queue, list_job_ids
 from services.common.recipe import STAGES, Stage
 
-ACTIVE = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING")
-ENDED = ("SUCCEEDED", "FAILED")
+ALL_STATUSES = (*ACTIVE_STATUSES, "SUCCEEDED", "FAILED")
 ENDED_WELL_TAG = "millrace.dev/ended-well"
 """Of a job definition: when a job of it was first seen to have ended with 0."""
 JOBS_A_CALL = 100
-LIST_JOBS = ("batch", "list_jobs", "jobSummaryList")
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Job:
 
     @property
     def is_active(self) -> bool:
-        return self.status in ACTIVE
+        return self.status in ACTIVE_STATUSES
 
     @property
     def exit_code(self) -> int:
@@ -122,11 +121,10 @@ class Jobs:
         with explaining_refusals(f"jobs of {stage}"):
             queues = dict.fromkeys((self._config.trainium.queue, self._config.cpu.queue))
             ids = [
-                each["jobId"]
+                job_id
                 for queue in queues
-                for status in (*ACTIVE, *ENDED)
-                for each in self._account.pages(*LIST_JOBS, jobQueue=queue, jobStatus=status)
-                if each["jobName"].startswith(f"{self._config.name}-")
+                for job_id, name in list_job_ids(self._account, queue, ALL_STATUSES)
+                if name.startswith(f"{self._config.name}-")
             ]
             found = [job for job in self._describe(list(dict.fromkeys(ids))) if job.stage == stage]
         return sorted(found, key=lambda job: job.created_at, reverse=True)
@@ -166,15 +164,7 @@ class Jobs:
     def explain_queue(self, queue: str) -> str:
         """Why a queue takes no job to its nodes; empty while it does."""
         with explaining_refusals(f"job queue {queue}"):
-            found = self._batch.describe_job_queues(jobQueues=[queue])["jobQueues"]
-            if not found:
-                return f"job queue {queue} does not exist in {self._account.region}: make infra-up STACK=batch makes it"
-            if problem := _explain_state("job queue", found[0]["jobQueueName"], found[0]):
-                return problem
-            names = [each["computeEnvironment"] for each in found[0]["computeEnvironmentOrder"]]
-            environments = self._batch.describe_compute_environments(computeEnvironments=names)["computeEnvironments"]
-        told = [_explain_state("compute environment", each["computeEnvironmentName"], each) for each in environments]
-        return "; ".join(filter(None, told))
+            return explain_queue(self._account, queue)
 
     def resolve_image(self, stage: Stage, tag: str) -> str:
         """The image by its digest; empty where the repository has no such tag."""
@@ -227,11 +217,3 @@ def _read_definition(found: Request) -> Definition:
         ended_well=tags.get(ENDED_WELL_TAG, ""),
         body=found,
     )
-
-
-def _explain_state(what: str, name: str, found: Request) -> str:
-    """The words for it are ENABLED and VALID, in full: INVALID has VALID in it, too."""
-    if (found["state"], found["status"]) == ("ENABLED", "VALID"):
-        return ""
-    reason = found.get("statusReason") or "Batch says no more"
-    return f"{what} {name} is {found['state']} and {found['status']}: {reason}"

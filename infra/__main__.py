@@ -15,7 +15,9 @@ from images.platforms import SERVICES
 from images.versions import describe_build
 from infra.account import Account, explaining_refusals
 from infra.addons.releases import compare_releases, install_releases, read_releases, render_applications
+from infra.batch_workloads import BatchWorkloads
 from infra.checks import run_checks
+from infra.cluster_workloads import ClusterWorkloads
 from infra.cost import Sizes, describe_cost, require_budget
 from infra.findings import require_fit
 from infra.inputs import Inputs, complete_variables, read_inputs, read_variables, sizes_of
@@ -24,10 +26,11 @@ from infra.preflight import run_preflight
 from infra.question import require_yes
 from infra.settings import SETTINGS, write_settings
 from infra.stack import STACK, Stack, describe_plan
-from infra.teardown import Teardown
+from infra.teardown import Teardown, Workloads
 from services.common.artifacts.manifest import write_durably
 from services.common.entry_point import exit_code_of
 from services.common.errors import DeviceError, RecipeError
+from services.common.recipe import STAGES
 
 HOURS = 24.0
 OVERLAYS = SETTINGS.parents[1]
@@ -75,9 +78,9 @@ def cost() -> None:
 
 def preflight() -> None:
     """NODES (the most that the stack allows), TAG (the working tree's), VARS."""
-    inputs = _require_cluster(_read_inputs(), "infra-preflight")
+    inputs = _read_inputs()
     account = Account(inputs.region)
-    findings = run_preflight(account, inputs, _nodes(inputs), _images(), _addresses_per_node)
+    findings = run_preflight(account, inputs, _nodes(inputs), _images(inputs), _addresses_per_node)
     require_fit(findings)
     print("everything that could be looked up fits")
 
@@ -125,7 +128,7 @@ def up() -> None:
 
 def _write_config(stack: Stack, inputs: Inputs) -> None:
     """`batch/config.txt`, or CONFIG=FILE, which deployments on AWS Batch read."""
-    path = Path(os.environ.get("CONFIG") or CONFIG)
+    path = _config()
     write_durably(path, str(stack.outputs()["config"]).encode())
     print(f"\n{inputs.name} is up in {inputs.region}, with no nodes, and {path} says where it is. Next:")
     print("  make images VARIANT=neuron PUSH=... with the registry of ECR_REPO")
@@ -134,7 +137,7 @@ def _write_config(stack: Stack, inputs: Inputs) -> None:
 
 def down() -> None:
     """KEEP_DATA=false, VARS, YES=1."""
-    inputs = _require_cluster(_read_inputs(), "infra-down")
+    inputs = _read_inputs()
     is_data_kept = _keep_data()
     account = Account(inputs.region)
     print(describe_leftovers(find_leftovers(account, inputs.name), inputs.name, inputs.region))
@@ -143,16 +146,22 @@ def down() -> None:
     else:
         question = f"Take down {inputs.name} in {inputs.region} WITH ITS DATA, all checkpoints and images?"
     require_yes(question)
-    Teardown(account, _stack(), inputs.name, is_data_kept, _settings()).run()
+    Teardown(account, _stack(), inputs.name, is_data_kept, _workloads(account, inputs)).run()
     print(describe_leftovers(find_leftovers(account, inputs.name), inputs.name, inputs.region))
 
 
 def leftovers() -> None:
     """VARS."""
-    inputs = _require_cluster(_read_inputs(), "infra-leftovers")
+    inputs = _read_inputs()
     with explaining_refusals("leftovers"):
         found = find_leftovers(Account(inputs.region), inputs.name)
     print(describe_leftovers(found, inputs.name, inputs.region))
+
+
+def _workloads(account: Account, inputs: Inputs) -> Workloads:
+    if inputs.has_cluster:
+        return ClusterWorkloads(account, inputs.name, _settings())
+    return BatchWorkloads(account, inputs.name, _config())
 
 
 def _describe_cost(inputs: Inputs) -> str:
@@ -173,10 +182,11 @@ def _addresses_per_node() -> int | None:
     return None if found is None else int(found)
 
 
-def _images() -> dict[str, str]:
-    """Repository to tag, as `make deploy-stage` and `make cluster-up` would choose them."""
+def _images(inputs: Inputs) -> dict[str, str]:
+    """Repository to tag, as `make deploy-stage` and `make cluster-up` would choose them. Batch needs no head."""
     chosen = os.environ.get("TAG", "")
-    return {f"millrace/{each}": chosen or describe_build(each, "neuron").commit_tag for each in SERVICES}
+    services = SERVICES if inputs.has_cluster else STAGES
+    return {f"{inputs.repositories}/{each}": chosen or describe_build(each, "neuron").commit_tag for each in services}
 
 
 def _whole_number(name: str, default: int) -> int:
@@ -216,16 +226,6 @@ def _read_inputs(needs_place: bool = True) -> Inputs:
     return read_inputs(_read_variables(), needs_place, _folder())
 
 
-def _require_cluster(inputs: Inputs, command: str) -> Inputs:
-    """Raises `RecipeError` for a stack of AWS Batch, which this command would misread."""
-    if not inputs.has_cluster:
-        raise RecipeError(
-            f"make {command} knows the EKS stack alone, and {_folder()} is one of AWS Batch. Nothing was looked at or "
-            f"changed. infra/stacks/batch/README.md says how to take it down and look for what is left"
-        )
-    return inputs
-
-
 def _folder() -> Path:
     """STACK: eks, batch, or the folder of a root module of one's own around these modules."""
     chosen = os.environ.get("STACK") or STACK.name
@@ -239,6 +239,10 @@ def _settings() -> Path:
     if not folder.is_dir():
         raise RecipeError(f"OVERLAY={overlay}: no such overlay; eks, or a folder of your own")
     return folder / SETTINGS.name
+
+
+def _config() -> Path:
+    return Path(os.environ.get("CONFIG") or CONFIG)
 
 
 def _variables_file() -> Path | None:

@@ -19,6 +19,7 @@ from botocore.exceptions import (
 
 from services.common.errors import DeviceError, TryAgain
 
+STACK_TAG = "millrace.dev/stack"  # on everything that terraform makes; its value is the stack's name
 SIGN_IN = "aws sts get-caller-identity shows who you are; aws sso login, AWS_PROFILE or AWS_ACCESS_KEY_ID sign in"
 DENIED = (
     "AccessDenied",

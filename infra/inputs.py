@@ -18,6 +18,7 @@ from infra.shapes import find_shape
 from infra.stack import STACK
 from services.common.errors import RecipeError
 
+REPOSITORIES = "millrace"  # of both stacks; the contract test holds it to theirs
 VARIABLES_FILE = "terraform.tfvars"  # terraform reads it by itself
 ENDPOINTS = 10  # of modules/network, in one zone; a test counts them
 
@@ -52,6 +53,10 @@ class Inputs:
     """None: there is no budget."""
     interface_endpoints: int
     """How many there are, in one zone."""
+    repositories: str
+    """What is before a stage in the name of its repository."""
+    registry_id: str
+    """Account of a registry that is given; empty: the stack makes the repositories."""
 
 
 def read_variables(given: Path | None, folder: Path = STACK) -> dict[str, Any]:
@@ -115,16 +120,18 @@ def read_inputs(variables: Mapping[str, Any], needs_place: bool = True, folder: 
         fsx_throughput=int(fsx.get("throughput") or 0),
         budget_monthly_dollars=None if budget is None else float(budget),
         interface_endpoints=ENDPOINTS if endpoints and "SUBNET" not in given else 0,
+        repositories=given.get("ECR_REPO", REPOSITORIES).partition("/")[2] or REPOSITORIES,
+        registry_id=given.get("ECR_REPO", "").partition(".")[0],
     )
 
 
-def _read_given(config: str | None, folder: Path) -> set[str]:
-    """Keys with a value of the config.txt that names what is there already; terraform says what is wrong with one."""
+def _read_given(config: str | None, folder: Path) -> dict[str, str]:
+    """Values of the config.txt that names what is there already; terraform says what is wrong with one."""
     path = folder / config if config else None
     if not path or not path.is_file():
-        return set()
+        return {}
     pairs = [line.partition("=") for line in path.read_text(encoding="utf-8").splitlines()]
-    return {key for key, _, value in pairs if value.strip() and not key.startswith("#")}
+    return {key: value.strip() for key, _, value in pairs if value.strip() and not key.startswith("#")}
 
 
 def sizes_of(inputs: Inputs, trainium_nodes: int, cpu_nodes: int) -> Sizes:

@@ -1,4 +1,4 @@
-"""What is in the account of one stack, found by tags and by the names that EKS and its controllers give.
+"""What is in the account of one stack, found by tags and by the names that EKS, its controllers and deployments give.
 
 Terraform's state is not asked: what it has forgotten costs as much.
 """
@@ -11,15 +11,17 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from infra.account import Account, explaining_refusals, is_absent
+from infra.account import STACK_TAG, Account, explaining_refusals, is_absent
+from infra.batch_queues import list_definitions, list_environments, list_job_ids, list_queues
 from infra.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
 from infra.shapes import read_shapes
 
-STACK_TAG = "millrace.dev/stack"  # on everything that terraform makes; its value is the stack's name
 GONE = ("terminated", "shutting-down")
 # What is before the name in the last part of an ARN.
 IN_ARN = {
     "EKS cluster": "cluster/",
+    "job queue": "job-queue/",
+    "compute environment": "compute-environment/",
     "instance": "instance/",
     "volume": "volume/",
     "interface": "network-interface/",
@@ -50,7 +52,10 @@ class Leftover:
 def find_leftovers(account: Account, stack: str) -> list[Leftover]:
     """Everything of the stack that is there, what is tagged and nothing else knows last."""
     found: list[Leftover] = []
-    for find in (_clusters, _instances, _volumes, _interfaces, _load_balancers, _gateways, _file_systems):
+    for find in (_clusters, _queues, _environments, _definitions):
+        with explaining_refusals(f"leftovers, {find.__name__.strip('_').replace('_', ' ')}"):
+            found += find(account, stack)
+    for find in (_instances, _volumes, _interfaces, _load_balancers, _gateways, _file_systems):
         with explaining_refusals(f"leftovers, {find.__name__.strip('_').replace('_', ' ')}"):
             found += find(account, stack)
     for find in (_repositories, _log_groups, _buckets, _roles, _policies, _budgets):
@@ -65,7 +70,7 @@ def find_leftovers(account: Account, stack: str) -> list[Leftover]:
 def describe_leftovers(leftovers: list[Leftover], stack: str, region: str) -> str:
     if not leftovers:
         return f"nothing of {stack} is left in {region}"
-    width = max(len(each.name) for each in leftovers)
+    kind_width, width = (max(len(getattr(each, field)) for each in leftovers) for field in ("kind", "name"))
     elsewhere = "" if region == price_region() else ", not this region's"
     lines = [
         f"{len(leftovers)} things of {stack} are in {region}; prices are list prices of {price_region()}{elsewhere}"
@@ -73,7 +78,7 @@ def describe_leftovers(leftovers: list[Leftover], stack: str, region: str) -> st
     for each in leftovers:
         price = "by use" if each.dollars_per_month is None else f"${each.dollars_per_month:,.2f}/month"
         kept = "  data" if each.is_data else ""
-        lines.append(f"  {each.kind:14} {each.name:{width}}  {price:>14}  {each.detail}{kept}")
+        lines.append(f"  {each.kind:{kind_width}}  {each.name:{width}}  {price:>14}  {each.detail}{kept}")
     lines.append(f"in sum ${sum(each.dollars_per_month or 0 for each in leftovers):,.2f}/month, and what is by use")
     return "\n".join(lines)
 
@@ -82,14 +87,14 @@ def has_stack_tag(tags: list[dict[str, str]] | None, stack: str) -> bool:
     return any(pair["Key"] == STACK_TAG and pair["Value"] == stack for pair in tags or [])
 
 
-def list_unused_interfaces(account: Account, cluster: str) -> list[str]:
-    """Network interfaces that the cluster's CNI left behind: they hold subnets and security groups in place."""
-    filters = [
-        {"Name": "tag:cluster.k8s.amazonaws.com/name", "Values": [cluster]},
-        {"Name": "status", "Values": ["available"]},
-    ]
-    pages = account.pages("ec2", "describe_network_interfaces", "NetworkInterfaces", Filters=filters)
-    return [each["NetworkInterfaceId"] for each in pages]
+def list_unused_interfaces(account: Account, stack: str) -> list[str]:
+    """Network interfaces that nodes or a cluster's CNI left behind: they hold subnets and security groups in place."""
+    found: dict[str, None] = {}
+    for tag in (STACK_TAG, "cluster.k8s.amazonaws.com/name"):
+        filters = [{"Name": f"tag:{tag}", "Values": [stack]}, {"Name": "status", "Values": ["available"]}]
+        pages = account.pages("ec2", "describe_network_interfaces", "NetworkInterfaces", Filters=filters)
+        found |= dict.fromkeys(each["NetworkInterfaceId"] for each in pages)
+    return list(found)
 
 
 def list_load_balancers(account: Account, cluster: str) -> list[str]:
@@ -116,12 +121,35 @@ def _clusters(account: Account, stack: str) -> Iterator[Leftover]:
         yield Leftover("EKS cluster", stack, "control plane", hourly * HOURS_OF_A_MONTH)
 
 
+def _queues(account: Account, stack: str) -> Iterator[Leftover]:
+    for queue in list_queues(account, stack):
+        jobs = len(list(list_job_ids(account, queue.name)))
+        yield Leftover("job queue", queue.name, f"jobs that have not ended: {jobs}", 0)
+
+
+def _environments(account: Account, stack: str) -> Iterator[Leftover]:
+    for each in list_environments(account, stack):
+        yield Leftover("compute environment", each.name, "", 0)
+
+
+def _definitions(account: Account, stack: str) -> Iterator[Leftover]:
+    names = [arn.rpartition("/")[2].rpartition(":")[0] for arn in list_definitions(account, stack)]
+    for name in sorted(set(names)):
+        yield Leftover("job definition", name, f"revisions: {names.count(name)}", 0, is_data=True)
+
+
 def _instances(account: Account, stack: str) -> Iterator[Leftover]:
     shapes = read_shapes()
-    for each in _living(account, [{"Name": "tag:eks:cluster-name", "Values": [stack]}]):
+    # EKS tags its nodes even where a launch template of a user's own tags none.
+    living = {
+        each["InstanceId"]: each
+        for tag in (STACK_TAG, "eks:cluster-name")
+        for each in _living(account, [{"Name": f"tag:{tag}", "Values": [stack]}])
+    }
+    for name, each in living.items():
         shape = shapes.get(each["InstanceType"])
         price = shape.price.dollars_per_hour * HOURS_OF_A_MONTH if shape else None
-        yield Leftover("instance", each["InstanceId"], f"{each['InstanceType']}, {each['State']['Name']}", price)
+        yield Leftover("instance", name, f"{each['InstanceType']}, {each['State']['Name']}", price)
 
 
 def _living(account: Account, filters: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

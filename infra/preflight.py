@@ -11,6 +11,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from infra.account import Account, explaining_refusals, is_absent
+from infra.batch_queues import environments_of, find_queue, list_queues
 from infra.findings import Finding
 from infra.inputs import Inputs
 from infra.kubernetes_cluster import find_endpoint
@@ -70,7 +71,7 @@ def run_preflight(
     print(f"account     {caller['Account']} as {caller['Arn']}, {account.region}", flush=True)
     with explaining_refusals("preflight, instances"):
         running = _list_running(account)
-        has_cluster = find_endpoint(account, inputs.name) is not None
+        is_up = _is_up(account, inputs)
     own = [each for each in running if _is_of(each, inputs.name)]
     others = [each for each in running if not _is_of(each, inputs.name)]
     # Those of the pool that are up already need nothing more.
@@ -79,11 +80,10 @@ def run_preflight(
     for question in (
         Question("zone", lambda: _look_at_zones(account, inputs)),
         Question("quota", lambda: _look_at_quotas(account, inputs, nodes, others)),
-        Question(
-            "addresses", lambda: [_look_at_addresses(account, inputs, nodes, up, find_addresses_per_node, has_cluster)]
-        ),
+        Question("addresses", lambda: [_look_at_addresses(account, inputs, nodes, up, find_addresses_per_node, is_up)]),
         Question("capacity", lambda: [_look_at_capacity(account, inputs, shape, nodes, up)]),
-        Question("images", lambda: [_look_at_images(account, images, has_cluster)]),
+        Question("queues", lambda: _look_at_queues(account, inputs)),
+        Question("images", lambda: [_look_at_images(account, inputs, images, is_up)]),
     ):
         with explaining_refusals(f"preflight, {question.title}"):
             looks = question.look()
@@ -94,10 +94,17 @@ def run_preflight(
     return findings
 
 
+def _is_up(account: Account, inputs: Inputs) -> bool:
+    """Is there something that takes deployments?"""
+    if inputs.has_cluster:
+        return find_endpoint(account, inputs.name) is not None
+    return bool(list_queues(account, inputs.name))
+
+
 def _look_at_zones(account: Account, inputs: Inputs) -> list[Look]:
     """All nodes are in one zone, so it has to offer each of their types."""
     names = dict.fromkeys((inputs.trainium_shape, inputs.cpu_shape, inputs.core_shape))
-    return [_look_at_zone(account, inputs.zone_id, find_shape(name)) for name in names]
+    return [_look_at_zone(account, inputs.zone_id, find_shape(name)) for name in names if name]
 
 
 def _look_at_zone(account: Account, zone_id: str, shape: Shape) -> Look:
@@ -129,7 +136,9 @@ def _look_at_zone(account: Account, zone_id: str, shape: Shape) -> Look:
 def _look_at_quotas(account: Account, inputs: Inputs, nodes: int, others: list[dict[str, Any]]) -> list[Look]:
     """`others`: what runs and is not of this stack, whose own nodes are among those that are asked for."""
     looks: list[Look] = []
-    asked = [(find_shape(inputs.core_shape), inputs.core_nodes), (find_shape(inputs.cpu_shape), inputs.cpu_max_nodes)]
+    asked = [(find_shape(inputs.cpu_shape), inputs.cpu_max_nodes)]
+    if inputs.core_nodes:
+        asked.insert(0, (find_shape(inputs.core_shape), inputs.core_nodes))
     if inputs.capacity_kind == "on_demand":
         asked.append((find_shape(inputs.trainium_shape), nodes))
     else:
@@ -196,10 +205,10 @@ def _look_at_addresses(
     nodes: int,
     up: int,
     find_addresses_per_node: Callable[[], int | None],
-    has_cluster: bool,
+    is_up: bool,
 ) -> Look:
     """Of the nodes that are not up yet: those that are hold theirs already."""
-    subnets = _trainium_subnets(account, inputs) if has_cluster else []
+    subnets = _trainium_subnets(account, inputs) if is_up else []
     if not subnets:
         return f"{inputs.name} has no Trainium subnet yet; terraform sizes it for max_nodes", []
     findings = []
@@ -208,7 +217,7 @@ def _look_at_addresses(
         findings.append(
             Finding(
                 what="the Trainium nodes are not in one subnet of the chosen zone: a gang would straddle zones",
-                where=f"node group {inputs.name}-trainium, {', '.join(subnet['SubnetId'] for subnet in subnets)}",
+                where=f"{_trainium_pool(inputs)}, {', '.join(subnet['SubnetId'] for subnet in subnets)}",
                 got=", ".join(zones),
                 expected=f"one subnet in {inputs.zone_id}",
                 command="make infra-plan",
@@ -234,12 +243,46 @@ def _look_at_addresses(
 
 
 def _trainium_subnets(account: Account, inputs: Inputs) -> list[dict[str, Any]]:
-    """Of the managed node group, so of what nodes will really be started in."""
-    for group in list_node_groups(account, inputs.name):
-        if group.pool == TRAINIUM:
-            found = account.client("ec2").describe_subnets(SubnetIds=list(group.subnet_ids))["Subnets"]
-            return sorted(found, key=lambda subnet: subnet["SubnetId"])
-    return []
+    """What nodes will really be started in."""
+    if inputs.has_cluster:
+        ids = {
+            name
+            for group in list_node_groups(account, inputs.name)
+            if group.pool == TRAINIUM
+            for name in group.subnet_ids
+        }
+    else:
+        queue = find_queue(account, f"{inputs.name}-{TRAINIUM}")
+        ids = {name for each in (environments_of(account, queue) if queue else []) for name in each.subnet_ids}
+    if not ids:
+        return []
+    found = account.client("ec2").describe_subnets(SubnetIds=sorted(ids))["Subnets"]
+    return sorted(found, key=lambda subnet: subnet["SubnetId"])
+
+
+def _trainium_pool(inputs: Inputs) -> str:
+    """As whoever looks for it in the account finds it."""
+    name = f"{inputs.name}-{TRAINIUM}"
+    return f"node group {name}" if inputs.has_cluster else f"the compute environment of job queue {name}"
+
+
+def _look_at_queues(account: Account, inputs: Inputs) -> list[Look]:
+    """Of Batch, which tells nobody that a queue gives no job to nodes: its jobs stay RUNNABLE."""
+    looks: list[Look] = []
+    for queue in [] if inputs.has_cluster else list_queues(account, inputs.name):
+        problems = [*filter(None, (queue.problem, *(each.problem for each in environments_of(account, queue))))]
+        findings = [
+            Finding(
+                what=f"job queue {queue.name} gives no job to nodes",
+                where=f"AWS Batch, {account.region}",
+                got=problem,
+                expected="ENABLED and VALID",
+                command="make infra-plan STACK=batch, once what the reason names is mended; infra-up then repairs it",
+            )
+            for problem in problems
+        ]
+        looks.append((f"{queue.name} takes jobs" if not problems else "; ".join(problems), findings))
+    return looks
 
 
 def _look_at_capacity(account: Account, inputs: Inputs, shape: Shape, nodes: int, up: int) -> Look:
@@ -250,31 +293,32 @@ def _look_at_capacity(account: Account, inputs: Inputs, shape: Shape, nodes: int
     return judge_reservation(reservation, inputs, shape, nodes, up, datetime.now(UTC))
 
 
-def _look_at_images(account: Account, images: dict[str, str], has_cluster: bool) -> Look:
-    """Before the first `infra-up` there is no repository, and nothing is wrong with that."""
-    lacking = {repository for repository in images if not _has_repository(account, repository)}
+def _look_at_images(account: Account, inputs: Inputs, images: dict[str, str], is_up: bool) -> Look:
+    """Before the first `infra-up` there is no repository of the stack, and nothing is wrong with that."""
+    is_given = bool(inputs.registry_id)
+    lacking = {repository for repository in images if not _has_repository(account, inputs, repository)}
     findings = [
         Finding(
             f"no repository for {repository}",
             f"ECR, {repository}, {account.region}",
             "none",
             f"{repository}:{images[repository]}",
-            "make infra-up",
+            f"aws ecr create-repository --repository-name {repository}" if is_given else "make infra-up",
         )
         for repository in sorted(lacking)
-        if has_cluster
+        if is_up or is_given
     ]
     there = [repository for repository in images if repository not in lacking]
-    without_tag = [finding for name in there if (finding := _find_image(account, name, images[name]))]
+    without_tag = [finding for name in there if (finding := _find_image(account, inputs, name, images[name]))]
     seen = f"{len(there) - len(without_tag)} of {len(images)} tags are in ECR"
-    if lacking and not has_cluster:
+    if lacking and not findings:
         seen += f"; not yet {', '.join(sorted(lacking))}: infra-up makes them"
     return seen, findings + without_tag
 
 
-def _has_repository(account: Account, repository: str) -> bool:
+def _has_repository(account: Account, inputs: Inputs, repository: str) -> bool:
     try:
-        account.client("ecr").describe_repositories(repositoryNames=[repository])
+        account.client("ecr").describe_repositories(repositoryNames=[repository], **_registry(inputs))
     except ClientError as error:
         if is_absent(error):
             return False
@@ -282,14 +326,19 @@ def _has_repository(account: Account, repository: str) -> bool:
     return True
 
 
-def _find_image(account: Account, repository: str, tag: str) -> Finding | None:
+def _find_image(account: Account, inputs: Inputs, repository: str, tag: str) -> Finding | None:
     service = repository.rpartition("/")[2]
     push = f"make images STAGE={service} VARIANT=neuron PUSH=REGISTRY, or TAG= of one that is there"
     where = f"ECR, {repository}, {account.region}"
+    image = {"imageTag": tag}
     try:
-        account.client("ecr").describe_images(repositoryName=repository, imageIds=[{"imageTag": tag}])
+        account.client("ecr").describe_images(repositoryName=repository, imageIds=[image], **_registry(inputs))
     except ClientError as error:
         if is_absent(error):
             return Finding(f"no image {repository}:{tag}", where, "other tags, or none", tag, push)
         raise
     return None
+
+
+def _registry(inputs: Inputs) -> dict[str, str]:
+    return {"registryId": inputs.registry_id} if inputs.registry_id else {}

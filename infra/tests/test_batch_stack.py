@@ -1,17 +1,21 @@
-"""The commands with STACK=batch: what it costs, what infra-up writes, and which commands do not know it."""
+"""The commands with STACK=batch, before anything of it is made: what it costs, and what the account lacks for it."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from infra.inputs import read_inputs, read_variables
 from infra.stack import STACK
+from infra.tests.conftest import REGION, Aws
+from infra.tests.moto_batch import make_queue
 from infra.tests.programs import Programs
+from services.common.recipe import STAGES
 from tests.command import call
 
+ZONE = "usw2-az4"
+TAG = "1.0.0-neuron"
 BATCH = STACK.parent / "batch"
 GIVEN = BATCH / "tests/configs/given.txt"
 
@@ -19,8 +23,8 @@ GIVEN = BATCH / "tests/configs/given.txt"
 @pytest.fixture
 def on_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STACK", "batch")
-    monkeypatch.setenv("TF_VAR_region", "us-west-2")
-    monkeypatch.setenv("TF_VAR_zone_id", "usw2-az4")
+    monkeypatch.setenv("TF_VAR_region", REGION)
+    monkeypatch.setenv("TF_VAR_zone_id", ZONE)
 
 
 @pytest.mark.usefixtures("on_batch")
@@ -56,48 +60,86 @@ def test_the_defaults_are_the_stacks() -> None:
     assert (inputs.has_network, inputs.fsx_gib) == (True, 1200)
 
 
-@pytest.mark.usefixtures("on_batch")
-@pytest.mark.parametrize("command", ["down", "leftovers", "preflight"])
-def test_a_command_that_would_misread_it_says_so(capfd: pytest.CaptureFixture[str], command: str) -> None:
-    done = call(capfd, "infra.__main__", command)
+@pytest.fixture
+def account(on_batch: None, aws: Aws, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> Aws:
+    """One whose quotas hold four Trainium nodes and four others."""
+    programs.add("terraform", """echo '{"addresses_per_node": {"value": 24}}'""")
+    monkeypatch.setenv("TAG", TAG)
+    aws.quotas |= {
+        "Running On-Demand Trn instances": 512,
+        "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances": 128,
+    }
+    return aws
 
-    assert done.returncode == 2
-    assert f"make infra-{command} knows the EKS stack alone" in done.stderr
-    assert "infra/stacks/batch/README.md" in done.stderr
+
+def push(aws: Aws, repositories: list[str]) -> None:
+    ecr = aws.client("ecr")
+    for name in repositories:
+        ecr.create_repository(repositoryName=name)
+        manifest = f'{{"schemaVersion": 2, "config": {{"digest": "sha256:{name}"}}}}'
+        media = "application/vnd.oci.image.manifest.v1+json"
+        ecr.put_image(repositoryName=name, imageManifest=manifest, imageManifestMediaType=media, imageTag=TAG)
 
 
-@pytest.mark.skipif(shutil.which("terraform") is None, reason="no terraform on PATH")
-def test_up_writes_what_deployments_read(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, programs: Programs, tmp_path: Path
-) -> None:
-    """With a stack that has nothing of AWS."""
-    programs.add_real("terraform")
-    folder, config = tmp_path / "stacks/batch", tmp_path / "config.txt"
-    folder.mkdir(parents=True)
-    declared = [
-        f'variable "{name}" {{ default = {default} }}'
-        for name, default in {
-            "region": '"us-west-2"',
-            "name": '"millrace"',
-            "zone_id": '"usw2-az4"',
-            "trainium": '{ shape = "trn1.32xlarge", max_nodes = 4 }',
-            "cpu_nodes": '{ shape = "m7i.8xlarge", max_nodes = 2 }',
-            "fsx": "{ gib = 1200, throughput = 250 }",
-            "budget": "{}",
-        }.items()
-    ]
-    (folder / "variables.tf").write_text("\n".join(declared), encoding="utf-8")
-    main = (
-        'module "network" { source = "./network" }\noutput "config" { value = "REGION=us-west-2\\nNAME=millrace\\n" }\n'
-    )
-    (folder / "main.tf").write_text(main, encoding="utf-8")
-    (folder / "network").mkdir()
-    (folder / "network/main.tf").write_text('resource "terraform_data" "subnet" {}\n', encoding="utf-8")
-    for name, value in (("STACK", str(folder)), ("CONFIG", str(config)), ("YES", "1")):
-        monkeypatch.setenv(name, value)
+def make_subnet(aws: Aws, zone: str = ZONE) -> str:
+    ec2 = aws.client("ec2")
+    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
+    made = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24", AvailabilityZoneId=zone)
+    return str(made["Subnet"]["SubnetId"])
 
-    done = call(capfd, "infra.__main__", "up")
+
+def test_preflight_of_an_account_in_which_everything_fits(capfd: pytest.CaptureFixture[str], account: Aws) -> None:
+    subnet = make_subnet(account)
+    make_queue(account.client, "millrace-cpu")
+    make_queue(account.client, "millrace-trainium", [subnet])
+    make_queue(account.client, "other-trainium", stack="other")
+    push(account, [f"millrace/{stage}" for stage in STAGES])
+
+    done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 0, done.stderr
-    assert config.read_text(encoding="utf-8") == "REGION=us-west-2\nNAME=millrace\n"
-    assert "make deploy-stage STAGE=tokenizer TARGET=batch" in done.stdout
+    assert "instances: 128 vCPU, 0 in use by others, 4 x m7i.8xlarge take 128" in done.stdout
+    assert f"{subnet} has 251 free, 96 are needed for 4 nodes that are not up yet" in done.stdout
+    assert "queues      millrace-cpu takes jobs\n            millrace-trainium takes jobs\n" in done.stdout
+    assert "3 of 3 tags are in ECR" in done.stdout
+    assert "head" not in done.stdout
+    assert "other-" not in done.stdout
+
+
+def test_preflight_before_the_first_infra_up(capfd: pytest.CaptureFixture[str], account: Aws) -> None:
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 0, done.stderr
+    assert "no Trainium subnet yet" in done.stdout
+    assert "0 of 3 tags are in ECR; not yet millrace/compiler" in done.stdout
+
+
+def test_preflight_names_a_queue_that_gives_no_job_to_nodes(capfd: pytest.CaptureFixture[str], account: Aws) -> None:
+    """Batch itself says it nowhere but there: the jobs stay RUNNABLE."""
+    make_queue(account.client, "millrace-trainium", [make_subnet(account, zone="usw2-az1")])
+    account.client("batch").update_job_queue(jobQueue="millrace-trainium", state="DISABLED")
+    push(account, [f"millrace/{stage}" for stage in STAGES])
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 4
+    assert "2 of what is needed is not there" in done.stderr
+    assert "got       job queue millrace-trainium is DISABLED and VALID: " in done.stderr
+    assert "where     the compute environment of job queue millrace-trainium, subnet-" in done.stderr
+    assert f"expected  one subnet in {ZONE}" in done.stderr
+
+
+def test_preflight_looks_into_a_registry_that_is_given(
+    capfd: pytest.CaptureFixture[str], account: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.txt"
+    config.write_text(f"REGION={REGION}\nECR_REPO=123456789012.dkr.ecr.{REGION}.amazonaws.com/ml/llama\n")
+    monkeypatch.setenv("TF_VAR_config", str(config))
+    push(account, ["ml/llama/tokenizer", "ml/llama/compiler"])
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 4
+    assert "no repository for ml/llama/trainer" in done.stderr
+    assert "next      aws ecr create-repository --repository-name ml/llama/trainer" in done.stderr
+    assert "1 of what is needed is not there" in done.stderr

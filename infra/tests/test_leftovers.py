@@ -146,7 +146,7 @@ def test_a_cluster_is_found_beyond_the_first_page(
 
     done = call(capfd, "infra.__main__", "leftovers")
 
-    assert "EKS cluster    millrace" in done.stdout
+    assert "EKS cluster  millrace" in done.stdout
 
 
 def create_cluster(eks: Any, name: str, subnets: list[str]) -> None:

@@ -416,8 +416,8 @@ def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
     capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A claim's volume is there until its driver has deleted it; nothing after it happens before that."""
-    monkeypatch.setattr("infra.teardown.OBJECTS_SECONDS", 0.0)
-    monkeypatch.setattr("infra.teardown.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("infra.cluster_workloads.OBJECTS_SECONDS", 0.0)
+    monkeypatch.setattr("infra.waiting.POLL_SECONDS", 0.0)
     (cluster.folder / "services.json").write_text(
         json.dumps({"items": [made("a-service", type="LoadBalancer"), made("inside", type="ClusterIP")]}),
         encoding="utf-8",

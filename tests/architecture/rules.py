@@ -20,7 +20,15 @@ DEPLOY_ROOMS = {
     "k8s.objects": ("deploy", "services.common"),
     "k8s.controller": ("k8s.objects", "deploy", "services.common"),
     "k8s.deploy": ("k8s.controller", "services.common"),
-    "batch": ("deploy.client", "deploy", "images", "infra.shapes", "infra.account", "services.common"),
+    "batch": (
+        "deploy.client",
+        "deploy",
+        "images",
+        "infra.shapes",
+        "infra.account",
+        "infra.batch_queues",
+        "services.common",
+    ),
     "k8s.client": ("k8s.objects", "deploy.client", "deploy", "images", "infra.shapes", "services.common"),
 }
 NEURON = {"torch_neuronx", "neuronx_distributed", "neuronxcc", "libneuronxla", "torch_xla", "nki"}

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from moto import mock_aws
-from moto.batch.models import Job as MotoJob
 from moto.batch.models import batch_backends
 
 from batch.config import Config
-from batch.jobs import ACTIVE, Jobs
+from batch.jobs import Jobs
 from infra.account import Account
+from infra.batch_queues import ACTIVE_STATUSES
+from infra.tests.moto_batch import keep_jobs_still, make_queue
 from services.common.recipe import STAGES
 from tests.batch.builders import config_of
 
@@ -42,7 +43,8 @@ class Cloud:
         self.batch.meta.events.register("after-call.batch.DescribeComputeEnvironments", self._give_back_state)
         self._registering: dict[str, Any] = {}
         self._environment_state: dict[str, str] = {}
-        self._make_queues()
+        for queue in (self.config.trainium.queue, self.config.cpu.queue):
+            make_queue(self.account.client, queue)
         for stage in STAGES:
             self.account.client("logs").create_log_group(logGroupName=f"/millrace/{stage}")
             self.account.client("ecr").create_repository(repositoryName=f"millrace/{stage}")
@@ -62,10 +64,10 @@ class Cloud:
     ) -> None:
         """Every active job (of a stage) goes to a status; an end is that of its newest attempt."""
         for job in self._backend._jobs.values():
-            if job.status not in ACTIVE or stage not in job.job_definition.name:
+            if job.status not in ACTIVE_STATUSES or stage not in job.job_definition.name:
                 continue
             job.status, job.job_stopped_reason = status, reason or None
-            if status not in ACTIVE:
+            if status not in ACTIVE_STATUSES:
                 stream = f"{job.job_definition.name}/default/{job.job_id}-{len(job.attempts)}"
                 self._say(job.job_definition.name.partition("-")[2], stream, said)
                 end = {"logStreamName": stream} | ({} if exit_code is None else {"exitCode": exit_code})
@@ -86,26 +88,6 @@ class Cloud:
         events = [{"timestamp": now, "message": line} for line in text.splitlines()]
         if events:
             logs.put_log_events(logGroupName=f"/millrace/{stage}", logStreamName=stream, logEvents=events)
-
-    def _make_queues(self) -> None:
-        iam, ec2 = self.account.client("iam"), self.account.client("ec2")
-        role = iam.create_role(RoleName="nodes", AssumeRolePolicyDocument="{}")["Role"]["Arn"]
-        profile = iam.create_instance_profile(InstanceProfileName="nodes")["InstanceProfile"]["Arn"]
-        places = {
-            "subnets": [ec2.describe_subnets()["Subnets"][0]["SubnetId"]],
-            "securityGroupIds": [ec2.describe_security_groups()["SecurityGroups"][0]["GroupId"]],
-        }
-        for queue in (self.config.trainium.queue, self.config.cpu.queue):
-            resources = {"type": "EC2", "minvCpus": 0, "maxvCpus": 512, "instanceTypes": ["c5.large"], **places}
-            made = self.batch.create_compute_environment(
-                computeEnvironmentName=queue,
-                type="MANAGED",
-                state="ENABLED",
-                computeResources=resources | {"instanceRole": profile},
-                serviceRole=role,
-            )
-            order = [{"order": 1, "computeEnvironment": made["computeEnvironmentArn"]}]
-            self.batch.create_job_queue(jobQueueName=queue, state="ENABLED", priority=1, computeEnvironmentOrder=order)
 
     def _record_job(self, params: dict[str, Any], **_: Any) -> None:
         self.submitted.append(params)
@@ -131,10 +113,5 @@ class Cloud:
 @contextmanager
 def simulated_account() -> Iterator[Cloud]:
     with pytest.MonkeyPatch.context() as patch, mock_aws():
-        patch.setattr(MotoJob, "start", lambda job: None)  # else it looks for Docker
-        patch.setattr(MotoJob, "terminate", _terminate)
+        keep_jobs_still(patch)
         yield Cloud()
-
-
-def _terminate(job: Any, reason: str) -> None:
-    job.status, job.job_stopped_reason = "FAILED", reason

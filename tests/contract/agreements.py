@@ -13,7 +13,7 @@ from typing import Any, get_args
 import hcl2
 import yaml
 
-from infra import node_groups, teardown
+from infra import cluster_workloads, node_groups
 from k8s.objects.names import DEPLOYER, NAMESPACE, NEURON, POOL_LABEL, SHAPE_LABEL, node_pool_annotation
 from services.common.recipe import Kind
 
@@ -139,7 +139,7 @@ def _names(root: Path, own: Thing, objects: list[Thing]) -> Iterator[Agreement]:
     cluster = _one(objects, "RayCluster")
     yield Agreement("namespace", own["namespace"], cluster["metadata"]["namespace"])
     yield Agreement("namespace of the commands", own["namespace"], NAMESPACE)
-    yield Agreement("namespace that infra-down empties", teardown.NAMESPACE, cluster["metadata"]["namespace"])
+    yield Agreement("namespace that infra-down empties", cluster_workloads.NAMESPACE, cluster["metadata"]["namespace"])
     identities = (root / "infra/modules/eks/identities.tf").read_text(encoding="utf-8")
     associated = re.findall(r"^  namespace += (.+)$", identities, re.MULTILINE)
     given = [own["namespace"] if each == "var.namespace" else each for each in associated]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from images.platforms import REPOSITORY
-from infra import node_groups, teardown
+from infra import cluster_workloads, node_groups
 from infra.settings import write_settings
 from k8s.client.overlay import find_kubectl, render
 from services.common.errors import DeviceError
@@ -315,7 +315,7 @@ def test_both_sides_say_the_same(rendered: list[Thing]) -> None:
         (node_groups, "POOL_LABEL", "label of the pools"),
         (node_groups, "CORE", "pools"),
         (node_groups, "TRAINIUM", "pools"),
-        (teardown, "NAMESPACE", "namespace that infra-down empties"),
+        (cluster_workloads, "NAMESPACE", "namespace that infra-down empties"),
     ],
 )
 def test_a_name_in_the_commands_of_infra_that_is_changed_alone_is_found(

@@ -1,0 +1,200 @@
+"""infra-up, infra-leftovers and infra-down with STACK=batch: the real terraform on a small stack whose modules have the
+real one's names and nothing of AWS, and queues, jobs and definitions in moto.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from infra.tests.conftest import REGION, Aws
+from infra.tests.moto_batch import keep_jobs_still, make_queue, submit_job
+from infra.tests.programs import Programs
+from tests.command import call
+
+pytestmark = pytest.mark.skipif(shutil.which("terraform") is None, reason="no terraform on PATH")
+
+VARIABLES = {
+    "region": f'"{REGION}"',
+    "name": '"millrace"',
+    "zone_id": '"usw2-az4"',
+    "trainium": '{ shape = "trn1.32xlarge", max_nodes = 4 }',
+    "cpu_nodes": '{ shape = "m7i.8xlarge", max_nodes = 2 }',
+    "fsx": "{ gib = 1200, throughput = 250 }",
+    "budget": "{}",
+    "keep_data": "true",
+}
+MAIN = f"""
+resource "terraform_data" "given" {{}}
+module "network" {{
+  source = "./plain"
+  count  = 1
+}}
+module "storage" {{
+  source = "./plain"
+  input  = module.network[0].id
+}}
+module "batch" {{
+  source = "./plain"
+  input  = module.storage.id
+}}
+output "config" {{ value = "REGION={REGION}\\nNAME=millrace\\n" }}
+"""
+PLAIN = """
+variable "input" { default = null }
+resource "terraform_data" "this" { input = var.input }
+output "id" { value = terraform_data.this.id }
+"""
+
+
+class Site:
+    """A stack that is not applied yet, and where `config.txt` will be."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stack, self.config = folder / "stacks/batch", folder / "config.txt"
+        (self.stack / "plain").mkdir(parents=True)
+        declared = [f'variable "{name}" {{ default = {default} }}' for name, default in VARIABLES.items()]
+        (self.stack / "variables.tf").write_text("\n".join(declared), encoding="utf-8")
+        (self.stack / "main.tf").write_text(MAIN, encoding="utf-8")
+        (self.stack / "plain/main.tf").write_text(PLAIN, encoding="utf-8")
+
+    @property
+    def modules(self) -> list[str]:
+        """Those of which there is something in terraform's state."""
+        state = json.loads((self.stack / "terraform.tfstate").read_text(encoding="utf-8"))
+        return sorted(each.get("module", "") for each in state["resources"])
+
+
+@pytest.fixture
+def site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Site:
+    programs.add_real("terraform")
+    keep_jobs_still(monkeypatch)
+    monkeypatch.setattr("infra.waiting.POLL_SECONDS", 0.0)
+    monkeypatch.delenv("TF_CLI_CONFIG_FILE", raising=False)
+    site = Site(tmp_path)
+    for name, value in (("STACK", str(site.stack)), ("CONFIG", str(site.config)), ("YES", "1")):
+        monkeypatch.setenv(name, value)
+    return site
+
+
+def state_of(aws: Aws, queue: str) -> str:
+    return str(aws.client("batch").describe_job_queues(jobQueues=[queue])["jobQueues"][0]["state"])
+
+
+def status_of(aws: Aws, job_id: str) -> str:
+    return str(aws.client("batch").describe_jobs(jobs=[job_id])["jobs"][0]["status"])
+
+
+def test_up_writes_what_deployments_read(capfd: pytest.CaptureFixture[str], site: Site) -> None:
+    done = call(capfd, "infra.__main__", "up")
+
+    assert done.returncode == 0, done.stderr
+    assert site.config.read_text(encoding="utf-8") == f"REGION={REGION}\nNAME=millrace\n"
+    assert "make deploy-stage STAGE=tokenizer TARGET=batch" in done.stdout
+
+
+def test_down_ends_jobs_first_and_keeps_the_data_unless_it_is_told_otherwise(
+    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, stack in (("millrace-trainium", "millrace"), ("millrace-cpu", "millrace"), ("other-cpu", "other")):
+        make_queue(aws.client, name, stack=stack)
+    job = submit_job(aws.client, "millrace-trainium", "millrace-trainer")
+    another = submit_job(aws.client, "other-cpu", "other-trainer")
+    assert call(capfd, "infra.__main__", "up").returncode == 0
+
+    done = call(capfd, "infra.__main__", "down")
+
+    assert done.returncode == 0, done.stderr
+    queue, _ = [line for line in done.stdout.splitlines() if line.split()[:3] == ["job", "queue", "millrace-trainium"]]
+    assert queue.endswith("jobs that have not ended: 1")
+    assert f"stopping    millrace-trainer-a, {job}" in done.stdout
+    assert done.stdout.index("stopping") < done.stdout.index("jobs        0 in") < done.stdout.index("kept  ")
+    assert (status_of(aws, job), status_of(aws, another)) == ("FAILED", "SUBMITTED")
+    assert [state_of(aws, name) for name in ("millrace-trainium", "millrace-cpu", "other-cpu")] == [
+        "DISABLED",
+        "DISABLED",
+        "ENABLED",
+    ]
+    assert site.modules == ["module.network[0]", "module.storage"]
+    assert site.config.exists()
+
+    assert call(capfd, "infra.__main__", "up").returncode == 0
+    monkeypatch.setenv("KEEP_DATA", "false")
+    done = call(capfd, "infra.__main__", "down")
+
+    assert done.returncode == 0, done.stderr
+    assert site.modules == []
+    assert "deregister  millrace-trainer:1" in done.stdout
+    definitions = aws.client("batch").describe_job_definitions(status="ACTIVE")["jobDefinitions"]
+    assert [each["jobDefinitionName"] for each in definitions] == ["other-trainer"]
+    assert not site.config.exists()
+
+
+def test_down_takes_down_nothing_while_a_job_has_not_ended(
+    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that commits its checkpoint."""
+    monkeypatch.setattr("infra.batch_workloads.JOBS_SECONDS", 0.0)
+    make_queue(aws.client, "millrace-trainium")
+    job = submit_job(aws.client, "millrace-trainium", "millrace-trainer")
+    assert call(capfd, "infra.__main__", "up").returncode == 0
+    before = site.modules
+    with monkeypatch.context() as patch:
+        patch.setattr("moto.batch.models.Job.terminate", lambda job, reason: None)
+        done = call(capfd, "infra.__main__", "down")
+
+    assert done.returncode == 75
+    assert f"jobs are still there after 0 s: {job}" in done.stderr
+    assert site.modules == before
+    assert call(capfd, "infra.__main__", "down").returncode == 0
+
+
+def test_queues_that_are_not_in_the_state_are_left_alone(
+    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws
+) -> None:
+    make_queue(aws.client, "millrace-trainium")
+
+    done = call(capfd, "infra.__main__", "down")
+
+    assert done.returncode == 4
+    assert "Batch environment of millrace is there, and terraform's state is empty: nothing was stopped" in done.stderr
+    assert state_of(aws, "millrace-trainium") == "ENABLED"
+
+
+def test_another_stacks_config_stays(
+    capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(capfd, "infra.__main__", "up").returncode == 0
+    site.config.write_text(f"REGION={REGION}\nNAME=another\n", encoding="utf-8")
+    monkeypatch.setenv("KEEP_DATA", "false")
+
+    done = call(capfd, "infra.__main__", "down")
+
+    assert done.returncode == 0, done.stderr
+    assert "gone        the Batch environment of millrace" in done.stdout
+    assert site.config.read_text(encoding="utf-8") == f"REGION={REGION}\nNAME=another\n"
+
+
+def test_leftovers_names_what_batch_has_and_the_nodes_that_it_brought(
+    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws
+) -> None:
+    make_queue(aws.client, "millrace-trainium")
+    for _ in range(2):
+        submit_job(aws.client, "millrace-trainium", "millrace-trainer")
+    tags = [{"ResourceType": "instance", "Tags": [{"Key": "millrace.dev/stack", "Value": "millrace"}]}]
+    instance = aws.client("ec2").run_instances(
+        ImageId="ami-12c6146b", InstanceType="trn1.32xlarge", MinCount=1, MaxCount=1, TagSpecifications=tags
+    )["Instances"][0]["InstanceId"]
+
+    done = call(capfd, "infra.__main__", "leftovers")
+
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()[1:-1]]
+    assert ["job", "queue", "millrace-trainium", "$0.00/month", "jobs", "that", "have", "not", "ended:", "2"] in lines
+    assert ["compute", "environment", "millrace-trainium", "$0.00/month"] in lines
+    assert ["job", "definition", "millrace-trainer", "$0.00/month", "revisions:", "2", "data"] in lines
+    assert ["instance", instance, "$15,695.00/month", "trn1.32xlarge,", "running"] in lines
+    assert len(lines) == 4, done.stdout
