@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from services.common.recipe import Stage
+from services.common.stop_notice import NOTICE_VARIABLE
 
 MountKind = Literal["temporary", "memory", "shared", "recipe"]
 
 RECIPE_FILE = "recipe.toml"
 
 # What Ray gives to a node that is told to leave, and to a driver that is told to stop, before it ends them.
-DRAIN_VARIABLES = ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "RAY_JOB_STOP_WAIT_TIME_S")
+DRAIN_VARIABLES = (NOTICE_VARIABLE, "RAY_JOB_STOP_WAIT_TIME_S")
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from k8s.objects.record import Record
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe import Stage as StageName
-
-CHECKPOINTS_PER_DRAIN = 3
+from services.common.stop_notice import CHECKPOINTS_PER_NOTICE
 
 
 @dataclass(frozen=True)
@@ -123,4 +122,4 @@ def complete_from_record(api: Api, group: WorkerGroup, request: DeployRequest, r
 
 def _needed_drain(group: WorkerGroup) -> int:
     """What the manifests say, or three times what the slowest checkpoint took where that is more."""
-    return max(group.drain_seconds, math.ceil(CHECKPOINTS_PER_DRAIN * group.checkpoint_seconds))
+    return max(group.drain_seconds, math.ceil(CHECKPOINTS_PER_NOTICE * group.checkpoint_seconds))

@@ -22,7 +22,9 @@ from services.common.program.mesh import Mesh
 from services.common.program.state import StateSlice
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Checkpoint, Recipe
+from services.common.stop_notice import explain_short_notice
 from services.trainer.checkpoint import checkpoint_steps, is_intact
+from services.trainer.events import record_event
 from services.trainer.job import Job
 from services.trainer.shards import write_shard
 
@@ -69,6 +71,7 @@ class CheckpointWriter:
         self._committed_steps: list[int] = []
         self.slowest_seconds = 0.0
         """Of the checkpoints so far, from when training stood still to the commit; known to rank 0."""
+        self._is_short_notice_told = False
 
     def save(
         self,
@@ -158,7 +161,12 @@ class CheckpointWriter:
         with naming_a_lost_lease(self._lease):
             commit(job.checkpoint_address(payload.step), CheckpointManifest, "trainer", job.recipe, draft, self._lease)
         logger.info("committed checkpoint step=%d", payload.step)
-        self.slowest_seconds = max(self.slowest_seconds, time.perf_counter() - self._started)
+        seconds = time.perf_counter() - self._started
+        self.slowest_seconds = max(self.slowest_seconds, seconds)
+        told = "" if self._is_short_notice_told else explain_short_notice(seconds)
+        if told:
+            self._is_short_notice_told = True
+            record_event(job, "short_notice", step=payload.step, message=told)
         self._committed_steps.append(payload.step)
         discard_old(job.checkpoint_collection, job.recipe.checkpoint, self._committed_steps, self._lease)
 

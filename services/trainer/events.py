@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 
-Kind = Literal["watchdog", "restart", "nan", "loss_spike", "rollback", "straggler", "fallback"]
+Kind = Literal["watchdog", "restart", "nan", "loss_spike", "rollback", "straggler", "fallback", "short_notice"]
 
 
 def record_event(job: Job, event: Kind, **facts: Any) -> None:
@@ -69,14 +70,16 @@ def find_watchdog_event(job: Job) -> dict[str, Any] | None:
     return None
 
 
-class NewFallbacks:
-    """What a command says of checkpoints that its workers passed over. The file is read where it has grown alone."""
+class NewWarnings:
+    """What a command says of what its workers met and went on from: checkpoints that were passed over, and a notice
+    that is too short for one. The file is read where it has grown alone.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job, self._num_bytes, self._num_read = job, 0, 0
 
     def read(self) -> list[str]:
-        """A text for each fallback since the last call."""
+        """A text for each since the last call."""
         try:
             num_bytes = (self._job.run_folder / EVENTS_FILE).stat().st_size
         except OSError:  # no event yet
@@ -85,13 +88,22 @@ class NewFallbacks:
             return []
         self._num_bytes, attempt = num_bytes, self._job.attempt
         events = read_events(self._job.run_folder)
-        found = [each for each in events if (each["event"], each.get("attempt")) == ("fallback", attempt)]
+        found = [each for each in events if each["event"] in _WARNINGS and each.get("attempt") == attempt]
         new, self._num_read = found[self._num_read :], len(found)
-        return [
-            f"the run goes on after step {each['to_step']}, from the newest checkpoint that is whole. Damaged:\n  "
-            + "\n  ".join(each["damages"])
-            for each in new
-        ]
+        return [_WARNINGS[each["event"]](each) for each in new]
+
+
+def _describe_fallback(event: dict[str, Any]) -> str:
+    return (
+        f"the run goes on after step {event['to_step']}, from the newest checkpoint that is whole. Damaged:\n  "
+        + "\n  ".join(event["damages"])
+    )
+
+
+_WARNINGS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "fallback": _describe_fallback,
+    "short_notice": lambda event: str(event["message"]),
+}
 
 
 def _name(event: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from services.common.private_folder import private_base
 from services.common.stop_signals import Stopped, name_signal, on_stop_signal
 from services.common.telemetry import Progress, show_progress
 from services.trainer.checkpoint import newest_step
-from services.trainer.events import NewFallbacks, explain_loss, record_event
+from services.trainer.events import NewWarnings, explain_loss, record_event
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics import read_last_step
@@ -142,10 +142,10 @@ def _progress_of(job: Job) -> Iterator[Progress]:
 
 
 def _follow(job: Job, progress: Progress, stop: threading.Event, before: dict[str, Any] | None) -> None:
-    is_over, fallbacks = False, NewFallbacks(job)
+    is_over, warnings = False, NewWarnings(job)
     while not is_over:
         is_over = stop.wait(PROGRESS_SECONDS)
-        for told in fallbacks.read():
+        for told in warnings.read():
             logger.warning(told)
         last = read_last_step(job.run_folder)
         if last and last != before:

@@ -19,9 +19,11 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.state import StateSlice
 from services.common.program.step import Program
+from services.common.stop_notice import NOTICE_VARIABLE
 from services.common.testing.manifests import forge
 from services.trainer.checkpoint import newest_checkpoint
 from services.trainer.checkpoint_writer import discard_old
+from services.trainer.events import NewWarnings, count_events
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import load_part, train
 from services.trainer.metrics import read_metrics
@@ -160,6 +162,17 @@ def test_the_newest_checkpoints_are_kept_and_those_at_the_long_interval(new_job:
     job = new_job(checkpoint__interval_steps="2", checkpoint__keep_interval_steps="6")
     train(job, ALONE)
     assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (6, 12, 18, 20)]
+
+
+def test_a_checkpoint_that_the_notice_of_a_stop_would_not_hold_is_said(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NOTICE_VARIABLE, "0.000001")
+    job = new_job(train__max_steps="4", checkpoint__interval_steps="2")
+    train(job, ALONE)
+    [told] = NewWarnings(job).read()
+    assert "a stop may lose the steps since the checkpoint before" in told
+    assert count_events(job.run_folder) == {"short_notice": 1}
 
 
 def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(new_job: Callable[..., Job]) -> None:

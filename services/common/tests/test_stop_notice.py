@@ -1,0 +1,23 @@
+"""A checkpoint that takes too long for the notice of a stop is said while there is time to do something."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.common.stop_notice import NOTICE_VARIABLE, explain_short_notice
+
+
+def test_a_checkpoint_that_is_too_slow_for_the_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NOTICE_VARIABLE, "300")
+
+    assert explain_short_notice(100.0) == ""
+    told = explain_short_notice(121.0)
+
+    assert "a checkpoint took 121.0 s, and a container gets notice of 300 s" in told
+    assert "asks for 363 s by itself" in told
+
+
+def test_a_laptop_gives_all_the_time_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NOTICE_VARIABLE, raising=False)
+
+    assert explain_short_notice(1e6) == ""
