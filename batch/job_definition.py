@@ -21,6 +21,7 @@ from services.common.stage_program import ON_BATCH
 Request = dict[str, Any]
 
 MIB_PER_GIB = 1024
+MAIN_NODE = 0
 UNLIMITED = -1
 OPEN_FILES = 1_048_576
 STACK_BYTES = 64 * 2**20
@@ -61,19 +62,16 @@ def pool_of(config: Config, stage: Stage, is_compiler_on_trainium: bool) -> Pool
 def render_job_definition(config: Config, pool: Pool, deployment: Deployment) -> Request:
     """The request that registers it. Raises `RecipeError` for a recipe that is too long to travel in it.
 
-    The compiler and the trainer are multi-node parallel jobs, of one node as well; a tokenizer of one node is a plain
-    job. Nodes are one range, `0:`: a range with an end would fix their number.
+    All are multi-node parallel jobs, of one node as well: a plain job shares its machine's network, and with that the
+    machine's role. Nodes are one range, `0:`: a range with an end would fix their number.
     """
     contract = find_contract(deployment.stage, pool.shape.pod_resources)
     container = _render_container(config, contract, deployment)
-    if deployment.stage == "tokenizer" and deployment.nodes == 1:
-        body: Request = {"type": "container", "containerProperties": container}
-    else:
-        group = {"targetNodes": "0:", "container": container, "instanceTypes": [pool.shape.name]}
-        nodes = {"numNodes": deployment.nodes, "mainNode": 0, "nodeRangeProperties": [group]}
-        body = {"type": "multinode", "nodeProperties": nodes}
-    body |= {
+    group = {"targetNodes": "0:", "container": container, "instanceTypes": [pool.shape.name]}
+    body = {
         "jobDefinitionName": f"{config.name}-{deployment.stage}",
+        "type": "multinode",
+        "nodeProperties": {"numNodes": deployment.nodes, "mainNode": MAIN_NODE, "nodeRangeProperties": [group]},
         "platformCapabilities": ["EC2"],
         "propagateTags": True,
         "timeout": {"attemptDurationSeconds": deployment.attempt_seconds},
@@ -90,8 +88,6 @@ def identify(body: Request) -> str:
 
 def read_container(body: Request) -> Request:
     """The one container of all nodes."""
-    if body["type"] == "container":
-        return dict(body["containerProperties"])
     return dict(body["nodeProperties"]["nodeRangeProperties"][0]["container"])
 
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from batch.config import Config
-from batch.job_definition import DEPLOYMENT_TAG, Request
+from batch.job_definition import DEPLOYMENT_TAG, MAIN_NODE, Request
 from deploy.exit_codes import EXIT_AGAIN, resolve_exit_code
 from infra.account import Account, explaining_refusals, is_absent
 from infra.batch_queues import ACTIVE_STATUSES, explain_queue, list_job_ids
@@ -39,7 +39,7 @@ class Job:
     attempts: tuple[int | None, ...]
     """Exit codes of the main node's container in the attempts that ended; None where a host was lost."""
     log_streams: tuple[str, ...]
-    """Of the main node, an attempt each."""
+    """Of the main node, an attempt each that has one, also of one that runs."""
     is_terminated: bool
     """By a person."""
 
@@ -141,13 +141,6 @@ class Jobs:
             self._batch.tag_resource(resourceArn=definition.arn, tags={ENDED_WELL_TAG: moment})
         return replace(definition, ended_well=moment)
 
-    def main_log_stream(self, job: Job) -> str:
-        """Of the newest attempt's main node; empty before it has one."""
-        with explaining_refusals(f"job {job.id}"):
-            found = self._batch.describe_jobs(jobs=[f"{job.id}#0"])["jobs"]
-        running = str(((found[0].get("container") if found else None) or {}).get("logStreamName", ""))
-        return running or (job.log_streams[-1] if job.log_streams else "")
-
     def read_log(self, stage: Stage, stream: str, token: str) -> tuple[list[str], str]:
         """Lines that follow `token` (empty: from the beginning), and the next token."""
         logs = self._account.client("logs")
@@ -184,16 +177,22 @@ class Jobs:
         return f"{repository}@{found['imageDetails'][0]['imageDigest']}"
 
     def _describe(self, ids: list[str]) -> Iterator[Job]:
-        for first in range(0, len(ids), JOBS_A_CALL):
-            found = self._batch.describe_jobs(jobs=ids[first : first + JOBS_A_CALL])["jobs"]
-            yield from filter(None, map(self._read, found))
+        for first in range(0, len(ids), JOBS_A_CALL // 2):
+            asked = ids[first : first + JOBS_A_CALL // 2]
+            both = [*asked, *(_main_node_of(each) for each in asked)]
+            found = {each["jobId"]: each for each in self._batch.describe_jobs(jobs=both)["jobs"]}
+            read = (self._read(found[each], found.get(_main_node_of(each), {})) for each in asked if each in found)
+            yield from filter(None, read)
 
-    def _read(self, found: Request) -> Job | None:
+    def _read(self, found: Request, main_node: Request) -> Job | None:
+        """Whether Batch tells of attempts with the job or with its main node is written nowhere: both are asked."""
         name = found["jobDefinition"].rpartition("/")[2].partition(":")[0]
         stage = next((each for each in STAGES if name == f"{self._config.name}-{each}"), None)
         if stage is None:
             return None
-        ends = [each.get("container") or {} for each in found.get("attempts") or []]
+        attempts = [_containers_of(each) for each in (main_node, found)]
+        ends = next((each for each in attempts if any("exitCode" in end for end in each)), max(attempts, key=len))
+        streams = [each.get("logStreamName") for each in (*ends, main_node.get("container") or {})]
         return Job(
             id=found["jobId"],
             stage=stage,
@@ -203,9 +202,18 @@ class Jobs:
             nodes=int((found.get("nodeProperties") or {}).get("numNodes", 1)),
             created_at=datetime.fromtimestamp(found["createdAt"] / 1000, UTC),
             attempts=tuple(each.get("exitCode") for each in ends),
-            log_streams=tuple(each["logStreamName"] for each in ends if each.get("logStreamName")),
+            log_streams=tuple(dict.fromkeys(filter(None, streams))),
             is_terminated=bool(found.get("isTerminated") or found.get("isCancelled")),
         )
+
+
+def _main_node_of(job_id: str) -> str:
+    return f"{job_id}#{MAIN_NODE}"
+
+
+def _containers_of(job: Request) -> list[Request]:
+    """Of the attempts that ended."""
+    return [each.get("container") or {} for each in job.get("attempts") or []]
 
 
 def _read_definition(found: Request) -> Definition:

@@ -58,7 +58,7 @@ def write_definition(body: Request) -> str:
 def describe_definition(body: Request) -> str:
     """What a person looks at first in a definition, the container's command on a line of its own."""
     container = read_container(body)
-    shown = {key: value for key, value in body.items() if key not in ("nodeProperties", "containerProperties")}
+    shown = {key: value for key, value in body.items() if key != "nodeProperties"}
     variables = [each for each in container["environment"] if each["name"] != RECIPE_VARIABLE]
     return json.dumps(shown | {"container": container | {"environment": variables}}, indent=2)
 

@@ -28,9 +28,8 @@ def follow(jobs: Jobs, job_id: str, is_log_whole: bool = False) -> int:
                     f"Batch knows no job {job_id}: make stage-status TARGET=batch shows those that it knows"
                 )
             report(_describe(job))
-            for stream in job.log_streams if is_log_whole or not job.is_active else ():
+            for stream in job.log_streams if is_log_whole or not job.is_active else job.log_streams[-1:]:
                 log.copy(job, stream)
-            log.copy(job, jobs.main_log_stream(job))
             if not job.is_active:
                 return _finish(job, log)
         except TryAgain as error:
@@ -47,7 +46,7 @@ class _Log:
         self.lines: list[str] = []
 
     def copy(self, job: Job, stream: str) -> None:
-        while stream:
+        while True:
             lines, token = self._jobs.read_log(job.stage, stream, self._tokens.get(stream, ""))
             for line in lines:
                 print(line, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -41,6 +41,10 @@ class Cloud:
         self.batch.meta.events.register("provide-client-params.batch.RegisterJobDefinition", self._note_nodes)
         self.batch.meta.events.register("after-call.batch.DescribeJobDefinitions", self._give_back_nodes)
         self.batch.meta.events.register("after-call.batch.DescribeComputeEnvironments", self._give_back_state)
+        self.batch.meta.events.register("after-call.batch.DescribeJobs", self._tell_of_main_nodes)
+        self.are_attempts_the_main_nodes = False
+        """Does DescribeJobs tell of attempts with the main node, which moto does not have, in place of the job?"""
+        self._streams: dict[str, str] = {}
         self._registering: dict[str, Any] = {}
         self._environment_state: dict[str, str] = {}
         for queue in (self.config.trainium.queue, self.config.cpu.queue):
@@ -67,9 +71,11 @@ class Cloud:
             if job.status not in ACTIVE_STATUSES or stage not in job.job_definition.name:
                 continue
             job.status, job.job_stopped_reason = status, reason or None
-            if status not in ACTIVE_STATUSES:
-                stream = f"{job.job_definition.name}/default/{job.job_id}-{len(job.attempts)}"
+            stream = f"{job.job_definition.name}/default/{job.job_id}-{len(job.attempts)}"
+            if status == "RUNNING" or status not in ACTIVE_STATUSES:
                 self._say(job.job_definition.name.partition("-")[2], stream, said)
+                self._streams[job.job_id] = stream
+            if status not in ACTIVE_STATUSES:
                 end = {"logStreamName": stream} | ({} if exit_code is None else {"exitCode": exit_code})
                 job.attempts.append({"container": end})
 
@@ -83,7 +89,8 @@ class Cloud:
 
     def _say(self, stage: str, stream: str, text: str) -> None:
         logs = self.account.client("logs")
-        logs.create_log_stream(logGroupName=f"/millrace/{stage}", logStreamName=stream)
+        with suppress(logs.exceptions.ResourceAlreadyExistsException):
+            logs.create_log_stream(logGroupName=f"/millrace/{stage}", logStreamName=stream)
         now = int(time.time() * 1000)  # CloudWatch takes no time to come
         events = [{"timestamp": now, "message": line} for line in text.splitlines()]
         if events:
@@ -98,6 +105,15 @@ class Cloud:
     def _record_definition(self, parsed: dict[str, Any], **_: Any) -> None:
         if "revision" in parsed:
             self._nodes[parsed["jobDefinitionName"], parsed["revision"]] = self._registering
+
+    def _tell_of_main_nodes(self, parsed: dict[str, Any], **_: Any) -> None:
+        for job in list(parsed.get("jobs", [])):
+            stream = self._streams.get(job["jobId"])
+            main_node = {"jobId": f"{job['jobId']}#0", "container": {"logStreamName": stream} if stream else {}}
+            if self.are_attempts_the_main_nodes:
+                main_node["attempts"] = job.get("attempts", [])
+                job["attempts"] = [{"container": {}} for _ in main_node["attempts"]]
+            parsed["jobs"].append(main_node)
 
     def _give_back_state(self, parsed: dict[str, Any], **_: Any) -> None:
         for each in parsed.get("computeEnvironments", []):

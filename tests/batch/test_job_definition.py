@@ -33,9 +33,8 @@ def test_batch_s_own_model_takes_it(stage: Stage, nodes: int) -> None:
         client.register_job_definition(**definition_of(stage, nodes=nodes))
 
 
-def test_the_compiler_and_the_trainer_are_multi_node_and_a_tokenizer_of_one_node_is_not() -> None:
-    assert [definition_of(stage, nodes=1)["type"] for stage in STAGES] == ["container", "multinode", "multinode"]
-    assert definition_of("tokenizer", nodes=2)["type"] == "multinode"
+def test_every_stage_is_a_multi_node_job_of_any_number_of_nodes() -> None:
+    assert {definition_of(stage, nodes=1)["type"] for stage in STAGES} == {"multinode"}
     nodes = definition_of(nodes=3)["nodeProperties"]
     assert (nodes["numNodes"], nodes["mainNode"], len(nodes["nodeRangeProperties"])) == (3, 0, 1)
     assert nodes["nodeRangeProperties"][0]["targetNodes"] == "0:"  # one with an end would fix the number

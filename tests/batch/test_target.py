@@ -85,6 +85,7 @@ Script = Callable[..., None]
 @pytest.mark.parametrize(
     ("status", "code", "expected"), [("SUCCEEDED", 0, 0), ("FAILED", 3, 3), ("FAILED", 75, 75), ("FAILED", None, 75)]
 )
+@pytest.mark.parametrize("are_attempts_the_main_nodes", [False, True])
 def test_a_stage_is_followed_to_its_end_and_its_exit_code_is_told(
     cloud: Cloud,
     batch: Batch,
@@ -94,11 +95,13 @@ def test_a_stage_is_followed_to_its_end_and_its_exit_code_is_told(
     status: str,
     code: int | None,
     expected: int,
+    are_attempts_the_main_nodes: bool,
 ) -> None:
+    cloud.are_attempts_the_main_nodes = are_attempts_the_main_nodes
     while_waiting(
         lambda: cloud.move("RUNNABLE", reason="MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT"),
-        lambda: cloud.move("RUNNING"),
-        lambda: cloud.move(status, code, said="step 1\nmillrace: the corpus is not there"),
+        lambda: cloud.move("RUNNING", said="step 1"),
+        lambda: cloud.move(status, code, said="millrace: the corpus is not there"),
     )
     assert batch.deploy(ask(), None) == expected
     said = capsys.readouterr().out
