@@ -64,7 +64,7 @@ class Definition:
     arn: str
     revision: int
     deployment: str
-    """What identifies what it runs; empty for one that somebody else registered."""
+    """What identifies what it runs; empty for one that somebody registered by hand."""
     ended_well: str
     """When a job of it was seen to have ended with 0; empty: never."""
     body: Request
@@ -82,7 +82,7 @@ class Jobs:
         return self._account.client("batch")
 
     def definitions(self, stage: Stage) -> list[Definition]:
-        """Newest first."""
+        """Those of deployments, newest first. Somebody else may have registered another kind of job under the name."""
         with explaining_refusals(f"job definitions of {stage}"):
             found = self._account.pages(
                 "batch",
@@ -91,7 +91,7 @@ class Jobs:
                 jobDefinitionName=f"{self._config.name}-{stage}",
                 status="ACTIVE",
             )
-            read = [_read_definition(each) for each in found]
+            read = [_read_definition(each) for each in found if each["type"] == "multinode"]
         return sorted(read, key=lambda each: each.revision, reverse=True)
 
     def register(self, body: Request) -> Definition:

@@ -284,6 +284,23 @@ def test_a_status_tells_where_each_stage_stands(
     assert "  now       runnable: CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY" in trainer
 
 
+def test_a_definition_of_somebody_else_under_the_name_is_passed_over(
+    cloud: Cloud, batch: Batch, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "512"}]
+    cloud.batch.register_job_definition(
+        jobDefinitionName="millrace-trainer",
+        type="container",
+        containerProperties={"image": "busybox", "resourceRequirements": size},
+    )
+    while_waiting(lambda: cloud.move("SUCCEEDED", 0))
+    assert batch.show_status() == 0
+    assert batch.deploy(ask(), None) == 0
+    assert "busybox" not in capsys.readouterr().out
+    [job] = cloud.submitted
+    assert job["jobDefinition"].endswith("millrace-trainer:2")
+
+
 def test_the_log_of_an_ended_stage_is_shown_whole(
     cloud: Cloud, batch: Batch, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
