@@ -5,6 +5,7 @@ Batch knows an ended job for about a week. What has to outlast that is in the ta
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ ALL_STATUSES = (*ACTIVE_STATUSES, "SUCCEEDED", "FAILED")
 ENDED_WELL_TAG = "millrace.dev/ended-well"
 """Of a job definition: when a job of it was first seen to have ended with 0."""
 JOBS_A_CALL = 100
+NAME_CHARACTERS = 128
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Jobs:
         """The job's id. `after` is the id of a job that has to end with 0 first."""
         with explaining_refusals(f"submit a job of {stage}"):
             made = self._batch.submit_job(
-                jobName=f"{self._config.name}-{stage}-{recipe}"[:128],
+                jobName=_job_name(f"{self._config.name}-{stage}-{recipe}"),
                 jobQueue=queue,
                 jobDefinition=definition.arn,
                 propagateTags=True,
@@ -205,6 +207,11 @@ class Jobs:
             log_streams=tuple(dict.fromkeys(filter(None, streams))),
             is_terminated=bool(found.get("isTerminated") or found.get("isCancelled")),
         )
+
+
+def _job_name(wanted: str) -> str:
+    """As Batch takes it: letters, digits, hyphens and underscores. A recipe's name may have more, as llama3.1 has."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", wanted)[:NAME_CHARACTERS]
 
 
 def _main_node_of(job_id: str) -> str:

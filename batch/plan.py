@@ -27,7 +27,7 @@ def describe_plan(
         f"; an attempt ends after {hours:g} h: ${hourly * hours:,.2f} at most (list price of {price.region}, "
         f"{price.dated})",
         f"nodes       queue {pool.queue}: they come for the job and go some minutes after it",
-        f"stage       {deployment.stage}: {outline.describe_topology(deployment.stage, deployment.nodes)}",
+        f"stage       {deployment.stage}: {outline.describe_topology(deployment.stage, deployment.nodes, 'nodes')}",
         f"image       {deployment.image}",
         f"recipe      {outline.name}, {deployment.recipe_digest[:10]}",
         f"arguments   {' '.join(deployment.arguments) or 'none'}",

@@ -24,6 +24,9 @@ from services.common.launch.batch_node import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe import Stage
 
 VARIANT = "neuron"
+MOST_ATTEMPTS = 10
+"""That Batch makes of one job."""
+LEAST_ATTEMPT_SECONDS = 60
 HOURS = 24.0
 """After which an attempt is ended, unless the recipe or HOURS says otherwise."""
 LIMIT_MARGIN_SECONDS = 3_600
@@ -112,13 +115,19 @@ def _find_image(config: Config, jobs: Jobs, stage: Stage, tag: str) -> str:
 
 def _attempt_seconds(stage: Stage, request: DeployRequest, outline: Outline) -> int:
     if request.hours is not None:
-        return round(request.hours * 3600)
+        seconds = round(request.hours * 3600)
+        if seconds < LEAST_ATTEMPT_SECONDS:
+            raise RecipeError(
+                f"HOURS={request.hours:g} is {seconds} s, and Batch ends an attempt after {LEAST_ATTEMPT_SECONDS} s at "
+                f"the earliest"
+            )
+        return seconds
     limit = outline.train.time_limit_seconds if stage == "trainer" else None
     return round(limit + LIMIT_MARGIN_SECONDS) if limit else round(HOURS * 3600)
 
 
 def _require_known(request: DeployRequest) -> None:
-    """Raises `RecipeError` for what is KubeRay's alone."""
+    """Raises `RecipeError` for what Batch cannot do."""
     given = {
         "MODE": request.mode is not None,
         "KEEP=1": request.is_kept,
@@ -129,3 +138,8 @@ def _require_known(request: DeployRequest) -> None:
             raise RecipeError(
                 f"{name} is of TARGET=kuberay; on Batch each job has its own cluster, and its nodes go after it"
             )
+    if request.retries >= MOST_ATTEMPTS:
+        raise RecipeError(
+            f"RETRIES={request.retries}: Batch makes {MOST_ATTEMPTS} attempts of a job at most, so {MOST_ATTEMPTS - 1} "
+            f"further ones. The same command submits it again after that, and it continues"
+        )

@@ -78,14 +78,14 @@ class Outline(_Outline):
         """Nodes of the stage's gang."""
         return self.cluster.nodes_of(stage, self.parallel.num_workers)
 
-    def describe_topology(self, stage: str, nodes: int) -> str:
-        """What NODES makes of the recipe."""
+    def describe_topology(self, stage: str, nodes: int, unit: str) -> str:
+        """What NODES makes of the recipe; a target calls a node's part of it by its own name."""
         if stage != "trainer":
-            return f"{nodes} pods"
+            return f"{nodes} {unit}"
         models = self.parallel.data_parallel_size
         micro_batches = self.batch.num_micro_batches // models
         return (
-            f"{nodes} pods x {self.cluster.trainer_workers_per_node} workers: data-parallel degree {models} x "
+            f"{nodes} {unit} x {self.cluster.trainer_workers_per_node} workers: data-parallel degree {models} x "
             f"tensor-parallel degree {self.parallel.tensor_parallel_size}, "
             f"{micro_batches} micro-batches of {self.batch.micro_batch_size} per model and step"
         )

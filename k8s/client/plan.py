@@ -14,7 +14,7 @@ from k8s.objects.worker_group import WorkerGroup, render_worker_group
 def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
     """Lines of what changes, what restarts, and what it holds."""
     recipe = _recipe_of(render_worker_group(group, deployment))
-    stage = f"stage       {group.name}: {outline.describe_topology(group.name, deployment.nodes)}"
+    stage = f"stage       {group.name}: {outline.describe_topology(group.name, deployment.nodes, 'pods')}"
     told = {
         "cost": describe_cost(group, deployment, outline),
         "nodes": describe_source(group, deployment),

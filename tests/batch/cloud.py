@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -97,6 +98,7 @@ class Cloud:
             logs.put_log_events(logGroupName=f"/millrace/{stage}", logStreamName=stream, logEvents=events)
 
     def _record_job(self, params: dict[str, Any], **_: Any) -> None:
+        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}", params["jobName"]), "Batch refuses it, moto does not"
         self.submitted.append(params)
 
     def _note_nodes(self, params: dict[str, Any], **_: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import boto3
@@ -11,7 +12,7 @@ from botocore.stub import Stubber
 from batch.job_definition import DEPLOYMENT_TAG, Request, pool_of, read_container, render_job_definition
 from deploy.stage_contract import DRAIN_SECONDS
 from services.common.errors import RecipeError
-from services.common.launch.batch_node import RECIPE_VARIABLE, deliver_recipe, read_command
+from services.common.launch.batch_node import MOST_RECIPE_CHARACTERS, RECIPE_VARIABLE, deliver_recipe, read_command
 from services.common.recipe import STAGES, Stage
 from tests.batch.builders import config_of, job_deployment_of
 
@@ -123,3 +124,13 @@ def test_a_compiler_goes_to_trainium_where_its_recipe_needs_a_device() -> None:
         for is_on_trainium in (False, True)
     ]
     assert names == [["m7i.8xlarge"], ["trn1.32xlarge"]]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_definition_with_the_longest_recipe_is_no_longer_than_batch_takes(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 KiB, by its service quotas; a node of trn2 has the most devices to name."""
+    monkeypatch.setattr("batch.job_definition.pack_recipe", lambda content: "x" * MOST_RECIPE_CHARACTERS)
+    definition = definition_of(stage, config={"TRAINIUM_SHAPE": "trn2.48xlarge"}, nodes=4)
+    assert len(json.dumps(definition)) <= 24 * 1024

@@ -116,6 +116,12 @@ def test_a_stage_is_followed_to_its_end_and_its_exit_code_is_told(
     assert job["jobDefinition"].endswith("job-definition/millrace-trainer:1")
 
 
+def test_a_recipe_s_name_may_have_what_a_job_s_name_may_not(cloud: Cloud, batch: Batch, ask: Ask, recipe: Path) -> None:
+    recipe.write_text(recipe_text(name="llama3.1-tiny"))
+    assert batch.deploy(ask(is_followed=False), None) == 0
+    assert [each["jobName"] for each in cloud.submitted] == ["millrace-trainer-llama3-1-tiny"]
+
+
 def test_a_stage_that_ended_well_is_not_run_again(
     cloud: Cloud, batch: Batch, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,6 +239,8 @@ def test_a_pipeline_takes_no_option_of_one_stage(batch: Batch, ask: Ask) -> None
         ({"tag": "absent"}, DeviceError, "millrace/trainer has no image absent: make images STAGE=trainer"),
         ({"mode": "isolated"}, RecipeError, "MODE is of TARGET=kuberay"),
         ({"is_kept": True}, RecipeError, "KEEP=1 is of TARGET=kuberay"),
+        ({"retries": 10}, RecipeError, "RETRIES=10: Batch makes 10 attempts of a job at most"),
+        ({"hours": 0.01}, RecipeError, "HOURS=0.01 is 36 s, and Batch ends an attempt after 60 s at the earliest"),
         ({"arguments": ("--root=/x",)}, RecipeError, "--root is the deployment's own"),
         (
             {"arguments": ("--cluster.trainer_instance_type=trn1n.32xlarge",)},

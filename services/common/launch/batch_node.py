@@ -35,7 +35,7 @@ of the same name on the host's own disk, which takes every write and loses it wi
 RECIPE_VARIABLE = "MILLRACE_RECIPE"
 """The recipe as it travels in a job: who submits one does not reach the file system."""
 MOST_RECIPE_CHARACTERS = 16_384
-"""Of it. AWS Batch takes 30 KiB for a whole request."""
+"""Of it. AWS Batch takes 24 KiB for a whole job definition (its service quotas)."""
 
 RECIPES = "recipes"
 RAY_TOKENS = "ray-tokens"
