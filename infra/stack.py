@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -152,8 +153,13 @@ def find_terraform() -> str:
 
 
 def type_of(address: str) -> str:
-    """`aws_s3_bucket` of `module.storage.aws_s3_bucket.this["a"]`."""
-    return address.partition("[")[0].split(".")[-2]
+    """`aws_s3_bucket` of `module.storage[0].aws_s3_bucket.this["a"]`."""
+    return without_indices(address).split(".")[-2]
+
+
+def without_indices(address: str) -> str:
+    """`module.storage.aws_s3_bucket.this` of `module.storage[0].aws_s3_bucket.this["a"]`."""
+    return re.sub(r"\[[^]]*]", "", address)
 
 
 @contextmanager

@@ -5,14 +5,13 @@ So the same command continues after a cut at any point: no step remembers, and o
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from infra.account import Account, explaining_refusals
 from infra.leftovers import list_unused_interfaces
-from infra.stack import Stack, type_of
+from infra.stack import Stack, type_of, without_indices
 from services.common.errors import DeviceError
 
 STOP_POLICY = "{name}-{region}-over-budget"  # of modules/guardrails, to which a test holds it
@@ -95,7 +94,7 @@ class Teardown:
 
     def _destroy_around_data(self) -> None:
         """Everything but the data and the network that holds it; of that, what is paid for by the hour goes too."""
-        targets = sorted({_target_of(address) for address in self.stack.resources() if not _is_kept(address)})
+        targets = list_targets_around_data(self.stack.resources())
         if targets:
             self._persist(lambda: self._destroy_targets(targets))
         print("kept        bucket, file system, registry, their key, and the network that holds them")
@@ -138,8 +137,13 @@ class Teardown:
             destroy()
 
 
+def list_targets_around_data(addresses: Iterable[str]) -> list[str]:
+    """What terraform is aimed at, of what its state holds, to destroy everything but the data and what holds it."""
+    return sorted({_target_of(address) for address in addresses if not _is_kept(address)})
+
+
 def _is_kept(address: str) -> bool:
-    plain = re.sub(r"\[[^]]*]", "", address)
+    plain = without_indices(address)
     is_paid = type_of(address) in PAID_BY_THE_HOUR or plain.startswith(INTERFACE_ENDPOINTS)
     return _module_of(plain) in KEPT_MODULES and not is_paid
 
@@ -147,7 +151,7 @@ def _is_kept(address: str) -> bool:
 def _target_of(address: str) -> str:
     """A whole module where nothing of it is kept: terraform then knows its order."""
     module = _module_of(address)
-    is_of_kept = re.sub(r"\[[^]]*]", "", module) in KEPT_MODULES
+    is_of_kept = without_indices(module) in KEPT_MODULES
     return address if is_of_kept or not module.startswith("module.") else module
 
 

@@ -18,6 +18,9 @@ from typing import Any
 import boto3
 import pytest
 
+from infra.stack import Change, Plan, Stack, read_plan
+from infra.teardown import list_targets_around_data
+
 INFRA = Path(__file__).parents[1]
 REPOSITORY = INFRA.parent
 MIRROR = os.environ.get("TF_PLUGIN_MIRROR", "")
@@ -53,6 +56,16 @@ class Applied:
         done = self.terraform(*arguments)
         assert done.returncode == 0, f"terraform {arguments[0]}:\n{done.stdout[-3000:]}{done.stderr}"
         return done.stdout
+
+    def plan(self, *options: str) -> Plan:
+        file = self.folder / "plan"
+        self.run("plan", "-input=false", f"-out={file}", *options)
+        return read_plan(json.loads(self.run("show", "-json", str(file))))
+
+    def plan_down(self) -> tuple[Change, ...]:
+        """What `infra-down` destroys around the data."""
+        targets = list_targets_around_data(Stack(self.folder).resources())
+        return self.plan("-destroy", *(f"-target={each}" for each in targets)).changes
 
     def client(self, service: str) -> Any:
         return boto3.client(

@@ -13,7 +13,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from infra.shapes import find_shape
-from infra.stack import read_plan
+from infra.stack import type_of
 from infra.tests.applied import APPLIES, REGION, Applied, apply_stack, simulated_aws
 
 VARIABLES = {
@@ -102,11 +102,16 @@ def test_who_applies_administers_the_cluster(applied: Applied) -> None:
 
 def test_another_zone_is_known_to_lose_the_file_system(applied: Applied) -> None:
     """What infra-up refuses a plan by, in a plan of the provider's own."""
-    plan = applied.folder / "plan"
-    applied.run("plan", "-input=false", "-var=zone_id=usw2-az1", f"-out={plan}")
-    changes = read_plan(json.loads(applied.run("show", "-json", str(plan)))).changes
-    lost = [each.address for each in changes if each.is_loss_of_data]
+    lost = [each.address for each in applied.plan("-var=zone_id=usw2-az1").changes if each.is_loss_of_data]
     assert lost == ["module.storage.aws_fsx_lustre_file_system.this[0]"]
+
+
+def test_infra_down_leaves_the_data_and_the_network_that_holds_it(applied: Applied) -> None:
+    changes = applied.plan_down()
+    assert [each.address for each in changes if each.is_loss_of_data] == []
+    gone = {type_of(each.address) for each in changes}
+    assert {"aws_eks_cluster", "aws_eks_node_group", "aws_nat_gateway", "aws_eip"} <= gone
+    assert {"aws_vpc", "aws_subnet"}.isdisjoint(gone)
 
 
 def test_destroy_leaves_data_until_it_is_told_to_and_then_nothing(applied: Applied) -> None:

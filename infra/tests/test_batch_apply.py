@@ -15,6 +15,7 @@ from botocore.exceptions import ClientError
 
 from batch.config import read_config
 from infra.shapes import find_shape
+from infra.stack import type_of
 from infra.tests.applied import ACCOUNT, APPLIES, REGION, Applied, apply_stack, simulated_aws
 
 VARIABLES = {
@@ -97,6 +98,14 @@ def test_a_job_that_is_stuck_is_cancelled(applied: Applied) -> None:
         "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE",
         "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT",
     }
+
+
+def test_infra_down_leaves_the_data_and_the_network_that_holds_it(applied: Applied) -> None:
+    changes = applied.plan_down()
+    assert [each.address for each in changes if each.is_loss_of_data] == []
+    gone = {type_of(each.address) for each in changes}
+    assert {"aws_batch_job_queue", "aws_batch_compute_environment", "aws_nat_gateway", "aws_eip"} <= gone
+    assert {"aws_vpc", "aws_subnet"}.isdisjoint(gone)
 
 
 def test_destroy_leaves_data_until_it_is_told_to_and_then_nothing(applied: Applied) -> None:

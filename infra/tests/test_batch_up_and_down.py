@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.teardown import list_targets_around_data
 from infra.tests.conftest import REGION, Aws
 from infra.tests.moto_batch import keep_jobs_still, make_queue, submit_job
 from infra.tests.programs import Programs
@@ -198,3 +199,21 @@ def test_leftovers_names_what_batch_has_and_the_nodes_that_it_brought(
     assert ["job", "definition", "millrace-trainer", "$0.00/month", "revisions:", "2", "data"] in lines
     assert ["instance", instance, "$15,695.00/month", "trn1.32xlarge,", "running"] in lines
     assert len(lines) == 4, done.stdout
+
+
+def test_of_a_network_that_is_kept_what_is_paid_by_the_hour_goes() -> None:
+    """Its modules have an index, as they are left out where a network or a registry is given."""
+    network = [
+        "module.network[0].aws_vpc.this",
+        "module.network[0].aws_eip.nat",
+        "module.network[0].aws_nat_gateway.this",
+        'module.network[0].aws_vpc_endpoint.interface["ecr.api"]',
+    ]
+    others = [
+        "terraform_data.given",
+        "module.security_groups[0].aws_security_group.fsx",
+        'module.registry[0].aws_ecr_repository.this["trainer"]',
+        'module.batch.aws_batch_job_queue.pool["cpu"]',
+        "module.batch.aws_placement_group.trainium[0]",
+    ]
+    assert list_targets_around_data([*network, *others]) == ["module.batch", *network[1:], "terraform_data.given"]

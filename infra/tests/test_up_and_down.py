@@ -245,6 +245,7 @@ def test_up_loses_no_data_whoever_says_yes(
         ("module.storage.aws_fsx_lustre_file_system.this[0]", True),
         ("module.storage.aws_s3_bucket.this", True),
         ('module.registry.aws_ecr_repository.this["head"]', True),
+        ('module.registry[0].aws_ecr_repository.this["a.b"]', True),
         ("module.storage.aws_kms_key.this", True),
         ("module.eks.aws_eks_cluster.this", False),
     ],
