@@ -36,9 +36,7 @@ class Batch:
 
     def deploy(self, request: DeployRequest, output: TextIO | None) -> int:
         """What runs just so is followed, and what ended well just so is not run again (AGAIN=1 does)."""
-        prepared = prepare(self._config, self._jobs, request)
-        jobs, definitions = self._look(prepared.deployment.stage)
-        present = _find_present(prepared, jobs, definitions)
+        prepared, present, definitions = self._check(request)
         if present:
             print(f"{present.stage} runs just so as job {present.id} ({present.status}): following it", flush=True)
             return 0 if request.is_dry_run else self._follow(present.id, request)
@@ -112,33 +110,45 @@ class Batch:
         return self.deploy(again, output)
 
     def run_pipeline(self, request: DeployRequest, output: TextIO | None) -> int:
-        """Each job waits in Batch for the one before, so that it goes on without this process."""
+        """Each job waits in Batch for the one before, so that it goes on without this process.
+
+        All three are checked before the first is submitted: no node is paid for on the way to a refusal.
+        """
         if request.tag or request.nodes is not None:
             raise RecipeError(
                 "TAG and NODES are one stage's: make deploy-stage STAGE=... for each, or NODES in the recipe"
             )
+        checked = [self._check(replace(request, stage=stage)) for stage in STAGES]
+        done = [_describe_done(prepared, definitions) for prepared, _, definitions in checked]
+        ended = 0
+        while ended < len(checked) and done[ended] and not checked[ended][1] and not request.is_again:
+            ended += 1
+        for prepared, present, _ in checked[ended:]:
+            if not present:
+                self._require_ready(prepared)
         submitted: list[str] = []
-        for stage in STAGES:
-            print(f"\n== {stage}", flush=True)
-            prepared = prepare(self._config, self._jobs, replace(request, stage=stage))
-            jobs, definitions = self._look(stage)
+        for number, (prepared, present, definitions) in enumerate(checked):
+            print(f"\n== {prepared.deployment.stage}", flush=True)
             self._show(prepared, definitions)
-            present = _find_present(prepared, jobs, definitions)
             if present:
                 print(f"runs just so as job {present.id}", flush=True)
                 submitted.append(present.id)
-            elif (done := _describe_done(prepared, definitions)) and not request.is_again and not submitted:
-                print(f"ended well just so, {done}: nothing is submitted")
+            elif number < ended:
+                print(f"ended well just so, {done[number]}: nothing is submitted")
+            elif request.is_dry_run:
+                self._show_dry_run(prepared, output)
             else:
-                self._require_ready(prepared)
-                if request.is_dry_run:
-                    self._show_dry_run(prepared, output)
-                else:
-                    submitted.append(self._submit(prepared, definitions, submitted[-1] if submitted else ""))
+                submitted.append(self._submit(prepared, definitions, submitted[-1] if submitted else ""))
         for job_id in submitted if request.is_followed and not request.is_dry_run else []:
             if code := follow(self._jobs, job_id):
                 return code
         return 0
+
+    def _check(self, request: DeployRequest) -> tuple[Prepared, Job | None, list[Definition]]:
+        """What is asked for, the job that runs just so already, and the stage's job definitions."""
+        prepared = prepare(self._config, self._jobs, request)
+        jobs, definitions = self._look(prepared.deployment.stage)
+        return prepared, _find_present(prepared, jobs, definitions), definitions
 
     def _look(self, stage: Stage) -> tuple[list[Job], list[Definition]]:
         """Jobs that Batch still knows, and job definitions, which by now say which of them ended well."""

@@ -227,6 +227,14 @@ def test_a_pipeline_waits_in_batch_and_stops_at_the_first_that_fails(
     assert len(cloud.submitted) == 5, "the tokenizer had ended well"
 
 
+@pytest.mark.usefixtures("working_tree")
+def test_a_pipeline_whose_last_stage_cannot_be_submits_none(cloud: Cloud, batch: Batch, ask: Ask) -> None:
+    arguments = ("--cluster.trainer_instance_type=trn1n.32xlarge",)
+    with pytest.raises(DeviceError, match="and the trainer's nodes are"):
+        batch.run_pipeline(ask(tag="", arguments=arguments), None)
+    assert cloud.submitted == []
+
+
 def test_a_pipeline_takes_no_option_of_one_stage(batch: Batch, ask: Ask) -> None:
     with pytest.raises(RecipeError, match="TAG and NODES are one stage's"):
         batch.run_pipeline(ask(), None)
