@@ -10,11 +10,14 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import (
     ClientError,
+    CredentialRetrievalError,
     EndpointConnectionError,
     HTTPClientError,
     NoCredentialsError,
     PartialCredentialsError,
     ProfileNotFound,
+    SSOError,
+    TokenRetrievalError,
 )
 
 from services.common.errors import DeviceError, TryAgain
@@ -28,6 +31,15 @@ DENIED = (
     "AuthFailure",
     "UnrecognizedClientException",
 )
+NOT_SIGNED_IN = (
+    NoCredentialsError,
+    PartialCredentialsError,
+    CredentialRetrievalError,
+    ProfileNotFound,
+    SSOError,
+    TokenRetrievalError,
+)
+BUSY = ("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException")
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired")
 
 
@@ -36,7 +48,8 @@ class Account:
 
     def __init__(self, region: str) -> None:
         self.region = region
-        self._session = boto3.Session(region_name=region)
+        with explaining_refusals("AWS_PROFILE"):
+            self._session = boto3.Session(region_name=region)
         self._clients: dict[str, Any] = {}
 
     def client(self, service: str) -> Any:
@@ -56,7 +69,7 @@ def explaining_refusals(what: str) -> Iterator[None]:
     """Turn no credentials, no rights and no network into an error that says what to do."""
     try:
         yield
-    except (NoCredentialsError, PartialCredentialsError, ProfileNotFound) as error:
+    except NOT_SIGNED_IN as error:
         raise DeviceError(f"{what}: no credentials for AWS ({error}). {SIGN_IN}") from error
     except (EndpointConnectionError, HTTPClientError) as error:
         raise TryAgain(
@@ -70,6 +83,8 @@ def explaining_refusals(what: str) -> Iterator[None]:
             raise DeviceError(
                 f"{what}: refused by AWS, {error}. Your principal lacks the right that it names. {SIGN_IN}"
             ) from error
+        if code in BUSY or error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
+            raise TryAgain(f"{what}: AWS is busy or broken: {error}. Try again in a minute") from error
         raise DeviceError(f"{what}: {error}") from error
 
 
