@@ -33,7 +33,8 @@ class Job:
     stage: Stage
     status: str
     reason: str
-    """In Batch's words."""
+    """In Batch's words. Of one that ended also its last container's: a job whose image could not be pulled says only
+    that its task failed to start."""
     definition: str
     """Its job definition's ARN."""
     nodes: int
@@ -195,11 +196,14 @@ class Jobs:
         attempts = [_containers_of(each) for each in (main_node, found)]
         ends = next((each for each in attempts if any("exitCode" in end for end in each)), max(attempts, key=len))
         streams = [each.get("logStreamName") for each in (*ends, main_node.get("container") or {})]
+        reasons = [found.get("statusReason")]
+        if found["status"] not in ACTIVE_STATUSES and ends:
+            reasons.append(ends[-1].get("reason"))
         return Job(
             id=found["jobId"],
             stage=stage,
             status=found["status"],
-            reason=found.get("statusReason", ""),
+            reason=": ".join(filter(None, reasons)),
             definition=found["jobDefinition"],
             nodes=int((found.get("nodeProperties") or {}).get("numNodes", 1)),
             created_at=datetime.fromtimestamp(found["createdAt"] / 1000, UTC),

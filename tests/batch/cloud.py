@@ -65,7 +65,13 @@ class Cloud:
         return str(made["image"]["imageId"]["imageDigest"])
 
     def move(
-        self, status: str, exit_code: int | None = None, reason: str = "", said: str = "", stage: str = ""
+        self,
+        status: str,
+        exit_code: int | None = None,
+        reason: str = "",
+        said: str = "",
+        stage: str = "",
+        container_reason: str = "",
     ) -> None:
         """Every active job (of a stage) goes to a status; an end is that of its newest attempt."""
         for job in self._backend._jobs.values():
@@ -77,7 +83,8 @@ class Cloud:
                 self._say(job.job_definition.name.partition("-")[2], stream, said)
                 self._streams[job.job_id] = stream
             if status not in ACTIVE_STATUSES:
-                end = {"logStreamName": stream} | ({} if exit_code is None else {"exitCode": exit_code})
+                end = {"logStreamName": stream, "exitCode": exit_code, "reason": container_reason or None}
+                end = {key: value for key, value in end.items() if value is not None}
                 job.attempts.append({"container": end})
 
     def break_queue(self, status: str, reason: str) -> None:

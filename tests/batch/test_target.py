@@ -116,6 +116,17 @@ def test_a_stage_is_followed_to_its_end_and_its_exit_code_is_told(
     assert job["jobDefinition"].endswith("job-definition/millrace-trainer:1")
 
 
+def test_a_container_that_never_started_says_why(
+    cloud: Cloud, batch: Batch, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    not_pulled = "CannotPullContainerError: manifest unknown"
+    while_waiting(lambda: cloud.move("FAILED", reason="Task failed to start", container_reason=not_pulled))
+    assert batch.deploy(ask(), None) == 75
+    assert f"trainer is failed: Task failed to start: {not_pulled}\n" in capsys.readouterr().out
+    batch.show_status()
+    assert f"outcome   exit code 75: Task failed to start: {not_pulled}\n" in capsys.readouterr().out
+
+
 def test_a_recipe_s_name_may_have_what_a_job_s_name_may_not(cloud: Cloud, batch: Batch, ask: Ask, recipe: Path) -> None:
     recipe.write_text(recipe_text(name="llama3.1-tiny"))
     assert batch.deploy(ask(is_followed=False), None) == 0
