@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TextIO
 
@@ -28,6 +29,19 @@ def connect_batch(path: Path | None = None) -> Batch:
     return Batch(config, Jobs(Account(config.region), config))
 
 
+@dataclass(frozen=True)
+class _Checked:
+    """A stage as it is asked for, and what Batch knows of it."""
+
+    prepared: Prepared
+    definitions: list[Definition]
+    """Of the stage, newest first."""
+    present: Job | None
+    """The job that runs just so already."""
+    done: str
+    """When the same was seen to have ended well; empty: never."""
+
+
 class Batch:
     """The queues of one `config.txt`."""
 
@@ -36,20 +50,21 @@ class Batch:
 
     def deploy(self, request: DeployRequest, output: TextIO | None) -> int:
         """What runs just so is followed, and what ended well just so is not run again (AGAIN=1 does)."""
-        prepared, present, definitions = self._check(request)
+        checked = self._check(request)
+        stage, present = checked.prepared.deployment.stage, checked.present
         if present:
-            print(f"{present.stage} runs just so as job {present.id} ({present.status}): following it", flush=True)
+            print(f"{stage} runs just so as job {present.id} ({present.status}): following it", flush=True)
             return 0 if request.is_dry_run else self._follow(present.id, request)
-        self._show(prepared, definitions)
-        if done := _describe_done(prepared, definitions):
-            print(f"{prepared.deployment.stage} ended well just so, {done}: nothing is submitted")
+        self._show(checked)
+        if checked.done:
+            print(f"{stage} ended well just so, {checked.done}: nothing is submitted")
             if not request.is_again:
                 print("AGAIN=1 submits it all the same")
                 return 0
-        self._require_ready(prepared)
+        self._require_ready(checked.prepared)
         if request.is_dry_run:
-            return self._show_dry_run(prepared, output)
-        return self._follow(self._submit(prepared, definitions), request)
+            return self._show_dry_run(checked.prepared, output)
+        return self._follow(self._submit(checked), request)
 
     def show_status(self) -> int:
         print(f"batch       {self._config.name}, {self._config.region}")
@@ -119,36 +134,33 @@ class Batch:
                 "TAG and NODES are one stage's: make deploy-stage STAGE=... for each, or NODES in the recipe"
             )
         checked = [self._check(replace(request, stage=stage)) for stage in STAGES]
-        done = [_describe_done(prepared, definitions) for prepared, _, definitions in checked]
-        ended = 0
-        while ended < len(checked) and done[ended] and not checked[ended][1] and not request.is_again:
-            ended += 1
-        for prepared, present, _ in checked[ended:]:
-            if not present:
-                self._require_ready(prepared)
+        ended = [*takewhile(lambda each: each.done and not each.present and not request.is_again, checked)]
+        for each in checked[len(ended) :]:
+            if not each.present:
+                self._require_ready(each.prepared)
         submitted: list[str] = []
-        for number, (prepared, present, definitions) in enumerate(checked):
-            print(f"\n== {prepared.deployment.stage}", flush=True)
-            self._show(prepared, definitions)
-            if present:
-                print(f"runs just so as job {present.id}", flush=True)
-                submitted.append(present.id)
-            elif number < ended:
-                print(f"ended well just so, {done[number]}: nothing is submitted")
+        for each in checked:
+            print(f"\n== {each.prepared.deployment.stage}", flush=True)
+            self._show(each)
+            if each.present:
+                print(f"runs just so as job {each.present.id}", flush=True)
+                submitted.append(each.present.id)
+            elif each in ended:
+                print(f"ended well just so, {each.done}: nothing is submitted")
             elif request.is_dry_run:
-                self._show_dry_run(prepared, output)
+                self._show_dry_run(each.prepared, output)
             else:
-                submitted.append(self._submit(prepared, definitions, submitted[-1] if submitted else ""))
+                submitted.append(self._submit(each, submitted[-1] if submitted else ""))
         for job_id in submitted if request.is_followed and not request.is_dry_run else []:
             if code := follow(self._jobs, job_id):
                 return code
         return 0
 
-    def _check(self, request: DeployRequest) -> tuple[Prepared, Job | None, list[Definition]]:
-        """What is asked for, the job that runs just so already, and the stage's job definitions."""
+    def _check(self, request: DeployRequest) -> _Checked:
         prepared = prepare(self._config, self._jobs, request)
         jobs, definitions = self._look(prepared.deployment.stage)
-        return prepared, _find_present(prepared, jobs, definitions), definitions
+        present = _find_present(prepared, jobs, definitions)
+        return _Checked(prepared, definitions, present, _describe_done(prepared, definitions))
 
     def _look(self, stage: Stage) -> tuple[list[Job], list[Definition]]:
         """Jobs that Batch still knows, and job definitions, which by now say which of them ended well."""
@@ -159,8 +171,8 @@ class Batch:
             for each in self._jobs.definitions(stage)
         ]
 
-    def _show(self, prepared: Prepared, definitions: list[Definition]) -> None:
-        before = definitions[0] if definitions else None
+    def _show(self, checked: _Checked) -> None:
+        prepared, before = checked.prepared, next(iter(checked.definitions), None)
         print(describe_plan(prepared.pool, prepared.deployment, prepared.outline, prepared.body, before), flush=True)
 
     def _show_dry_run(self, prepared: Prepared, output: TextIO | None) -> int:
@@ -176,14 +188,12 @@ class Batch:
         if problem := self._jobs.explain_queue(prepared.pool.queue):
             raise DeviceError(f"{prepared.deployment.stage} is not deployed, nothing was changed: {problem}")
 
-    def _find_or_register(self, prepared: Prepared, definitions: list[Definition]) -> Definition:
-        same = [each for each in definitions if each.deployment == prepared.identity]
-        return same[0] if same else self._jobs.register(prepared.body)
-
-    def _submit(self, prepared: Prepared, definitions: list[Definition], after: str = "") -> str:
-        deployment = prepared.deployment
-        definition = self._find_or_register(prepared, definitions)
-        job_id = self._jobs.submit(deployment.stage, prepared.pool.queue, definition, deployment.recipe, after)
+    def _submit(self, checked: _Checked, after: str = "") -> str:
+        prepared = checked.prepared
+        same = [each for each in checked.definitions if each.deployment == prepared.identity]
+        definition = same[0] if same else self._jobs.register(prepared.body)
+        stage, recipe = prepared.deployment.stage, prepared.deployment.recipe
+        job_id = self._jobs.submit(stage, prepared.pool.queue, definition, recipe, after)
         waits = f", after job {after}" if after else ""
         print(
             f"submitted   job {job_id}, {definition.arn.rpartition('/')[2]}, to {prepared.pool.queue}{waits}",

@@ -39,4 +39,4 @@ def test_a_profile_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_what_aws_could_not_do_now_is_tried_again(code: str, status: int, expected: type[Exception]) -> None:
     answer = {"Error": {"Code": code, "Message": "no"}, "ResponseMetadata": {"HTTPStatusCode": status}}
     with pytest.raises(expected, match="job: "), explaining_refusals("job"):
-        raise ClientError(answer, "DescribeJobs")  # type: ignore[arg-type]
+        raise ClientError(answer, "DescribeJobs")
