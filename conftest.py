@@ -10,6 +10,8 @@ import pytest
 # Where there are more threads than cores, those of OpenMP spin while they wait for one another: a sample of text took
 # 6 s of CPU instead of 0.2. Here, because other files of this name import torch before anything is called.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each simulated account would else make 1,300 machine images for every region that it is asked about, 0.3 s each.
+os.environ.setdefault("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")
 
 
 LONGEST = (

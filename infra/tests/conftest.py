@@ -16,8 +16,16 @@ from moto.server import ThreadedMotoServer
 from moto.servicequotas.responses import ServiceQuotasResponse
 
 from infra.tests.programs import Programs
+from infra.tests.service_models import share_service_models
 
 REGION = "us-west-2"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def service_models() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        share_service_models(patch)
+        yield
 
 
 @pytest.fixture

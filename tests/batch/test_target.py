@@ -15,10 +15,18 @@ from batch import request as request_module
 from batch.target import Batch
 from deploy.client.request import DeployRequest
 from images.versions import Build
+from infra.tests.service_models import share_service_models
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe import STAGES
 from services.common.testing.recipes import recipe_text
 from tests.batch.cloud import TAG, Cloud, simulated_account
+
+
+@pytest.fixture(scope="module", autouse=True)
+def service_models() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        share_service_models(patch)
+        yield
 
 
 @pytest.fixture
