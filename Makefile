@@ -4,12 +4,15 @@ RECIPE ?= recipes/tiny-cpu.toml
 ROOT ?= ./fsx
 
 python := .venv/bin/python
-deploy = $(python) -m deploy.commands
+# The names on make's own command line, of which the deploy commands refuse those that they have no use for.
+named = $(strip $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
+deploy = MAKE_VARIABLES="$(named)" $(python) -m deploy.commands
 cluster = $(python) -m k8s.client
 infra = $(python) -m infra
 images = ./bootstrap python -m images
 
-.PHONY: help setup demo test test-slow test-torch29 test-images test-cluster test-cluster-smoke test-batch check format lock clean \
+.PHONY: help setup demo test test-slow test-torch29 test-nxd-parity test-images test-cluster test-cluster-smoke test-batch \
+	test-cuda check format lock clean \
 	cluster-local cluster-local-down load-images cluster-up cluster-down deploy-stage stage-status stage-logs stop-stage \
 	rollback-stage pipeline base-image images demo-images pin platforms release sbom benchmark-tokenizer benchmark-parallel \
 	benchmark-compiler benchmark-trainer infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons \
@@ -38,6 +41,12 @@ test-torch29: ## Run the program's tests on the Neuron variant's torch, in .venv
 	./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-torch29/bin/python --require-hashes lockfiles/dev-neuron.txt
 	.venv-torch29/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder services/common services/compiler services/trainer
 
+test-nxd-parity: ## Compare our layers with neuronx-distributed's own, in .venv-nxd-parity: NXD_SOURCE=, a checkout of it.
+	@test -d "$(NXD_SOURCE)/src/neuronx_distributed" || { echo "make test-nxd-parity NXD_SOURCE=FOLDER: expected a checkout of github.com/aws-neuron/neuronx-distributed, got '$(NXD_SOURCE)', which has no src/neuronx_distributed" >&2; exit 2; }
+	./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-nxd-parity
+	./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-nxd-parity/bin/python --require-hashes lockfiles/nxd-parity.txt
+	NXD_SOURCE="$(abspath $(NXD_SOURCE))" PJRT_DEVICE=CPU .venv-nxd-parity/bin/python -m pytest -rs services/common/program/tests/test_nxd_parity.py
+
 test-images: setup ## Run the tests that build and run images; they need Docker, root and debootstrap.
 	$(python) -m pytest -m images tests/images
 
@@ -48,6 +57,9 @@ test-cluster: setup ## Run the tests on a real Kubernetes that is started here; 
 test-cluster-smoke: setup ## The part of it that runs in CI: the kit itself, and one real stage on it.
 	@$(images) base
 	$(python) -m pytest -m cluster tests/cluster/test_kit.py tests/cluster/test_smoke.py
+
+test-cuda: setup ## Run the tests on this machine's NVIDIA GPUs.
+	$(python) -m pytest -m cuda -rs tests/hardware services/common/program/tests/test_native_device.py
 
 test-batch: setup ## Run the tests on simulated nodes of AWS Batch; they need root, iproute2 and tini.
 	$(python) -m pytest -m batch infra/tests/batchsim
@@ -130,7 +142,7 @@ test-infra: setup ## Apply and destroy the stack against a simulated AWS: minute
 base-image: ## Make the slim Python base with debootstrap, where no image registry is reached. AGAIN=1: anew.
 	@$(images) base
 
-images: ## Build the images: STAGE= (all), VARIANT=cpu|neuron, PUSH=registry.
+images: ## Build the images: STAGE= (all), VARIANT=cpu|cuda|neuron, PUSH=registry.
 	@$(images) build
 
 demo-images: ## The demo with each stage in its container: STAGE= (all), TRAINER_TAG=... for another version of one.
@@ -175,5 +187,5 @@ lock: ## Resolve the requirements into lockfiles/, keeping pins that fit. UPGRAD
 	$(images) lock
 
 clean: ## Remove .venv, .uv and caches; never ROOT, never images.
-	rm -rf .venv .venv-torch29 .venv-infra-checks .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
+	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra-checks .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
 	find $(wildcard services tests images deploy k8s batch benchmarks infra) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.shapes import Shape, find_shape
+from services.common.credentials import mask
 from services.common.errors import RecipeError
 from services.common.input_file import read_file
 from services.common.recipe import STAGES, Stage
@@ -75,10 +76,11 @@ def read_config(path: Path = CONFIG) -> Config:
     pools = {pool: _read_pool(path, values, pool) for pool in POOLS}
     for pool, has_devices in (("TRAINIUM", True), ("CPU", False)):
         shape = pools[pool].shape
-        if bool(shape.neuron_devices) != has_devices:
+        if bool(shape.neuron_devices) != has_devices or shape.gpus:
             raise RecipeError(
-                f"{path}: {pool}_SHAPE={shape.name} has {shape.neuron_devices} Neuron devices: TRAINIUM_SHAPE is a "
-                f"type with some, CPU_SHAPE one with none"
+                f"{path}: {pool}_SHAPE={shape.name} has {shape.neuron_devices} Neuron devices and {shape.gpus} GPUs: "
+                f"TRAINIUM_SHAPE is a type with Neuron devices, CPU_SHAPE one with neither. Types with GPUs are for "
+                f"plans alone"
             )
     if values.get("HF_TOKEN_SECRET") and not values.get("EXECUTION_ROLE"):
         raise RecipeError(f"{path}: HF_TOKEN_SECRET needs EXECUTION_ROLE, which may read that secret for a container")
@@ -112,6 +114,10 @@ def read_values(path: Path) -> dict[str, str]:
         key, equals, value = line.partition("=")
         if not equals or not re.fullmatch(r"[A-Z_]+", key) or re.search(r"[\s\"']", value):
             raise RecipeError(f"{path}, line {number}: {line!r}; expected KEY=VALUE, without quotes and blanks")
+        if mask(value) != value:
+            raise RecipeError(
+                f"{path}, line {number}: {key} holds a user or a password, which job definitions would show"
+            )
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1)
             meant = f"do you mean {near[0]}?" if near else f"known: {', '.join(KEYS)}"

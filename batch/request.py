@@ -53,7 +53,7 @@ class Prepared:
 def prepare(config: Config, jobs: Jobs, request: DeployRequest) -> Prepared:
     """Raises `RecipeError` and `DeviceError` for what cannot be; nothing is changed."""
     stage = require_stage_name(request.stage)
-    _require_known(request)
+    _require_possible(request)
     text = request.recipe_text or read_recipe_text(request.recipe or DEFAULT_RECIPE)
     arguments = request.arguments or ()
     require_free_arguments(arguments)
@@ -89,16 +89,24 @@ def prepare(config: Config, jobs: Jobs, request: DeployRequest) -> Prepared:
 
 
 def complete_from_definition(request: DeployRequest, before: Definition) -> DeployRequest:
-    """With what the newest deployment ran, where nothing else was named."""
+    """The settings with which the newest deployment ran, where nothing else was named.
+
+    Raises `RecipeError` for a job definition that somebody registered by hand and that does not say it.
+    """
     container = read_container(before.body)
     words = container["command"]
+    packed = [each["value"] for each in container["environment"] if each["name"] == RECIPE_VARIABLE]
+    if "--root" not in words or not packed:
+        raise RecipeError(
+            f"{before.arn}, the newest job definition, runs no stage with a recipe in {RECIPE_VARIABLE}, so nothing "
+            f"says what to run again. Deregister it, or name all: make deploy-stage TAG= RECIPE= NODES= ARGS="
+        )
     if request.nodes is None:
         request = replace(request, nodes=int((before.body.get("nodeProperties") or {}).get("numNodes", 1)))
     if request.arguments is None:
         request = replace(request, arguments=tuple(words[words.index("--root") + 2 :]))
     if request.recipe is None:
-        packed = next(each["value"] for each in container["environment"] if each["name"] == RECIPE_VARIABLE)
-        request = replace(request, recipe_text=unpack_recipe(packed).decode())
+        request = replace(request, recipe_text=unpack_recipe(packed[0]).decode())
     return request
 
 
@@ -126,18 +134,8 @@ def _attempt_seconds(stage: Stage, request: DeployRequest, outline: Outline) -> 
     return round(limit + LIMIT_MARGIN_SECONDS) if limit else round(HOURS * 3600)
 
 
-def _require_known(request: DeployRequest) -> None:
+def _require_possible(request: DeployRequest) -> None:
     """Raises `RecipeError` for what Batch cannot do."""
-    given = {
-        "MODE": request.mode is not None,
-        "KEEP=1": request.is_kept,
-        "DRAIN": bool(request.drain_seconds),
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise RecipeError(
-                f"{name} is of TARGET=kuberay; on Batch each job has its own cluster, and its nodes go after it"
-            )
     if request.retries >= MOST_ATTEMPTS:
         raise RecipeError(
             f"RETRIES={request.retries}: Batch makes {MOST_ATTEMPTS} attempts of a job at most, so {MOST_ATTEMPTS - 1} "

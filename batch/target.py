@@ -16,7 +16,7 @@ from batch.request import Prepared, complete_from_definition, prepare
 from batch.watch import follow
 from deploy.client.request import DeployRequest, require_stage_name, user_name
 from infra.account import Account
-from services.common.errors import DeviceError, RecipeError
+from services.common.errors import DeviceError
 from services.common.recipe import STAGES, Stage
 
 STOP_SECONDS = 900.0
@@ -129,10 +129,6 @@ class Batch:
 
         All three are checked before the first is submitted: no node is paid for on the way to a refusal.
         """
-        if request.tag or request.nodes is not None:
-            raise RecipeError(
-                "TAG and NODES are one stage's: make deploy-stage STAGE=... for each, or NODES in the recipe"
-            )
         checked = [self._check(replace(request, stage=stage)) for stage in STAGES]
         ended = [*takewhile(lambda each: each.done and not each.present and not request.is_again, checked)]
         for each in checked[len(ended) :]:

@@ -27,7 +27,7 @@ from images.demo import STAGES, run_stages
 from images.docker import require_engine
 from images.lock import lock
 from images.pin import pin
-from images.platforms import REPOSITORY, SERVICES, read_digests, read_platforms
+from images.platforms import REPOSITORY, SERVICES, CudaNode, NeuronNode, read_digests, read_platforms
 from images.release import release
 from images.sbom import write_sboms
 from images.versions import describe_build
@@ -99,7 +99,10 @@ def print_platforms() -> None:
         for base in dict.fromkeys([platform.slim, platform.platform]):
             print(f"  base    {base}@{read_digests().get(base, 'unpinned: make pin')}")
         node = platform.node
-        if node:
+        if isinstance(node, CudaNode):
+            print(f"  CUDA    {platform.cuda}, with torch")
+            print(f"  node    NVIDIA driver {node.driver} or newer, and the NVIDIA Container Toolkit")
+        if isinstance(node, NeuronNode):
             print(f"  SDK     Neuron {platform.sdk}")
             print(f"  node    driver aws-neuronx-dkms {node.driver}, in any case before {node.driver_before}")
             print(f"          device plugin {node.device_plugin}")

@@ -17,12 +17,15 @@ from images.platforms import (
     SERVICES,
     STAGES_WITH_PROGRAM,
     VARIANTS,
+    CudaNode,
+    NeuronNode,
     Platform,
     read_digests,
     read_platforms,
 )
 from images.registry import find_image
 from images.versions import Build, describe_build, is_released
+from services.common.credentials import mask
 from services.common.errors import DeviceError, RecipeError
 
 LOGS = REPOSITORY / "dist/logs"
@@ -33,6 +36,9 @@ PASSED_ON = (
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "TORCH_INDEX_URL", "TORCH_FIND_LINKS"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
 )
+
+# The ARG of a Dockerfile by the kind of node whose driver it names.
+DRIVER_ARGUMENTS = {CudaNode: "NVIDIA_DRIVER", NeuronNode: "NEURON_DRIVER"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ def choose_platform(variant: str) -> Platform:
     return replace(
         platform,
         platform=os.environ.get("BASE") or platform.platform,
-        slim=os.environ.get("SLIM_BASE") or (variant == "cpu" and os.environ.get("BASE")) or platform.slim,
+        slim=os.environ.get("SLIM_BASE") or (platform.has_one_base and os.environ.get("BASE")) or platform.slim,
         python=os.environ.get("PINNED_PYTHON") or platform.python,
     )
 
@@ -103,7 +109,8 @@ def build_image(service: str, platform: Platform) -> Image:
 
 def build_arguments(build: Build, platform: Platform) -> dict[str, str]:
     """The ARGs of a Dockerfile, but for those of the package index."""
-    driver = {"NEURON_DRIVER": platform.node.driver} if platform.node and build.service in STAGES_WITH_PROGRAM else {}
+    has_program = build.service in STAGES_WITH_PROGRAM
+    driver = {DRIVER_ARGUMENTS[type(platform.node)]: platform.node.driver} if platform.node and has_program else {}
     return {
         "VARIANT": platform.variant,
         "BASE": base_of(build.service, platform),
@@ -126,6 +133,8 @@ def base_of(service: str, platform: Platform) -> str:
 
 def repository_of(service: str) -> str:
     registry = os.environ.get("REGISTRY", "").rstrip("/")
+    if mask(registry) != registry:  # it becomes part of names and labels
+        raise RecipeError("REGISTRY: holds a user or a password. Run `docker login`, and name the registry alone.")
     return f"{registry}/millrace/{service}" if registry else f"millrace/{service}"
 
 

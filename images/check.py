@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from images.lock import LOCKS_ON_PLATFORM, NEURON_BASE, locks_of, pins_of
-from images.platforms import REPOSITORY, SERVICES, Platform, read_platforms
+from images.lock import LOCKS_WITH_PROGRAM, NEURON_BASE, locks_of, pins_of
+from images.platforms import REPOSITORY, SERVICES, CudaNode, NeuronNode, Platform, read_platforms
 
 
 def differences(repository: Path = REPOSITORY) -> list[str]:
@@ -56,9 +56,12 @@ def _tag_differences(platform: Platform) -> list[str]:
 def _node_differences(platform: Platform) -> list[str]:
     """An SDK is raised together with what its nodes must have: the device plugin carries the SDK's number."""
     node = platform.node
-    if bool(node) != bool(platform.sdk):
-        return [f"images/platforms.toml, {platform.variant}: a Neuron SDK and a node table need each other"]
-    if node is None:
+    where = f"images/platforms.toml, {platform.variant}"
+    if isinstance(node, CudaNode) != bool(platform.cuda):
+        return [f"{where}: a CUDA release and a node table need each other"]
+    if isinstance(node, NeuronNode) != bool(platform.sdk):
+        return [f"{where}: a Neuron SDK and a node table need each other"]
+    if not isinstance(node, NeuronNode):
         return []
     problems = []
     sdk = _numbers(platform.sdk)[:2]
@@ -66,7 +69,7 @@ def _node_differences(platform: Platform) -> list[str]:
         problems.append(f"the device plugin {node.device_plugin} is not that of SDK {platform.sdk}")
     if not _numbers(node.driver) < _numbers(node.driver_before):
         problems.append(f"the driver {node.driver} is not before {node.driver_before}")
-    return [f"images/platforms.toml, {platform.variant}: {problem}" for problem in problems]
+    return [f"{where}: {problem}" for problem in problems]
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -86,9 +89,20 @@ def _lock_differences(repository: Path, platform: Platform) -> list[str]:
             other, theirs = first_seen.setdefault(package, (name, version))
             if theirs != version:
                 problems.append(f"lockfiles/{name}.txt: {package} is {version}, {other}.txt has {theirs}: make lock")
-        if name.removesuffix(f"-{platform.variant}") in LOCKS_ON_PLATFORM:
+        has_program = name.removesuffix(f"-{platform.variant}") in LOCKS_WITH_PROGRAM
+        if platform.cuda and has_program:
+            problems += _cuda_differences(name, lock, platform.cuda)
+        if platform.sdk and has_program:
             problems += [
                 f"lockfiles/{name}.txt: {package} would be installed over that of the Neuron image: make lock"
                 for package in sorted(lock.keys() & base.keys())
             ]
     return problems
+
+
+def _cuda_differences(name: str, lock: dict[str, str], cuda: str) -> list[str]:
+    """The lock of an image that computes on GPUs has CUDA as the pin says, and Triton."""
+    found = lock.get("cuda-toolkit", "")
+    problems = [] if found.startswith(f"{cuda}.") else [f"cuda-toolkit is {found or 'absent'}, the pin is {cuda}"]
+    problems += [] if "triton" in lock else ["triton is absent"]
+    return [f"lockfiles/{name}.txt: {problem}: make lock" for problem in problems]

@@ -8,11 +8,14 @@ from pathlib import Path
 
 from images.build import repository_of
 from images.docker import has_image, require_engine
+from images.platforms import STAGES_WITH_PROGRAM
 from images.versions import describe_build
 from services.common.errors import DeviceError, MillraceError, RecipeError
 
 STAGES = ("tokenizer", "compiler", "trainer")
 IMAGE_USER = 10001
+# `docker run` shows the node's GPUs to the stages that compute on them.
+GPU_OPTIONS = ("--gpus", "all")
 
 
 class StageFailed(MillraceError):
@@ -44,7 +47,8 @@ def run_stages(stages: tuple[str, ...], variant: str, recipe: Path, root: Path, 
             os.chown(root, IMAGE_USER, IMAGE_USER)
     for stage, image in images.items():
         print(f"\n== {stage}: {image}", flush=True)
-        _run_container(stage, image, recipe, root, options)
+        devices = GPU_OPTIONS if variant == "cuda" and stage in STAGES_WITH_PROGRAM else ()
+        _run_container(stage, image, recipe, root, options, devices)
     if "trainer" in stages:
         _run_container("trainer", images["trainer"], recipe, root, ["summary", *options])
 
@@ -54,13 +58,16 @@ def _image_of(stage: str, variant: str) -> str:
     return f"{repository_of(stage)}:{tag}"
 
 
-def _run_container(stage: str, image: str, recipe: Path, root: Path, arguments: list[str]) -> None:
+def _run_container(
+    stage: str, image: str, recipe: Path, root: Path, arguments: list[str], devices: tuple[str, ...] = ()
+) -> None:
     """`docker run` as a cluster would: a read-only root, no network, one scratch folder, no privileges."""
     owner = root.stat()
     command = [
         *("docker", "run", "--rm", "--init", "--read-only", "--network", "none"),
         *("--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
         *("--user", f"{owner.st_uid}:{owner.st_gid}"),
+        *devices,
         # Graphs are loaded from there as shared libraries, hence exec. Docker's own /dev/shm has 64 MB; Ray wants more.
         *("--tmpfs", "/scratch:exec,mode=1777", "--shm-size", "2g"),
         *("--volume", f"{root.resolve()}:/fsx", "--volume", f"{recipe.resolve()}:/recipe.toml:ro"),

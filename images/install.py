@@ -24,6 +24,7 @@ DELTA = Path("/delta")
 
 def main(arguments: list[str]) -> None:
     name = arguments[-1]
+    _require_locked_torch(name)
     if arguments == [name]:
         _require_pinned_python()
         _make_venv(on_platform=name == "program-neuron.txt")
@@ -32,6 +33,18 @@ def main(arguments: list[str]) -> None:
         before = _now_on_disk()
         _install(BUILD / name)
         _copy_changed_since(before)
+
+
+def _require_locked_torch(name: str) -> None:
+    """Ends the build of a cuda image for which a torch from elsewhere is asked: it brings no CUDA libraries along."""
+    elsewhere = [variable for variable in ("TORCH_INDEX_URL", "TORCH_FIND_LINKS") if os.environ.get(variable)]
+    if elsewhere and name.endswith("-cuda.txt"):
+        sys.exit(
+            f"install: the cuda variant takes torch from {name} alone, and {' and '.join(elsewhere)} would take it "
+            f"from elsewhere, without the CUDA libraries and the Triton of that lock. Build without: "
+            f"make images VARIANT=cuda "
+            f"{' '.join(f'{variable}=' for variable in elsewhere)}"
+        )
 
 
 def _require_pinned_python() -> None:

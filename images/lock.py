@@ -1,7 +1,8 @@
-"""Resolves the requirements into `lockfiles/`: one lock per service and variant, and one union per variant.
+"""Resolves the requirements into `lockfiles/`: one lock per service and variant, and one union per torch.
 
-The union is resolved first and constrains the others, so one package has one version in all images of a variant and
-in the environment that its tests run in. Requirements style, hashes, no addresses of an index.
+A union is resolved first and constrains the others, so one package has one version in all images of a variant and
+in the environment that its tests run in. Variants with the same torch share a union. Requirements style, hashes, no
+addresses of an index.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from services.common.errors import DeviceError
 
 LOCKS = REPOSITORY / "lockfiles"
 NEURON_BASE = REPOSITORY / "images/neuron-base.txt"
-UNION = {"cpu": LOCKS / "dev.txt", "neuron": LOCKS / "dev-neuron.txt"}
+# The cuda variant has the torch of the cpu variant, the same wheel: only what its images check and are given differs.
+UNION = {"cpu": LOCKS / "dev.txt", "cuda": LOCKS / "dev.txt", "neuron": LOCKS / "dev-neuron.txt"}
+NXD_PARITY = REPOSITORY / "requirements-nxd-parity.txt"
 # Tools that run in environments of their own: the installer, `make sbom`, pytest under Pants, and `make check-infra`.
 TOOLS = {
     "uv": ("uv",),
@@ -27,23 +30,33 @@ TOOLS = {
 }
 # Not held to the union's pins: checkov pins a boto3 of its own, years older than the head's.
 UNCONSTRAINED_TOOLS = ("infra-checks",)
-# Locks of what stands on the variant's platform image, and leaves out what that brings.
-LOCKS_ON_PLATFORM = ("program", *STAGES_WITH_PROGRAM)
+# Locks of the images that stand on the variant's platform image. Where that is Neuron's, they leave out what it brings.
+LOCKS_WITH_PROGRAM = ("program", *STAGES_WITH_PROGRAM)
 
 
 def lock(upgrade: bool) -> None:
     """Write every lock, keeping pins that still fit unless `upgrade`."""
     newest = ["--upgrade"] if upgrade else []
     platforms = read_platforms()
+    resolved: set[Path] = set()
     for variant in VARIANTS:
-        # Named in the locks' annotations, so always at this path.
-        pins = REPOSITORY / f"dist/pins-{variant}.txt"
-        pins.parent.mkdir(exist_ok=True)
-        pins.write_text(_pins(platforms[variant]), encoding="utf-8")
-        _lock_variant(variant, ["--constraints", _relative(pins)], newest)
+        constraints = _write_constraints(platforms[variant])
+        if UNION[variant] not in resolved:
+            _lock_union(variant, [*constraints, *newest])
+            resolved.add(UNION[variant])
+        _lock_images(variant, constraints)
+    lock_nxd_parity(newest)
     for name, packages in TOOLS.items():
         constraints = [] if name in UNCONSTRAINED_TOOLS else ["--constraints", _relative(UNION["cpu"])]
         _compile([], LOCKS / f"{name}.txt", options=[*constraints, *newest], typed="\n".join(packages))
+
+
+def lock_nxd_parity(options: list[str]) -> None:
+    """Write the lock of `make test-nxd-parity`: an older transformers than the union's, on the Neuron image's torch."""
+    services = REPOSITORY / "services"
+    needed = [services / "common/requirements.txt", services / "common/program/requirements.txt", NXD_PARITY]
+    pins = ["--constraints", _relative(REPOSITORY / "dist/pins-neuron.txt"), "--constraints", _relative(NEURON_BASE)]
+    _compile(needed, LOCKS / "nxd-parity.txt", options=[*pins, *options])
 
 
 def locks_of(variant: str) -> list[str]:
@@ -57,15 +70,26 @@ def pins_of(lock: Path) -> dict[str, str]:
     return dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", text, flags=re.MULTILINE))
 
 
-def _lock_variant(variant: str, constraints: list[str], upgrade: list[str]) -> None:
-    union = UNION[variant]
-    if variant == "neuron":
-        constraints = [*constraints, "--constraints", _relative(NEURON_BASE)]
+def _write_constraints(platform: Platform) -> list[str]:
+    """Options of `uv pip compile` that hold it to the platform's pins, and to what the Neuron base has."""
+    # Named in the locks' annotations, so always at this path.
+    pins = REPOSITORY / f"dist/pins-{platform.variant}.txt"
+    pins.parent.mkdir(exist_ok=True)
+    pins.write_text(f"ray=={platform.ray}\ntorch=={platform.torch}\n", encoding="utf-8")
+    files = [pins, NEURON_BASE] if platform.variant == "neuron" else [pins]
+    return [option for file in files for option in ("--constraints", _relative(file))]
+
+
+def _lock_union(variant: str, options: list[str]) -> None:
     everything = [*sorted(REPOSITORY.glob("services/**/requirements.txt")), *_requirements_of_tests(variant)]
-    _compile(everything, union, options=[*constraints, *upgrade])
+    _compile(everything, UNION[variant], options=options)
+
+
+def _lock_images(variant: str, constraints: list[str]) -> None:
+    union = UNION[variant]
     for name, requirements in _requirements().items():
         options = [*constraints, "--constraints", _relative(union)]
-        if variant == "neuron" and name in LOCKS_ON_PLATFORM:
+        if variant == "neuron" and name in LOCKS_WITH_PROGRAM:
             options += [f"--no-emit-package={package}" for package in _provided_by_the_platform(union)]
         _compile(requirements, LOCKS / f"{name}-{variant}.txt", options=options)
 
@@ -83,10 +107,6 @@ def _requirements() -> dict[str, list[Path]]:
         shared = [common, program] if service in STAGES_WITH_PROGRAM else [common]
         locks[service] = [*shared, services / service / "requirements.txt"]
     return locks
-
-
-def _pins(platform: Platform) -> str:
-    return f"ray=={platform.ray}\ntorch=={platform.torch}\n"
 
 
 def _provided_by_the_platform(union: Path) -> list[str]:

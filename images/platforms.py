@@ -12,7 +12,7 @@ PLATFORMS = REPOSITORY / "images/platforms.toml"
 
 SERVICES = ("tokenizer", "compiler", "trainer", "head")
 STAGES_WITH_PROGRAM = ("compiler", "trainer")
-VARIANTS = ("cpu", "neuron")
+VARIANTS = ("cpu", "cuda", "neuron")
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,16 @@ class DebianBase:
 
 
 @dataclass(frozen=True)
-class Node:
-    """What a node must have for a variant's images, and no image can bring."""
+class CudaNode:
+    """Requirements of the cuda variant's images on a node, which no image can bring."""
+
+    driver: str
+    """The oldest NVIDIA driver that runs programs of the variant's CUDA; a newer one runs them too."""
+
+
+@dataclass(frozen=True)
+class NeuronNode:
+    """Requirements of the neuron variant's images on a node, which no image can bring."""
 
     driver: str
     """aws-neuronx-dkms of the SDK."""
@@ -36,6 +44,9 @@ class Node:
     ami_type: str
     """EKS's name of the AMI family."""
     ami_releases: str
+
+
+NODES: dict[str, type[CudaNode] | type[NeuronNode]] = {"cuda": CudaNode, "neuron": NeuronNode}
 
 
 @dataclass(frozen=True)
@@ -49,13 +60,21 @@ class Platform:
     slim: str
     platform: str
     sdk: str = ""
+    """The Neuron SDK that `platform` brings."""
+    cuda: str = ""
+    """The CUDA that torch's wheel was built with and brings along, where the variant's images compute on GPUs."""
     debian: DebianBase | None = None
-    node: Node | None = None
+    node: CudaNode | NeuronNode | None = None
 
     @property
     def word(self) -> str:
         """The pin in one word: images with different words never meet in one Ray cluster."""
         return f"{self.variant}-python{self.python}-ray{self.ray}"
+
+    @property
+    def has_one_base(self) -> bool:
+        """Do the images with the program stand on the same base as those without it?"""
+        return self.platform == self.slim
 
     def base_of(self, service: str) -> str:
         return self.platform if service in STAGES_WITH_PROGRAM else self.slim
@@ -83,5 +102,5 @@ def _platform(variant: str, table: dict[str, Any]) -> Platform:
         variant=variant,
         **table,
         debian=DebianBase(**debian) if debian else None,
-        node=Node(**node) if node else None,
+        node=NODES[variant](**node) if node else None,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from infra.account import Account, explaining_refusals
 from infra.batch_queues import list_definitions, list_job_ids, list_queues
 from infra.waiting import wait_until_none
+from services.common.input_file import read_file
 
 # A trainer commits a checkpoint within its stop timeout; a job that is being placed is ended once it has been.
 JOBS_SECONDS = 1800.0
@@ -51,7 +52,7 @@ class BatchWorkloads:
             for arn in list_definitions(self.account, self.stack):
                 print(f"deregister  {arn.rpartition('/')[2]}", flush=True)
                 self.account.client("batch").deregister_job_definition(jobDefinition=arn)
-        lines = self.config.read_text(encoding="utf-8").splitlines() if self.config.is_file() else []
+        lines = read_file(self.config).decode().splitlines() if self.config.is_file() else []
         if f"NAME={self.stack}" in lines and f"REGION={self.account.region}" in lines:
             self.config.unlink()
 

@@ -17,6 +17,7 @@ from infra.cost import Sizes
 from infra.shapes import find_shape
 from infra.stack import STACK
 from services.common.errors import RecipeError
+from services.common.input_file import read_file
 
 REPOSITORIES = "millrace"  # of both stacks; the contract test holds it to theirs
 VARIABLES_FILE = "terraform.tfvars"  # terraform reads it by itself
@@ -130,7 +131,7 @@ def _read_given(config: str | None, folder: Path) -> dict[str, str]:
     path = folder / config if config else None
     if not path or not path.is_file():
         return {}
-    pairs = [line.partition("=") for line in path.read_text(encoding="utf-8").splitlines()]
+    pairs = [line.partition("=") for line in read_file(path).decode().splitlines()]
     return {key: value.strip() for key, _, value in pairs if value.strip() and not key.startswith("#")}
 
 
@@ -184,7 +185,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        parsed: dict[str, Any] = hcl2.loads(path.read_text(encoding="utf-8"))
+        parsed: dict[str, Any] = hcl2.loads(read_file(path).decode())
     except LarkError as error:
         raise RecipeError(f"{path} cannot be read: {error}. terraform fmt {path} says where") from error
     return parsed

@@ -3,7 +3,8 @@
 `shapes.json` is the one table of it. Terraform reads it with `jsondecode`, `services/common/instance_types.py` for the
 services, which know no infrastructure, and everything else through this module. Its facts are those of EC2's
 DescribeInstanceTypes and DescribeInstanceTypeOfferings, to which a test holds them; the memory of a Trainium2 and the
-peaks are those of AWS Neuron's documentation; `pod` and the prices are ours.
+peaks of Trainium are those of AWS Neuron's documentation, the peaks of GPUs those of `services/common/gpu_peaks.py`;
+`pod` and the prices are ours. Types with GPUs are there for the trainer's plan alone: no stack makes nodes of them.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ class Shape:
     """Physical NeuronCores of the node."""
     logical_core_size: int | None
     """Physical NeuronCores that make one logical by default (Neuron's LNC); None where there is no choice."""
+    gpus: int
+    """NVIDIA GPUs of the node, each for one worker; such a type is known to plans, and no pod runs there."""
     device_memory_gib: int
-    """Of one chip."""
+    """Memory of one chip or GPU."""
     peak_bf16_tflops: float
     """Of the node, dense."""
     network_cards: int
@@ -70,8 +73,9 @@ class Shape:
     """Interfaces with EFA at most, one a card; the resource vpc.amazonaws.com/efa counts them."""
     interfaces_per_card: int
     nvme_gb: int
-    huge_pages_gib: int
-    """In pages of 2 MiB: what of the node's memory the EFA driver reserves at boot."""
+    huge_pages_gib: int | None
+    """What of the node's memory the EFA driver reserves at boot, in pages of 2 MiB; None where nobody has looked, for
+    no pod runs there."""
     supports_capacity_block: bool
     supports_placement_group: bool
     zone_ids: dict[str, tuple[str, ...]]

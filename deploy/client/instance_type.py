@@ -16,7 +16,7 @@ def check_instance_type(stage: str, outline: Outline, present: str, how_to_chang
     of the nodes is set.
     """
     wanted, found = outline.cluster.trainer_instance_type, read_instance_types().get(present)
-    if found is None:  # without NeuronCores
+    if found is None:  # without accelerators
         return ""
     if wanted and (wanted != present if stage == "trainer" else family_of(wanted) != family_of(present)):
         return (
@@ -29,6 +29,6 @@ def check_instance_type(stage: str, outline: Outline, present: str, how_to_chang
     if stage != "trainer" or per_node <= most:
         return ""
     return (
-        f"cluster.trainer_workers_per_node is {per_node}, and a {present} has {most} NeuronCores, one for each worker: "
-        f"ARGS=--cluster.trainer_workers_per_node={most}, or nodes of another type: {how_to_change}"
+        f"cluster.trainer_workers_per_node is {per_node}, and a {present} has {most} {found.accelerators}, one for "
+        f"each worker: ARGS=--cluster.trainer_workers_per_node={most}, or nodes of another type: {how_to_change}"
     )

@@ -11,9 +11,10 @@ from typing import Literal
 from deploy.client.outline import Outline, read_outline, read_outline_of_text
 from services.common.command_line import read_override
 from services.common.errors import RecipeError
+from services.common.input_file import read_file
 from services.common.recipe import STAGES
 from services.common.recipe import Stage as StageName
-from services.common.recipe_file import load_recipe
+from services.common.recipe_file import MAX_RECIPE_BYTES, load_recipe
 
 DEFAULT_RECIPE = Path("recipes/tiny-cpu.toml")
 RESERVED_OPTIONS = ("--recipe", "--root", "--launch", "--dry-run")
@@ -86,7 +87,7 @@ def read_request_outline(request: DeployRequest, text: str, arguments: tuple[str
 
 def read_recipe_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_file(path, max_bytes=MAX_RECIPE_BYTES).decode()
     except (OSError, UnicodeDecodeError):
         read_outline(path, {})  # says what is wrong with the file
         raise

@@ -16,6 +16,8 @@ from typing import TextIO, cast
 
 from deploy.client.request import DeployRequest, Mode, require_stage_name
 from deploy.client.target import Target
+from deploy.client.variables import read_hours, read_number, read_switch, read_target, require_taken
+from services.common.credentials import WHERE_THEY_BELONG, mask
 from services.common.entry_point import exit_code_of
 from services.common.errors import RecipeError
 from services.common.recipe import Stage
@@ -35,14 +37,12 @@ def main(argv: list[str]) -> int:
     }
     parser = argparse.ArgumentParser(prog="python -m deploy.commands", description=__doc__)
     parser.add_argument("command", choices=commands)
-    return commands[parser.parse_args(argv).command]()
+    command = parser.parse_args(argv).command
+    require_taken(command, os.environ)
+    return commands[command]()
 
 
 def deploy() -> int:
-    """STAGE, RECIPE, TAG, NODES, ARGS, RETRIES, DRY_RUN=1, OUTPUT=yaml, FOLLOW=0.
-
-    On KubeRay MODE=shared|isolated, WAIT, DRAIN, KEEP=1; on Batch HOURS, AGAIN=1, CONFIG.
-    """
     request = _read_request(_stage())
     with _output(request) as file:
         return _target().deploy(request, file)
@@ -53,43 +53,37 @@ def status() -> int:
 
 
 def logs() -> int:
-    """STAGE."""
     stage = _stage()
     return _target().show_log(stage)
 
 
 def stop() -> int:
-    """STAGE."""
     stage = _stage()
     return _target().stop(stage)
 
 
 def rollback() -> int:
-    """STAGE, and all that `deploy-stage` takes but TAG; default: as it was deployed last."""
+    """The settings with which the stage was deployed last, where nothing else was named."""
     request = _read_request(_stage())
     with _output(request) as file:
         return _target().roll_back(request, file)
 
 
 def pipeline() -> int:
-    """All that `deploy-stage` takes but STAGE, TAG and NODES."""
     request = _read_request("tokenizer")
     with _output(request) as file:
         return _target().run_pipeline(request, file)
 
 
 def _target() -> Target:
-    name = os.environ.get("TARGET") or "kuberay"
-    if name == "kuberay":
+    if read_target(os.environ) == "kuberay":
         from k8s.client.target import KubeRay  # noqa: PLC0415 - each needs libraries that the other does without
         from k8s.objects.api import connect  # noqa: PLC0415
 
         return KubeRay(connect())
-    if name == "batch":
-        from batch.target import connect_batch  # noqa: PLC0415
+    from batch.target import connect_batch  # noqa: PLC0415
 
-        return connect_batch(Path(os.environ["CONFIG"]) if os.environ.get("CONFIG") else None)
-    raise RecipeError(f"TARGET={name}: kuberay or batch")
+    return connect_batch(Path(os.environ["CONFIG"]) if os.environ.get("CONFIG") else None)
 
 
 def _read_request(stage: Stage) -> DeployRequest:
@@ -100,17 +94,17 @@ def _read_request(stage: Stage) -> DeployRequest:
         stage=stage,
         recipe=Path(recipe) if recipe else None,
         tag=os.environ.get("TAG", ""),
-        nodes=_number("NODES", 1) if os.environ.get("NODES") else None,
+        nodes=read_number(os.environ, "NODES", 1) if os.environ.get("NODES") else None,
         mode=cast(Mode, mode) if mode else None,
         arguments=_split(arguments) if arguments is not None else None,
-        retries=_number("RETRIES", RETRIES),
-        start_timeout_seconds=_number("WAIT", START_TIMEOUT_SECONDS),
-        drain_seconds=_number("DRAIN", 0),
-        is_kept=_is_set("KEEP"),
-        is_dry_run=_is_set("DRY_RUN"),
-        is_followed=os.environ.get("FOLLOW", "1") != "0",
-        hours=_hours(),
-        is_again=_is_set("AGAIN"),
+        retries=read_number(os.environ, "RETRIES", RETRIES),
+        start_timeout_seconds=read_number(os.environ, "WAIT", START_TIMEOUT_SECONDS),
+        drain_seconds=read_number(os.environ, "DRAIN", 0),
+        is_kept=read_switch(os.environ, "KEEP"),
+        is_dry_run=read_switch(os.environ, "DRY_RUN"),
+        is_followed=read_switch(os.environ, "FOLLOW", "1"),
+        hours=read_hours(os.environ),
+        is_again=read_switch(os.environ, "AGAIN"),
     )
 
 
@@ -131,6 +125,8 @@ def _output(request: DeployRequest) -> Iterator[TextIO | None]:
 
 
 def _split(arguments: str) -> tuple[str, ...]:
+    if mask(arguments) != arguments:  # they are stored with the deployment, and in its pods
+        raise RecipeError(f"ARGS: holds a user, a password, a token or a signature. {WHERE_THEY_BELONG}")
     try:
         return tuple(shlex.split(arguments))
     except ValueError as error:
@@ -139,30 +135,6 @@ def _split(arguments: str) -> tuple[str, ...]:
 
 def _stage() -> Stage:
     return require_stage_name(os.environ.get("STAGE", ""))
-
-
-def _number(variable: str, default: int) -> int:
-    text = os.environ.get(variable) or str(default)
-    if not text.isdecimal():
-        raise RecipeError(f"{variable}={text}: a whole number is expected")
-    return int(text)
-
-
-def _hours() -> float | None:
-    text = os.environ.get("HOURS", "")
-    if not text:
-        return None
-    try:
-        hours = float(text)
-    except ValueError:
-        hours = 0.0
-    if not 0 < hours < 1e6:
-        raise RecipeError(f"HOURS={text}: a number of hours above 0 is expected, such as 24")
-    return hours
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "") not in ("", "0")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,15 @@ import pytest
 
 from infra.shapes import find_shape, read_shapes
 from services.common.errors import RecipeError
+from services.common.gpu_peaks import sum_peaks
+from services.common.instance_types import TERA
 
 CAPTURE = Path(moto.ec2.__file__).parent / "resources"
 MIB_PER_GIB = 1024
 # EC2 says 512 GiB of one Trainium2, Neuron's "Trainium2 architecture" 96.
 MEMORY_AS_NEURON_SAYS = {"trn2.48xlarge": 96}
+# By the name that EC2 has: its H100 and A100 are those of SXM boards.
+NAMES_OF_THE_DRIVER = {"A100": "NVIDIA A100-SXM4-40GB", "H100": "NVIDIA H100 80GB HBM3", "H200": "NVIDIA H200"}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,7 @@ def zones() -> dict[str, dict[str, list[str]]]:
 def test_a_shape_is_what_ec2_has(instance_types: dict[str, Any], name: str) -> None:
     shape, said = find_shape(name), instance_types[name]
     network, devices = said["NetworkInfo"], said.get("NeuronInfo", {}).get("NeuronDevices", [])
+    gpus = said.get("GpuInfo", {}).get("Gpus", [])
     assert {card["MaximumNetworkInterfaces"] for card in network["NetworkCards"]} == {shape.interfaces_per_card}
     assert {
         "vcpus": said["VCpuInfo"]["DefaultVCpus"],
@@ -46,8 +51,9 @@ def test_a_shape_is_what_ec2_has(instance_types: dict[str, Any], name: str) -> N
         "architecture": said["ProcessorInfo"]["SupportedArchitectures"],
         "neuron_devices": sum(each["Count"] for each in devices),
         "neuron_cores": sum(each["Count"] * each["CoreInfo"]["Count"] for each in devices),
+        "gpus": sum(each["Count"] for each in gpus),
         "device_memory_gib": MEMORY_AS_NEURON_SAYS.get(name)
-        or sum(each["MemoryInfo"]["SizeInMiB"] for each in devices) // MIB_PER_GIB,
+        or sum(each["MemoryInfo"]["SizeInMiB"] for each in (*devices, *gpus)) // MIB_PER_GIB,
         "network_cards": network["MaximumNetworkCards"],
         "efa_cards": network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0),
         "nvme_gb": said.get("InstanceStorageInfo", {}).get("TotalSizeInGB", 0),
@@ -59,6 +65,7 @@ def test_a_shape_is_what_ec2_has(instance_types: dict[str, Any], name: str) -> N
         "architecture": [shape.architecture],
         "neuron_devices": shape.neuron_devices,
         "neuron_cores": shape.neuron_cores,
+        "gpus": shape.gpus,
         "device_memory_gib": shape.device_memory_gib,
         "network_cards": shape.network_cards,
         "efa_cards": shape.efa_cards,
@@ -84,9 +91,18 @@ def test_a_pod_fits_its_node(name: str) -> None:
     assert shape.pod.cpus < shape.vcpus
     assert shape.pod.memory_gib + shape.pod.huge_pages_gib < shape.memory_gib
     assert shape.pod.shared_memory_gib < shape.pod.memory_gib
+    assert shape.huge_pages_gib is not None
     assert shape.pod.huge_pages_gib <= shape.huge_pages_gib
     assert not shape.nvme_gb or shape.pod.storage_gib < shape.nvme_gb
     assert bool(shape.pod.huge_pages_gib) == bool(shape.efa_cards) == bool(shape.neuron_devices)
+
+
+@pytest.mark.parametrize("name", [name for name, shape in read_shapes().items() if shape.gpus])
+def test_a_type_with_gpus_has_their_peaks_and_no_pod(instance_types: dict[str, Any], name: str) -> None:
+    shape, (gpu,) = find_shape(name), instance_types[name]["GpuInfo"]["Gpus"]
+    assert shape.peak_bf16_tflops * TERA == sum_peaks([NAMES_OF_THE_DRIVER[gpu["Name"]]] * gpu["Count"])
+    with pytest.raises(RecipeError, match=f"no stage runs on {name}"):
+        _ = shape.pod_resources
 
 
 @pytest.mark.parametrize("name", read_shapes())

@@ -121,10 +121,8 @@ def rollback_stage(api: Api, request: DeployRequest, manifests: TextIO | None = 
 
 def run_pipeline(api: Api, request: DeployRequest, manifests: TextIO | None = None) -> int:
     """The three stages, one after the other; stops at the first that fails."""
-    if not request.is_followed or request.is_kept:
-        raise RecipeError("pipeline waits for each stage and takes it down before the next: no FOLLOW=0, no KEEP=1")
-    if request.tag or request.nodes is not None:
-        raise RecipeError("TAG and NODES are one stage's: make deploy-stage STAGE=... for each, or NODES in the recipe")
+    if not request.is_followed:
+        raise RecipeError("FOLLOW=0: on KubeRay a pipeline waits for each stage before it begins the next")
     for stage in STAGES:
         print(f"\n== {stage}", flush=True)
         try:

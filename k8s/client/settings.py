@@ -30,6 +30,7 @@ from k8s.objects.names import (
     node_price_annotation,
     node_shape_annotation,
 )
+from services.common.credentials import mask
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe import STAGES
 
@@ -91,6 +92,8 @@ def _find_settings(objects: list[Object]) -> dict[str, str]:
             near = difflib.get_close_matches(key, known, n=1)
             meant = f"do you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
             raise RecipeError(f"settings.env: unknown key {key}; {meant}")
+        if mask(value) != value:
+            raise RecipeError(f"settings.env: {key} holds a user or a password, which manifests would show")
         # kustomize takes a line as it is: quotes become part of a name, and a blank before `=` of the key.
         if re.search(r"[\s\"']", value):
             raise RecipeError(f"settings.env: {key}={value}: expected {key}=VALUE, without quotes, blanks or a comment")
@@ -121,10 +124,11 @@ def _read_pool(name: str, group: str, settings: dict[str, str]) -> Pool:
     if not read("MAX_NODES").isdecimal() or not int(read("MAX_NODES")):
         raise RecipeError(f"settings.env: {prefix}_MAX_NODES={read('MAX_NODES')}: a whole number from 1 on is expected")
     shape = find_shape(read("SHAPE"))
-    if bool(shape.neuron_devices) != (name == TRAINIUM):
+    if bool(shape.neuron_devices) != (name == TRAINIUM) or shape.gpus:
         raise RecipeError(
-            f"settings.env: {prefix}_SHAPE={shape.name} has {shape.neuron_devices} Neuron devices: "
-            f"{TRAINIUM.upper()}_SHAPE is a type with some, that of another pool one with none"
+            f"settings.env: {prefix}_SHAPE={shape.name} has {shape.neuron_devices} Neuron devices and {shape.gpus} "
+            f"GPUs: {TRAINIUM.upper()}_SHAPE is a type with Neuron devices, that of another pool one with neither. "
+            f"Types with GPUs are for plans alone"
         )
     cluster, node_group = settings.get("CLUSTER_NAME"), settings.get(f"{prefix}_NODE_GROUP")
     ends_at = settings.get("CAPACITY_ENDS_AT", "") if shape.neuron_devices else ""

@@ -8,7 +8,6 @@ from deploy.client.request import DeployRequest
 from k8s.client.commands import deploy_stage, rollback_stage, run_pipeline, show_log, stop_stage
 from k8s.client.status import describe_status
 from k8s.objects.api import Api
-from services.common.errors import RecipeError
 from services.common.recipe import Stage
 
 
@@ -19,7 +18,7 @@ class KubeRay:
         self._api = api
 
     def deploy(self, request: DeployRequest, output: TextIO | None) -> int:
-        return deploy_stage(self._api, _require_known(request), output)
+        return deploy_stage(self._api, request, output)
 
     def show_status(self) -> int:
         print(describe_status(self._api))
@@ -32,17 +31,7 @@ class KubeRay:
         return stop_stage(self._api, stage)
 
     def roll_back(self, request: DeployRequest, output: TextIO | None) -> int:
-        return rollback_stage(self._api, _require_known(request), output)
+        return rollback_stage(self._api, request, output)
 
     def run_pipeline(self, request: DeployRequest, output: TextIO | None) -> int:
-        return run_pipeline(self._api, _require_known(request), output)
-
-
-def _require_known(request: DeployRequest) -> DeployRequest:
-    if request.hours is not None:
-        raise RecipeError("HOURS is of TARGET=batch; on KubeRay an attempt has the recipe's train.time_limit_seconds")
-    if request.is_again:
-        raise RecipeError(
-            "AGAIN=1 is of TARGET=batch; on KubeRay the stage itself says whether there is anything to do"
-        )
-    return request
+        return run_pipeline(self._api, request, output)

@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 
 from k8s.controller.ray_jobs import RayJobs, RayUnreachable
+from services.common.errors import StorageError
+from services.common.input_file import open_for_append
 
 LOG_FOLDER = "log"
 AGAIN_SECONDS = 1.0
@@ -63,9 +65,10 @@ class DriverLog:
             try:
                 self._copy_stream()
                 is_broken = False
-            except (RayUnreachable, OSError) as error:
+            except (RayUnreachable, OSError, StorageError) as error:
                 if not is_broken and not self._is_abandoned:
-                    why = f": {error}" if isinstance(error, OSError) else ""  # Ray's words are about its WebSocket
+                    is_rays = isinstance(error, RayUnreachable)  # whose words are about its WebSocket
+                    why = "" if is_rays else f": {error}"
                     print(f"deploy: the log stream broke, the run goes on{why}", file=sys.stderr, flush=True)
                 is_broken = True
             self._closing.wait(AGAIN_SECONDS)
@@ -75,7 +78,7 @@ class DriverLog:
         written = self.path.stat().st_size if self.path.exists() else 0
         position = 0
         readable = Readable()
-        with self.path.open("ab") as file:
+        with open_for_append(self.path) as file:
 
             def write(text: str) -> None:
                 nonlocal position

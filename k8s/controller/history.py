@@ -18,6 +18,8 @@ from services.common.telemetry import read_last_json_line
 
 RUN_DIGEST = "[0-9a-f]" * 8
 STEP_DIGITS = "[0-9]" * 8
+MAX_CHECKPOINT_SECONDS = 86_400.0
+"""A run's file that says more of its slowest checkpoint is damaged, and no drain waits for so long."""
 
 
 def find_newest_checkpoints(root: Path, recipe: str) -> dict[str, int]:
@@ -61,8 +63,9 @@ def record_checkpoint_seconds(api: Api, group: WorkerGroup) -> None:
         return
     files = sorted(Path(group.root).glob("run/*/attempts.jsonl"), key=lambda file: file.stat().st_mtime)
     last = read_last_json_line(files[-1]) if files else None
-    if last and last.get("slowest_checkpoint_seconds"):
-        _annotate(api, group, checkpoint_annotation(group.name), f"{last['slowest_checkpoint_seconds']:.1f}")
+    seconds = last.get("slowest_checkpoint_seconds") if last else None
+    if isinstance(seconds, int | float) and 0 < seconds <= MAX_CHECKPOINT_SECONDS:
+        _annotate(api, group, checkpoint_annotation(group.name), f"{seconds:.1f}")
 
 
 def _digest_of_pods(api: Api, group: WorkerGroup) -> str:

@@ -52,11 +52,15 @@ class RayJobs:
         """Send the driver SIGTERM; Ray kills it after RAY_JOB_STOP_WAIT_TIME_S. Raises `RayUnreachable`."""
         _json_of(self._request("POST", f"/api/jobs/{name}/stop"))
 
-    def count_nodes(self, resource: str) -> int:
-        """Live Ray nodes that declare the resource. Raises `RayUnreachable`."""
+    def find_addresses(self, resource: str) -> set[str]:
+        """Addresses of the live Ray nodes that declare the resource. Raises `RayUnreachable`."""
         answer = self._get("/api/v0/nodes?detail=true&limit=10000")
         nodes = _json_of(answer)["data"]["result"]["result"]
-        return sum(node["state"] == "ALIVE" and resource in (node.get("resources_total") or {}) for node in nodes)
+        return {
+            str(node["node_ip"])
+            for node in nodes
+            if node["state"] == "ALIVE" and resource in (node.get("resources_total") or {})
+        }
 
     def follow_log(self, name: str, write: Callable[[str], None]) -> None:
         """Hand the driver's log to `write`, from its beginning, until the stream ends. Raises `RayUnreachable`."""

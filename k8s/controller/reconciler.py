@@ -10,7 +10,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,16 +44,17 @@ from k8s.objects.deployment import Deployment
 from k8s.objects.eks import NodeGroupDenied, NodeGroupError
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, job_name
-from k8s.objects.placement import explain_placement, newest_event, pods_of
+from k8s.objects.placement import addresses_of, explain_placement, newest_event, pods_of
 from k8s.objects.pod_group import placed_size, render_pod_group
-from k8s.objects.rayjob import nodes_of, rayjobs_of, render_isolated_rayjob, render_rayjob
+from k8s.objects.rayjob import is_over, nodes_of, rayjobs_of, render_isolated_rayjob, render_rayjob
 from k8s.objects.record import Outcome, Record, no_more_failures, read_record, write_attempt, write_outcome
 from k8s.objects.teardown import delete_rayjobs, release_pods, stop_rayjobs
 from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_worker_group, replace_group, scale_down
-from services.common.errors import EXIT_BUG, MillraceError
+from services.common.errors import EXIT_BUG, MillraceError, print_traceback
 
 POLL_SECONDS = 2.0
 LOG_SECONDS = 20.0
+LOST_LOG_SECONDS = 2.0  # the stream of a driver whose node is gone ends with a connection's time limit, if ever
 RELEASE_SECONDS = 600.0  # for which a pool that cannot be lowered is tried again, before it is left to the reaper
 
 
@@ -75,6 +75,7 @@ class Reconciler:
         self._releasing_since: float | None = None
         self._refused_since: float | None = None
         self._wait: tuple[str, float] = ("", 0.0)  # what is waited for, and since when
+        self._is_pass_due = False  # the next one has more to do than to wait
         self._log: DriverLog | None = None
         self._submission: tuple[str, int] | None = None  # the one whose log is followed
         self._stopped: tuple[str, int] | None = None  # the one that was told to stop
@@ -109,9 +110,11 @@ class Reconciler:
                 self._report(f"again in {POLL_SECONDS:.0f} s: {error}")
                 self._end_after_long_refusal(error)
             except Exception as error:  # noqa: BLE001 - a bug must not leave nodes held either
-                traceback.print_exc()
+                print_traceback()
                 self._end_at_once(Outcome(EXIT_BUG, f"a bug in the deploy tool: {error!r}"))
-            self._pause()
+            if not self._is_pass_due:
+                self._pause()
+            self._is_pass_due = False
 
     def _reconcile(self) -> Outcome | None:
         """Observe, decide, act: one pass. The outcome once everything is down."""
@@ -139,7 +142,8 @@ class Reconciler:
             return self._observe_attempt(seen, rayjob)
         if not seen.is_start_due:
             return seen
-        older = rayjobs_of(self._api, self._stage)
+        ended = [self._deployment.rayjob_name(number) for number, _ in enumerate(record.attempts, start=1)]
+        older = [job for job in rayjobs_of(self._api, self._stage) if not is_over(job, ended)]
         if older:
             return replace(seen, older_rayjobs=len(older))
         return replace(seen, gang=self._observe_gang(seen))
@@ -160,13 +164,17 @@ class Reconciler:
         )
         if not gang.is_up_to_date or gang.replicas != nodes:
             return gang
-        missing = explain_placement(self._api, group, nodes)
-        if missing:
-            return replace(gang, missing=missing)
-        try:
-            return replace(gang, joined=self._ray(CLUSTER).count_nodes(group.routing_resource))
-        except RayUnreachable as error:
-            return replace(gang, ray_error=str(error))
+        # A pod that has joined Ray can work, and the operator calls it ready 10 s later or more. One that is gone is
+        # alive to Ray for a while, hence the addresses.
+        addresses = addresses_of(self._api, self._stage)
+        if len(addresses) >= nodes:
+            try:
+                joined = len(addresses & self._ray(CLUSTER).find_addresses(group.routing_resource))
+            except RayUnreachable as error:
+                gang = replace(gang, ray_error=str(error))
+            else:
+                gang = replace(gang, joined=joined)
+        return gang if gang.joined >= nodes else replace(gang, missing=explain_placement(self._api, group, nodes))
 
     def _observe_attempt(self, seen: Observation, rayjob: Object) -> Observation:
         try:
@@ -233,6 +241,7 @@ class Reconciler:
 
     def _start(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
         self._ensure_pod_group(group, attempt, nodes)
+        delete_rayjobs(self._api, self._stage)  # those that are over
         if self._deployment.mode == "isolated":
             self._api.create(render_isolated_rayjob(group, self._deployment, attempt))
         else:
@@ -260,7 +269,9 @@ class Reconciler:
         if action.is_driver_stopped and observation.rayjob is not None:
             self._tell_driver_to_stop(observation.rayjob)  # without a head it does not begin either
         if self._log:
-            self._log.close(LOG_SECONDS)
+            driver = observation.driver
+            is_lost = driver is not None and driver.status.is_terminal() and driver.exit_code is None
+            self._log.close(LOST_LOG_SECONDS if is_lost else LOG_SECONDS)
             self._log = self._submission = None
         group = read_worker_group(self._api, self._stage)
         if action.exit_code == 0:
@@ -281,6 +292,7 @@ class Reconciler:
             self._api.delete("RayJob", self._deployment.rayjob_name(number))
         progress = "; there is a newer checkpoint, so retries are counted anew" if is_newer and action.exit_code else ""
         self._report(f"attempt {number} ended with exit code {action.exit_code}: {action.message}{progress}")
+        self._is_pass_due = True
 
     def _take_down(self, action: TakeDown) -> bool:
         """RayJobs ended, then pods and gang down, then their nodes given back; True once all that is so."""

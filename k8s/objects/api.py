@@ -19,6 +19,7 @@ from kubernetes.dynamic.exceptions import ResourceNotFoundError
 
 from k8s.objects.names import NAMESPACE
 from services.common.errors import DeviceError
+from services.common.input_file import require_regular_file
 
 Object = dict[str, Any]
 
@@ -197,6 +198,9 @@ def connect() -> Api:
             kubernetes.config.load_incluster_config()
             return Api(_patient(kubernetes.client.ApiClient()))
         file = os.environ.get("KUBECONFIG") or (str(LOCAL_KUBECONFIG) if LOCAL_KUBECONFIG.exists() else None)
+        for each in (file or kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION).split(os.pathsep):
+            if os.path.lexists(each):  # the library says what is absent, and waits for a pipe
+                require_regular_file(Path(each))
         return Api(_patient(kubernetes.config.new_client_from_config(config_file=file)))
     except (ConfigException, OSError, yaml.YAMLError, TypeError, KeyError) as error:
         raise DeviceError(

@@ -19,6 +19,12 @@ def pods_of(api: Api, stage: str) -> list[Object]:
     return api.find_all("Pod", f"{COMPONENT_LABEL}={stage},ray.io/node-type=worker")
 
 
+def addresses_of(api: Api, stage: str) -> set[str]:
+    """Those of the stage's worker pods that are placed and not on their way out."""
+    pods = [pod for pod in pods_of(api, stage) if "deletionTimestamp" not in pod["metadata"]]
+    return {str(pod["status"]["podIP"]) for pod in pods if pod.get("status", {}).get("podIP")}
+
+
 def heads_of(api: Api) -> list[Object]:
     """The shared cluster's head; two of them while one replaces the other."""
     return api.find_all("Pod", f"ray.io/cluster={CLUSTER},ray.io/node-type=head")

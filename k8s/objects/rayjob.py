@@ -16,6 +16,7 @@ from k8s.objects.names import (
     STAGE_LABEL,
 )
 from k8s.objects.worker_group import WorkerGroup, render_worker_group
+from services.common.artifacts.attempt import Attempt
 from services.common.launch.launcher import DRIVER_SHARE
 
 RAYJOB_ENDS = ("Complete", "Failed", "ValidationFailed")
@@ -47,6 +48,7 @@ def render_isolated_rayjob(worker_group: WorkerGroup, deployment: Deployment, at
 
 def _rayjob(group: WorkerGroup, deployment: Deployment, attempt: int, nodes: int) -> Object:
     name = deployment.rayjob_name(attempt)
+    words = group.entrypoint(list(deployment.arguments_for(nodes)), Attempt(f"{group.name}-{deployment.id}", attempt))
     metadata = {"stage": group.name, "deployment": deployment.id, "image": deployment.image, NODES_KEY: str(nodes)}
     return {
         "apiVersion": "ray.io/v1",
@@ -55,7 +57,7 @@ def _rayjob(group: WorkerGroup, deployment: Deployment, attempt: int, nodes: int
         "spec": {
             "jobId": name,
             "submissionMode": "HTTPMode",  # no submitter pod whose loss would fail a healthy run
-            "entrypoint": shlex.join(group.entrypoint(list(deployment.arguments_for(nodes)))),
+            "entrypoint": shlex.join(words),
             "entrypointResources": json.dumps({group.routing_resource: DRIVER_SHARE}),
             "metadata": metadata,
             # No deadline and no backoffLimit: with clusterSelector the one leaves the Ray job running and the other is
@@ -75,6 +77,16 @@ def nodes_of(job: Object, deployment: Deployment) -> int:
 
 def has_ended(job: Object) -> bool:
     return (job.get("status") or {}).get("jobDeploymentStatus") in RAYJOB_ENDS
+
+
+def is_over(job: Object, ended: list[str]) -> bool:
+    """May another attempt start beside it? The operator has seen its end, or Ray told it and the record has it.
+
+    The last attempt, where it was given up without such a word, is being deleted, and is waited for until it is gone.
+    """
+    metadata = job["metadata"]
+    is_given_up = metadata["name"] in ended[-1:] and "deletionTimestamp" in metadata
+    return has_ended(job) or (metadata["name"] in ended and not is_given_up)
 
 
 def has_run(job: Object) -> bool:

@@ -28,6 +28,7 @@ from k8s.objects.names import (
     node_shape_annotation,
     recipe_name,
 )
+from services.common.artifacts.attempt import ATTEMPT_VARIABLE, Attempt
 from services.common.errors import DeviceError
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
 
@@ -181,11 +182,13 @@ class WorkerGroup:
     def recipe_index(self) -> int:
         return next(index for index, volume in enumerate(self.pod["volumes"]) if volume["name"] == RECIPE.name)
 
-    def entrypoint(self, arguments: list[str]) -> list[str]:
-        """The stage's command, for Ray's shell."""
+    def entrypoint(self, arguments: list[str], attempt: Attempt) -> list[str]:
+        """The stage's command, for Ray's shell, with the attempt in its environment."""
+        command = make_command(self.name, f"{self.recipe_folder}/{RECIPE_FILE}", self.root, arguments)
         # exec: else a stop's SIGTERM ends the shell around it, the stage's process is left to process 1 of the pod,
-        # which reaps nothing, and Ray waits for the zombie until its patience ends.
-        return ["exec", *make_command(self.name, f"{self.recipe_folder}/{RECIPE_FILE}", self.root, arguments)]
+        # which reaps nothing, and Ray waits for the zombie until its patience ends. env: a runtime environment of Ray's
+        # would be every worker's, too, and each of its processes would be started anew for it.
+        return ["exec", "env", f"{ATTEMPT_VARIABLE}={attempt}", *command]
 
     def _ray_counts(self, resource: str, limit: str) -> Decimal:
         """What the group declares, or what limits its pods."""

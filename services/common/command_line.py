@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
+from services.common.credentials import WHERE_THEY_BELONG, holds_secret
 from services.common.errors import RecipeError
 from services.common.launch.launcher import LAUNCHERS
 from services.common.recipe import Recipe
@@ -19,13 +20,15 @@ def read_override(argument: str) -> tuple[str, str] | None:
 
 
 def require_text(arguments: argparse.Namespace) -> None:
-    """Raise `RecipeError` for a path or a text of the command line that is not UTF-8, or has a NUL: manifests, logs and
-    reports name it.
+    """Raise `RecipeError` for a path or a text of the command line that is not UTF-8, has a NUL, or holds credentials:
+    manifests, logs and reports name it.
     """
     for name, value in vars(arguments).items():
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, (str, Path)) and not _is_text(str(each)):
                 raise RecipeError(f"{name} {str(each)[:200]!r}: expected UTF-8 without NUL characters.")
+            if isinstance(each, (str, Path)) and holds_secret(str(each)):
+                raise RecipeError(f"{name}: holds a user, a password, a token or a signature. {WHERE_THEY_BELONG}")
 
 
 def _is_text(value: str) -> bool:

@@ -21,7 +21,10 @@ from services.common.errors import (
     RecipeError,
     TryAgain,
     explain_storage_error,
+    print_traceback,
 )
+from services.common.input_file import InputFileError, unreadable
+from services.common.limits import explain_lack
 from services.common.stop_signals import (
     Stopped,
     end_at_once,
@@ -40,7 +43,9 @@ def run_program(main: Callable[[list[str]], int]) -> NoReturn:
     # A stage that is told to stop while it holds only restartable work ends like one that was preempted.
     # The trainer replaces this by what commits a checkpoint first.
     install(_raise_stopped)
+    sys.excepthook = lambda _, error, __: print_traceback(error)
     argv = sys.argv[1:]
+    atexit.register(ignore_stop_signals)  # among the last: Python restores what they do at the very end
     if isinstance(sys.stdout, io.TextIOWrapper):  # names and text of any language, on a terminal of any encoding
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -56,7 +61,6 @@ def run_program(main: Callable[[list[str]], int]) -> NoReturn:
         with suppress(OSError):  # nobody reads
             sys.stdout.flush()
         os._exit(exit_code)
-    ignore_stop_signals()  # Python would restore what they do at the very end
     sys.exit(exit_code)
 
 
@@ -97,21 +101,31 @@ def exit_code_of(work: Callable[[], int]) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if error.errno in STORAGE_ERRNOS:
-            return _report(explain_storage_error(error))
-        if error.errno in TRANSIENT_ERRNOS and not isinstance(error, ConnectionError):
-            return _report(
-                TryAgain(
-                    f"{error.filename or 'the file system'}: {error.strerror}. Look after the mount or the disk; the "
-                    f"same command continues from what was committed."
-                )
-            )
-        if error.errno == errno.ENAMETOOLONG:
-            return _report(
-                RecipeError(f"{error.filename}: {error.strerror}. Pass a shorter path, or shorten the name.")
-            )
-        raise
+    except (OSError, MemoryError, RuntimeError) as error:
+        explained = explain_os_error(error)
+        if explained is None:
+            raise
+        return _report(explained)
+
+
+def explain_os_error(error: Exception) -> MillraceError | None:
+    """The error that a user can act on, for what the system says of a file, of memory or of threads; None for others.
+
+    What was read is never explained as something that cannot be written.
+    """
+    lack = explain_lack(error, getattr(error, "filename", None) or "")
+    if lack is not None or not isinstance(error, OSError):
+        return lack
+    if error.errno == errno.ENAMETOOLONG:
+        return RecipeError(f"{error.filename}: {error.strerror}. Pass a shorter path, or shorten the name.")
+    if error.errno in TRANSIENT_ERRNOS and not isinstance(error, ConnectionError):
+        return TryAgain(
+            f"{error.filename or 'the file system'}: {error.strerror}. Look after the mount or the disk; the same "
+            f"command continues from what was committed."
+        )
+    if isinstance(error, InputFileError):
+        return unreadable(error.filename, error)
+    return explain_storage_error(error) if error.errno in STORAGE_ERRNOS else None
 
 
 def _report(error: MillraceError | Stopped) -> int:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import errno
 import shutil
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from services.common.credentials import mask
 
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
@@ -27,9 +31,15 @@ TRANSIENT_ERRNOS = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EN
 
 
 class MillraceError(Exception):
-    """An error with an exit code. Carries its message alone, so that it survives pickling between processes."""
+    """An error with an exit code. Carries its message alone, so that it survives pickling between processes.
+
+    Credentials in the message are masked: what libraries say of an address names it as a whole.
+    """
 
     exit_code = EXIT_BUG
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(mask(str(message)))
 
 
 class RecipeError(MillraceError):
@@ -52,6 +62,10 @@ class DeviceError(MillraceError):
     """A device, a backend or a tool that this machine should have is missing or unfit."""
 
     exit_code = 4
+
+
+class LimitError(DeviceError):
+    """A limit of this process or of its node is too low for the work: a setting has to change before a retry helps."""
 
 
 class StorageError(MillraceError):
@@ -84,7 +98,8 @@ def explain_storage_error(error: OSError, option: str = "--root") -> StorageErro
     """Turn an `OSError` whose errno is in STORAGE_ERRNOS into the sentence a user needs. `option` is the one of the
     command that chose the place.
     """
-    where = Path(str(error.filename)) if error.filename else None
+    name = error.filename2 or error.filename  # of a rename, the place that is taken
+    where = Path(str(name)) if name else None
     place = f"{where}: " if where else ""
     free = ""
     for existing in (where, *where.parents) if where else ():
@@ -94,7 +109,7 @@ def explain_storage_error(error: OSError, option: str = "--root") -> StorageErro
     if error.errno in _FULL:
         advice = f"Free some space or pass another {option}; the same command then continues where it stopped."
     elif error.errno in _OCCUPIED:
-        advice = f"Something else is where ours belongs: move it away. Pass a {option} that this user can write to."
+        advice = f"Something else is where ours belongs: move it away. Or pass another {option}."
     elif error.errno in _FORBIDDEN:
         advice = (
             f"This user may not do that there: change its owner or mode. Or pass a {option} that this user can write "
@@ -103,6 +118,15 @@ def explain_storage_error(error: OSError, option: str = "--root") -> StorageErro
     else:
         advice = f"Pass a {option} that this user can write to."
     return StorageError(f"{place}{error.strerror}{free}. {advice}")
+
+
+def print_traceback(error: BaseException | None = None) -> None:
+    """Print the traceback of `error`, or of what is being handled, with its credentials masked: a chain of errors ends
+    in a library's, which may name an address as a whole.
+    """
+    lines = traceback.format_exception(error) if error else [traceback.format_exc()]
+    with suppress(OSError):  # nobody reads
+        print(mask("".join(lines)), end="", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from services.common.artifacts.process import ProcessName, is_running, this_process
 from services.common.errors import StorageError
+from services.common.input_file import InputFileError, parse_json, read_file
 
 PROBE_PREFIX = ".probe-"
 SMALL_BYTES = 4096
@@ -95,9 +96,9 @@ def _remove_abandoned(place: Path, own: Path) -> None:
 
 def _is_abandoned(folder: Path, own: Path) -> bool:
     try:
-        owner = ProcessName(**json.loads((folder / _OWNER).read_text(encoding="utf-8")))
+        owner = ProcessName(**parse_json(read_file(folder / _OWNER, folder)))
         is_alive = is_running(owner)
-    except (FileNotFoundError, ValueError, TypeError):  # killed before it wrote its name
+    except (FileNotFoundError, InputFileError, ValueError, TypeError):  # killed before it wrote its name
         is_alive = None
     if is_alive is None:  # both times are the file system's, of folders that it has made
         return own.stat().st_mtime - folder.stat().st_mtime > ABANDONED_SECONDS

@@ -1,9 +1,9 @@
-"""What a service runs on: Python, Ray, torch, its libraries, and on the Neuron variant those of the SDK.
+"""What a service runs on: Python, Ray, torch, its libraries, and the variant's own: CUDA's, or those of the Neuron SDK.
 
 `python -m services.common.image_platform` prints it and exits with 4 where a library of the image cannot be imported:
 the first thing to run in a new image, before it is given a node. Each image is built through the same check with
-`--without-device`: no image that lacks a library gets a tag. That check sees this module, `entry_point`, `errors` and
-`stop_signals` alone, so that a change of other code does not repeat it.
+`--without-device`: no image that lacks a library gets a tag. That check sees this module and those that it imports
+alone, so that a change of other code does not repeat it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -33,8 +33,9 @@ class BackendEntry:
 
 
 NATIVE = BackendEntry("torch_native", "TorchNative", ("forward", "backward", "update", "evaluate"))
+CUDA = replace(NATIVE, graphs=("forward", "backward", "evaluate"))  # torch has a kernel for the update
 XLA = BackendEntry("neuron_xla", "NeuronXla", ("micro-batch", "update", "check", "load", "evaluate"))
-BACKENDS = {"cpu": NATIVE, "cuda": NATIVE, "neuron": NATIVE, "xla": XLA}
+BACKENDS = {"cpu": NATIVE, "cuda": CUDA, "neuron": NATIVE, "xla": XLA}
 """By the recipe's name of the device."""
 NEURON_DEVICES = Path("/dev")
 """Where the driver of a Trainium node shows its chips: neuron0, neuron1, ..."""
@@ -62,9 +63,15 @@ LIBRARIES = {
 # What the AWS Neuron training image brings to the services with the program. Whether all of them can be imported where
 # there is no Neuron device is not documented.
 NEURON_LIBRARIES = ("torch_xla", "torch_neuronx", "libneuronxla", "neuronxcc", "neuronx_distributed")
+# What the compiler and the trainer need for GPUs besides a torch that was built with CUDA, whose import loads CUDA's
+# libraries, cuDNN and NCCL. Neither import needs a GPU or its driver.
+CUDA_LIBRARIES = ("triton",)
 WITH_PROGRAM = ("compiler", "trainer")
 
-DISTRIBUTIONS = ("ray", "torch", "numpy", "torch-xla", "torch-neuronx", "neuronx-cc", "neuronx-distributed")
+DISTRIBUTIONS = (
+    *("ray", "torch", "numpy", "cuda-toolkit", "triton"),
+    *("torch-xla", "torch-neuronx", "neuronx-cc", "neuronx-distributed"),
+)
 # What the import of a broken package has been seen to raise: a shared library that is missing or too old (ImportError,
 # OSError), and a package built for another NumPy or another torch (the others).
 BROKEN = (ImportError, OSError, AttributeError, RuntimeError, TypeError, ValueError)
@@ -97,6 +104,11 @@ def image_variant() -> str:
     return os.environ.get("MILLRACE_VARIANT") or "cpu"
 
 
+def is_in_image() -> bool:
+    """Does this run in an image of ours, and not in a checkout's environment?"""
+    return bool(os.environ.get("MILLRACE_VARIANT"))
+
+
 def image_service() -> str:
     """The service whose image this runs in; empty outside of one, where all of them run."""
     return os.environ.get("MILLRACE_SERVICE", "")
@@ -106,13 +118,23 @@ def require_backend(device: str) -> BackendEntry:
     """What runs the program on the recipe's device. Raises `DeviceError` where this image or this node is for another.
 
     There is no other device instead: on a Trainium node the CPU would train for weeks while the chips are paid for.
+    Outside of an image each device that torch finds may be used.
     """
     variant = image_variant()
     if variant == "neuron" and device != "xla":
         raise DeviceError(
             f"this is a neuron image, which runs the program through torch_xla alone, and parallel.device is "
-            f"{device!r}. Use the chips: --parallel.device=xla. Or run the stage in an image of the cpu variant, on a "
-            f"node without chips: make images VARIANT=cpu"
+            f"{device!r}. Use the chips: --parallel.device=xla. {_home_of(device)}"
+        )
+    if variant == "cuda" and device != "cuda":
+        raise DeviceError(
+            f"this is a cuda image, which runs the program on NVIDIA GPUs alone, and parallel.device is {device!r}: "
+            f"the node's GPUs would be paid for, and idle. Use them: --parallel.device=cuda. {_home_of(device)}"
+        )
+    if device == "cuda" and variant != "cuda" and is_in_image():
+        raise DeviceError(
+            f"this is a {variant} image, and parallel.device is 'cuda': its torch may be built without CUDA, and "
+            f"it asks the node for no GPU. {_home_of(device)}"
         )
     chips = neuron_chips()
     if chips and device == "cpu":
@@ -122,6 +144,18 @@ def require_backend(device: str) -> BackendEntry:
             f"on a node without them."
         )
     return BACKENDS[device]
+
+
+def _home_of(device: str) -> str:
+    """A sentence that says where a recipe for the device runs, told where it does not."""
+    if device == "neuron":
+        return "A recipe for neuron runs in no image, but where TorchNeuron is installed."
+    variant, node = {
+        "cpu": ("cpu", "a node without accelerators"),
+        "cuda": ("cuda", "a node with NVIDIA GPUs"),
+        "xla": ("neuron", "a Trainium node"),
+    }[device]
+    return f"A recipe for {device} runs in an image of the {variant} variant, on {node}: make images VARIANT={variant}"
 
 
 def neuron_chips() -> list[str]:
@@ -136,9 +170,15 @@ def require_libraries(service: str, variant: str, without_device: bool = False) 
     """
     for library in dict.fromkeys([*EVERY_SERVICE, *libraries_of(service)]):
         _require(library, variant)
-    if variant == "neuron" and service not in LIBRARIES.keys() - WITH_PROGRAM:
+    if service in LIBRARIES.keys() - WITH_PROGRAM:
+        return
+    if variant == "neuron":
         for library in NEURON_LIBRARIES:
             _require(library, variant, is_imported=not without_device)
+    if variant == "cuda":
+        for library in CUDA_LIBRARIES:
+            _require(library, variant)
+        _require_cuda_build()
 
 
 def libraries_of(service: str) -> tuple[str, ...]:
@@ -161,6 +201,16 @@ def _require(library: str, variant: str, is_imported: bool = True) -> None:
         raise DeviceError(
             f"{library} is {what} on the {variant} variant ({error}). {_advice(library, variant)}"
         ) from error
+
+
+def _require_cuda_build() -> None:
+    """Raises `DeviceError` when torch was built without CUDA: such an image would refuse every recipe on every node."""
+    torch = importlib.import_module("torch")
+    if torch.version.cuda is None:
+        raise DeviceError(
+            f"torch {torch.__version__} was built without CUDA (torch.version.cuda is None), and the cuda variant "
+            f"needs it. {_advice('torch', 'cuda')}"
+        )
 
 
 def _advice(library: str, variant: str) -> str:

@@ -151,11 +151,13 @@ def _activation_bytes(recipe: Recipe, sizes: _Sizes) -> tuple[int, int, int]:
     products = a * (2 * sizes.queries + 2 * sizes.keys + 2 * sizes.inner + 2 * sizes.sequence)
     # An exact sum is made of what all workers sent, and the collective's result is that.
     scattered = sizes.sequence if recipe.train.reduction == "exact" else sizes.stream
-    collectives = 2 * r * sizes.sequence + 2 * a * scattered if _is_split(recipe) else 0
+    collectives = 2 * r * sizes.sequence + 2 * _sum_bytes(recipe) * scattered if _is_split(recipe) else 0
     layer_input = r * sizes.stream
     kept = {"none": everything, "selective": layer_input + products + collectives, "full": layer_input}[mode]
     recomputed = 0 if mode == "none" else everything
     passing = 4 * r * sizes.sequence + 3 * a * sizes.inner
+    if _is_split(recipe) and _sum_bytes(recipe) > r:
+        passing += _sum_bytes(recipe) * sizes.sequence  # a gradient in the type in which it is summed
     return kept, recomputed, passing
 
 
@@ -182,6 +184,11 @@ def _param_bytes(recipe: Recipe) -> int:
 
 def _compute_bytes(recipe: Recipe) -> int:
     return FLOAT32_BYTES if recipe.train.dtype == "float32" else 2
+
+
+def _sum_bytes(recipe: Recipe) -> int:
+    """Bytes of an element of the activations that the workers of a model sum."""
+    return FLOAT32_BYTES if recipe.parallel.reduce_dtype == "float32" else _compute_bytes(recipe)
 
 
 def _cast_elements(recipe: Recipe, sizes: _Sizes) -> int:

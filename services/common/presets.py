@@ -1,4 +1,4 @@
-"""The published Llama sizes, by name, as the recipe's `[model]` section spells them."""
+"""The published Llama sizes and TinyLlama's (arXiv 2401.02385), by name, as the recipe's `[model]` section has them."""
 
 from __future__ import annotations
 
@@ -44,5 +44,13 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8_192,
         },
+    },
+    "tinyllama-1.1b": {
+        "vocab_size": 32_000,
+        "hidden_size": 2_048,
+        "intermediate_size": 5_632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
     },
 }

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from services.common.instance_types import TRN1, family_of, read_instance_types
+from services.common.credentials import require_no_credentials
+from services.common.instance_types import TRN1, Accelerators, family_of, read_instance_types
 from services.common.presets import MODEL_PRESETS
 
 Kind = Literal["corpus", "compile_cache", "checkpoint"]
@@ -23,6 +24,8 @@ Stage = Literal["tokenizer", "compiler", "trainer"]
 Device = Literal["cpu", "cuda", "neuron", "xla"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 STAGES: tuple[Stage, ...] = ("tokenizer", "compiler", "trainer")
+ACCELERATORS: dict[Device, Accelerators] = {"cuda": "GPUs", "neuron": "NeuronCores", "xla": "NeuronCores"}
+"""Kind of accelerator that each device of a recipe is; a CPU is none."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +79,27 @@ CompilerFlag = Annotated[str, AfterValidator(_require_compiler_flag)]
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,  # it may hold what is refused
     )
 
     @field_validator("*")
     @classmethod
     def _fits_the_machine(cls, value: Any) -> Any:
-        """Integers of 64 bits, as TOML has them and arithmetic with floats stays finite; text that can be a path."""
+        """Integers of 64 bits, as TOML has them and arithmetic with floats stays finite; text that can be a path, and
+        that everybody may read who reads what is made by it.
+        """
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError("an integer of more than 64 bits")
         if isinstance(value, str) and "\0" in value:
             raise ValueError(f"{value[:80]!r} has a NUL character, which no path and no name can have")
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, str):
+                require_no_credentials(each, "the value")
         return value
 
 
@@ -96,6 +109,11 @@ class Source(Section):
     uri: str
     """`pydoc://` (the documentation that ships with CPython), a local or fsspec path, folder or glob, or
     `datasets://NAME`, a data set on the Hugging Face hub or in a folder.
+
+    An address with a user, a password, or a parameter that may be a secret is refused, because recipes are stored and
+    shown: credentials belong into `~/.netrc`, the hub's token (`HF_TOKEN`) and AWS's credential chain. Of web addresses
+    every parameter is refused that is not known to be harmless, such as `download` or `version`; an `@` in the path of
+    an address with a port is written as `%40`.
     """
     format: Literal["auto", "text", "jsonl", "parquet", "arrow", "wikicorpus"] = "auto"
     """`auto` goes by the file name's ending; `text` makes each file one document; `wikicorpus` is the format of the
@@ -138,6 +156,11 @@ class Corpus(Section):
     """`replace` puts U+FFFD where bytes are not UTF-8 and counts the documents; `reject` stops."""
     control_text: Annotated[Literal["text"], CORPUS] = "text"
     """What `</s>` typed in a document becomes: `text` is the tokens of its characters, never the special token."""
+    max_document_bytes: Positive = 128 * 2**20
+    """Bytes of the largest document. A longer one, or a longer line that would hold it, ends the stage (exit code 3)
+    once so much of it was read: nothing is dropped, and no file takes memory without a limit. The longest books and
+    source files in known corpora have some 10 MB; a worker takes less than 1 GB for documents of 64 MB.
+    """
     split_bytes: Positive = 64 * 2**20
     """Input bytes that one encode task reads. Changes the number of tasks, never the corpus."""
 
@@ -152,7 +175,9 @@ class VocabularyTraining(Section):
 
 class Tokenizer(Section):
     model: Annotated[str | None, CORPUS] = None
-    """Path of a SentencePiece model, a `tokenizer.json` or a tiktoken file. When absent, `train` makes a model."""
+    """Path, or an address without credentials, of a SentencePiece model, a `tokenizer.json` or a tiktoken file. When
+    absent, `train` makes a model.
+    """
     train: Annotated[VocabularyTraining | None, CORPUS] = None
     bos_token: Annotated[str | None, CORPUS] = None
     """Of a `tokenizer.json`: the special token before each document. Known for Llama 2 and 3."""
@@ -239,14 +264,18 @@ class Parallel(Section):
     """Models, each of `tensor_parallel_size` workers, that each process a part of the global batch."""
     tensor_parallel_size: Annotated[Positive, COMPILED, Constant(("checkpoint",), 1)] = 1
     """Workers that share one model: each has a part of every matrix, and of the sequence between the layers."""
+    reduce_dtype: Annotated[Literal["float32", "bfloat16"], TRACED_ADDED] = "float32"
+    """Type in which the workers of a model sum activations and their gradients; the result has the activations' type.
+    `bfloat16` needs train.dtype `bfloat16` and sends half the bytes of these sums, which then round at each addition.
+    Sums of gradients of weights are float32 always."""
     zero_stage: Literal[0, 1] = 0
     """1: each data-parallel worker holds and updates a share of the optimizer's state, with the same bits (ZeRO-1)."""
     threads_per_worker: Annotated[Positive, COMPILED] = 1
     """CPU threads of a worker. Compiled loops are cut for this number, so it is declared and never detected."""
     device: Annotated[Device, Identity(("compile_cache",), is_added=True)] = "cpu"
     """Where a worker computes, each on a device of its own. `xla` is a NeuronCore of trn1 by torch_xla, `neuron` one of
-    trn2 by TorchNeuron, operation by operation. `cuda` and `neuron` are written by their documentation and have not
-    run."""
+    trn2 by TorchNeuron, operation by operation. `cuda` is an NVIDIA GPU. `cuda` and `neuron` are written by their
+    documentation and have not run."""
 
     @property
     def num_workers(self) -> int:
@@ -323,7 +352,8 @@ class Train(Section):
     losses that are reported, of training and evaluation, are cross-entropy alone. 0 leaves it out."""
     activation_checkpointing: Annotated[ActivationCheckpointing, COMPILED] = "none"
     """What of a layer's forward pass the backward pass computes again instead of keeping it: nothing; all but matrix
-    products and attention (`selective`); or all (`full`). The bits are the same."""
+    products and attention (`selective`); or all (`full`). The bits are the same; on `xla` the compiler fuses, and so
+    rounds, otherwise."""
     reduction: Annotated[Literal["exact", "fast"], TRAINED] = "exact"
     """`exact` sums micro-batches in one fixed binary tree, so any number of workers gives the same bits; `fast` sums a
     worker's in a row, and leaves the rest to the library. Of m micro-batches a worker's tree holds log2(m) sums of the
@@ -376,7 +406,8 @@ class Cluster(Section):
     trainer_workers_per_node: Positive = 1
     """Of the data_parallel_size x tensor_parallel_size workers, those that share a node. The trainer's nodes follow."""
     trainer_instance_type: str | None = None
-    """EC2 type of the trainer's nodes, whose memory, peak and price `plan` goes by; when absent, it goes without."""
+    """EC2 type of the trainer's nodes, with NeuronCores or GPUs, whose memory, peak and price `plan` goes by; when
+    absent, it goes without."""
     min_nodes: Positive | None = None
     """The trainer goes on with as few when nodes are lost and none takes their place; when absent, it waits for all."""
 
@@ -449,6 +480,12 @@ class Recipe(Section):
                 f"{self.compile.enabled} and {self.train.reduction!r}: torch_xla runs compiled graphs alone, and the "
                 f"tree of exact sums is another graph for each micro-batch"
             )
+        self._require_accelerators()
+        if self.parallel.reduce_dtype == "bfloat16" and self.train.dtype != "bfloat16":
+            raise ValueError(
+                f"parallel.reduce_dtype 'bfloat16' needs train.dtype 'bfloat16', got {self.train.dtype!r}: activations "
+                f"are summed in no narrower type than their own"
+            )
         family = family_of(self.cluster.trainer_instance_type)
         if self.parallel.device == "xla" and not family.startswith(TRN1):
             raise ValueError(
@@ -489,6 +526,19 @@ class Recipe(Section):
                 f"optimizer.decay_steps {self.optimizer.decay_steps}"
             )
         return self
+
+    def _require_accelerators(self) -> None:
+        """Raise `ValueError` where the trainer's nodes have no accelerators of the kind that the device is one of."""
+        name, wanted = self.cluster.trainer_instance_type, ACCELERATORS.get(self.parallel.device)
+        if name is None or wanted is None or read_instance_types()[name].accelerators == wanted:
+            return
+        fitting = [each.name for each in read_instance_types().values() if each.accelerators == wanted]
+        device = "cuda" if wanted == "NeuronCores" else "neuron, or xla on trn1"
+        raise ValueError(
+            f"parallel.device {self.parallel.device!r} is one of a node's {wanted}, and cluster.trainer_instance_type "
+            f"{name} has {read_instance_types()[name].accelerators}. Name a type with {wanted} ({', '.join(fitting)}), "
+            f"or the device that {name} has ({device})"
+        )
 
     def _require_equal_parts(self) -> None:
         """Raise `ValueError` unless tensor-parallel workers can have as much of everything."""

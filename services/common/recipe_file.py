@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import reprlib
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from services.common.credentials import WHERE_THEY_BELONG, holds_secret, mask, mask_values, require_no_credentials
 from services.common.errors import RecipeError
 from services.common.input_file import MAX_DEPTH, read_file, require_plain
+from services.common.limits import explain_lack
+from services.common.problem_list import ProblemList
 from services.common.recipe import Recipe, Section
 
 MAX_RECIPE_BYTES = 2**20
-_SHOWN_PROBLEMS = 20
 
 
 def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
@@ -27,29 +31,58 @@ def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        problems = [_explain(problem) for problem in error.errors()[:_SHOWN_PROBLEMS]]
-        if error.error_count() > _SHOWN_PROBLEMS:
-            problems.append(f"and {error.error_count() - _SHOWN_PROBLEMS:,} more")
-        raise RecipeError(f"{path}: " + ("\n  " if len(problems) > 1 else "") + "\n  ".join(problems)) from error
+        problems = ProblemList()
+        for problem in error.errors(include_url=False):
+            problems.add(problem["type"], partial(_explain, problem))
+        raise RecipeError(
+            f"{path}: " + ("\n  " if len(problems) > 1 else "") + "\n  ".join(problems.lines())
+        ) from error
 
 
 def read_values(path: Path, overrides: dict[str, str] | None = None) -> dict[str, Any]:
     """What a recipe's file and the overrides say, whatever it is. Raises `RecipeError` for what is no TOML."""
     try:
-        content = read_file(path)
-    except FileNotFoundError as error:
-        raise RecipeError(f"{path}: no such recipe. `ls recipes/` shows those that are shipped.") from error
+        content = read_file(path, max_bytes=MAX_RECIPE_BYTES)
     except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(content) > MAX_RECIPE_BYTES:
-        raise RecipeError(f"{path}: {len(content):,} bytes, a recipe has at most {MAX_RECIPE_BYTES:,}.")
+        if error.errno == errno.ENOENT:
+            raise RecipeError(f"{path}: no such recipe. `ls recipes/` shows those that are shipped.") from error
+        raise explain_lack(error, path) or RecipeError(f"{path}: cannot be read: {error.strerror}") from error
+    for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), start=1):
+        _require_no_secrets(f"{path}:{number}", line)
     try:
         values = _parse_toml(content.decode())
     except ValueError as error:
         raise RecipeError(f"{path}: not a TOML file: {error}") from error
     for dotted, text in (overrides or {}).items():
+        _require_no_secrets(f"--{mask(dotted)[:200]}", f"{dotted}={text}")
         _override(values, dotted, text)
+    _require_no_credentials(values, str(path), "")
     return values
+
+
+def _require_no_secrets(place: str, text: str) -> None:
+    """Raise `RecipeError` for a line of a recipe that holds a credential, in a comment as well as in a value: the text
+    travels to a cluster as it is.
+    """
+    if holds_secret(text):
+        raise RecipeError(f"{place}: holds a user, a password, a token or a signature. {WHERE_THEY_BELONG}")
+
+
+def _require_no_credentials(value: Any, path: str, dotted: str) -> None:
+    """Raise `RecipeError` for a text that holds what may be a credential, also under a key that no recipe has: a
+    deployment of an image of another version reads a part of a recipe, and stores all of it.
+    """
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _require_no_credentials(each, path, f"{dotted}.{key}" if dotted else key)
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            _require_no_credentials(each, path, f"{dotted}.{index}")
+    elif isinstance(value, str):
+        try:
+            require_no_credentials(value, "the value")
+        except ValueError as error:
+            raise RecipeError(f"{path}: {mask(dotted)}: {error}") from error
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
@@ -82,6 +115,8 @@ def _override(values: dict[str, Any], dotted: str, text: str) -> None:
 
 def _shorten(value: Any) -> str:
     """`value` as a person would recognise it in a message, which a table of megabytes must not fill."""
+    if repr(mask_values(value)) != repr(value):  # NaN is not equal to itself
+        return "what may hold credentials"
     shown = reprlib.Repr()
     shown.maxstring = shown.maxother = shown.maxlong = 200
     return shown.repr(value)

@@ -22,11 +22,16 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # kernel and by the shell. All of that is one request.
 REPEAT_SECONDS = 1.0
 
+END_SECONDS = 2.0
+"""Seconds that a command has after a second stop signal to end in order: then it ends as it is."""
+
 DEFERRED_SECONDS = 10.0
 AGAIN_SECONDS = 0.1
 
 _EXIT_STOPPED = 75
 _EXIT_INTERRUPTED = 130
+
+_before_forced_end: list[Callable[[], None]] = []
 
 
 class Stopped(BaseException):
@@ -46,14 +51,39 @@ def name_signal(signum: int) -> str:
     return "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
 
 
+def call_before_forced_end(leave: Callable[[], None]) -> None:
+    """Let `end_at_once` call `leave()` before it ends the process, from whichever thread."""
+    _before_forced_end.append(leave)
+
+
 def end_at_once(signum: int) -> NoReturn:
-    """End this process here and now, without any of its own cleaning up."""
+    """End this process here and now, without any of its own cleaning up but what `call_before_forced_end` was given."""
     message = (
         f"millrace: Ended at once by {name_signal(signum)}. What was committed stays; the same command continues.\n"
     )
-    with suppress(OSError):  # nobody reads
-        os.write(2, message.encode())
-    os._exit(exit_code_after(signum))
+    say_if_heard(message)
+    try:
+        for leave in _before_forced_end:
+            leave()
+    finally:
+        os._exit(exit_code_after(signum))
+
+
+def say_if_heard(message: str) -> None:
+    """Write a line to stderr unless that would wait: a pipe may be full and its reader paused, and who ends a command
+    must not hang with it. Poll tells of a pipe that there is room for as many bytes as one write takes whole.
+    """
+    with suppress(OSError, ValueError):  # nobody reads, or stderr is closed
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, message.encode()[: select.PIPE_BUF])
+
+
+def end_soon(signum: int, message: str) -> NoReturn:
+    """Raise `Stopped` to end this process in order; whatever it hangs in meanwhile, it is gone END_SECONDS later."""
+    timer = threading.Timer(END_SECONDS, end_at_once, [signum])
+    timer.daemon = True
+    timer.start()
+    raise Stopped(signum, message)
 
 
 class _Handler:

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.artifacts.corpus import SPLITS, CorpusPayload, SourceCounts, Vocabulary
-from services.common.artifacts.manifest import write_durably
+from services.common.artifacts.manifest import require_listable, write_durably
 from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import ArtifactError
+from services.common.input_file import read_file
 from services.common.launch.launcher import Launcher
+from services.common.limits import DEFAULT_MAX_MAPS, SPARE_MAPS, maps_to_allow
 from services.common.recipe import Recipe
 from services.common.telemetry import show_progress
 from services.tokenizer.encode_task import EncodedPartition, EncodeTask, encode_partition
@@ -31,12 +33,13 @@ def build_corpus(
     """Fill the workspace. What an interrupted attempt finished in `scratch` is kept: vocabulary, encoded splits."""
     with phase_timer.phase("vocabulary"):
         vocabulary_path, vocabulary = provide_vocabulary(recipe, plan, workspace.scratch)
-    logger.info("%s", explain_choice(vocabulary_path.read_bytes(), vocabulary, recipe.tokenizer.encoder))
+    logger.info("%s", explain_choice(read_file(vocabulary_path), vocabulary, recipe.tokenizer.encoder))
     folder = begin_encoding(workspace, plan, vocabulary, recipe.tokenizer.encoder)
     tasks = make_tasks(recipe, plan, vocabulary_path, vocabulary, folder)
     with phase_timer.phase("encode"):
         encoded = _encode(tasks, launcher, recipe.tokenizer.num_workers)
     _require_a_sample(encoded, recipe.corpus.sequence_length)
+    _require_mappable(encoded, recipe)
     with phase_timer.phase("pack"):
         _copy_vocabulary(vocabulary_path, workspace.files / vocabulary.path)
         layout = Layout(
@@ -74,6 +77,7 @@ def make_tasks(
             weight=recipe.corpus.sources[partition.source].weight,
             validation_fraction=recipe.corpus.validation_fraction,
             min_document_bytes=recipe.corpus.min_document_bytes,
+            max_document_bytes=recipe.corpus.max_document_bytes,
             invalid_utf8=recipe.corpus.invalid_utf8,
         )
         for partition in plan.partitions
@@ -135,6 +139,26 @@ def _require_a_sample(encoded: Sequence[EncodedPartition], sequence_length: int)
         )
 
 
+def _require_mappable(encoded: Sequence[EncodedPartition], recipe: Recipe) -> None:
+    """Warn of a corpus whose readers need a higher limit on maps than Linux gives, before its shards are written.
+
+    Raises `RecipeError` for one of more files than a manifest lists.
+    """
+    corpus = recipe.corpus
+    rows = [sum(each.parts[split].tokens for each in encoded) // corpus.sequence_length for split in SPLITS]
+    num_files = sum(-(-each // corpus.rows_per_shard) + 1 for each in rows)
+    require_listable(num_files + 1)
+    if num_files + SPARE_MAPS > DEFAULT_MAX_MAPS:
+        few = -(-sum(rows) // (DEFAULT_MAX_MAPS // 4))
+        logger.warning(
+            "the corpus gets %s files, which a reader maps all at once: where vm.max_map_count is Linux' default of %s "
+            "that fails. Raise corpus.rows_per_shard, now %s, to %s or more; or run `sysctl -w vm.max_map_count=%d` on "
+            "each node that reads it.",
+            f"{num_files:,}", f"{DEFAULT_MAX_MAPS:,}", f"{corpus.rows_per_shard:,}", f"{few:,}",
+            maps_to_allow(num_files),
+        )  # fmt: skip
+
+
 def _copy_vocabulary(path: Path, target: Path) -> None:
     target.parent.mkdir()
-    write_durably(target, path.read_bytes())
+    write_durably(target, read_file(path))

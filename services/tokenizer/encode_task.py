@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from services.common.artifacts.corpus import SPLITS, Split, Vocabulary
 from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import ManifestModel
+from services.common.input_file import read_file
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
 from services.tokenizer.encoding.encoder_choice import EncoderChoice, load_encoder
@@ -39,6 +40,7 @@ class EncodeTask:
     """Of the partition's source."""
     validation_fraction: float
     min_document_bytes: int
+    max_document_bytes: int
     invalid_utf8: Literal["replace", "reject"]
 
     def tokens_path(self, split: Split) -> Path:
@@ -96,7 +98,7 @@ def encode_partition(task: EncodeTask) -> EncodedPartition:
 
 def _read_marker(task: EncodeTask) -> EncodedPartition | None:
     try:
-        done = EncodedPartition.model_validate_json(task.marker_path.read_bytes())
+        done = EncodedPartition.model_validate_json(read_file(task.marker_path, task.scratch))
         files = [(task.tokens_path(split), part.tokens_xxh3) for split, part in done.parts.items()]
         files += [(task.starts_path(split), part.starts_xxh3) for split, part in done.parts.items()]
         is_whole = all(xxh3_of(path) == checksum for path, checksum in files)
@@ -111,7 +113,7 @@ def _encode(task: EncodeTask) -> EncodedPartition:
     read = empty = too_short = not_sampled = invalid = text_bytes = 0
     with ExitStack() as stack:
         writers = {split: _PartWriter.open(task, split, stack) for split in SPLITS}
-        for batch in read_documents(task.partition.file_ranges, task.invalid_utf8):
+        for batch in read_documents(task.partition.file_ranges, task.invalid_utf8, task.max_document_bytes):
             read += len(batch)
             invalid += batch.num_repaired
             long_enough = batch.select(batch.sizes >= task.min_document_bytes)

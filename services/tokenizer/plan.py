@@ -18,7 +18,7 @@ from services.tokenizer.atomic_file import TEMPORARY_SUFFIX
 from services.tokenizer.encoding.encoder_choice import EncoderChoice
 from services.tokenizer.sources.documents import cut_file, list_inputs
 from services.tokenizer.sources.file_range import FileRange, InputFile, InputPartition
-from services.tokenizer.sources.file_system import open_file
+from services.tokenizer.sources.file_system import read_vocabulary
 
 CONTENT_VERSION = 1
 """Raised when the same recipe and inputs give other bytes."""
@@ -46,13 +46,16 @@ def make_plan(recipe: Recipe) -> Plan:
     Sources with a weight above 1 are read again after all sources were read once, so that a training sequence does not
     hold a document twice.
     """
-    listed = [(source, list_inputs(source)) for source in recipe.corpus.sources]
+    listed = [(source, list_inputs(source, recipe.corpus.max_document_bytes)) for source in recipe.corpus.sources]
     links = [_link("text/1", source.uri, files) for source, files in listed]
     if recipe.tokenizer.model:
         links.append(_link_vocabulary(recipe.tokenizer.model))
-    split_bytes = recipe.corpus.split_bytes
+    split_bytes, max_document_bytes = recipe.corpus.split_bytes, recipe.corpus.max_document_bytes
     groups = [
-        _group([file_range for file in files for file_range in cut_file(file, split_bytes)], split_bytes)
+        _group(
+            [file_range for file in files for file_range in cut_file(file, split_bytes, max_document_bytes)],
+            split_bytes,
+        )
         for _, files in listed
     ]
     passes = [math.ceil(source.weight) for source, _ in listed]
@@ -123,6 +126,5 @@ def _link(schema: str, uri: str, files: list[InputFile]) -> InputLink:
 
 
 def _link_vocabulary(uri: str) -> InputLink:
-    with open_file(uri) as file:
-        digest = xxhash.xxh3_128_hexdigest(file.read())
+    digest = xxhash.xxh3_128_hexdigest(read_vocabulary(uri))
     return InputLink(schema_id="vocabulary/1", path=uri, id=digest[:16], content_digest=digest)

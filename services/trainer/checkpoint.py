@@ -6,10 +6,18 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from services.common.artifacts.checkpoint import CheckpointManifest, checkpoint_id, step_of
-from services.common.artifacts.files import verify_files
-from services.common.artifacts.store import Artifact, open_artifact, published_ids, require_in_place
-from services.common.errors import ArtifactError, TryAgain, UnreadableError
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.files import Level, verify_files
+from services.common.artifacts.store import Artifact, identity_key, open_artifact, published_ids, require_in_place
+from services.common.derived import tokens_per_step
+from services.common.errors import ArtifactError, LimitError, TryAgain, UnreadableError
+from services.common.problem_list import list_problems
+from services.common.program.llama import parameter_shapes
+from services.common.recipe import Recipe
+from services.trainer.shards import ShardReader
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +33,56 @@ def verify_checkpoint(checkpoint: Artifact[CheckpointManifest]) -> None:
 def verify_sizes(checkpoint: Artifact[CheckpointManifest]) -> None:
     """Check that all files are there, whole: what one process can do for a checkpoint of any size."""
     verify_files(checkpoint.path, checkpoint.manifest, level="size")
+
+
+def verify_state(recipe: Recipe, corpus: Artifact[CorpusManifest], level: Level = "full") -> Verify:
+    """What checks all that can be checked of a checkpoint of the recipe's run: the files, by their bytes or sizes, that
+    the manifest describes this run, and that the shards hold each element of its model's state once.
+    """
+
+    def verify(checkpoint: Artifact[CheckpointManifest]) -> None:
+        verify_files(checkpoint.path, checkpoint.manifest, level=level)
+        require_of_run(checkpoint, recipe, corpus)
+        ShardReader(checkpoint, parameter_shapes(recipe.model))
+
+    return verify
+
+
+def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, corpus: Artifact[CorpusManifest]) -> None:
+    """Raise `ArtifactError` unless a checkpoint's manifest says of its recipe, corpus and tokens what is true of the
+    run that this recipe makes of this corpus.
+    """
+    manifest, state = checkpoint.manifest, checkpoint.manifest.checkpoint
+    try:
+        stored_key = identity_key(Recipe.model_validate(manifest.recipe), "checkpoint")
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ArtifactError(
+            f"{checkpoint.path}: its manifest has a recipe that this program does not read: {where}: {first['msg']}. "
+            f"Restore the checkpoint from a copy, or use the version of Millrace that wrote it."
+        ) from error
+    key = identity_key(recipe, "checkpoint")
+    facts = {
+        "the identity of its recipe": (stored_key[:12], key[:12]),
+        "identity_key": (manifest.identity_key[:12], key[:12]),
+        "the digests of its inputs": (
+            [link.content_digest[:12] for link in manifest.inputs],
+            [corpus.manifest.content_digest[:12]],
+        ),
+        "tokens": (state.tokens, state.step * tokens_per_step(recipe)),
+        "whether it has loss_spikes": (
+            state.loss_spikes is not None,
+            recipe.train.loss_spike_sigma > 0 and state.step > 0,
+        ),
+    }
+    wrong = [f"{what}: {found}, expected {expected}" for what, (found, expected) in facts.items() if found != expected]
+    if wrong:
+        raise ArtifactError(
+            f"{checkpoint.path}: its manifest describes another run than {manifest.name}:\n  "
+            + "\n  ".join(wrong)
+            + "\nRestore the checkpoint from a copy, or move its folder away: the run then goes on from the one before."
+        )
 
 
 def newest_checkpoint(collection: Path, verify: Verify = verify_checkpoint) -> Artifact[CheckpointManifest] | None:
@@ -49,7 +107,9 @@ def newest_checkpoint(collection: Path, verify: Verify = verify_checkpoint) -> A
 
 def all_damaged(collection: Path, damages: list[str]) -> ArtifactError:
     return ArtifactError(
-        f"{collection}: all {len(damages)} checkpoints are damaged:\n  " + "\n  ".join(damages) + f"\n"
+        f"{collection}: all {len(damages)} checkpoints are damaged:\n  "
+        + "\n  ".join(list_problems(damages, "damaged checkpoints"))
+        + f"\n"
         f"Restore one from a copy, or move {collection} away to start this run from step 0."
     )
 
@@ -75,10 +135,10 @@ def open_checkpoint(collection: Path, step: int, verify: Verify = verify_checkpo
     return checkpoint
 
 
-def is_intact(collection: Path, step: int) -> bool:
+def is_intact(collection: Path, step: int, verify: Verify) -> bool:
     try:
-        open_checkpoint(collection, step)
-    except (ArtifactError, TryAgain, OSError):  # also what cannot be read at this moment
+        open_checkpoint(collection, step, verify)
+    except (ArtifactError, LimitError, TryAgain, OSError):  # also what cannot be read at this moment
         return False
     return True
 

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload, LossSpikes, checkpoint_id
+from services.common.artifacts.checkpoint import (
+    CheckpointManifest,
+    CheckpointPayload,
+    LossSpikes,
+    ShardOrigin,
+    checkpoint_id,
+    shard_name,
+)
 from services.common.artifacts.lease import Lease, naming_a_lost_lease
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Draft, begin_partial, commit, discard, partial_of
@@ -23,7 +29,7 @@ from services.common.program.state import StateSlice
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Checkpoint, Recipe
 from services.common.stop_notice import explain_short_notice
-from services.trainer.checkpoint import checkpoint_steps, is_intact
+from services.trainer.checkpoint import Verify, checkpoint_steps, is_intact, verify_state
 from services.trainer.events import record_event
 from services.trainer.job import Job
 from services.trainer.shards import write_shard
@@ -63,7 +69,6 @@ class CheckpointWriter:
         assert job.lease is not None
         self._job, self._mesh, self._group, self._lease = job, mesh, group, job.lease
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._staged: dict[StateSlice, Tensor] = {}
         self._payload: CheckpointPayload | None = None
         self._started = 0.0
         self._writing: Future[FileEntry] | None = None
@@ -72,23 +77,24 @@ class CheckpointWriter:
         self.slowest_seconds = 0.0
         """Of the checkpoints so far, from when training stood still to the commit; known to rank 0."""
         self._is_short_notice_told = False
+        self._verify = verify_state(job.recipe, job.corpus)
 
     def save(
         self,
-        state: Mapping[StateSlice, Tensor],
+        begin_snapshot: Callable[[], Callable[[], Mapping[StateSlice, Tensor]]],
         step: int,
         skipped_steps: int,
         started: float,
         loss_spikes: LossSpikes | None = None,
     ) -> None:
-        """Stage what this worker owns of the state after `step` steps, and begin to write it. The save before it has
-        been waited for.
+        """Begin a copy of what this worker owns of the state after `step` steps, and write it once it is there. The
+        save before it has been waited for.
 
         `started` is the `time.perf_counter()` since which training stands still for it.
         """
         assert not self._writing
         assert not self._committing
-        recipe, mesh = self._job.recipe, self._mesh
+        recipe, mesh, job = self._job.recipe, self._mesh, self._job
         if not self._begin(step):
             return
         self._started = started
@@ -98,14 +104,24 @@ class CheckpointWriter:
             skipped_steps=skipped_steps,
             data_parallel_size=mesh.data_parallel_size,
             tensor_parallel_size=mesh.tensor_parallel_size,
-            program_fingerprint=self._job.program_fingerprint,
-            waivers=self._job.waivers,
+            zero_stage=recipe.parallel.zero_stage,
+            shards={
+                shard_name(rank): ShardOrigin(
+                    run=job.run,
+                    step=step,
+                    rank=rank,
+                    data_parallel_size=mesh.data_parallel_size,
+                    tensor_parallel_size=mesh.tensor_parallel_size,
+                    zero_stage=recipe.parallel.zero_stage,
+                    program_fingerprint=job.program_fingerprint,
+                )
+                for rank in range(mesh.world_size)
+            },
+            program_fingerprint=job.program_fingerprint,
+            waivers=job.waivers,
             loss_spikes=loss_spikes,
         )
-        for piece, tensor in state.items():
-            # Memory that is kept: the pages of a new copy would take longer to map than to write.
-            self._staged.setdefault(piece, torch.empty(tensor.shape)).copy_(tensor)
-        self._writing = self._thread.submit(self._write, step)
+        self._writing = self._thread.submit(self._write, self._payload, begin_snapshot())
 
     def advance(self) -> None:
         """Called once a step: commit the checkpoint once all workers have written their shards."""
@@ -134,7 +150,7 @@ class CheckpointWriter:
         def prepare() -> bool:
             if self._group.rank > 0:
                 return False
-            if address.path.exists() and is_intact(address.collection, step):
+            if address.path.exists() and is_intact(address.collection, step, self._verify):
                 return False
             with naming_a_lost_lease(self._lease):
                 begin_partial(address, self._lease)
@@ -142,10 +158,11 @@ class CheckpointWriter:
 
         return bool(self._group.maximum(self._group.wait_for_work(prepare)))
 
-    def _write(self, step: int) -> FileEntry:
+    def _write(self, payload: CheckpointPayload, snapshot: Callable[[], Mapping[StateSlice, Tensor]]) -> FileEntry:
         with naming_a_lost_lease(self._lease):  # also to a newer attempt of this command
-            folder = partial_of(self._job.checkpoint_address(step), self._lease)
-            return write_shard(folder, self._group.rank, self._staged)
+            folder = partial_of(self._job.checkpoint_address(payload.step), self._lease)
+            file = shard_name(self._group.rank)
+            return write_shard(folder, file, payload.shards[file], snapshot())
 
     def _commit(self) -> None:
         assert self._writing
@@ -168,15 +185,17 @@ class CheckpointWriter:
             self._is_short_notice_told = True
             record_event(job, "short_notice", step=payload.step, message=told)
         self._committed_steps.append(payload.step)
-        discard_old(job.checkpoint_collection, job.recipe.checkpoint, self._committed_steps, self._lease)
+        discard_old(job.checkpoint_collection, job.recipe.checkpoint, self._committed_steps, self._lease, self._verify)
 
 
-def discard_old(collection: Path, policy: Checkpoint, committed_steps: Sequence[int], lease: Lease) -> None:
+def discard_old(
+    collection: Path, policy: Checkpoint, committed_steps: Sequence[int], lease: Lease, verify: Verify
+) -> None:
     """Remove what is older than the `keep_latest` newest intact checkpoints, but for those that are kept for good.
 
-    `committed_steps` were committed by this process, the last one just now; the others count once they verify, by their
-    checksums. Damaged ones among those that are kept stay where they are, for a person to look at. Later ones are
-    damaged too, or the run would have continued from them. A removal that fails is reported: the run needs none.
+    `committed_steps` were committed by this process, the last one just now; the others count once they verify. Damaged
+    ones among those that are kept stay where they are, for a person to look at. Later ones are damaged too, or the run
+    would have continued from them. A removal that fails is reported: the run needs none.
     """
     steps = [step for step in reversed(checkpoint_steps(collection)) if step <= committed_steps[-1]]
     intact = 0
@@ -185,7 +204,7 @@ def discard_old(collection: Path, policy: Checkpoint, committed_steps: Sequence[
             if not policy.keep_interval_steps or step % policy.keep_interval_steps:
                 _discard(collection / checkpoint_id(step), lease)
         elif len(steps) > policy.keep_latest:
-            intact += step in committed_steps or is_intact(collection, step)
+            intact += step in committed_steps or is_intact(collection, step, verify)
 
 
 def _discard(checkpoint: Path, lease: Lease) -> None:

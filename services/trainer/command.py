@@ -1,4 +1,4 @@
-"""The trainer stage: corpus/2 + compile_cache/1 -> checkpoint/2 and run/1.
+"""The trainer stage: corpus/2 + compile_cache/1 -> checkpoint/3 and run/1.
 
 `python -m services.trainer [COMMAND] --recipe FILE`; `train` is the default. COMMANDS has them all.
 """
@@ -22,6 +22,7 @@ from services.common.command_line import RecipeParser, StageParser
 from services.common.derived import describe
 from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
 from services.common.image_platform import require_backend
+from services.common.problem_list import list_names
 from services.common.program.fingerprint import program_facts
 from services.common.recipe import Recipe, fingerprint
 from services.common.telemetry import configure_logging
@@ -30,10 +31,12 @@ from services.trainer.checkpoint import (
     newest_checkpoint,
     no_checkpoint_yet,
     open_checkpoint,
+    require_of_run,
     verify_sizes,
+    verify_state,
 )
 from services.trainer.doctor import doctor, doctor_parser
-from services.trainer.export import export
+from services.trainer.export import ALLOW_NON_FINITE_WEIGHTS, export
 from services.trainer.fit import require_fit
 from services.trainer.inspection import inspect
 from services.trainer.job import (
@@ -81,7 +84,7 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
     with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, using_node(job):
         checkpoint = newest_checkpoint(job.checkpoint_collection, verify_sizes)  # the workers verify what they load
         if completed_step(checkpoint) >= recipe.train.max_steps:
-            checkpoint = newest_checkpoint(job.checkpoint_collection)
+            checkpoint = newest_checkpoint(job.checkpoint_collection, verify_state(recipe, job.corpus))
         if recipe.train.initial_weights and checkpoint is None:
             raise ArtifactError(
                 f"{job.run}: begins with imported weights (train.initial_weights), which are not there yet. Import "
@@ -148,14 +151,14 @@ def print_sample(arguments: Namespace, recipe: Recipe) -> int:
 def export_model(arguments: Namespace, recipe: Recipe) -> int:
     """Write a Hugging Face folder, or one of NxD's checkpoints, from the newest checkpoint."""
     nxd = _read_nxd_layout(arguments)
-    print(export(_find_run(arguments, recipe), arguments.output, nxd))
+    run = _find_run(arguments, recipe)
+    print(export(run, arguments.output, nxd, allow_non_finite=arguments.allow_non_finite_weights))
     return 0
 
 
 def import_model(arguments: Namespace, recipe: Recipe) -> int:
     """Begin the run with the weights of a Hugging Face folder or of an NxD checkpoint."""
     job = _new_job(arguments, recipe, cache=None, program_fingerprint=fingerprint(program_facts(recipe)))
-    job.run_folder.mkdir(parents=True, exist_ok=True)
     with hold_lease(job.run_folder.with_name(job.run + LOCK_SUFFIX)) as held, naming_the_place(job.root):
         print(import_weights(job, arguments.source, held.lease))
         write_run(job)
@@ -170,11 +173,11 @@ def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
     if not steps:
         raise no_checkpoint_yet(collection)
     if step is not None and step not in steps:
-        raise ArtifactError(
-            f"{collection}: has no checkpoint after step {step}. Pass --step with one of {', '.join(map(str, steps))}."
-        )
+        newest = list_names(map(str, reversed(steps)))
+        raise ArtifactError(f"{collection}: has no checkpoint after step {step}. Pass --step with one of {newest}.")
     checkpoint = newest_checkpoint(collection) if step is None else open_checkpoint(collection, step)
     assert checkpoint is not None
+    require_of_run(checkpoint, recipe, corpus)
     for line in inspect(checkpoint, recipe):
         print(line)
     return 0
@@ -277,6 +280,9 @@ def _parser(command: str) -> RecipeParser:
         parser.add_argument("--seed", type=int, default=0)
     if command == "export":
         parser.add_argument("--output", type=Path, required=True, help="folder to make; it must not exist")
+        parser.add_argument(
+            ALLOW_NON_FINITE_WEIGHTS, action="store_true", help="export weights that are NaN or infinite as they are"
+        )
         _add_export_format(parser)
     if command == "import":
         parser.add_argument(

@@ -37,8 +37,8 @@ from services.trainer.checkpoint import (
     all_damaged,
     checkpoint_steps,
     open_checkpoint,
-    verify_checkpoint,
     verify_sizes,
+    verify_state,
 )
 from services.trainer.findings import (
     Finding,
@@ -48,6 +48,7 @@ from services.trainer.findings import (
     merge_nodes,
     ok,
     problem,
+    show_size,
     summarize,
     terminal_width,
     warning,
@@ -55,7 +56,7 @@ from services.trainer.findings import (
 from services.trainer.fit import require_fit
 from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job, continue_run, open_cache, run_name
 from services.trainer.metrics import read_attempts, read_metrics
-from services.trainer.node_inspection import NodeQuestion, NodeView, look_at_node, read_clock, show_size
+from services.trainer.node_inspection import NodeQuestion, NodeView, look_at_node, read_clock
 from services.trainer.stop import STOP_FILE
 
 FILES_AT_A_TIME = 32
@@ -209,8 +210,8 @@ def _look_at_checkpoints(job: Job, level: Level, arguments: Namespace, found: _F
     newest = None
     for step in reversed(steps):
         try:
-            is_to_verify = newest is None and level == "full"
-            opened = open_checkpoint(collection, step, verify_checkpoint if is_to_verify else verify_sizes)
+            verify = verify_state(job.recipe, job.corpus, level) if newest is None else verify_sizes
+            opened = open_checkpoint(collection, step, verify)
             newest = newest or opened
         except UnreadableError:
             raise

@@ -15,6 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from services.common.credentials import mask_values
+from services.common.errors import StorageError
+from services.common.input_file import open_for_append
+from services.common.problem_list import list_problems
 from services.common.telemetry import read_json_lines
 from services.trainer.job import Job
 
@@ -32,12 +36,9 @@ def record_event(job: Job, event: Kind, **facts: Any) -> None:
         logger.warning("%s: %s", event, ", ".join(f"{name}={value}" for name, value in facts.items()))
     try:
         # One write to the file's end: workers of several processes write here.
-        descriptor = os.open(job.run_folder / EVENTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(descriptor, json.dumps(line).encode() + b"\n")
-        finally:
-            os.close(descriptor)
-    except OSError as error:
+        with open_for_append(job.run_folder / EVENTS_FILE) as file:
+            os.write(file.fileno(), json.dumps(mask_values(line)).encode() + b"\n")
+    except (OSError, StorageError) as error:
         logger.warning("the event could not be written: %s", error)
 
 
@@ -94,15 +95,16 @@ class NewWarnings:
 
 
 def _describe_fallback(event: dict[str, Any]) -> str:
-    return (
-        f"the run goes on after step {event['to_step']}, from the newest checkpoint that is whole. Damaged:\n  "
-        + "\n  ".join(event["damages"])
-    )
+    damages = event.get("damages")
+    found = damages if isinstance(damages, list) else [damages]
+    told = "\n  ".join(list_problems(map(str, found), "damaged checkpoints"))
+    step = event.get("to_step")
+    return f"the run goes on after step {step}, from the newest checkpoint that is whole. Damaged:\n  {told}"
 
 
 _WARNINGS: dict[str, Callable[[dict[str, Any]], str]] = {
     "fallback": _describe_fallback,
-    "short_notice": lambda event: str(event["message"]),
+    "short_notice": lambda event: str(event.get("message")),
 }
 
 

@@ -11,9 +11,9 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from services.common.entry_point import explain_os_error
 from services.common.errors import (
     EXIT_BUG,
-    STORAGE_ERRNOS,
     ArtifactError,
     DeviceError,
     Interrupted,
@@ -21,8 +21,8 @@ from services.common.errors import (
     RecipeError,
     StorageError,
     TryAgain,
-    explain_storage_error,
 )
+from services.common.instance_types import GIB, MIB
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,7 @@ def look_at(check: str, look: Look, next_step: str) -> list[Finding]:
     except MillraceError as error:
         found.append(problem(check, error, next_step))
     except OSError as error:
-        known = explain_storage_error(error) if error.errno in STORAGE_ERRNOS else StorageError(str(error))
-        found.append(problem(check, known, next_step))
+        found.append(problem(check, explain_os_error(error) or StorageError(str(error)), next_step))
     except Exception as error:  # a bug of ours in one check must not hide what the others find
         logger.debug("%s failed", check, exc_info=True)
         told = f"the check failed of a bug: {type(error).__name__}: {error}"
@@ -137,6 +136,11 @@ def summarize(findings: Sequence[Finding]) -> str:
         seen = f"{_count(problems, 'problem')} and {_count(warnings, 'warning')}"
         return f"{seen}: do what `{NEXT.strip()}` says, then ask again"
     return f"the run can begin: no problem and {_count(warnings, 'warning')}"
+
+
+def show_size(num_bytes: float) -> str:
+    """The size in the unit that a person reads it in: MiB, or GiB from one on."""
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.1f} MiB"
 
 
 def terminal_width() -> int | None:

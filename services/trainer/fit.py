@@ -23,8 +23,8 @@ def instance_type(recipe: Recipe) -> InstanceType | None:
 
 
 def require_fit(recipe: Recipe) -> None:
-    """Raise `RecipeError` where a node has fewer NeuronCores than workers, or a worker less memory than its part of the
-    run takes at its peak; the message names what to change next.
+    """Raise `RecipeError` where a node has fewer NeuronCores or GPUs than workers, or a worker less memory than its
+    part of the run takes at its peak; the message names what to change next.
 
     Without an instance type in the recipe there is nothing to compare with.
     """
@@ -34,7 +34,7 @@ def require_fit(recipe: Recipe) -> None:
     if cluster.trainer_workers_per_node > device.workers:
         raise RecipeError(
             f"cluster.trainer_workers_per_node {cluster.trainer_workers_per_node}: a {device.name} has "
-            f"{device.workers} NeuronCores, one for each worker. Pass "
+            f"{device.workers} {device.accelerators}, one for each worker. Pass "
             f"--cluster.trainer_workers_per_node={device.workers}"
         )
     memory = memory_of_worker(recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +16,9 @@ from torch import Tensor
 from services.common.artifacts.corpus import Vocabulary
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import ArtifactError, RecipeError
-from services.common.input_file import parse_json, read_file
+from services.common.input_file import InputFileError, parse_json, read_file, require_regular_file, unreadable
+from services.common.limits import explain_lack
+from services.common.problem_list import list_names, shorten
 from services.common.recipe import Model, Recipe
 
 CONFIG = "config.json"
@@ -58,9 +61,11 @@ def require_same_model(folder: Path, model: Model) -> None:
     """Raise `RecipeError` with every difference, unless `config.json` describes the recipe's model."""
     path = folder / CONFIG
     try:
-        config = parse_json(read_file(path))
+        config = parse_json(read_file(path, folder))
         theirs = _describe(config)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise ArtifactError(f"{path}: cannot be read as a Llama's configuration: {error}.") from error
     ours: dict[str, Any] = model.model_dump(mode="json", exclude={"preset", "initializer_range"})
     ours |= {"head_dim": model.head_dim, **_PLAIN}
@@ -151,7 +156,7 @@ def open_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[Cal
         files: dict[str, Any] = {}
         for file in _file_names(folder):
             _require_there(folder, file)
-            tensors = opened.enter_context(_open(folder / file))
+            tensors = opened.enter_context(_open(folder, file))
             files |= dict.fromkeys(tensors.keys(), tensors)
         _require_shapes(folder, files, shapes)
 
@@ -175,23 +180,25 @@ def require_finite(folder: Path, name: str, tensor: Tensor) -> None:
 
 def _file_names(folder: Path) -> list[str]:
     index = folder / INDEX
-    if not index.exists():
+    if not os.path.lexists(index):
         return [WEIGHTS]
     try:
-        files = sorted({str(each) for each in parse_json(read_file(index))["weight_map"].values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        files = sorted({str(each) for each in parse_json(read_file(index, folder))["weight_map"].values()})
+    except OSError as error:
+        raise unreadable(index, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{index}: cannot be read as an index of weights: {error}.") from error
     for file in files:
         if Path(file).name != file:
-            raise ArtifactError(f"{index}: names {file!r}, expected files of its own folder.")
+            raise ArtifactError(f"{index}: names {shorten(repr(file), 400)}, expected files of its own folder.")
     return files
 
 
 def _require_there(folder: Path, file: str) -> None:
-    if (folder / file).exists():
+    if os.path.lexists(folder / file):
         return
     if file == WEIGHTS:
-        found = ", ".join(sorted(path.name for path in folder.iterdir()))
+        found = list_names(sorted(path.name for path in folder.iterdir()))
         raise ArtifactError(
             f"{folder}: has neither {WEIGHTS} nor {INDEX}, only {found}. Convert other formats with transformers' "
             f"`save_pretrained`."
@@ -199,11 +206,15 @@ def _require_there(folder: Path, file: str) -> None:
     raise ArtifactError(f"{folder / file}: missing, and {INDEX} names it. Fetch the folder again, whole.")
 
 
-def _open(path: Path) -> Any:
+def _open(folder: Path, file: str) -> Any:
+    path = folder / file
     try:
+        require_regular_file(path, folder)
         return safetensors.safe_open(path, "pt")
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise ArtifactError(
+    except InputFileError as error:
+        raise unreadable(path, error) from error
+    except (safetensors.SafetensorError, OSError, ValueError, MemoryError) as error:
+        raise explain_lack(error, path) or ArtifactError(
             f"{path}: cannot be read as safetensors: {error}. If it is damaged, fetch it again; convert other formats "
             f"with transformers' `save_pretrained`."
         ) from error

@@ -14,10 +14,11 @@ from services.common.artifacts.lease import Lease
 from services.common.artifacts.store import Address, Artifact, artifact_id, open_artifact
 from services.common.artifacts.upstream import find_cache, stage_command
 from services.common.errors import ArtifactError
+from services.common.problem_list import list_problems
 from services.common.program.fingerprint import explain_difference, program_facts
 from services.common.recipe import Recipe, fingerprint, identity
 
-CONTENT_VERSION = 1
+CONTENT_VERSION = 2
 ALLOW_COLD_COMPILE = "--allow-cold-compile"
 ALLOW_CHANGED_PROGRAM = "--allow-changed-program"
 
@@ -97,7 +98,9 @@ def open_cache(
 def _require_same_program(cache: Artifact[CompileCacheManifest], facts: dict[str, Any], command: str) -> None:
     theirs, ours = cache.manifest.compile_cache, fingerprint(facts)
     if theirs.program_fingerprint != ours:
-        difference = explain_difference(theirs.facts, facts).replace("\n", "\n  ")
+        difference = "\n  ".join(
+            list_problems(explain_difference(theirs.facts, facts).splitlines(), "facts that differ")
+        )
         raise ArtifactError(
             f"{cache.path}: compiled for program {theirs.program_fingerprint[:12]}, this run is {ours[:12]}. "
             f"They differ in\n  {difference}\nMake a cache for this program with `{command}`."

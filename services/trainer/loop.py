@@ -23,7 +23,13 @@ from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import fingerprint
 from services.common.telemetry import configure_logging
-from services.trainer.checkpoint import all_damaged, checkpoint_steps, open_checkpoint, verify_sizes
+from services.trainer.checkpoint import (
+    all_damaged,
+    checkpoint_steps,
+    open_checkpoint,
+    require_of_run,
+    verify_sizes,
+)
 from services.trainer.checkpoint_writer import CheckpointSchedule, CheckpointWriter
 from services.trainer.data import evaluation_batch, micro_batches, num_evaluation_batches
 from services.trainer.divergence import ENDED_BY, SkippedSteps, diverged, find_faulty_worker
@@ -297,6 +303,7 @@ def load_part(job: Job, program: Program, step: int) -> str:
     """Load what this worker holds of a checkpoint, verified; what is wrong with it, or nothing."""
     try:
         checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
+        require_of_run(checkpoint, job.recipe, job.corpus)
         reader, held = ShardReader(checkpoint, program.shapes()), program.held_state()
         files = reader.files_of(held)
         logger.info("reading %d of %d shards of %s", len(files), len(checkpoint.manifest.files), checkpoint.path)
@@ -325,12 +332,17 @@ def save(
     started = time.perf_counter()
     writer.wait()
     require_same_state(program, group, record.step)
-    writer.save(program.owned_state(), record.step, record.skipped_steps, started, loss_spikes)
+    writer.save(program.begin_snapshot, record.step, record.skipped_steps, started, loss_spikes)
     return time.perf_counter() - started
 
 
 def require_same_state(program: Program, group: WorkerGroup, step: int) -> None:
-    """Raise `DeviceError` unless all workers with the same part of the model hold the same bits of it."""
+    """Raise `DeviceError` unless all workers with the same part of the model hold the same bits of it.
+
+    It reads the whole state, and from a GPU to the host; where no two workers have the same part it reads nothing.
+    """
+    if program.backend.mesh.data_parallel_size == 1:
+        return
     part = program.backend.mesh.index("tensor")
     workers = group.gather({"host": socket.gethostname(), "part": part, "digests": program.digests()})
     holders: dict[tuple[int, str], dict[int, list[str]]] = {}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from services.common.telemetry import JsonLines, read_json_lines, read_last_json_line
+from services.common.errors import ArtifactError
+from services.common.input_file import is_damage, open_regular_file, unreadable
+from services.common.telemetry import JsonLines, parse_json_line, read_json_lines, read_last_json_line
 from services.trainer.metric_table import METRICS
 from services.trainer.tensorboard import TensorBoard
 
@@ -20,7 +23,23 @@ HELD_FILE = "metrics.held.jsonl"
 ATTEMPTS_FILE = "attempts.jsonl"
 BLOCK_BYTES = 2**20
 
-Seconds = Annotated[FiniteFloat, Field(ge=0)]
+_MAX_NUMBER = 1e100
+"""A float32 has no number above 3.4e38, and sums of so many as a run has lines stay finite floats."""
+
+
+def _require_sane(value: float) -> float:
+    if math.isfinite(value) and abs(value) > _MAX_NUMBER:
+        raise ValueError(f"{value} is larger than anything that a step measures")
+    return value
+
+
+Number = Annotated[float, AfterValidator(_require_sane)]
+"""A loss or a norm, which may be NaN or infinite where a step was skipped."""
+FiniteNumber = Annotated[FiniteFloat, AfterValidator(_require_sane)]
+# A century: a date and so many seconds are a date again.
+Seconds = Annotated[FiniteFloat, Field(ge=0, le=3.2e9)]
+# A processor's clock has no shorter ticks, and numbers are divided by these.
+StepSeconds = Annotated[Seconds, Field(ge=1e-9)]
 # 1970 to 2100: what a date can be made of.
 Timestamp = Annotated[FiniteFloat, Field(ge=0, le=4_102_444_800)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -49,22 +68,33 @@ class _Line(BaseModel):
 
 
 class _StepLine(_Line):
+    """Among its fields are all METRICS: a view makes a float of each that a record has."""
+
     step: Count
-    loss: float
-    gradient_norm: float
-    learning_rate: FiniteFloat
-    step_seconds: Seconds
+    loss: Number
+    gradient_norm: Number
+    learning_rate: FiniteNumber
+    step_seconds: StepSeconds
     data_seconds: Seconds
     skipped_steps: Count
     is_first_of_process: bool
     time: Timestamp
     step_tokens: Count
-    tokens_per_second: FiniteFloat
-    validation_loss: float = 0.0
+    tokens_per_second: FiniteNumber
+    tokens: Count = 0
+    mean_tokens_per_second: FiniteNumber = 0.0
+    validation_loss: Number = 0.0
+    loss_max: Number = 0.0
+    gradient_seconds_spread: Number = 0.0
+    slowest_rank: Number = 0.0
+    straggler_score: Number = 0.0
+    graphs_compiled: Number = 0.0
+    peak_rss_bytes: Number = 0.0
+    peak_device_bytes: Number = 0.0
     checkpoint_stall_seconds: Seconds = 0.0
-    data_share: Seconds = 0.0
-    mfu: Seconds = 0.0
-    goodput: Seconds = 0.0
+    data_share: FiniteNumber = 0.0
+    mfu: FiniteNumber = 0.0
+    goodput: FiniteNumber = 0.0
     restarts: Count = 0
     productive_seconds: Seconds = 0.0
     run_started_at: Timestamp = 0.0
@@ -161,7 +191,7 @@ def read_record_of(run_folder: Path, step: int) -> dict[str, Any] | None:
     Reads the file from its end: a run of months has millions of lines.
     """
     try:
-        with (run_folder / METRICS_FILE).open("rb") as file:
+        with open_regular_file(run_folder / METRICS_FILE) as file:
             position, rest = file.seek(0, os.SEEK_END), b""
             while position:
                 start = max(0, position - BLOCK_BYTES)
@@ -189,7 +219,7 @@ class MetricsTail:
         if self._size() < self._position:  # a torn line was cut off
             self._position = self._size()
         try:
-            with self._path.open("rb") as file:
+            with open_regular_file(self._path) as file:
                 file.seek(self._position)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except OSError:
@@ -217,17 +247,23 @@ def mean_tokens_per_second(records: list[dict[str, Any]]) -> float:
 
 
 def _read(path: Path, kind: type[_Line]) -> ParsedLines:
-    lines = read_json_lines(path)
+    """Raises `ArtifactError` where something else than a file is there."""
+    try:
+        lines = read_json_lines(path)
+    except OSError as error:
+        explained = unreadable(path, error)
+        if not is_damage(explained):
+            raise explained from error
+        raise ArtifactError(
+            f"{explained} It holds no training state: move it away, `mv {path} {path}.aside`."
+        ) from error
     readable = [line for line in lines if line is not None and _is_readable(line, kind)]
     return ParsedLines(readable, len(lines) - len(readable))
 
 
 def _parse_step(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and _is_readable(record, _StepLine) else None
+    record = parse_json_line(line)
+    return record if record is not None and _is_readable(record, _StepLine) else None
 
 
 def _is_readable(record: dict[str, Any], kind: type[_Line]) -> bool:

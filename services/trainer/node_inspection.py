@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from services.common.derived import checkpoint_bytes, flops_per_token, tokens_per_step
-from services.common.errors import DeviceError, StorageError
+from services.common.errors import DeviceError, LimitError, StorageError
 from services.common.file_system import (
     FileSystemSpeed,
     Mount,
@@ -24,15 +24,16 @@ from services.common.file_system import (
     require_commits,
 )
 from services.common.image_platform import require_backend
+from services.common.instance_types import MIB
+from services.common.limits import SPARE_MAPS, maps_to_allow, max_maps
 from services.common.memory import memory_of_worker
 from services.common.private_folder import private_base
 from services.common.program.fingerprint import program_facts
 from services.common.recipe import Recipe, fingerprint
-from services.trainer.findings import Finding, look_at, ok, problem, warning
+from services.trainer.findings import Finding, look_at, ok, problem, show_size, warning
 from services.trainer.gemm_peak import measure_gemm_peak
+from services.trainer.gpu_inspection import look_at_gpus, look_at_products
 
-MIB = 2**20
-GIB = 2**30
 PROBE_BYTES = 64 * MIB
 SLOW_FSYNC_SECONDS = 0.25
 """A commit syncs each of its files and folders: with eight of them, two seconds. NFS and Lustre take a few ms."""
@@ -104,6 +105,7 @@ def look_at_node(question: NodeQuestion) -> NodeView:
         *look_at("node's own folder", partial(_look_at_private_folder, question), "set TMPDIR to a folder of your own"),
         *look_at("CPU cores", partial(_look_at_cores, question), "lower parallel.threads_per_worker"),
         *look_at("memory", partial(_look_at_memory, question), "run `plan`, which says what takes it"),
+        *look_at("GPUs", partial(_look_at_gpus, question), "see what the driver says: nvidia-smi"),
         *look_at("device", partial(_look_at_device, question, fingerprints), _device_advice(recipe)),
         *look_at("limits", partial(_look_at_limits, question), "ulimit -n 65536"),
         *look_at("matrix products", partial(_look_at_gemm, question, speeds), "see what else runs on this node"),
@@ -235,13 +237,19 @@ def _look_at_memory(question: NodeQuestion) -> Iterator[Finding]:
         yield ok("memory", seen)
 
 
+def _look_at_gpus(question: NodeQuestion) -> Iterator[Finding]:
+    if question.recipe.parallel.device == "cuda":
+        yield from look_at_gpus(question.recipe, question.workers)
+
+
 def _look_at_device(question: NodeQuestion, fingerprints: list[str]) -> Iterator[Finding]:
     recipe = question.recipe
     require_backend(recipe.parallel.device)
     facts = program_facts(recipe)
     fingerprints.append(fingerprint(facts))
-    compiler = f", {facts['cxx']}" if "cxx" in facts and recipe.compile.enabled else ""
-    yield ok("device", f"{recipe.parallel.device} on {facts['machine']}, torch {facts['torch']}{compiler}")
+    names = {"cuda": "CUDA ", "triton": "Triton "} | ({"cxx": ""} if recipe.compile.enabled else {})
+    others = "".join(f", {title}{facts[name]}" for name, title in names.items() if name in facts)
+    yield ok("device", f"{recipe.parallel.device} on {facts['machine']}, torch {facts['torch']}{others}")
 
 
 def _device_advice(recipe: Recipe) -> str:
@@ -250,6 +258,9 @@ def _device_advice(recipe: Recipe) -> str:
 
 def _look_at_gemm(question: NodeQuestion, speeds: list[float]) -> Iterator[Finding]:
     recipe, check = question.recipe, "matrix products"
+    if recipe.parallel.device == "cuda":
+        yield from look_at_products(recipe, question.workers, speeds)
+        return
     if recipe.parallel.device != "cpu":
         yield ok(check, f"not measured: the device is {recipe.parallel.device}")
         return
@@ -276,6 +287,7 @@ def _look_at_limits(question: NodeQuestion) -> Iterator[Finding]:
         yield problem("open files", DeviceError(seen), f"ulimit -n {needed} (the hard limit is {hard:,})")
     else:
         yield ok("open files", seen)
+    yield from _look_at_maps(question)
     shm = Path("/dev/shm")
     if shm.is_dir():
         found = os.statvfs(shm)
@@ -292,6 +304,19 @@ def _look_at_limits(question: NodeQuestion) -> Iterator[Finding]:
         yield from _look_at_pinned_memory()
 
 
+def _look_at_maps(question: NodeQuestion) -> Iterator[Finding]:
+    """A worker maps each file of the corpus."""
+    most = max_maps()
+    if most is None:
+        return
+    needed = SPARE_MAPS + question.shards
+    seen = f"{most:,} maps (vm.max_map_count), a worker may need {needed:,}"
+    if most < needed:
+        yield problem("maps", LimitError(seen), f"sysctl -w vm.max_map_count={maps_to_allow(question.shards)}")
+    else:
+        yield ok("maps", seen)
+
+
 def _look_at_pinned_memory() -> Iterator[Finding]:
     """What EFA registers with the network card."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -304,10 +329,6 @@ def _look_at_pinned_memory() -> Iterator[Finding]:
         yield warning("pinned memory", seen, "give the pod hugepages-2Mi, as the deployment's EFA settings do")
     else:
         yield ok("pinned memory", seen)
-
-
-def show_size(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.1f} MiB"
 
 
 def _ms(seconds: float) -> str:

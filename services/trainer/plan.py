@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from services.common.artifacts.corpus import CorpusPayload
 from services.common.derived import checkpoint_bytes, derive, flops_per_token, tokens_per_step
 from services.common.errors import RecipeError
-from services.common.instance_types import GIB, MIB, InstanceType
+from services.common.instance_types import GIB, MIB, Accelerators, InstanceType
 from services.common.memory import memory_of_worker, micro_batches_per_model
 from services.common.program.mesh import make_mesh
 from services.common.recipe import Recipe, stage_nodes
@@ -20,10 +20,14 @@ from services.trainer.checkpoint_interval import NODE_MTBF_HOURS, SECONDS_PER_HO
 from services.trainer.fit import instance_type
 from services.trainer.step_trace import StepTrace
 
-MFU = 0.29
-"""Of Llama 2 13B with 84.0 sequences of 4,096 tokens a second on 32 trn1.32xlarge (AWS Neuron SDK 2.20's training
-benchmarks), counted by `flops_per_token`. Llama 2 7B reaches 0.37 on 16 nodes, Llama 3.1 8B 0.21 on 32; of trn2 no
-training benchmark is published."""
+NEURON_MFU = 0.29
+"""The share of its peak that a plan assumes of a NeuronCore: that of Llama 2 13B with 84.0 sequences of 4,096 tokens a
+second on 32 trn1.32xlarge (AWS Neuron SDK 2.20's training benchmarks), counted by `flops_per_token`. Llama 2 7B reaches
+0.37 on 16 nodes, Llama 3.1 8B 0.21 on 32; of trn2 no training benchmark is published."""
+GPU_MFU = 0.45
+"""The share of its dense bfloat16 peak that a plan assumes of a GPU: what this trainer aims at with a compiled Llama of
+a billion parameters on one H100 or H200."""
+MFU_OF_ACCELERATORS: dict[Accelerators, float] = {"NeuronCores": NEURON_MFU, "GPUs": GPU_MFU}
 STORAGE_GB_PER_SECOND = 1.2
 """FSx for Lustre as AWS's blueprint makes it: 2.4 TiB at 500 MB/s for each TiB."""
 CRAMPED = 0.9
@@ -34,8 +38,9 @@ CRAMPED = 0.9
 class Assumptions:
     """What no recipe says, and a user may know better."""
 
-    mfu: float
-    """Model FLOPs utilization: the share of the peak that the model's own operations reach."""
+    mfu: float | None
+    """Model FLOPs utilization: the share of the peak that the model's own operations reach. None: `MFU_OF_ACCELERATORS`
+    says it for the accelerators of the instance type."""
     storage_gb_per_second: float
     """At which all workers together write a checkpoint, in 10^9 bytes."""
     node_mtbf_hours: float
@@ -44,7 +49,8 @@ class Assumptions:
 
 
 def add_assumptions(parser: ArgumentParser) -> None:
-    parser.add_argument("--mfu", type=float, default=MFU, help=f"share of the peak FLOP/s (default: {MFU})")
+    defaults = ", ".join(f"{share} of {accelerators}" for accelerators, share in MFU_OF_ACCELERATORS.items())
+    parser.add_argument("--mfu", type=float, help=f"share of the peak FLOP/s (default: {defaults})")
     parser.add_argument(
         "--storage-gb-per-second",
         type=float,
@@ -66,7 +72,7 @@ def read_assumptions(arguments: Namespace) -> Assumptions:
         value = getattr(arguments, name)
         if value is not None and not 0 < value < math.inf:
             raise RecipeError(f"--{name.replace('_', '-')} {value}: expected a number above 0.")
-    if arguments.mfu > 1:
+    if arguments.mfu is not None and arguments.mfu > 1:
         raise RecipeError(f"--mfu {arguments.mfu}: it is a share of the peak, expected at most 1.")
     return Assumptions(
         arguments.mfu, arguments.storage_gb_per_second, arguments.node_mtbf_hours, arguments.dollars_per_node_hour
@@ -99,7 +105,12 @@ def describe_trace(recipe: Recipe, trace: StepTrace) -> str:
         "peak of memory": f"{_size(trace.peak_bytes)}, estimated above: {_size(memory_of_worker(recipe).peak_bytes)}",
     }
     for axis, traffic in trace.traffic.items():
-        rows[f"along axis {axis}"] = f"{traffic.calls:,} collectives, {_size(traffic.sent_bytes)} sent by each worker"
+        rows[f"along axis {axis}"] = (
+            f"{traffic.calls:,} collectives, the largest of {_size(traffic.largest_bytes)}, "
+            f"{_size(traffic.sent_bytes)} sent by each worker"
+        )
+    if parts > 1:
+        rows["activations"] = f"summed in {recipe.parallel.reduce_dtype} by the workers that share a model"
     title = f"dry run: a step of rank 0 of {workers}, on tensors without memory; rank {workers - 1} holds as much"
     return _table(title, rows)
 
@@ -119,7 +130,7 @@ def _topology(recipe: Recipe, device: InstanceType | None) -> dict[str, str]:
         "ZeRO stage": f"{parallel.zero_stage}",
     }
     if device and on_node < device.workers:
-        rows["warning, idle"] = f"{device.workers - on_node} of the {device.workers} NeuronCores of a node"
+        rows["warning, idle"] = f"{device.workers - on_node} of the {device.workers} {device.accelerators} of a node"
     if on_node % parts:
         rows["warning, split"] = (
             "the workers of a model span nodes, so that every layer waits for the network: make "
@@ -146,7 +157,8 @@ def _memory_table(recipe: Recipe, device: InstanceType | None) -> str:
         columns = [f"{size / unit_bytes:>8.2f}" if size else " " * 7 + "-" for size in part.sizes]
         lines.append(f"  {part.name:<{width}}  {' '.join(columns)}")
     if device is None:
-        return "\n".join([*lines, "  not compared: the recipe has no cluster.trainer_instance_type"])
+        elsewhere = "; `doctor` asks the GPUs of its node" if recipe.parallel.device == "cuda" else ""
+        return "\n".join([*lines, f"  not compared: the recipe has no cluster.trainer_instance_type{elsewhere}"])
     share = memory.peak_bytes / device.worker_memory_bytes
     lines.append(f"  the peak is {share:.0%} of the {_size(device.worker_memory_bytes)} of a worker of {device.name}")
     if CRAMPED < share <= 1:
@@ -158,9 +170,15 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.2f} MiB"
 
 
+def _mfu(device: InstanceType, assumptions: Assumptions) -> float:
+    return MFU_OF_ACCELERATORS[device.accelerators] if assumptions.mfu is None else assumptions.mfu
+
+
 def _step_seconds(recipe: Recipe, device: InstanceType, mfu: float) -> float:
-    """Of an optimizer step, where its operations reach the share `mfu` of the peak of all nodes."""
-    peak = stage_nodes(recipe, "trainer") * device.peak_flops_per_second
+    """Seconds of an optimizer step whose operations reach the share `mfu` of the peak of all workers: what is idle on a
+    node takes no part.
+    """
+    peak = recipe.parallel.num_workers * device.worker_peak_flops_per_second
     return flops_per_token(recipe) * tokens_per_step(recipe) / (peak * mfu)
 
 
@@ -169,15 +187,17 @@ def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Ass
     rows = {"operations": f"{operations:.2e} FLOP in a step"}
     if device is None:
         return rows | {"step": "unknown: the recipe has no cluster.trainer_instance_type"}
-    seconds = _step_seconds(recipe, device, assumptions.mfu)
+    mfu = _mfu(device, assumptions)
+    seconds = _step_seconds(recipe, device, mfu)
     hours = seconds * recipe.train.max_steps / SECONDS_PER_HOUR
     node_hours = hours * stage_nodes(recipe, "trainer")
+    node_peak = recipe.cluster.trainer_workers_per_node * device.worker_peak_flops_per_second
     price, source = assumptions.dollars_per_node_hour, "--dollars-per-node-hour"
     if price is None:
         price, source = device.dollars_per_hour, f"on demand, {device.price_source}"
     return rows | {
-        "step": f"{seconds:,.1f} s, {tokens_per_step(recipe) / seconds:,.0f} tokens/s, at {assumptions.mfu:.0%} of the "
-        f"peak of {device.peak_flops_per_second / 1e12:,.0f} TFLOP/s a node (--mfu)",
+        "step": f"{seconds:,.1f} s, {tokens_per_step(recipe) / seconds:,.0f} tokens/s, at {mfu:.0%} of the "
+        f"peak of {node_peak / 1e12:,.0f} TFLOP/s a node (--mfu)",
         "run": f"{hours:,.0f} hours, {node_hours:,.0f} node-hours",
         "cost": f"${node_hours * price:,.0f} at ${price:,.2f} for a node-hour ({source})",
     }
@@ -195,7 +215,7 @@ def _checkpoints(recipe: Recipe, device: InstanceType | None, assumptions: Assum
     }
     if device is None:
         return rows
-    step = _step_seconds(recipe, device, assumptions.mfu)
+    step = _step_seconds(recipe, device, _mfu(device, assumptions))
     optimum = optimal_interval_steps(write_seconds, step, nodes, assumptions.node_mtbf_hours)
     return rows | {
         "Young's optimum": f"every {optimum:,} steps ({optimum * step / 60:,.0f} min), if training stood still for the "

@@ -5,7 +5,9 @@ The command serves them, from metrics.jsonl: no step waits for a scrape, and a r
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +19,12 @@ from services.common.errors import RecipeError
 from services.trainer.metric_table import METRICS, PREFIX
 from services.trainer.metrics import MetricsTail, known_metrics
 
+logger = logging.getLogger(__name__)
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_PORT = 65535
+CLIENT_SECONDS = 30.0
+"""A client that neither sends nor takes a byte for so long is hung up on."""
 
 
 class NewestMetrics:
@@ -47,7 +53,7 @@ def serve_metrics(run_folder: Path, run: str, host: str, port: int | None) -> It
         return
     handler = partial(_Handler, NewestMetrics(run_folder), run)
     try:
-        server = ThreadingHTTPServer((host, port), handler)
+        server = _Server((host, port), handler)
     except (OSError, OverflowError) as error:
         raise RecipeError(
             f"--metrics-port {port}: cannot listen on {host}: {error}. Pass a port from 0 to {MAX_PORT} that is free, "
@@ -78,7 +84,19 @@ def format_metrics(values: Mapping[str, float], run: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that resets or leaves its connection is no event of the run; any other error is a bug of ours."""
+        error = sys.exception()
+        if isinstance(error, OSError):
+            logger.debug("%s left while it was answered: %s", client_address, error)
+        else:
+            logger.error("a scrape from %s could not be answered", client_address, exc_info=error)
+
+
 class _Handler(BaseHTTPRequestHandler):
+    timeout = CLIENT_SECONDS
+
     def __init__(self, newest: NewestMetrics, run: str, *arguments: object) -> None:
         self._newest, self._run = newest, run
         super().__init__(*arguments)  # type: ignore[arg-type]

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from services.common.derived import flops_per_token, tokens_per_step
+from services.common.gpu_peaks import sum_peaks
 from services.common.program.backends.protocol import Backend
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
-from services.common.recipe import Recipe, stage_nodes
+from services.common.recipe import Recipe
 from services.trainer.fit import instance_type
 from services.trainer.gemm_peak import measure_gemm_peak
 from services.trainer.job import Job
@@ -41,9 +42,9 @@ class MetricsRecorder:
         self._recipe, self._backend, self._group = job.recipe, backend, group
         self._step_tokens = tokens_per_step(job.recipe)
         self._step_flops = flops_per_token(job.recipe) * self._step_tokens
-        hosts = [worker["host"] for worker in group.gather({"host": socket.gethostname()})]
-        self._workers_of_host = hosts.count(socket.gethostname())
-        self._published_peak = _published_peak(job.recipe)
+        told = group.gather({"host": socket.gethostname(), "gpu": _name_of_gpu(backend)})
+        self._workers_of_host = [worker["host"] for worker in told].count(socket.gethostname())
+        self._published_peak = published_peak(job.recipe, [worker["gpu"] for worker in told])
         self._gemm_flops_per_second = math.nan
         self._counted_steps, self._counted_seconds = 0, 0.0
         self._record: dict[str, Any] = {}
@@ -176,7 +177,17 @@ def _make_gauges(job: Job) -> RayGauges | None:
     return RayGauges(described, {"run": job.run})
 
 
-def _published_peak(recipe: Recipe) -> float | None:
-    """FLOP/s of all accelerators of the run, where the recipe names what they are."""
-    node = instance_type(recipe) if recipe.parallel.device != "cpu" else None
-    return stage_nodes(recipe, "trainer") * node.peak_flops_per_second if node else None
+def _name_of_gpu(backend: Backend) -> str:
+    """The driver's name of this worker's GPU; empty on other devices."""
+    return torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else ""
+
+
+def published_peak(recipe: Recipe, gpus: Sequence[str]) -> float | None:
+    """Dense bfloat16 FLOP/s of what all workers compute on: by the recipe's instance type, or by their GPUs' names.
+
+    None on CPUs, and where neither is known.
+    """
+    if recipe.parallel.device == "cpu":
+        return None
+    node = instance_type(recipe)
+    return len(gpus) * node.worker_peak_flops_per_second if node else sum_peaks(gpus)

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from services.common.artifacts.manifest import write_durably
+from services.common.input_file import open_regular_file
 from services.trainer.run import REPORT_FILE, Run, summarize
 
 _COLORS = {"tokenizer": "#4c78a8", "compiler": "#f58518", "trainer": "#54a24b"}
@@ -40,7 +41,7 @@ def write_report(run: Run, sample_text: str | None = None) -> Path:
 def read_state(run_folder: Path) -> str | None:
     """The `Run.state` that the report in this folder was made of; None when there is no report, or not one of ours."""
     try:
-        with (run_folder / REPORT_FILE).open("rb") as file:
+        with open_regular_file(run_folder / REPORT_FILE) as file:
             begin = file.read(4096).decode(errors="replace")
     except OSError:
         return None

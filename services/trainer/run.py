@@ -12,13 +12,14 @@ from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import listed_file, total_bytes
-from services.common.artifacts.manifest import Phase, unreadable, write_durably
+from services.common.artifacts.manifest import Phase, write_durably
 from services.common.artifacts.store import Address, Artifact, open_artifact
+from services.common.credentials import mask_values
 from services.common.derived import tokens_per_step
 from services.common.errors import ArtifactError
-from services.common.input_file import parse_json, read_file
+from services.common.input_file import parse_json, read_file, unreadable
 from services.common.recipe import Recipe, stage_nodes
-from services.trainer.checkpoint import newest_checkpoint, no_checkpoint_yet
+from services.trainer.checkpoint import newest_checkpoint, no_checkpoint_yet, require_of_run
 from services.trainer.checkpoint_interval import NODE_MTBF_HOURS, optimal_interval_steps
 from services.trainer.events import count_events
 from services.trainer.job import Job, run_folder, run_name
@@ -80,7 +81,7 @@ def write_run(job: Job) -> None:
         run["artifacts"]["compile_cache"] = job.cache.manifest.id
         run["paths"]["compile_cache"] = _below(job.root, job.cache.path)
     (job.run_folder / "logs").mkdir(parents=True, exist_ok=True)
-    write_durably(job.run_folder / RUN_FILE, json.dumps(run, indent=1).encode())
+    write_durably(job.run_folder / RUN_FILE, json.dumps(mask_values(run), indent=1).encode())
 
 
 def _below(root: Path, path: Path) -> str:
@@ -95,7 +96,7 @@ def open_run(root: Path, name: str) -> Run:
     if not (folder / RUN_FILE).exists():
         raise ArtifactError(f"{folder}: no such run. Start it with `python -m services.trainer --recipe FILE`.")
     try:
-        described = parse_json(read_file(folder / RUN_FILE))
+        described = parse_json(read_file(folder / RUN_FILE, folder))
         schema, paths = described["schema"], described["paths"]
         corpus_path = root / paths["corpus"]
         cache_path = root / paths["compile_cache"] if "compile_cache" in paths else None
@@ -119,6 +120,7 @@ def open_run(root: Path, name: str) -> Run:
     checkpoint = newest_checkpoint(collection)
     if checkpoint is None:
         raise no_checkpoint_yet(collection)
+    require_of_run(checkpoint, recipe, corpus)
     metrics, attempts = read_metrics(folder), read_attempts(folder)
     return Run(
         folder=folder,

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from services.common.memory import (
     micro_batches_per_model,
     num_sums_beside_a_gradient,
 )
+from services.common.program.backends.neuron_xla import MAX_COLLECTIVE_BYTES
 from services.common.program.backends.torch_native import GROUP_NAMES, OPS, TorchNative
 from services.common.program.mesh import AXES, Axis, Mesh, make_mesh
 from services.common.program.micro_batch import MicroBatch, make_synthetic_micro_batch
+from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
@@ -44,12 +47,15 @@ class Traffic:
     calls: int = 0
     sent_bytes: int = 0
     """That a worker sends to the others, around a ring."""
+    largest_bytes: int = 0
+    """Bytes of the largest tensor that one call sums, gathers or exchanges."""
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.calls + other.calls, self.sent_bytes + other.sent_bytes)
+        largest = max(self.largest_bytes, other.largest_bytes)
+        return Traffic(self.calls + other.calls, self.sent_bytes + other.sent_bytes, largest)
 
     def __mul__(self, times: int) -> Traffic:
-        return Traffic(self.calls * times, self.sent_bytes * times)
+        return Traffic(self.calls * times, self.sent_bytes * times, self.largest_bytes)
 
 
 @dataclass(frozen=True)
@@ -85,11 +91,30 @@ def _fake_program(recipe: Recipe, rank: int) -> Iterator[tuple[Program, _Watch]]
     try:
         mesh = make_mesh(recipe, rank, world_size)
         with FakeTensorMode():
-            backend = TorchNative(mesh, recipe.parallel.threads_per_worker, recipe.train.reduction)
+            make_backend = _InPieces if recipe.parallel.device == "xla" else TorchNative
+            backend = make_backend(mesh, recipe.parallel.threads_per_worker, recipe.train.reduction)
             with _Watch(mesh) as watch:
                 yield Program(recipe, backend), watch
     finally:
         group.leave()
+
+
+class _InPieces(TorchNative):
+    """Cuts collectives as the backend of `xla` does, which can be imported where torch_xla is."""
+
+    def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+        gather = partial(self._gather_whole, axis)
+        return all_gather_in_pieces(gather, x, self.mesh.size(axis), dim, MAX_COLLECTIVE_BYTES)
+
+    def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+        scatter = partial(self._scatter_whole, axis)
+        return reduce_scatter_in_pieces(scatter, x, self.mesh.size(axis), dim, MAX_COLLECTIVE_BYTES)
+
+    def _gather_whole(self, axis: Axis, x: Tensor, dim: int) -> Tensor:
+        return super().all_gather(x, axis, dim)
+
+    def _scatter_whole(self, axis: Axis, x: Tensor, dim: int) -> Tensor:
+        return super().reduce_scatter(x, axis, dim)
 
 
 def _require_whole_model(program: Program) -> dict[str, torch.Size]:
@@ -174,7 +199,7 @@ class _Watch(TorchDispatchMode):
         axis, passes = _AXES_BY_GROUP[args[-1]], RING_PASSES[func]
         size = self._mesh.size(axis)
         whole_bytes = args[0].nbytes * (size if func is OPS.all_gather_into_tensor.default else 1)
-        sent = Traffic(1, passes * whole_bytes * (size - 1) // size)
+        sent = Traffic(1, passes * whole_bytes * (size - 1) // size, whole_bytes)
         self.phase.traffic[axis] = self.phase.traffic.get(axis, Traffic()) + sent
 
     def _follow(self, tensor: Tensor, same: _Allocation | None) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import Interrupted, MillraceError, TryAgain
+from services.common.input_file import open_regular_file
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher
 from services.trainer.job import Job
 
@@ -127,12 +128,7 @@ def _read_request(path: Path) -> StopReason:
 def _read_begin(path: Path) -> bytes:
     """The first bytes of a regular file; nothing of what cannot be read, or would block as a pipe does."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open_regular_file(path, within=path.parent) as file:
+            return file.read(64).strip()
     except OSError:
         return b""
-    try:
-        return os.read(descriptor, 64).strip()
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)

@@ -17,7 +17,7 @@ from services.common.artifacts.lease import HeldLease
 from services.common.errors import NoRoomForWorkers, WorkersLost
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher
 from services.common.private_folder import private_base
-from services.common.stop_signals import Stopped, name_signal, on_stop_signal
+from services.common.stop_signals import Stopped, end_soon, name_signal, on_stop_signal
 from services.common.telemetry import Progress, show_progress
 from services.trainer.checkpoint import newest_step
 from services.trainer.events import NewWarnings, explain_loss, record_event
@@ -122,7 +122,7 @@ class _StopRequest:
 
 
 def _end_at_once(signum: int) -> NoReturn:
-    raise Stopped(signum, "Ended at once. The same command continues from the newest committed checkpoint.")
+    end_soon(signum, "Ended at once. The same command continues from the newest committed checkpoint.")
 
 
 @contextmanager
@@ -150,3 +150,5 @@ def _follow(job: Job, progress: Progress, stop: threading.Event, before: dict[st
         last = read_last_step(job.run_folder)
         if last and last != before:
             progress.advance_to(last["step"], f"loss {last['loss']:.2f}, {last['tokens_per_second']:,.0f} tokens/s")
+        else:
+            progress.wait()

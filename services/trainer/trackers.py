@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from services.common.credentials import mask_values
 from services.common.errors import EXIT_BUG, DeviceError, Interrupted, MillraceError, TryAgain
 from services.trainer.job import Job
 from services.trainer.metrics import MetricsTail, known_metrics
@@ -38,7 +39,7 @@ class Wandb:
         wandb: Any = importlib.import_module("wandb")
         recipe = job.recipe.model_dump(mode="json")
         self._run = wandb.init(
-            project=PROJECT, id=job.run, name=job.run, resume="allow", dir=job.run_folder, config=recipe
+            project=PROJECT, id=job.run, name=job.run, resume="allow", dir=job.run_folder, config=mask_values(recipe)
         )
         # Its own steps only grow, and a run that rolled back or was resumed takes some again.
         self._run.define_metric("*", step_metric="step")

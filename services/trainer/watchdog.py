@@ -23,9 +23,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from services.common.errors import WorkersLost
+from services.common.errors import StorageError, WorkersLost
+from services.common.input_file import open_for_append, read_file
 from services.common.program import worker_group
 from services.common.program.worker_group import WorkerGroup
+from services.common.telemetry import parse_json_line
 from services.trainer.events import find_watchdog_event, record_event
 from services.trainer.job import Job
 
@@ -40,6 +42,7 @@ STEPS_IN_MEDIAN = 50
 STDERR = 2
 FIRST_STEP = "first step"
 _HEARTBEAT_BYTES = 512
+_MAX_HEARTBEAT_BYTES = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +149,7 @@ class Watchdog:
         try:
             # In place, and always as long: no reader finds an empty file, and closing it sends it to a server.
             path = heartbeat_file(self._job.run_folder, self._group.rank)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)  # no pipe is waited for
             try:
                 os.write(descriptor, json.dumps(heartbeat).encode().ljust(_HEARTBEAT_BYTES) + b"\n")
             finally:
@@ -163,11 +166,11 @@ class Watchdog:
         step, limit = activity.step + 1, self._limit_seconds
         late = f"rank {rank}: step {step} has taken {seconds:.0f} s, the limit is {limit:.0f} s"
         try:
-            with stacks.open("a", encoding="utf-8") as file:
-                file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {late}\n")
+            with open_for_append(stacks) as file:
+                file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {late}\n".encode())
                 file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-        except OSError as error:
+                faulthandler.dump_traceback(file.fileno(), all_threads=True)
+        except (OSError, StorageError) as error:
             logger.warning("%s: the stacks could not be written: %s", stacks, error)
         silent = self._find_silent_ranks()
         if self._activity is not activity:
@@ -244,7 +247,7 @@ def stacks_file(run_folder: Path, rank: int) -> Path:
 def read_heartbeat(run_folder: Path, rank: int) -> dict[str, Any]:
     """The newest heartbeat of a worker; empty where there is none that can be read."""
     try:
-        found = json.loads(heartbeat_file(run_folder, rank).read_bytes())
+        content = read_file(heartbeat_file(run_folder, rank), max_bytes=_MAX_HEARTBEAT_BYTES)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parse_json_line(content) or {}

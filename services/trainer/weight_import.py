@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload
+from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload, ShardOrigin, shard_name
 from services.common.artifacts.lease import Lease
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Draft, begin_partial, commit
 from services.common.errors import ArtifactError, RecipeError
-from services.common.input_file import read_file
+from services.common.input_file import read_file, reading_inputs
 from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateSlice
 from services.trainer.checkpoint import checkpoint_steps
@@ -44,13 +45,24 @@ def import_weights(job: Job, folder: Path, lease: Lease) -> Path:
         if checkpoint_steps(address.collection):
             raise ArtifactError(f"{address.collection}: the run has begun already. `train` continues it.")
         partial = begin_partial(address, lease)
-        files = tuple(_write_shards(partial, shapes, read))
+        origin = ShardOrigin(
+            run=job.run,
+            step=0,
+            rank=0,
+            data_parallel_size=1,
+            tensor_parallel_size=1,
+            zero_stage=0,
+            program_fingerprint=job.program_fingerprint,
+        )
+        files = tuple(_write_shards(partial, origin, shapes, read))
     payload = CheckpointPayload(
         step=0,
         tokens=0,
         skipped_steps=0,
         data_parallel_size=1,
         tensor_parallel_size=1,
+        zero_stage=0,
+        shards={entry.path: origin for entry in files},
         program_fingerprint=job.program_fingerprint,
         waivers=job.waivers,
     )
@@ -70,9 +82,20 @@ def digest_weights(shapes: Mapping[str, Iterable[int]], read: Callable[[str], Te
 
 @contextmanager
 def _open_source(folder: Path, job: Job, shapes: Mapping[str, torch.Size]) -> Iterator[Callable[[str], Tensor]]:
+    with ExitStack() as opened:
+        with reading_inputs(folder):  # what the block below writes is another matter
+            read = _open_weights(folder, job, shapes, opened)
+        yield read
+
+
+def _open_weights(
+    folder: Path, job: Job, shapes: Mapping[str, torch.Size], opened: ExitStack
+) -> Callable[[str], Tensor]:
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder}: no such folder. Pass one with --from, as a model's `save_pretrained` makes it.")
     model = job.recipe.model
     is_nxd = is_nxd_checkpoint(folder)
-    if not is_nxd or (folder / CONFIG).exists():
+    if not is_nxd or os.path.lexists(folder / CONFIG):
         require_same_model(folder, model)
     else:
         logger.warning(
@@ -83,12 +106,10 @@ def _open_source(folder: Path, job: Job, shapes: Mapping[str, torch.Size]) -> It
         )
     _require_same_vocabulary(folder, job)
     if not is_nxd:
-        with open_weights(folder, shapes) as read:
-            yield read
-        return
+        return opened.enter_context(open_weights(folder, shapes))
     weights = NxdWeights(folder, model)
     logger.info("weights are %s", "the optimizer's masters" if weights.has_masters else "those in `model`: no masters")
-    yield weights.read
+    return weights.read
 
 
 def _require_named(folder: Path, digest: str, named: str | None) -> None:
@@ -104,9 +125,9 @@ def _require_named(folder: Path, digest: str, named: str | None) -> None:
 def _require_same_vocabulary(folder: Path, job: Job) -> None:
     vocabulary = job.corpus.manifest.corpus.vocabulary
     path = folder / Path(vocabulary.path).name
-    if not path.exists():  # it may have its vocabulary in another form
+    if not os.path.lexists(path):  # it may have its vocabulary in another form
         return
-    found = hashlib.sha256(read_file(path)).hexdigest()
+    found = hashlib.sha256(read_file(path, folder)).hexdigest()
     if found != vocabulary.sha256:
         raise RecipeError(
             f"{path}: is another vocabulary ({found[:12]}) than that of the corpus ({vocabulary.sha256[:12]}): its ids "
@@ -114,7 +135,9 @@ def _require_same_vocabulary(folder: Path, job: Job) -> None:
         )
 
 
-def _write_shards(folder: Path, shapes: Mapping[str, torch.Size], read: Callable[[str], Tensor]) -> Iterator[FileEntry]:
+def _write_shards(
+    folder: Path, origin: ShardOrigin, shapes: Mapping[str, torch.Size], read: Callable[[str], Tensor]
+) -> Iterator[FileEntry]:
     for number, names in enumerate(group_parameters(shapes, SHARD_ELEMENTS)):
         slices: dict[StateSlice, Tensor] = {}
         for name in names:
@@ -122,4 +145,4 @@ def _write_shards(folder: Path, shapes: Mapping[str, torch.Size], read: Callable
             slices[StateSlice.whole("weight", name, weight.shape)] = weight
             for kind in ("exp_avg", "exp_avg_sq"):
                 slices[StateSlice.whole(kind, name, weight.shape)] = torch.zeros_like(weight)
-        yield write_shard(folder, number, slices)
+        yield write_shard(folder, shard_name(number), origin, slices)

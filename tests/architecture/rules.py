@@ -6,7 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.architecture.imports import calls_of, closure_of, imports_of, joined_paths_of, modules_of, third_parties_of
+from tests.architecture.imports import (
+    calls_of,
+    closure_of,
+    imports_of,
+    joined_paths_of,
+    modules_of,
+    reads_of,
+    third_parties_of,
+)
 
 STAGES = ("tokenizer", "compiler", "trainer")
 SERVICES = (*STAGES, "head")
@@ -185,6 +193,49 @@ def one_function_joins_paths_of_manifests(root: Path) -> list[str]:
         for left, right, expression in joined_paths_of(path)
         if left.endswith(("artifact.path", "corpus.path", "cache.path", "checkpoint.path"))
         or right.endswith(("entry.path", ".shards"))
+    ]
+
+
+READ_THEIR_OWN = {
+    "services.common.input_file": "is the one way",
+    "services.common.artifacts.lease": "writes into the lock that it has read, without waiting for a pipe",
+    "services.common.artifacts.manifest": "syncs folders, and reads the version of this program",
+    "services.common.artifacts.process": "asks the kernel",
+    "services.common.artifacts.token_stream": "maps what `locate` has found to be regular",
+    "services.common.file_system": "measures with files of its own, and asks the kernel",
+    "services.common.instance_types": "reads a table of this program",
+    "services.common.launch.guard": "asks the kernel",
+    "services.common.launch.process_family": "asks the kernel",
+    "services.common.launch.ray_token": "opens what lies in a folder that it holds open, without waiting for a pipe",
+    "services.common.limits": "asks the kernel",
+    "services.common.private_folder": "locks in a folder of this user alone",
+    "services.common.program.backends.compiler_shim": "reads what its own compiler was asked, in a private folder",
+    "services.common.program.source": "reads this program",
+    "services.compiler.compile": "reads what its own child has written, in its scratch folder",
+    "services.compiler.neuronx_cc": "reads what its own compiler has written, in its scratch folder",
+    "services.compiler.trace": "reads what its parent has written, in its scratch folder",
+    "services.tokenizer.encoding.compiled_kernels": "reads this program, and asks the kernel",
+    "services.tokenizer.pack": "maps files of its own, whose checksums were compared",
+    "services.tokenizer.sources.file_system": "opens any file system, and local files after `require_regular_file`",
+    "services.trainer.hugging_face": "lets safetensors open a path after `require_regular_file`",
+    "services.trainer.node_inspection": "asks the kernel",
+    "services.trainer.nxd.rank_file": "lets torch open a path after `require_regular_file`",
+    "services.trainer.shards": "lets safetensors open a path after `require_regular_file`",
+    "infra.addons.releases": "reads files of this repository",
+    "infra.checks": "reads files of this repository",
+    "infra.prices": "reads a table of this repository",
+    "infra.shapes": "reads a table of this repository",
+}
+"""Modules that open files by themselves, and why that is none that somebody else supplied."""
+
+
+def supplied_files_are_opened_in_one_way(root: Path) -> list[str]:
+    """A pipe would be waited for, a device has no end, and a link may lead anywhere: `input_file` refuses them."""
+    return [
+        f"{module}: {call}; use services.common.input_file"
+        for module, path in modules_of(root, "services", "deploy", "k8s", "batch", "infra").items()
+        if module not in READ_THEIR_OWN and not module.startswith("services.common.testing.")
+        for call in reads_of(path)
     ]
 
 

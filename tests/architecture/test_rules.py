@@ -34,6 +34,7 @@ RULES: list[Rule] = [
     rules.production_imports_nothing_of_tests,
     rules.tests_draw_seeds_in_one_place,
     rules.one_function_joins_paths_of_manifests,
+    rules.supplied_files_are_opened_in_one_way,
     rules.services_is_no_package,
     rules.services_have_their_papers,
     rules.versions_are_in_the_changelog,
@@ -197,6 +198,18 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
         "services/trainer/loop.py",
         "def f(folder, manifest):\n    return [folder / entry.path for entry in manifest.files]",
         "services.trainer.loop: folder / entry.path; use",
+    ),
+    *(
+        (
+            rules.supplied_files_are_opened_in_one_way,
+            "services/trainer/loop.py",
+            f"def f(path):\n    return {call}",
+            f"services.trainer.loop: {call}; use services.common.input_file",
+        )
+        for call in (
+            *("path.read_text()", "path.open('rb')", "open(path)", "os.open(path, os.O_RDONLY)"),
+            *("torch.load(path)", "safetensors.safe_open(path, 'pt')", "pa.memory_map(path)", "fsspec.open(path)"),
+        )
     ),
     (rules.services_is_no_package, "services/__init__.py", "", "services/__init__.py"),
     (

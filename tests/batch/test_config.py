@@ -30,6 +30,7 @@ def test_the_keys_of_the_older_scripts_are_known_and_come_first() -> None:
         ({"NAME": '"millrace"'}, "expected KEY=VALUE, without quotes and blanks"),
         ({"CPU_SHAPE": "m7i.48xlarge"}, "'m7i.48xlarge' is not in infra/shapes.json"),
         ({"TRAINIUM_SHAPE": "m7i.8xlarge"}, "TRAINIUM_SHAPE=m7i.8xlarge has 0 Neuron devices"),
+        ({"CPU_SHAPE": "p5.4xlarge"}, "CPU_SHAPE=p5.4xlarge has 0 Neuron devices and 1 GPUs"),
         ({"CPU_MAX_NODES": "0"}, "CPU_MAX_NODES=0: a whole number from 1 on"),
         ({"EXECUTION_ROLE": ""}, "HF_TOKEN_SECRET needs EXECUTION_ROLE"),
     ],

@@ -254,18 +254,11 @@ def test_a_pipeline_whose_last_stage_cannot_be_submits_none(cloud: Cloud, batch:
     assert cloud.submitted == []
 
 
-def test_a_pipeline_takes_no_option_of_one_stage(batch: Batch, ask: Ask) -> None:
-    with pytest.raises(RecipeError, match="TAG and NODES are one stage's"):
-        batch.run_pipeline(ask(), None)
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
         ({"nodes": 9}, DeviceError, "NODES=9, and queue millrace-trainium has 4 nodes of trn1.32xlarge at most"),
         ({"tag": "absent"}, DeviceError, "millrace/trainer has no image absent: make images STAGE=trainer"),
-        ({"mode": "isolated"}, RecipeError, "MODE is of TARGET=kuberay"),
-        ({"is_kept": True}, RecipeError, "KEEP=1 is of TARGET=kuberay"),
         ({"retries": 10}, RecipeError, "RETRIES=10: Batch makes 10 attempts of a job at most"),
         ({"hours": 0.01}, RecipeError, "HOURS=0.01 is 36 s, and Batch ends an attempt after 60 s at the earliest"),
         ({"arguments": ("--root=/x",)}, RecipeError, "--root is the deployment's own"),

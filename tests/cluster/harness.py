@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deploy.client.variables import DEPLOYING
 from images.build import build_images
 from images.demo import IMAGE_USER
 from images.platforms import REPOSITORY
@@ -54,7 +55,8 @@ class Harness:
         return Done(process.returncode, said)
 
     def start(self, command: str, **variables: str) -> subprocess.Popen[str]:
-        environment = os.environ | {"OVERLAY": str(self.overlay), "RECIPE": str(self.recipe)} | variables
+        own = {"RECIPE": str(self.recipe)} if command in DEPLOYING else {}
+        environment = os.environ | {"OVERLAY": str(self.overlay)} | own | variables
         return subprocess.Popen(
             [sys.executable, "-m", "k8s.client" if command.startswith("cluster-") else "deploy.commands", command],
             cwd=REPOSITORY,

@@ -1,4 +1,4 @@
-"""Runs on the NeuronCores of this machine, each worker in a process of its own: a core serves one process at a time."""
+"""Runs on the NeuronCores or GPUs of this machine; each worker is a process and has a device of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from services.common.artifacts.lease import Lease, hold_lease
 from services.common.launch import inline
@@ -27,11 +28,15 @@ ON_XLA = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    absent = {}
     if not NEURON_DEVICES:
-        absent = pytest.mark.skip(reason="/dev/neuron0 is not here: this machine or container has no Neuron device")
-        for item in items:
-            if item.path.is_relative_to(Path(__file__).parent):
-                item.add_marker(absent)
+        absent["neuron"] = "/dev/neuron0 is not here: this machine or container has no Neuron device"
+    if torch.cuda.device_count() == 0:
+        absent["cuda"] = "torch finds no GPU here"
+    for item in items:
+        for name, reason in absent.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from images.platforms import REPOSITORY
+from images.build import build_arguments, choose_platform
+from images.demo import STAGES
+from images.platforms import REPOSITORY, SERVICES, VARIANTS, read_platforms
+from images.versions import describe_build
+from tests.images.checkout import write
 
 
 def run_images(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -52,7 +56,7 @@ def test_a_stage_that_does_not_exist_is_answered_with_those_that_do(command: str
 def test_a_variant_that_does_not_exist_is_answered_with_those_that_do() -> None:
     done = run_images("build", VARIANT="gpu")
     assert done.returncode == 2
-    assert "there is no variant 'gpu': VARIANT is one of cpu, neuron" in done.stderr
+    assert "there is no variant 'gpu': VARIANT is one of cpu, cuda, neuron" in done.stderr
 
 
 def test_a_release_names_its_stage() -> None:
@@ -67,3 +71,75 @@ def test_every_command_has_a_target_in_the_makefile() -> None:
     assert {"base", "build", "demo", "release"} <= set(commands)
     for command in set(commands) - {"environment"}:
         assert f"images) {command}" in makefile or f"-m images {command}" in makefile
+
+
+def install(lock: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What a build runs, on a base whose Python is not the pin's: it installs nothing here in any case."""
+    pinned = {"PINNED_PYTHON": "3.11.99", "BASE": "python:3.11.99-slim"}
+    command = [sys.executable, str(REPOSITORY / "images/install.py"), lock]
+    return subprocess.run(
+        command, env={**os.environ, **pinned, **variables}, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("variable", ["TORCH_INDEX_URL", "TORCH_FIND_LINKS"])
+def test_an_image_for_gpus_takes_no_torch_from_elsewhere(variable: str) -> None:
+    """It would come without the CUDA libraries of the lock; a cpu image needs none of them."""
+    refused = install("program-cuda.txt", **{variable: "https://example.com/cpu"})
+    assert refused.returncode != 0
+    assert variable in refused.stderr
+    assert f"make images VARIANT=cuda {variable}=" in refused.stderr
+
+    for taken in (install("program-cpu.txt", **{variable: "https://example.com/cpu"}), install("program-cuda.txt")):
+        assert "this variant is pinned to 3.11.99" in taken.stderr
+
+
+DOCKER = """#!/bin/sh
+case "$1" in
+version) echo 28 ;;
+run) echo "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("variant", "gpus"), [("cpu", []), ("cuda", ["compiler", "trainer"])])
+def test_the_demo_shows_the_gpus_to_the_stages_that_compute_on_them(
+    tmp_path: Path, variant: str, gpus: list[str]
+) -> None:
+    (tmp_path / "docker").write_text(DOCKER, encoding="utf-8")
+    (tmp_path / "docker").chmod(0o755)
+    tags = {f"{stage.upper()}_TAG": f"0.1.0-{variant}" for stage in STAGES}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = run_images("demo", VARIANT=variant, ROOT=str(tmp_path / "fsx"), PATH=path, **tags)
+    assert done.returncode == 0, done.stderr
+    runs = [line.split() for line in done.stdout.splitlines() if line.startswith("run ")]
+    shown = [
+        stage for run in runs for stage in STAGES if "--gpus" in run and f"millrace/{stage}:0.1.0-{variant}" in run
+    ]
+    assert shown == gpus
+    assert len(runs) == 4  # the summary is the fourth
+
+
+def test_one_base_replaces_those_of_all_images_that_stand_on_slim_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BASE", "registry.example.com/python:3.11.14-slim")
+    for variant in ("cpu", "cuda"):
+        platform = choose_platform(variant)
+        assert {platform.base_of(service) for service in SERVICES} == {"registry.example.com/python:3.11.14-slim"}
+
+
+def test_an_image_says_which_driver_a_node_must_have(tmp_path: Path) -> None:
+    write(tmp_path / "services/trainer/VERSION", "0.1.0\n")
+    write(tmp_path / "services/head/VERSION", "0.1.0\n")
+    told = {
+        variant: {
+            service: {name: value for name, value in arguments.items() if name.endswith("_DRIVER")}
+            for service in ("trainer", "head")
+            for arguments in [build_arguments(describe_build(service, variant, tmp_path), read_platforms()[variant])]
+        }
+        for variant in VARIANTS
+    }
+    assert told == {
+        "cpu": {"trainer": {}, "head": {}},
+        "cuda": {"trainer": {"NVIDIA_DRIVER": "580.65.06"}, "head": {}},
+        "neuron": {"trainer": {"NEURON_DRIVER": "2.27.4.0"}, "head": {}},
+    }

@@ -318,6 +318,51 @@ def test_neurons_tools_can_write_where_they_do_under_a_read_only_root(
     assert written == "7"  # two of the eight are one folder
 
 
+@pytest.fixture(scope="module")
+def cuda_trainer(checkout: Path) -> str:
+    return build(checkout, STAGE="trainer", VARIANT="cuda")["trainer"]
+
+
+def test_a_cuda_image_has_cuda_and_asks_for_the_gpus_and_the_driver_s_tools(cuda_trainer: str) -> None:
+    check = ("--entrypoint", "python", cuda_trainer, "-m", "services.common.image_platform")
+    assert "cuda-toolkit         13.0." in docker("run", "--rm", "--read-only", "--tmpfs", "/scratch", *check)
+    asked = {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"}
+    assert asked <= set(inspect_image(cuda_trainer)["Config"]["Env"])
+    assert labels_of(cuda_trainer)["millrace.nvidia-driver"] == "580.65.06"
+
+
+# What Triton does first on a GPU. A library of the driver's name stands in for it, where the driver's would be mounted.
+BUILDS_WITH_TRITON = """
+set -eu
+cd /scratch
+echo 'int nothing(void) { return 0; }' >driver.c
+gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o "/usr/lib/$(gcc -print-multiarch)/libcuda.so.1" driver.c
+ldconfig
+python -c '
+from pathlib import Path
+from triton.backends.nvidia import driver
+from triton.runtime.build import _build
+source = str(Path(driver.dirname) / "driver.c")
+print(_build("cuda_utils", source, "/scratch", driver.library_dirs(), driver.include_dirs, driver.libraries, []))
+'
+ls cuda_utils*.so
+"""
+
+
+def test_triton_can_build_what_starts_its_kernels_in_a_cuda_image(cuda_trainer: str) -> None:
+    built = docker("run", "--rm", "--user", "0", "--entrypoint", "bash", cuda_trainer, "-c", BUILDS_WITH_TRITON)
+    where, name = built.splitlines()
+    assert where == f"/scratch/{name}"
+
+
+def test_a_cuda_image_takes_no_torch_from_elsewhere(checkout: Path, cuda_trainer: str) -> None:
+    before = inspect_image(cuda_trainer)["Id"]
+    done = run_images(checkout, "build", STAGE="trainer", VARIANT="cuda", TORCH_INDEX_URL="https://example.com/cpu")
+    assert done.returncode == 4
+    assert "make images VARIANT=cuda TORCH_INDEX_URL=" in done.stderr
+    assert inspect_image(cuda_trainer)["Id"] == before
+
+
 def test_a_base_of_another_python_is_refused(checkout: Path, images: dict[str, str]) -> None:
     done = run_images(checkout, "build", STAGE="tokenizer", PINNED_PYTHON="3.11.99")
     assert done.returncode == 4

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 
-from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM
+from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, VARIANTS
 from images.versions import CONTROLLER_FOLDERS, sources_of
 from services.common.artifacts.__main__ import MANIFEST_TYPES
 from services.common.instance_types import SHAPES_JSON
@@ -105,6 +107,62 @@ def test_a_change_of_what_runs_in_a_build_is_a_new_tag(service: str) -> None:
     assert copied == {each for each in sources_of(service, "cpu") if re.fullmatch(r"images/\w+\.(py|sh)", each)}
 
 
+@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_images_that_compute_on_gpus_ask_for_them_and_for_the_driver_s_tools(service: str, variant: str) -> None:
+    """nvidia-smi is one of the tools; the program asks it what kind of GPU a graph is compiled for."""
+    asked = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+    variables = {name: value for stage in stages_under(service, variant).values() for name, value in stage.items()}
+    assert {name: value for name, value in variables.items() if name.startswith("NVIDIA_")} == (
+        asked if variant == "cuda" and is_program(service) else {}
+    )
+
+
+def stages_under(service: str, variant: str) -> dict[str, dict[str, str]]:
+    """The stages of the Dockerfile that a variant's image is made of, the last one first: name to environment."""
+    text = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8").replace("${VARIANT}", variant)
+    bases: dict[str, str] = {}
+    environments: dict[str, dict[str, str]] = {}
+    stage = ""
+    for name, rest in instructions_of(text):
+        if name == "FROM":
+            base, _, stage = rest.partition(" AS ")
+            bases[stage], environments[stage] = base, {}
+        elif name == "ENV":
+            environments[stage].update(re.findall(r"(\w+)=(\S+)", rest))
+    chain = [""]  # the last stage has no name
+    while bases[chain[-1]] in bases:
+        chain.append(bases[chain[-1]])
+    return {name: environments[name] for name in chain}
+
+
+@pytest.mark.parametrize(
+    ("variant", "has_headers", "packages"),
+    [
+        ("cpu", True, {"g++"}),
+        ("cpu", False, {"g++", "libpython3-dev"}),
+        ("cuda", True, {"g++", "gcc"}),
+        ("cuda", False, {"g++", "gcc", "libpython3-dev"}),
+        ("neuron", False, {"procps"}),
+    ],
+)
+def test_an_image_gets_the_compilers_that_its_graphs_are_built_with(
+    tmp_path: Path, variant: str, has_headers: bool, packages: set[str]
+) -> None:
+    """For GPUs a C compiler too: Triton builds its launcher from C, against Python.h."""
+    include, log = tmp_path / "include", tmp_path / "log"
+    include.mkdir()
+    if has_headers:
+        (include / "Python.h").touch()
+    for name, line in {"apt-get": f'echo "$@" >>{log}', "python3": f"echo {include}", "rm": ":"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    command = ["/bin/sh", str(REPOSITORY / "images/install_toolchain.sh"), variant]
+    subprocess.run(command, env={"PATH": str(tmp_path)}, check=True)
+    installs = [line.split() for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("install ")]
+    assert [{word for word in line[1:] if not word.startswith("-")} for line in installs] == [packages]
+
+
 def test_an_image_has_no_code_of_tests() -> None:
     left_out = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
     targets = (REPOSITORY / "services/common/BUILD").read_text(encoding="utf-8").splitlines()
@@ -122,15 +180,18 @@ def test_an_image_gets_its_code_after_its_libraries_were_found(service: str) -> 
     text = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8")
     check = (
         "FROM packages AS code\nARG VARIANT\n"
-        "COPY services/common/entry_point.py services/common/errors.py services/common/image_platform.py \\\n"
+        "COPY services/common/credentials.py services/common/entry_point.py services/common/errors.py \\\n"
+        "    services/common/image_platform.py services/common/input_file.py services/common/limits.py \\\n"
         "    services/common/stop_signals.py /app/services/common/\n"
         "RUN MILLRACE_VARIANT=$VARIANT python -m services.common.image_platform --without-device\n"
         "COPY services/common /app/services/common\n"
     )
     assert check in text
     assert f"    MILLRACE_SERVICE={service}\n" in text
-    assert "\nFROM packages\n" in text
-    checked = {f"services.common.{name}" for name in ("entry_point", "errors", "image_platform", "stop_signals")}
+    for variant in VARIANTS:
+        assert stages_under(service, variant).keys() & {"code", "packages"} == {"packages"}
+    beside = ("credentials", "entry_point", "errors", "image_platform", "input_file", "limits", "stop_signals")
+    checked = {f"services.common.{name}" for name in beside}
     assert closure_of(modules_of(REPOSITORY), {"services.common.image_platform"}) == checked
 
 
@@ -144,7 +205,9 @@ def test_every_image_has_the_table_of_instance_types(service: str) -> None:
     assert f"COPY {table} /app/{table}" in dockerfile
     assert "COPY --from=code /app/infra /app/infra" in dockerfile
     assert f"!{table}" in (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    assert (REPOSITORY / f"services/{service}/BUILD").read_text(encoding="utf-8").count('"infra:shapes"') == 2
+    assert (REPOSITORY / f"services/{service}/BUILD").read_text(encoding="utf-8").count('"infra:shapes"') == len(
+        VARIANTS
+    )
     assert table in sources_of(service, "cpu")
 
 

@@ -51,6 +51,15 @@ def test_the_images_of_this_repository_have_their_pins() -> None:
             "numpy==1.26.4\nxxhash==",
             "numpy would be installed over that of the Neuron image",
         ),
+        ("lockfiles/trainer-cuda.txt", "torch==2.13.0", "torch==2.12.0", "lockfiles/trainer-cuda.txt: torch is 2.12.0"),
+        (
+            "lockfiles/program-cuda.txt",
+            "cuda-toolkit==13.0",
+            "cuda-toolkit==12.9",
+            "lockfiles/program-cuda.txt: cuda-toolkit is 12.9.3.0, the pin is 13.0",
+        ),
+        ("lockfiles/compiler-cuda.txt", "\ntriton==", "\nother==", "lockfiles/compiler-cuda.txt: triton is absent"),
+        ("images/platforms.toml", 'cuda = "13.0"', "", "cuda: a CUDA release and a node table need each other"),
         ("images/platforms.toml", 'python = "3.12.11"', 'python = "3.12.3"', "is not tagged 3.12.3"),
         ("images/platforms.toml", 'sdk = "2.29.1"', 'sdk = "2.30.0"', "is not tagged sdk2.30.0-"),
         (

@@ -56,21 +56,65 @@ def test_a_neuron_image_refuses_at_once_to_compute_on_the_cpu(
     assert not (tmp_path / "fsx").exists()
 
 
-@pytest.mark.usefixtures("in_neuron_image")
+@pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
+def test_a_cuda_image_refuses_at_once_to_leave_the_gpus_idle(
+    tmp_path: Path,
+    options: tuple[str, ...],
+    stage: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MILLRACE_VARIANT", "cuda")
+    done = call(capfd, f"services.{stage}.__main__", *options, "--compile.enabled=false")
+
+    assert done.returncode == 4, done.stderr
+    assert "this is a cuda image" in done.stderr
+    assert "--parallel.device=cuda" in done.stderr
+    assert "make images VARIANT=cpu" in done.stderr
+    assert not (tmp_path / "fsx").exists()
+
+
+@pytest.mark.parametrize("variant", ["cpu", "neuron"])
+@pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
+def test_an_image_that_is_not_for_gpus_names_the_one_that_is(
+    tmp_path: Path,
+    options: tuple[str, ...],
+    stage: str,
+    variant: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cpu image may have a torch that was built without CUDA."""
+    monkeypatch.setenv("MILLRACE_VARIANT", variant)
+    done = call(capfd, f"services.{stage}.__main__", *options, "--parallel.device=cuda")
+
+    assert done.returncode == 4, done.stderr
+    assert f"this is a {variant} image" in done.stderr
+    assert "make images VARIANT=cuda" in done.stderr
+    assert not (tmp_path / "fsx").exists()
+
+
+@pytest.mark.parametrize("variant", ["cuda", "neuron"])
 @pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
 def test_a_cluster_is_told_before_it_gives_nodes(
-    tmp_path: Path, options: tuple[str, ...], stage: str, capfd: pytest.CaptureFixture[str]
+    options: tuple[str, ...],
+    stage: str,
+    variant: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("MILLRACE_VARIANT", variant)
     done = call(capfd, "services.common.readiness", "--stage", stage, *options)
 
     assert done.returncode == 4, done.stderr
-    assert "this is a neuron image, which runs the program through torch_xla" in json.loads(done.stdout)["problem"]
+    assert f"this is a {variant} image, which runs the program" in json.loads(done.stdout)["problem"]
 
 
-@pytest.mark.usefixtures("in_neuron_image")
-def test_a_neuron_image_still_shows_what_a_recipe_means(
-    options: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("variant", ["cuda", "neuron"])
+def test_an_image_for_another_device_still_shows_what_a_recipe_means(
+    options: tuple[str, ...], variant: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MILLRACE_VARIANT", variant)
     for stage in STAGES_WITH_PROGRAM:
         done = call(capfd, f"services.{stage}.__main__", *options, "--dry-run")
         assert done.returncode == 0, done.stderr
@@ -86,6 +130,16 @@ def test_the_tokenizer_needs_no_neuron(
     assert list((tmp_path / "fsx").glob("corpus/*/*/manifest.json"))
     ready = call(capfd, "services.common.readiness", "--stage", "tokenizer", *options)
     assert ready.returncode == 0, ready.stdout
+
+
+def test_the_tokenizer_needs_no_gpu(
+    options: tuple[str, ...], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_VARIANT", "cuda")
+    ready = call(capfd, "services.common.readiness", "--stage", "tokenizer", *options)
+
+    assert ready.returncode == 0, ready.stdout
+    assert json.loads(ready.stdout)["platform"]["variant"] == "cuda"
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -140,5 +194,48 @@ def test_where_images_are_built_neuron_libraries_are_not_imported(tmp_path: Path
 @pytest.mark.parametrize("service", ["tokenizer", "head"])
 def test_images_without_the_program_need_no_neuron_library(service: str) -> None:
     done = run("services.common.image_platform", MILLRACE_SERVICE=service, MILLRACE_VARIANT="neuron")
+
+    assert done.returncode == 0, done.stderr
+
+
+def check_build(folder: Path, service: str, **modules: str) -> subprocess.CompletedProcess[str]:
+    """The check of a cuda image's build, where these modules are what the image has."""
+    for name, source in modules.items():
+        (folder / f"{name}.py").write_text(source, encoding="utf-8")
+    path = os.pathsep.join([str(folder), str(REPOSITORY)])
+    environment = {"MILLRACE_SERVICE": service, "MILLRACE_VARIANT": "cuda", "PYTHONPATH": path}
+    return run("services.common.image_platform", "--without-device", **environment)
+
+
+TORCH_FOR_GPUS = "__version__ = '2.13.0+cu130'\nclass version:\n    cuda = '13.0'\n"
+TORCH_FOR_CPUS = "__version__ = '2.13.0+cpu'\nclass version:\n    cuda = None\n"
+NO_TRITON = "raise ModuleNotFoundError('No module named triton', name='triton')"
+
+
+def test_a_cuda_image_is_built_where_there_is_no_gpu(tmp_path: Path) -> None:
+    done = check_build(tmp_path, "compiler", torch=TORCH_FOR_GPUS, triton="")
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "told"),
+    [
+        (TORCH_FOR_CPUS, "", "torch 2.13.0+cpu was built without CUDA"),
+        (TORCH_FOR_GPUS, NO_TRITON, "triton is absent on the cuda variant"),
+        ("raise OSError('libcudart.so.13: cannot open shared object file')", "", "torch is broken on the cuda variant"),
+    ],
+    ids=["torch-for-cpus", "no-triton", "no-cuda-libraries"],
+)
+def test_a_cuda_image_without_cuda_is_not_built(tmp_path: Path, torch: str, triton: str, told: str) -> None:
+    done = check_build(tmp_path, "compiler", torch=torch, triton=triton)
+
+    assert done.returncode == 4, done.stderr
+    assert told in done.stderr
+    assert "make images STAGE=compiler VARIANT=cuda" in done.stderr
+
+
+def test_cuda_images_without_the_program_need_no_torch(tmp_path: Path) -> None:
+    done = check_build(tmp_path, "head", torch=TORCH_FOR_CPUS, triton=NO_TRITON)
 
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from images.platforms import SERVICES
+from images.platforms import SERVICES, VARIANTS
 from images.versions import describe_build, is_released
 from services.common.errors import DeviceError
 from tests.images.checkout import commit, git, make_checkout, make_shallow_checkout, write
@@ -35,6 +35,16 @@ def test_a_commit_to_the_contracts_gives_every_image_a_new_tag(tmp_path: Path) -
     write(repository / "services/common/errors.py", "# changed\n")
     commit(repository, "Change the contracts")
     assert changed(before, tags(repository)) == set(SERVICES)
+
+
+def test_a_lock_of_one_variant_gives_the_images_of_another_no_new_tag(tmp_path: Path) -> None:
+    repository = make_checkout(tmp_path)
+    before = {variant: describe_build("trainer", variant, repository).commit_tag for variant in VARIANTS}
+    write(repository / "lockfiles/trainer-cuda.txt", "torch==2.14.0\n")
+    commit(repository, "Raise what the trainer has for GPUs")
+    after = {variant: describe_build("trainer", variant, repository).commit_tag for variant in VARIANTS}
+    assert changed(before, after) == {"cuda"}
+    assert after["cuda"] == f"0.1.0-g{git(repository, 'rev-parse', 'HEAD')[:7]}-cuda"
 
 
 def test_tests_and_documents_give_no_image_a_new_tag(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.small import write_notes, write_small_recipe
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the whole pipeline
 
+PASSWORD = "MARKER4711"
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 fork_server.preload("services.trainer.supervise")
@@ -57,10 +58,14 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The temporary directory of all commands."""
+    """The temporary directory of all commands, in whose environment there are passwords."""
     folder = tmp_path_factory.mktemp("temporary")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
+        for name in ("TORCH_INDEX_URL", "TORCHINDUCTOR_REDIS_URL", "MKL_PROXY", "HTTPS_PROXY", "MLFLOW_TRACKING_URI"):
+            patch.setenv(name, f"https://user:{PASSWORD}@127.0.0.1:9/")
+        for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "XLA_API_TOKEN"):
+            patch.setenv(name, PASSWORD)
         yield folder
 
 
@@ -111,6 +116,14 @@ def root(options: tuple[str, ...], pipeline: dict[str, subprocess.CompletedProce
         done.stderr for done in pipeline.values()
     )
     return Path(options[-1])
+
+
+def test_no_password_of_the_environment_is_stored_or_printed(
+    root: Path, pipeline: dict[str, subprocess.CompletedProcess[str]]
+) -> None:
+    """Torch would store some variables with each graph that it compiles."""
+    assert not [path for path in root.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]
+    assert not [stage for stage, done in pipeline.items() if PASSWORD in done.stdout + done.stderr]
 
 
 def test_the_three_commands_train_a_model_without_a_compile_miss(root: Path, temporary: Path) -> None:

@@ -211,3 +211,43 @@ def send(process: subprocess.Popen[str], target: int, signum: signal.Signals) ->
     if signum == signal.SIGSTOP:
         time.sleep(1)
         deliver(signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["raylet", "gcs_server", "ray::TrainController", "ray::RayTrainWorker", "ray::RuntimeEnvAgent", "launch.guard"],
+)
+def test_a_signal_ends_a_command_of_whose_ray_a_process_is_frozen(
+    folder: Path, start: Callable[[str], subprocess.Popen[str]], name: str
+) -> None:
+    """It is killed, and what was then lost is noticed as ever."""
+    process = start("ray")
+    train_a_step(folder, process)
+    traces = traces_of(folder, process)
+    next(each for each in traces.processes if name in f"{each.name()} {' '.join(each.cmdline())}").suspend()
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=END_SECONDS)
+
+    assert process.returncode == 75, output
+    assert "Traceback" not in output
+    traces.require_gone()
+
+
+@pytest.mark.parametrize("launch", ["inline", "ray"])
+def test_a_second_signal_ends_a_command_of_which_all_else_is_frozen(
+    folder: Path, start: Callable[[str], subprocess.Popen[str]], launch: str
+) -> None:
+    process = start(launch)
+    train_a_step(folder, process)
+    family = family_of(process)
+    for each in family:
+        if "launch.guard" not in " ".join(each.cmdline()):
+            each.suspend()
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.2)
+    output, _ = process.communicate(timeout=END_SECONDS)
+
+    assert process.returncode == 75, output
+    assert "Traceback" not in output
+    Traces(frozenset(family), frozenset(folder.glob("millrace-*/*"))).require_gone()

@@ -18,7 +18,7 @@ from k8s.client.status import describe_status
 from k8s.controller.decision import HEAD_LOST_SECONDS, PENDING_SECONDS, decide
 from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS, StageReaper
-from k8s.controller.reconciler import Reconciler
+from k8s.controller.reconciler import LOG_SECONDS, LOST_LOG_SECONDS, Reconciler
 from k8s.objects.record import Outcome
 from k8s.objects.worker_group import read_worker_group
 from tests.k8s.builders import READY, Clock
@@ -75,6 +75,95 @@ def test_a_run_that_commits_checkpoints_outlives_any_number_of_evictions(
     assert reconcile(retries=3) == Outcome(0, "done after 9 attempts")
     assert [each.progressed for each in world.record.attempts] == [True] * 9
     assert is_down(world)
+
+
+@pytest.mark.parametrize("does_operator_see", [True, False])
+def test_the_next_attempt_begins_in_the_pass_that_sees_the_end_of_the_one_before(
+    world: World, reconcile: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, does_operator_see: bool
+) -> None:
+    """Where its gang stands. The operator may take its time to see the end that Ray has told, and to remove the RayJob
+    that is over.
+    """
+    passes: list[int] = []
+    world.watch = lambda: passes.append(len(passes))
+    delete = world.api.delete
+
+    def delete_slowly(kind: str, name: str, **options: Any) -> None:
+        if kind != "RayJob":
+            delete(kind, name, **options)
+        elif there := world.api.find(kind, name):
+            since = there["metadata"].get("deletionTimestamp", len(passes))
+            world.api.merge(kind, name, {"metadata": {"deletionTimestamp": since}})
+            if len(passes) - since > 5:
+                delete(kind, name, **options)
+
+    monkeypatch.setattr(world.api, "delete", delete_slowly)
+    if not does_operator_see:
+        monkeypatch.setattr(
+            world.api, "merge", _but_for(world.api.merge, lambda kind, patch: kind == "RayJob" and "status" in patch)
+        )
+    began: dict[int, int] = {}
+
+    def attempt(number: int) -> DriverState:
+        began[number] = len(passes)
+        return LOST if number < 3 else ended(0)
+
+    world.attempt = attempt
+    assert reconcile() == Outcome(0, "done after 3 attempts")
+    assert (began[2] - began[1], began[3] - began[2]) == (1, 1)
+
+
+def test_pods_that_have_joined_ray_are_enough_and_others_that_ray_remembers_do_not_count(
+    world: World, reconcile: Callable[..., Outcome]
+) -> None:
+    """The operator's probe calls a pod ready 10 s after its start or later."""
+    world.conditions = []
+    assert reconcile() == Outcome(0, "done")
+    world.ghosts = {"a pod that is gone", "another"}
+    world.set_node("n1", *DARK)
+    outcome = reconcile(id="def456", start_timeout_seconds=60)
+    assert outcome.exit_code == 75
+    assert "not up after 60 s" in outcome.message
+
+
+def test_a_rayjob_that_was_given_up_is_waited_for_until_it_is_gone(
+    world: World, reconcile: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has said that its driver ended, so the operator might submit it again."""
+    there: list[list[str]] = []
+    delete, asked = world.api.delete, set[str]()
+
+    def delete_slowly(kind: str, name: str, **options: Any) -> None:
+        if kind == "RayJob" and name not in asked:
+            asked.add(name)
+            world.api.merge(kind, name, {"metadata": {"deletionTimestamp": "now"}})
+        else:
+            delete(kind, name, **options)
+
+    def attempt(number: int) -> DriverState | None:
+        there.append(world.api.names("RayJob"))
+        return None if number == 1 else ended(0)
+
+    monkeypatch.setattr(world.api, "delete", delete_slowly)
+    world.attempt = attempt
+    assert reconcile() == Outcome(0, "done after 2 attempts")
+    assert there[-1] == ["trainer-abc123-2"]
+
+
+@pytest.mark.parametrize(("state", "seconds"), [(LOST, LOST_LOG_SECONDS), (ended(75), LOG_SECONDS)])
+def test_a_lost_driver_s_log_is_not_waited_for(
+    world: World,
+    reconcile: Callable[..., Outcome],
+    monkeypatch: pytest.MonkeyPatch,
+    state: DriverState,
+    seconds: float,
+) -> None:
+    """Its stream comes from a node that is gone, and breaks off after minutes, if ever."""
+    closed: list[float] = []
+    monkeypatch.setattr(NoLog, "close", lambda self, timeout_seconds: closed.append(timeout_seconds))
+    world.attempt = lambda number: state if number == 1 else ended(0)
+    reconcile()
+    assert closed == [seconds, LOG_SECONDS]
 
 
 def test_four_disturbances_without_a_checkpoint_end_it(
@@ -238,14 +327,14 @@ def test_the_last_rayjob_stays_until_the_next_deployment(world: World, reconcile
 def test_an_ended_rayjob_that_the_operator_does_not_see_is_deleted(
     world: World, reconcile: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world.api, "merge", _without_rayjobs(world.api.merge))
+    monkeypatch.setattr(world.api, "merge", _but_for(world.api.merge, lambda kind, patch: kind == "RayJob"))
     reconcile()
     assert world.api.names("RayJob") == []
     assert is_down(world)
 
 
-def _without_rayjobs(merge: Callable[..., Thing]) -> Callable[..., Thing]:
-    return lambda kind, name, patch: {} if kind == "RayJob" else merge(kind, name, patch)
+def _but_for(merge: Callable[..., Thing], is_ignored: Callable[[str, Thing], bool]) -> Callable[..., Thing]:
+    return lambda kind, name, patch: {} if is_ignored(kind, patch) else merge(kind, name, patch)
 
 
 def reap(world: World, seconds: float) -> None:

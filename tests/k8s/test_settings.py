@@ -129,6 +129,8 @@ def test_what_is_not_filled_in_is_refused(rendered: Render) -> None:
         ({"CPU_SHAPE": "m7i.2xlarge"}, "no stage runs on m7i.2xlarge"),
         ({"CPU_SHAPE": "trn1.32xlarge"}, "CPU_SHAPE=trn1.32xlarge has 16 Neuron devices"),
         ({"TRAINIUM_SHAPE": "m7i.8xlarge"}, "TRAINIUM_SHAPE=m7i.8xlarge has 0 Neuron devices"),
+        ({"TRAINIUM_SHAPE": "p5.48xlarge"}, "TRAINIUM_SHAPE=p5.48xlarge has 0 Neuron devices and 8 GPUs"),
+        ({"CPU_SHAPE": "p5.4xlarge"}, "CPU_SHAPE=p5.4xlarge has 0 Neuron devices and 1 GPUs"),
         ({"CPU_SHAPE": ""}, "selects nodes of millrace.dev/pool=cpu, and the overlay does not say CPU_SHAPE"),
         ({"TRAINIUM_MAX_NODES": "many"}, "TRAINIUM_MAX_NODES=many: a whole number from 1 on is expected"),
         ({"TRAINIUM_MAX_NODES": "0"}, "TRAINIUM_MAX_NODES=0: a whole number from 1 on is expected"),

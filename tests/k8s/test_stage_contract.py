@@ -12,6 +12,7 @@ from deploy.stage_contract import Resources, StageContract, find_contract, make_
 from infra.shapes import find_shape
 from k8s.client.stage_image import repository_of
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, worker_group_of
+from services.common.artifacts.attempt import Attempt
 from services.common.recipe import STAGES, Stage
 from tests.k8s.rendered import OVERLAYS, REMOVED, Thing, changed, cluster_of, environment_of
 
@@ -42,8 +43,11 @@ def breaches_of(contract: StageContract, things: list[Thing]) -> list[str]:
             {each.name: each.kind for each in contract.mounts},
         ),
         "command": (
-            group.entrypoint(["--a"])[1:],
-            make_command(contract.stage, "/recipe/recipe.toml", "/fsx", ["--a"]),
+            group.entrypoint(["--a"], Attempt(f"{contract.stage}-0a1b2c", 2)),
+            [
+                *("exec", "env", f"MILLRACE_ATTEMPT={contract.stage}-0a1b2c/2"),
+                *make_command(contract.stage, "/recipe/recipe.toml", "/fsx", ["--a"]),
+            ],
         ),
         "drain": (group.drain_seconds, contract.drain_seconds),
         "grace": (group.pod["terminationGracePeriodSeconds"] >= contract.drain_seconds + DRAIN_MARGIN_SECONDS, True),

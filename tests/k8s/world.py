@@ -38,6 +38,10 @@ class World:
         self.drivers: dict[str, DriverState] = {}
         self.attempt: Callable[[int], DriverState | None] = lambda number: ended(0)
         self.watch: Callable[[], object] = lambda: None
+        self.conditions = [READY]
+        """Of a pod that was placed."""
+        self.ghosts: set[str] = set()
+        """Addresses of pods that are gone, and that Ray takes for alive."""
         self._pods_made = 0
         for number in range(nodes):
             self.set_node(f"n{number}", [], [READY])
@@ -127,7 +131,7 @@ class World:
         if gang is None or len(up) + min(len(free), len(waiting)) < gang["spec"]["minMember"]:
             return
         for each, name in zip(waiting, free, strict=False):
-            patch = {"spec": {"nodeName": name}, "status": {"conditions": [READY]}}
+            patch = {"spec": {"nodeName": name}, "status": {"conditions": self.conditions, "podIP": name}}
             self.api.merge("Pod", each["metadata"]["name"], patch)
 
     def _run_ray(self) -> None:
@@ -153,8 +157,8 @@ class World:
             raise RayUnreachable("no head")
         self.drivers[name] = DriverState(JobStatus.STOPPED, None, "", 1)
 
-    def count_nodes(self, resource: str) -> int:
-        return sum(self._is_up(name) for name in self.bound())
+    def find_addresses(self, resource: str) -> set[str]:
+        return {name for name in self.bound() if self._is_up(name)} | self.ghosts
 
 
 class NoLog:

@@ -76,7 +76,7 @@ variable "trainium" {
 
   validation {
     condition     = try(local.shapes[var.trainium.shape].efa_cards > 0 && local.shapes[var.trainium.shape].neuron_devices > 0, false)
-    error_message = "trainium.shape = \"${var.trainium.shape}\" is no Trainium type with EFA of infra/shapes.json, which has ${join(", ", [for name, shape in local.shapes : name if shape.neuron_devices > 0])}. Another type: add it there."
+    error_message = "trainium.shape = \"${var.trainium.shape}\" is no Trainium type with EFA of infra/shapes.json, which has ${join(", ", [for name, shape in local.shapes : name if shape.neuron_devices > 0])}. Another one: add it there. Types with GPUs are there for the trainer's plan alone."
   }
 
   validation {
@@ -107,8 +107,8 @@ variable "cpu_nodes" {
   default = {}
 
   validation {
-    condition     = try(local.shapes[var.cpu_nodes.shape].neuron_devices == 0 && local.shapes[var.cpu_nodes.shape].pod != null, false)
-    error_message = "cpu_nodes.shape = \"${var.cpu_nodes.shape}\" is no type of infra/shapes.json that leaves a stage room, which are ${join(", ", [for name, shape in local.shapes : name if shape.neuron_devices == 0 && shape.pod != null])}."
+    condition     = try(local.shapes[var.cpu_nodes.shape].neuron_devices == 0 && local.shapes[var.cpu_nodes.shape].gpus == 0 && local.shapes[var.cpu_nodes.shape].pod != null, false)
+    error_message = "cpu_nodes.shape = \"${var.cpu_nodes.shape}\" is no type of infra/shapes.json without Neuron and GPUs that leaves a stage room, which are ${join(", ", [for name, shape in local.shapes : name if shape.neuron_devices == 0 && shape.gpus == 0 && shape.pod != null])}."
   }
 
   validation {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -91,6 +92,44 @@ def test_children_leave_with_75_when_the_main_node_is_lost(root: Path, network: 
         wait_until(lambda: nodes[1].poll() is not None, JOB_SECONDS)
         assert nodes[1].poll() == 75, nodes[1].log
         assert "did not answer for 30 s: it was lost" in nodes[1].log
+    finally:
+        for node in nodes:
+            node.kill()
+        shutil.rmtree(folder)
+
+
+@pytest.mark.batch
+def test_a_head_that_was_frozen_wakes_up_and_leaves_its_successor_alone(root: Path, network: Network) -> None:
+    """Batch gave its host up and began the next attempt, whose child comes when the old head has gone its way."""
+    definition = define_script(write(root, f"import os; print(os.environ['MILLRACE_ATTEMPT']); {ENDLESS}"), root)
+    addresses = {attempt: [network.reserve_address() for _ in range(2)] for attempt in (1, 2)}
+    folder = Path(tempfile.mkdtemp(prefix="b", dir="/tmp"))
+    nodes: list[Container] = []
+
+    def start(attempt: int, index: int) -> Container:
+        variables = {**definition.environment, **node_variables("a-job", attempt, index, addresses[attempt])}
+        place = folder / f"{attempt}{index}"
+        nodes.append(Container(network, addresses[attempt][index], definition.command, variables, place))
+        return nodes[-1]
+
+    def tokens() -> list[str]:
+        return [path.name for path in (root / "ray-tokens").glob("a-job.*")]
+
+    try:
+        old = start(1, 0)
+        wait_until(lambda: tokens() == [f"a-job.1.{old.address}"], JOB_SECONDS)
+        old.send_to_all(signal.SIGSTOP)
+        new = start(2, 0)
+        wait_until(lambda: tokens() == [f"a-job.2.{new.address}"], JOB_SECONDS)
+        old.send_to_all(signal.SIGCONT)
+        old.send(signal.SIGTERM)
+        wait_until(lambda: old.poll() is not None, JOB_SECONDS)
+        assert old.poll() == 75, old.log
+        assert tokens() == [f"a-job.2.{new.address}"]
+        child = start(2, 1)
+        wait_until(lambda: "the stage runs" in new.log or new.poll() is not None, JOB_SECONDS)
+        assert "a-job/2" in new.log
+        assert child.poll() is None, child.log
     finally:
         for node in nodes:
             node.kill()

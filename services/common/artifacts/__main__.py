@@ -14,12 +14,13 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import SPLITS, CorpusManifest
 from services.common.artifacts.files import total_bytes, verify_files
 from services.common.artifacts.lease import FolderWatch, LeaseTaken, LockWatch, find_idle, hold_lease
-from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed, unreadable
+from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed
 from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id, is_work, read_current
-from services.common.artifacts.token_stream import TokenStream
+from services.common.artifacts.token_stream import map_files
 from services.common.entry_point import run_program
 from services.common.errors import ArtifactError, RecipeError
-from services.common.input_file import parse_json, read_file
+from services.common.input_file import is_damage, parse_json, read_file, unreadable
+from services.common.problem_list import ProblemList
 
 MANIFEST_TYPES: dict[str, type[Manifest]] = {
     each.SCHEMA.split("/")[0]: each for each in (CorpusManifest, CompileCacheManifest, CheckpointManifest)
@@ -44,22 +45,23 @@ def verify(arguments: argparse.Namespace) -> int:
     folders = _find_published(arguments.dir)
     if not folders:
         raise ArtifactError(f"{arguments.dir}: no published artifact here (no {MANIFEST} below it).")
-    damaged = []
+    damaged = ProblemList()
     for folder in folders:
         try:
             manifest = read_manifest(folder)
             verify_files(folder, manifest)
             if isinstance(manifest, CorpusManifest):
                 for split in SPLITS:  # that the files hold as much as the manifest counts
-                    TokenStream(folder, manifest.corpus, split)
+                    for _ in map_files(folder, manifest.corpus, split):
+                        pass
         except ArtifactError as error:
-            damaged.append(str(error))
-            print(f"DAMAGED  {folder}", flush=True)
+            damaged.add("damaged artifacts", str(error))
+            print(f"{'DAMAGED ' if is_damage(error) else 'UNREADABLE'} {folder}", flush=True)
         else:
             size = total_bytes(manifest.files)
             print(f"ok       {folder}  {manifest.schema_id}  {len(manifest.files)} files, {size:,} bytes", flush=True)
     if damaged:
-        raise ArtifactError("\n".join(damaged))
+        raise ArtifactError("\n".join(damaged.lines()))
     return 0
 
 
@@ -75,18 +77,18 @@ def show(arguments: argparse.Namespace) -> int:
 
 def list_artifacts(arguments: argparse.Namespace) -> int:
     """One line per published artifact below DIR, oldest first; damaged manifests end with exit code 3."""
-    published, damaged = [], []
+    published, damaged = [], ProblemList()
     for folder in _find_published(arguments.dir):
         try:
             published.append((folder, read_manifest(folder)))
         except ArtifactError as error:
-            damaged.append(str(error))
+            damaged.add("damaged artifacts", str(error))
     for folder, manifest in sorted(published, key=lambda each: (each[1].created_at, str(each[0]))):
         size = total_bytes(manifest.files)
         made_by = f"{manifest.producer.service} {manifest.producer.version}"
         print(f"{manifest.created_at:%Y-%m-%d %H:%M}  {manifest.schema_id:<16} {size:>15,}  {made_by:<16} {folder}")
     if damaged:
-        raise ArtifactError("\n".join(damaged))
+        raise ArtifactError("\n".join(damaged.lines()))
     return 0
 
 
@@ -179,7 +181,7 @@ def _find_unreferenced(root: Path) -> list[Path]:
 
 def _artifacts_of(run: Path) -> list[str]:
     try:
-        ids = list(parse_json(read_file(run))["artifacts"].values())
+        ids = list(parse_json(read_file(run, run.parent))["artifacts"].values())
         if not all(isinstance(each, str) for each in ids):
             raise TypeError(f"{ids} are no ids")
         return ids

@@ -1,33 +1,63 @@
-"""checkpoint/2: the state of a run after a step, complete for continuing it bit for bit under any layout of workers.
+"""checkpoint/3: the state of a run after a step, complete for continuing it bit for bit under any layout of workers.
 
 `shard-00003.safetensors` holds what rank 3 owned: float32 slices of the master weights and of AdamW's moments. Their
 names are those of `services.common.program.state`, such as `exp_avg/model.norm.weight[0:16]`. Together the files hold
-each element once. Learning rate and random numbers are functions of the step, and so is the data position but for the
-batches that the run left out: there is no other state.
+each element once, and each says in its header of which run, step, layout and rank it is, as the manifest does. Learning
+rate and random numbers are functions of the step, and so is the data position but for the batches that the run left
+out: there is no other state.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Self
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, FiniteFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    Field,
+    FiniteFloat,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
-from services.common.artifacts.manifest import Count, Manifest, ManifestModel
-
-WEIGHTS_1 = "weights.safetensors"
-"""Of checkpoint/1: whole weights by their names."""
-MOMENTS_1 = "moments.safetensors"
-"""Of checkpoint/1: whole moments, `first/<name>` and `second/<name>`."""
+from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, RelativePath
+from services.common.problem_list import list_names
 
 
 class LossSpikes(ManifestModel):
     """What a run with `train.loss_spike_sigma` knows of its losses."""
 
-    skipped_batches: tuple[Count, ...]
+    skipped_batches: Many[Count]
     """Numbers of the batches that the run leaves out because the loss spiked on them, ascending."""
     recent_losses: Annotated[tuple[FiniteFloat, ...], Field(max_length=1_000)]
     """Of the newest steps that were applied, oldest first: what the next loss is compared with."""
+
+    @field_validator("skipped_batches")
+    @classmethod
+    def _are_ascending(cls, batches: tuple[int, ...]) -> tuple[int, ...]:
+        for earlier, later in pairwise(batches):
+            if later <= earlier:
+                raise ValueError(f"batch {later:,} comes after batch {earlier:,}, expected ascending numbers")
+        return batches
+
+
+class ShardOrigin(ManifestModel):
+    """The state and the rank that a shard comes from. Its header and the manifest both say it, so that no shard takes
+    another's place.
+    """
+
+    run: str
+    step: Count
+    """Optimizer steps done."""
+    rank: Count
+    """The worker that wrote the shard."""
+    data_parallel_size: Count
+    tensor_parallel_size: Count
+    zero_stage: Literal[0, 1]
+    program_fingerprint: str
+    """It tells a run from its copy elsewhere that was continued by another program."""
 
 
 class CheckpointPayload(ManifestModel):
@@ -39,8 +69,11 @@ class CheckpointPayload(ManifestModel):
     """Steps whose update was not applied because a gradient was not finite."""
     data_parallel_size: Count
     tensor_parallel_size: Count
+    zero_stage: Literal[0, 1]
+    shards: dict[RelativePath, ShardOrigin]
+    """The origin that each shard's header names, by the shard's file name."""
     program_fingerprint: str
-    waivers: tuple[str, ...]
+    waivers: Many[str]
     """Flags such as `--allow-cold-compile` under which this state was made."""
     loss_spikes: LossSpikes | None = None
     """Absent in runs without `train.loss_spike_sigma`."""
@@ -50,6 +83,10 @@ class CheckpointPayload(ManifestModel):
         fields: dict[str, Any] = write(self)
         return {name: value for name, value in fields.items() if name != "loss_spikes" or value is not None}
 
+    @property
+    def num_workers(self) -> int:
+        return self.data_parallel_size * self.tensor_parallel_size
+
     @model_validator(mode="after")
     def _skips_no_more_than_it_does(self) -> Self:
         if self.skipped_steps > self.step:
@@ -58,34 +95,58 @@ class CheckpointPayload(ManifestModel):
 
 
 class CheckpointManifest(Manifest):
-    SCHEMA: ClassVar[str] = "checkpoint/2"
+    SCHEMA: ClassVar[str] = "checkpoint/3"
 
     checkpoint: CheckpointPayload
-
-    @classmethod
-    def upgrade(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """checkpoint/1 was of whole models; its two files are read as they are (see `services.trainer.shards`)."""
-        if raw.get("schema") != "checkpoint/1":
-            return raw
-        payload = raw.get("checkpoint")
-        younger = {"tensor_parallel_size": 1}
-        return {**raw, "schema": cls.SCHEMA, "checkpoint": younger | payload if isinstance(payload, dict) else payload}
 
     @model_validator(mode="after")
     def _lists_shards(self) -> Self:
         others = [entry.path for entry in self.files if not _is_shard(entry.path)]
         if others or not self.files:
-            raise ValueError(f"{', '.join(others[:4]) or 'no file'}: expected shards, as {shard_name(0)} is one")
+            raise ValueError(
+                f"{list_names(others) if others else 'no file'}: expected shards, as {shard_name(0)} is one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _knows_where_its_shards_come_from(self) -> Self:
+        state, origins = self.checkpoint, self.checkpoint.shards
+        if unknown := sorted({entry.path for entry in self.files} ^ set(origins)):
+            raise ValueError(f"{', '.join(unknown[:4])}: expected both in `files` and in `checkpoint.shards`")
+        for path, origin in origins.items():
+            expected = ShardOrigin(
+                run=self.name,
+                step=state.step,
+                rank=origin.rank,
+                data_parallel_size=state.data_parallel_size,
+                tensor_parallel_size=state.tensor_parallel_size,
+                zero_stage=state.zero_stage,
+                program_fingerprint=state.program_fingerprint,
+            )
+            if origin != expected:
+                raise ValueError(f"{path}: comes from another state: {explain_origins(origin, expected)}")
+        ranks, num_workers = {origin.rank for origin in origins.values()}, state.num_workers
+        if len(ranks) != num_workers or max(ranks) >= num_workers:
+            raise ValueError(
+                f"shards are of {len(ranks)} ranks up to {max(ranks):,}, expected one of each of the {num_workers:,} "
+                f"workers ({state.data_parallel_size:,} x {state.tensor_parallel_size:,})"
+            )
         return self
 
 
+def explain_origins(found: ShardOrigin, expected: ShardOrigin) -> str:
+    """The fields in which two origins differ, with both values."""
+    theirs, ours = found.model_dump(), expected.model_dump()
+    return ", ".join(f"{name} {theirs[name]}, expected {ours[name]}" for name in ours if theirs[name] != ours[name])
+
+
 def shard_name(rank: int) -> str:
-    """Of the file with what this rank owned."""
+    """Name of the file with what this rank owned; of an import's file, with its number."""
     return f"shard-{rank:05d}.safetensors"
 
 
 def _is_shard(path: str) -> bool:
-    return path in (WEIGHTS_1, MOMENTS_1) or re.fullmatch(r"shard-[0-9]{5,9}\.safetensors", path) is not None
+    return re.fullmatch(r"shard-[0-9]{5,9}\.safetensors", path) is not None
 
 
 def checkpoint_id(step: int) -> str:

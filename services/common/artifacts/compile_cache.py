@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Phase, Sha256
+from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, Phase, Sha256
 from services.common.artifacts.store import Address
 from services.common.recipe import Device, Recipe
 
@@ -29,7 +29,7 @@ class CompileCachePayload(ManifestModel):
     graphs_missed_by_verification: Literal[0]
     """Graphs that a second process had to compile although it was given this cache."""
     world_size_traced: Count
-    phases: tuple[Phase, ...]
+    phases: Many[Phase]
 
 
 def compile_cache_address(root: Path, recipe: Recipe, program_fingerprint: str) -> Address:

@@ -8,13 +8,15 @@ so there are floor((T - 1) / L) samples and no target is lost at a row's or a sh
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Phase, RelativePath, Sha256
+from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, Phase, RelativePath, Sha256
+from services.common.problem_list import list_names
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -46,7 +48,7 @@ class SplitCounts(ManifestModel):
     eos: Count
     rows: Count
     tail_tokens: Count
-    shards: tuple[RelativePath, ...]
+    shards: Many[RelativePath]
 
     @property
     def tokens(self) -> int:
@@ -86,11 +88,11 @@ class CorpusPayload(ManifestModel):
     documents_not_sampled: Count
     """Left out by their source's weight."""
     documents_with_invalid_utf8: Count
-    sources: tuple[SourceCounts, ...]
+    sources: Many[SourceCounts]
     text_bytes: Count
     """UTF-8 bytes of the documents that were kept."""
     splits: dict[Split, SplitCounts]
-    phases: tuple[Phase, ...]
+    phases: Many[Phase]
 
     def num_samples(self, split: Split) -> int:
         """Training samples that a split's tokens make: L inputs each, and one token more for the last target."""
@@ -120,8 +122,18 @@ class CorpusManifest(Manifest):
 
     @model_validator(mode="after")
     def _lists_what_it_is_read_from(self) -> Self:
+        vocabulary = self.corpus.vocabulary
         shards = [path for counts in self.corpus.splits.values() for path in counts.shards]
-        self.require_listed([self.corpus.vocabulary.path, *shards, *map(tail_path, self.corpus.splits)])
+        read = [vocabulary.path, *shards, *map(tail_path, self.corpus.splits)]
+        self.require_listed(read)
+        if twice := [path for path, count in Counter(read).items() if count > 1]:
+            raise ValueError(f"{list_names(twice)}: named more than once, so rows would be read twice")
+        for split, counts in self.corpus.splits.items():
+            if elsewhere := [path for path in counts.shards if not path.startswith(f"{split}/")]:
+                raise ValueError(f"{list_names(elsewhere)}: shards of {split}, expected below {split}/")
+        [listed] = [entry for entry in self.files if entry.path == vocabulary.path]
+        if listed.sha256 != vocabulary.sha256:
+            raise ValueError(f"{vocabulary.path}: sha256 {vocabulary.sha256[:12]}, `files` has {listed.sha256[:12]}")
         return self
 
     @classmethod

@@ -5,10 +5,8 @@ A manifest is another program's word. Nothing but `locate` joins its paths with 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-import stat
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,15 +14,18 @@ from typing import Literal
 
 import xxhash
 
-from services.common.artifacts.manifest import MANIFEST, FileEntry, Manifest, sync_folder, unreadable
-from services.common.errors import ArtifactError, TryAgain, UnreadableError
-from services.common.input_file import open_regular_file
+from services.common.artifacts.manifest import MANIFEST, FileEntry, Manifest, sync_folder
+from services.common.errors import ArtifactError
+from services.common.input_file import is_damage, open_regular_file, stat_within, unreadable
+from services.common.problem_list import ProblemList
 
 Level = Literal["full", "size"]
 
 _BLOCK_BYTES = 4 * 2**20
 _CACHED_BLOCK_BYTES = 2**19
 _MAKE_ANEW = "Move the folder away and run the stage again to make it anew."
+_FILES_AT_A_TIME = 1_024
+"""Files that are handed to the threads at a time: all of a large corpus would wait in memory."""
 _HASHING_THREADS = 4  # xxhash and hashlib release the GIL on blocks of this size
 
 
@@ -45,21 +46,26 @@ def verify_files(
 
     All of it, or the files at `paths` alone, which have to be listed.
 
-    Raises `ArtifactError` that names every file which is missing, resized or changed, or is no regular file inside of
-    the folder; `UnreadableError` when this user may not read one.
+    Raises `ArtifactError` that names the files which are missing, resized or changed, or are no regular files inside of
+    the folder, ten of each kind; `UnreadableError` when this user may not read one; `LimitError` or `TryAgain` when one
+    cannot be opened for want of descriptors or memory, which says nothing about its bytes.
     """
     listed = [entry for entry in manifest.files if paths is None or entry.path in paths]
     try:
         manifest.require_listed(paths or ())
     except ValueError as error:
         raise ArtifactError(f"{folder / MANIFEST}: {error}. {_MAKE_ANEW}") from error
+    damages = ProblemList()
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        found = pool.map(lambda entry: _find_damage(folder, entry, level), listed)
-        damages = [damage for damage in found if damage]
+        for begin in range(0, len(listed), _FILES_AT_A_TIME):
+            some = listed[begin : begin + _FILES_AT_A_TIME]
+            for damage in pool.map(lambda entry: _find_damage(folder, entry, level), some):
+                if damage:
+                    damages.add(*damage)
     if damages:
         raise ArtifactError(
             f"{folder}: {len(damages)} of {len(listed)} files are damaged:\n  "
-            + "\n  ".join(damages)
+            + "\n  ".join(damages.lines())
             + f"\nDo not train on it. {_MAKE_ANEW}"
         )
 
@@ -77,7 +83,7 @@ def locate(folder: Path, path: str) -> Path:
     The bytes are `verify_files`' to check.
     """
     try:
-        _status_of(folder, path)
+        stat_within(folder, path)
     except OSError as error:
         raise unreadable(folder / path, error) from error
     return folder / path
@@ -108,7 +114,7 @@ def xxh3_of(path: Path) -> str:
 def describe_file(folder: Path, path: str) -> FileEntry:
     """Fsync and hash one file below `folder`. Its name is as durable as its folder."""
     fast, strong, size = xxhash.xxh3_128(), hashlib.sha256(), 0
-    with (folder / path).open("rb") as file:
+    with open_regular_file(folder / path) as file:
         os.fsync(file.fileno())
         while block := file.read(_BLOCK_BYTES):
             fast.update(block)
@@ -117,34 +123,20 @@ def describe_file(folder: Path, path: str) -> FileEntry:
     return FileEntry(path=path, bytes=size, xxh3_128=fast.hexdigest(), sha256=strong.hexdigest())
 
 
-def _find_damage(folder: Path, entry: FileEntry, level: Level) -> str | None:
+def _find_damage(folder: Path, entry: FileEntry, level: Level) -> tuple[str, str] | None:
+    """The kind of the damage, and what is wrong with this file."""
+    path = folder / entry.path
     try:
-        size = _status_of(folder, entry.path).st_size
+        size = stat_within(folder, entry.path).st_size
         if size != entry.bytes:
-            return f"{entry.path}: {size:,} bytes, the manifest says {entry.bytes:,}"
-        if level == "full" and (found := xxh3_of(folder / entry.path)) != entry.xxh3_128:
-            return f"{entry.path}: xxh3-128 is {found}, the manifest says {entry.xxh3_128}"
-    except (FileNotFoundError, NotADirectoryError):
-        return f"{entry.path}: missing"
+            return "of another size", f"{entry.path}: {size:,} bytes, the manifest says {entry.bytes:,}"
+        if level == "full" and (found := xxh3_of(path)) != entry.xxh3_128:
+            return "changed", f"{entry.path}: xxh3-128 is {found}, the manifest says {entry.xxh3_128}"
+    except FileNotFoundError:
+        return "missing", f"{entry.path}: missing"
     except OSError as error:
-        explained = unreadable(folder / entry.path, error)
-        if isinstance(explained, (UnreadableError, TryAgain)):
+        explained = unreadable(path, error)
+        if not is_damage(explained):
             raise explained from error
-        return f"{entry.path}: cannot be read: {error.strerror or error}"
+        return "cannot be read", f"{entry.path}: cannot be read: {error.strerror or error}"
     return None
-
-
-def _status_of(folder: Path, path: str) -> os.stat_result:
-    """Raises `OSError` unless a regular file is at `path` below `folder`."""
-    place = str(folder)
-    for part in path.split("/"):
-        place = f"{place}/{part}"
-        status = os.lstat(place)
-        if stat.S_ISLNK(status.st_mode):
-            inside = os.path.realpath(folder, strict=True)
-            if not os.path.realpath(place, strict=True).startswith(f"{inside}/"):
-                raise OSError(errno.EXDEV, "a link that leads out of the artifact", place)
-            status = Path(place).stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "no regular file", place)
-    return status

@@ -3,7 +3,8 @@
 The lock names its holder. On the same node the holder is alive as long as its process is. A holder elsewhere is judged
 by change alone: it counts upwards in the lock, and is dead once a reader has seen nothing change for LEASE_SECONDS of
 the reader's own monotonic clock. No time that one machine wrote is compared with another's clock, so that clocks may
-be wrong and may be set.
+be wrong and may be set. A holder of an earlier attempt is not waited for: what starts attempts begins one when it has
+seen the end of the one before, or has given it up (`attempt.py`).
 
 A holder that is frozen, or cut off from the file system, loses its lease all the same and may wake up. So every writer
 works in folders of its own, and `Lease.require` is the fence before anything becomes visible to others.
@@ -14,6 +15,7 @@ flock alone would do on one machine; a Lustre mount without the `flock` option r
 from __future__ import annotations
 
 import enum
+import errno
 import json
 import logging
 import os
@@ -26,8 +28,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from services.common.artifacts.attempt import Attempt, this_attempt
 from services.common.artifacts.process import ProcessName, is_running, this_process
 from services.common.errors import TRANSIENT_ERRNOS, ArtifactError, Interrupted, TryAgain
+from services.common.input_file import InputFileError, open_regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +89,7 @@ class HeldLease:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._owner = _Owner(uuid.uuid4().hex, this_process())
+        self._owner = _Owner(uuid.uuid4().hex, this_process(), this_attempt())
         self._beats = 0
         self._mutex = threading.Lock()
         _own_tokens.add(self._owner.token)
@@ -125,6 +129,7 @@ class HeldLease:
             return False
         if state is LockState.DEAD:
             dead = watch.found
+            logger.info("%s: taken over from %s, which is over", self.path.with_suffix(""), watch.holder)
             _take_away(self.path, self._beside("dead"), lambda found: found == dead)
         return self._link()
 
@@ -158,7 +163,7 @@ class HeldLease:
         """Write into the lock file itself, whatever its name is by now: a path could have become somebody else's."""
         with self._mutex:
             try:
-                descriptor = os.open(self.path, os.O_RDWR)
+                descriptor = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)  # a read of a pipe would not end
             except FileNotFoundError:
                 return False
             try:
@@ -256,6 +261,9 @@ class LockWatch(ChangeWatch):
             return None
         if self._owner.process == this_process():
             return self._owner.token in _own_tokens
+        attempt = this_attempt()
+        if attempt and self._owner.attempt and attempt.follows(self._owner.attempt):
+            return False  # also where it still runs: it was given up, and the fence holds it off from now on
         return is_running(self._owner.process)
 
 
@@ -412,23 +420,33 @@ def _read_lock(path: Path) -> _LockFile | None:
     Through `open`: a network file system asks its server then, and answers a `stat` from its memory for a minute.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular_file(path) as file:
             return _LockFile(file.read(_MAX_LOCK_BYTES), os.fstat(file.fileno()).st_mtime_ns)
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if path.is_symlink():  # nothing can be made there, and a writer would be waited for that does not exist
+            raise ArtifactError(
+                f"{path}: a link to nothing: a lock belongs there. Move it away: `mv {path} {path}.aside`."
+            ) from error
         return None
-    except IsADirectoryError as error:
-        raise ArtifactError(f"{path}: a folder, where a lock file belongs. Move it away.") from error
+    except InputFileError as error:
+        if error.errno not in (errno.EISDIR, errno.EINVAL, errno.ELOOP):
+            raise
+        raise ArtifactError(
+            f"{path}: {error.strerror}: a lock belongs there. Move it away: `mv {path} {path}.aside`."
+        ) from error
 
 
 @dataclass(frozen=True)
 class _Owner:
     token: str
     process: ProcessName
+    attempt: Attempt | None = None
 
     def encode(self, beats: int) -> bytes:
         """Of the same length for every token and count."""
         process = self.process
         fields = {"token": self.token, "node": process.node, "pid": process.pid, "started": process.started}
+        fields["attempt"] = str(self.attempt or "")
         return json.dumps({**fields, "beats": f"{beats % 10**12:012d}"}).encode()
 
     @classmethod
@@ -442,4 +460,6 @@ class _Owner:
         if not (isinstance(token, str) and isinstance(node, str) and type(pid) is int and 0 < pid < 2**31):
             return None
         # Versions before wrote a time of day as a number: of theirs, only changes are believed.
-        return cls(token, ProcessName(node, pid, started if isinstance(started, str) else None))
+        process = ProcessName(node, pid, started if isinstance(started, str) else None)
+        attempt = fields.get("attempt", "")
+        return cls(token, process, Attempt.parse(attempt) if isinstance(attempt, str) else None)

@@ -6,7 +6,6 @@ checksums, what the artifact was made from and by what, so a reader needs nothin
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -15,17 +14,32 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
 
-from services.common.errors import ArtifactError, TryAgain, UnreadableError
-from services.common.input_file import parse_json, read_file
+from services.common.credentials import mask
+from services.common.errors import ArtifactError, RecipeError
+from services.common.input_file import parse_json, read_file, unreadable
+from services.common.problem_list import ProblemList, list_names, shorten
 from services.common.recipe import fingerprint
 
 MANIFEST = "manifest.json"
-_SHOWN_PROBLEMS = 5
-_PASSING = frozenset({errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN})
+MAX_FILES = 300_000
+"""Files of an artifact: as many as a manifest can list that `parse_json` reads."""
+_MAX_BYTES = 2**27
+_SLICE = 1_000
+"""Entries of a list that are checked at a time: what is wrong with them is counted before the next ones are."""
 
 
 def _require_relative(path: str) -> str:
@@ -47,6 +61,36 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
+def _check_slice_by_slice(values: Any, check: ValidatorFunctionWrapHandler) -> tuple[Any, ...]:
+    """The list as `check` returns it, given slice by slice: of a million bad entries it would keep all errors."""
+    if not isinstance(values, (list, tuple)) or len(values) <= _SLICE:
+        return tuple(check(values))
+    if len(values) > MAX_FILES:
+        raise ValueError(f"{len(values):,} entries, expected at most {MAX_FILES:,}")
+    checked: list[Any] = []
+    problems = ProblemList()
+    for begin in range(0, len(values), _SLICE):
+        try:
+            checked += check(values[begin : begin + _SLICE])
+        except ValidationError as error:
+            checked.clear()
+            for each in error.errors(include_url=False):
+                place, *below = each["loc"]
+                problems.add(each["type"], _locate(begin + int(place), *below) + f": {each['msg']}")
+    if problems:
+        raise ValueError("".join(f"\n    {line}" for line in problems.lines()))
+    return tuple(checked)
+
+
+def _locate(*parts: str | int) -> str:
+    return ".".join(map(str, parts))
+
+
+Item = TypeVar("Item")
+Many = Annotated[tuple[Item, ...], WrapValidator(_check_slice_by_slice)]
+"""A list of a manifest that can be long."""
+
+
 class ManifestModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True)
 
@@ -62,7 +106,7 @@ class FileEntry(ManifestModel):
 
 class InputLink(ManifestModel):
     schema_id: Annotated[str, Field(alias="schema")]
-    path: str
+    path: Annotated[str, AfterValidator(mask)]
     id: str
     content_digest: str
 
@@ -94,9 +138,9 @@ class Manifest(ManifestModel):
     """Hash of the recipe's identity fields for this kind: how a stage finds the artifact of its recipe."""
     created_at: AwareDatetime
     producer: Producer
-    inputs: tuple[InputLink, ...]
+    inputs: Many[InputLink]
     recipe: dict[str, Any]
-    files: tuple[FileEntry, ...]
+    files: Many[FileEntry]
 
     @field_validator("files")
     @classmethod
@@ -110,7 +154,7 @@ class Manifest(ManifestModel):
         """Raise `ValueError` for a path that is not among `files`: nothing says what that file should hold."""
         unlisted = sorted(set(paths) - {entry.path for entry in self.files})
         if unlisted:
-            raise ValueError(f"{', '.join(unlisted[:4])}: not among the files that the manifest lists")
+            raise ValueError(f"{list_names(unlisted)}: not among the files that the manifest lists")
 
     @property
     def kind(self) -> str:
@@ -133,7 +177,7 @@ class Manifest(ManifestModel):
         path, raw = folder / MANIFEST, cls.upgrade(read_sealed(folder))
         if raw.get("schema") != cls.SCHEMA:
             raise ArtifactError(
-                f"{path}: schema {raw.get('schema')!r}, this program reads {cls.SCHEMA!r}. "
+                f"{path}: schema {shorten(repr(raw.get('schema')), 200)}, this program reads {cls.SCHEMA!r}. "
                 f"Point to an artifact of that schema, or run the version of Millrace that wrote this one."
             )
         try:
@@ -147,9 +191,22 @@ class Manifest(ManifestModel):
         return raw
 
     def write(self, folder: Path) -> None:
-        """Write `manifest.json` in one atomic step, durable when this returns."""
+        """Write `manifest.json` in one atomic step, durable when this returns.
+
+        Raises `RecipeError` where it would list more files than a manifest is read with.
+        """
+        require_listable(len(self.files))
         raw = self.model_dump(mode="json", by_alias=True)
         write_durably(folder / MANIFEST, json.dumps({**raw, "seal": fingerprint(raw)}, indent=1).encode() + b"\n")
+
+
+def require_listable(num_files: int) -> None:
+    """Raise `RecipeError` for an artifact of more files than a manifest can list."""
+    if num_files > MAX_FILES:
+        raise RecipeError(
+            f"{num_files:,} files, and a manifest lists at most {MAX_FILES:,}. Of a corpus, raise "
+            f"corpus.rows_per_shard, which makes fewer shards."
+        )
 
 
 class Header(BaseModel):
@@ -176,7 +233,10 @@ def read_sealed(folder: Path) -> dict[str, Any]:
     """The fields of `folder/manifest.json`, of any schema. Raises `ArtifactError` when it is absent or damaged."""
     path = folder / MANIFEST
     try:
-        raw = parse_json(read_file(path))
+        raw = parse_json(read_file(path, folder, _MAX_BYTES))
+        files = raw.get("files")
+        if isinstance(files, list) and len(files) > MAX_FILES:  # its seal would take as much memory again
+            raise ValueError(f"it lists {len(files):,} files, expected at most {MAX_FILES:,}")
         seal = raw.pop("seal")
         found = fingerprint(raw)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -187,7 +247,7 @@ def read_sealed(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ArtifactError(f"{path}: damaged: not a sealed manifest ({error}). {_MAKE_AGAIN}") from error
+        raise ArtifactError(f"{path}: damaged: not a sealed manifest ({shorten(str(error))}). {_MAKE_AGAIN}") from error
     if seal != found:
         raise ArtifactError(
             f"{path}: damaged: its content hashes to {found[:12]}, the seal says {str(seal)[:12]}. {_MAKE_AGAIN}"
@@ -195,24 +255,11 @@ def read_sealed(folder: Path) -> dict[str, Any]:
     return dict(raw)
 
 
-def unreadable(path: Path, error: OSError) -> ArtifactError | TryAgain:
-    """What an `OSError` says about a file of an artifact.
-
-    It is not damaged where this user may not read it, nor where a network file system did not answer.
-    """
-    if error.errno in _PASSING:
-        return TryAgain(f"{path}: cannot be read now: {error.strerror}. The same command tries again.")
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return UnreadableError(f"{path}: cannot be read: {error.strerror}. Let this user read the artifact's folder.")
-    return ArtifactError(f"{path}: cannot be read: {error.strerror or error}.")
-
-
 def _explain(error: ValidationError) -> str:
-    problems = error.errors()
-    lines = [".".join(map(str, each["loc"])) + f": {each['msg']}" for each in problems[:_SHOWN_PROBLEMS]]
-    if len(problems) > _SHOWN_PROBLEMS:
-        lines.append(f"and {len(problems) - _SHOWN_PROBLEMS:,} more")
-    return "".join(f"\n  {line}" for line in lines)
+    problems = ProblemList()
+    for each in error.errors(include_url=False):
+        problems.add(each["type"], _locate(*each["loc"]) + f": {each['msg']}")
+    return "".join(f"\n  {line}" for line in problems.lines())
 
 
 def content_digest(files: tuple[FileEntry, ...]) -> str:

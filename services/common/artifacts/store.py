@@ -35,11 +35,10 @@ from services.common.artifacts.manifest import (
     now,
     producer,
     sync_folder,
-    unreadable,
     write_durably,
 )
 from services.common.errors import ArtifactError, TryAgain, naming_the_place
-from services.common.input_file import parse_json, read_file
+from services.common.input_file import parse_json, read_file, unreadable
 from services.common.recipe import Kind, Recipe, fingerprint, identity
 
 logger = logging.getLogger(__name__)
@@ -331,7 +330,7 @@ def _load_current(collection: Path) -> dict[str, str] | None:
     """What `current.json` says; None when it is lost or torn, or names what is no longer there."""
     path = collection / CURRENT
     try:
-        entries = parse_json(read_file(path))
+        entries = parse_json(read_file(path, collection))
     except (FileNotFoundError, ValueError):
         return None
     except OSError as error:

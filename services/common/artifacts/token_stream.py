@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from services.common.artifacts.corpus import CorpusManifest, CorpusPayload, Spli
 from services.common.artifacts.files import Level, locate, verify_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
+from services.common.limits import explain_lack
 
 Tokens = npt.NDArray[np.integer[Any]]
 
@@ -43,13 +45,8 @@ class TokenStream:
         self._folder, self._paths = folder, counts.shards
         self._vocab_size = corpus.vocabulary.vocab_size
         self._rows_per_shard = corpus.rows_per_shard
-        first_rows = range(0, counts.rows, corpus.rows_per_shard)
-        self._shards = [
-            TokenFile.map(folder, path, corpus, rows=min(corpus.rows_per_shard, counts.rows - first_row))
-            for path, first_row in zip(counts.shards, first_rows, strict=True)
-        ]
+        *self._shards, tail = map_files(folder, corpus, split)
         # What follows the last token of each shard.
-        tail = TokenFile.map(folder, tail_path(split), corpus, rows=1, num_tokens=counts.tail_tokens)
         self._tokens_after = [file.tokens[:1] for file in (*self._shards[1:], tail)]
 
     @classmethod
@@ -108,6 +105,19 @@ class TokenStream:
         return DocumentBatch(self.read(wanted), segment_ids, positions)
 
 
+def map_files(folder: Path, corpus: CorpusPayload, split: Split) -> Iterator[TokenFile]:
+    """The shards of a split and its tail, mapped one after the other: who keeps none of them needs one map at a time.
+
+    Raises `ArtifactError` when a file does not hold what the manifest says, checksums aside; `LimitError` or `TryAgain`
+    when one cannot be mapped for want of maps, memory or descriptors, which says nothing about what it holds.
+    """
+    counts = corpus.splits[split]
+    first_rows = range(0, counts.rows, corpus.rows_per_shard)
+    for path, first_row in zip(counts.shards, first_rows, strict=True):
+        yield TokenFile.map(folder, path, corpus, rows=min(corpus.rows_per_shard, counts.rows - first_row))
+    yield TokenFile.map(folder, tail_path(split), corpus, rows=1, num_tokens=counts.tail_tokens)
+
+
 class TokenFile(NamedTuple):
     """Read-only views of a mapped file: a shard, or a tail."""
 
@@ -120,7 +130,8 @@ class TokenFile(NamedTuple):
     def map(cls, folder: Path, path: str, corpus: CorpusPayload, rows: int, num_tokens: int | None = None) -> TokenFile:
         """The file at `path` of a corpus's manifest, with `rows` rows of L tokens, or of `num_tokens` in all.
 
-        Raises `ArtifactError` when the file is another one. Checksums are not looked at.
+        Raises `ArtifactError` when the file is another one, and as `map_files` does where it cannot be mapped.
+        Checksums are not looked at.
         """
         file = locate(folder, path)
         expected = rows * corpus.sequence_length if num_tokens is None else num_tokens
@@ -129,8 +140,12 @@ class TokenFile(NamedTuple):
             doc_starts = batch.column("doc_starts")
             tokens = _view(batch.column("input_ids").values)
             found = cls(tokens, start_offsets=_view(doc_starts.offsets), starts=_view(doc_starts.values))
-        except (pa.ArrowException, OSError, KeyError, AttributeError) as error:
-            raise ArtifactError(f"{file}: cannot be read as a corpus's file: {error}. {_check(folder)}") from error
+        except (pa.ArrowException, OSError, KeyError, AttributeError, MemoryError) as error:
+            # While the files before it are mapped, which is what can use up a limit.
+            num_files = sum(len(counts.shards) + 1 for counts in corpus.splits.values())
+            raise explain_lack(error, file, num_files) or ArtifactError(
+                f"{file}: cannot be read as a corpus's file: {error}. {_check(folder)}"
+            ) from error
         if (len(tokens), tokens.dtype, len(batch)) != (expected, np.dtype(corpus.token_dtype), rows):
             raise ArtifactError(
                 f"{file}: {len(tokens):,} tokens of {tokens.dtype} in {len(batch):,} rows, the manifest says "

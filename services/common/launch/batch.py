@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from services.common.artifacts.attempt import ATTEMPT_VARIABLE, Attempt
 from services.common.entry_point import run_program
 from services.common.errors import RecipeError, TryAgain, WorkersLost
 from services.common.launch.batch_node import (
@@ -28,14 +30,13 @@ from services.common.launch.batch_node import (
     deliver_recipe,
     find_node,
     find_own_address,
-    offer_token,
     read_command,
-    read_token,
+    require_program,
     require_recipe,
     require_root,
-    withdraw_token,
 )
 from services.common.launch.ray_process import HEAD_PORT, NODE_LABEL, ray_resources, running_ray
+from services.common.launch.ray_token import offering_token, read_token
 from services.common.stop_signals import Stopped, name_signal, on_stop_signal
 
 if TYPE_CHECKING:
@@ -48,15 +49,20 @@ LOST_SECONDS = 60.0  # in which a stage has to end that has lost a node
 LEAVE_SECONDS = 15.0
 POLL_SECONDS = 0.5
 PROBE_SECONDS = 2.0
+MOST_OF_AN_OPTION = 999_999
+SHOWN_NODES = 10
 
 
 def main(argv: list[str]) -> int:
     arguments, command = _parse(argv)
     node = find_node(os.environ)
+    require_program(command)
     require_root(command.root)
     if node.is_main:
         deliver_recipe(command, os.environ)
         require_recipe(command)
+    # Batch begins an attempt when the one before is over, also where that one's host was lost without a word.
+    os.environ[ATTEMPT_VARIABLE] = str(Attempt(node.job_id, node.attempt))
     if node.num_nodes == 1:
         os.execvp(command.words[0], command.words)
     resources = ray_resources(command.stage, arguments.cpus, arguments.neuron_cores)
@@ -90,8 +96,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, StageCommand]:
 
 
 def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 on")
+    digits = str(len(str(MOST_OF_AN_OPTION)))
+    if not re.fullmatch(rf"[0-9]{{1,{digits}}}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text[:60]!a}: expected a whole number from 1 to {MOST_OF_AN_OPTION:,}")
     return int(text)
 
 
@@ -99,8 +106,8 @@ def _run_main_node(node: BatchNode, command: StageCommand, resources: list[str],
     host = find_own_address()
     address = f"{host}:{HEAD_PORT}"
     _say(node, f"attempt {node.attempt} of job {node.job_id}: starting the Ray head at {address}")
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": offer_token(command.root, node)}
-    try:
+    with offering_token(command.root, node, host, lambda text: _say(node, text)) as token:
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
         with running_ray([*resources, f"--labels={NODE_LABEL}={node.index}"], host, head=None) as ray:
             deadline = time.monotonic() + join_seconds
             while not _answers(host):
@@ -114,8 +121,6 @@ def _run_main_node(node: BatchNode, command: StageCommand, resources: list[str],
                 _say(node, f"the stage ended with {exit_code}")
             finally:
                 _let_children_leave(node, nodes)
-    finally:
-        withdraw_token(command.root, node)
     return exit_code
 
 
@@ -178,7 +183,7 @@ class _Watch:
         self._heard_at = time.monotonic()
 
     def find_lost(self) -> str:
-        """Which nodes Ray has given up, 16 s after their last sign of life; empty while all are there."""
+        """Which nodes Ray has given up, 6 to 16 s after their last sign of life; empty while all are there."""
         if self._ray.poll() is not None:
             return "Ray on the main node"
         try:
@@ -274,7 +279,10 @@ def _require_time(deadline: float, what: str) -> None:
 
 
 def _names(indices: set[int]) -> str:
-    return f"node{'s' if len(indices) > 1 else ''} {', '.join(map(str, sorted(indices)))}"
+    """The first of them, and how many more there are: a line, however many nodes a job has."""
+    shown, more = sorted(indices)[:SHOWN_NODES], len(indices) - SHOWN_NODES
+    told = f" and {more:,} more" if more > 0 else ""
+    return f"node{'s' if len(indices) > 1 else ''} {', '.join(map(str, shown))}{told}"
 
 
 def _say(node: BatchNode, text: str) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import ipaddress
 import itertools
-import os
 import re
-import secrets
+import shutil
 import socket
 import zlib
 from collections.abc import Mapping, Sequence
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import DeviceError, RecipeError, StorageError
+from services.common.input_file import open_regular_file
 
 JOB_ID = "AWS_BATCH_JOB_ID"
 JOB_ATTEMPT = "AWS_BATCH_JOB_ATTEMPT"
@@ -35,10 +36,16 @@ of the same name on the host's own disk, which takes every write and loses it wi
 RECIPE_VARIABLE = "MILLRACE_RECIPE"
 """The recipe as it travels in a job: who submits one does not reach the file system."""
 MOST_RECIPE_CHARACTERS = 16_384
-"""Of it. AWS Batch takes 24 KiB for a whole job definition (its service quotas)."""
+"""Characters of a packed recipe. AWS Batch takes 24 KiB for a whole job definition (its service quotas)."""
+MOST_RECIPE_BYTES = 2**20
+"""Bytes of a recipe. A few characters can be packed so that they unfold to gigabytes."""
 
 RECIPES = "recipes"
-RAY_TOKENS = "ray-tokens"
+
+_DIGITS = re.compile(r"[0-9]{1,6}")  # numbers of nodes and attempts are far smaller; Python reads 4,300 digits at most
+_JOB_ID = re.compile(r"[A-Za-z0-9_:-]{1,128}")
+_SHOWN_CHARACTERS = 60
+_MOST_NODES = 10_000  # ten times as many as a job of Batch may have
 
 # Nothing that this listens on, so nothing is sent: https://www.rfc-editor.org/rfc/rfc5737
 _ELSEWHERE = ("203.0.113.1", 9)
@@ -68,35 +75,68 @@ class BatchNode:
 def find_node(variables: Mapping[str, str]) -> BatchNode:
     """The node of these variables; a job of a single container has none but the job's id.
 
-    Raises `DeviceError` outside of a job, and where the variables contradict one another.
+    Raises `DeviceError` outside of a job, and where a variable has a value that Batch does not set or the variables
+    contradict one another.
     """
     # In a job of several nodes each has the job's id and its own index: ID#1.
     job_id = variables.get(JOB_ID, "").partition("#")[0]
-    if not re.fullmatch(r"[\w:-]+", job_id, re.ASCII):
+    if not _JOB_ID.fullmatch(job_id):
         raise DeviceError(
-            f"{JOB_ID}={variables.get(JOB_ID, '')!r}: this is no container of an AWS Batch job. Elsewhere run the "
-            f"stage's command itself, which is what follows after --."
+            f"{_show(variables, JOB_ID)}: this is no container of an AWS Batch job. Elsewhere run the stage's command "
+            f"itself, which is what follows after --."
         )
-    num_nodes, main_index = _count(variables, NUM_NODES, 1), _count(variables, MAIN_INDEX, 0)
+    num_nodes = _count(variables, NUM_NODES, 1, least=1, most=_MOST_NODES)
+    lacking = [name for name in (JOB_ATTEMPT, NODE_INDEX, MAIN_INDEX) if not variables.get(name, "").strip()]
+    if num_nodes > 1 and lacking:  # each node would take itself for the main one
+        raise DeviceError(f"{NUM_NODES}={num_nodes}, and {', '.join(lacking)} is not set. Submit the job again.")
+    main_index = _count(variables, MAIN_INDEX, 0)
     index = _count(variables, NODE_INDEX, main_index)
-    address = variables.get(MAIN_ADDRESS, "")
-    node = BatchNode(job_id, _count(variables, JOB_ATTEMPT, 1), index, num_nodes, main_index, address)
+    node = BatchNode(
+        job_id, _count(variables, JOB_ATTEMPT, 1, least=1), index, num_nodes, main_index, _read_address(variables)
+    )
     if not max(index, main_index) < num_nodes:
         raise DeviceError(
             f"{NODE_INDEX}={index}, {MAIN_INDEX}={main_index}: expected less than {NUM_NODES}={num_nodes}."
         )
-    if not node.is_main and not address:
+    if not node.is_main and not node.main_address:
         raise DeviceError(
             f"{MAIN_ADDRESS} is not set on {node.name}: it cannot find the main node. Submit the job again."
         )
     return node
 
 
-def _count(variables: Mapping[str, str], name: str, default: int) -> int:
+def _count(variables: Mapping[str, str], name: str, default: int, least: int = 0, most: int = 999_999) -> int:
     text = variables.get(name, "").strip() or str(default)
-    if not (text.isascii() and text.isdigit()):
-        raise DeviceError(f"{name}={text!r}: expected a number, as AWS Batch sets it. Submit the job again.")
+    if not _DIGITS.fullmatch(text) or not least <= int(text) <= most:
+        raise DeviceError(
+            f"{_show(variables, name)}: expected a number from {least} to {most:,}, as AWS Batch sets it. Submit the "
+            f"job again."
+        )
     return int(text)
+
+
+def _read_address(variables: Mapping[str, str]) -> str:
+    """The main node's address, in its usual form; empty where it is not told."""
+    text = variables.get(MAIN_ADDRESS, "").strip()
+    if not text:
+        return ""
+    try:
+        address = ipaddress.IPv4Address(text)
+    except ValueError:  # also what is no ASCII
+        address = ipaddress.IPv4Address(0)
+    if address.is_unspecified or address.is_multicast:
+        raise DeviceError(
+            f"{_show(variables, MAIN_ADDRESS)}: expected the address of a machine, such as 10.0.0.7. Submit the job "
+            f"again."
+        )
+    return str(address)
+
+
+def _show(variables: Mapping[str, str], name: str) -> str:
+    """A variable for a message, which ends although the value may not."""
+    text = variables.get(name, "")
+    more = f" and {len(text) - _SHOWN_CHARACTERS:,} characters more" if len(text) > _SHOWN_CHARACTERS else ""
+    return f"{name}={text[:_SHOWN_CHARACTERS]!a}{more}"
 
 
 @dataclass(frozen=True)
@@ -145,23 +185,42 @@ def require_root(root: Path) -> None:
     )
 
 
+def require_program(command: StageCommand) -> None:
+    """Raises `RecipeError` where the command's first word is no program of this node."""
+    if shutil.which(command.words[0]) is None:
+        raise RecipeError(
+            f"{command.words[0][:200]!a} is no program here: expected the stage's command after --, such as -- python "
+            f"-m services.{command.stage} ..."
+        )
+
+
 def pack_recipe(content: bytes) -> str:
     """The value of RECIPE_VARIABLE. Raises `RecipeError` where it is too long."""
     packed = base64.b64encode(zlib.compress(content, level=9)).decode("ascii")
-    if len(packed) > MOST_RECIPE_CHARACTERS:
+    if len(packed) > MOST_RECIPE_CHARACTERS or len(content) > MOST_RECIPE_BYTES:
         raise RecipeError(
             f"the recipe has {len(content):,} bytes, packed {len(packed):,}, and a job has room for "
-            f"{MOST_RECIPE_CHARACTERS:,}. Leave out comments, or override what differs from a shorter one with ARGS="
+            f"{MOST_RECIPE_BYTES:,}, packed {MOST_RECIPE_CHARACTERS:,}. Leave out comments, or override what differs "
+            f"from a shorter one with ARGS="
         )
     return packed
 
 
 def unpack_recipe(packed: str) -> bytes:
-    """Raises `RecipeError` for what `pack_recipe` did not make."""
+    """The recipe, in UTF-8. Raises `RecipeError` for what `pack_recipe` did not make; never holds more than
+    MOST_RECIPE_BYTES of it.
+    """
     try:
-        return zlib.decompress(base64.b64decode(packed, validate=True))
+        if len(packed) > MOST_RECIPE_CHARACTERS:
+            raise ValueError(f"{len(packed):,} characters, expected at most {MOST_RECIPE_CHARACTERS:,}")
+        unfolding = zlib.decompressobj()
+        content = unfolding.decompress(base64.b64decode(packed, validate=True), MOST_RECIPE_BYTES)
+        if not unfolding.eof or unfolding.unused_data:
+            raise ValueError(f"it ends early, goes on after its end, or has more than {MOST_RECIPE_BYTES:,} bytes")
+        content.decode()
     except (binascii.Error, ValueError, zlib.error) as error:
         raise RecipeError(f"{RECIPE_VARIABLE} is no packed recipe ({error}). Submit the job again.") from error
+    return content
 
 
 def deliver_recipe(command: StageCommand, variables: Mapping[str, str]) -> None:
@@ -176,7 +235,11 @@ def deliver_recipe(command: StageCommand, variables: Mapping[str, str]) -> None:
     path = command.root.absolute() / RECIPES / f"{hashlib.sha256(content).hexdigest()}.toml"
     if command.recipe.absolute() != path:
         raise RecipeError(f"the recipe of {RECIPE_VARIABLE} is {path}, and the command reads {command.recipe}.")
-    if not path.is_file() or path.read_bytes() != content:
+    try:
+        is_there = _read_bounded(path) == content
+    except OSError:  # what else is in its place is replaced, or named by the error of that
+        is_there = False
+    if not is_there:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, content)
 
@@ -186,7 +249,7 @@ def require_recipe(command: StageCommand) -> None:
     if command.recipe.absolute().parent != command.root.absolute() / RECIPES:
         return
     try:
-        digest = hashlib.sha256(command.recipe.read_bytes()).hexdigest()
+        digest = hashlib.sha256(_read_bounded(command.recipe)).hexdigest()
     except OSError as error:
         raise RecipeError(
             f"{command.recipe}: {error.strerror}. The command that submits a job writes its recipe there: submit again."
@@ -196,6 +259,12 @@ def require_recipe(command: StageCommand) -> None:
             f"{command.recipe}: its content has SHA-256 {digest}, so it was changed after the job was submitted, or is "
             f"not all there. Remove it and submit again."
         )
+
+
+def _read_bounded(path: Path) -> bytes:
+    """The first bytes of a regular file: as many as a recipe can have, and one more. Raises `OSError`."""
+    with open_regular_file(path) as file:
+        return file.read(MOST_RECIPE_BYTES + 1) or b""
 
 
 def find_own_address() -> str:
@@ -212,35 +281,3 @@ def find_own_address() -> str:
                 f"job of several nodes needs a subnet with a route: ip route"
             ) from error
         return str(probe.getsockname()[0])
-
-
-def _token_path(root: Path, node: BatchNode) -> Path:
-    return root / RAY_TOKENS / node.job_id
-
-
-def offer_token(root: Path, node: BatchNode) -> str:
-    """A new secret of this attempt, without which Ray takes no command from anybody, in a file for this user alone.
-
-    Jobs share a security group, so each could reach the others' Ray.
-    """
-    token = secrets.token_hex(32)
-    path = _token_path(root, node)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    previous = os.umask(0o077)
-    try:
-        write_durably(path, token.encode())
-    finally:
-        os.umask(previous)
-    return token
-
-
-def read_token(root: Path, node: BatchNode) -> str | None:
-    """What the main node offers; None while there is nothing."""
-    try:
-        return _token_path(root, node).read_text(encoding="ascii").strip() or None
-    except FileNotFoundError:
-        return None
-
-
-def withdraw_token(root: Path, node: BatchNode) -> None:
-    _token_path(root, node).unlink(missing_ok=True)

@@ -6,6 +6,11 @@ libraries holds a lock. It is not `multiprocessing`'s, which collects garbage wh
 and which finishes its imports when the command was killed meanwhile.
 
 For Linux: the kernel ends the server with the command, and the workers with the server.
+
+Whatever the command waits for here, the server may be frozen meanwhile, and then the command ends it, with its workers.
+A server that is slow is told from one that is frozen by what the kernel says of it: it is stopped, for STOPPED_SECONDS,
+or a worker of it has ended and it has not said so for ANSWER_SECONDS. A time alone would not tell: imports take a few
+seconds, and 70 s where many processes share a core. And it cannot have a heartbeat, which would be a thread.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import logging
 import os
 import pickle
 import select
@@ -23,16 +29,27 @@ import struct
 import subprocess
 import sys
 import tempfile
-import traceback
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from services.common.errors import WorkersLost
+from services.common.errors import WorkersLost, print_traceback
+from services.common.launch.process_family import STOPPED_SECONDS, Stopwatch, has_ended, is_stopped
 from services.common.stop_signals import STOP_SIGNALS, deferring_stop_signals
 
 IS_SUPPORTED = sys.platform == "linux"
+
+logger = logging.getLogger(__name__)
+
+IMPORT_SECONDS = 600.0
+"""Seconds in which the server has to have imported what it shall."""
+ANSWER_SECONDS = 20.0
+"""Seconds in which a server that waits for nothing but us has to fork, or to say that a worker has ended: both take it
+milliseconds.
+"""
+POLL_SECONDS = 0.5
 
 _NUMBER = struct.Struct("i")
 _READY = b"ready"
@@ -43,21 +60,26 @@ _SET_PARENT_DEATH_SIGNAL = 1  # of linux/prctl.h
 class ForkedProcess:
     """A child of the server, with what this program uses of `multiprocessing.Process`."""
 
-    def __init__(self, pid: int, status: int) -> None:
+    def __init__(self, pid: int, status: int, server: ForkServer) -> None:
         self.pid = pid
         self.sentinel = status
         """Can be read when the process has ended."""
+        self._server = server
         self._exit_code: int | None = None
+        self._stopped, self._ended = Stopwatch(), Stopwatch()
 
     @property
     def exitcode(self) -> int | None:
         """Negative for a signal; None while the process runs."""
-        if self._exit_code is None and select.select([self.sentinel], [], [], 0)[0]:
+        if self._exit_code is None and _is_readable(self.sentinel, 0):
             self.join()
         return self._exit_code
 
     def join(self) -> None:
+        """Wait until the process has ended, or its server is ended because it does not answer."""
         if self._exit_code is None:
+            while not _is_readable(self.sentinel, POLL_SECONDS):
+                self._server.end_if_silent([self])
             # Nothing where the server was killed, and with it this process.
             written = os.read(self.sentinel, _NUMBER.size)
             self._exit_code = _NUMBER.unpack(written)[0] if written else -signal.SIGKILL
@@ -70,6 +92,15 @@ class ForkedProcess:
     def close(self) -> None:
         os.close(self.sentinel)
 
+    def end_if_stopped(self) -> None:
+        """Kill the process if it has been stopped for STOPPED_SECONDS."""
+        if self._stopped.look(is_stopped(self.pid)) >= STOPPED_SECONDS:
+            self.kill()
+
+    def unreported_seconds(self) -> float:
+        """Seconds for which the process has ended and its server has not said so."""
+        return self._ended.look(not _is_readable(self.sentinel, 0) and has_ended(self.pid))
+
 
 class ForkServer:
     """The command's side of it."""
@@ -78,6 +109,8 @@ class ForkServer:
         """To be called in the main thread: the kernel ends the server with the thread that started it."""
         self.modules = frozenset(modules)
         self._is_ready = False
+        self._stopped = Stopwatch()
+        self._silence = ""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), *modules]
         with theirs, deferring_stop_signals():
@@ -105,6 +138,36 @@ class ForkServer:
         self._process.wait()
         self._socket.close()
 
+    def end_if_silent(self, workers: Sequence[ForkedProcess] = (), waits_since: float | None = None) -> None:
+        """Kill the server, and the kernel these workers of it, if it does not answer: it is stopped, it has not said of
+        one of the workers that it has ended, or it has been asked for something at `waits_since`, in monotonic seconds.
+        """
+        limit = ANSWER_SECONDS if self._is_ready else IMPORT_SECONDS
+        silent_seconds = time.monotonic() - waits_since if waits_since is not None else 0.0
+        if self._stopped.look(is_stopped(self._process.pid)) >= STOPPED_SECONDS:
+            self._silence = f"it was stopped for {STOPPED_SECONDS:.0f} s"
+        elif silent_seconds >= limit:
+            self._silence = f"it did not answer for {limit:.0f} s"
+        elif max((worker.unreported_seconds() for worker in workers), default=0.0) >= ANSWER_SECONDS:
+            self._silence = f"a worker has ended, and it did not say so for {ANSWER_SECONDS:.0f} s"
+        else:
+            return
+        if self.is_alive:
+            logger.warning(
+                "the process that workers are forked from (pid %d) is ended, and with it its workers: %s",
+                self._process.pid,
+                self._silence,
+            )
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(POLL_SECONDS)
+
+    def require_answering(self, workers: Sequence[ForkedProcess]) -> None:
+        """End the server as `end_if_silent` does. Raises `WorkersLost` where it was ended, now or before."""
+        self.end_if_silent(workers)
+        if self._silence:
+            raise self._lost("killed")
+
     def fork(
         self,
         function: Callable[..., None],
@@ -115,20 +178,25 @@ class ForkServer:
         """Run `function(*arguments, sender)` in a new process with the environment of this one, once all is imported.
 
         `take` gets the process, before a stop signal that came meanwhile is delivered: nobody else would end it. The
-        function is importable. Raises `WorkersLost` when the server was killed.
+        function is importable. Raises `WorkersLost` when the server was killed, or does not answer.
         """
         try:
             self._wait_until_ready()
             with deferring_stop_signals():
                 process, request = self._fork(sender)
                 take(process)
-                with os.fdopen(request, "wb") as file, suppress(BrokenPipeError):  # the child was killed
-                    pickle.dump((dict(os.environ), function, arguments), file)
+                with suppress(BrokenPipeError):  # the child was killed
+                    self._send(process, request, pickle.dumps((dict(os.environ), function, arguments)))
         except (OSError, EOFError) as error:
-            raise WorkersLost(f"the process that workers are forked from has ended: {error}") from error
+            raise self._lost(str(error)) from error
+
+    def _lost(self, how: str) -> WorkersLost:
+        return WorkersLost(
+            f"the process that workers are forked from (pid {self._process.pid}) has ended: {self._silence or how}"
+        )
 
     def _wait_until_ready(self) -> None:
-        if not self._is_ready and self._socket.recv(len(_READY)) != _READY:
+        if not self._is_ready and self._receive(len(_READY)) != _READY:
             raise EOFError("while it imported")
         self._is_ready = True
 
@@ -137,7 +205,7 @@ class ForkServer:
         status_reader, status_writer = os.pipe()
         try:
             socket.send_fds(self._socket, [_FORK], [request_reader, status_writer, sender.fileno()])
-            answer = self._socket.recv(_NUMBER.size)
+            answer = self._receive(_NUMBER.size)
             if not answer:
                 raise EOFError("when it was to fork")
         except BaseException:
@@ -147,7 +215,40 @@ class ForkServer:
         finally:
             os.close(request_reader)
             os.close(status_writer)
-        return ForkedProcess(_NUMBER.unpack(answer)[0], status_reader), request_writer
+        return ForkedProcess(_NUMBER.unpack(answer)[0], status_reader, self), request_writer
+
+    def _receive(self, size: int) -> bytes:
+        """The server's next message; empty when the server has ended, of itself or because it did not answer."""
+        began_at = time.monotonic()
+        while not _is_readable(self._socket.fileno(), POLL_SECONDS):
+            self.end_if_silent(waits_since=began_at)
+        return self._socket.recv(size)
+
+    def _send(self, process: ForkedProcess, request: int, content: bytes) -> None:
+        """Write the child's task, and close the pipe: a child that is frozen reads none, and a pipe holds 64 KiB."""
+        with os.fdopen(request, "wb", buffering=0) as file:
+            os.set_blocking(request, False)
+            left = memoryview(content)
+            while left:
+                if _can_write(request):
+                    left = left[file.write(left) or 0 :]
+                else:
+                    process.end_if_stopped()
+                    self.end_if_silent([process])
+
+
+def _can_write(descriptor: int) -> bool:
+    """Within POLL_SECONDS."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(POLL_SECONDS * 1000))
+
+
+def _is_readable(descriptor: int, within_seconds: float) -> bool:
+    """Wait by poll: a process with many open files has descriptors above what select takes."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(within_seconds * 1000))
 
 
 def main(arguments: list[str]) -> None:
@@ -226,7 +327,7 @@ def _run(server: int, request: int, sender: Connection) -> NoReturn:
         function(*arguments, sender)
         exit_code = 0
     except BaseException:  # noqa: BLE001 - a fork must not go on in its parent's program
-        traceback.print_exc()
+        print_traceback()
     finally:
         with suppress(OSError):
             sys.stdout.flush()

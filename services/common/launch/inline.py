@@ -10,7 +10,7 @@ import pickle
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr
@@ -199,7 +199,8 @@ def _wait_for_workers(workers: list[Worker]) -> None:
     pending = list(enumerate(workers))
     while pending:
         # Of a worker that fails, the message comes first: it may not fit into the pipe before somebody reads it.
-        ready = wait_for_any([each for _, (process, receiver) in pending for each in (receiver, process.sentinel)])
+        watched = [each for _, (process, receiver) in pending for each in (receiver, process.sentinel)]
+        ready = wait_for_any(watched, timeout=POLL_SECONDS)
         ended = [(rank, worker) for rank, worker in pending if worker[1] in ready or worker[0].sentinel in ready]
         pending = [each for each in pending if each not in ended]
         raised, lost = [], None
@@ -213,6 +214,9 @@ def _wait_for_workers(workers: list[Worker]) -> None:
                 lost = f"rank {rank} (pid {process.pid}) ended with {process.exitcode}"
         if raised or lost:
             raise name_the_cause(raised, lost)
+        forked = [process for _, (process, _) in pending if isinstance(process, ForkedProcess)]
+        if forked and not ready:
+            _servers[0].require_answering(forked)
 
 
 def _receive(receiver: Connection) -> Exception | None:
@@ -272,10 +276,20 @@ def _starting_processes() -> Iterator[None]:
         try:
             with redirect_stderr(io.StringIO()):  # a killed one would print tracebacks about what it tracked
                 resource_tracker.ensure_running()
+            resource_tracker.unregister = _unregister
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             yield
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _unregister(name: Sized, rtype: str) -> None:
+    """Let the resource tracker forget a semaphore, unless it was killed: another one in its place does not know it, and
+    would print a traceback. What is left then, the command's guard removes.
+    """
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._fd is not None and tracker._check_alive():
+        tracker.unregister(name, rtype)
 
 
 def _begin_tasks() -> None:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ import ray
 from services.common.entry_point import call_at_end
 from services.common.errors import DeviceError, MillraceError, TryAgain
 from services.common.launch.cluster_address import AUTO, cluster_address, split_address
-from services.common.launch.guard import end_sessions, start_guard, watch_session
+from services.common.launch.guard import start_guard
 from services.common.launch.ray_process import OBJECT_STORE_BYTES
 from services.common.private_folder import new_name, private_folder
 from services.common.stop_signals import deferring_stop_signals
@@ -32,6 +32,8 @@ JOIN_SECONDS = 60.0
 POLL_SECONDS = 1.0
 LOST_SECONDS = 20.0
 PROBE_SECONDS = 10.0
+SHUTDOWN_SECONDS = 10.0
+"""Seconds in which Ray's library has to leave the cluster: it waits for what does not answer without a limit."""
 LOST_HEAD_FAILURES = 4  # Ray's library ends the process after 60 s without the head
 
 
@@ -116,6 +118,9 @@ class _Call:
             _watch.require_ray()
         return self._failure
 
+    def has_ended(self, within_seconds: float) -> bool:
+        return self._has_ended.wait(within_seconds)
+
     def _run(self) -> None:
         try:
             self._call()
@@ -192,7 +197,9 @@ def _start_here(options: dict[str, Any], num_cpus: int, resources: Mapping[str, 
             ray.init(
                 address="local",  # else Ray joins one that it finds on this machine, such as another command's
                 num_cpus=max(num_cpus, os.cpu_count() or 1),
-                resources=dict(resources),
+                # A resource of its own in Ray, which would look for GPUs itself; the worker that opens one looks here.
+                num_gpus=int(resources.get("GPU", 0)),
+                resources={name: amount for name, amount in resources.items() if name != "GPU"},
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=str(folder),
@@ -242,7 +249,7 @@ def _starting_sessions(started: list[subprocess.Popen[Any]]) -> Iterator[None]:
     def start(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
         process = popen(*arguments, **options, start_new_session=True)
         started.append(process)
-        watch_session(guard, process.pid)
+        guard.watch_session(process.pid)
         return process
 
     services.ConsolePopen = start
@@ -250,7 +257,6 @@ def _starting_sessions(started: list[subprocess.Popen[Any]]) -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen
-    started.append(guard)
 
 
 def _python_path() -> str:
@@ -260,16 +266,16 @@ def _python_path() -> str:
 def _leave(started: list[subprocess.Popen[Any]], folder: ExitStack, exit_code: int) -> None:
     """Leave Ray, and end what of it was started here."""
     # Ray's library would wait for what is lost, or end this process itself when the thread goes on, with other codes.
-    is_orderly = not _watch.is_lost() and not _Call.running
-    if is_orderly:
-        ray.shutdown()
+    is_orderly = not _watch.is_lost() and not _Call.running and _Call(ray.shutdown).has_ended(SHUTDOWN_SECONDS)
+    if started:
+        start_guard().end_family()
     for process in started:
-        process.kill()
         process.wait()
-    end_sessions({process.pid for process in started})
     folder.close()
     if not is_orderly:
-        sys.stdout.flush()
+        with suppress(OSError):  # nobody reads
+            sys.stdout.flush()
+        start_guard().leave_rest()
         os._exit(exit_code)
 
 

@@ -53,6 +53,11 @@ POLL_SECONDS = 1.0
 HEALTH_CHECK_SECONDS = 0.5
 """On this machine alone: a cluster's controller asks every worker."""
 
+GPU = "GPU"
+"""Ray's name for the resource."""
+# Ray would show each worker a GPU that it chose itself; a worker takes that of its place on the node, as inline.
+GPU_WORKER_VARIABLES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
 TASK_SHARE = 0.001
 _RESOURCE_UNITS = 10_000  # Ray counts resources in ten-thousandths
 
@@ -182,7 +187,7 @@ def _cancel(running: Sequence[ray.ObjectRef[Any]]) -> None:
 
 def prepare(spec: WorkerGroupSpec) -> None:
     """See `Launcher.prepare`. A cluster that is joined has been started by somebody else."""
-    if spec.device not in NEURON_DEVICES:  # Ray would be told of NeuronCores that may not be there
+    if spec.device == "cpu":  # Ray would be told of devices that may not be there
         begin_start(spec.num_workers * spec.threads_per_worker)
 
 
@@ -197,19 +202,22 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
     from services.common.launch import ray_neuron  # noqa: PLC0415
 
     is_on_neuron = spec.device in NEURON_DEVICES
-    cores = {ray_neuron.NEURON_CORES: 1.0} if is_on_neuron else {}
+    is_on_gpu = spec.device == "cuda"
+    devices = {ray_neuron.NEURON_CORES: 1.0} if is_on_neuron else {GPU: 1.0} if is_on_gpu else {}
     if cluster_address() is None:
         require_every_core(spec.device)
     _set_train_variables()
-    connect(spec.num_workers * spec.threads_per_worker, {name: n * spec.num_workers for name, n in cores.items()})
-    demand = {"CPU": float(spec.threads_per_worker), **cores, **_share_of_group(_worker_share(spec.workers_per_node))}
+    connect(spec.num_workers * spec.threads_per_worker, {name: n * spec.num_workers for name, n in devices.items()})
+    demand = {"CPU": float(spec.threads_per_worker), **devices, **_share_of_group(_worker_share(spec.workers_per_node))}
     _wait_for_room(demand, spec.num_workers)
     with _storage(spec.shared_folder) as storage:
         rendezvous_file = None if cluster_address() else Path(storage) / "rendezvous"
         trainer = DataParallelTrainer(
             _WorkerFunction(function, argument, rendezvous_file, spec.preload),
             backend_config=ray_neuron.NeuronConfig(spec.device, spec.logical_core_size) if is_on_neuron else None,
-            scaling_config=ray.train.ScalingConfig(num_workers=spec.num_workers, resources_per_worker=demand),
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=spec.num_workers, use_gpu=is_on_gpu, resources_per_worker=demand
+            ),
             run_config=ray.train.RunConfig(
                 name="attempt",
                 storage_path=storage,
@@ -218,7 +226,9 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
                     max_failures=0, max_preemption_failures=0, controller_failure_limit=0
                 ),
                 worker_runtime_env={
-                    "env_vars": _worker_variables() | (ray_neuron.WORKER_VARIABLES if is_on_neuron else {})
+                    "env_vars": _worker_variables()
+                    | (ray_neuron.WORKER_VARIABLES if is_on_neuron else {})
+                    | (GPU_WORKER_VARIABLES if is_on_gpu else {})
                 },
             ),
         )
@@ -320,10 +330,16 @@ def _explain(error: Exception, demand: dict[str, float], num_workers: int) -> Ex
 
 def _explain_worker_failures(error: Any) -> Exception:
     """One error for the group. A bug comes with Ray's report, which has the worker's traceback."""
-    failures = error.worker_failures.values()
+    failures = error.worker_failures.items()
     # What a worker raised comes as itself; for one that died Ray puts an error of its own.
-    raised = [failure for failure in failures if not type(failure).__module__.startswith("ray.")]
-    cause = name_the_cause(raised, f"Ray lost a worker: {error}" if len(raised) < len(failures) else None)
+    raised = [failure for _, failure in failures if not type(failure).__module__.startswith("ray.")]
+    # Of Ray's report the first line alone: it goes on with tracebacks of those that lost this worker.
+    died = [
+        f"rank {rank}: {str(failure).strip().partition(chr(10))[0]}"
+        for rank, failure in failures
+        if failure not in raised
+    ]
+    cause = name_the_cause(raised, f"Ray lost {'; '.join(died)}" if died else None)
     return cause if isinstance(cause, MillraceError | OSError) else RuntimeError(str(error))
 
 
@@ -385,12 +401,20 @@ def _storage(shared_folder: Path) -> Iterator[str]:
             yield str(folder)
         return
     shared = shared_folder / "ray-train"
-    shutil.rmtree(shared, ignore_errors=True)  # a killed command left it
+    _remove(shared)  # a killed command left it
     shared.mkdir(parents=True, exist_ok=True)
     try:
         yield str(shared)
     finally:
-        shutil.rmtree(shared, ignore_errors=True)
+        _remove(shared)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or whatever is in its place: `shutil.rmtree` would open a pipe, and wait for a writer."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _worker_variables() -> dict[str, str]:

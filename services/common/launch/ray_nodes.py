@@ -27,7 +27,9 @@ class RayNodes:
             self._client = GcsClient(address=address)
 
     def live_indices(self) -> set[int]:
-        """Of the nodes that Ray takes to be alive. One that has vanished is for another 16 s."""
+        """Indices of the nodes that Ray takes to be alive. One that has vanished is for five times
+        RAY_health_check_period_ms and a second: 6 s as stages are deployed, 16 s by Ray's default.
+        """
         with _asking_head():
             nodes = self._client.get_all_node_info(timeout=CALL_SECONDS).values()
         labels = [dict(node.labels) for node in nodes if node.state == GcsNodeInfo.GcsNodeState.ALIVE]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from services.common.launch.guard import end_sessions, start_guard, watch_session
+from services.common.launch.guard import end_guard, start_guard
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
 
 HEAD_PORT = 6379
@@ -64,11 +64,9 @@ def running_ray(options: Sequence[str], address: str, head: str | None) -> Itera
         start_new_session=True,
     )
     try:
-        watch_session(guard, process.pid)
+        guard.watch_session(process.pid)
         yield process
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-        end_sessions([process.pid])
-        guard.kill()
-        guard.wait()
+        end_guard()

@@ -27,6 +27,7 @@ class OneWorker:
     """The collectives of a model that is not split: see `Collectives`."""
 
     mesh = Mesh(0, data_parallel_size=1)
+    is_lazy = False
 
     def index(self, axis: Axis) -> Tensor:
         return torch.zeros(1, dtype=torch.int32)
@@ -40,8 +41,8 @@ class OneWorker:
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         return x
 
-    def fence(self, x: Tensor) -> Tensor:
-        return x
+    def fence(self, *tensors: Tensor, after: Tensor) -> tuple[Tensor, ...]:
+        return tensors
 
     def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor:
         return attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
@@ -144,39 +145,49 @@ class RMSNorm(nn.Module):
         return self.weight * (x32_BSD * torch.rsqrt(variance_BS1 + self.epsilon)).to(x_BSD.dtype)
 
 
-def gather_sequence(x_BSD: Tensor, collectives: Collectives) -> Tensor:
-    """[B, S / t, D] -> [B, S, D]. Gradients of the workers, each for its use of the whole, are summed and scattered."""
+def gather_sequence(x_BSD: Tensor, collectives: Collectives, sum_dtype: torch.dtype) -> Tensor:
+    """[B, S / t, D] -> [B, S, D]. Gradients of the workers, each for its use of the whole, are summed and scattered: in
+    `sum_dtype`, or in their own type where that is wider.
+    """
     if collectives.mesh.tensor_parallel_size == 1:
         return x_BSD
-    gathered_BSD: Tensor = _GatherSequence.apply(x_BSD, collectives)  # type: ignore[no-untyped-call]
+    gathered_BSD: Tensor = _GatherSequence.apply(x_BSD, collectives, sum_dtype)  # type: ignore[no-untyped-call]
     return gathered_BSD
 
 
-def reduce_scatter_sequence(x_BSD: Tensor, collectives: Collectives) -> Tensor:
-    """The workers' [B, S, D] -> this worker's slice [B, S / t, D] of their sum."""
+def reduce_scatter_sequence(x_BSD: Tensor, collectives: Collectives, sum_dtype: torch.dtype) -> Tensor:
+    """The workers' [B, S, D] -> this worker's slice [B, S / t, D] of their sum, in their type. It is summed in
+    `sum_dtype`, or in their type where that is wider.
+    """
     if collectives.mesh.tensor_parallel_size == 1:
         return x_BSD
-    summed_BSD: Tensor = _ReduceScatterSequence.apply(x_BSD, collectives)  # type: ignore[no-untyped-call]
+    summed_BSD: Tensor = _ReduceScatterSequence.apply(x_BSD, collectives, sum_dtype)  # type: ignore[no-untyped-call]
     return summed_BSD
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, collectives: Collectives) -> Tensor:
-        ctx.collectives = collectives
+    def forward(ctx: Any, x_BSD: Tensor, collectives: Collectives, sum_dtype: torch.dtype) -> Tensor:
+        ctx.collectives, ctx.sum_dtype = collectives, sum_dtype
         return collectives.all_gather(x_BSD, "tensor", SEQUENCE)
 
     @staticmethod
-    def backward(ctx: Any, gradient_BSD: Tensor) -> tuple[Tensor, None]:
-        return ctx.collectives.reduce_scatter(gradient_BSD, "tensor", SEQUENCE), None
+    def backward(ctx: Any, gradient_BSD: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_and_scatter(gradient_BSD, ctx.collectives, ctx.sum_dtype), None, None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, collectives: Collectives) -> Tensor:
+    def forward(ctx: Any, x_BSD: Tensor, collectives: Collectives, sum_dtype: torch.dtype) -> Tensor:
         ctx.collectives = collectives
-        return collectives.reduce_scatter(x_BSD, "tensor", SEQUENCE)
+        return _sum_and_scatter(x_BSD, collectives, sum_dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient_BSD: Tensor) -> tuple[Tensor, None]:
-        return ctx.collectives.all_gather(gradient_BSD, "tensor", SEQUENCE), None
+    def backward(ctx: Any, gradient_BSD: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.collectives.all_gather(gradient_BSD, "tensor", SEQUENCE), None, None
+
+
+def _sum_and_scatter(x_BSD: Tensor, collectives: Collectives, sum_dtype: torch.dtype) -> Tensor:
+    """A sum of t terms that is rounded once, where one in bfloat16 is rounded at each addition."""
+    wide_BSD = x_BSD.to(torch.promote_types(x_BSD.dtype, sum_dtype))
+    return collectives.reduce_scatter(wide_BSD, "tensor", SEQUENCE).to(x_BSD.dtype)

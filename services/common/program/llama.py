@@ -46,10 +46,13 @@ class Llama(nn.Module):
         sequence_length: int,
         collectives: Collectives | None = None,
         activation_checkpointing: ActivationCheckpointing = "none",
+        reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
+        """`reduce_dtype` is what activations and their gradients are summed in over the workers that share the model,
+        unless theirs is wider."""
         super().__init__()
         self.collectives = collectives or OneWorker()
-        self.model = _Decoder(config, sequence_length, self.collectives, activation_checkpointing)
+        self.model = _Decoder(config, sequence_length, self.collectives, activation_checkpointing, reduce_dtype)
         self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, self.collectives.mesh)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -116,11 +119,12 @@ class _Decoder(nn.Module):
         sequence_length: int,
         collectives: Collectives,
         activation_checkpointing: ActivationCheckpointing,
+        reduce_dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self._collectives, self._activation_checkpointing = collectives, activation_checkpointing
         self.embed_tokens = VocabularyParallelEmbedding(config.vocab_size, config.hidden_size, collectives)
-        self.layers = nn.ModuleList(_Layer(config, collectives) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(_Layer(config, collectives, reduce_dtype) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives.mesh)
         device = self.embed_tokens.weight.device
         cos_SN, sin_SN = (table_SN.to(device) for table_SN in rotary_table(config, sequence_length))
@@ -130,24 +134,26 @@ class _Decoder(nn.Module):
         self.register_buffer("indices_S", indices_S, persistent=False)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
-        length = tokens_BS.shape[1]
-        hidden_BSD = reduce_scatter_sequence(self.embed_tokens(tokens_BS), self._collectives)
+        length, mode = tokens_BS.shape[1], self._activation_checkpointing
+        rows_BSD = self.embed_tokens(tokens_BS)
+        # One worker has a token's row, and the others zeros: the sum is exact in the rows' own type.
+        hidden_BSD = reduce_scatter_sequence(rows_BSD, self._collectives, rows_BSD.dtype)
         cos, sin = self.cos_SN[:length], self.sin_SN[:length]  # type: ignore[index]
         mask_B1SS = None
         if positions_BS is not None:
             cos, sin = cos[positions_BS][:, None], sin[positions_BS][:, None]
             mask_B1SS = block_causal_mask(positions_BS, self.indices_S[:length])[:, None]  # type: ignore[index]
         for layer in self.layers:
-            hidden_BSD = run_checkpointed(layer, self._activation_checkpointing, hidden_BSD, cos, sin, mask_B1SS)
+            hidden_BSD = run_checkpointed(layer, mode, self._collectives, hidden_BSD, cos, sin, mask_B1SS)
         normed_BSD: Tensor = self.norm(hidden_BSD)
         return normed_BSD
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: Model, collectives: Collectives) -> None:
+    def __init__(self, config: Model, collectives: Collectives, reduce_dtype: torch.dtype) -> None:
         super().__init__()
-        self.self_attn = _Attention(config, collectives)
-        self.mlp = _FeedForward(config, collectives)
+        self.self_attn = _Attention(config, collectives, reduce_dtype)
+        self.mlp = _FeedForward(config, collectives, reduce_dtype)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives.mesh)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives.mesh)
 
@@ -159,9 +165,9 @@ class _Layer(nn.Module):
 class _Attention(nn.Module):
     """Each worker has some query heads, and the key-value heads that these look at."""
 
-    def __init__(self, config: Model, collectives: Collectives) -> None:
+    def __init__(self, config: Model, collectives: Collectives, reduce_dtype: torch.dtype) -> None:
         super().__init__()
-        self._collectives, mesh = collectives, collectives.mesh
+        self._collectives, self._reduce_dtype, mesh = collectives, reduce_dtype, collectives.mesh
         self.head_dim = config.head_dim
         key_value_size = config.num_key_value_heads * config.head_dim
         self.q_proj = ColumnParallelLinear(config.hidden_size, config.hidden_size, mesh, heads="query")
@@ -170,7 +176,7 @@ class _Attention(nn.Module):
         self.o_proj = RowParallelLinear(config.hidden_size, config.hidden_size, mesh, heads="query")
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask_B1SS: Tensor | None) -> Tensor:
-        x_BSD = gather_sequence(x_BSD, self._collectives)
+        x_BSD = gather_sequence(x_BSD, self._collectives, self._reduce_dtype)
         batch, length, _ = x_BSD.shape
         heads = (batch, length, -1, self.head_dim)
         q_BHSN = self.q_proj(x_BSD).view(heads).transpose(1, 2)
@@ -179,21 +185,21 @@ class _Attention(nn.Module):
         q_BHSN, k_BKSN = _rotate(q_BHSN, cos, sin), _rotate(k_BKSN, cos, sin)
         mixed_BHSN = self._collectives.attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
         mixed_BSD = self.o_proj(mixed_BHSN.transpose(1, 2).reshape(batch, length, -1))
-        return reduce_scatter_sequence(mixed_BSD, self._collectives)
+        return reduce_scatter_sequence(mixed_BSD, self._collectives, self._reduce_dtype)
 
 
 class _FeedForward(nn.Module):
-    def __init__(self, config: Model, collectives: Collectives) -> None:
+    def __init__(self, config: Model, collectives: Collectives, reduce_dtype: torch.dtype) -> None:
         super().__init__()
-        self._collectives, mesh = collectives, collectives.mesh
+        self._collectives, self._reduce_dtype, mesh = collectives, reduce_dtype, collectives.mesh
         self.gate_proj = ColumnParallelLinear(config.hidden_size, config.intermediate_size, mesh)
         self.up_proj = ColumnParallelLinear(config.hidden_size, config.intermediate_size, mesh)
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, mesh)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        x_BSD = gather_sequence(x_BSD, self._collectives)
+        x_BSD = gather_sequence(x_BSD, self._collectives, self._reduce_dtype)
         out_BSD = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
-        return reduce_scatter_sequence(out_BSD, self._collectives)
+        return reduce_scatter_sequence(out_BSD, self._collectives, self._reduce_dtype)
 
 
 def block_causal_mask(positions_BS: Tensor, indices_S: Tensor) -> Tensor:

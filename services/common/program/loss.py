@@ -22,6 +22,7 @@ def next_token_loss(
     chunk_tokens: int,
     collectives: Collectives,
     z_loss: float = 0.0,
+    reduce_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Mean cross-entropy in nats over all B * S targets. Its gradient is that of itself + `z_loss` * mean(log(Z)^2).
 
@@ -29,12 +30,13 @@ def next_token_loss(
     it out, so that runs with it and without can be compared.
 
     With t workers along the tensor axis `hidden_BSD` is this worker's slice of the sequence, and `lm_head_VD` its rows
-    of the vocabulary; all get the same loss.
+    of the vocabulary; all get the same loss. The hidden states' gradients are summed over them in `reduce_dtype`, or in
+    their own type where that is wider.
 
     The float32 logits [B * S, V] are the largest tensor of a small model; chunks that stay in the processor's
     cache make the same sum faster. One chunk for everything is bit-equal to transformers' loss.
     """
-    hidden_TD = gather_sequence(hidden_BSD, collectives).flatten(0, 1)
+    hidden_TD = gather_sequence(hidden_BSD, collectives, reduce_dtype).flatten(0, 1)
     targets_T = targets_BS.flatten()
     if collectives.mesh.tensor_parallel_size > 1:
         arguments = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, collectives, z_loss, torch.is_grad_enabled())

@@ -18,8 +18,15 @@ class MicroBatch(NamedTuple):
     it. None where a row is attended to as one document."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        positions = None if self.positions is None else self.positions.to(device)
-        return MicroBatch(self.tokens.to(device), positions)
+        positions = None if self.positions is None else _send(self.positions, device)
+        return MicroBatch(_send(self.tokens, device), positions)
+
+
+def _send(x: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. From pageable memory a GPU copies only when it has done all it was asked for before,
+    and the host waits for that: the next micro-batch's kernels would be launched late.
+    """
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def make_synthetic_micro_batch(recipe: Recipe) -> MicroBatch:

@@ -19,7 +19,7 @@ from services.common.recipe import Optimizer
 
 ROW = 16_384
 FUSED_DEVICES = ("cpu", "cuda")
-"""Of which torch has an AdamW that goes over memory once."""
+"""Devices for which torch has a kernel of AdamW that goes over memory once."""
 
 
 def learning_rate(optimizer: Optimizer, step: int) -> float:
@@ -77,9 +77,11 @@ class AdamW:
         self._counted_K = backend.place(torch.tensor([1.0 / each for each in copies]))
         """How much of a bucket's squares this worker adds to the norm: copies of parameters count once."""
         self._is_decayed_1 = [backend.place(torch.full((1,), float(bucket.is_decayed))) for bucket in buckets]
+        # On a GPU torch's kernel takes all blocks at once, where compiled code is launched for each of them.
+        self._is_fused = backend.device.type in FUSED_DEVICES and (not is_compiled or backend.device.type == "cuda")
+        is_update_compiled = is_compiled and not self._is_fused
         update = self._update
-        self._update_block: Callable[..., None] = backend.compile_elementwise(update) if is_compiled else update
-        self._is_fused = not is_compiled and backend.device.type in FUSED_DEVICES
+        self._update_block: Callable[..., None] = backend.compile_elementwise(update) if is_update_compiled else update
         self._sum_of_squares = _square_and_sum if backend.is_lazy else sum_of_squares
 
     @torch.no_grad()

@@ -69,8 +69,14 @@ class HeldSum:
 
 
 def sum_in_tree(parts: Sequence[Tensor]) -> Tensor:
-    """The upper levels of the tree: the sum of the workers' parts, in the order of their ranks."""
-    tree = TreeSum()
-    for part in parts:
+    """The upper levels of the tree: the sum of the workers' parts, in the order of their ranks.
+
+    The parts stay as they are: selective activation checkpointing keeps what a collective returned, and refuses it when
+    it was written to.
+    """
+    tree, num_paired = TreeSum(), len(parts) // 2 * 2
+    for left, right in zip(parts[:num_paired:2], parts[1:num_paired:2], strict=True):
+        tree.add(left + right)
+    for part in parts[num_paired:]:  # the last of an odd number
         tree.add(part)
     return tree.result()

@@ -20,6 +20,7 @@ from services.common.program.loss import next_token_loss
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
 from services.common.program.reduction import HeldSum, RunningSum, TreeSum
+from services.common.program.snapshot import Snapshots
 from services.common.program.state import StateKind, StateSlice
 from services.common.program.worker_group import naming_workers_lost_in_graphs
 from services.common.recipe import Recipe
@@ -45,8 +46,9 @@ class Program:
         self.recipe = recipe
         self.backend = backend
         length, checkpointing = recipe.corpus.sequence_length, recipe.train.activation_checkpointing
+        self._reduce_dtype = DTYPES[recipe.parallel.reduce_dtype]
         with backend.device:
-            self.model = Llama(recipe.model, length, backend, checkpointing)
+            self.model = Llama(recipe.model, length, backend, checkpointing, self._reduce_dtype)
         is_compiled = recipe.compile.enabled
         with backend.host:
             initialize(self.model, recipe.model, recipe.train.seed, backend.place)
@@ -59,6 +61,7 @@ class Program:
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
         self._run_loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
         self._host_state: dict[StateKind, list[Tensor]] = {}
+        self._snapshots = Snapshots(backend.device)
         self._own_gradients: list[Tensor] = []
         self._own_losses: list[Tensor] = []
         self.gradient_seconds = 0.0
@@ -81,6 +84,7 @@ class Program:
         loss_1 = self.backend.all_reduce(self._losses.result(), "data") / count
         scalars_4 = step_scalars(self.recipe.optimizer, step, skipped_steps).to(self.backend.device)
         gradients = [total.result() for total in self._sums]
+        self._snapshots.hold()
         norm_1, is_applied_1 = self.optimizer.step(gradients, count, scalars_4)
         if not self.backend.is_lazy:
             self._own_gradients = gradients
@@ -160,13 +164,20 @@ class Program:
         self._host_state = self._copy_to_host()
         return self._slice_state(self._host_state, is_owned=False)
 
-    def owned_state(self) -> dict[StateSlice, Tensor]:
-        """Of `held_state` what this worker alone answers for: all workers' together is the state, each element once."""
-        return self._slice_state(self._copy_to_host(), is_owned=True)
+    def begin_snapshot(self) -> Callable[[], dict[StateSlice, Tensor]]:
+        """Begin to copy to the host what this worker alone answers for of `held_state`: all workers' copies together
+        are the state, each element once. Returns a function that returns the copy once it is there, in any thread.
+
+        The copy lasts until the next one begins, for which the caller has to have waited for this one.
+        """
+        # A view of a tensor on a lazy device would be a graph of its own.
+        state = self._copy_to_host() if self.backend.is_lazy else self.optimizer.state()
+        return self._snapshots.begin(self._slice_state(state, is_owned=True))
 
     @torch.no_grad()
     def update_weights(self) -> None:
         """Make the model's weights those of the state. All workers call it."""
+        self._snapshots.hold()
         for kind, tensors in self.optimizer.state().items():
             for held, written in zip(tensors, self._host_state.pop(kind, tensors), strict=True):
                 if written is not held:
@@ -254,8 +265,8 @@ class Program:
     def _micro_loss(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         hidden_BSD = self.model(tokens_BS[:, :-1], positions_BS)
         chunk_tokens, z_loss = self.recipe.batch.loss_chunk_tokens, self.recipe.train.z_loss
-        lm_head_VD, targets_BS = self.model.lm_head.weight, tokens_BS[:, 1:]
-        return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, self.backend, z_loss)
+        lm_head_VD, targets_BS, backend = self.model.lm_head.weight, tokens_BS[:, 1:], self.backend
+        return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, backend, z_loss, self._reduce_dtype)
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:

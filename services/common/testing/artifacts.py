@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload, checkpoint_id, shard_name
+from services.common.artifacts.checkpoint import (
+    CheckpointManifest,
+    CheckpointPayload,
+    ShardOrigin,
+    checkpoint_id,
+    shard_name,
+)
 from services.common.artifacts.compile_cache import CompileCacheManifest, CompileCachePayload
 from services.common.artifacts.manifest import InputLink
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
@@ -49,13 +55,13 @@ def publish_checkpoint(
     root: Path, recipe: Recipe, step: int, inputs: tuple[InputLink, ...] = (), **changes: Any
 ) -> Artifact[CheckpointManifest]:
     """A checkpoint of run-1 whose file has no bytes."""
+    made = {"data_parallel_size": 1, "tensor_parallel_size": 1, "zero_stage": 0, "program_fingerprint": "eager"}
     fields = {
         "step": step,
         "tokens": 1,
         "skipped_steps": 0,
-        "data_parallel_size": 1,
-        "tensor_parallel_size": 1,
-        "program_fingerprint": "eager",
+        **made,
+        "shards": {shard_name(0): ShardOrigin.model_validate({"run": "run-1", "step": step, "rank": 0, **made})},
         "waivers": (),
     }
 

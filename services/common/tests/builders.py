@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.artifacts import process
+from services.common.artifacts.attempt import ATTEMPT_VARIABLE
 from services.common.artifacts.store import Draft, Workspace
 from services.common.entry_point import exit_code_of
 from services.common.recipe import Recipe
@@ -32,10 +33,11 @@ def make_site_that_imports_torch_xla(folder: Path) -> Path:
     return site
 
 
-def write_foreign_lock(path: Path, beats: int = 0) -> None:
+def write_foreign_lock(path: Path, beats: int = 0, attempt: Any = "") -> None:
     """A lock as a writer on another machine leaves it, or keeps it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    owner = {"token": "f" * 32, "node": "another-machine", "pid": 1, "started": "1 ticks after boot", "beats": beats}
+    process = {"node": "another-machine", "pid": 1, "started": "1 ticks after boot"}
+    owner = {"token": "f" * 32, **process, "attempt": attempt, "beats": beats}
     path.write_text(json.dumps(owner), encoding="utf-8")
 
 
@@ -98,3 +100,17 @@ def publish_slowly(root: Path, recipe: Recipe, name: str) -> None:
     partial = folder / f"{name}.tmp"
     partial.write_text(f"{artifact.manifest.content_digest} {is_new}", encoding="utf-8")
     partial.rename(folder / f"{name}.done")
+
+
+def publish_slowly_in_attempt(root: Path, recipe: Recipe, attempt: str) -> None:
+    """`publish_slowly` as one attempt of several, on what others take for another machine. It ends with the exit code
+    that the command would end with.
+    """
+    os.environ[ATTEMPT_VARIABLE] = attempt
+    process.node_name = lambda: f"pod of {attempt}"
+
+    def work() -> int:
+        publish_slowly(root, recipe, "given-up")
+        return 0
+
+    os._exit(exit_code_of(work))

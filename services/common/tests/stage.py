@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from services.common.artifacts.store import Draft, Workspace
-from services.common.entry_point import run_program
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec
 from services.common.recipe_file import load_recipe
+from services.common.stage_program import run_stage
 from services.common.stop_signals import deferring_stop_signals, end_at_once, on_stop_signal
 from services.common.testing.artifacts import fill, publish
 from services.common.tests import work
@@ -32,6 +32,8 @@ def main(argv: list[str]) -> int:
         "many-lines": many_lines,
         "lost-pipe": lost_pipe,
         "workers": workers,
+        "tasks": tasks,
+        "hang": hang,
     }
     return behaviours[behaviour](arguments)
 
@@ -114,5 +116,22 @@ def workers(arguments: list[str]) -> int:
     return 0
 
 
+def tasks(arguments: list[str]) -> int:
+    """Run two that block."""
+    folder = Path(arguments[0])
+    list(inline.map_tasks(work.block_on, [folder, folder], 2))
+    return 0
+
+
+def hang(arguments: list[str]) -> int:
+    """Wait in C, which no signal ends, for a lock that is never free; with `holding`, no thread can run Python."""
+    library = ctypes.PyDLL(None) if arguments == ["holding"] else ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(64)  # a pthread_mutex_t is smaller, and all zero where it is free
+    print("ready", flush=True)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+    return 0
+
+
 if __name__ == "__main__":
-    run_program(main)
+    run_stage(main)

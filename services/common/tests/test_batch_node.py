@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
-import stat
 import subprocess
 import sys
+import tracemalloc
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from services.common.errors import DeviceError, RecipeError, StorageError
 from services.common.launch.batch_node import (
+    MOST_RECIPE_BYTES,
     RECIPE_VARIABLE,
     RECIPES,
     ROOT_MARKER,
     deliver_recipe,
     find_node,
-    offer_token,
     pack_recipe,
     read_command,
-    read_token,
     require_recipe,
     require_root,
-    withdraw_token,
+    unpack_recipe,
 )
 from services.common.testing.recipes import recipe_text
 from services.common.tests.builders import REPOSITORY
@@ -58,14 +60,35 @@ def test_a_job_of_one_container_is_its_own_main_node() -> None:
     ("changed", "message"),
     [
         ({"AWS_BATCH_JOB_ID": ""}, "no container of an AWS Batch job"),
+        ({"AWS_BATCH_JOB_ID": "../../etc"}, "no container of an AWS Batch job"),
+        ({"AWS_BATCH_JOB_ID": "j" * 5_000}, "no container of an AWS Batch job"),
+        ({"AWS_BATCH_JOB_ID": "\u00fc\udcff"}, "no container of an AWS Batch job"),
         ({"AWS_BATCH_JOB_NODE_INDEX": "4"}, "expected less than"),
+        ({"AWS_BATCH_JOB_MAIN_NODE_INDEX": "4"}, "expected less than"),
         ({"AWS_BATCH_JOB_NUM_NODES": "four"}, "expected a number"),
+        ({"AWS_BATCH_JOB_NUM_NODES": "0"}, "expected a number"),
+        ({"AWS_BATCH_JOB_NUM_NODES": "999999"}, "expected a number"),
+        ({"AWS_BATCH_JOB_ATTEMPT": "0"}, "expected a number"),
+        ({"AWS_BATCH_JOB_NODE_INDEX": ""}, "AWS_BATCH_JOB_NODE_INDEX is not set"),
+        ({"AWS_BATCH_JOB_MAIN_NODE_INDEX": " "}, "AWS_BATCH_JOB_MAIN_NODE_INDEX is not set"),
+        ({"AWS_BATCH_JOB_ATTEMPT": ""}, "AWS_BATCH_JOB_ATTEMPT is not set"),
         ({"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": ""}, "cannot find the main node"),
+        *(
+            ({"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": wrong}, "expected the address of a machine")
+            for wrong in ("main", "10.0.0.777", "0.0.0.0", "10.0.0.7/24", "\u0661.2.3.4", "1" * 5_000, "\udcff")
+        ),
+        *(
+            ({f"AWS_BATCH_JOB_{name}": wrong}, "expected a number")
+            for name in ("ATTEMPT", "NUM_NODES", "NODE_INDEX", "MAIN_NODE_INDEX")
+            for wrong in ("-1", "9" * 5_000, "\u0663", "1.0", "\udcff", "0x1")
+        ),
     ],
 )
 def test_variables_that_batch_would_not_set_are_refused(changed: dict[str, str], message: str) -> None:
-    with pytest.raises(DeviceError, match=message):
+    with pytest.raises(DeviceError, match=message) as refused:
         find_node(CHILD | changed)
+    assert len(str(refused.value)) < 1_000
+    str(refused.value).encode()
 
 
 def test_a_root_that_is_not_mounted_is_refused(tmp_path: Path) -> None:
@@ -138,28 +161,68 @@ def test_the_command_is_the_stages_with_the_last_of_each_option() -> None:
             read_command(incomplete)
 
 
-def test_the_token_of_an_attempt_is_for_this_user_alone_and_replaced_by_the_next(tmp_path: Path) -> None:
-    node = find_node(CHILD)
-    assert read_token(tmp_path, node) is None
-    first = offer_token(tmp_path, node)
-    assert read_token(tmp_path, node) == first != offer_token(tmp_path, node)
-    (path,) = (tmp_path / "ray-tokens").iterdir()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    withdraw_token(tmp_path, node)
-    assert read_token(tmp_path, node) is None
+BOMB = base64.b64encode(zlib.compress(b"a" * 12_000_000, level=9)).decode()
+
+
+@pytest.mark.parametrize("packed", [BOMB, "A" * 2**20, f"{pack_recipe(b'x')[:-4]}", pack_recipe(b"\xff"), "\udcff"])
+def test_a_packed_recipe_unfolds_to_a_bounded_size(packed: str) -> None:
+    """A packed recipe of a few characters may unfold to gigabytes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(RecipeError, match="is no packed recipe"):
+            unpack_recipe(packed)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MOST_RECIPE_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_packed_is_unpacked_and_no_more_is_packed_than_that() -> None:
+    largest = b"a" * MOST_RECIPE_BYTES
+    assert unpack_recipe(pack_recipe(largest)) == largest
+    with pytest.raises(RecipeError, match="a job has room for"):
+        pack_recipe(largest + b"a")
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_in_the_place_of_a_recipe_is_refused_at_once(
+    tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    content = recipe_text().encode()
+    recipe = tmp_path / RECIPES / f"{hashlib.sha256(content).hexdigest()}.toml"
+    command = read_command(["python", "-m", "services.trainer", f"--recipe={recipe}", "--root", str(tmp_path)])
+    recipe.parent.mkdir()
+    make(recipe)
+    with pytest.raises(RecipeError, match="submit again"):
+        require_recipe(command)
 
 
 def test_a_job_of_one_node_runs_the_stage_in_place_of_itself(tmp_path: Path) -> None:
     """After the word with which the image's entry point goes on."""
     (tmp_path / ROOT_MARKER).touch()
-    stage = [sys.executable, "-c", "import os; print(os.getpid(), os.environ.get('RAY_ADDRESS')); raise SystemExit(3)"]
+    stage = [sys.executable, "-c", "import os; print(os.getpid(), os.environ['MILLRACE_ATTEMPT']); raise SystemExit(3)"]
     command = [*stage, "-m", "services.trainer", "--recipe", "none", "--root", str(tmp_path)]
     with subprocess.Popen(
         [sys.executable, "-m", "services.trainer", "batch", "--cpus", "2", "--", *command],
         cwd=REPOSITORY,
-        env={**os.environ, "AWS_BATCH_JOB_ID": "3b1f", "RAY_ADDRESS": ""},
+        env={**os.environ, "AWS_BATCH_JOB_ID": "3b1f", "AWS_BATCH_JOB_ATTEMPT": "2"},
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
         output, _ = process.communicate(timeout=60)
-    assert (process.returncode, output) == (3, f"{process.pid} \n")
+    assert (process.returncode, output) == (3, f"{process.pid} 3b1f/2\n")
+
+
+def test_a_command_that_is_no_program_ends_with_2(tmp_path: Path) -> None:
+    (tmp_path / ROOT_MARKER).touch()
+    words = ["no-such-python", "-m", "services.trainer", "--recipe", "none", "--root", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "services.common.launch.batch", "--", *words],
+        cwd=REPOSITORY,
+        env={**os.environ, "AWS_BATCH_JOB_ID": "3b1f"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == RecipeError.exit_code, done.stderr
+    assert "no-such-python" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -6,6 +6,7 @@ its addresses. Ray takes this one to be on the head, which so stands for the pod
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,14 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes of the trainer, in Ray's view with NeuronCores, and a larger one of another stage."""
+    """Two nodes of the trainer, in Ray's view with NeuronCores and GPUs, and a larger one of another stage."""
     from ray.cluster_utils import Cluster  # noqa: PLC0415
 
-    group: dict[str, Any] = {"num_cpus": 4, "resources": {"stage_trainer": 1, "neuron_cores": 3}}
+    group: dict[str, Any] = {
+        "num_cpus": 4,
+        "num_gpus": 2,
+        "resources": {"stage_trainer": 1, "neuron_cores": 3},
+    }
     with pytest.MonkeyPatch.context() as patch:
         # A Ray that this process started in place has left it where every node is at the loopback address.
         patch.setattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", True)
@@ -68,7 +73,11 @@ def test_every_node_of_the_stage_gets_its_workers(
 ) -> None:
     nodes, shared = tmp_path / "nodes", tmp_path / "shared"
     nodes.mkdir()
-    (shared / "ray-train/attempt").mkdir(parents=True)  # of a command that was killed
+    shared.mkdir()
+    if workers_per_node == 1:
+        (shared / "ray-train/attempt").mkdir(parents=True)  # of a command that was killed
+    else:
+        os.mkfifo(shared / "ray-train")
 
     launcher.run_workers(work.write_node, nodes, WorkerGroupSpec(num_workers, 1, workers_per_node, shared))
 
@@ -163,6 +172,26 @@ def test_each_worker_takes_a_neuron_core_of_its_node(tmp_path: Path, launcher: L
 
     with pytest.raises(NoRoomForWorkers, match=wanted):
         launcher.run_workers(work.write_environment, tmp_path, WorkerGroupSpec(7, 1, 4, tmp_path, device="xla"))
+
+
+def test_workers_on_gpus_each_take_that_of_their_place_on_the_node(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")  # the command's own, which no node's workers go by
+
+    launcher.run_workers(work.write_rank, tmp_path, WorkerGroupSpec(4, 1, 2, tmp_path / "shared", device="cuda"))
+    taken = sorted(path.name for path in tmp_path.glob("*-of-4-on-*"))
+    launcher.run_workers(work.write_environment, tmp_path, WorkerGroupSpec(2, 1, 1, tmp_path / "shared", device="cuda"))
+
+    assert taken == ["0-of-4-on-0", "1-of-4-on-1", "2-of-4-on-0", "3-of-4-on-1"]
+    assert not any("CUDA_VISIBLE_DEVICES" in each for each in work.read_environments(tmp_path))
+
+
+def test_more_workers_than_gpus_do_not_fit_a_node(tmp_path: Path, launcher: Launcher, impatient: None) -> None:
+    wanted = r"no room for 6 x \(CPU 1, GPU 1, stage_trainer 0.33\)(.|\n)*GPU 2, stage_trainer 1\n"
+
+    with pytest.raises(NoRoomForWorkers, match=wanted):
+        launcher.run_workers(work.write_rank, tmp_path, WorkerGroupSpec(6, 1, 3, tmp_path, device="cuda"))
 
 
 def test_a_worker_that_has_imported_torch_xla_is_refused(

@@ -18,9 +18,9 @@ from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import listed_file, verify_files
-from services.common.artifacts.manifest import MANIFEST, Manifest
+from services.common.artifacts.manifest import MANIFEST, MAX_FILES, Manifest
 from services.common.artifacts.store import open_artifact
-from services.common.errors import ArtifactError, TryAgain, UnreadableError
+from services.common.errors import ArtifactError, RecipeError, TryAgain, UnreadableError
 from services.common.testing.artifacts import publish
 from services.common.testing.manifests import forge, reseal, write_sealed
 from services.common.testing.recipes import make_recipe
@@ -145,15 +145,19 @@ def rewrite(**changes: object) -> Callable[[Path], None]:
         (rewrite(schema="compile_cache/2"), "schema 'compile_cache/2', this program reads 'compile_cache/1'"),
         (rewrite(surprise=1), "does not follow compile_cache/1"),
         (rewrite(created_at="2026-01-01T00:00:00"), "created_at: Input should have timezone info"),
-        (rewrite(files=[{}] * 1_000), "and 3,995 more"),
+        (rewrite(files=[{}] * 1_000), "and 3,990 more"),
+        (rewrite(files=[{}] * 2_001), "\n    and 7,994 more: missing"),
+        (replace_by('{"files": [' + "1," * 300_000 + "1]}"), "it lists 300,001 files, expected at most 300,000"),
+        (rewrite(inputs=[{}] * 300_001), "300,001 entries, expected at most 300,000"),
+        (rewrite(**{f"field{number}": 1 for number in range(1_000)}), "and 990 more: extra_forbidden"),
         (replace_by('{"seal": ' + "[" * 100_000), "damaged: not a sealed manifest (nested deeper than 64)"),
         (replace_by('{"seal": 1, "recipe": ' + '{"a":' * 300 + "1" + "}" * 301), "nested deeper than 64"),
         (replace_by('{"seal": ' + "9" * 5_000 + "}"), "damaged: not a sealed manifest"),
         (replace_by('{"seal": 1, "name": "\\ud800"}'), "damaged: not a sealed manifest"),
         (replace_by('{"seal": NaN}'), "NaN is no number of JSON"),
-        (replace_by_folder, "manifest.json: cannot be read: a folder, expected a file"),
-        (replace_by_pipe, "manifest.json: cannot be read: no regular file"),
-        (replace_by_device, "manifest.json: cannot be read: no regular file"),
+        (replace_by_folder, "manifest.json: cannot be read: a folder, expected a regular file"),
+        (replace_by_pipe, "manifest.json: cannot be read: a pipe, expected a regular file"),
+        (replace_by_device, "manifest.json: cannot be read: a device, expected a regular file"),
         (replace_by_loop, "manifest.json: cannot be read: Too many levels of symbolic links"),
         (list_also("../outside"), "'../outside' is no path below the artifact's folder"),
         (list_also("/etc/hostname"), "'/etc/hostname' is no path below the artifact's folder"),
@@ -168,11 +172,11 @@ def rewrite(**changes: object) -> Callable[[Path], None]:
         (list_also(MANIFEST), "a manifest cannot list itself"),
         (list_also("three.json"), "three.json is listed 2 times"),
         (list_also("three.json/x"), "three.json/x: missing"),
-        (list_also("graphs"), "graphs: cannot be read: no regular file"),
-        (link("three.json", "../three.json"), "three.json: cannot be read: a link that leads out of the artifact"),
-        (link("graphs/ab", "../ab"), "graphs/ab/inner/one.bin: cannot be read: a link that leads out of the artifact"),
-        (link("graphs", "../graphs"), "graphs/two.bin: cannot be read: a link that leads out of the artifact"),
-        (replace_file_by_pipe, "three.json: cannot be read: no regular file"),
+        (list_also("graphs"), "graphs: cannot be read: a folder, expected a regular file"),
+        (link("three.json", "../three.json"), "three.json: cannot be read: a link that leads out of "),
+        (link("graphs/ab", "../ab"), "graphs/ab/inner/one.bin: cannot be read: a link that leads out of "),
+        (link("graphs", "../graphs"), "graphs/two.bin: cannot be read: a link that leads out of "),
+        (replace_file_by_pipe, "three.json: cannot be read: a pipe, expected a regular file"),
     ],
 )
 def test_damage_is_an_artifact_error_that_says_what_and_where(
@@ -195,6 +199,25 @@ def test_all_damaged_files_are_named_at_once(artifact: Path) -> None:
         use(artifact)
 
 
+def test_ten_of_a_kind_are_named_and_the_others_counted(artifact: Path) -> None:
+    """A corpus without its `train` folder lacks as many files as it had shards."""
+    list_also(*(f"train/shard-{number:05d}.arrow" for number in range(3_000)))(artifact)
+    truncate_file(artifact)
+
+    with pytest.raises(ArtifactError, match=r"3001 of 3003 files are damaged(?s:.*)and 2,990 more: missing") as caught:
+        use(artifact)
+    assert len(str(caught.value).splitlines()) < 20
+    assert "graphs/two.bin: 3 bytes, the manifest says 300" in str(caught.value)
+
+
+def test_an_artifact_of_more_files_than_a_manifest_is_read_with_is_not_published(artifact: Path) -> None:
+    manifest = open_artifact(artifact, CompileCacheManifest).manifest
+    more = manifest.model_copy(update={"files": manifest.files[:1] * (MAX_FILES + 1)})
+
+    with pytest.raises(RecipeError, match="300,001 files, and a manifest lists at most 300,000"):
+        more.write(artifact)
+
+
 def test_no_flipped_byte_of_a_manifest_changes_what_is_read(artifact: Path) -> None:
     """A few bytes carry no meaning, such as the kind of white space; a flip there may be overlooked."""
     path = artifact / MANIFEST
@@ -214,7 +237,7 @@ def test_no_flipped_byte_of_a_manifest_changes_what_is_read(artifact: Path) -> N
 
 
 def test_an_artifact_of_another_kind_is_refused_with_both_sides(artifact: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"schema 'compile_cache/1', this program reads 'checkpoint/2'"):
+    with pytest.raises(ArtifactError, match=r"schema 'compile_cache/1', this program reads 'checkpoint/3'"):
         open_artifact(artifact, CheckpointManifest)
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from services.common.artifacts import lease, process
-from services.common.artifacts.lease import ChangeWatch, LeaseTaken, LockState, LockWatch, hold_lease
-from services.common.errors import ArtifactError, TryAgain
+from services.common.artifacts.attempt import ATTEMPT_VARIABLE
+from services.common.artifacts.lease import ChangeWatch, HeldLease, LeaseTaken, LockState, LockWatch, hold_lease
+from services.common.errors import ArtifactError, DeviceError, TryAgain
 from services.common.testing.fork_server import start_process
 from services.common.testing.waiting import wait_until
 from services.common.tests.builders import write_foreign_lock
@@ -35,12 +38,20 @@ def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "POLL_SECONDS", 0.01)
 
 
-def hold(lock: Path, node: str | None = None) -> None:
+def hold(lock: Path, node: str | None = None, attempt: str = "") -> None:
     """Hold the lock until the process is killed."""
+    os.environ[ATTEMPT_VARIABLE] = attempt
     if node:
         process.node_name = lambda: node
     with hold_lease(lock):
         threading.Event().wait()
+
+
+def never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(seconds: float) -> None:
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr(time, "sleep", wait)
 
 
 def look_for(watch: ChangeWatch, seconds: float) -> LockState:
@@ -216,17 +227,17 @@ def test_a_lock_that_cannot_be_read_for_a_while_is_not_stolen(
     lock: Path, short_lease: None, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """After a while it is given up, with 75."""
-    opened, failures = Path.open, [PATIENT]
+    opened, failures = os.open, [PATIENT]
 
-    def fail(path: Path, *arguments: object, **options: object) -> object:
+    def fail(path: Any, *arguments: Any, **options: Any) -> int:
         if path == lock and failures[0]:
             failures[0] -= 1
             raise OSError(number, os.strerror(number), str(path))
-        return opened(path, *arguments, **options)  # type: ignore[call-overload]
+        return opened(path, *arguments, **options)
 
     write_foreign_lock(lock)
     before = lock.read_bytes()
-    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(os, "open", fail)
     with (
         pytest.raises(TryAgain, match=f"{lock}: the file system answers with '{os.strerror(number)}' since 0 s"),
         hold_lease(lock),
@@ -244,6 +255,113 @@ def test_a_lock_that_cannot_be_read_for_a_while_is_not_stolen(
             held.lease.require()
         failures[0] = 0
     assert not lock.exists()
+
+
+def test_the_lock_of_an_attempt_that_is_over_is_taken_over_at_the_first_look(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine is gone, so no silence has to tell."""
+    never_wait(monkeypatch)
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "trainer-0a1b2c/11")
+    write_foreign_lock(lock, attempt="trainer-0a1b2c/9")
+
+    with hold_lease(lock) as held:
+        assert held.is_held()
+        assert json.loads(lock.read_text())["attempt"] == "trainer-0a1b2c/11"
+    assert list(lock.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "holder",
+    [
+        "trainer-0a1b2c/2",  # the same, submitted anew to another head
+        "trainer-0a1b2c/3",
+        "trainer-ffffff/1",
+        "trainer-0a1b2/1",
+        "",
+        "trainer-0a1b2c",
+        "trainer-0a1b2c/-1",
+        "trainer-0a1b2c/" + "0" * 5_000,
+        "/1",
+        ["trainer-0a1b2c/1"],
+        None,
+        7,
+    ],
+)
+def test_no_other_attempt_is_taken_for_one_that_is_over(
+    lock: Path, monkeypatch: pytest.MonkeyPatch, holder: object
+) -> None:
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "trainer-0a1b2c/2")
+    write_foreign_lock(lock, attempt=holder)
+
+    assert LockWatch(lock).poll() is LockState.UNKNOWN
+    with pytest.raises(LeaseTaken), hold_lease(lock, waits=False):
+        pass
+
+
+def test_who_is_no_attempt_waits_for_one(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ATTEMPT_VARIABLE, raising=False)
+    write_foreign_lock(lock, attempt="trainer-0a1b2c/1")
+
+    assert LockWatch(lock).poll() is LockState.UNKNOWN
+
+
+@pytest.mark.parametrize("node", [None, "another-machine"])
+def test_an_attempt_that_was_given_up_and_lives_on_holds_nothing_any_more(
+    lock: Path, short_lease: None, monkeypatch: pytest.MonkeyPatch, node: str | None
+) -> None:
+    """Cut off from whoever started it, and not from the file system: it renews its lease all the while, on the next
+    attempt's machine or another.
+    """
+    holder = start_process(hold, lock, node, "trainer-0a1b2c/1")
+    wait_until(lock.exists)
+    beaten = lock.read_bytes()
+    wait_until(lambda: lock.read_bytes() != beaten)
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "trainer-0a1b2c/2")
+    with monkeypatch.context() as unwaiting:
+        never_wait(unwaiting)
+        held_by = hold_lease(lock)
+        held = held_by.__enter__()
+
+    assert held.is_held()
+    seen = {lock.read_bytes()}
+    wait_until(lambda: seen.add(lock.read_bytes()) or len(seen) > 5)  # type: ignore[func-returns-value]
+    assert held.is_held(), "the other one still beats"
+    assert holder.is_alive()
+    held_by.__exit__(None, None, None)
+    assert not lock.exists()
+    holder.kill()
+    holder.join()
+
+
+def test_of_two_attempts_that_are_both_alive_the_later_alone_may_publish(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "trainer-0a1b2c/1")
+    before = HeldLease(lock)
+    assert before.try_acquire(LockWatch(lock))
+    lease_before = before.lease
+    monkeypatch.setattr(process, "node_name", lambda: "the next pod")
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "trainer-0a1b2c/2")
+    with hold_lease(lock) as after:
+        with pytest.raises(TryAgain, match="lost to another writer"):
+            lease_before.require()
+        with pytest.raises(TryAgain, match="lost to another writer"):
+            before.renew()
+        assert not before.beat()
+        monkeypatch.setenv(ATTEMPT_VARIABLE, "trainer-0a1b2c/1")
+        monkeypatch.setattr(process, "node_name", lambda: "the pod before")
+        assert not before.try_acquire(LockWatch(lock)), "it cannot take it back"
+        before.release()
+        after.lease.require()
+
+
+@pytest.mark.parametrize("wrong", ["1", "trainer", "trainer/", "trainer/x", "a b/1", "x" * 5_000 + "/1", "a/1234567"])
+def test_a_variable_that_names_no_attempt_is_refused(lock: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setenv(ATTEMPT_VARIABLE, wrong)
+    with pytest.raises(DeviceError, match=ATTEMPT_VARIABLE) as refused, hold_lease(lock):
+        pass
+    assert len(str(refused.value)) < 500
 
 
 def test_a_lease_is_lost_to_who_took_over_and_that_one_keeps_it(lock: Path) -> None:
@@ -343,10 +461,17 @@ def test_who_is_told_to_stop_while_it_waits_leaves_nothing(lock: Path, monkeypat
     assert list(lock.parent.iterdir()) == [lock]
 
 
+def test_a_link_to_nothing_in_the_place_of_a_lock_is_an_error_and_no_writer_to_wait_for(lock: Path) -> None:
+    lock.symlink_to("/nowhere/at/all")
+
+    with pytest.raises(ArtifactError, match="a link to nothing: a lock belongs there"), hold_lease(lock):
+        pass
+
+
 def test_a_folder_in_the_place_of_a_lock_is_an_error_that_says_so(lock: Path) -> None:
     lock.mkdir()
 
-    with pytest.raises(ArtifactError, match="a folder, where a lock file belongs"), hold_lease(lock):
+    with pytest.raises(ArtifactError, match=r"a folder, .*a lock belongs there"), hold_lease(lock):
         pass
 
 

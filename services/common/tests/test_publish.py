@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from services.common.artifacts import lease
+from services.common.artifacts.attempt import ATTEMPT_VARIABLE
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.files import verify_files
 from services.common.artifacts.lease import Lease
@@ -36,6 +37,7 @@ from services.common.tests.builders import (
     publish_and_die,
     publish_elsewhere_and_freeze,
     publish_slowly,
+    publish_slowly_in_attempt,
     write_foreign_lock,
 )
 
@@ -135,6 +137,27 @@ def test_the_killed_waiter_of_two_leaves_the_other_alone(tmp_path: Path, root: P
     writer.join()
 
     assert (tmp_path / "writer.done").read_text().endswith("True")
+
+
+def test_an_attempt_that_was_given_up_and_still_works_publishes_nothing(
+    tmp_path: Path, root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deploy Job saw the end of its pod, which lives on behind a broken network and reaches the file system."""
+    monkeypatch.setattr(lease, "LEASE_SECONDS", NEVER)
+    given_up = start_process(publish_slowly_in_attempt, root, recipe, "trainer-0a1b2c/1")
+    wait_until((tmp_path / "given-up.building").exists)
+
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "trainer-0a1b2c/2")
+    artifact, is_new = publish(root, recipe)
+    before = sorted(path.stat().st_ino for path in artifact.path.rglob("*"))
+    assert is_new
+    assert given_up.is_alive()
+    (tmp_path / "go").touch()
+    given_up.join()
+
+    assert given_up.exitcode == TryAgain.exit_code
+    verify_files(artifact.path, artifact.manifest)
+    assert sorted(path.stat().st_ino for path in artifact.path.rglob("*")) == before
 
 
 def test_a_writer_that_lost_its_lease_publishes_nothing(root: Path, recipe: Recipe) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import subprocess
@@ -35,7 +36,12 @@ def publish_corpus(
     def build(workspace: Workspace) -> Draft:
         fill(workspace, {path: identifier.encode() for path in ("m", shard, *map(tail_path, SPLITS))})
         vocabulary = Vocabulary(
-            kind="sentencepiece", path="m", sha256="0" * 64, vocab_size=vocab_size, bos_id=1, eos_id=2
+            kind="sentencepiece",
+            path="m",
+            sha256=hashlib.sha256(identifier.encode()).hexdigest(),
+            vocab_size=vocab_size,
+            bos_id=1,
+            eos_id=2,
         )
         splits: dict[Split, SplitCounts] = {"train": one_sample, "validation": NOTHING}
         payload = corpus_payload(vocabulary, splits, sequence_length=sequence_length, rows_per_shard=1)
@@ -152,7 +158,7 @@ def test_a_root_that_cannot_be_written_is_a_problem(
     exit_code, report = ask(capsys, tmp_path, "tokenizer", root=tmp_path / root)
 
     assert exit_code == 5
-    assert "Pass a --root that this user can write to." in report["problem"]
+    assert "Or pass another --root." in report["problem"]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "corpus.validation_fraction": ("0.5", "corpus"),
     "corpus.min_document_bytes": ("7", "corpus"),
     "corpus.invalid_utf8": ("reject", "corpus"),
+    "corpus.max_document_bytes": ("1000", ""),
     "corpus.split_bytes": ("1000", ""),
     "tokenizer.train.max_bytes": ("1000", "corpus"),
     "tokenizer.bos_token": ("<s>", "corpus"),
@@ -107,6 +108,7 @@ FIELDS: dict[str, tuple[str, str]] = {
 # control_text has one legal value; the vocabulary's fields change together, those of the nodes, and the types (below).
 NOT_ALONE = {
     "corpus.control_text",
+    "parallel.reduce_dtype",
     "train.param_dtype",
     "cluster.trainer_workers_per_node",
     "tokenizer.model",
@@ -236,6 +238,18 @@ def test_a_value_of_the_wrong_kind_is_shown_with_what_was_expected(
             {"parallel.device": "xla", "train.reduction": "fast", "cluster.trainer_instance_type": "trn2.48xlarge"},
             "is a NeuronCore of trn1, and cluster.trainer_instance_type is trn2.48xlarge, whose cores take 'neuron'",
         ),
+        (
+            {"parallel.device": "cuda", "cluster.trainer_instance_type": "trn2.48xlarge"},
+            "'cuda' is one of a node's GPUs, and cluster.trainer_instance_type trn2.48xlarge has NeuronCores",
+        ),
+        (
+            {"parallel.device": "neuron", "cluster.trainer_instance_type": "p5.48xlarge"},
+            "'neuron' is one of a node's NeuronCores, and cluster.trainer_instance_type p5.48xlarge has GPUs",
+        ),
+        (
+            {"parallel.device": "xla", "train.reduction": "fast", "cluster.trainer_instance_type": "p5.48xlarge"},
+            "'xla' is one of a node's NeuronCores, and cluster.trainer_instance_type p5.48xlarge has GPUs",
+        ),
         ({"batch.global_batch_size": "12", "parallel.data_parallel_size": "3"}, "needs a power of two of them, got 6"),
         (
             {"parallel.data_parallel_size": "4", "cluster.trainer_workers_per_node": "3"},
@@ -256,6 +270,10 @@ def test_a_value_of_the_wrong_kind_is_shown_with_what_was_expected(
             "num_attention_heads 4 must be a multiple of num_key_value_heads 3",
         ),
         ({"train.param_dtype": "bfloat16"}, "train.param_dtype 'bfloat16' needs train.dtype 'bfloat16', got 'float32'"),
+        (
+            {"parallel.reduce_dtype": "bfloat16"},
+            "parallel.reduce_dtype 'bfloat16' needs train.dtype 'bfloat16', got 'float32'",
+        ),
         ({"compile.flags": '["--model-type transformer"]'}, "'--model-type transformer' is no flag: write each as one"),
         ({"compile.flags": '["O1"]'}, "'O1' is no flag"),
         ({"compile.flags": '["--target=trn1"]'}, "--target is the compiler stage's to set"),
@@ -286,7 +304,7 @@ def test_the_fast_reduction_takes_any_number_of_micro_batches(tmp_path: Path) ->
         (b".".join([b"a"] * 3_000) + b" = 1", "not a TOML file: nested deeper than 64"),
         (b"x = " + b"9" * 5_000, "not a TOML file: Exceeds the limit"),
         (b"x = 0x" + b"f" * 5_000, "not a TOML file: an integer of 20,000 bits"),
-        (b"#" * (2**20 + 1), "1,048,577 bytes, a recipe has at most 1,048,576"),
+        (b"#" * (2**20 + 1), "1,048,577 bytes, expected at most 1,048,576"),
         (b"", "name: missing. Every recipe needs it"),
     ],
 )
@@ -302,10 +320,10 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, mes
     ("name", "message"),
     [
         ("absent.toml", "no such recipe"),
-        (".", "cannot be read: a folder, expected a file"),
+        (".", "cannot be read: a folder, expected a regular file"),
         ("small.toml/x", "cannot be read: Not a directory"),
-        ("pipe", "cannot be read: no regular file"),
-        ("/dev/zero", "cannot be read: no regular file"),
+        ("pipe", "cannot be read: a "),
+        ("/dev/zero", "cannot be read: a "),
         ("loop", "cannot be read: Too many levels of symbolic links"),
         ("x" * 256, "cannot be read: File name too long"),
         ("a\0b", "cannot be read: no name of a file"),
@@ -332,7 +350,7 @@ def test_a_path_that_cannot_be_read_is_a_recipe_error(tmp_path: Path, name: str,
         ("optimizer.learning_rate", "nan", "optimizer.learning_rate: got nan, expected"),
         ("corpus.sources", "[" * 5_000, "--corpus.sources: cannot be read: nested deeper than 64"),
         ("model.vocab_size", '"' + "x" * 100_000 + '"', "model.vocab_size: got 'xxx"),
-        ("corpus.sources", "[1" + ", 1" * 1_000 + "]", "and 982 more"),
+        ("corpus.sources", "[1" + ", 1" * 1_000 + "]", "and 991 more"),
         ("corpus.sources", '[{ uri = "a\\u0000b" }]', r"corpus.sources.0.uri: 'a\\x00b' has a NUL character"),
         ("tokenizer.model", "a\0b", r"tokenizer.model: 'a\\x00b' has a NUL character"),
         ("tokenizer.model", "\udcff", "--tokenizer.model: cannot be read"),
@@ -409,7 +427,13 @@ def test_an_id_changes_with_its_marked_fields_alone(tmp_path: Path, key: str, ki
 
 
 def test_a_field_that_came_later_leaves_the_ids_of_before_alone_at_its_default(tmp_path: Path) -> None:
-    added = {"train.param_dtype", "train.attention_mask", "train.z_loss", "parallel.device"}
+    added = {
+        "train.param_dtype",
+        "train.attention_mask",
+        "train.z_loss",
+        "parallel.device",
+        "parallel.reduce_dtype",
+    }
 
     assert all(added.isdisjoint(identity(load(tmp_path, {}), kind)) for kind in KINDS)
 
@@ -421,9 +445,10 @@ def test_the_vocabulary_decides_the_corpus_and_the_program(tmp_path: Path) -> No
     assert all(identity(before, kind) != identity(after, kind) for kind in KINDS)
 
 
-def test_the_type_of_the_weights_decides_the_program_and_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["train.param_dtype", "parallel.reduce_dtype"])
+def test_the_type_of_weights_and_of_sums_decides_the_program_and_the_run(tmp_path: Path, key: str) -> None:
     before = load(tmp_path, {"train.dtype": "bfloat16"})
-    after = load(tmp_path, {"train.dtype": "bfloat16", "train.param_dtype": "bfloat16"})
+    after = load(tmp_path, {"train.dtype": "bfloat16", key: "bfloat16"})
 
     changed = [kind for kind in KINDS if identity(before, kind) != identity(after, kind)]
 

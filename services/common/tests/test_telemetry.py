@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import rich.console
 
 from services.common import telemetry
 from services.common.artifacts.phase_timer import PhaseTimer
@@ -117,6 +120,80 @@ def test_after_a_restart_the_time_left_counts_from_the_new_attempt_s_first_step(
         none(511),
         none(512),
         "239 s left",
+    ]
+
+
+def test_a_hang_is_said_as_such_and_is_no_part_of_the_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of a second each, a hang of an hour, and the same steps again."""
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with show_progress("training", 1_000, "steps") as progress:
+        for _ in range(50):
+            progress.wait()
+            now += 1.0
+        for second in range(100):
+            progress.advance_to(second + 1)
+            now += 1.0
+        for _ in range(3_600):
+            progress.advance_to(100)  # the last record that the run's metrics have
+            now += 1.0
+        for second in range(60):
+            progress.advance_to(second + 101)
+            now += 1.0
+
+    said = [line.rpartition(", ")[2] for line in capsys.readouterr().err.splitlines()]
+    left = [int(text.removesuffix(" s left").replace(",", "")) for text in said if text.endswith(" s left")]
+    assert left == sorted(left, reverse=True)
+    assert (max(left), min(left)) == (989, 840)
+    hung = [text for text in said if text.startswith("no steps for ")]
+    assert (hung[0], hung[-1], len(hung)) == ("no steps for 61 s", "no steps for 3,541 s", 59)
+
+
+def test_a_terminal_s_bar_says_a_hang_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = rich.console.Console(file=io.StringIO(), force_terminal=True, width=200)
+    monkeypatch.setattr("rich.console.Console", lambda **_: console)
+    monkeypatch.setattr(telemetry, "NO_PROGRESS_SECONDS", 0.0)
+    with show_progress("training", 100, "steps") as progress:
+        progress.advance_to(1)
+
+    assert isinstance(console.file, io.StringIO)
+    assert re.search(r"1/100 steps.* no steps for 0 s", console.file.getvalue())
+
+
+def test_slow_pieces_are_no_hang_before_several_of_them_would_have_been_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with show_progress("training", 100, "steps") as progress:
+        for second in range(3_000):
+            progress.advance_to(second // 100)
+            now += 1.0
+        for _ in range(600):
+            progress.advance_to(29)
+            now += 1.0
+
+    said = [line.rpartition(", ")[2] for line in capsys.readouterr().err.splitlines()]
+    hung = [text for text in said if text.startswith("no steps for ")]
+    assert hung[:2] == ["no steps for 60 s", "no steps for 500 s"]  # of the first one nobody knows how long it takes
+    assert "7,100 s left" in said
+
+
+def test_a_start_that_hangs_is_said_before_its_first_piece(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with show_progress("training", 100, "steps") as progress:
+        for _ in range(125):
+            progress.wait()
+            now += 1.0
+
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "training: 0/100 steps, no steps for 60 s",
+        "training: 0/100 steps, no steps for 120 s",
     ]
 
 

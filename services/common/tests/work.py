@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from services.common.errors import ArtifactError
@@ -52,6 +53,26 @@ def kill_parent(_: None, environment: WorkerEnvironment) -> None:
     threading.Event().wait()
 
 
+def stop_itself(can_fork: bool = True) -> None:
+    """Freeze this process, as while a fork server imports."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class StopsItsReader:
+    """An argument that freezes the process which reads it, before it has read it all."""
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[object, ...]]:
+        return stop_itself, (True,)
+
+
+def freeze_parent_and_die(_: None, environment: WorkerEnvironment) -> None:
+    """Of two workers, one freezes the process that they were forked from, and is killed."""
+    if environment.rank == 1:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
 def write_environment(folder: Path, environment: WorkerEnvironment) -> None:
     """Leave the variables that this worker has."""
     (folder / f"{environment.rank}.json").write_text(json.dumps(dict(os.environ)), encoding="utf-8")
@@ -92,6 +113,11 @@ def fail_with_a_bug(argument: None, environment: WorkerEnvironment) -> None:
 def die_on_last_rank(argument: None, environment: WorkerEnvironment) -> None:
     if environment.rank == environment.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+def block_on(folder: Path) -> None:
+    (folder / f"pid-{os.getpid()}").touch()
     threading.Event().wait()
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from services.common.artifacts.corpus import Vocabulary, VocabularyKind
 from services.common.errors import ArtifactError
+from services.common.input_file import read_file, unreadable
 
 
 class Codec(NamedTuple):
@@ -25,7 +26,10 @@ def load_codec(path: Path, vocabulary: Vocabulary) -> Codec:
 
     Raises `ArtifactError` when that library does not take the file.
     """
-    content = path.read_bytes()
+    try:
+        content = read_file(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
     if not content:  # SentencePiece takes it for a model without pieces
         raise ArtifactError(f"{path}: has no bytes, so it is no vocabulary.")
     try:

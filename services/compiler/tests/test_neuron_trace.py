@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.common.errors import DeviceError
+from services.common.program.backends.neuron_xla import MAX_COLLECTIVE_BYTES
 from services.common.program.fingerprint import program_facts
 from services.common.program.mesh import make_mesh
 from services.common.recipe import Recipe
 from services.common.testing.recipes import load_with, make_recipe, write_recipe
 from services.compiler.__main__ import main
 from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF
-from services.compiler.tests import neuronx_cc
+from services.compiler.tests import compiled_graph, neuronx_cc
 from services.compiler.trace import PHASES, run_phases
 
 pytestmark = pytest.mark.skipif(
@@ -44,6 +47,27 @@ TRN1_RECIPES = sorted((Path(__file__).resolve().parents[3] / "recipes").glob("*-
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
+
+
+COLLECTIVE = re.compile(r" = (\S+) (?:(all-gather)|reduce-scatter)\((.*?)\), (?:channel|replica)")
+SHAPE = re.compile(r"(bf16|f32|s32)\[([\d,]*)\]")
+BYTES = {"bf16": 2, "f32": 4, "s32": 4}
+
+
+def largest_collective(graph: bytes) -> int:
+    """Bytes of the largest tensor that an all-gather of the graph makes, or that a reduce-scatter takes."""
+    import torch_xla.core.xla_builder as xb  # noqa: PLC0415
+
+    text = xb.get_computation_hlo(xb.computation_from_module_proto("graph", graph))
+    found = [made if is_gather else taken for made, is_gather, taken in COLLECTIVE.findall(text)]
+    assert len(found) == len(re.findall(r" (?:all-gather|reduce-scatter)\(", text))
+    return max((_bytes_of(shapes) for shapes in found), default=0)
+
+
+def _bytes_of(shapes: str) -> int:
+    return sum(
+        BYTES[dtype] * math.prod(map(int, filter(None, dims.split(",")))) for dtype, dims in SHAPE.findall(shapes)
+    )
 
 
 @pytest.fixture
@@ -93,14 +117,42 @@ def test_a_run_has_one_graph_for_micro_batches_and_one_for_updates(tmp_path: Pat
     assert list(graphs) == [micro_batch, update, check, load, evaluation]
 
 
+@pytest.mark.timeout(900)  # a process of its own compiles three graphs: 10 s of a core
+@pytest.mark.parametrize("tensor_parallel_size", [1, 8])
+def test_the_compiler_keeps_what_is_to_be_computed_again(tmp_path: Path, tensor_parallel_size: int) -> None:
+    """Its elimination of common parts would take that from the forward pass, and hold all of it until then."""
+    counts = compiled_graph.count_operations(tmp_path, tensor_parallel_size)
+    layers, products, norms = compiled_graph.LAYERS, 9 - 1, 2  # autograd has no use for a layer's last product
+    assert counts["full"]["dot"] == counts["none"]["dot"] + layers * products
+    assert counts["selective"]["dot"] == counts["none"]["dot"]
+    for mode in ("full", "selective"):
+        assert counts[mode]["rsqrt"] == counts["none"]["rsqrt"] + layers * norms, mode
+
+
 @pytest.mark.parametrize("path", TRN1_RECIPES, ids=lambda path: path.stem)
 def test_a_shipped_recipe_is_traced_at_its_real_size(path: Path) -> None:
-    """All layers, the whole topology, and none of its gigabytes."""
+    """All layers, the whole topology, none of its gigabytes, and no collective of more than the limit."""
     met, graphs = trace_as(load_with(path), rank=0)
 
     assert len(graphs) == 5
     assert met["step after resume"] == met["first step"]
     assert max(map(len, graphs.values())) > 500_000
+    for graph in graphs.values():
+        assert largest_collective(graph) <= MAX_COLLECTIVE_BYTES
+
+
+def test_a_matrix_and_an_activation_above_the_limit_are_sent_in_pieces() -> None:
+    """Each of 8 workers has 525 MB of float32 of a table as wide as Llama 3 70B's; 2 long sequences are 537 MB."""
+    changed = {
+        "model__hidden_size": "8192",
+        "model__num_hidden_layers": "1",
+        "parallel__tensor_parallel_size": "8",
+        "batch__micro_batch_size": "2",
+    }
+    _, graphs = trace_as(load_with(next(path for path in TRN1_RECIPES if "llama3-8b" in path.stem), **changed), rank=0)
+
+    largest = max(map(largest_collective, graphs.values()))
+    assert MAX_COLLECTIVE_BYTES / 2 < largest <= MAX_COLLECTIVE_BYTES
 
 
 @pytest.mark.parametrize(

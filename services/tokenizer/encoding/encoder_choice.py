@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.common.artifacts.corpus import Vocabulary
+from services.common.input_file import read_file
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.encoding.chunk_tables import obstacle_to_chunks
 from services.tokenizer.encoding.encoder import Encoder
@@ -23,7 +24,7 @@ def load_encoder(path: Path, vocabulary: Vocabulary, choice: EncoderChoice) -> C
 
     Raises `DeviceError` with a document and both lists of ids when the two differ.
     """
-    content = path.read_bytes()
+    content = read_file(path)
     reference = _reference(content, vocabulary)
     fast = _try_fast(content, vocabulary) if choice == "auto" else None
     encoder = reference if fast is None or isinstance(fast, str) else fast

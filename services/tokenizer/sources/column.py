@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from services.common.errors import RecipeError
+from services.common.errors import ArtifactError, RecipeError
 from services.tokenizer.sources.file_range import FileRange, InputFile
 from services.tokenizer.text_batch import BATCH_BYTES, TextBatch
 
@@ -19,6 +22,9 @@ _BYTES_OF = {
     pa.string_view(): pa.binary_view(),
     **{each: each for each in (pa.binary(), pa.large_binary(), pa.binary_view())},
 }
+
+_SHARED_AT_MOST = 8
+"""Times that a dictionary of views, which is decoded as a whole, may be larger than what it holds."""
 
 
 def check_column(file: InputFile, schema: pa.Schema) -> None:
@@ -40,7 +46,46 @@ def in_batches(column: pa.Array) -> Iterator[TextBatch]:
 
     Raises `pa.ArrowInvalid` for a column that points outside of its own data.
     """
-    values = _checked(column).cast(pa.large_binary())
+    for values in _without_shared_text(_checked(column)):
+        yield from _in_batches(values.cast(pa.large_binary()))
+
+
+def _without_shared_text(values: pa.Array) -> Iterator[pa.Array]:
+    """Slices of about a batch, or a document, of a column whose values may share their text.
+
+    A dictionary of one value of 100 MB, and views of one text, name it a million times in a few megabytes.
+    """
+    is_dictionary = pa.types.is_dictionary(values.type)
+    if is_dictionary:
+        sizes_of_dictionary = _sizes_of(values.dictionary)
+        if sizes_of_dictionary.sum() > _SHARED_AT_MOST * (values.dictionary.nbytes + BATCH_BYTES):
+            raise pa.ArrowInvalid("the values of its dictionary share their text")
+        dictionary = values.dictionary.cast(pa.large_binary())
+        sizes = pa.array(sizes_of_dictionary).take(values.indices).fill_null(0).to_numpy(zero_copy_only=False)
+    elif pa.types.is_binary_view(values.type):
+        sizes = _sizes_of(values)
+    else:
+        yield values
+        return
+    ends = np.cumsum(sizes)
+    begin = begin_bytes = 0
+    while begin < len(values):
+        end = max(begin + 1, int(np.searchsorted(ends, begin_bytes + BATCH_BYTES, side="right")))
+        piece = values.slice(begin, end - begin)
+        yield dictionary.take(piece.indices) if is_dictionary else piece
+        begin, begin_bytes = end, int(ends[end - 1])
+
+
+def _sizes_of(values: pa.Array) -> npt.NDArray[np.int64]:
+    """Bytes of each value; 0 of a null. A view has 16 bytes, of which the first 4 are the text's length."""
+    if not pa.types.is_binary_view(values.type):
+        lengths = pc.binary_length(values).cast(pa.int64()).fill_null(0)
+        return np.asarray(lengths.to_numpy(zero_copy_only=False))
+    views = np.frombuffer(values.buffers()[1], np.int32).reshape(-1, 4)[values.offset :][: len(values)]
+    return np.where(values.is_valid().to_numpy(zero_copy_only=False), views[:, 0].astype(np.int64), 0)
+
+
+def _in_batches(values: pa.Array) -> Iterator[TextBatch]:
     if values.null_count:
         values = values.fill_null(b"")
     if not len(values):
@@ -56,6 +101,21 @@ def in_batches(column: pa.Array) -> Iterator[TextBatch]:
         end = min(max(end, begin + 1), len(values))
         yield TextBatch(text, offsets[begin:end], offsets[begin + 1 : end + 1])
         begin = end
+
+
+@contextmanager
+def explaining_damage(uri: str, file_format: str) -> Iterator[None]:
+    """Raise what Arrow, or Python's side of it, says about a damaged file as `ArtifactError` that names the file."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        shown = error.object[:60]
+        raise ArtifactError(
+            f"{uri}: not a readable {file_format} file: its schema has the name {shown!r}, which is not UTF-8: byte "
+            f"0x{error.object[error.start]:02x} at {error.start:,}. Write the file anew with names in UTF-8."
+        ) from error
+    except pa.ArrowException as error:
+        raise ArtifactError(f"{uri}: not a readable {file_format} file: {error}") from error
 
 
 def row_of_file(file_range: FileRange, row: int) -> str:

@@ -12,6 +12,7 @@ import pyarrow as pa
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe import Source
 from services.tokenizer.sources import arrow, hub, jsonl, parquet, python_docs, text, wikicorpus
+from services.tokenizer.sources.document_limit import too_large
 from services.tokenizer.sources.file_range import FileRange, Format, InputFile
 from services.tokenizer.sources.file_system import list_files, require_unchanged
 from services.tokenizer.text_batch import TextBatch, join_small
@@ -19,10 +20,11 @@ from services.tokenizer.text_batch import TextBatch, join_small
 
 @dataclass(frozen=True)
 class DocumentFormat:
-    cut: Callable[[InputFile, int], list[FileRange]]
-    """Pieces of about so many bytes, in the file's order."""
-    read: Callable[[FileRange], Iterator[TextBatch]]
-    """The documents of a file range, in the file's order, as UTF-8 unless the input is broken."""
+    cut: Callable[[InputFile, int, int], list[FileRange]]
+    """Pieces of about so many bytes, in the file's order; the second number is `corpus.max_document_bytes`."""
+    read: Callable[[FileRange, int], Iterator[TextBatch]]
+    """The documents of a file range, in the file's order, as UTF-8 unless the input is broken. The number is
+    `corpus.max_document_bytes`: memory stays within a small multiple of it, whatever the file claims."""
     locate: Callable[[FileRange, int], str] = text.locate
     """Where a document of a file range is, for somebody who has to look at it; they are counted from 0."""
 
@@ -38,35 +40,56 @@ FORMATS: dict[Format, DocumentFormat] = {
 }
 
 
-def list_inputs(source: Source) -> list[InputFile]:
-    """The files of a source, in the order in which their documents enter the corpus."""
+def list_inputs(source: Source, max_document_bytes: int | None = None) -> list[InputFile]:
+    """The files of a source, in the order in which their documents enter the corpus.
+
+    With `max_document_bytes` a large file is cut before it is hashed, which takes minutes for a terabyte: what cutting
+    finds, such as a first line without an end, raises `ArtifactError` or `RecipeError` at once.
+    """
     if source.uri.startswith(python_docs.URI):
         if source.uri != python_docs.URI or source.format != "auto":
             raise RecipeError(f"{source.uri}: {python_docs.URI} takes no path and no format.")
         return python_docs.list_modules()
     if source.uri.startswith(hub.DATASETS):
         return hub.list_dataset(source)
-    return list_files(source.model_copy(update={"uri": hub.with_revision(source.uri, source.revision)}))
+
+    def examine(file: InputFile) -> None:
+        if max_document_bytes is not None:
+            cut_file(file, file.bytes, max_document_bytes)
+
+    return list_files(source.model_copy(update={"uri": hub.with_revision(source.uri, source.revision)}), examine)
 
 
-def cut_file(file: InputFile, split_bytes: int) -> list[FileRange]:
-    return FORMATS[file.format].cut(file, split_bytes)
-
-
-def read_documents(file_ranges: Iterable[FileRange], invalid_utf8: Literal["replace", "reject"]) -> Iterator[TextBatch]:
-    """The documents of some file ranges, in order, as valid UTF-8. Raises `ArtifactError` for what is not UTF-8 under
-    "reject", and for a file that is no longer the one that was listed.
+def cut_file(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
+    """Pieces of a file of about `split_bytes`, in its order. Raises `RecipeError` where the recipe does not fit the
+    file, `ArtifactError` where that is damaged.
     """
-    return join_small(_read_file_ranges(file_ranges, invalid_utf8))
+    return FORMATS[file.format].cut(file, split_bytes, max_document_bytes)
+
+
+def read_documents(
+    file_ranges: Iterable[FileRange], invalid_utf8: Literal["replace", "reject"], max_document_bytes: int
+) -> Iterator[TextBatch]:
+    """The documents of some file ranges, in order, as valid UTF-8.
+
+    Raises `ArtifactError` for what is not UTF-8 under "reject", for a document of more than `max_document_bytes`, and
+    for a file that is damaged, or no longer the one that was listed.
+    """
+    return join_small(_read_file_ranges(file_ranges, invalid_utf8, max_document_bytes))
 
 
 def _read_file_ranges(
-    file_ranges: Iterable[FileRange], invalid_utf8: Literal["replace", "reject"]
+    file_ranges: Iterable[FileRange], invalid_utf8: Literal["replace", "reject"], max_document_bytes: int
 ) -> Iterator[TextBatch]:
     for file_range in file_ranges:
         number = 0
+        file_format = FORMATS[file_range.file.format]
         with require_unchanged(file_range.file):
-            for batch in FORMATS[file_range.file.format].read(file_range):
+            for batch in file_format.read(file_range, max_document_bytes):
+                largest = int(np.argmax(batch.sizes)) if len(batch) else 0
+                if len(batch) and batch.sizes[largest] > max_document_bytes:
+                    place = file_format.locate(file_range, number + largest)
+                    raise too_large(place, "the document", int(batch.sizes[largest]), max_document_bytes)
                 if _is_utf8(batch):
                     yield batch
                 elif invalid_utf8 == "replace":

@@ -11,7 +11,7 @@ import traceback
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -26,7 +26,10 @@ import pyarrow as pa
 import xxhash
 
 from services.common.artifacts.files import xxh3_of
+from services.common.credentials import holds_secret
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
+from services.common.input_file import reading_inputs, require_regular_file
+from services.common.limits import explain_lack
 from services.common.recipe import Source, fingerprint
 from services.tokenizer.sources.file_range import Format, InputFile
 
@@ -46,7 +49,11 @@ _KNOWN_ENDINGS = " ".join(FORMAT_BY_ENDING)
 _ARROW_CODEC_BY_ENDING = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
 _RECORDS_OF_DATASETS = ("dataset_info.json", "state.json")
 _BUFFER_BYTES = 2**20
+MAX_VOCABULARY_BYTES = 2**28
+"""Bytes of the largest vocabulary that is read. The largest that are published, with 260,000 pieces, have 35 MB."""
 _HASHING_THREADS = 4
+_LARGE_FILE_BYTES = 2**30
+"""Hashing takes a second for each 5 to 10 of these."""
 # What file systems call a checksum, a version or a time of change in the facts they give about a file.
 _VERSION_FACTS = (
     "etag",
@@ -68,8 +75,9 @@ _REMOTE_LIBRARIES = frozenset(
 )
 
 
-def list_files(source: Source) -> list[InputFile]:
-    """The files that a path, folder or glob stands for, sorted by path, each with its format and digest.
+def list_files(source: Source, examine: Callable[[InputFile], None]) -> list[InputFile]:
+    """The files that a path, folder or glob stands for, sorted by path, each with its format and digest. Large ones of
+    this machine are handed to `examine` before that.
 
     Raises `ArtifactError` when there are none and `RecipeError` when a format cannot be told.
     """
@@ -77,7 +85,7 @@ def list_files(source: Source) -> list[InputFile]:
     with explain_read_errors(source.uri):
         base, paths = _expand(file_system, path, source.uri)
         chosen = _choose_formats(source, paths)
-        return _describe(file_system, chosen, base, source.column)
+        return _describe(file_system, chosen, base, source.column, examine)
 
 
 def list_paths(uris: list[str], file_format: Format, column: str) -> list[InputFile]:
@@ -97,7 +105,7 @@ def find_file_system(uri: str) -> tuple[Any, str]:
             f"{uri}: fsspec's chains of file systems are not read here. Unpack the archive into a folder."
         )
     try:
-        file_system, path = fsspec.core.url_to_fs(uri)
+        file_system, path = fsspec.core.url_to_fs(uri, **_options_of(uri))
     except ImportError as error:
         raise DeviceError(f"{uri}: a package that reads {protocol}:// is missing: {error}.") from error
     except ValueError as error:
@@ -111,9 +119,10 @@ def find_file_system(uri: str) -> tuple[Any, str]:
 @contextmanager
 def open_file(uri: str) -> Iterator[BinaryIO]:
     """Open a file for reading bytes from its begin on; what its ending says is compressed is decompressed."""
+    _require_regular(uri)
     codec = _ARROW_CODEC_BY_ENDING.get(PurePosixPath(uri).suffix.lower())
     try:
-        opened = fsspec.open(uri, mode="rb", compression=None if codec else "infer")
+        opened = fsspec.open(uri, mode="rb", compression=None if codec else "infer", **_options_of(uri))
     except ValueError as error:
         raise DeviceError(f"{uri}: this Python cannot decompress it ({error}).") from error
     with explain_read_errors(uri), opened as file:
@@ -129,12 +138,35 @@ def open_file(uri: str) -> Iterator[BinaryIO]:
             yield reader
 
 
+def read_vocabulary(uri: str) -> bytes:
+    """The content of the file that tokenizer.model names. Raises `ArtifactError` for one that no vocabulary is as
+    large as, decompressed.
+    """
+    with open_file(uri) as file:
+        content = file.read(MAX_VOCABULARY_BYTES + 1)
+    if len(content) > MAX_VOCABULARY_BYTES:
+        raise ArtifactError(
+            f"{uri}: no vocabulary: it has more than {MAX_VOCABULARY_BYTES:,} bytes. tokenizer.model names the file of "
+            f"one, such as tokenizer.model or tokenizer.json."
+        )
+    return content
+
+
+def _require_regular(uri: str) -> None:
+    """Raise `ArtifactError` for a local path at which something else than a file is: a pipe would be waited for."""
+    file_system, path = find_file_system(uri)
+    if _is_local(file_system):
+        with explain_read_errors(uri):
+            require_regular_file(Path(path))
+
+
 @contextmanager
 def open_seekable_file(uri: str) -> Iterator[BinaryIO]:
     """Open a file that is read by position. Raises `ArtifactError` where that is compressed from begin to end."""
     if is_compressed(uri):
         raise ArtifactError(f"{uri}: files of this format are read by position, and it is compressed. Decompress it.")
-    with explain_read_errors(uri), fsspec.open(uri, mode="rb") as file:
+    _require_regular(uri)
+    with explain_read_errors(uri), fsspec.open(uri, mode="rb", **_options_of(uri)) as file:
         yield file
 
 
@@ -173,16 +205,27 @@ def explain_read_errors(uri: str) -> Iterator[None]:
     except MillraceError:
         raise
     except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
-        raise ArtifactError(f"{uri}: cannot be read: {_reason(error)}.") from error
+        raise explain_lack(error, uri) or ArtifactError(f"{uri}: cannot be read: {_reason(error)}.") from error
     except Exception as error:
         if not _has_passed_a_remote_library(error):
             raise
         raise ArtifactError(f"{uri}: cannot be read: {_reason(error)}.") from error
 
 
+def is_local(uri: str) -> bool:
+    """Is it a file of this machine, of which any part is read at no cost?"""
+    return _is_local(find_file_system(uri)[0])
+
+
 def is_compressed(uri: str) -> bool:
     suffix = PurePosixPath(uri).suffix.lower()
     return suffix in _ARROW_CODEC_BY_ENDING or fsspec.utils.infer_compression(uri) is not None
+
+
+def _options_of(uri: str) -> dict[str, Any]:
+    """How fsspec opens it: of web servers with the credentials of `.netrc`, through the proxies of the environment."""
+    protocol = uri.partition("://")[0].lower()
+    return {"client_kwargs": {"trust_env": True}} if protocol in ("http", "https") else {}
 
 
 def _reason(error: Exception) -> str:
@@ -198,7 +241,7 @@ def _require_one_member(uri: str) -> None:
     """fsspec reads the first file of a zip archive, and would leave out the others."""
     if PurePosixPath(uri).suffix.lower() != ".zip":
         return
-    with fsspec.open(uri, mode="rb") as file, zipfile.ZipFile(file) as archive:
+    with fsspec.open(uri, mode="rb", **_options_of(uri)) as file, zipfile.ZipFile(file) as archive:
         if len(archive.filelist) != 1:
             raise ArtifactError(
                 f"{uri}: a zip archive of {len(archive.filelist)} files, and one is read. Unpack it into a folder."
@@ -221,14 +264,20 @@ def _expand(file_system: Any, path: str, uri: str) -> tuple[str, list[str]]:
         raise ArtifactError(
             f"{uri}: no such file or folder. corpus.sources names it; relative paths start at {Path.cwd()}."
         )
+    if _is_local(file_system):
+        with reading_inputs(Path(path)):  # links and pipes that a folder was given
+            for each in found:
+                require_regular_file(Path(each), within=Path(base or "/"))
     if not found:
         raise ArtifactError(f"{uri}: no file there. corpus.sources names it; relative paths start at {Path.cwd()}.")
     return base, sorted(found)
 
 
 def _require_reachable(file_system: Any, path: str) -> None:
-    """Raise what `isfile` and `isdir` have taken for a no: that there are no credentials, or no network."""
+    """Raise what `isfile` and `isdir` have taken for a no: that there are no credentials, no network, or a pipe."""
     with suppress(FileNotFoundError):
+        if _is_local(file_system):
+            require_regular_file(Path(path))
         file_system.info(path)
 
 
@@ -274,18 +323,26 @@ def _count_endings(paths: list[str]) -> str:
     return ", ".join(f"{ending} ({count})" for ending, count in counts.most_common(6))
 
 
-def _describe(file_system: Any, chosen: dict[str, Format], base: str, column: str) -> list[InputFile]:
+def _describe(
+    file_system: Any,
+    chosen: dict[str, Format],
+    base: str,
+    column: str,
+    examine: Callable[[InputFile], None] = lambda file: None,
+) -> list[InputFile]:
     def describe(path: str) -> InputFile:
+        uri = _uri_of(file_system, path)
+        if holds_secret(uri):  # which the card of a data set, or a web server's list of files, has named so
+            raise ArtifactError(
+                f"{uri}: the address of a file holds credentials, and a corpus stores what it was made from. Download "
+                f"the file first, and name it in corpus.sources."
+            )
+        name = path.removeprefix(base).lstrip("/")
+        if _is_local(file_system) and (size := Path(path).stat().st_size) > _LARGE_FILE_BYTES:
+            _require_regular(path)
+            examine(InputFile(uri, name, chosen[path], column, size, digest="", stamp=""))
         size, digest, stamp = _identify(file_system, path)
-        return InputFile(
-            uri=_uri_of(file_system, path),
-            name=path.removeprefix(base).lstrip("/"),
-            format=chosen[path],
-            column=column,
-            bytes=size,
-            digest=digest,
-            stamp=stamp,
-        )
+        return InputFile(uri, name, chosen[path], column, size, digest, stamp)
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         return list(pool.map(describe, chosen))
@@ -294,6 +351,7 @@ def _describe(file_system: Any, chosen: dict[str, Format], base: str, column: st
 def _identify(file_system: Any, path: str) -> tuple[int, str, str]:
     """Size, digest and stamp of a file: of its content where that is local, else of what the store says."""
     if _is_local(file_system):
+        _require_regular(path)
         stamp, size, digest = stamp_of_file(Path(path)), Path(path).stat().st_size, xxh3_of(Path(path))
         if stamp_of_file(Path(path)) != stamp:
             raise ArtifactError(f"{path}: is being written. Run the same command again when it is complete.")

@@ -52,18 +52,18 @@ def list_modules(library: Path | None = None) -> list[InputFile]:
     ]
 
 
-def cut(file: InputFile, split_bytes: int) -> list[FileRange]:
+def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
     return [whole(file)]
 
 
-def read_topics(file_range: FileRange) -> Iterator[TextBatch]:
+def read_topics(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
     for statement in _parse(file_range.file).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id="topics")], value=ast.Dict(values=values)):
                 yield from in_batches(str(ast.literal_eval(value)).encode() for value in values)
 
 
-def read_module(file_range: FileRange) -> Iterator[TextBatch]:
+def read_module(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
     """One document, or none when nothing in the module has a docstring."""
     name = _module_name(file_range.file.name)
     entries = list(_describe(_parse(file_range.file), name))

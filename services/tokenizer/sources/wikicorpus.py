@@ -12,58 +12,67 @@ The data set on the Hugging Face hub holds the same articles with a blank line a
 
 from __future__ import annotations
 
-import tarfile
 from collections.abc import Iterator
 
 from services.common.errors import ArtifactError
+from services.tokenizer.sources.document_limit import too_large
 from services.tokenizer.sources.file_range import FileRange, InputFile, whole
-from services.tokenizer.sources.file_system import open_file
+from services.tokenizer.sources.file_system import is_compressed, open_file
+from services.tokenizer.sources.tar_archive import TarArchive
 from services.tokenizer.text_batch import TextBatch, in_batches
 
-_BLOCK_BYTES = 2**20
 _BEGIN, _END, _MARK = b"<doc ", b"</doc>", b"ENDOFARTICLE."
 
 
-def cut(file: InputFile, split_bytes: int) -> list[FileRange]:
+def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
+    """The archive. Raises `ArtifactError` where its first article cannot be read."""
+    next(_read_articles(file.uri, max_document_bytes), None)
     return [whole(file)]
 
 
-def read(file_range: FileRange) -> Iterator[TextBatch]:
-    """The text of each article, without the line breaks around it, in the archive's order."""
-    return in_batches(_read_articles(file_range.file.uri))
+def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
+    """The text of each article, without the line breaks around it, in the archive's order.
+
+    Raises `ArtifactError` for an archive that is damaged, and once more than `max_document_bytes` of an article, or of
+    a line, were read.
+    """
+    return in_batches(_read_articles(file_range.file.uri, max_document_bytes))
 
 
-def _read_articles(uri: str) -> Iterator[bytes]:
+def _read_articles(uri: str, max_document_bytes: int) -> Iterator[bytes]:
     with open_file(uri) as opened:
-        try:
-            with tarfile.open(fileobj=opened, mode="r|") as archive:
-                for member in archive:
-                    lines = archive.extractfile(member)
-                    if lines is not None:
-                        yield from _parse(lines, f"{uri}: {member.name}")
-            while opened.read(_BLOCK_BYTES):  # behind the archive's end is gzip's checksum
-                pass
-        except tarfile.TarError as error:
-            raise ArtifactError(
-                f'{uri}: not a readable tar archive: {error}. format = "wikicorpus" reads the original raw.en.tgz.'
-            ) from error
+        archive = TarArchive(opened, uri)
+        for member in archive.members():
+            yield from _parse(archive, f"{uri}: {member.name}", max_document_bytes)
+        if is_compressed(uri):
+            archive.drain()
 
 
-def _parse(lines: Iterator[bytes], place: str) -> Iterator[bytes]:
+def _parse(archive: TarArchive, place: str, max_document_bytes: int) -> Iterator[bytes]:
     article: list[bytes] | None = None
-    number = 0
-    for number, line in enumerate(lines, start=1):
+    number = article_bytes = 0
+    while line := archive.readline(max_document_bytes + 1):
+        number += 1
+        if len(line) > max_document_bytes:
+            raise too_large(_place(place, number, archive), "a line", None, max_document_bytes)
         if line.startswith(_BEGIN):
             if article is not None:
                 raise ArtifactError(f"{place}:{number}: an article begins in another, which has no {_END.decode()}.")
-            article = []
+            article, article_bytes = [], 0
         elif article is not None and line.startswith(_END):
             yield b"".join(article).strip(b"\r\n").decode("latin-1").encode()
             article = None
         elif article is not None:
             if line.rstrip() != _MARK:
                 article.append(line)
+                article_bytes += len(line)
+                if article_bytes > max_document_bytes:
+                    raise too_large(_place(place, number, archive), "an article", None, max_document_bytes)
         elif line.strip():
             raise ArtifactError(f"{place}:{number}: text outside of an article: {line[:60]!r}.")
     if article is not None:
         raise ArtifactError(f"{place}:{number}: ends within an article: the archive is cut off.")
+
+
+def _place(member: str, number: int, archive: TarArchive) -> str:
+    return f"{member}:{number} (before byte {archive.position:,} of the archive)"

@@ -25,6 +25,8 @@ from services.tokenizer.vocabulary.training import train_vocabulary
 
 REPOSITORY = Path(__file__).parents[3]
 VOCAB_SIZE = 400
+MAX_DOCUMENT_BYTES = 128 * 2**20
+"""As in a recipe that does not say."""
 _WORDS = (
     *("the", "stream", "of", "tokens", "continues", "in", "every", "row", "while", "nothing", "gets", "lost"),
     *("shards", "follow", "documents", "because", "training", "needs", "whole", "sequences", "and", "their", "targets"),

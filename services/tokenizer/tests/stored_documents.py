@@ -11,15 +11,19 @@ import pyarrow.parquet as pq
 
 from services.common.recipe import Source
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
-from services.tokenizer.tests.builders import make_documents
+from services.tokenizer.tests.builders import MAX_DOCUMENT_BYTES, make_documents
 
 DOCUMENTS = ["first\r\nline", "", " ", "nul\0", "emoji 👍🏽", "e\u0301", '" and \\ and \u2028 and \x85 breaks', "last"]
 DOCUMENTS += [document.decode() for document in make_documents(140, mean_bytes=60)]
 
 
 def read_all(source: Source, split_bytes: int = 10**9) -> list[str]:
-    pieces = [piece for file in list_inputs(source) for piece in cut_file(file, split_bytes)]
-    return [document.decode() for batch in read_documents(pieces, "reject") for document in batch.documents()]
+    pieces = [piece for file in list_inputs(source) for piece in cut_file(file, split_bytes, MAX_DOCUMENT_BYTES)]
+    return [
+        document.decode()
+        for batch in read_documents(pieces, "reject", MAX_DOCUMENT_BYTES)
+        for document in batch.documents()
+    ]
 
 
 def write_jsonl(path: Path) -> None:

@@ -37,6 +37,7 @@ from services.tokenizer.encoding.self_check import CheckedEncoder, find_differen
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.sources.python_docs import URI
 from services.tokenizer.tests.builders import (
+    MAX_DOCUMENT_BYTES,
     REPOSITORY,
     make_documents,
     make_text,
@@ -64,8 +65,10 @@ def model(request: pytest.FixtureRequest) -> bytes:
 def python_documentation() -> Sequence[bytes]:
     from services.common.recipe import Source  # noqa: PLC0415
 
-    pieces = [piece for file in list_inputs(Source(uri=URI)) for piece in cut_file(file, 2**20)]
-    return tuple(document for batch in read_documents(pieces, "replace") for document in batch.documents())
+    pieces = [piece for file in list_inputs(Source(uri=URI)) for piece in cut_file(file, 2**20, MAX_DOCUMENT_BYTES)]
+    return tuple(
+        document for batch in read_documents(pieces, "replace", MAX_DOCUMENT_BYTES) for document in batch.documents()
+    )
 
 
 def pieces_of(model: bytes) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.server
 import logging
 import threading
@@ -20,8 +21,10 @@ from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe import Source
 from services.tokenizer.sources import hub
 from services.tokenizer.sources.documents import list_inputs
+from services.tokenizer.sources.file_system import list_paths
 from services.tokenizer.tests.builders import make_documents, published, run, write_recipe
 from services.tokenizer.tests.stored_documents import DOCUMENTS, read_all, write_gzip, write_jsonl, write_parquet
+from services.tokenizer.tools.vocabulary_tool import train_vocab
 
 # Web servers and stores
 
@@ -98,6 +101,103 @@ def test_a_web_server_that_is_down_or_lacks_the_file(tmp_path: Path) -> None:
         list_inputs(Source(uri=f"{address}/a.jsonl"))
     with pytest.raises(ArtifactError, match=r"a\.jsonl: cannot be read: .*onnect"):
         list_inputs(Source(uri=f"{address}/a.jsonl"))
+
+
+MARKER = "MARKER4711"
+PASSWORD = base64.b64encode(f"reader:{MARKER}".encode()).decode()
+
+
+class HandlerWithPassword(QuietHandler):
+    def do_GET(self) -> None:
+        if self.headers.get("Authorization") == f"Basic {PASSWORD}":
+            super().do_GET()
+        else:
+            self.send_error(401)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+
+class HandlerThatRedirects(QuietHandler):
+    """To an address with a signature, as the stores behind the hub do."""
+
+    def do_GET(self) -> None:
+        if "Signature" in self.path:
+            self.send_error(403)
+            return
+        self.send_response(302)
+        self.send_header("Location", f"{self.path}?X-Amz-Signature={MARKER}&x={MARKER}")
+        self.end_headers()
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+
+def files_that_hold(marker: str, folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and marker.encode() in path.read_bytes()]
+
+
+def test_a_password_comes_from_netrc_and_goes_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "site").mkdir()
+    write_jsonl(tmp_path / "site" / "a.jsonl")
+    write_parquet(tmp_path / "site" / "a.parquet")
+    (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login reader password {MARKER}\n")
+    (tmp_path / "netrc").chmod(0o600)
+    settings: dict[str, Any] = {"tokenizer__train__vocab_size": 310, "model__vocab_size": 310}
+    with serve(tmp_path / "site", HandlerWithPassword) as address:
+        recipe = write_recipe(tmp_path, f"{address}/a.jsonl", f"{address}/a.parquet", **settings)
+        monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+        assert run(recipe, tmp_path / "without") == 3
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        assert run(recipe, tmp_path / "fsx") == 0
+    assert published(tmp_path / "fsx").manifest.corpus.documents_read == 2 * len(DOCUMENTS)
+    assert not files_that_hold(MARKER, tmp_path / "fsx")
+    assert not files_that_hold(PASSWORD, tmp_path / "fsx")
+    assert MARKER not in "".join(capfd.readouterr())
+
+
+def test_an_address_that_a_server_signed_is_masked_in_what_is_said_of_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serve(tmp_path, HandlerThatRedirects) as address:
+        assert run(write_recipe(tmp_path, f"{address}/a.jsonl"), tmp_path / "fsx") == 3
+    printed = "".join(capfd.readouterr())
+    assert "a.jsonl" in printed
+    assert MARKER not in printed
+    assert not (tmp_path / "fsx").exists() or not files_that_hold(MARKER, tmp_path / "fsx")
+
+
+def test_a_source_with_a_password_ends_the_stage_before_anything_is_asked_or_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad").mkdir()
+    address = f"http://reader:{MARKER}@127.0.0.1:1/a.jsonl"
+    good, bad = write_recipe(tmp_path, tmp_path), write_recipe(tmp_path / "bad", address)
+    for recipe, option in (
+        (bad, "--train.seed=1"),
+        (good, f"--tokenizer.model={address}?token={MARKER}"),
+        (good, f'--corpus.sources=[{{ uri = "{address}" }}]'),
+        (good, f"--corpus.sources=[{{ uri = {address} }}]"),
+        (good, f"--root={tmp_path}/{address}"),
+    ):
+        assert run(recipe, tmp_path / "fsx", option) == 2
+        message = capfd.readouterr().err
+        assert ".netrc" in message
+        assert MARKER not in message
+    with pytest.raises(RecipeError) as caught:
+        train_vocab([address, "--output", str(tmp_path / "a.model"), "--vocab-size", "400"])
+    assert MARKER not in str(caught.value)
+    assert not (tmp_path / "fsx").exists()
+
+
+def test_a_card_that_names_a_signed_address_is_refused() -> None:
+    """By its files' addresses, which a corpus would store."""
+    address = f"https://127.0.0.1:1/a.parquet?X-Amz-Signature={MARKER}"
+    with pytest.raises(ArtifactError, match="holds credentials") as caught:
+        list_paths([address], "parquet", "text")
+    assert MARKER not in str(caught.value)
 
 
 def test_s3_without_credentials_says_so_at_once(

@@ -9,8 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from services.common.artifacts import manifest
 from services.common.artifacts.corpus import arrow_schema
 from services.common.artifacts.token_stream import TokenFile, TokenStream
+from services.common.limits import SPARE_MAPS
+from services.tokenizer import build
 from services.tokenizer.tests.builders import (
     make_documents,
     make_text,
@@ -136,3 +139,31 @@ def make_digit_model(folder: Path) -> str:
     path = folder / "digits.model"
     path.write_bytes(train_vocabulary([make_text(20_000)], 300))
     return str(path)
+
+
+def test_a_corpus_of_more_shards_than_linux_maps_is_warned_of_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_corpus(tmp_path)
+    monkeypatch.setattr(build, "DEFAULT_MAX_MAPS", SPARE_MAPS + 10)
+
+    assert run(recipe, tmp_path / "fsx") == 0
+
+    corpus = published(tmp_path / "fsx").manifest.corpus
+    files = sum(len(counts.shards) + 1 for counts in corpus.splits.values())
+    said = capsys.readouterr().err
+    assert f"the corpus gets {files:,} files" in said
+    assert "Raise corpus.rows_per_shard, now 8, to " in said
+    assert "sysctl -w vm.max_map_count=16384" in said
+
+
+def test_a_corpus_of_more_shards_than_a_manifest_lists_is_refused_before_they_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_corpus(tmp_path)
+    monkeypatch.setattr(manifest, "MAX_FILES", 10)
+
+    assert run(recipe, tmp_path / "fsx") == 2
+
+    assert "a manifest lists at most 10. Of a corpus, raise corpus.rows_per_shard" in capsys.readouterr().err
+    assert not list((tmp_path / "fsx").rglob("*.arrow"))

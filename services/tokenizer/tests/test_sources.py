@@ -21,6 +21,7 @@ from services.common.recipe_file import load_recipe
 from services.tokenizer.plan import make_plan
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tests.builders import (
+    MAX_DOCUMENT_BYTES,
     decode_documents,
     make_documents,
     published,
@@ -214,7 +215,7 @@ def test_bytes_that_are_not_utf8_in_json_are_repaired_one_by_one(tmp_path: Path)
         b'{"text": "caf\xe9"}\n{"text": "lone \\ud800 surrogate"}\n{"text": "pair \\ud83d\\ude00"}\n'
     )
     files = list_inputs(Source(uri=str(tmp_path)))
-    [batch] = read_documents(cut_file(files[0], 10**6), "replace")
+    [batch] = read_documents(cut_file(files[0], 10**6, MAX_DOCUMENT_BYTES), "replace", MAX_DOCUMENT_BYTES)
 
     expected = ["caf\ufffd", "lone \ufffd surrogate", "pair 😀"]
     assert [document.decode() for document in batch.documents()] == expected

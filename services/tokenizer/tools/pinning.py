@@ -8,8 +8,9 @@ from pathlib import Path
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import DeviceError, RecipeError
+from services.common.input_file import read_file
 from services.common.recipe import Source
-from services.common.recipe_file import load_recipe
+from services.common.recipe_file import MAX_RECIPE_BYTES, load_recipe
 from services.tokenizer.sources.hub import DATASETS, is_commit
 from services.tokenizer.tools.tool_parser import ToolParser
 
@@ -46,7 +47,7 @@ def pin_recipe(path: Path) -> None:
 
 def _replace(path: Path, sources: Sequence[Source], commits: dict[tuple[str, str | None], str]) -> str:
     """The recipe's text, comments and all, with the commits in the place of what they were resolved from."""
-    text = path.read_text(encoding="utf-8")
+    text = read_file(path, max_bytes=MAX_RECIPE_BYTES).decode()
     uncommented = [match for match in _REVISION.finditer(text) if "#" not in text[: match.start()].rpartition("\n")[2]]
     if [match[2] for match in uncommented] != [source.revision for source in sources]:
         raise RecipeError(f'{path}: its revisions are not written as `revision = "..."` each: pin them by hand.')

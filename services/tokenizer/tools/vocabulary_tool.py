@@ -57,9 +57,11 @@ def train_vocab(argv: list[str]) -> int:
 
 def _read_text(sources: Sequence[Source]) -> Iterator[memoryview]:
     """The documents of the sources, in their order."""
+    split_bytes, max_document_bytes = _of_corpus("split_bytes"), _of_corpus("max_document_bytes")
     for source in sources:
-        pieces = (piece for file in list_inputs(source) for piece in cut_file(file, _split_bytes()))
-        for batch in read_documents(pieces, "replace"):
+        files = list_inputs(source, max_document_bytes)
+        pieces = (piece for file in files for piece in cut_file(file, split_bytes, max_document_bytes))
+        for batch in read_documents(pieces, "replace", max_document_bytes):
             yield from batch.views()
 
 
@@ -120,5 +122,6 @@ def _max_bytes() -> int:
     return int(VocabularyTraining.model_fields["max_bytes"].default)
 
 
-def _split_bytes() -> int:
-    return int(Corpus.model_fields["split_bytes"].default)
+def _of_corpus(field: str) -> int:
+    """What a recipe has where it does not say."""
+    return int(Corpus.model_fields[field].default)

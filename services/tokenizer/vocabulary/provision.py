@@ -11,10 +11,11 @@ import xxhash
 from services.common.artifacts.corpus import Vocabulary
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import ArtifactError, RecipeError
+from services.common.input_file import read_file
 from services.common.recipe import Recipe, VocabularyTraining
 from services.tokenizer.plan import VOCABULARY, Plan
 from services.tokenizer.sources.documents import read_documents
-from services.tokenizer.sources.file_system import open_file
+from services.tokenizer.sources.file_system import read_vocabulary
 from services.tokenizer.split_assignment import are_for_validation, are_sampled
 from services.tokenizer.vocabulary.description import describe_vocabulary
 from services.tokenizer.vocabulary.training import take_first, train_vocabulary
@@ -29,7 +30,7 @@ def provide_vocabulary(recipe: Recipe, plan: Plan, scratch: Path) -> tuple[Path,
     """
     path = scratch / VOCABULARY
     if path.exists():
-        content = path.read_bytes()
+        content = read_file(path, scratch)
     elif recipe.tokenizer.train:
         content = _train_on_corpus(recipe, recipe.tokenizer.train, plan)
     else:
@@ -69,7 +70,9 @@ def _train_on_corpus(recipe: Recipe, training: VocabularyTraining, plan: Plan) -
 def _read_training_text(recipe: Recipe, plan: Plan) -> Iterator[memoryview]:
     """The documents of the training split."""
     for partition in plan.partitions:
-        for batch in read_documents(partition.file_ranges, recipe.corpus.invalid_utf8):
+        for batch in read_documents(
+            partition.file_ranges, recipe.corpus.invalid_utf8, recipe.corpus.max_document_bytes
+        ):
             is_for_training = ~are_for_validation(batch, recipe.corpus.validation_fraction)
             is_for_training &= batch.sizes >= recipe.corpus.min_document_bytes
             is_for_training &= are_sampled(batch, recipe.corpus.sources[partition.source].weight, partition.pass_number)
@@ -78,8 +81,7 @@ def _read_training_text(recipe: Recipe, plan: Plan) -> Iterator[memoryview]:
 
 def _read_given(recipe: Recipe, plan: Plan) -> bytes:
     uri = str(recipe.tokenizer.model)
-    with open_file(uri) as file:
-        content = file.read()
+    content = read_vocabulary(uri)
     if xxhash.xxh3_128_hexdigest(content) != plan.links[-1].content_digest:
         raise ArtifactError(f"{uri}: changed since the corpus was planned. Run the same command again.")
     return content

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.errors import ArtifactError, UnreadableError
+from services.common.errors import ArtifactError
+from services.common.input_file import reading_inputs, require_regular_file, unreadable
+from services.common.limits import explain_lack
 
 _NAME = re.compile(r"dp_rank_(\d{2,4})_tp_rank_(\d{2,4})_pp_rank_(\d{2,4})\.pt")
 _REFERENCE = "torch_xla.utils.serialization.TensorReference"
@@ -55,39 +58,54 @@ def count_ranks(folder: Path) -> tuple[int, int, int]:
 
 def load_rank_file(path: Path) -> dict[Any, Any]:
     """Its dictionary, tensors on disk until they are used. Raises `ArtifactError` for what is none, or damaged."""
-    content = _load(path)
+    content = _load(path, _named_folder(path))
     if not isinstance(content, dict):
         raise ArtifactError(f"{path}: holds a {type(content).__name__}, expected a dictionary of tensors.")
     return content
 
 
 def resolve(path: Path, name: object, value: object) -> Tensor:
-    """The tensor of an entry of a rank's file, on disk until it is used, whether it is in that file or beside it."""
+    """The tensor of an entry of a rank's file, on disk until it is used, whether it is in that file or beside it.
+
+    Raises `ArtifactError` unless it is a dense tensor with values.
+    """
     if isinstance(value, TensorReference):
+        if type(value.tid) is not int or not 0 <= value.tid < 2**63:
+            raise ArtifactError(f"{path}: {name} is no tensor of a number from 0 on, as its file should have.")
         file = path.with_name(f"{path.name}.tensors") / f"tensor_{value.tid}.pt"
-        if not isinstance(value.tid, int):
-            raise ArtifactError(f"{path}: {name} is the tensor {value.tid!r}, expected a number.")
-        if not file.exists():
+        if not os.path.lexists(file):
             raise ArtifactError(
                 f"{file}: is missing, and has {name}. The copy is not complete, or the run had "
                 f"avoid_saving_lower_precision_weights: then load and save the checkpoint once in NxD without it."
             )
-        value = _load(file)
+        value = _load(file, _named_folder(path))
     if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
         raise ArtifactError(f"{path}: {name} is a {type(value).__name__}, expected a dense tensor.")
-    return value
+    if value.device.type != "cpu":
+        raise ArtifactError(
+            f"{path}: {name} is on the device `{value.device}`, where it has no values, expected a tensor with values. "
+            f"The run saved its model before it had any: use the checkpoint of another step."
+        )
+    return value.detach().resolve_conj().resolve_neg()
 
 
-def _load(path: Path) -> object:
-    if not path.is_file():  # a pipe would be waited for without end
-        raise ArtifactError(f"{path}: is no regular file.")
+def _named_folder(path: Path) -> Path:
+    """The checkpoint's folder, of the path of a rank's file: what is read lies in it, whatever a link says."""
+    return path.parent.parent
+
+
+def _load(path: Path, within: Path) -> object:
+    with reading_inputs(within):
+        require_regular_file(path, within)
     try:
         with torch.serialization.safe_globals([(TensorReference, _REFERENCE)]):
             loaded: object = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             return loaded
     except PermissionError as error:
-        raise UnreadableError(f"{path}: {error.strerror}. This user must be able to read it.") from error
+        raise unreadable(path, error) from error
     except Exception as error:  # a damaged pickle can raise anything
+        if (lack := explain_lack(error, path)) is not None:
+            raise lack from error
         # Before this torch advises to load the file without its protection.
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0] or type(error).__name__
         raise ArtifactError(

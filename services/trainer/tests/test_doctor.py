@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common import limits
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import LOCK_SUFFIX, Artifact, Draft, publish_once
@@ -21,6 +23,7 @@ from services.common.program.fingerprint import program_facts
 from services.common.recipe import fingerprint
 from services.common.testing import artifacts
 from services.common.testing.disks import mounted, remount
+from services.common.testing.gpus import H200, install_gpus
 from services.common.testing.waiting import wait_until
 from services.trainer.__main__ import main
 from services.trainer.findings import Finding, Result, format_table, merge_nodes, ok
@@ -208,7 +211,33 @@ def test_too_many_threads_are_warned_of_and_a_worker_without_memory_ends_with_4(
     assert "next: lower batch.micro_batch_size" in output
 
 
+def test_too_few_gpus_for_the_workers_of_a_node_end_with_4(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install_gpus(monkeypatch, tmp_path / "bin", [H200])
+
+    exit_code, output = doctor("--compile.enabled=false", "--parallel.data_parallel_size=2", "--parallel.device=cuda")
+
+    assert exit_code == 4
+    assert re.search(
+        r"GPUs +problem +1 x NVIDIA H200 .*; 2 workers take one each, so 1 of them would have none", output
+    )
+
+
 @pytest.mark.slow
+def test_a_node_whose_limit_on_maps_is_below_the_corpus_ends_with_4(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert " maps (vm.max_map_count), a worker may need 8," in doctor("--quick", *EAGER)[1]
+
+    (tmp_path / "max_map_count").write_text("4096\n", encoding="ascii")
+    monkeypatch.setattr(limits, "_MAX_MAPS", tmp_path / "max_map_count")
+    exit_code, printed = doctor("--quick", *EAGER)
+
+    assert exit_code == 4
+    assert "next: sysctl -w vm.max_map_count=16384" in printed
+
+
 def test_under_ray_a_task_of_each_node_looks_at_it(place: Path) -> None:
     options = ["--recipe", str(place / "small.toml"), "--root", str(place / "fsx"), *EAGER, "--launch=ray"]
     command = [sys.executable, "-m", "services.trainer", "doctor", *options]

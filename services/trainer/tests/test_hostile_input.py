@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import safetensors
 import safetensors.torch
 import torch
 
@@ -32,12 +33,13 @@ from services.common.recipe import Checkpoint
 from services.common.testing.artifacts import publish, publish_checkpoint
 from services.common.testing.manifests import forge
 from services.trainer.__main__ import main
-from services.trainer.checkpoint import newest_checkpoint
+from services.trainer.checkpoint import newest_checkpoint, verify_checkpoint
 from services.trainer.checkpoint_writer import discard_old
 from services.trainer.export import export
 from services.trainer.job import Job
 from services.trainer.loop import load_part, train
 from services.trainer.node_staging import compile_cache_folder, prepare_node
+from services.trainer.nxd.layout import NxdLayout
 from services.trainer.run import RUN_FILE, open_run
 from services.trainer.sample import TextGenerator, load_model
 from services.trainer.tests.builders import make_corpus, make_program, make_recipe, write_recipe
@@ -45,6 +47,7 @@ from services.trainer.tests.runs import checkpoints
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 SHARD = "train/shard-00000.arrow"
+VALIDATION_SHARD = "validation/shard-00000.arrow"
 TAIL = "train/tail/tail.arrow"
 
 Change = Callable[[dict[str, Any]], object]
@@ -98,7 +101,12 @@ def list_no(path: str) -> Change:
         (list_no(TAIL), f"{TAIL}: not among the files that the manifest lists"),
         (in_split(shards=["../x", "../x", "../x"]), "is no path below the artifact's folder"),
         (in_split(shards=[SHARD]), "80 rows in 1 shards"),
-        (in_split(shards=[SHARD] * 3), "512 tokens of uint16 in 32 rows, the manifest says 256 of uint16 in 16"),
+        (in_split(shards=[SHARD] * 3), f"{SHARD}: named more than once"),
+        (
+            in_split(shards=[SHARD, "train/shard-00001.arrow", VALIDATION_SHARD]),
+            f"{VALIDATION_SHARD}: named more than once",
+        ),
+        (in_vocabulary(sha256="0" * 64), "tokenizer.model: sha256 000000000000, `files` has "),
         (in_split(rows=79, tail_tokens=21), "256 tokens of uint16 in 16 rows, the manifest says 240 of uint16 in 15"),
         (in_split(rows=80, tail_tokens=6, document_tokens=1_178), "the manifest says 6 of uint16 in 1"),
         (in_split(rows=2**70), "rows: Input should be less than"),
@@ -187,7 +195,7 @@ def test_the_file_behind_a_link_is_not_mapped(corpus: Path, tmp_path: Path) -> N
     (corpus / SHARD).rename(tmp_path / "shard")
     (corpus / SHARD).symlink_to(tmp_path / "shard")
 
-    with pytest.raises(ArtifactError, match="a link that leads out of the artifact"):
+    with pytest.raises(ArtifactError, match="a link that leads out of "):
         TokenStream(corpus, artifact.manifest.corpus, "train")
 
 
@@ -245,10 +253,16 @@ NORM = "weight/model.norm.weight[0:16]"
 
 
 def rewrite_tensors(folder: Path, change: Change) -> None:
+    with safetensors.safe_open(folder / STATE_SHARD, "pt") as file:
+        metadata = file.metadata()
     tensors = safetensors.torch.load_file(folder / STATE_SHARD)
     change(tensors)
-    (folder / STATE_SHARD).write_bytes(safetensors.torch.save(tensors))
+    (folder / STATE_SHARD).write_bytes(safetensors.torch.save(tensors, metadata))
     forge(folder)
+
+
+def be_of_step_2(fields: dict[str, Any]) -> None:
+    fields["checkpoint"].update(step=2, shards={STATE_SHARD: fields["checkpoint"]["shards"][STATE_SHARD] | {"step": 2}})
 
 
 def rename_norm(name: str) -> Change:
@@ -258,7 +272,10 @@ def rename_norm(name: str) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop(NORM), "16 of 16 elements of weight/model.norm.weight.0:16. are missing"),
+        (
+            lambda tensors: tensors.pop(NORM),
+            "weight/model.norm.weight.0:16. is missing: no file has a slice of this tensor",
+        ),
         (rename_norm("weight/model.norm.weight[0:16].flat[0:15]"), "is F32 .16., expected F32 .15."),
         (rename_norm("weight/model.norm.weight[1:17]"), "is no part of the model's model.norm.weight, which is"),
         (rename_norm("weight/model.norm.weight[0:4,0:4]"), "is no part of the model's model.norm.weight, which is"),
@@ -267,7 +284,7 @@ def rename_norm(name: str) -> Change:
         (rename_norm("model.norm.weight"), "'model.norm.weight' is no name of a slice"),
         (lambda tensors: tensors.update({NORM: torch.ones(1)}), "is F32 .1., expected F32 .16."),
         (lambda tensors: tensors.update({NORM: torch.ones(16).double()}), "is F64 .16., expected F32 .16."),
-        (lambda tensors: tensors.clear(), "elements of weight/.* are missing"),
+        (lambda tensors: tensors.clear(), "embed_tokens.weight.0:300,0:16. is missing(?s:.*)and 53 tensors more"),
     ],
 )
 def test_tensors_that_are_not_the_models_are_refused(
@@ -298,7 +315,8 @@ def test_a_file_that_holds_no_tensors_is_refused(trained: Job) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda fields: fields["checkpoint"].update(step=2), "its manifest says that it is the state after step 2"),
+        (lambda fields: fields["checkpoint"].update(step=2), "comes from another state: step 1, expected 2"),
+        (be_of_step_2, "its manifest says that it is the state after step 2"),
         (lambda fields: fields["checkpoint"].update(step=2**64), "step: Input should be less than"),
         (lambda fields: fields["checkpoint"].update(skipped_steps=2), "2 of 1 steps skipped"),
         (lambda fields: fields.update(id=checkpoint_id(2)), "it was copied here from there"),
@@ -388,6 +406,34 @@ def test_weights_that_are_not_finite_write_nothing(trained: Job) -> None:
         TextGenerator(open_run(trained.root, trained.run)).generate("a", num_tokens=1, temperature=0.7, seed=0)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("layout", [None, NxdLayout(1)])
+def test_weights_that_are_not_finite_are_exported_where_that_is_asked_for_alone(
+    trained: Job, tmp_path: Path, layout: NxdLayout | None, value: float
+) -> None:
+    rewrite_tensors(trained.checkpoint_address(1).path, lambda tensors: tensors[NORM][:3].fill_(value))
+    run = open_run(trained.root, trained.run)
+
+    with pytest.raises(ArtifactError, match=r"model\.norm\.weight: 3 of 16 values are NaN or infinite"):
+        export(run, tmp_path / "exported", layout)
+    assert not (tmp_path / "exported").exists()
+
+    export(run, tmp_path / "exported", layout, allow_non_finite=True)
+    assert (tmp_path / "exported").exists()
+
+
+def test_an_export_of_weights_that_are_not_finite_ends_with_3_unless_its_flag_is_given(
+    trained: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite_tensors(trained.checkpoint_address(1).path, lambda tensors: tensors[NORM][:3].fill_(float("nan")))
+    command = ["export", "--recipe", str(write_recipe(tmp_path)), "--root", str(trained.root)]
+    command += ["--output", str(tmp_path / "exported")]
+
+    assert exit_code_of(lambda: main(command)) == 3
+    assert "--allow-non-finite-weights" in capsys.readouterr().err
+    assert exit_code_of(lambda: main([*command, "--allow-non-finite-weights"])) == 0
+
+
 @pytest.mark.parametrize("content", [b"", b"no vocabulary", b'{"added_tokens": 5}'])
 def test_a_vocabulary_that_its_library_does_not_take_is_named(trained: Job, content: bytes) -> None:
     folder = trained.corpus.path
@@ -411,7 +457,8 @@ def test_checkpoints_are_ordered_by_number_beyond_a_hundred_million_steps(tmp_pa
     assert list(checkpoints(tmp_path / "fsx")) == [checkpoint_id(step) for step in steps]
 
     with hold_lease(tmp_path / "run.lock") as held:
-        discard_old(collection, Checkpoint(keep_latest=2), committed_steps=[1_000_000_000], lease=held.lease)
+        policy = Checkpoint(keep_latest=2)
+        discard_old(collection, policy, committed_steps=[1_000_000_000], lease=held.lease, verify=verify_checkpoint)
     assert list(checkpoints(tmp_path / "fsx")) == ["step-100000001", "step-1000000000"]
 
 

@@ -128,6 +128,7 @@ PUBLISHED = {
     "llama3.1-8b": published(
         4096, 14336, 32, 32, 128256, **GROUPED, rope_scaling={**ROPE_3_1, "rope_type": "llama3"}, mlp_bias=False
     ),
+    "tinyllama-1.1b": published(2048, 5632, 22, 32, 32000, num_key_value_heads=4, pretraining_tp=1, rope_scaling=None),
 }
 """What the model's own config.json says, as transformers 4 has it."""
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 
 from services.common.artifacts.checkpoint import shard_name
@@ -17,11 +14,9 @@ from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import ArtifactError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.micro_batch import MicroBatch
-from services.common.program.state import StateSlice
 from services.common.program.step import Program
 from services.common.stop_notice import NOTICE_VARIABLE
-from services.common.testing.manifests import forge
-from services.trainer.checkpoint import newest_checkpoint
+from services.trainer.checkpoint import newest_checkpoint, verify_checkpoint
 from services.trainer.checkpoint_writer import discard_old
 from services.trainer.events import NewWarnings, count_events
 from services.trainer.job import Job, completed_step
@@ -30,7 +25,7 @@ from services.trainer.metrics import read_metrics
 from services.trainer.stop import STOP_FILE
 from services.trainer.tests import work
 from services.trainer.tests.builders import make_program
-from services.trainer.tests.runs import checkpoints, flip_a_bit, read_run, state_hash
+from services.trainer.tests.runs import checkpoints, flip_a_bit, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 
@@ -94,36 +89,6 @@ def test_a_checkpoint_that_was_verified_is_verified_again_when_workers_were_lost
     assert "shard-00000.safetensors: xxh3-128 is" in load_part(replace(job, start_number=1), program, 10)
 
 
-def test_a_checkpoint_of_the_schema_before_continues_bit_for_bit(new_job: Callable[..., Job]) -> None:
-    straight, old = new_job("straight", train__max_steps="10"), new_job("old", train__max_steps="10")
-    train(straight, ALONE)
-    train(new_job("old", train__max_steps="5"), ALONE)
-    make_checkpoint_1(old.checkpoint_address(5).path)
-
-    train(old, ALONE)
-
-    assert read_run(old.root).starts[-1].endswith("step-00000005")
-    assert state_hash(checkpoints(old.root)["step-00000010"]) == state_hash(checkpoints(straight.root)["step-00000010"])
-
-
-def make_checkpoint_1(folder: Path) -> None:
-    """Turn a checkpoint into one of two files with whole tensors, as it was before."""
-    files: dict[str, dict[str, torch.Tensor]] = {"weights.safetensors": {}, "moments.safetensors": {}}
-    for key, tensor in safetensors.torch.load_file(folder / shard_name(0)).items():
-        piece = StateSlice.parse(key)
-        moment = {"exp_avg": "first/", "exp_avg_sq": "second/"}.get(piece.kind)
-        files["moments.safetensors" if moment else "weights.safetensors"][f"{moment or ''}{piece.name}"] = tensor
-    (folder / shard_name(0)).unlink()
-    for name, tensors in files.items():
-        (folder / name).write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))
-
-    def rewrite(fields: dict[str, Any]) -> None:
-        fields["schema"] = "checkpoint/1"
-        del fields["checkpoint"]["tensor_parallel_size"]
-
-    forge(folder, rewrite)
-
-
 @pytest.mark.parametrize("damage", ["flipped bit", "truncated", "file removed", "manifest torn"])
 def test_a_damaged_newest_checkpoint_is_passed_over_and_made_again(new_job: Callable[..., Job], damage: str) -> None:
     job = new_job(train__max_steps="10")
@@ -183,7 +148,7 @@ def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(new_job: Cal
     policy = job.recipe.checkpoint.model_copy(update={"keep_latest": 2})
 
     assert job.lease
-    discard_old(job.checkpoint_collection, policy, committed_steps=[8], lease=job.lease)
+    discard_old(job.checkpoint_collection, policy, committed_steps=[8], lease=job.lease, verify=verify_checkpoint)
     assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (2, 4, 6, 8)]
 
     train(new_job(checkpoint__interval_steps="2", train__max_steps="10"), ALONE)
@@ -200,7 +165,8 @@ def test_damaged_later_checkpoints_do_not_push_out_the_intact_ones(new_job: Call
         shorter.checkpoint_address(step).path.rename(job.checkpoint_address(step).path)
 
     assert job.lease
-    discard_old(job.checkpoint_collection, job.recipe.checkpoint, committed_steps=[10], lease=job.lease)
+    policy = job.recipe.checkpoint
+    discard_old(job.checkpoint_collection, policy, committed_steps=[10], lease=job.lease, verify=verify_checkpoint)
 
     assert completed_step(newest_checkpoint(job.checkpoint_collection)) == 10
 

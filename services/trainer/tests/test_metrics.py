@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import socket
 import struct
 import threading
@@ -13,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,31 @@ from services.common.artifacts.lease import hold_lease
 from services.common.errors import RecipeError, TryAgain
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.program.worker_group import WorkerGroup
+from services.common.testing.waiting import wait_until
 from services.trainer import tensorboard
+from services.trainer.doctor import _look_at_run_folder as look_at_run_folder
+from services.trainer.events import EVENTS_FILE, NewWarnings, explain_loss
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metric_table import METRICS, PREFIX, WorkerNumbers, reduce_over_ranks
-from services.trainer.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsWriter, read_attempts, read_metrics
-from services.trainer.prometheus import serve_metrics
+from services.trainer.metrics import (
+    ATTEMPTS_FILE,
+    METRICS_FILE,
+    MetricsWriter,
+    StepRecord,
+    known_metrics,
+    read_attempts,
+    read_metrics,
+)
+from services.trainer.prometheus import NewestMetrics, format_metrics, serve_metrics
+from services.trainer.recorder import MetricsRecorder
 from services.trainer.report import write_report
 from services.trainer.run import open_run, summarize
 from services.trainer.stop import StopReason, request_stop
 from services.trainer.supervise import supervise
-from services.trainer.tests.builders import write_recipe
+from services.trainer.tensorboard import TensorBoard
+from services.trainer.tests.builders import make_program, write_recipe
 from services.trainer.tests.runs import call_trainer
 from services.trainer.trackers import TRACKERS, tracking
 
@@ -61,12 +77,14 @@ ATTEMPT = {
     "new_cache_files": 0,
 }
 NOT_OBJECTS = [b"", b"\xff\xfe", b'{"step": 1', b"7", b"[]", b"null", b"{}", b"[" * 100_000]
-BAD_STEPS = [
+BAD_STEPS: list[bytes] = [
     *NOT_OBJECTS,
     *(json.dumps({**STEP, **change}).encode() for change in (
         {"step": "3"}, {"step": -1}, {"step": 10**400}, {"step": True}, {"step": float("nan")}, {"loss": None},
         {"step_seconds": float("nan")}, {"step_seconds": -1.0}, {"time": 1e300}, {"validation_loss": "low"},
-        {"loss": 10**400},
+        {"loss": 10**400}, {"loss": 1e308}, {"learning_rate": -1e308}, {"step_seconds": 1e308}, {"step_seconds": 0.0},
+        {"step_seconds": 5e-324}, {"tokens_per_second": 1e308}, {"mfu": 1e308}, {"peak_rss_bytes": "many"},
+        {"straggler_score": None}, {"loss_max": "low"},
     )),
     json.dumps({name: value for name, value in STEP.items() if name != "learning_rate"}).encode(),
 ]  # fmt: skip
@@ -74,8 +92,31 @@ BAD_ATTEMPTS = [
     *NOT_OBJECTS,
     *(json.dumps({**ATTEMPT, **change}).encode() for change in (
         {"started_at": 1e300}, {"started_at": float("nan")}, {"setup_seconds": -1.0}, {"train_seconds": None},
+        {"setup_seconds": 1e308}, {"train_seconds": 1e308}, {"slowest_checkpoint_seconds": 1e308},
     )),
 ]  # fmt: skip
+
+
+LAST_STEP = StepRecord(
+    step=1,
+    loss=5.0,
+    gradient_norm=1.0,
+    learning_rate=1e-3,
+    step_seconds=0.5,
+    data_seconds=0.1,
+    skipped_steps=0,
+    is_first_of_process=False,
+)
+FAST = WorkerNumbers(
+    gradient_seconds=0.4,
+    step_seconds=0.5,
+    data_seconds=0.1,
+    loss_max=5.0,
+    graphs_compiled=0,
+    peak_rss_bytes=1e6,
+    peak_device_bytes=math.nan,
+    gemm_flops_per_second=1e9,
+)
 
 
 def append(path: Path, line: bytes) -> None:
@@ -130,6 +171,76 @@ def test_bad_lines_fail_neither_training_nor_its_views_which_count_them(
     assert f"{len(BAD_ATTEMPTS)} unreadable lines in {job.run_folder / ATTEMPTS_FILE}" in summary
     assert f"{len(BAD_STEPS) + 2} unreadable lines" in write_report(run).read_text(encoding="utf-8")
     assert "Exception in thread" not in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def trained(new_shared_job: Callable[..., Job]) -> Job:
+    job = new_shared_job(train__max_steps="2", parallel__data_parallel_size="1")
+    train(job, ALONE)
+    return job
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            1e308,
+            -1e308,
+            1e99,
+            -1e99,
+            5e-324,
+            0,
+            -0.0,
+            1,
+            True,
+            2**53,
+            2**53 + 1,
+            10**400,
+            math.nan,
+            math.inf,
+            -math.inf,
+        ),
+        *("", "inf", "nan", "x" * 5_000, None, [], {}, "<script>", "\ud800", "\0"),
+    ],
+    ids=lambda value: ascii(value)[:20],
+)
+def test_no_value_of_a_line_fails_a_view_of_the_run(
+    trained: Job, tmp_path: Path, value: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In every field by itself, and in all at once, of steps, attempts and events."""
+    folder = Path(shutil.copytree(trained.root, tmp_path / "copy")) / "run" / trained.run
+    job = replace(trained, root=tmp_path / "copy")
+    newest = NewestMetrics(folder)
+    names = {*STEP, *(metric.name for metric in METRICS)} - {"step"}
+    names |= {"validation_loss", "checkpoint_stall_seconds", "productive_seconds", "run_started_at"}
+    for number, changed in enumerate([*([name] for name in sorted(names)), sorted(names), ["step"]]):
+        line = {**STEP, "mfu": 0.5, "data_share": 0.1, "goodput": 0.5, "restarts": 0, "step": number + 3}
+        append(folder / METRICS_FILE, json.dumps({**line, **dict.fromkeys(changed, value)}).encode())
+    attempt = {**ATTEMPT, "slowest_checkpoint_seconds": 1.0, "ended_by": "completion"}
+    for changed in [*([name] for name in attempt), list(attempt)]:
+        append(folder / ATTEMPTS_FILE, json.dumps({**attempt, **dict.fromkeys(changed, value)}).encode())
+    event = {"event": "fallback", "attempt": job.attempt, "to_step": 1, "damages": ["x"], "cause": "y", "message": "z"}
+    warnings = NewWarnings(job)
+    append(folder / EVENTS_FILE, json.dumps(event).encode())
+    for kind in ("fallback", "short_notice", "nan", "watchdog"):
+        for name in event:
+            append(folder / EVENTS_FILE, json.dumps({**event, "event": kind, name: value}).encode())
+
+    run = open_run(job.root, job.run)
+    assert summarize(run)
+    assert write_report(run).exists()
+    assert format_metrics(newest.read(), job.run)
+    assert warnings.read()
+    assert explain_loss(job, TryAgain("lost"))
+    assert [finding.exit_code for finding in look_at_run_folder(job)] == [0]
+    board = TensorBoard(tmp_path / "board")
+    for record in run.metrics:
+        board.add(record["step"], known_metrics(record))
+    board.close()
+    with MetricsRecorder(job, WorkerGroup(0, 1), make_program(job.recipe).backend, first_step=len(names)) as recorder:
+        recorder.begin(replace(LAST_STEP, step=len(names) + 1), [FAST])
+        recorder.write()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def events_in(folder: Path) -> Iterator[Event]:
@@ -314,6 +425,24 @@ def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
     assert list(found) == [PREFIX + each.name for each in METRICS]
     unknown = {name.removeprefix(PREFIX) for name, value in found.items() if math.isnan(value)}
     assert unknown == {"slowest_rank", "straggler_score", "peak_device_bytes"}  # of one worker, on a CPU
+
+
+def test_a_client_that_resets_its_connection_is_no_event_of_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before its request, in the middle of it and before the answer."""
+    with serve_metrics(tmp_path, "run", "127.0.0.1", 0):
+        url = capfd.readouterr().out.split()[-1]
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        for request in (b"", b"GET /met", b"GET /metrics HTTP/1.1\r\n", b"GET /metrics HTTP/1.1\r\n\r\n") * 5:
+            client = socket.create_connection(("127.0.0.1", port))
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+            client.sendall(request)
+            client.close()
+        assert scrape(url)
+        wait_until(lambda: not [each for each in threading.enumerate() if "process_request" in each.name], 60)
+
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_is_an_error_of_the_command_line(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from services.trainer.run import open_run
 from services.trainer.sample import load_weights
 from services.trainer.tests.builders import write_recipe
 from services.trainer.tests.runs import call_trainer, checkpoints, train_alone
+from services.trainer.weight_import import digest_weights
 
 RANK_0, RANK_3 = "dp_rank_00_tp_rank_00_pp_rank_00.pt", "dp_rank_00_tp_rank_03_pp_rank_00.pt"
 MASTERS = "sharded_master_weights"
@@ -347,6 +348,11 @@ def test_the_optimizers_masters_are_read_where_it_saved_them(
             "the shards of model.layers.0.mlp.gate_up_proj.weight's master on 2 data-parallel ranks are not the weight",
         ),
         (
+            lambda files: files[RANK_0][MASTERS].update({3: torch.ones(6, 32, device="meta")}),
+            "3 is on the device `meta`, where it has no values",
+        ),
+        (lambda files: files[RANK_0][MASTERS].update({3: torch.ones(())}), "tensor 3, [], is the master of no weight"),
+        (
             lambda files: [files.pop(name) for name in list(files)] + [files.update({"__0_0.distcp": {}})],
             "has no dp_rank",
         ),
@@ -430,6 +436,24 @@ def rewrite(change: Callable[[dict[str, Any]], object]) -> Change:
             "lm_head.weight is torch.float64, expected torch.float32",
         ),
         (
+            rewrite(lambda files: files[RANK_3].update({"lm_head.weight": torch.ones(6, 32, device="meta")})),
+            "lm_head.weight is on the device `meta`, where it has no values",
+        ),
+        (
+            rewrite(lambda files: files[RANK_3].update({"lm_head.weight": torch.ones(())})),
+            "lm_head.weight is [], expected [6, 32]",
+        ),
+        (
+            rewrite(lambda files: files[RANK_3].update({"lm_head.weight": torch.ones(1, 1).expand(2**30, 2**30)})),
+            "lm_head.weight is [1073741824, 1073741824], expected [6, 32]",
+        ),
+        (
+            rewrite(
+                lambda files: files[RANK_3].update({"lm_head.weight": torch.ones(6, 32, dtype=torch.complex64).conj()})
+            ),
+            "lm_head.weight is torch.complex64, expected torch.float32",
+        ),
+        (
             rewrite(lambda files: files[RANK_3]["lm_head.weight"][0].fill_(float("nan"))),
             "lm_head.weight: 32 of 768 values are NaN or infinite",
         ),
@@ -451,6 +475,19 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path, change: Chang
 
     with pytest.raises(ArtifactError, match=re.escape(message)):
         read_all(tmp_path, model)
+
+
+def test_a_tensor_that_was_saved_with_its_gradient_is_read(tmp_path: Path) -> None:
+    model = llama()
+    weights = draw_weights(model)
+    files = describe_files(model, weights, NxdLayout(4, 2, qkv_linear=True))
+    for state in files.values():
+        for tensor in state.values():
+            tensor.requires_grad_()
+    save_files(tmp_path, files)
+
+    assert digest_weights(parameter_shapes(model), NxdWeights(tmp_path, model).read)
+    assert are_equal(read_all(tmp_path, model), weights)
 
 
 def test_tensors_that_were_left_out_are_named(tmp_path: Path, tensor_reference: type) -> None:

@@ -12,17 +12,19 @@ from services.common.derived import flops_per_token
 from services.common.entry_point import exit_code_of
 from services.common.instance_types import read_instance_types
 from services.common.memory import FLOAT32_BYTES, memory_of_worker
+from services.common.program.backends.neuron_xla import MAX_COLLECTIVE_BYTES
 from services.common.recipe import Recipe
 from services.common.recipe_file import load_recipe
 from services.common.testing.recipes import load_with, write_recipe
 from services.trainer.__main__ import main
 from services.trainer.checkpoint_interval import NODE_MTBF_HOURS, optimal_interval_seconds, optimal_interval_steps
-from services.trainer.plan import MFU
+from services.trainer.plan import GPU_MFU, NEURON_MFU
 from services.trainer.step_trace import trace_step
 
 RECIPES = sorted((Path(__file__).resolve().parents[3] / "recipes").glob("*.toml"))
-SMALLEST, LARGE = "tiny-cpu", [path for path in RECIPES if path.stem != "tiny-cpu"]
+SMALLEST, LARGE = "tiny-cpu", [path for path in RECIPES if not path.stem.startswith("tiny-")]
 LLAMA_2_7B = next(path for path in RECIPES if path.stem == "llama2-7b-trn1")
+LLAMA_3_8B = next(path for path in RECIPES if path.stem == "llama3-8b-trn1")
 LLAMA_31_8B = next(path for path in RECIPES if path.stem == "llama3.1-8b-trn2")
 
 
@@ -49,6 +51,13 @@ def test_a_step_of_every_shipped_recipe_runs_on_its_whole_topology(
 ) -> None:
     assert plan(path) == 0
     assert "\ndry run" in capsys.readouterr().out
+
+
+def test_on_a_gpu_the_update_is_no_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    path = next(path for path in RECIPES if path.stem == "tiny-cuda")
+
+    assert plan(path, "--no-dry-run") == 0
+    assert re.search(r"graphs to compile +3 \(forward, backward, evaluate\)", capsys.readouterr().out)
 
 
 def test_the_small_recipe_is_planned_with_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +121,14 @@ def test_models_that_span_nodes_and_idle_cores_are_warned_of(capsys: pytest.Capt
             ("--cluster.trainer_instance_type=trn9",),
             "unknown instance type 'trn9'; known: trn1.32xlarge",
         ),
+        (
+            ("--parallel.device=cuda",),
+            "'cuda' is one of a node's GPUs, and cluster.trainer_instance_type trn1.32xlarge has NeuronCores",
+        ),
+        (
+            ("--cluster.trainer_instance_type=p5.48xlarge",),
+            "'xla' is one of a node's NeuronCores, and cluster.trainer_instance_type p5.48xlarge has GPUs",
+        ),
         (("--mfu=0",), "--mfu 0.0: expected a number above 0"),
         (("--mfu=1.2",), "expected at most 1"),
         (("--node-mtbf-hours=nan",), "--node-mtbf-hours nan: expected a number above 0"),
@@ -137,11 +154,55 @@ def test_cost_follows_from_the_utilization_and_the_price(capsys: pytest.CaptureF
     assert costs[2] == pytest.approx(costs[0], rel=1e-3)
 
 
+ONE_BILLION_ON_A_GPU = (
+    *("--model.hidden_size=2048", "--model.intermediate_size=5632", "--model.num_hidden_layers=22"),
+    *("--model.num_attention_heads=32", "--model.num_key_value_heads=4", "--parallel.device=cuda"),
+    *("--parallel.tensor_parallel_size=1", "--parallel.data_parallel_size=1", "--cluster.trainer_workers_per_node=1"),
+    *("--train.activation_checkpointing=none", "--batch.micro_batch_size=4", "--batch.global_batch_size=64"),
+)
+
+
+def test_a_billion_parameters_are_planned_on_one_gpu_by_its_memory_and_its_peak(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    on_one = (*ONE_BILLION_ON_A_GPU, "--no-dry-run", "--cluster.trainer_instance_type=p5.4xlarge")
+
+    assert plan(LLAMA_2_7B, *on_one) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"the peak is \d+% of the 80\.00 GiB of a worker of p5\.4xlarge", shown)
+    assert f"at {GPU_MFU:.0%} of the peak of 989 TFLOP/s a node" in shown
+    assert re.search(r"cost +\$[\d,]+ at \$6\.88 for a node-hour", shown)
+
+
+def test_gpus_that_no_worker_has_are_idle_in_the_plan_and_workers_without_one_end_with_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    on_eight = (*ONE_BILLION_ON_A_GPU, "--no-dry-run", "--cluster.trainer_instance_type=p5.48xlarge")
+
+    assert plan(LLAMA_2_7B, *on_eight) == 0
+    shown = capsys.readouterr().out
+    assert "7 of the 8 GPUs of a node" in shown
+    assert "of the peak of 989 TFLOP/s a node" in shown  # the idle ones take no part
+
+    many = ("--parallel.data_parallel_size=16", "--cluster.trainer_workers_per_node=16")
+    assert plan(LLAMA_2_7B, *on_eight, *many) == 2
+    assert "a p5.48xlarge has 8 GPUs, one for each worker" in capsys.readouterr().err
+
+
+def test_a_run_that_a_gpu_cannot_hold_is_told_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    on_a_small_one = (*ONE_BILLION_ON_A_GPU, "--no-dry-run", "--cluster.trainer_instance_type=p4d.24xlarge")
+
+    assert plan(LLAMA_2_7B, *on_a_small_one) == 2
+    said = capsys.readouterr().err
+    assert "one of p4d.24xlarge has 40 GiB" in said
+    assert "Change next: --train.activation_checkpointing=full" in said
+
+
 def test_the_utilization_is_that_of_the_published_run(tmp_path: Path) -> None:
     recipe = load_recipe(LLAMA_2_7B, {"model.preset": "llama2-13b"})
     peak = 32 * read_instance_types()["trn1.32xlarge"].peak_flops_per_second
 
-    assert pytest.approx(flops_per_token(recipe) * 84.0 * 4096 / peak, abs=0.005) == MFU
+    assert pytest.approx(flops_per_token(recipe) * 84.0 * 4096 / peak, abs=0.005) == NEURON_MFU
 
 
 def test_youngs_optimum_loses_least_time_to_checkpoints_and_failures() -> None:
@@ -188,8 +249,24 @@ def wide(folder: Path, **overrides: str) -> Recipe:
             "train__activation_checkpointing": "full",
         },
         {"parallel__tensor_parallel_size": "4", "train__activation_checkpointing": "selective"},
+        {
+            "parallel__device": "cuda",
+            "parallel__data_parallel_size": "1",
+            "train__dtype": "bfloat16",
+            "train__param_dtype": "bfloat16",
+            "train__reduction": "fast",
+            "train__activation_checkpointing": "none",
+        },
+        {
+            "parallel__tensor_parallel_size": "4",
+            "parallel__reduce_dtype": "float32",
+            "train__dtype": "bfloat16",
+            "train__param_dtype": "bfloat16",
+            "train__reduction": "fast",
+            "train__activation_checkpointing": "selective",
+        },
     ],
-    ids=lambda overrides: overrides["train__activation_checkpointing"],
+    ids=["none", "full", "selective", "one GPU", "float32 sums"],
 )
 def test_the_estimate_of_memory_is_near_what_a_step_of_the_program_holds(
     tmp_path: Path, overrides: dict[str, str]
@@ -197,6 +274,41 @@ def test_the_estimate_of_memory_is_near_what_a_step_of_the_program_holds(
     recipe = wide(tmp_path, **overrides)
 
     assert memory_of_worker(recipe).peak_bytes == pytest.approx(trace_step(recipe).peak_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("path", [path for path in LARGE if path.stem.endswith("-trn1")], ids=lambda path: path.stem)
+def test_no_collective_of_a_shipped_recipe_on_xla_is_above_the_limit(path: Path) -> None:
+    """Of one layer in its real shapes, with the tables: the others are like it."""
+    traffic = trace_step(load_with(path, model__num_hidden_layers="1")).traffic
+
+    for axis, of_axis in traffic.items():
+        assert of_axis.largest_bytes <= MAX_COLLECTIVE_BYTES, axis
+    assert max(of_axis.largest_bytes for of_axis in traffic.values()) > MAX_COLLECTIVE_BYTES / 2
+
+
+def test_tables_and_activations_above_the_limit_are_sent_in_pieces() -> None:
+    """Each of 8 workers has 525 MB of float32 of a table as wide as Llama 3 70B's; 2 long sequences are 537 MB."""
+    changed = {"model__hidden_size": "8192", "parallel__tensor_parallel_size": "8", "batch__micro_batch_size": "2"}
+    traffic = trace_step(load_with(LLAMA_3_8B, model__num_hidden_layers="1", **changed)).traffic
+
+    assert traffic["data"].largest_bytes <= MAX_COLLECTIVE_BYTES
+    assert traffic["tensor"].largest_bytes <= MAX_COLLECTIVE_BYTES
+
+
+def test_a_plan_counts_the_bytes_of_sums_in_their_type(tmp_path: Path) -> None:
+    """Of 8 passages of activations through a layer 4 are sums, whose bytes are twice as many in float32."""
+    in_bfloat16 = {"train__dtype": "bfloat16", "train__param_dtype": "bfloat16", "train__reduction": "fast"}
+    sent = {
+        dtype: trace_step(
+            wide(tmp_path, parallel__tensor_parallel_size="4", parallel__reduce_dtype=dtype, **in_bfloat16)
+        ).traffic["tensor"]
+        for dtype in ("float32", "bfloat16")
+    }
+    activation = 2 * 512 * 512 * 3 / 4
+    # In 4 micro-batches 4 layers sum 4 times; the loss sums the gradient of what it gathered.
+    more = 4 * (4 * 4 + 1) * activation
+    assert sent["float32"].sent_bytes - sent["bfloat16"].sent_bytes == more
+    assert sent["float32"].calls == sent["bfloat16"].calls
 
 
 def test_a_traced_step_sends_the_bytes_of_a_ring(tmp_path: Path) -> None:

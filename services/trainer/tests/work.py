@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.artifacts.checkpoint import shard_name
+from services.common.artifacts.checkpoint import ShardOrigin, shard_name
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.token_stream import TokenStream
 from services.common.launch.launcher import WorkerEnvironment
@@ -113,9 +113,11 @@ def train_with_a_worker_that_errs_once(job: Job, environment: WorkerEnvironment)
 def train_and_die_in_a_save(job: Job, environment: WorkerEnvironment) -> None:
     """Audited. Rank 2 is killed when it has written half of its shard of the second checkpoint."""
 
-    def write_half(folder: Path, rank: int, slices: Mapping[StateSlice, torch.Tensor]) -> FileEntry:
-        entry = write_shard(folder, rank, slices)
-        if rank == 2 and checkpoints(job.root):
+    def write_half(
+        folder: Path, name: str, origin: ShardOrigin, slices: Mapping[StateSlice, torch.Tensor]
+    ) -> FileEntry:
+        entry = write_shard(folder, name, origin, slices)
+        if origin.rank == 2 and checkpoints(job.root):
             os.truncate(folder / entry.path, entry.bytes // 2)
             os.kill(os.getpid(), signal.SIGKILL)
         return entry

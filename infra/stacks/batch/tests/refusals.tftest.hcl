@@ -72,12 +72,13 @@ run "an_unknown_type" {
   expect_failures = [var.trainium]
 }
 
-run "a_cpu_type_for_trainium" {
+run "a_type_with_gpus_for_any_nodes" {
   command = plan
   variables {
-    trainium = { shape = "m7i.8xlarge" }
+    trainium  = { shape = "p5.48xlarge" }
+    cpu_nodes = { shape = "p5.4xlarge" }
   }
-  expect_failures = [var.trainium]
+  expect_failures = [var.trainium, var.cpu_nodes]
 }
 
 run "no_nodes_at_all" {

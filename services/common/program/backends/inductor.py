@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +15,23 @@ import torch._inductor.config
 import torch._inductor.cpu_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from services.common.credentials import is_secret
 from services.common.errors import DeviceError
 from services.common.program.backends.inductor_facts import CACHE_VARIABLE
 
 R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+# Parts of names, as `generate_env_vars_string` in torch/_dynamo/debug_utils.py has them.
+_STORED_VARIABLES = ("TORCH", "DYNAMO", "INDUCTOR", "TRITON")
 
 
 class Inductor:
     """Compiles functions; `counter` counts the graphs that were not in the cache."""
 
     def __init__(self) -> None:
+        _forget_secrets()
         torch.use_deterministic_algorithms(True)  # Inductor's own choices, too
         self.counter = CompileCounter()
         torch._inductor.config.post_grad_custom_pre_pass = self.counter
@@ -46,6 +54,18 @@ class Inductor:
                 raise
 
         return call
+
+
+def _forget_secrets() -> None:
+    """Take variables that hold a password or a token out of this process, where torch would store them: with each graph
+    that it compiles goes a script that repeats it, which begins with all variables of such names.
+    """
+    for name, value in list(os.environ.items()):
+        if any(part in name for part in _STORED_VARIABLES) and is_secret(name, value):
+            logger.warning(
+                "%s holds a password or a token: workers do without it, or graphs would be stored with it", name
+            )
+            del os.environ[name]
 
 
 def _is_cache_filled() -> bool:

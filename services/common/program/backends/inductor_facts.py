@@ -15,12 +15,18 @@ from typing import Any
 
 import torch
 
+from services.common.credentials import is_secret
 from services.common.errors import DeviceError
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
+"""Variable that names the folder of Triton's kernels. Where it is unset, Inductor puts them below its own folder."""
 # The cache's place and the number of compile processes change where and how fast, not what.
-_NEUTRAL_VARIABLES = frozenset({CACHE_VARIABLE, "TORCHINDUCTOR_COMPILE_THREADS"})
-_GRAPH_VARIABLES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "ATEN_CPU_CAPABILITY", "CXX", "MKL_", "DNNL_", "ONEDNN_")
+_NEUTRAL_VARIABLES = frozenset({CACHE_VARIABLE, TRITON_CACHE_VARIABLE, "TORCHINDUCTOR_COMPILE_THREADS"})
+_GRAPH_VARIABLES = (
+    *("TORCHINDUCTOR_", "TORCHDYNAMO_", "TRITON_", "ATEN_CPU_CAPABILITY"),
+    *("CXX", "MKL_", "DNNL_", "ONEDNN_"),
+)
 
 
 def inductor_facts(is_compiled: bool) -> dict[str, Any]:
@@ -32,7 +38,7 @@ def inductor_facts(is_compiled: bool) -> dict[str, Any]:
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(_GRAPH_VARIABLES) and name not in _NEUTRAL_VARIABLES
+            if name.startswith(_GRAPH_VARIABLES) and name not in _NEUTRAL_VARIABLES and not is_secret(name, value)
         },
     }
 

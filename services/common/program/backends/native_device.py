@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 
 from services.common.errors import DeviceError
+from services.common.nvidia_smi import describe_kinds
 from services.common.recipe import Device
 
 
@@ -36,6 +35,13 @@ NATIVE_DEVICES: dict[Device, NativeDevice] = {
     "cuda": NativeDevice("nccl", "CUDA_VISIBLE_DEVICES"),
     "neuron": NativeDevice("neuron", "NEURON_RT_VISIBLE_CORES", "torch_neuronx"),
 }
+
+
+CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+"""Variable without which cuBLAS refuses to be deterministic, and the larger of the two values that NVIDIA allows for it
+(https://docs.nvidia.com/cuda/cublas/#results-reproducibility)."""
+GPU_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+"""Variables that change the bits of matrix products on a GPU."""
 
 
 def open_device(name: Device, local_rank: int) -> torch.device:
@@ -57,7 +63,7 @@ def open_device(name: Device, local_rank: int) -> torch.device:
         )
     os.environ[variable] = visible[local_rank]
     if name == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
+        os.environ.setdefault(*CUBLAS_WORKSPACE)
     return torch.device(name, 0)
 
 
@@ -70,7 +76,15 @@ def device_facts(name: Device, is_compiled: bool) -> dict[str, Any]:
         return {}
     require_device(name)
     if name == "cuda":
-        return {"device": _describe_gpus(), "cuda": torch.version.cuda, "triton": version("triton")}
+        variable, default = CUBLAS_WORKSPACE
+        switches = {each: os.environ[each] for each in GPU_VARIABLES if each in os.environ}
+        return {
+            "device": describe_kinds(),
+            "cuda": torch.version.cuda,
+            "triton": version("triton"),
+            # The default is set when a worker opens its device, and the command asks before.
+            "gpu_environment": switches | {variable: os.environ.get(variable, default)},
+        }
     if is_compiled:
         raise DeviceError(
             "parallel.device = 'neuron' runs operation by operation: TorchNeuron has a compiler of its own, which this "
@@ -110,20 +124,3 @@ def _visible_devices(variable: str, num_devices: int) -> list[str]:
         is_range = dash and re.fullmatch(r"\d+", first) and re.fullmatch(r"\d+", last)
         visible += [str(number) for number in range(int(first), int(last) + 1)] if is_range else [name]
     return visible
-
-
-def _describe_gpus() -> list[str]:
-    """Kinds of GPU of this machine: name, compute capability and driver.
-
-    The driver's tool is asked: torch would open the device, in processes too that have no use for one.
-    """
-    if shutil.which("nvidia-smi") is None:
-        raise DeviceError(
-            "nvidia-smi is not on PATH, which says what kind of GPU a graph is compiled for. It comes with the driver; "
-            "in a container, give it the driver's tools (NVIDIA_DRIVER_CAPABILITIES=compute,utility)."
-        )
-    command = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False)
-    if shown.returncode != 0:
-        raise DeviceError(f"{' '.join(command)} failed with {shown.returncode}: {shown.stderr.strip()[:300]}")
-    return sorted(set(shown.stdout.splitlines()))

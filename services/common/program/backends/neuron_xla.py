@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from services.common.credentials import is_secret
 from services.common.errors import DeviceError
 from services.common.image_platform import neuron_chips
 from services.common.instance_types import family_of
@@ -30,6 +31,7 @@ from services.common.program.backends.compiler_shim import CompilerShim, forbid_
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.buckets import choose_num_blocks
 from services.common.program.mesh import AXES, Axis, Mesh
+from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
 from services.common.recipe import Device, Recipe
 
 R = TypeVar("R")
@@ -59,6 +61,13 @@ _GRAPH_VARIABLES = (
 FLAGS_VARIABLE = "NEURON_CC_FLAGS"
 PJRT_VARIABLE = "PJRT_DEVICE"
 NEURON, CPU = "NEURON", "CPU"
+MAX_COLLECTIVE_BYTES = 130 * 10**6
+"""Bytes of the largest tensor that one reduce-scatter sums, or one all-gather makes, in the type in which it is sent.
+
+NxD 0.18 caps both at 130 (`initialize_optimizer_from_class` in trainer/trainer.py: "Bucket cap >140MB causes NaN at
+step 3 (known issue)"), which torch_xla's `CoalescingBuckets` takes as MiB of the tensors in the types in which they are
+sent. It puts whole tensors together, and sends a larger one as it is; here each is cut, of buckets and of activations.
+"""
 DISTRIBUTIONS = ("torch_xla", "torch-neuronx", "libneuronxla", "neuronx-cc", "neuronx_distributed", "nki")
 
 
@@ -80,7 +89,8 @@ class NeuronXla:
         # reads, other ones each time.
         torch.autograd.set_multithreading_enabled(False)
         self.mesh, self.device = mesh, self._xla.device()
-        require_opened(self._xla.runtime.device_type(), os.environ[PJRT_VARIABLE])
+        # Of the device itself: `runtime.device_type()` would read the variable again.
+        require_opened(self._xm.xla_device_hw(self.device), os.environ[PJRT_VARIABLE])
         self._flash_attention: neuron_distributed.FlashAttention | None = None
         if not self._why_without_nxd:
             neuron_distributed.require_groups(mesh)
@@ -114,7 +124,11 @@ class NeuronXla:
             "flash_attention": why_without_nxd(os.environ) or "NxD's, of sequences that it takes",
             "environment": {
                 **PINNED_VARIABLES,
-                **{name: value for name, value in sorted(os.environ.items()) if name.startswith(_GRAPH_VARIABLES)},
+                **{
+                    name: value
+                    for name, value in sorted(os.environ.items())
+                    if name.startswith(_GRAPH_VARIABLES) and not is_secret(name, value)
+                },
             },
         }
 
@@ -135,22 +149,32 @@ class NeuronXla:
         return reduced
 
     def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-        if self.mesh.size(axis) == 1:
+        size = self.mesh.size(axis)
+        if size == 1:
             return x
-        gathered: Tensor = self._xm.all_gather(x, dim=dim, groups=self._groups[axis], pin_layout=False)
-        return gathered
+
+        def gather(part: Tensor, dim: int) -> Tensor:
+            gathered: Tensor = self._xm.all_gather(part, dim=dim, groups=self._groups[axis], pin_layout=False)
+            return gathered
+
+        return all_gather_in_pieces(gather, x, size, dim, MAX_COLLECTIVE_BYTES)
 
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         size = self.mesh.size(axis)
         if size == 1:
             return x
-        scattered: Tensor = self._xm.reduce_scatter(
-            "sum", x, scale=1.0, scatter_dim=dim, shard_count=size, groups=self._groups[axis], pin_layout=False
-        )
-        return scattered
 
-    def fence(self, x: Tensor) -> Tensor:
-        fenced: Tensor = _Fence.apply(x, self._xm)  # type: ignore[no-untyped-call]
+        def scatter(part: Tensor, dim: int) -> Tensor:
+            groups = self._groups[axis]
+            scattered: Tensor = self._xm.reduce_scatter(
+                "sum", part, scale=1.0, scatter_dim=dim, shard_count=size, groups=groups, pin_layout=False
+            )
+            return scattered
+
+        return reduce_scatter_in_pieces(scatter, x, size, dim, MAX_COLLECTIVE_BYTES)
+
+    def fence(self, *tensors: Tensor, after: Tensor) -> tuple[Tensor, ...]:
+        fenced: tuple[Tensor, ...] = _Fence.apply(self._xm, after, *tensors)  # type: ignore[no-untyped-call]
         return fenced
 
     def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor:
@@ -223,14 +247,23 @@ class _Fence(torch.autograd.Function):
     """The identity, which XLA's elimination of common parts does not look through."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, xla_model: Any) -> Tensor:
-        fenced = x.clone()
-        xla_model.optimization_barrier_([fenced])
-        return fenced
+    def forward(ctx: Any, xla_model: Any, after: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        *fenced, first_1 = [each.clone() for each in (*tensors, after.flatten()[:1])]
+        xla_model.optimization_barrier_([*fenced, first_1])
+        # XLA's CPU compiler takes barriers out before it looks for common parts a last time, and before it orders what
+        # there is: of 16 products that 2 layers computed again, 6 were merged all the same. A tensor that needs `after`
+        # in what it is stays another. Where that is no number, neither is what comes of it.
+        is_nan_1 = first_1 != first_1
+        kept = [
+            torch.where(is_nan_1, first_1.to(each.dtype), each) if each.is_floating_point() else each for each in fenced
+        ]
+        # A copy asks for a gradient where its original does: autograd compares what a recomputation saves.
+        ctx.mark_non_differentiable(*(kept[at] for at, each in enumerate(tensors) if not each.requires_grad))
+        return tuple(kept)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *gradients
 
 
 def import_torch_xla() -> ModuleType:
@@ -306,7 +339,8 @@ def require_runtime(environment: Mapping[str, str]) -> None:
         )
 
 
-def require_opened(device_type: str | None, expected: str) -> None:
+def require_opened(device_type: str, expected: str) -> None:
+    """Raise `DeviceError` where torch_xla computes on another kind of hardware than the one that it was told."""
     if device_type != expected:
         raise DeviceError(
             f"torch_xla opened its {device_type} device, and {PJRT_VARIABLE} is {expected}: it was imported before the "

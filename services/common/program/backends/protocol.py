@@ -36,12 +36,13 @@ class Collectives(Protocol):
     way of its own for: see `Backend`."""
 
     mesh: Mesh
+    is_lazy: bool
 
     def index(self, axis: Axis) -> Tensor: ...
     def all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor: ...
     def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor: ...
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor: ...
-    def fence(self, x: Tensor) -> Tensor: ...
+    def fence(self, *tensors: Tensor, after: Tensor) -> tuple[Tensor, ...]: ...
     def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor: ...
 
 
@@ -68,7 +69,8 @@ class Backend(Collectives, Protocol):
       also has the same bits for every number of workers.
     - `all_gather(x, axis, dim)`: the workers' tensors, one behind the other along `dim`.
     - `reduce_scatter(x, axis, dim)`: of the sum, this worker's slice along `dim`, which the workers divide evenly.
-    - `fence(x)`: x, which no compiler moves or merges work across.
+    - `fence(*tensors, after)`: copies of the tensors: a compiler computes nothing of a copy before `after` is there,
+      and takes nothing of it from what it computed of the original. Where `after` has no numbers, they have none.
     - `attend(q, k, v, mask)`: causal attention, see `attention`.
 
     State is made on `host` and placed. On a device that `is_lazy` nothing is computed before a graph ends; a graph is
@@ -89,7 +91,6 @@ class Backend(Collectives, Protocol):
 
     device: torch.device
     host: torch.device
-    is_lazy: bool
 
     def __init__(
         self, mesh: Mesh, threads: int, reduction: str, device: Device = "cpu", local_rank: int = 0

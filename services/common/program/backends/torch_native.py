@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.common.program.attention import attend
-from services.common.program.backends.inductor_facts import CACHE_VARIABLE, inductor_facts
+from services.common.program.backends.inductor_facts import CACHE_VARIABLE, TRITON_CACHE_VARIABLE, inductor_facts
 from services.common.program.backends.native_device import NATIVE_DEVICES, device_facts, open_device
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.mesh import AXES, Axis, Mesh
@@ -68,7 +68,8 @@ class TorchNative:
 
     @staticmethod
     def cache_environment(folder: Path, recipe: Recipe) -> dict[str, str]:
-        return {CACHE_VARIABLE: str(folder)}
+        is_on_gpu = recipe.parallel.device == "cuda"
+        return {CACHE_VARIABLE: str(folder)} | ({TRITON_CACHE_VARIABLE: str(folder / "triton")} if is_on_gpu else {})
 
     def index(self, axis: Axis) -> Tensor:
         return self._indices[axis]
@@ -112,10 +113,14 @@ class TorchNative:
             sums.copy_(self.all_gather(self.reduce_scatter(piece, axis), axis))
         return total.view_as(x)
 
-    def fence(self, x: Tensor) -> Tensor:
-        return x
+    def fence(self, *tensors: Tensor, after: Tensor) -> tuple[Tensor, ...]:
+        return tensors
 
     def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor:
+        if self.device.type == "cuda" and mask_B1SS is not None:
+            # With a mask, torch's only kernel for CUDA that shares key-value heads keeps all of [B, H, S, S].
+            copies = q_BHSN.shape[1] // k_BKSN.shape[1]
+            k_BKSN, v_BKSN = (each.repeat_interleave(copies, dim=1) for each in (k_BKSN, v_BKSN))
         return attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
 
     def place(self, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from services.common.program.layers import (
 )
 from services.common.program.loss import next_token_loss
 from services.common.program.mesh import Mesh
+from services.common.program.tests import neuron_stand_ins
 from services.common.program.worker_group import WorkerGroup
 
 WORKERS = 2
@@ -34,6 +35,7 @@ def compare(folder: Path, environment: WorkerEnvironment) -> None:
     """Leave this worker's results of both, by name."""
     rank = environment.rank
     os.environ["NXD_CPU_MODE"] = "1"  # NxD's own switch: its collectives are gloo's
+    neuron_stand_ins.install()
     group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
     nxd = {name: importlib.import_module(f"neuronx_distributed.parallel_layers.{name}") for name in _MODULES}
     nxd["parallel_state"].initialize_model_parallel(tensor_model_parallel_size=WORKERS)
@@ -70,9 +72,9 @@ def _run_ours(backend: TorchNative) -> Results:
     for name, layer in layers.items():
         layer.weight = nn.Parameter(layer.layout.take(drawn[name]).clone())
 
-    embedded_BSD = reduce_scatter_sequence(embedding(drawn["tokens"]), backend)
-    inner_BSF = F.silu(column(gather_sequence(embedded_BSD, backend)))
-    hidden_BSD = reduce_scatter_sequence(row(inner_BSF), backend)
+    embedded_BSD = reduce_scatter_sequence(embedding(drawn["tokens"]), backend, torch.float32)
+    inner_BSF = F.silu(column(gather_sequence(embedded_BSD, backend, torch.float32)))
+    hidden_BSD = reduce_scatter_sequence(row(inner_BSF), backend, torch.float32)
     loss = next_token_loss(hidden_BSD, head.weight, drawn["targets"], BATCH * LENGTH, backend)
     loss.backward()
     gradients = {f"gradient of {name}": _gradient(layer) for name, layer in layers.items()}

@@ -17,6 +17,7 @@ from services.common.launch.launcher import WorkerGroupSpec
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import AXES, Mesh
+from services.common.program.pieces import reduce_scatter_in_pieces
 from services.common.program.tests import work
 
 
@@ -49,6 +50,50 @@ def test_slices_of_an_exact_sum_have_the_bits_of_the_whole(found: list[dict[str,
     assert torch.equal(torch.cat([results["slice"] for results in found]), found[0]["total"])
 
 
+def test_collectives_in_pieces_give_the_bits_of_one_call(found: list[dict[str, Tensor]]) -> None:
+    """Whatever dimension the shares lie along, and where the last piece is shorter."""
+    for results in found:
+        for name, whole in results.items():
+            if name.startswith("whole "):
+                assert torch.equal(results[name.replace("whole", "cut")], whole), name
+        assert results["bytes of a piece"].max() <= work.PIECE_BYTES
+        assert len(results["bytes of a piece"]) > 4
+
+
+def test_sums_of_a_split_model_are_rounded_once_in_float32(tmp_path: Path) -> None:
+    """In bfloat16 each of 8 additions rounds."""
+    size = work.SUMMING_WORKERS
+    inline.run_workers(work.sum_activations, tmp_path, WorkerGroupSpec(size, 1, size, tmp_path))
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
+    exact_BSD = torch.stack([work.activation_of(rank).double() for rank in range(size)]).sum(0)
+
+    def error(of: Tensor) -> float:
+        return float((of.double() - exact_BSD).norm() / exact_BSD.norm())
+
+    for name in ("forward", "backward"):
+        sums = {
+            dtype: torch.cat([each[f"{name} {dtype}"] for each in found], dim=1)
+            for dtype in (torch.float32, torch.bfloat16)
+        }
+        assert all(each.dtype == torch.bfloat16 for each in sums.values())
+        assert torch.equal(sums[torch.float32], exact_BSD.bfloat16())
+        assert error(sums[torch.float32]) < 0.7 * error(sums[torch.bfloat16]), name
+
+
+@pytest.mark.parametrize("max_bytes", [1, 16, 40, 96])
+def test_no_piece_is_larger_than_the_limit_unless_it_has_one_element_of_each_worker(max_bytes: int) -> None:
+    seen: list[int] = []
+
+    def reduce_scatter(x: Tensor, dim: int) -> Tensor:
+        seen.append(x.nbytes)
+        return x.narrow(dim, 0, x.shape[dim] // 4)
+
+    x = torch.arange(2 * 8 * 3, dtype=torch.float32).view(2, 8, 3)
+    assert torch.equal(reduce_scatter_in_pieces(reduce_scatter, x, 4, 1, max_bytes), x[:, :2])
+    assert max(seen) <= max(max_bytes, 4 * x.element_size())
+    assert sum(seen) == x.nbytes
+
+
 def test_one_worker_needs_no_others() -> None:
     backend, mine = TorchNative(Mesh(0, data_parallel_size=1), 1, "exact"), work.part_of(0)
 
@@ -57,7 +102,7 @@ def test_one_worker_needs_no_others() -> None:
             backend.all_reduce(mine, axis),
             backend.all_gather(mine, axis),
             backend.reduce_scatter(mine, axis),
-            backend.fence(mine),
+            *backend.fence(mine, after=mine),
         ):
             assert torch.equal(result, mine)
     assert backend.defer({"half": torch.tensor(0.5), "yes": torch.tensor(True)}).read() == {"half": 0.5, "yes": 1.0}
@@ -91,6 +136,22 @@ for _ in range(8):
 assert counts[0] > min(counts[1:]) == 0, counts
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_workstation_may_leave_its_gpus_idle_and_a_cuda_image_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in ("cpu", "cuda"):
+        assert choose_backend(device) is TorchNative
+
+    monkeypatch.setenv("MILLRACE_VARIANT", "cuda")
+    assert choose_backend("cuda") is TorchNative
+    for other in ("cpu", "neuron", "xla"):
+        with pytest.raises(DeviceError, match=rf"this is a cuda image, .* and parallel.device is '{other}'"):
+            choose_backend(other)
+
+    monkeypatch.setenv("MILLRACE_VARIANT", "cpu")
+    assert choose_backend("cpu") is TorchNative
+    with pytest.raises(DeviceError, match=r"this is a cpu image, .*make images VARIANT=cuda"):
+        choose_backend("cuda")
 
 
 def test_a_neuron_image_and_a_trainium_node_refuse_to_compute_on_the_cpu(

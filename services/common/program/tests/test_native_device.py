@@ -78,6 +78,15 @@ def test_a_device_that_is_not_there_is_named_before_any_work(
     assert raised.value.exit_code == 4
 
 
+def test_kernels_for_a_gpu_are_kept_with_the_other_graphs(tmp_path: Path) -> None:
+    """Triton has a cache of its own, which would be no part of what the compiler publishes."""
+    for device in ("cpu", "cuda"):
+        places = TorchNative.cache_environment(tmp_path, make_recipe(tmp_path, parallel__device=device))
+        expected = {"TORCHINDUCTOR_CACHE_DIR"} | ({"TRITON_CACHE_DIR"} if device == "cuda" else set())
+        assert places.keys() == expected
+        assert all(Path(place).is_relative_to(tmp_path) for place in places.values())
+
+
 @pytest.mark.parametrize(
     ("visible", "taken"), [(None, "1"), ("4,5,6", "5"), ("2-5", "3"), ("GPU-8f1c-2a,GPU-77e0-9b", "GPU-77e0-9b")]
 )
@@ -102,6 +111,7 @@ def test_more_workers_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) 
         open_device("cuda", local_rank=2)
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")
 def test_losses_on_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, **EAGER)

@@ -25,7 +25,7 @@ from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import Mesh
 from services.common.program.step import Program
 from services.common.program.tests.work import micro_batches_of
-from services.common.recipe import Recipe
+from services.common.recipe import ActivationCheckpointing, Recipe
 from services.common.testing.recipes import make_recipe
 
 needs_torch_xla = pytest.mark.skipif(
@@ -125,8 +125,14 @@ def test_collectives_name_the_groups_of_the_topology(in_the_middle: NeuronXla, a
 def test_what_is_fenced_is_passed_on_with_its_gradient() -> None:
     backend = NeuronXla(ALONE, 1, "fast")
     x = backend.place(torch.tensor([2.0, 3.0])).requires_grad_()
-    (gradient,) = torch.autograd.grad((backend.fence(x) * x).sum(), [x])
-    assert gradient.tolist() == [4.0, 6.0]
+    given = x, backend.place(torch.tensor([0.5])), backend.place(torch.tensor([True]))
+    fenced, constant, mask = backend.fence(*given, after=backend.place(torch.tensor([7.0])))
+    assert [each.requires_grad for each in (fenced, constant, mask)] == [True, False, False]
+    assert [each.dtype for each in (fenced, constant, mask)] == [torch.float32, torch.float32, torch.bool]
+    (gradient,) = torch.autograd.grad((fenced * x * constant * mask).sum(), [x])
+    assert gradient.tolist() == [2.0, 3.0]
+    (behind_nan,) = backend.fence(x, after=backend.place(torch.tensor([float("nan")])))
+    assert behind_nan.isnan().all()
 
 
 def test_a_switch_that_changes_graphs_is_refused() -> None:
@@ -193,6 +199,36 @@ def test_a_backend_is_not_made_without_a_neuron_device(tmp_path: Path, monkeypat
     monkeypatch.delenv("PJRT_DEVICE")
     with pytest.raises(DeviceError, match="torch_xla would compute on the host instead"):
         NeuronXla(ALONE, 1, "fast")
+
+
+class Unclaimed(NeuronXla):
+    """On a node that seems to have what a NeuronCore needs."""
+
+    def _claim_device(self) -> None:
+        pass
+
+
+@needs_torch_xla
+def test_another_device_than_the_one_that_was_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here torch_xla has opened its CPU device before the variable says NEURON."""
+    NeuronXla(ALONE, 1, "fast")
+    monkeypatch.setenv("PJRT_DEVICE", "NEURON")
+    with pytest.raises(DeviceError, match="torch_xla opened its CPU device, and PJRT_DEVICE is NEURON") as raised:
+        Unclaimed(ALONE, 1, "fast")
+    assert raised.value.exit_code == 4
+
+
+@needs_torch_xla
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_what_is_computed_again_has_the_same_losses(
+    recipe: Recipe, tmp_path: Path, mode: ActivationCheckpointing
+) -> None:
+    """Not the same bits: XLA fuses a layer that is computed again otherwise, and rounds between other operations."""
+    again = make_recipe(
+        tmp_path, compile__enabled="false", train__reduction="fast", train__activation_checkpointing=mode
+    )
+    expected = train(recipe, NeuronXla(ALONE, 1, "fast"))
+    assert train(again, NeuronXla(ALONE, 1, "fast")) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["XLA_DOWNCAST_BF16", "XLA_USE_BF16"])

@@ -1,8 +1,12 @@
-"""Our layers against those of neuronx-distributed, with sequence parallelism, wherever that can be imported."""
+"""Our layers against those of neuronx-distributed, with sequence parallelism, wherever that can be imported.
+
+`make test-nxd-parity NXD_SOURCE=CHECKOUT` makes an environment in which its source can, without a Neuron package.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,16 +18,24 @@ from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec
 from services.common.program.backends.neuron_distributed import require_groups
 from services.common.program.mesh import Mesh
-from services.common.program.tests import nxd_parity
+from services.common.program.tests import neuron_stand_ins, nxd_parity
 from services.common.program.worker_group import WorkerGroup
 
 
 @pytest.fixture(scope="module", autouse=True)
 def needs_nxd() -> None:
     try:
+        neuron_stand_ins.install()
         importlib.import_module("neuronx_distributed.parallel_layers")
     except ImportError as error:
-        pytest.skip(f"neuronx_distributed cannot be imported here, as it can in a neuron image ({error})")
+        reason = (
+            f"neuronx_distributed cannot be imported ({error}). It needs torch 2.9, torch_xla 2.9, transformers 4 "
+            f"(5 has no transformers.utils.fx) and the Neuron packages, or stand-ins for them: with a checkout of "
+            f"github.com/aws-neuron/neuronx-distributed run make test-nxd-parity NXD_SOURCE=CHECKOUT"
+        )
+        if neuron_stand_ins.SOURCE_VARIABLE in os.environ:
+            pytest.fail(reason)
+        pytest.skip(reason)
 
 
 def test_layers_and_loss_have_the_outputs_and_gradients_of_nxd_s(tmp_path: Path) -> None:

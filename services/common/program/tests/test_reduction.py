@@ -48,6 +48,16 @@ def test_a_number_of_leaves_that_is_no_power_of_two_is_summed_too(count: int) ->
     assert torch.equal(tree.result(), torch.full((4,), float(count)))
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
+def test_the_sum_of_workers_parts_is_the_tree_s_and_leaves_them_as_they_are(count: int) -> None:
+    parts, tree = _leaves()[:count], TreeSum()
+    for leaf in _leaves()[:count]:
+        tree.add(leaf)
+
+    assert torch.equal(sum_in_tree(parts), tree.result())
+    assert all(torch.equal(part, leaf) for part, leaf in zip(parts, _leaves(), strict=False))
+
+
 def test_a_running_sum_adds_in_a_row_and_holds_one_tensor() -> None:
     leaves, in_a_row = _leaves(), torch.zeros(1000)
     for leaf in leaves:

@@ -12,8 +12,10 @@ import torch
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends import torch_native
 from services.common.program.backends.torch_native import TorchNative
+from services.common.program.layers import gather_sequence, reduce_scatter_sequence
 from services.common.program.mesh import AXES, Mesh, make_mesh
 from services.common.program.micro_batch import MicroBatch
+from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
@@ -56,6 +58,59 @@ def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_native, "PIECE_ELEMENTS", mine.numel() // 2 + 1)  # the last piece is shorter
         results["in pieces"] = backend.all_reduce(mine, "data")
+    results |= run_in_pieces(rank)
+    torch.save(results, folder / f"{rank}.pt")
+    group.barrier()
+    group.leave()
+
+
+PIECE_BYTES = 100
+
+
+def run_in_pieces(rank: int) -> dict[str, torch.Tensor]:
+    """Collectives of all workers along each dimension of [4, 8, 12], by one call and by calls of PIECE_BYTES."""
+    backend, seen = TorchNative(Mesh(rank, WORKERS), 1, "fast"), list[int]()
+
+    def gather(x: torch.Tensor, dim: int) -> torch.Tensor:
+        seen.append(WORKERS * x.nbytes)
+        return backend.all_gather(x, "data", dim)
+
+    def scatter(x: torch.Tensor, dim: int) -> torch.Tensor:
+        seen.append(x.nbytes)
+        return backend.reduce_scatter(x, "data", dim)
+
+    results = dict[str, torch.Tensor]()
+    mine = torch.arange(4 * 8 * 12, dtype=torch.float32).view(4, 8, 12) + 1000 * rank
+    for dim in range(mine.ndim):
+        results |= {
+            f"whole gather {dim}": backend.all_gather(mine, "data", dim),
+            f"cut gather {dim}": all_gather_in_pieces(gather, mine, WORKERS, dim, PIECE_BYTES),
+            f"whole scatter {dim}": backend.reduce_scatter(mine, "data", dim),
+            f"cut scatter {dim}": reduce_scatter_in_pieces(scatter, mine, WORKERS, dim, PIECE_BYTES),
+        }
+    return results | {"bytes of a piece": torch.tensor(seen)}
+
+
+SUMMED = (2, 64, 128)
+SUMMING_WORKERS = 8
+
+
+def activation_of(rank: int) -> torch.Tensor:
+    """bfloat16, as a worker of a split model has it before the sum over the workers."""
+    return torch.randn(SUMMED, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+
+def sum_activations(folder: Path, environment: WorkerEnvironment) -> None:
+    """Leave this worker's slice of the sum of all activations, and of gradients of a gathered one, in each type."""
+    rank = environment.rank
+    group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
+    backend = TorchNative(Mesh(rank, 1, environment.world_size), 1, "fast")
+    results = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        results[f"forward {dtype}"] = reduce_scatter_sequence(activation_of(rank), backend, dtype)
+        slice_BSD = torch.zeros_like(results[f"forward {dtype}"]).requires_grad_()
+        gathered_BSD = gather_sequence(slice_BSD, backend, dtype)
+        (results[f"backward {dtype}"],) = torch.autograd.grad(gathered_BSD, [slice_BSD], activation_of(rank))
     torch.save(results, folder / f"{rank}.pt")
     group.barrier()
     group.leave()
@@ -132,7 +187,7 @@ def train_on(mesh: Mesh, folder: Path, num_steps: int = PARALLEL_STEPS, /, **ove
     evaluated = defer({"loss": program.evaluate(batches.__getitem__, len(batches))}).read()
     return {
         "numbers": {**found, "evaluation": [evaluated["loss"]]},
-        "state": {piece.key: tensor.clone() for piece, tensor in program.owned_state().items()},
+        "state": {piece.key: tensor.clone() for piece, tensor in program.begin_snapshot()().items()},
         "num_held": sum(map(len, (*program.optimizer.exp_avg_S, *program.optimizer.exp_avg_sq_S))),
     }
 
@@ -160,7 +215,8 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
             results[name + SHARDED + ROUNDED] = train_on(mesh, own, parallel__zero_stage="1", **WITH_ROUNDED_WEIGHTS)
         if mesh.tensor_parallel_size > 1:
             results[name + LONG] = train_on(mesh, own, MANY_STEPS)
-            results[name + RECOMPUTED] = train_on(mesh, own, train__activation_checkpointing="full")
+            mode = "selective" if mesh.data_parallel_size > 1 else "full"
+            results[name + RECOMPUTED] = train_on(mesh, own, train__activation_checkpointing=mode)
         if mesh.data_parallel_size == 1:
             results[name + IN_DOCUMENTS] = train_on(mesh, own, **WITH_DOCUMENTS)
     results["data 4" + FAST] = train_on(meshes["data 4"], own, train__reduction="fast")

@@ -16,7 +16,14 @@ from services.common.recipe_file import load_recipe
 from services.tokenizer.plan import make_plan
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tests.bad_input.stage import PIECES, TEXTS, Stage, cut_off, jsonl, overwrite, write_parquet
-from services.tokenizer.tests.builders import decode_documents, make_documents, make_text, published, write_recipe
+from services.tokenizer.tests.builders import (
+    MAX_DOCUMENT_BYTES,
+    decode_documents,
+    make_documents,
+    make_text,
+    published,
+    write_recipe,
+)
 from services.tokenizer.vocabulary.provision import provide_vocabulary
 from services.tokenizer.vocabulary.training import train_vocabulary
 
@@ -87,7 +94,7 @@ def test_an_input_that_is_removed_before_it_is_read_is_named(stage: Stage, tmp_p
 def test_an_input_that_is_written_while_it_is_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl([make_text(1_000_000, seed=seed).decode() for seed in range(6)]))
     [file] = list_inputs(Source(uri=str(tmp_path / "a.jsonl")))
-    batches = read_documents(cut_file(file, 10**9), "replace")
+    batches = read_documents(cut_file(file, 10**9, MAX_DOCUMENT_BYTES), "replace", MAX_DOCUMENT_BYTES)
     assert len(next(batches)) >= 4
     append(tmp_path / "a.jsonl")
     with pytest.raises(ArtifactError, match=r"a\.jsonl: changed while"):

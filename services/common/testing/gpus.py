@@ -1,0 +1,44 @@
+"""A machine with NVIDIA GPUs, as far as its driver's tool tells: an nvidia-smi of a test's own, which really runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from services.common.nvidia_smi import VISIBLE_VARIABLE
+
+H200 = {
+    "name": "NVIDIA H200",
+    "compute_cap": "9.0",
+    "driver_version": "580.95.05",
+    "memory.total": "143771",
+    "memory.used": "4",
+}
+"""An idle H200 as nvidia-smi describes it, with memory in MiB."""
+_PROGRAM = """#!{python}
+import json, sys
+(fields,) = (each.partition("=")[2].split(",") for each in sys.argv if each.startswith("--query-gpu="))
+for gpu in json.loads({gpus!r}):
+    print(", ".join(gpu[field] for field in fields))
+"""
+
+
+def install_gpus(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: Sequence[dict[str, str]]) -> None:
+    """Let nvidia-smi tell of these GPUs, numbered in their order, all of which CUDA shows to this process."""
+    numbered = [{"index": str(number), "uuid": f"GPU-{number}a", **gpu} for number, gpu in enumerate(gpus)]
+    install_nvidia_smi(monkeypatch, folder, _PROGRAM.format(python=sys.executable, gpus=json.dumps(numbered)))
+
+
+def install_nvidia_smi(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
+    """Let `program`, a script with its first line, be the nvidia-smi that is found on PATH."""
+    folder.mkdir()
+    path = folder / "nvidia-smi"
+    path.write_text(program, encoding="utf-8")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.delenv(VISIBLE_VARIABLE, raising=False)

@@ -1,0 +1,237 @@
+"""Processes of a command that are frozen or killed, and calls that hang: a signal ends the command, or a second one.
+
+Whatever happens, nothing of the command is left: no process, no folder, nothing in shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.common.launch import fork_server
+from services.common.launch.guard import semaphore_prefix
+from services.common.launch.process_family import MARK, STOPPED_SECONDS, is_stopped
+from services.common.stop_signals import REPEAT_SECONDS, say_if_heard
+from services.common.testing.waiting import wait_until
+from services.common.tests.builders import REPOSITORY
+
+pytestmark = pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="a guard reads Linux's /proc")
+
+SEVERAL = pytest.mark.slow
+PRELOAD = "services.common.tests.work"
+WORKERS, TASKS = ("workers", PRELOAD), ("tasks",)
+
+
+def freeze_and_kill(process: psutil.Process) -> None:
+    process.suspend()
+    process.kill()
+
+
+ACTIONS: dict[str, Callable[[psutil.Process], None]] = {
+    "frozen": psutil.Process.suspend,
+    "killed": psutil.Process.kill,
+    "frozen-and-killed": freeze_and_kill,
+}
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start the stage in small, with a temporary folder of its own, and see to it that it has ended."""
+    started: list[subprocess.Popen[str]] = []
+    (tmp_path / "temporary").mkdir()
+
+    def begin(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.common.tests.stage", *arguments],
+            cwd=REPOSITORY,
+            env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def start_two(start: Start, folder: Path, behaviour: tuple[str, ...]) -> subprocess.Popen[str]:
+    """A command that has started two processes, which block."""
+    work = folder / "work"
+    work.mkdir()
+    process = start(behaviour[0], str(work), *behaviour[1:])
+    wait_until(lambda: len(list(work.glob("pid-*"))) == 2, process=process)
+    return process
+
+
+def find_process(command: psutil.Process, name: str) -> psutil.Process:
+    """The command itself, its guard, its fork server, its resource tracker, or the last one of its workers."""
+    if name == "command":
+        return command
+    family = command.children(recursive=True)
+    signs = {"guard": "launch.guard", "server": "fork_server", "tracker": "resource_tracker", "task": "spawn_main"}
+    if name == "worker":
+        server = find_process(command, "server")
+        return server.children()[-1]
+    return next(each for each in family if signs[name] in " ".join(each.cmdline()))
+
+
+def require_nothing_left(folder: Path, family: list[psutil.Process], mark: str) -> None:
+    def left() -> list[object]:
+        alive = [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        shared = Path("/dev/shm").glob(f"*{semaphore_prefix(mark)}*")
+        return [*alive, *(folder / "temporary").glob("millrace-*/*"), *shared]
+
+    wait_until(lambda: not left())
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "name", "action"),
+    [
+        *((WORKERS, name, action) for name in ("command", "guard", "server", "worker") for action in list(ACTIONS)[:2]),
+        *(
+            pytest.param(behaviour, name, action, marks=SEVERAL)
+            for behaviour, names, actions in (
+                (WORKERS, ("command", "guard", "server", "worker"), list(ACTIONS)[2:]),
+                (TASKS, ("command", "guard", "tracker", "task"), list(ACTIONS)),
+            )
+            for name in names
+            for action in actions
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else value,
+)
+def test_a_command_of_which_any_process_is_frozen_or_killed_ends_with_one_signal_and_leaves_nothing(
+    tmp_path: Path, start: Start, behaviour: tuple[str, ...], name: str, action: str
+) -> None:
+    process = start_two(start, tmp_path, behaviour)
+    command = psutil.Process(process.pid)
+    family = command.children(recursive=True)
+    mark = find_process(command, "server" if behaviour == WORKERS else "task").environ()[MARK]
+    ACTIONS[action](find_process(command, name))
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+
+    assert process.returncode == (-signal.SIGKILL if name == "command" and action != "frozen" else 75), output
+    assert "Traceback" not in output
+    require_nothing_left(tmp_path, family, mark)
+
+
+@SEVERAL
+def test_nothing_is_left_in_shared_memory_where_who_would_remove_it_was_killed_before(
+    tmp_path: Path, start: Start
+) -> None:
+    process = start_two(start, tmp_path, TASKS)
+    command = psutil.Process(process.pid)
+    family, mark = command.children(recursive=True), find_process(command, "task").environ()[MARK]
+    assert list(Path("/dev/shm").glob(f"*{semaphore_prefix(mark)}*"))
+    find_process(command, "tracker").kill()
+    process.kill()
+    process.communicate()
+
+    require_nothing_left(tmp_path, family, mark)
+
+
+def is_watching(guard: int) -> bool:
+    """The guard ignores stop signals once it has begun."""
+    status = Path(f"/proc/{guard}/status").read_text(encoding="ascii")
+    (ignored,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigIgn"))
+    return bool(int(ignored, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def is_in_futex(pid: int) -> bool:
+    """Does the main thread wait for a lock, for longer than it takes to get Python's?"""
+    for _ in range(10):
+        if "futex" not in Path(f"/proc/{pid}/wchan").read_text(encoding="ascii"):
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize(("arguments", "exit_code"), [((), 75), (("holding",), -signal.SIGKILL)], ids=["free", "held"])
+def test_a_second_signal_ends_a_command_that_hangs_in_c(
+    start: Start, arguments: tuple[str, ...], exit_code: int
+) -> None:
+    """Where Python's lock is free, a thread ends the command with its exit code; else the guard kills it."""
+    process = start("hang", *arguments)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    guard = find_process(psutil.Process(process.pid), "guard")
+    wait_until(lambda: is_watching(guard.pid) and is_in_futex(process.pid))
+    process.send_signal(signal.SIGTERM)
+    time.sleep(2 * REPEAT_SECONDS)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+
+    assert process.returncode == exit_code
+    assert output.startswith("millrace: ")
+    assert "Traceback" not in output
+
+
+def test_who_ends_a_command_does_not_wait_for_the_reader_of_a_full_pipe() -> None:
+    """A paused pager, or a container's log that is blocked: stderr takes nothing, and nobody closes it."""
+    reader, writer = os.pipe()
+    stderr = os.dup(2)
+    try:
+        os.set_blocking(writer, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x")
+        os.set_blocking(writer, True)
+        os.dup2(writer, 2)
+        say_if_heard("not heard")
+        os.read(reader, 2**16)
+        say_if_heard("heard")
+    finally:
+        os.dup2(stderr, 2)
+        for each in (stderr, writer):
+            os.close(each)
+    with os.fdopen(reader, "rb") as file:
+        assert file.read().endswith(b"heard")
+
+
+def test_a_frozen_task_is_killed_and_the_command_says_so_and_ends_with_75(tmp_path: Path, start: Start) -> None:
+    process = start_two(start, tmp_path, TASKS)
+    task = find_process(psutil.Process(process.pid), "task")
+    task.suspend()
+    output, _ = process.communicate(timeout=120)
+
+    assert process.returncode == 75
+    assert f"(pid {task.pid}): killed, because it was stopped" in output
+    assert "Traceback" not in output
+
+
+@SEVERAL
+def test_what_is_stopped_with_its_command_goes_on_with_it(tmp_path: Path, start: Start) -> None:
+    """As Ctrl-Z and `fg` have it: the guard lets the workers be."""
+    process = start_two(start, tmp_path, WORKERS)
+    command = psutil.Process(process.pid)
+    worker = find_process(command, "worker")
+    for each in (command, worker):
+        each.suspend()
+    time.sleep(2 * STOPPED_SECONDS)
+    for each in (worker, command):
+        assert is_stopped(each.pid)
+        each.resume()
+    wait_until(lambda: not is_stopped(process.pid))
+
+    assert worker.is_running()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert process.returncode == 75

@@ -1,0 +1,93 @@
+"""GPUs of a machine: what the driver's tool says of them, and the peaks that are published of their kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import DeviceError
+from services.common.gpu_peaks import find_peak, sum_peaks
+from services.common.nvidia_smi import VISIBLE_VARIABLE, describe_kinds, list_gpus, list_visible_gpus
+from services.common.testing.gpus import H200, install_gpus, install_nvidia_smi
+
+L4 = H200 | {"name": "NVIDIA L4", "compute_cap": "8.9", "memory.total": "23034"}
+
+
+def test_a_machine_has_as_many_kinds_as_its_gpus_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_gpus(monkeypatch, tmp_path / "bin", [H200, L4, H200])
+
+    assert describe_kinds() == ["NVIDIA H200, 9.0, 580.95.05", "NVIDIA L4, 8.9, 580.95.05"]
+    assert [gpu.memory_bytes for gpu in list_gpus()] == [size * 2**20 for size in (143771, 23034, 143771)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        (None, [0, 1, 2]),
+        ("2,0", [2, 0]),
+        ("GPU-1", [1]),
+        ("", []),
+        ("1,7,2", [1]),  # as CUDA: nothing behind a number that is no GPU's
+    ],
+)
+def test_cuda_shows_the_gpus_that_the_environment_names(
+    visible: str | None, indices: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install_gpus(monkeypatch, tmp_path / "bin", [H200, L4, H200])
+    if visible is not None:
+        monkeypatch.setenv(VISIBLE_VARIABLE, visible)
+
+    assert [gpu.index for gpu in list_visible_gpus()] == indices
+
+
+def test_a_slice_of_a_gpu_has_neither_its_memory_nor_its_peak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_gpus(monkeypatch, tmp_path / "bin", [H200])
+    monkeypatch.setenv(VISIBLE_VARIABLE, "MIG-5c1f")
+
+    (found,) = list_visible_gpus()
+    assert found.memory_bytes is None
+    assert find_peak(found.name) is None
+
+
+def test_memory_that_the_driver_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_gpus(monkeypatch, tmp_path / "bin", [H200 | {"memory.total": "[N/A]", "memory.used": "[N/A]"}])
+
+    (found,) = list_gpus()
+    assert (found.memory_bytes, found.used_bytes) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n", "failed with 9: NVIDIA-SMI has failed"),
+        ("#!/bin/sh\necho 'NVIDIA H200'\n", "was asked for 6 values"),
+    ],
+)
+def test_a_driver_that_cannot_say_is_named_with_its_words(
+    program: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install_nvidia_smi(monkeypatch, tmp_path / "bin", program)
+
+    with pytest.raises(DeviceError, match=said):
+        list_gpus()
+
+
+def test_without_the_drivers_tool_the_message_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+
+    with pytest.raises(DeviceError, match="nvidia-smi is not on PATH"):
+        list_gpus()
+
+
+def test_a_gpu_has_the_peak_of_its_own_name_and_of_no_similar_one() -> None:
+    assert find_peak("NVIDIA H200") == 989e12
+    assert find_peak("NVIDIA H100 PCIe") == 756e12
+    assert find_peak("NVIDIA H200 MIG 1g.18gb") is None
+    assert find_peak("H200") is None
+
+
+def test_peaks_add_up_where_all_are_known() -> None:
+    assert sum_peaks(["NVIDIA H200", "NVIDIA H200"]) == 2 * 989e12
+    assert sum_peaks(["NVIDIA H200", "NVIDIA H300"]) is None
+    assert sum_peaks([]) is None

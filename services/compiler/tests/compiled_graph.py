@@ -1,0 +1,75 @@
+"""What XLA's compiler for CPUs makes of a micro-batch's graph; `python -m` compiles some.
+
+torch_xla shows graphs as they are before a compiler has seen them (`_get_xla_tensors_hlo`). The compiler writes down
+what it makes of each where XLA_FLAGS says so, which XLA reads once, so they are compiled by a process of their own. Of
+the files that appear, those that end in `cpu_after_optimizations.txt` are what is executed; with
+`--xla_dump_hlo_pass_re=.*` there is one after each pass, which tells the pass that a product went with.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import get_args
+
+from torch import Tensor
+
+from services.common.program.mesh import make_mesh
+from services.common.program.micro_batch import make_synthetic_micro_batch
+from services.common.program.step import Program
+from services.common.recipe import ActivationCheckpointing
+from services.common.testing.recipes import make_recipe
+from services.compiler.neuron_trace import TracedXla
+
+LAYERS = 2
+MODES = get_args(ActivationCheckpointing)
+SMALL = {
+    "model__num_hidden_layers": f"{LAYERS}",
+    "model__num_attention_heads": "8",
+    "model__num_key_value_heads": "8",
+    "model__vocab_size": "512",
+    "tokenizer__train__vocab_size": "512",
+    "parallel__device": "xla",
+    "train__reduction": "fast",
+}
+OPERATION = re.compile(r"^ *(?:ROOT )?%?[\w.-]+ = (?:\(.*?\)|\S+) ([a-z][\w-]*)\(", re.MULTILINE)
+
+
+def count_operations(folder: Path, tensor_parallel_size: int) -> dict[str, Counter[str]]:
+    """How often each operation is in the compiled graph of a micro-batch, by `train.activation_checkpointing`."""
+    flags = ("--xla_dump_hlo_as_text", "--xla_backend_optimization_level=0")  # of LLVM, after all passes over graphs
+    told = " ".join((f"--xla_dump_to={folder / 'graphs'}", *flags))
+    environment = {**os.environ, "XLA_FLAGS": told, "PJRT_DEVICE": "CPU"}
+    command = [sys.executable, "-m", __name__, str(folder), f"{tensor_parallel_size}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    compiled = sorted((folder / "graphs").glob("module_*SyncTensorsGraph*cpu_after_optimizations.txt"))
+    texts = [path.read_text(encoding="utf-8") for path in compiled]
+    return {mode: Counter(OPERATION.findall(text)) for mode, text in zip(MODES, texts, strict=True)}
+
+
+class _CompiledXla(TracedXla):
+    """Lets torch_xla compile the first graph, and compute none."""
+
+    def end_graph(self) -> None:
+        pending: list[Tensor] = self._pending_tensors()
+        if pending and not self.met:
+            self._xla._XLAC._xla_warm_up_cache(pending, [])
+        super().end_graph()
+
+
+def _compile(folder: Path, tensor_parallel_size: str) -> None:
+    """Of each mode a graph, in their order: that of rank 0 of a model's workers."""
+    for mode in MODES:
+        changed = {"parallel__tensor_parallel_size": tensor_parallel_size, "train__activation_checkpointing": mode}
+        recipe = make_recipe(folder, **SMALL, **changed)
+        backend = _CompiledXla(make_mesh(recipe, 0, recipe.parallel.num_workers), threads=1)
+        Program(recipe, backend).train_step(0, [make_synthetic_micro_batch(recipe)])
+
+
+if __name__ == "__main__":
+    _compile(Path(sys.argv[1]), sys.argv[2])

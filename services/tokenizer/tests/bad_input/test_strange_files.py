@@ -1,0 +1,84 @@
+"""Pipes, devices, sockets and links in the place of a text or of a vocabulary are named, and not waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.common.testing.strange_files import STRANGE_FILES, replace_by
+from services.tokenizer.sources import file_system
+from services.tokenizer.tests.bad_input.stage import Stage, write_parquet
+
+OF_A_PERSON = ("link outside",)
+"""A path that a person names may be a link, and may lead anywhere."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "a" / "b"
+    made.mkdir(parents=True)
+    return made
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STRANGE_FILES if kind not in OF_A_PERSON])
+def test_a_vocabulary_that_is_no_regular_file_is_refused(stage: Stage, folder: Path, kind: str) -> None:
+    write_parquet(folder / "text.parquet")
+    replace_by(kind, folder / "tokenizer.model")
+
+    message = stage.refuse(3, folder / "text.parquet", tokenizer__model=str(folder / "tokenizer.model"))
+
+    assert "tokenizer.model: cannot be read" in message
+    assert "--root" not in message
+
+
+def test_a_vocabulary_behind_a_link_is_read(stage: Stage, folder: Path, model: Path) -> None:
+    write_parquet(folder / "text.parquet")
+    (folder / "link").symlink_to(model)
+
+    assert stage.run(folder / "text.parquet", tokenizer__model=str(folder / "link")) == 0
+
+
+def test_a_file_that_is_larger_than_any_vocabulary_is_refused(
+    stage: Stage, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_parquet(folder / "text.parquet")
+    monkeypatch.setattr(file_system, "MAX_VOCABULARY_BYTES", 1_000)
+
+    message = stage.refuse(3, folder / "text.parquet")
+
+    assert "it has more than 1,000 bytes" in message
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STRANGE_FILES if kind not in OF_A_PERSON])
+@pytest.mark.parametrize("name", ["a.txt", "a.parquet"])
+def test_a_source_that_is_no_regular_file_is_refused(stage: Stage, folder: Path, name: str, kind: str) -> None:
+    replace_by(kind, folder / name)
+    if kind == "folder":
+        replace_by("pipe", folder / name / "b.txt")
+
+    message = stage.refuse(3, folder / name)
+
+    assert str(folder / name) in message
+
+
+@pytest.mark.parametrize(
+    ("uri", "kind"), [*((".", kind) for kind in STRANGE_FILES if kind != "folder"), ("*.txt", "link outside")]
+)
+def test_what_is_no_regular_file_of_a_folder_of_text_is_refused(
+    stage: Stage, folder: Path, uri: str, kind: str
+) -> None:
+    (folder / "a.txt").write_text("a text", encoding="utf-8")
+    replace_by(kind, folder / "b.txt")
+
+    message = stage.refuse(3, folder / uri)
+
+    assert "b.txt: cannot be read" in message or "pipe: cannot be read" in message
+
+
+@pytest.mark.parametrize("name", ["x" * 5_000, "a/" * 2_500])
+def test_a_name_of_5000_letters_is_refused(stage: Stage, folder: Path, name: str) -> None:
+    write_parquet(folder / "text.parquet")
+
+    for uri, model in ((folder / name, None), (folder / "text.parquet", folder / name)):
+        assert stage.run(uri, **({"tokenizer__model": str(model)} if model else {})) in (2, 3)

@@ -1,0 +1,294 @@
+"""The files of a checkpoint make up one state, each element once, of one run, step and layout; or nothing is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+from services.common.artifacts.checkpoint import CheckpointManifest, shard_name
+from services.common.artifacts.store import open_artifact
+from services.common.entry_point import exit_code_of
+from services.common.errors import ArtifactError
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.llama import parameter_shapes
+from services.common.testing.manifests import forge, reseal
+from services.trainer.__main__ import main
+from services.trainer.checkpoint import verify_state
+from services.trainer.export import export
+from services.trainer.inspection import inspect
+from services.trainer.job import Job
+from services.trainer.loop import load_part, train
+from services.trainer.run import open_run
+from services.trainer.sample import load_weights
+from services.trainer.shards import ORIGIN, ShardReader
+from services.trainer.tests.builders import make_program, write_recipe
+from services.trainer.tests.runs import checkpoints, state_hash
+
+ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+FILES = (shard_name(0), shard_name(1))
+NORM = "weight/model.norm.weight[0:16]"
+MOMENT = "exp_avg/model.embed_tokens.weight[0:300,0:16]"
+
+Tensors = dict[str, torch.Tensor]
+Files = tuple[Tensors, Tensors]
+Fields = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def two_steps(new_shared_job: Callable[..., Job]) -> Job:
+    """A run of one worker with checkpoints after both of its steps, the second one in two files, as an import's is."""
+    job = new_shared_job("published", train__max_steps="2", checkpoint__interval_steps="1")
+    train(job, ALONE)
+    folder = job.checkpoint_address(2).path
+    before = state_hash(folder)
+    rewrite(folder, lambda files: move(files, list(files[0])[len(files[0]) // 2 :]))
+    assert state_hash(folder) == before
+    return job
+
+
+@pytest.fixture
+def job(two_steps: Job, tmp_path: Path) -> Job:
+    """A copy of the run, to be changed."""
+    shutil.copytree(two_steps.root, tmp_path / "copy")
+    return replace(two_steps, root=tmp_path / "copy")
+
+
+def read(path: Path) -> tuple[Tensors, dict[str, str]]:
+    with safetensors.safe_open(path, "pt") as file:
+        # Copies: the file that they are mapped from is written again.
+        return {key: file.get_tensor(key).clone() for key in file.keys()}, file.metadata()  # noqa: SIM118 - no mapping
+
+
+def rewrite(folder: Path, change: Callable[[Files], object]) -> None:
+    """Write both files again, and a manifest that vouches for them."""
+    tensors, metadata = read(folder / FILES[0])
+    more = read(folder / FILES[1])[0] if (folder / FILES[1]).exists() else {}
+    files = (tensors, more)
+    change(files)
+    for name, content in zip(FILES, files, strict=True):
+        (folder / name).write_bytes(safetensors.torch.save(content, metadata))
+
+    origins = dict.fromkeys(FILES, json.loads(metadata[ORIGIN]))
+    forge(folder, lambda fields: fields["checkpoint"].update(shards=origins))
+
+
+def move(files: Files, keys: list[str]) -> None:
+    files[1].update({key: files[0].pop(key) for key in keys})
+
+
+def holder(files: Files, key: str) -> Tensors:
+    return next(file for file in files if key in file)
+
+
+def give_twice(files: Files) -> None:
+    """Another value of the same slice, in the other file."""
+    for file in files:
+        file[NORM] = file.get(NORM, torch.full((16,), 7.0))
+
+
+def overlap_boxes(files: Files) -> None:
+    whole = holder(files, MOMENT).pop(MOMENT)
+    files[0]["exp_avg/model.embed_tokens.weight[0:200,0:16]"] = whole[:200].clone()
+    files[1]["exp_avg/model.embed_tokens.weight[199:300,0:16]"] = whole[199:].clone()
+
+
+def overlap_runs(files: Files) -> None:
+    norm = holder(files, NORM).pop(NORM)
+    files[0][f"{NORM}.flat[0:9]"] = norm[:9].clone()
+    files[1][f"{NORM}.flat[8:16]"] = norm[8:].clone()
+
+
+def leave_a_gap(files: Files) -> None:
+    whole = holder(files, MOMENT).pop(MOMENT)
+    files[0]["exp_avg/model.embed_tokens.weight[0:300,0:8]"] = whole[:, :8].clone()
+    files[1]["exp_avg/model.embed_tokens.weight[0:300,9:16]"] = whole[:, 9:].clone()
+
+
+MISFITS = {
+    "equal keys": (give_twice, (NORM, f"is there twice: {NORM} in {FILES[0]} and {NORM} in {FILES[1]}")),
+    "overlapping boxes": (
+        overlap_boxes,
+        ("embed_tokens.weight[199:200,0:16] is there twice", "[0:200,0:16] in", "[199:300,0:16] in", *FILES),
+    ),
+    "overlapping runs": (overlap_runs, ("weight/model.norm.weight[8:9] is there twice", "[0:9]", "[8:16]", *FILES)),
+    "a gap": (
+        leave_a_gap,
+        ("exp_avg/model.embed_tokens.weight[0:300,8:9] is missing, beside", "[0:300,0:8]", "[0:300,9:16]", *FILES),
+    ),
+    "a tensor that no file has": (
+        lambda files: holder(files, MOMENT).pop(MOMENT),
+        (f"{MOMENT} is missing: no file has a slice of this tensor",),
+    ),
+    "one kind's tensor under another kind's name": (
+        lambda files: files[0].update(
+            {"weight/model.embed_tokens.weight[0:1,0:16]": holder(files, MOMENT)[MOMENT][:1].clone()}
+        ),
+        ("weight/model.embed_tokens.weight[0:1,0:16] is there twice",),
+    ),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_files_that_do_not_have_each_element_once_are_read_by_nothing(job: Job, tmp_path: Path, misfit: str) -> None:
+    change, said = MISFITS[misfit]
+    rewrite(job.checkpoint_address(2).path, change)
+
+    require_unread(job, tmp_path, *said)
+
+
+def require_unread(job: Job, tmp_path: Path, *said: str) -> None:
+    """Resume, inspection, export, sampling and doctor refuse the newest checkpoint, and say this of it."""
+    run = open_run(job.root, job.run)
+    told = [load_part(job, make_program(job.recipe), step=2)]
+    for work in (
+        lambda: verify_state(job.recipe, job.corpus, "size")(run.checkpoint),
+        lambda: list(inspect(run.checkpoint, job.recipe)),
+        lambda: load_weights(run),
+        lambda: export(run, tmp_path / "exported"),
+    ):
+        with pytest.raises(ArtifactError) as caught:
+            work()
+        told.append(str(caught.value))
+    assert [(text, each) for text in told for each in said if each not in text] == []
+    assert not (tmp_path / "exported").exists()
+
+
+def test_what_does_not_fit_ends_with_3_and_a_run_continues_from_the_checkpoint_before(
+    job: Job, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    expected = state_hash(job.checkpoint_address(2).path)
+    rewrite(job.checkpoint_address(2).path, give_twice)
+    options = ["--recipe", str(write_recipe(tmp_path)), "--root", str(job.root)]
+
+    for command in (["inspect-checkpoint"], ["sample"], ["export", "--output", str(tmp_path / "exported")]):
+        assert exit_code_of(lambda: main([*command, *options])) == 3  # noqa: B023 - called at once
+        printed = capfd.readouterr()
+        assert f"{NORM} is there twice" in printed.err, command
+        assert "verified" not in printed.out
+    train(job, ALONE)
+
+    assert state_hash(checkpoints(job.root)["step-00000002"]) == expected
+
+
+def take_from_step_1(folder: Path) -> None:
+    """All bytes and checksums fit; the file is that of another step."""
+    shutil.copy(folder.with_name("step-00000001") / FILES[0], folder / FILES[0])
+    (folder / FILES[1]).unlink()
+
+
+def change_origin(folder: Path, **changes: Any) -> None:
+    tensors, metadata = read(folder / FILES[0])
+    origin = {**json.loads(metadata[ORIGIN]), **changes}
+    (folder / FILES[0]).write_bytes(safetensors.torch.save(tensors, {ORIGIN: json.dumps(origin)}))
+
+
+def write_metadata(folder: Path, metadata: dict[str, str] | None) -> None:
+    (folder / FILES[0]).write_bytes(safetensors.torch.save(read(folder / FILES[0])[0], metadata))
+
+
+def of_one_file(fields: Fields) -> None:
+    fields["checkpoint"]["shards"].pop(FILES[1])
+
+
+@pytest.mark.parametrize(
+    ("replace_file", "said"),
+    [
+        (take_from_step_1, "is a shard of another state than the manifest says: step 1, expected 2"),
+        (lambda folder: change_origin(folder, run="small-00000000"), "run small-00000000, expected small-"),
+        (lambda folder: change_origin(folder, rank=1), "rank 1, expected 0"),
+        (lambda folder: change_origin(folder, data_parallel_size=4), "data_parallel_size 4, expected 1"),
+        (lambda folder: change_origin(folder, tensor_parallel_size=4), "tensor_parallel_size 4, expected 1"),
+        (lambda folder: change_origin(folder, zero_stage=1), "zero_stage 1, expected 0"),
+        (lambda folder: change_origin(folder, program_fingerprint="0" * 64), "program_fingerprint 0000000000"),
+        (lambda folder: change_origin(folder, zero_stage=9), "its header says nothing that could be read"),
+        (lambda folder: write_metadata(folder, None), "its header does not say of which run and step it is"),
+        (lambda folder: write_metadata(folder, {"format": "pt"}), "does not say of which run and step it is"),
+        (lambda folder: write_metadata(folder, {ORIGIN: "[" * 9_999}), "its header says nothing that could be read"),
+    ],
+)
+def test_a_shard_of_another_state_is_refused_though_the_manifest_has_its_checksums(
+    job: Job, tmp_path: Path, replace_file: Callable[[Path], None], said: str
+) -> None:
+    folder = job.checkpoint_address(2).path
+    replace_file(folder)
+    forge(folder, (lambda fields: None) if (folder / FILES[1]).exists() else of_one_file)
+
+    require_unread(job, tmp_path, FILES[0], said)
+
+
+def in_state(**changes: Any) -> Callable[[Fields], None]:
+    return lambda fields: fields["checkpoint"].update(changes)
+
+
+def in_shard(**changes: Any) -> Callable[[Fields], None]:
+    return lambda fields: fields["checkpoint"]["shards"][FILES[1]].update(changes)
+
+
+def in_all(**changes: Any) -> Callable[[Fields], None]:
+    """In the state and in what the manifest says of each shard."""
+
+    def change(fields: Fields) -> None:
+        for each in (fields["checkpoint"], *fields["checkpoint"]["shards"].values()):
+            each.update(changes)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (in_state(data_parallel_size=2), "data_parallel_size 1, expected 2"),
+        (in_state(tensor_parallel_size=2), "tensor_parallel_size 1, expected 2"),
+        (in_state(zero_stage=1), "zero_stage 0, expected 1"),
+        (in_state(program_fingerprint="0" * 64), "expected 0000000000"),
+        (in_shard(step=1), "step 1, expected 2"),
+        (in_shard(run="small-00000000"), "run small-00000000, expected"),
+        (in_shard(rank=1), "shards are of 2 ranks up to 1, expected one of each of the 1 workers"),
+        (in_all(data_parallel_size=2), "shards are of 1 ranks up to 0, expected one of each of the 2 workers"),
+        (in_all(data_parallel_size=0), "expected one of each of the 0 workers"),
+        (lambda fields: fields["checkpoint"]["shards"].pop(FILES[1]), "shard-00001.safetensors: expected both in"),
+        (lambda fields: fields["files"].pop(), "shard-00001.safetensors: expected both in"),
+        (in_all(zero_stage=1), "is a shard of another state than the manifest says: zero_stage 0, expected 1"),
+        (in_state(tokens=1), "tokens: 1, expected 256"),
+        (in_state(loss_spikes={"skipped_batches": [3], "recent_losses": []}), "whether it has loss_spikes"),
+        (in_state(loss_spikes={"skipped_batches": [3, 3], "recent_losses": []}), "batch 3 comes after batch 3"),
+        (lambda fields: fields.update(identity_key="0" * 64), "identity_key: 000000000000, expected "),
+        (lambda fields: fields["recipe"]["train"].update(seed=5), "the identity of its recipe: "),
+        (lambda fields: fields["recipe"]["train"].update(seed="x"), "has a recipe that this program does not read"),
+        (lambda fields: fields["inputs"].clear(), "the digests of its inputs: [], expected ["),
+        (lambda fields: fields["inputs"][0].update(content_digest="0" * 64), "digests of its inputs: ['000000000000']"),
+    ],
+)
+def test_a_resealed_manifest_that_contradicts_its_run_or_its_files_is_refused(
+    job: Job, change: Callable[[Fields], object], said: str
+) -> None:
+    reseal(job.checkpoint_address(2).path, change)
+
+    assert said in load_part(job, make_program(job.recipe), step=2)
+    with pytest.raises(ArtifactError):
+        verify_state(job.recipe, job.corpus)(open_artifact(job.checkpoint_address(2).path, CheckpointManifest))
+
+
+def test_a_reader_opens_each_file_once_for_its_header(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: Counter[str] = Counter()
+    really_open = safetensors.safe_open
+
+    def count(path: Path, *arguments: Any) -> Any:
+        opened[path.name] += 1
+        return really_open(path, *arguments)
+
+    monkeypatch.setattr(safetensors, "safe_open", count)
+
+    ShardReader(open_artifact(job.checkpoint_address(2).path, CheckpointManifest), parameter_shapes(job.recipe.model))
+
+    assert opened == dict.fromkeys(FILES, 1)

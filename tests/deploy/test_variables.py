@@ -1,0 +1,96 @@
+"""What a person says to a deploy command is honoured or refused, and never ignored."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from deploy.client.variables import COMMANDS, TARGETS, VARIABLES, require_taken
+from deploy.commands.__main__ import main
+from images.platforms import REPOSITORY
+from services.common.entry_point import exit_code_of
+from services.common.errors import RecipeError
+
+VALUES = {"STAGE": "trainer", "DRY_RUN": "1", "KEEP": "1", "AGAIN": "1", "FOLLOW": "0"}
+
+
+def given(name: str, target: str) -> dict[str, str]:
+    return {"TARGET": target, name: VALUES.get(name, "7")} if name != "TARGET" else {"TARGET": target}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_variable_is_taken_or_refused_with_those_that_there_are(command: str, target: str) -> None:
+    for name, variable in VARIABLES.items():
+        if command in variable.commands and target in variable.targets:
+            require_taken(command, given(name, target))
+            continue
+        with pytest.raises(RecipeError, match=f"^{name}=") as refused:
+            require_taken(command, given(name, target))
+        assert f"{command} takes " in str(refused.value)
+        assert f"TARGET={target}" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["WAIT", "MODE", "KEEP", "DRAIN"])
+def test_what_batch_has_no_use_for_ends_with_2_before_anything_is_asked(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in (given(name, "batch") | {"STAGE": "trainer"}).items():
+        monkeypatch.setenv(variable, value)
+    assert exit_code_of(lambda: main(["deploy-stage"])) == RecipeError.exit_code
+    assert f"{name}={VALUES.get(name, '7')}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("off", [{"WAIT": ""}, {"KEEP": "0"}, {"AGAIN": "0"}, {"DRY_RUN": "0"}])
+def test_an_empty_variable_and_a_switch_that_is_off_are_not_given(off: dict[str, str]) -> None:
+    require_taken("stage-status", off)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"FOLLOW": "no"},
+        {"DRY_RUN": "yes"},
+        {"TARGET": "k8s"},
+        {"RETRIES": "-1"},
+        {"RETRIES": "9" * 5_000},
+        {"WAIT": "٣"},
+        {"NODES": "two"},
+        {"DRAIN": "1.5"},
+        {"HOURS": "nan", "TARGET": "batch"},
+        {"ARGS": "'"},
+        {"MODE": "alone"},
+        {"OUTPUT": "json", "DRY_RUN": "1"},
+    ],
+)
+def test_a_value_that_cannot_be_ends_with_2(
+    wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in ({"STAGE": "trainer"} | wrong).items():
+        monkeypatch.setenv(variable, value)
+    assert exit_code_of(lambda: main(["deploy-stage"])) == RecipeError.exit_code
+    said = capsys.readouterr().err
+    assert f"{next(iter(wrong))}" in said
+    assert len(said) < 1_000
+
+
+def test_a_name_that_make_was_given_and_nobody_knows_is_refused_with_the_nearest() -> None:
+    with pytest.raises(RecipeError, match=r"WIAT is no variable of deploy-stage, do you mean WAIT\?"):
+        require_taken("deploy-stage", {"MAKE_VARIABLES": "WIAT STAGE", "WIAT": "9"})
+    with pytest.raises(RecipeError, match="ROOT is no variable of stage-status"):
+        require_taken("stage-status", {"MAKE_VARIABLES": "ROOT"})
+    require_taken("deploy-stage", {"MAKE_VARIABLES": "AWS_PROFILE KUBECONFIG TORCH TORCH_INDEX_URL python"})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_make_tells_what_it_was_given(command: str) -> None:
+    words = ["make", "--no-print-directory", "-n", command, "WIAT=3", "ARGS=--a=1 --b='c d'"]
+    said = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    [line] = [each for each in said.splitlines() if "deploy.commands" in each]
+    named = line.partition('MAKE_VARIABLES="')[2].partition('"')[0].split()
+    assert sorted(named) == ["ARGS", "WIAT"]

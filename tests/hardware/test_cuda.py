@@ -1,0 +1,160 @@
+"""What no CPU can show of the program on NVIDIA GPUs: `make test-cuda`, on a machine that has one or several.
+
+It has not run yet. The demo's recipe is trained once on the CPU and once on the GPU, and shared by the tests.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.artifacts.compile_cache import CompileCacheManifest
+from services.common.artifacts.store import open_artifact
+from services.common.program.backends.torch_native import TorchNative
+from services.common.program.mesh import Mesh
+from services.common.program.step import Program
+from services.common.program.tests.work import micro_batches_of
+from services.common.testing.recipes import make_recipe
+from services.trainer.job import Job
+from services.trainer.metrics import read_attempts, read_metrics
+from services.trainer.tests.numbers import read_numbers
+from services.trainer.tests.runs import REPOSITORY, checkpoints, run_trainer, start_trainer, state_hash
+from tests.hardware.conftest import train_with_workers
+
+pytestmark = [pytest.mark.cuda, pytest.mark.timeout(1800)]
+
+ON_CUDA = {"parallel__device": "cuda", "parallel__data_parallel_size": "1"}
+"""Overrides with which the small recipe has one worker, on a GPU."""
+NUM_STEPS, CHECKPOINT_STEPS = 480, 120  # of the demo
+
+
+@dataclass(frozen=True)
+class Demo:
+    root: Path
+    cpu: list[dict[str, Any]]
+    """Records of the steps on the CPU."""
+    cuda: list[dict[str, Any]]
+    """Records of the steps on the GPU."""
+
+    @property
+    def recipe(self) -> Path:
+        return REPOSITORY / "recipes/tiny-cuda.toml"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    root = tmp_path_factory.mktemp("demo") / "fsx"
+    for name, options in (("tiny-cpu", []), ("tiny-cuda", ["--compile.require_warm=true"])):
+        recipe = REPOSITORY / f"recipes/{name}.toml"
+        for stage, of_stage in (("tokenizer", []), ("compiler", []), ("trainer", ["--launch", "inline", *options])):
+            command = [sys.executable, "-m", f"services.{stage}", "--recipe", str(recipe), "--root", str(root)]
+            subprocess.run([*command, *of_stage], cwd=REPOSITORY, check=True)
+    [cpu], [cuda] = root.glob("run/tiny-cpu-*"), root.glob("run/tiny-cuda-*")
+    return Demo(root, read_metrics(cpu).lines, read_metrics(cuda).lines)
+
+
+def test_the_demo_ends_with_the_losses_of_a_cpu(demo: Demo) -> None:
+    for name in ("loss", "validation_loss"):
+        expected = {record["step"]: record[name] for record in demo.cpu if name in record}
+        found = {record["step"]: record[name] for record in demo.cuda if name in record}
+        assert found.keys() == expected.keys()
+        worst = max(found, key=lambda step: abs(found[step] / expected[step] - 1))
+        print(f"\n{name} differs most at step {worst}: {found[worst]} on the GPU, {expected[worst]} on the CPU")
+        assert found[NUM_STEPS] == pytest.approx(expected[NUM_STEPS], rel=1e-3), name
+
+
+def test_the_compiler_s_cache_serves_all_of_the_demo(demo: Demo) -> None:
+    [cache] = (path.parent for path in demo.root.glob("compile_cache/tiny-cuda/*/manifest.json"))
+    payload = open_artifact(cache, CompileCacheManifest).manifest.compile_cache
+    [run] = demo.root.glob("run/tiny-cuda-*")
+    attempts = read_attempts(run).lines
+
+    assert payload.target == "cuda"
+    assert payload.graphs_compiled > 0
+    assert [(each["graphs_compiled"], each["new_cache_files"]) for each in attempts] == [(0, 0)]
+
+
+def test_a_kill_leaves_the_bits_of_a_run_that_was_let_alone(demo: Demo, tmp_path: Path) -> None:
+    root = tmp_path / "fsx"
+    root.mkdir()
+    for collection in ("corpus", "compile_cache"):
+        (root / collection).symlink_to(demo.root / collection)
+    killed = start_trainer(demo.recipe, root)
+    deadline = time.monotonic() + 600
+    while not checkpoints(root) and killed.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    begun = set(checkpoints(root))
+
+    exit_code, output = run_trainer(demo.recipe, root)
+
+    assert exit_code == 0, output
+    assert begun <= {f"step-{step:08}" for step in range(CHECKPOINT_STEPS, NUM_STEPS, CHECKPOINT_STEPS)}
+    last = f"step-{NUM_STEPS:08}"
+    [expected] = demo.root.glob(f"checkpoint/tiny-cuda-*/{last}")
+    assert state_hash(checkpoints(root)[last]) == state_hash(expected)
+
+
+def test_a_snapshot_has_the_bits_of_its_step_while_the_gpu_goes_on(tmp_path: Path) -> None:
+    """The state is so large that a step begins before it is copied."""
+    wide = {"model__hidden_size": "1024", "model__intermediate_size": "4096", "model__num_attention_heads": "8"}
+    recipe = make_recipe(tmp_path, **ON_CUDA, **wide, compile__enabled="false")
+    program = Program(recipe, TorchNative(Mesh(0, data_parallel_size=1), 1, "exact", "cuda"))
+    program.train_step(0, micro_batches_of(recipe, 0))
+    expected = {piece: tensor.clone() for piece, tensor in program.held_state().items()}
+
+    snapshot = program.begin_snapshot()
+    for step in range(1, 4):
+        program.train_step(step, micro_batches_of(recipe, step))
+    found = snapshot()
+
+    assert all(torch.equal(found[piece], tensor) for piece, tensor in expected.items())
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("mask", ["causal", "block_causal"])
+def test_compiled_steps_give_the_losses_of_a_cpu(new_job: Callable[..., Job], mask: str, checkpointing: str) -> None:
+    """The small recipe has more query heads than key-value heads."""
+    common = {
+        "parallel__data_parallel_size": "1",
+        "train__max_steps": "10",
+        "train__attention_mask": mask,
+        "train__activation_checkpointing": checkpointing,
+        "compile__enabled": "true",
+    }
+    on_cpu, on_cuda = new_job("cpu", **common), new_job("cuda", **{**common, **ON_CUDA})
+
+    train_with_workers(on_cpu)
+    train_with_workers(on_cuda)
+
+    assert read_numbers(on_cuda)["loss"] == pytest.approx(read_numbers(on_cpu)["loss"], rel=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL refuses two workers on one GPU, and there is one here")
+@pytest.mark.parametrize(
+    ("sizes", "tolerance"),
+    [
+        ({"parallel__data_parallel_size": "2"}, 0.0),
+        ({"parallel__data_parallel_size": "2", "parallel__zero_stage": "1"}, 0.0),
+        ({"parallel__data_parallel_size": "1", "parallel__tensor_parallel_size": "2"}, 1e-4),
+    ],
+    ids=["data parallel", "ZeRO-1", "tensor parallel"],
+)
+def test_two_gpus_give_the_losses_of_one(new_job: Callable[..., Job], sizes: dict[str, str], tolerance: float) -> None:
+    kv = {"model__num_key_value_heads": "2", "train__max_steps": "10"}
+    alone, shared = new_job("alone", **ON_CUDA, **kv), new_job("shared", **{**ON_CUDA, **kv, **sizes})
+
+    train_with_workers(alone)
+    train_with_workers(shared)
+
+    assert read_numbers(shared)["loss"] == pytest.approx(read_numbers(alone)["loss"], rel=tolerance, abs=0.0)
