@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
 
+from services.common.errors import WorkersLost
 from services.common.launch import inline
-from services.common.launch.launcher import WorkerGroupSpec
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.common.program.layers import Layout, split
 from services.common.program.llama import Llama, initialize, parameter_shapes
 from services.common.program.mesh import Mesh
@@ -37,6 +40,28 @@ def whole_state(tmp_path: Path, together: list[Results], name: str) -> dict[Stat
     return found
 
 
+def results_of(
+    function: Callable[[Path, WorkerEnvironment], None], num_workers: int, folders: pytest.TempPathFactory
+) -> list[Results]:
+    """What each worker leaves. Workers are started anew when one of them is lost, as the trainer starts its own.
+
+    The tests ask what the workers compute. Workers of such a group have been seen to end with SIGABRT: once with torch
+    2.13, and in 3 of 16 groups with torch 2.9, there in malloc, called by gloo. They form and leave some forty process
+    groups within seconds, where a run forms one for each axis. A second loss fails the test.
+    """
+    try:
+        return run_workers(function, num_workers, folders.mktemp("workers"))
+    except WorkersLost as lost:
+        warnings.warn(f"started again, because {lost}", stacklevel=2)
+        return run_workers(function, num_workers, folders.mktemp("workers"))
+
+
+def run_workers(function: Callable[[Path, WorkerEnvironment], None], num_workers: int, folder: Path) -> list[Results]:
+    """What each worker leaves in the folder."""
+    inline.run_workers(function, folder, WorkerGroupSpec(num_workers, 1, num_workers, folder))
+    return [torch.load(folder / f"{rank}.pt") for rank in range(num_workers)]
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> work.Trained:
     return work.train_on(Mesh(0, data_parallel_size=1), tmp_path_factory.mktemp("alone"))
@@ -49,9 +74,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
         # In 3 of 16 runs a worker died in malloc, called by gloo's all-to-all or by the end of its groups; with 2.13 in
         # none. The variant with 2.9 sums over the device's own collectives.
         pytest.skip("the heap of a worker is damaged in one of five runs over torch 2.9's gloo")
-    folder = tmp_path_factory.mktemp("together")
-    inline.run_workers(work.train_on_all, folder, WorkerGroupSpec(work.WORKERS, 1, work.WORKERS, folder))
-    return [torch.load(folder / f"{rank}.pt") for rank in range(work.WORKERS)]
+    return results_of(work.train_on_all, work.WORKERS, tmp_path_factory)
 
 
 def test_four_data_parallel_workers_have_the_bits_of_one(
@@ -68,10 +91,8 @@ def test_two_four_and_eight_workers_that_share_the_optimizers_state_have_the_bit
 ) -> None:
     if torch.__version__ < "2.10":
         pytest.skip("as for four: torch 2.9's gloo damages the heap of a worker")
-    folder, largest = tmp_path_factory.mktemp("eight"), max(work.SIZES)
     alone = work.train_on(Mesh(0, data_parallel_size=1), tmp_path, work.EIGHT_STEPS, **work.OF_EIGHT)
-    inline.run_workers(work.train_on_fewer_and_fewer, folder, WorkerGroupSpec(largest, 1, largest, folder))
-    found: list[Results] = [torch.load(folder / f"{rank}.pt") for rank in range(largest)]
+    found = results_of(work.train_on_fewer_and_fewer, max(work.SIZES), tmp_path_factory)
 
     for size in work.SIZES:
         name = f"data {size}"
