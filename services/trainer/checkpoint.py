@@ -37,13 +37,16 @@ def verify_sizes(checkpoint: Artifact[CheckpointManifest]) -> None:
 
 def verify_state(recipe: Recipe, corpus: Artifact[CorpusManifest], level: Level = "full") -> Verify:
     """What checks all that can be checked of a checkpoint of the recipe's run: the files, by their bytes or sizes, that
-    the manifest describes this run, and that the shards hold each element of its model's state once.
+    the manifest describes this run, that the shards hold each element of its model's state once and, at the level
+    "full", that training leaves such values. That level reads each file twice, the second time from the kernel's cache.
     """
 
     def verify(checkpoint: Artifact[CheckpointManifest]) -> None:
         verify_files(checkpoint.path, checkpoint.manifest, level=level)
         require_of_run(checkpoint, recipe, corpus)
-        ShardReader(checkpoint, parameter_shapes(recipe.model))
+        reader = ShardReader(checkpoint, parameter_shapes(recipe.model))
+        if level == "full":
+            reader.require_values_of_training()
 
     return verify
 

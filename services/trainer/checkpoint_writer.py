@@ -17,7 +17,6 @@ from services.common.artifacts.checkpoint import (
     CheckpointManifest,
     CheckpointPayload,
     LossSpikes,
-    ShardOrigin,
     checkpoint_id,
     shard_name,
 )
@@ -105,22 +104,11 @@ class CheckpointWriter:
             data_parallel_size=mesh.data_parallel_size,
             tensor_parallel_size=mesh.tensor_parallel_size,
             zero_stage=recipe.parallel.zero_stage,
-            shards={
-                shard_name(rank): ShardOrigin(
-                    run=job.run,
-                    step=step,
-                    rank=rank,
-                    data_parallel_size=mesh.data_parallel_size,
-                    tensor_parallel_size=mesh.tensor_parallel_size,
-                    zero_stage=recipe.parallel.zero_stage,
-                    program_fingerprint=job.program_fingerprint,
-                )
-                for rank in range(mesh.world_size)
-            },
+            shards={},
             program_fingerprint=job.program_fingerprint,
             waivers=job.waivers,
             loss_spikes=loss_spikes,
-        )
+        ).with_shards(job.run, {shard_name(rank): rank for rank in range(mesh.world_size)})
         self._writing = self._thread.submit(self._write, self._payload, begin_snapshot())
 
     def advance(self) -> None:

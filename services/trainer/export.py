@@ -73,7 +73,7 @@ def _write(run: Run, folder: Path, nxd: NxdLayout | None, allow_non_finite: bool
     reader = ShardReader(run.checkpoint, shapes)
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
-        weights = reader.read_weights(names)
+        weights = reader.read_weights(names, allows_non_finite=True)
         for name, weight in weights.items():
             _require_finite(run.checkpoint.path, name, weight, allow_non_finite)
         return weights

@@ -6,6 +6,8 @@ metadata say of which run, step, layout and rank the file is.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -79,25 +81,56 @@ class ShardReader:
         """Into how many slices a tensor is cut."""
         return len(self._places[kind, name])
 
-    def read(self, targets: Mapping[StateSlice, Tensor]) -> None:
-        """Fill the tensors with the elements of their slices. The files that have them must have been verified."""
+    def read(self, targets: Mapping[StateSlice, Tensor], *, allows_non_finite: bool = False) -> None:
+        """Fill the tensors with the elements of their slices. The files that have them must have been verified.
+
+        Raises `ArtifactError` for values that no training leaves, as `require_values_of_training` does: each slice is
+        looked at as it is read. Those that are NaN or infinite can be allowed.
+        """
         with ExitStack() as opened:
             files = {file: opened.enter_context(_open(self._folder, file)) for file in self.files_of(targets)}
             for target, tensor in targets.items():
                 sources = {
-                    place.piece: partial(files[place.file].get_tensor, place.key) for place in self._overlapping(target)
+                    place.piece: partial(self._read_slice, files[place.file], place, allows_non_finite)
+                    for place in self._overlapping(target)
                 }
                 try:
                     fill(target, tensor, sources)
                 except ValueError as error:
                     raise ArtifactError(f"{self._folder}: is not the state of the model: {error}.") from error
 
-    def read_weights(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Full weights by name."""
+    def require_values_of_training(self) -> None:
+        """Raise `ArtifactError` for a slice with values that are NaN, infinite or a mean of squares below zero."""
+        by_file: dict[str, list[_Place]] = {}
+        for place in itertools.chain.from_iterable(self._places.values()):
+            by_file.setdefault(place.file, []).append(place)
+        for file, places in by_file.items():
+            with _open(self._folder, file) as tensors:
+                for place in places:
+                    self._read_slice(tensors, place, allows_non_finite=False)
+
+    def read_weights(self, names: Iterable[str], *, allows_non_finite: bool = False) -> dict[str, Tensor]:
+        """Full weights by name. Raises `ArtifactError` as `read` does."""
         shapes = {name: tuple(self._shapes[name]) for name in names}
         weights = {StateSlice.whole("weight", name, shape): torch.empty(shape) for name, shape in shapes.items()}
-        self.read(weights)
+        self.read(weights, allows_non_finite=allows_non_finite)
         return {piece.name: tensor for piece, tensor in weights.items()}
+
+    def _read_slice(self, file: Any, place: _Place, allows_non_finite: bool) -> Tensor:
+        found: Tensor = file.get_tensor(place.key)
+        lowest, highest = (each.item() for each in found.aminmax())  # in one pass; each is NaN where any element is
+        is_finite = math.isfinite(lowest) and math.isfinite(highest)
+        if place.piece.kind == "exp_avg_sq" and lowest < 0:
+            problem = f"its lowest value is {lowest:g}, and a mean of squares is never below zero"
+        elif not is_finite and not allows_non_finite:
+            num_bad = int((~torch.isfinite(found)).sum())
+            problem = f"{num_bad:,} of {found.numel():,} values are NaN or infinite, and no such state is saved"
+        else:
+            return found
+        raise ArtifactError(
+            f"{self._folder / place.file}: {place.key}: {problem}. Restore the checkpoint from a copy, or move its "
+            f"folder away: the run then continues from the one before."
+        )
 
     def _overlapping(self, target: StateSlice) -> list[_Place]:
         return [place for place in self._places.get((target.kind, target.name), []) if overlap(place.piece, target)]

@@ -40,32 +40,24 @@ def import_weights(job: Job, folder: Path, lease: Lease) -> Path:
     """
     recipe, address = job.recipe, job.checkpoint_address(0)
     shapes = parameter_shapes(recipe.model)
-    with _open_source(folder, job, shapes) as read:
-        _require_named(folder, digest_weights(shapes, read), recipe.train.initial_weights)
-        if checkpoint_steps(address.collection):
-            raise ArtifactError(f"{address.collection}: the run has begun already. `train` continues it.")
-        partial = begin_partial(address, lease)
-        origin = ShardOrigin(
-            run=job.run,
-            step=0,
-            rank=0,
-            data_parallel_size=1,
-            tensor_parallel_size=1,
-            zero_stage=0,
-            program_fingerprint=job.program_fingerprint,
-        )
-        files = tuple(_write_shards(partial, origin, shapes, read))
-    payload = CheckpointPayload(
+    state = CheckpointPayload(
         step=0,
         tokens=0,
         skipped_steps=0,
         data_parallel_size=1,
         tensor_parallel_size=1,
         zero_stage=0,
-        shards={entry.path: origin for entry in files},
+        shards={},
         program_fingerprint=job.program_fingerprint,
         waivers=job.waivers,
     )
+    with _open_source(folder, job, shapes) as read:
+        _require_named(folder, digest_weights(shapes, read), recipe.train.initial_weights)
+        if checkpoint_steps(address.collection):
+            raise ArtifactError(f"{address.collection}: the run has begun already. `train` continues it.")
+        partial = begin_partial(address, lease)
+        files = tuple(_write_shards(partial, state.origin(job.run, rank=0), shapes, read))
+    payload = state.with_shards(job.run, dict.fromkeys((entry.path for entry in files), 0))
     draft = Draft(payload, (job.corpus.manifest.link(job.corpus.path),), files)
     commit(address, CheckpointManifest, "trainer", recipe, draft, lease)
     return address.path

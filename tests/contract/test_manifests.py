@@ -51,7 +51,7 @@ def write_compile_cache(root: Path, recipe: Path) -> None:
 
 def write_checkpoint(root: Path, recipe: Path) -> None:
     inputs = read_golden("checkpoint-3", root.parent).inputs
-    publish_checkpoint(root, load_recipe(recipe), step=1, inputs=inputs, waivers=("--flag",))
+    publish_checkpoint(root, load_recipe(recipe), step=1, waivers=("--flag",), inputs=inputs)
 
 
 WRITERS: dict[str, Callable[[Path, Path], None]] = {

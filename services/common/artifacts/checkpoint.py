@@ -10,6 +10,7 @@ out: there is no other state.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -22,8 +23,9 @@ from pydantic import (
     model_validator,
 )
 
-from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, RelativePath
+from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, RelativePath, Sha256
 from services.common.problem_list import list_names
+from services.common.recipe import fingerprint
 
 
 class LossSpikes(ManifestModel):
@@ -51,6 +53,8 @@ class ShardOrigin(ManifestModel):
     run: str
     step: Count
     """Optimizer steps done."""
+    skipped_steps: Count
+    """Steps whose update was not applied because a gradient was not finite."""
     rank: Count
     """The worker that wrote the shard."""
     data_parallel_size: Count
@@ -58,6 +62,8 @@ class ShardOrigin(ManifestModel):
     zero_stage: Literal[0, 1]
     program_fingerprint: str
     """It tells a run from its copy elsewhere that was continued by another program."""
+    payload_digest: Sha256
+    """Hash of the manifest's payload without `shards`: it also covers the batches that the run leaves out."""
 
 
 class CheckpointPayload(ManifestModel):
@@ -87,6 +93,16 @@ class CheckpointPayload(ManifestModel):
     def num_workers(self) -> int:
         return self.data_parallel_size * self.tensor_parallel_size
 
+    def origin(self, run: str, rank: int) -> ShardOrigin:
+        """The origin of a shard of this state that the rank writes."""
+        said = self.model_dump(mode="json", exclude={"shards"})
+        shared = {name: said[name] for name in ShardOrigin.model_fields if name in said}
+        return ShardOrigin(run=run, rank=rank, payload_digest=fingerprint(said), **shared)
+
+    def with_shards(self, run: str, ranks: Mapping[str, int]) -> Self:
+        """The payload with these shards of the run, each by its file name and the rank that writes it."""
+        return self.model_copy(update={"shards": {file: self.origin(run, rank) for file, rank in ranks.items()}})
+
     @model_validator(mode="after")
     def _skips_no_more_than_it_does(self) -> Self:
         if self.skipped_steps > self.step:
@@ -114,15 +130,7 @@ class CheckpointManifest(Manifest):
         if unknown := sorted({entry.path for entry in self.files} ^ set(origins)):
             raise ValueError(f"{', '.join(unknown[:4])}: expected both in `files` and in `checkpoint.shards`")
         for path, origin in origins.items():
-            expected = ShardOrigin(
-                run=self.name,
-                step=state.step,
-                rank=origin.rank,
-                data_parallel_size=state.data_parallel_size,
-                tensor_parallel_size=state.tensor_parallel_size,
-                zero_stage=state.zero_stage,
-                program_fingerprint=state.program_fingerprint,
-            )
+            expected = state.origin(self.name, origin.rank)
             if origin != expected:
                 raise ValueError(f"{path}: comes from another state: {explain_origins(origin, expected)}")
         ranks, num_workers = {origin.rank for origin in origins.values()}, state.num_workers

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from services.common.artifacts.checkpoint import (
     CheckpointManifest,
     CheckpointPayload,
-    ShardOrigin,
     checkpoint_id,
     shard_name,
 )
@@ -52,22 +50,24 @@ def publish(
 
 
 def publish_checkpoint(
-    root: Path, recipe: Recipe, step: int, inputs: tuple[InputLink, ...] = (), **changes: Any
+    root: Path, recipe: Recipe, step: int, waivers: tuple[str, ...] = (), inputs: tuple[InputLink, ...] = ()
 ) -> Artifact[CheckpointManifest]:
     """A checkpoint of run-1 whose file has no bytes."""
-    made = {"data_parallel_size": 1, "tensor_parallel_size": 1, "zero_stage": 0, "program_fingerprint": "eager"}
-    fields = {
-        "step": step,
-        "tokens": 1,
-        "skipped_steps": 0,
-        **made,
-        "shards": {shard_name(0): ShardOrigin.model_validate({"run": "run-1", "step": step, "rank": 0, **made})},
-        "waivers": (),
-    }
+    state = CheckpointPayload(
+        step=step,
+        tokens=1,
+        skipped_steps=0,
+        data_parallel_size=1,
+        tensor_parallel_size=1,
+        zero_stage=0,
+        shards={},
+        program_fingerprint="eager",
+        waivers=waivers,
+    ).with_shards("run-1", {shard_name(0): 0})
 
     def build(workspace: Workspace) -> Draft:
         fill(workspace, {shard_name(0): b""})
-        return Draft(CheckpointPayload.model_validate(fields | changes), inputs)
+        return Draft(state, inputs)
 
     address = Address(root, "checkpoint", "run-1", checkpoint_id(step))
     return publish_once(address, CheckpointManifest, "trainer", recipe, build)[0]

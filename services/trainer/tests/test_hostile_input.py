@@ -31,7 +31,7 @@ from services.common.errors import ArtifactError, UnreadableError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.recipe import Checkpoint
 from services.common.testing.artifacts import publish, publish_checkpoint
-from services.common.testing.manifests import forge
+from services.common.testing.manifests import forge, in_all_of_state
 from services.trainer.__main__ import main
 from services.trainer.checkpoint import newest_checkpoint, verify_checkpoint
 from services.trainer.checkpoint_writer import discard_old
@@ -261,10 +261,6 @@ def rewrite_tensors(folder: Path, change: Change) -> None:
     forge(folder)
 
 
-def be_of_step_2(fields: dict[str, Any]) -> None:
-    fields["checkpoint"].update(step=2, shards={STATE_SHARD: fields["checkpoint"]["shards"][STATE_SHARD] | {"step": 2}})
-
-
 def rename_norm(name: str) -> Change:
     return lambda tensors: tensors.update({name: tensors.pop(NORM)})
 
@@ -316,7 +312,7 @@ def test_a_file_that_holds_no_tensors_is_refused(trained: Job) -> None:
     ("change", "message"),
     [
         (lambda fields: fields["checkpoint"].update(step=2), "comes from another state: step 1, expected 2"),
-        (be_of_step_2, "its manifest says that it is the state after step 2"),
+        (in_all_of_state(step=2), "its manifest says that it is the state after step 2"),
         (lambda fields: fields["checkpoint"].update(step=2**64), "step: Input should be less than"),
         (lambda fields: fields["checkpoint"].update(skipped_steps=2), "2 of 1 steps skipped"),
         (lambda fields: fields.update(id=checkpoint_id(2)), "it was copied here from there"),
@@ -399,10 +395,13 @@ def test_a_sample_that_cannot_be_drawn_is_a_wrong_command_line(
     assert message in capsys.readouterr().err
 
 
-def test_weights_that_are_not_finite_write_nothing(trained: Job) -> None:
-    rewrite_tensors(trained.checkpoint_address(1).path, lambda tensors: tensors[NORM].fill_(float("nan")))
+@pytest.mark.parametrize(
+    ("value", "said"), [(float("nan"), "16 of 16 values are NaN or infinite"), (3e38, "logits that are not finite")]
+)
+def test_weights_that_compute_nothing_write_nothing(trained: Job, value: float, said: str) -> None:
+    rewrite_tensors(trained.checkpoint_address(1).path, lambda tensors: tensors[NORM].fill_(value))
 
-    with pytest.raises(ArtifactError, match="logits that are not finite"):
+    with pytest.raises(ArtifactError, match=said):
         TextGenerator(open_run(trained.root, trained.run)).generate("a", num_tokens=1, temperature=0.7, seed=0)
 
 

@@ -21,7 +21,7 @@ from services.common.entry_point import exit_code_of
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.llama import parameter_shapes
-from services.common.testing.manifests import forge, reseal
+from services.common.testing.manifests import Fields, forge, in_all_of_state, reseal
 from services.trainer.__main__ import main
 from services.trainer.checkpoint import verify_state
 from services.trainer.export import export
@@ -41,7 +41,6 @@ MOMENT = "exp_avg/model.embed_tokens.weight[0:300,0:16]"
 
 Tensors = dict[str, torch.Tensor]
 Files = tuple[Tensors, Tensors]
-Fields = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +145,43 @@ def test_files_that_do_not_have_each_element_once_are_read_by_nothing(job: Job, 
     require_unread(job, tmp_path, *said)
 
 
+SECOND_MOMENT = MOMENT.replace("exp_avg/", "exp_avg_sq/")
+
+
+def set_one(key: str, value: float) -> Callable[[Files], None]:
+    """A change of the last element of a slice."""
+
+    def change(files: Files) -> None:
+        holder(files, key)[key].view(-1)[-1] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        (SECOND_MOMENT, -1e-3, "its lowest value is -0.001"),
+        (SECOND_MOMENT, float("nan"), "1 of 4,800 values are NaN or infinite"),
+        (MOMENT, float("-inf"), "1 of 4,800 values are NaN or infinite"),
+        (NORM, float("nan"), "1 of 16 values are NaN or infinite"),
+    ],
+)
+def test_values_that_no_training_leaves_end_with_3_and_a_run_continues_from_the_checkpoint_before(
+    job: Job, capfd: pytest.CaptureFixture[str], tmp_path: Path, key: str, value: float, said: str
+) -> None:
+    expected = state_hash(job.checkpoint_address(2).path)
+    rewrite(job.checkpoint_address(2).path, set_one(key, value))
+
+    problem = load_part(job, make_program(job.recipe), step=2)
+    options = ["--recipe", str(write_recipe(tmp_path)), "--root", str(job.root)]
+    assert exit_code_of(lambda: main(["inspect-checkpoint", *options])) == 3
+    printed = capfd.readouterr().err
+    train(job, ALONE)
+
+    assert [part for part in (key, said, "step-00000002/shard-0") if part not in problem or part not in printed] == []
+    assert state_hash(checkpoints(job.root)["step-00000002"]) == expected
+
+
 def require_unread(job: Job, tmp_path: Path, *said: str) -> None:
     """Resume, inspection, export, sampling and doctor refuse the newest checkpoint, and say this of it."""
     run = open_run(job.root, job.run)
@@ -210,6 +246,8 @@ def of_one_file(fields: Fields) -> None:
         (lambda folder: change_origin(folder, tensor_parallel_size=4), "tensor_parallel_size 4, expected 1"),
         (lambda folder: change_origin(folder, zero_stage=1), "zero_stage 1, expected 0"),
         (lambda folder: change_origin(folder, program_fingerprint="0" * 64), "program_fingerprint 0000000000"),
+        (lambda folder: change_origin(folder, skipped_steps=1), "skipped_steps 1, expected 0"),
+        (lambda folder: change_origin(folder, payload_digest="0" * 64), "payload_digest 0000000000"),
         (lambda folder: change_origin(folder, zero_stage=9), "its header says nothing that could be read"),
         (lambda folder: write_metadata(folder, None), "its header does not say of which run and step it is"),
         (lambda folder: write_metadata(folder, {"format": "pt"}), "does not say of which run and step it is"),
@@ -234,16 +272,6 @@ def in_shard(**changes: Any) -> Callable[[Fields], None]:
     return lambda fields: fields["checkpoint"]["shards"][FILES[1]].update(changes)
 
 
-def in_all(**changes: Any) -> Callable[[Fields], None]:
-    """In the state and in what the manifest says of each shard."""
-
-    def change(fields: Fields) -> None:
-        for each in (fields["checkpoint"], *fields["checkpoint"]["shards"].values()):
-            each.update(changes)
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -251,16 +279,26 @@ def in_all(**changes: Any) -> Callable[[Fields], None]:
         (in_state(tensor_parallel_size=2), "tensor_parallel_size 1, expected 2"),
         (in_state(zero_stage=1), "zero_stage 0, expected 1"),
         (in_state(program_fingerprint="0" * 64), "expected 0000000000"),
+        (in_state(skipped_steps=1), "skipped_steps 0, expected 1"),
+        (in_state(waivers=["--allow-cold-compile"]), "payload_digest "),
         (in_shard(step=1), "step 1, expected 2"),
         (in_shard(run="small-00000000"), "run small-00000000, expected"),
         (in_shard(rank=1), "shards are of 2 ranks up to 1, expected one of each of the 1 workers"),
-        (in_all(data_parallel_size=2), "shards are of 1 ranks up to 0, expected one of each of the 2 workers"),
-        (in_all(data_parallel_size=0), "expected one of each of the 0 workers"),
+        (in_all_of_state(data_parallel_size=2), "shards are of 1 ranks up to 0, expected one of each of the 2 workers"),
+        (in_all_of_state(data_parallel_size=0), "expected one of each of the 0 workers"),
         (lambda fields: fields["checkpoint"]["shards"].pop(FILES[1]), "shard-00001.safetensors: expected both in"),
         (lambda fields: fields["files"].pop(), "shard-00001.safetensors: expected both in"),
-        (in_all(zero_stage=1), "is a shard of another state than the manifest says: zero_stage 0, expected 1"),
-        (in_state(tokens=1), "tokens: 1, expected 256"),
-        (in_state(loss_spikes={"skipped_batches": [3], "recent_losses": []}), "whether it has loss_spikes"),
+        (in_all_of_state(zero_stage=1), "is a shard of another state than the manifest says: zero_stage 0, expected 1"),
+        (
+            in_all_of_state(skipped_steps=1),
+            "is a shard of another state than the manifest says: skipped_steps 0, expected 1",
+        ),
+        (
+            in_all_of_state(waivers=["--allow-cold-compile"]),
+            "another state than the manifest says: payload_digest",
+        ),
+        (in_all_of_state(tokens=1), "tokens: 1, expected 256"),
+        (in_all_of_state(loss_spikes={"skipped_batches": [3], "recent_losses": []}), "whether it has loss_spikes"),
         (in_state(loss_spikes={"skipped_batches": [3, 3], "recent_losses": []}), "batch 3 comes after batch 3"),
         (lambda fields: fields.update(identity_key="0" * 64), "identity_key: 000000000000, expected "),
         (lambda fields: fields["recipe"]["train"].update(seed=5), "the identity of its recipe: "),
