@@ -11,12 +11,12 @@ from typing import NoReturn
 
 from services.common.artifacts.checkpoint import CheckpointManifest, step_of
 from services.common.artifacts.compile_cache import CompileCacheManifest
-from services.common.artifacts.corpus import SPLITS, CorpusManifest
-from services.common.artifacts.files import total_bytes, verify_files
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.files import total_bytes
 from services.common.artifacts.lease import FolderWatch, LeaseTaken, LockWatch, find_idle, hold_lease
 from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed
 from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id, is_work, read_current
-from services.common.artifacts.token_stream import map_files
+from services.common.artifacts.verification import verify_artifact
 from services.common.entry_point import run_program
 from services.common.errors import ArtifactError, RecipeError
 from services.common.input_file import is_damage, parse_json, read_file, unreadable
@@ -49,11 +49,7 @@ def verify(arguments: argparse.Namespace) -> int:
     for folder in folders:
         try:
             manifest = read_manifest(folder)
-            verify_files(folder, manifest)
-            if isinstance(manifest, CorpusManifest):
-                for split in SPLITS:  # that the files hold as much as the manifest counts
-                    for _ in map_files(folder, manifest.corpus, split):
-                        pass
+            verify_artifact(folder, manifest)
         except ArtifactError as error:
             damaged.add("damaged artifacts", str(error))
             print(f"{'DAMAGED ' if is_damage(error) else 'UNREADABLE'} {folder}", flush=True)

@@ -9,6 +9,7 @@ so there are floor((T - 1) / L) samples and no target is lost at a row's or a sh
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -54,6 +55,15 @@ class SplitCounts(ManifestModel):
     def tokens(self) -> int:
         return self.document_tokens + self.bos + self.eos
 
+    @model_validator(mode="after")
+    def _has_borders_around_each_document(self) -> Self:
+        if not self.documents == self.bos == self.eos:
+            raise ValueError(
+                f"{self.documents:,} documents with {self.bos:,} BOS and {self.eos:,} EOS, expected one of each around "
+                f"every document"
+            )
+        return self
+
 
 class SourceCounts(ManifestModel):
     """What a source of the recipe became."""
@@ -94,6 +104,11 @@ class CorpusPayload(ManifestModel):
     splits: dict[Split, SplitCounts]
     phases: Many[Phase]
 
+    @property
+    def kept(self) -> Collection[SplitCounts]:
+        """The counts of each split: what became of the documents that were kept."""
+        return self.splits.values()
+
     def num_samples(self, split: Split) -> int:
         """Training samples that a split's tokens make: L inputs each, and one token more for the last target."""
         return max(0, (self.splits[split].tokens - 1) // self.sequence_length)
@@ -108,10 +123,34 @@ class CorpusPayload(ManifestModel):
                 raise ValueError(f"{name}: {counts.tokens:,} tokens were encoded and {stored:,} are stored")
             if len(counts.shards) != -(-counts.rows // self.rows_per_shard):
                 raise ValueError(f"{name}: {counts.rows:,} rows in {len(counts.shards):,} shards")
-        kept = sum(counts.documents for counts in self.splits.values())
+        kept = sum(counts.documents for counts in self.kept)
         dropped = self.documents_empty + self.documents_too_short + self.documents_not_sampled
         if kept + dropped != self.documents_read:
             raise ValueError(f"{self.documents_read:,} documents read, {kept:,} kept, {dropped:,} dropped")
+        if self.documents_with_invalid_utf8 > self.documents_read:
+            raise ValueError(
+                f"{self.documents_with_invalid_utf8:,} of {self.documents_read:,} documents with invalid UTF-8"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _comes_from_its_sources(self) -> Self:
+        """A corpus that was made from text has sources; one that a test or another program packed may have none."""
+        if not self.sources:
+            return self
+        counted = {
+            "documents": (sum(each.documents for each in self.sources), sum(each.documents for each in self.kept)),
+            "tokens": (sum(each.tokens for each in self.sources), sum(each.tokens for each in self.kept)),
+        }
+        for what, (of_sources, of_splits) in counted.items():
+            if of_sources != of_splits:
+                raise ValueError(f"its sources became {of_sources:,} {what}, its splits have {of_splits:,}")
+        return self
+
+    @model_validator(mode="after")
+    def _has_room_for_its_ids(self) -> Self:
+        if self.vocabulary.vocab_size - 1 > np.iinfo(self.token_dtype).max:
+            raise ValueError(f"{self.vocabulary.vocab_size:,} ids do not fit into {self.token_dtype}")
         return self
 
 
@@ -134,6 +173,16 @@ class CorpusManifest(Manifest):
         [listed] = [entry for entry in self.files if entry.path == vocabulary.path]
         if listed.sha256 != vocabulary.sha256:
             raise ValueError(f"{vocabulary.path}: sha256 {vocabulary.sha256[:12]}, `files` has {listed.sha256[:12]}")
+        return self
+
+    @model_validator(mode="after")
+    def _is_what_its_recipe_asks_for(self) -> Self:
+        asked = self.recipe.get("corpus")
+        for name in ("sequence_length", "rows_per_shard"):
+            made = getattr(self.corpus, name)
+            if not isinstance(asked, dict) or asked.get(name) != made:
+                got = asked.get(name) if isinstance(asked, dict) else None
+                raise ValueError(f"corpus.{name}: {made:,}, its recipe asks for {got}")
         return self
 
     @classmethod

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from services.common.artifacts.corpus import CorpusManifest, CorpusPayload, Split, tail_path
+from services.common.artifacts.corpus import SPLITS, CorpusManifest, CorpusPayload, Split, tail_path
 from services.common.artifacts.files import Level, locate, verify_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
@@ -79,10 +79,7 @@ class TokenStream:
                 samples[position, -1:] = self._tokens_after[shard]
         if len(wanted) and (largest := int(samples.max())) >= self._vocab_size:
             shard = wanted[int(samples.max(axis=1).argmax())] // rows_per_shard
-            raise ArtifactError(
-                f"{self._folder / self._paths[shard]}: holds the id {largest:,}, and its vocabulary has "
-                f"{self._vocab_size:,}. Move the corpus away and run the tokenizer stage to make it anew."
-            )
+            raise explain_foreign_id(self._folder / self._paths[shard], largest, self._vocab_size)
         return samples
 
     def read_documents(self, indices: npt.ArrayLike) -> DocumentBatch:
@@ -111,11 +108,38 @@ def map_files(folder: Path, corpus: CorpusPayload, split: Split) -> Iterator[Tok
     Raises `ArtifactError` when a file does not hold what the manifest says, checksums aside; `LimitError` or `TryAgain`
     when one cannot be mapped for want of maps, memory or descriptors, which says nothing about what it holds.
     """
-    counts = corpus.splits[split]
+    counts, documents = corpus.splits[split], 0
     first_rows = range(0, counts.rows, corpus.rows_per_shard)
     for path, first_row in zip(counts.shards, first_rows, strict=True):
-        yield TokenFile.map(folder, path, corpus, rows=min(corpus.rows_per_shard, counts.rows - first_row))
-    yield TokenFile.map(folder, tail_path(split), corpus, rows=1, num_tokens=counts.tail_tokens)
+        shard = TokenFile.map(folder, path, corpus, rows=min(corpus.rows_per_shard, counts.rows - first_row))
+        documents += len(shard.starts)
+        yield shard
+    tail = TokenFile.map(folder, tail_path(split), corpus, rows=1, num_tokens=counts.tail_tokens)
+    documents += len(tail.starts)
+    if documents != counts.documents:
+        raise ArtifactError(
+            f"{folder / split}: {documents:,} documents begin in its files, the manifest says {counts.documents:,}. "
+            f"{_check(folder)}"
+        )
+    yield tail
+
+
+def verify_ids(folder: Path, corpus: CorpusPayload) -> None:
+    """Read all tokens of a corpus. Raises `ArtifactError` as `map_files` does, and for an id that no token has."""
+    vocab_size = corpus.vocabulary.vocab_size
+    for split in SPLITS:
+        paths = (*corpus.splits[split].shards, tail_path(split))
+        for path, file in zip(paths, map_files(folder, corpus, split), strict=True):
+            if len(file.tokens) and (largest := int(file.tokens.max())) >= vocab_size:
+                raise explain_foreign_id(folder / path, largest, vocab_size)
+
+
+def explain_foreign_id(path: Path, largest: int, vocab_size: int) -> ArtifactError:
+    """The error of a file that holds an id which is not in the vocabulary."""
+    return ArtifactError(
+        f"{path}: holds the id {largest:,}, and its vocabulary has {vocab_size:,}. Move the corpus away and run the "
+        f"tokenizer stage to make it anew."
+    )
 
 
 class TokenFile(NamedTuple):

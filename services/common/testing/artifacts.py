@@ -52,7 +52,8 @@ def publish(
 def publish_checkpoint(
     root: Path, recipe: Recipe, step: int, waivers: tuple[str, ...] = (), inputs: tuple[InputLink, ...] = ()
 ) -> Artifact[CheckpointManifest]:
-    """A checkpoint of run-1 whose file has no bytes."""
+    """A checkpoint whose file has no bytes."""
+    run = f"{recipe.name}-{0:08x}"
     state = CheckpointPayload(
         step=step,
         tokens=1,
@@ -63,11 +64,11 @@ def publish_checkpoint(
         shards={},
         program_fingerprint="eager",
         waivers=waivers,
-    ).with_shards("run-1", {shard_name(0): 0})
+    ).with_shards(run, {shard_name(0): 0})
 
     def build(workspace: Workspace) -> Draft:
         fill(workspace, {shard_name(0): b""})
         return Draft(state, inputs)
 
-    address = Address(root, "checkpoint", "run-1", checkpoint_id(step))
+    address = Address(root, "checkpoint", run, checkpoint_id(step))
     return publish_once(address, CheckpointManifest, "trainer", recipe, build)[0]

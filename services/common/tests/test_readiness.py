@@ -28,7 +28,7 @@ def publish_corpus(
     folder: Path, vocab_size: int = 300, sequence_length: int = 16, identifier: str = "c" * 16
 ) -> Artifact[CorpusManifest]:
     """A corpus of one sample, made for the small recipe: its manifest, that is, and files which nobody reads here."""
-    shard = "train/shard-00000.arrow"
+    recipe, shard = make_recipe(folder, corpus__sequence_length=f"{sequence_length}"), "train/shard-00000.arrow"
     one_sample = SplitCounts(
         documents=1, document_tokens=sequence_length - 1, bos=1, eos=1, rows=1, tail_tokens=1, shards=(shard,)
     )
@@ -44,11 +44,11 @@ def publish_corpus(
             eos_id=2,
         )
         splits: dict[Split, SplitCounts] = {"train": one_sample, "validation": NOTHING}
-        payload = corpus_payload(vocabulary, splits, sequence_length=sequence_length, rows_per_shard=1)
-        return Draft(payload)
+        rows_per_shard = recipe.corpus.rows_per_shard
+        return Draft(corpus_payload(vocabulary, splits, sequence_length=sequence_length, rows_per_shard=rows_per_shard))
 
     address = Address(folder / "fsx", "corpus", "sentences", identifier)
-    return publish_once(address, CorpusManifest, "tokenizer", make_recipe(folder), build)[0]
+    return publish_once(address, CorpusManifest, "tokenizer", recipe, build)[0]
 
 
 def ask(
@@ -141,9 +141,9 @@ def test_eager_training_needs_no_compile_cache(tmp_path: Path, capsys: pytest.Ca
 def test_a_corpus_that_does_not_fit_is_a_problem(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], corpus: dict[str, int], message: str
 ) -> None:
-    publish_corpus(tmp_path, corpus.get("vocab_size", 300), corpus.get("sequence_length", 16))
+    published = publish_corpus(tmp_path, corpus.get("vocab_size", 300), corpus.get("sequence_length", 16))
 
-    exit_code, report = ask(capsys, tmp_path, "trainer")
+    exit_code, report = ask(capsys, tmp_path, "trainer", "--corpus", str(published.path))
 
     assert exit_code == 3
     assert message in report["problem"]

@@ -136,7 +136,7 @@ def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind)
             part = tokens[first * length : min(rows, first + recipe.corpus.rows_per_shard) * length]
             shards.append(f"{split}/shard-{len(shards):05d}.arrow")
             _write_rows(workspace.files / shards[-1], part, length, first * length)
-        _write_tail(folder / "tail" / "tail.arrow", tokens[rows * length :])
+        _write_tail(folder / "tail" / "tail.arrow", tokens[rows * length :], rows * length)
         documents = -(-len(tokens) // DOCUMENT_TOKENS)
         splits[split] = SplitCounts(
             documents=documents,
@@ -165,9 +165,10 @@ def _write_rows(path: Path, tokens: np.ndarray, length: int, first_token: int) -
     _write(path, pa.record_batch([rows, starts], schema=schema))
 
 
-def _write_tail(path: Path, tokens: np.ndarray) -> None:
-    ids = pa.array([tokens], type=pa.list_(pa.uint16()))
-    _write(path, pa.record_batch([ids, pa.array([[]], type=pa.list_(pa.int32()))], names=["input_ids", "doc_starts"]))
+def _write_tail(path: Path, tokens: np.ndarray, first_token: int) -> None:
+    starts = [at for at in range(len(tokens)) if (first_token + at) % DOCUMENT_TOKENS == 0]
+    ids, doc_starts = pa.array([tokens], pa.list_(pa.uint16())), pa.array([starts], pa.list_(pa.int32()))
+    _write(path, pa.record_batch([ids, doc_starts], names=["input_ids", "doc_starts"]))
 
 
 def _write(path: Path, batch: pa.RecordBatch) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ from services.trainer.node_staging import compile_cache_folder, prepare_node
 from services.trainer.nxd.layout import NxdLayout
 from services.trainer.run import RUN_FILE, open_run
 from services.trainer.sample import TextGenerator, load_model
-from services.trainer.tests.builders import make_corpus, make_program, make_recipe, write_recipe
+from services.trainer.tests.builders import DOCUMENT_TOKENS, make_corpus, make_program, make_recipe, write_recipe
 from services.trainer.tests.runs import checkpoints
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
@@ -86,6 +87,11 @@ def in_vocabulary(**changes: Any) -> Change:
     return lambda fields: fields["corpus"]["vocabulary"].update(changes)
 
 
+def be_of_one_document(fields: dict[str, Any]) -> None:
+    in_split(documents=1, bos=1, eos=1, document_tokens=80 * 16 + 5 - 2)(fields)
+    fields["corpus"]["documents_read"] -= 53
+
+
 def list_no(path: str) -> Change:
     return lambda fields: fields.update(files=[entry for entry in fields["files"] if entry["path"] != path])
 
@@ -117,6 +123,15 @@ def list_no(path: str) -> Change:
         (in_corpus(splits={}), "its splits are none, expected train and validation"),
         (in_vocabulary(bos_id=300), "BOS 300 or EOS 2 is beyond its 300 ids"),
         (in_vocabulary(vocab_size=290), "and its vocabulary has 290"),
+        (in_vocabulary(vocab_size=70_000), "70,000 ids do not fit into uint16"),
+        (in_split(documents=1), "1 documents with 54 BOS and 54 EOS"),
+        (be_of_one_document, "54 documents begin in its files, the manifest says 1"),
+        (in_corpus(documents_with_invalid_utf8=200), "200 of 108 documents with invalid UTF-8"),
+        (
+            lambda fields: fields["recipe"]["corpus"].update(sequence_length=99),
+            "corpus.sequence_length: 16, its recipe",
+        ),
+        (lambda fields: fields["recipe"]["corpus"].pop("rows_per_shard"), "corpus.rows_per_shard: 32, its recipe asks"),
     ],
 )
 def test_a_manifest_that_does_not_fit_its_files_is_refused(corpus: Path, change: Change, message: str) -> None:
@@ -134,32 +149,37 @@ def write_rows(path: Path, tokens: pa.Array, starts: list[list[int]], batches: i
             writer.write_batch(batch)
 
 
-def no_starts(rows: int = 32) -> list[list[int]]:
-    return [[] for _ in range(rows)]
+DOCUMENTS = -(-512 // DOCUMENT_TOKENS)
+"""Documents that begin in the training split's first shard, of 32 rows of 16 tokens."""
+
+
+def make_starts(rows: int = 32, documents: int = DOCUMENTS) -> list[list[int]]:
+    """As many documents as begin in the shard that is replaced, one in each of the first rows."""
+    return [[0] if row < documents else [] for row in range(rows)]
 
 
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda path: write_rows(path, pa.array([299] * 512, pa.uint16()), no_starts()), None),
+        (lambda path: write_rows(path, pa.array([299] * 512, pa.uint16()), make_starts()), None),
         (
-            lambda path: write_rows(path, pa.array([300] * 512, pa.uint16()), no_starts()),
+            lambda path: write_rows(path, pa.array([300] * 512, pa.uint16()), make_starts()),
             "holds the id 300, and its vocabulary has 300",
         ),
         (
-            lambda path: write_rows(path, pa.array([1] * 496, pa.uint16()), no_starts(31)),
+            lambda path: write_rows(path, pa.array([1] * 496, pa.uint16()), make_starts(31)),
             "496 tokens of uint16 in 31 rows, the manifest says 512 of uint16 in 32",
         ),
-        (lambda path: write_rows(path, pa.array([1] * 512, pa.int16()), no_starts()), "512 tokens of int16"),
-        (lambda path: write_rows(path, pa.array([1.0] * 512), no_starts()), "512 tokens of float64"),
-        (lambda path: write_rows(path, pa.array([1] * 511 + [None], pa.uint16()), no_starts()), "cannot be read as"),
-        (lambda path: write_rows(path, pa.array([1] * 512, pa.uint16()), no_starts(), 2), "2 record batches"),
+        (lambda path: write_rows(path, pa.array([1] * 512, pa.int16()), make_starts()), "512 tokens of int16"),
+        (lambda path: write_rows(path, pa.array([1.0] * 512), make_starts()), "512 tokens of float64"),
+        (lambda path: write_rows(path, pa.array([1] * 511 + [None], pa.uint16()), make_starts()), "cannot be read as"),
+        (lambda path: write_rows(path, pa.array([1] * 512, pa.uint16()), make_starts(), 2), "2 record batches"),
         (
-            lambda path: write_rows(path, pa.array([1] * 512, pa.uint16()), [[16], *no_starts(31)]),
+            lambda path: write_rows(path, pa.array([1] * 512, pa.uint16()), [[16], *make_starts(31, DOCUMENTS - 1)]),
             "the doc_starts of row 0 do not rise within the row",
         ),
         (
-            lambda path: write_rows(path, pa.array([1] * 512, pa.uint16()), [[3, 3], *no_starts(31)]),
+            lambda path: write_rows(path, pa.array([1] * 512, pa.uint16()), [[3, 3], *make_starts(31, DOCUMENTS - 2)]),
             "the doc_starts of row 0 do not rise within the row",
         ),
         (lambda path: path.write_bytes(b"ARROW1\0\0" + bytes(200)), "cannot be read as a corpus's file"),
@@ -179,14 +199,75 @@ def test_a_shard_with_other_content_than_its_manifest_says_is_refused(
         use(corpus)
 
 
-def test_verify_counts_what_a_corpus_holds(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and messages of `python -m services.common.artifacts verify`."""
     from services.common.artifacts.__main__ import main as artifacts  # noqa: PLC0415
 
-    write_rows(corpus / SHARD, pa.array([1] * 496, pa.uint16()), no_starts(31))
+    return exit_code_of(lambda: artifacts(["verify", str(folder)])), capsys.readouterr().err
+
+
+def test_verify_counts_what_a_corpus_holds(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(corpus, capsys) == (0, "")
+
+    write_rows(corpus / SHARD, pa.array([1] * 496, pa.uint16()), make_starts(31))
     forge(corpus)
 
-    assert exit_code_of(lambda: artifacts(["verify", str(corpus)])) == 3
-    assert "496 tokens of uint16 in 31 rows" in capsys.readouterr().err
+    exit_code, told = verify(corpus, capsys)
+    assert exit_code == 3
+    assert "496 tokens of uint16 in 31 rows" in told
+
+
+def be_the_shards_vocabulary(fields: dict[str, Any]) -> None:
+    """The manifest lists one more file, which is no vocabulary, and takes it for one."""
+    other = next(entry for entry in fields["files"] if entry["path"] == "notes.txt")
+    in_vocabulary(path=other["path"], sha256=other["sha256"])(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (in_vocabulary(vocab_size=290), "and its vocabulary has 290"),
+        (in_vocabulary(kind="tokenizer_json"), "tokenizer.model: is no tokenizer_json vocabulary"),
+        (in_vocabulary(kind="tiktoken"), "tokenizer.model: "),
+        (be_the_shards_vocabulary, "notes.txt: is no sentencepiece vocabulary"),
+        (lambda fields: fields.update(identity_key="0" * 64), "has the identity_key 000000000000, its recipe has "),
+        (lambda fields: fields["recipe"]["corpus"].update(validation_fraction=0.5), "has the identity_key "),
+        (lambda fields: fields["recipe"].update(surprise=1), "has a recipe that this program does not read: surprise"),
+        (lambda fields: fields.update(name="other"), "its manifest is of other, its recipe is of sentences"),
+    ],
+)
+def test_verify_holds_a_manifest_against_its_vocabulary_and_its_recipe(
+    corpus: Path, capsys: pytest.CaptureFixture[str], change: Change, said: str
+) -> None:
+    (corpus / "notes.txt").write_text("no vocabulary", encoding="utf-8")
+    forge(corpus, change)
+
+    exit_code, told = verify(corpus, capsys)
+
+    assert (exit_code, said in told) == (3, True), told
+
+
+def test_verify_says_where_no_library_reads_the_vocabulary(
+    corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+
+    exit_code, told = verify(corpus, capsys)
+
+    assert exit_code == 4
+    assert "tokenizer.model: this environment cannot read a sentencepiece vocabulary" in told
+
+
+def test_verify_takes_a_copy_under_a_name_of_ones_own_and_none_under_another_id(
+    published: Artifact[CorpusManifest], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("my-copy", "0" * 16):
+        shutil.copytree(published.path, tmp_path / name)
+
+    assert verify(tmp_path / "my-copy", capsys) == (0, "")
+    exit_code, told = verify(tmp_path / ("0" * 16), capsys)
+    assert exit_code == 3
+    assert f"its manifest is of {published.manifest.id}: it was copied here from there" in told
 
 
 def test_the_file_behind_a_link_is_not_mapped(corpus: Path, tmp_path: Path) -> None:
@@ -445,7 +526,7 @@ def test_a_vocabulary_that_its_library_does_not_take_is_named(trained: Job, cont
 
 
 def test_checkpoints_are_ordered_by_number_beyond_a_hundred_million_steps(tmp_path: Path) -> None:
-    recipe, collection = make_recipe(tmp_path), tmp_path / "fsx" / "checkpoint" / "run-1"
+    recipe, collection = make_recipe(tmp_path), tmp_path / "fsx" / "checkpoint" / "small-00000000"
     steps = [7, 99_999_999, 100_000_000, 100_000_001, 1_000_000_000]
     for step in steps:
         publish_checkpoint(tmp_path / "fsx", recipe, step)

@@ -1,0 +1,93 @@
+"""All that can be checked of one artifact with nothing but its folder: bytes, counts, ids, vocabulary and recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+from pydantic import ValidationError
+
+from services.common.artifacts.checkpoint import CheckpointManifest, step_of
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.files import locate, verify_files
+from services.common.artifacts.manifest import Manifest
+from services.common.artifacts.store import identity_key, is_id
+from services.common.artifacts.token_stream import verify_ids
+from services.common.errors import ArtifactError, DeviceError
+from services.common.recipe import Kind, Recipe
+from services.common.vocabularies.codec import load_codec
+
+
+def verify_artifact(folder: Path, manifest: Manifest) -> None:
+    """Raise `ArtifactError` for an artifact whose files are damaged, or whose manifest contradicts its files, its
+    recipe or its place, whoever sealed it, and `DeviceError` where no library here reads its vocabulary. All files
+    are read; those of a corpus twice, the second time from the kernel's cache.
+    """
+    verify_files(folder, manifest)
+    if isinstance(manifest, CorpusManifest):
+        verify_ids(folder, manifest.corpus)
+        _verify_vocabulary(folder, manifest)
+    _require_own_recipe(folder, manifest)
+    _require_own_place(folder, manifest)
+
+
+def _verify_vocabulary(folder: Path, manifest: CorpusManifest) -> None:
+    """Raise `ArtifactError` unless the library of the vocabulary's kind takes its file, and decodes its border ids;
+    `DeviceError` where that library is not installed.
+    """
+    vocabulary = manifest.corpus.vocabulary
+    path = locate(folder, vocabulary.path)
+    try:
+        codec = load_codec(path, vocabulary)
+    except ImportError as error:
+        raise DeviceError(
+            f"{path}: this environment cannot read a {vocabulary.kind} vocabulary ({error}). Verify the corpus in the "
+            f"image of the tokenizer or of the trainer, which can."
+        ) from error
+    try:
+        codec.decode([vocabulary.bos_id, vocabulary.eos_id])
+    except (LookupError, ValueError, OverflowError) as error:
+        raise ArtifactError(
+            f"{path}: does not have BOS {vocabulary.bos_id:,} and EOS {vocabulary.eos_id:,}, which the manifest says "
+            f"that it has: {error}. Move the corpus away and run the tokenizer stage to make it anew."
+        ) from error
+
+
+def _require_own_recipe(folder: Path, manifest: Manifest) -> None:
+    """Raise `ArtifactError` unless the manifest's identity and name are those of the recipe that it holds."""
+    kind = cast("Kind", manifest.kind)
+    try:
+        recipe = Recipe.model_validate(manifest.recipe)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ArtifactError(
+            f"{folder}: its manifest has a recipe that this program does not read: "
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}. Verify it with the version of Millrace that made it."
+        ) from error
+    key = identity_key(recipe, kind)
+    if manifest.identity_key != key:
+        raise ArtifactError(
+            f"{folder}: its manifest has the identity_key {manifest.identity_key[:12]}, its recipe has {key[:12]}: one "
+            f"of them is of another artifact. Move the folder away and run the stage again."
+        )
+    name = recipe.corpus.name if kind == "corpus" else recipe.name
+    is_own = manifest.name.rpartition("-")[0] == name if kind == "checkpoint" else manifest.name == name
+    if not is_own:
+        raise ArtifactError(
+            f"{folder}: its manifest is of {manifest.name}, its recipe is of {name}: one of them is of another "
+            f"artifact. Move the folder away and run the stage again."
+        )
+
+
+def _require_own_place(folder: Path, manifest: Manifest) -> None:
+    """Raise `ArtifactError` where the folder's name is an id, and another one than the manifest's. A copy under a name
+    that a person gave to it is as good as the artifact.
+    """
+    own = folder.absolute().name
+    if (is_id(own) and manifest.id != own) or (
+        isinstance(manifest, CheckpointManifest) and step_of(manifest.id) != manifest.checkpoint.step
+    ):
+        raise ArtifactError(
+            f"{folder}: its manifest is of {manifest.id}: it was copied here from there. Move the folder away, or back "
+            f"to that place."
+        )
