@@ -155,10 +155,10 @@ def probe_head(api: Api, group: WorkerGroup) -> Probe:
     Where the stage's nodes come from a pool, it looks at that, too, as a deploy Job would: with its account.
     """
     head = group.head_pod
-    script = "exec python -m k8s.deploy.head_facts"
-    if group.node_pool:
-        script += f" {shlex.quote(f'--node-pool={group.node_pool}')}"
-    job = _job(group, "head", head, head["containers"][0], script, {}, LEAST_SECONDS)
+    # No shell: the admission policies let a deploy Job's account run programs of the head's image alone.
+    arguments = [f"--node-pool={group.node_pool}"] if group.node_pool else []
+    command = ["python", "-m", "k8s.deploy.head_facts"]
+    job = _job(group, "head", head, head["containers"][0], {"command": command, "args": arguments}, {}, LEAST_SECONDS)
     if group.node_pool:
         for metadata in (job["metadata"], job["spec"]["template"]["metadata"]):
             metadata["labels"] = metadata["labels"] | {COMPONENT_LABEL: POOL_PROBE}
@@ -181,7 +181,8 @@ def probe_stage(
     is_beside_head = group.is_image_on_nodes or bool(group.node_pool)
     place = group.head_pod if is_beside_head else group.pod
     container = group.container | {"image": image}
-    job = _job(group, group.name, place, container, script, {"RECIPE": recipe}, seconds)
+    command = {"command": ["sh", "-c", script]}
+    job = _job(group, group.name, place, container, command, {"RECIPE": recipe}, seconds)
     return Probe(api, job, f"asking the {group.name}'s image", seconds)
 
 
@@ -190,7 +191,7 @@ def _job(
     what: str,
     place: Object,
     container: Object,
-    script: str,
+    command: Object,
     environment: dict[str, str],
     seconds: float,
 ) -> Object:
@@ -208,7 +209,7 @@ def _job(
                 "name": CONTAINER,
                 "image": container["image"],
                 "imagePullPolicy": container["imagePullPolicy"],
-                "command": ["sh", "-c", script],
+                **command,
                 "env": [{"name": name, "value": value} for name, value in environment.items()],
                 "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
                 "securityContext": group.container["securityContext"],

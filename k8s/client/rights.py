@@ -51,6 +51,10 @@ IN_THE_CLUSTER = (
     *_rights("scheduling.volcano.sh", "queues", "get", "list"),
     *_rights("scheduling.k8s.io", "priorityclasses", "get", "list"),
 )
+TO_LOOK_INSIDE = tuple(
+    right for resource in ("pods/exec", "pods/portforward") for right in _rights("", resource, "get", "create")
+)
+"""Of a person at a terminal (docs/operations); no call of the client needs them."""
 TO_ASK = (
     *_rights("authorization.k8s.io", "selfsubjectaccessreviews", "create"),
     *_rights("authorization.k8s.io", "subjectaccessreviews", "create"),

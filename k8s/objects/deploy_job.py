@@ -23,6 +23,14 @@ LOST_NODE_TOLERATIONS = [
     {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
     for state, seconds in (("not-ready", LOST_NODE_SECONDS), ("unreachable", LOST_NODE_SECONDS))
 ]
+# Those that the admission policy `millrace-jobs` lets through: others, such as AWS_CONFIG_FILE, name programs to run.
+AWS_VARIABLES = (
+    "AWS_REGION",
+    "AWS_ENDPOINT_URL",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+)
 # Of the deploy Job's process, when the outcome is written and everything is down. Whatever else it ends with, such as
 # Python's own 1 and 2, makes Kubernetes start it again.
 EXIT_ENDED_BADLY = 64
@@ -33,7 +41,7 @@ def aws_variables(group: WorkerGroup) -> list[Object]:
     said = group.head_pod["containers"][0].get("env") or []
     region = (group.cluster["metadata"].get("annotations") or {}).get(REGION_ANNOTATION)
     variables = [
-        each for each in said if each["name"].startswith("AWS_") and (each["name"] != "AWS_REGION" or not region)
+        each for each in said if each["name"] in AWS_VARIABLES and (each["name"] != "AWS_REGION" or not region)
     ]
     return [*([{"name": "AWS_REGION", "value": region}] if region else []), *variables]
 

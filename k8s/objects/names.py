@@ -13,6 +13,8 @@ INSTANCE_TYPE_LABEL = "node.kubernetes.io/instance-type"
 POOL_LABEL = "millrace.dev/pool"  # of nodes: a stage's pods go to one pool
 SHAPE_LABEL = "millrace.dev/shape"  # of node groups: their instance type, which EKS does not tell
 
+IMAGES_ANNOTATION = "millrace.dev/images"  # of the namespace: how the names of images that may run there begin
+
 QUEUE_ANNOTATION = "volcano.sh/queue-name"
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 

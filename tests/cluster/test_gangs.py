@@ -199,7 +199,7 @@ def test_the_queue_caps_neuron_devices(harness: Harness) -> None:
             is None
         )
     finally:
-        cluster.kubectl("-n", "millrace", "delete", "pod/stray", "podgroup/stray", "--ignore-not-found", "--force")
+        cluster.kubectl("-n", "default", "delete", "pod/stray", "podgroup/stray", "--ignore-not-found", "--force")
         set_queue(harness, {"aws.amazon.com/neuron": "256"})
 
 
@@ -211,7 +211,7 @@ def stray_gang(harness: Harness) -> None:
     group = {
         "apiVersion": "scheduling.volcano.sh/v1beta1",
         "kind": "PodGroup",
-        "metadata": {"name": "stray", "namespace": "millrace"},
+        "metadata": {"name": "stray", "namespace": "default"},
         "spec": {"minMember": 1, "queue": "millrace", "minResources": DEVICES},
     }
     container = harness.worker_group("trainer").container
@@ -220,7 +220,7 @@ def stray_gang(harness: Harness) -> None:
         "kind": "Pod",
         "metadata": {
             "name": "stray",
-            "namespace": "millrace",
+            "namespace": "default",
             "annotations": {"scheduling.k8s.io/group-name": "stray"},
         },
         "spec": {

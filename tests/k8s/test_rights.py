@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from k8s.client.rights import IN_THE_CLUSTER, IN_THE_NAMESPACE, TO_ASK, Right
+from k8s.client.rights import IN_THE_CLUSTER, IN_THE_NAMESPACE, TO_ASK, TO_LOOK_INSIDE, Right
 from k8s.objects.api import API_VERSIONS
 from tests.architecture.imports import closure_of, modules_of
 from tests.k8s.rendered import OVERLAYS, Thing, of_kind
@@ -46,7 +46,7 @@ def granted(things: list[Thing], kind: str, name: str) -> set[Right]:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_roles_grant_what_preflight_asks_for(overlays: dict[str, list[Thing]], overlay: str) -> None:
     things = overlays[overlay]
-    assert granted(things, "Role", "people") == set(IN_THE_NAMESPACE)
+    assert granted(things, "Role", "people") == {*IN_THE_NAMESPACE, *TO_LOOK_INSIDE}
     assert granted(things, "ClusterRole", "millrace-people") == {*IN_THE_CLUSTER, *TO_ASK}
     for kind in ("RoleBinding", "ClusterRoleBinding"):
         bindings = [each for each in of_kind(things, kind).values() if each["roleRef"]["name"].endswith("people")]

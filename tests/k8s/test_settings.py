@@ -12,7 +12,7 @@ import yaml
 from deploy.stage_contract import RAY_ENVIRONMENT
 from infra.shapes import find_shape
 from k8s.client.overlay import render, require_filled_in
-from k8s.objects.deploy_job import render_deploy_job
+from k8s.objects.deploy_job import AWS_VARIABLES, render_deploy_job
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import RecipeError
 from tests.k8s import rules
@@ -87,6 +87,33 @@ def test_the_queue_holds_what_all_nodes_hold(rendered: Render) -> None:
     assert capability["cpu"] == str(3 * trainium.cpus + 5 * cpu.cpus)
     assert capability["memory"] == f"{3 * trainium.memory_gib + 5 * cpu.memory_gib}Gi"
     assert capability["vpc.amazonaws.com/efa"] == str(3 * trainium.efa_cards)
+
+
+def test_a_namespace_takes_images_of_its_registry_alone(rendered: Render, overlays: dict[str, list[Thing]]) -> None:
+    """By digest, but for a machine to which images are brought."""
+    on_eks = of_kind(rendered(), "Namespace")["millrace"]["metadata"]["annotations"]
+    locally = of_kind(overlays["local"], "Namespace")["millrace"]["metadata"]["annotations"]
+    assert on_eks == {"millrace.dev/images": f"{FILLED_IN['REGISTRY']}/millrace/"}
+    assert locally == {
+        "millrace.dev/images": "docker.io/millrace/ millrace/",
+        "millrace.dev/image-tags": "allowed",
+    }
+
+
+def test_a_quota_bounds_what_all_gangs_ask_for(rendered: Render, compiler_on_trainium: list[Thing]) -> None:
+    shape = find_shape("trn1.32xlarge")
+    quota = of_kind(rendered(TRAINIUM_MAX_NODES="4"), "ResourceQuota")["millrace"]["spec"]["hard"]
+    assert quota["requests.aws.amazon.com/neuron"] == str(4 * shape.neuron_devices)
+    assert quota["requests.vpc.amazonaws.com/efa"] == str(4 * shape.efa_cards)
+    assert quota["pods"] == str(60 + 5 + 4 + 2 * 8)  # Jobs, heads, trainers, and the two stages on CPUs
+    with_two_stages = of_kind(compiler_on_trainium, "ResourceQuota")["millrace"]["spec"]["hard"]
+    assert with_two_stages["requests.aws.amazon.com/neuron"] == str(2 * 16 * shape.neuron_devices)
+
+
+def test_a_deploy_job_may_have_every_variable_that_it_is_given(overlays: dict[str, list[Thing]]) -> None:
+    policy = of_kind(overlays["eks"], "ValidatingAdmissionPolicy")["millrace-jobs"]
+    rules_of_jobs = " ".join(each["expression"] for each in policy["spec"]["validations"])
+    assert [name for name in AWS_VARIABLES if f"'{name}'" not in rules_of_jobs] == []
 
 
 def test_a_group_names_the_nodes_that_come_with_a_deployment(rendered: Render) -> None:

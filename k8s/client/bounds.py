@@ -1,0 +1,52 @@
+"""The bounds of a namespace that follow from its RayCluster: whose images may run, and how much its pods may take."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from decimal import Decimal
+
+from k8s.client.stage_image import full_name
+from k8s.objects.api import Object
+from k8s.objects.names import EFA, IMAGES_ANNOTATION, NEURON
+from k8s.objects.worker_group import quantity
+from services.common.recipe import STAGES
+
+# The head, another one that replaces it, and those of stages that have Ray clusters of their own.
+MOST_HEADS = 2 + len(STAGES)
+MOST_JOBS = "count/jobs.batch"
+JOB_REQUESTS = {"cpu": Decimal("0.2"), "memory": Decimal(2**30)}  # at most: k8s/base/pod-admission.yaml
+COUNTED = {"cpu": "requests.cpu", "memory": "requests.memory", NEURON: f"requests.{NEURON}", EFA: f"requests.{EFA}"}
+
+
+def fill_images(namespace: Object, cluster: Object) -> None:
+    """Write down the folders that the RayCluster's images are in, as the admission policies read them.
+
+    An image of no registry has two names, of which a node tells the one with `docker.io`.
+    """
+    folders = {container["image"].rpartition("/")[0] + "/" for pod, _ in _pods(cluster) for container in pod}
+    known = sorted(folders | {full_name(folder) for folder in folders})
+    namespace["metadata"].setdefault("annotations", {}).setdefault(IMAGES_ANNOTATION, " ".join(known))
+
+
+def fill_quota(quota: Object, cluster: Object) -> None:
+    """Bound what the pods ask for together: all worker groups at their most pods, heads and Jobs besides."""
+    hard = quota["spec"]["hard"]
+    jobs = int(hard[MOST_JOBS])
+    asked = defaultdict(Decimal, {name: amount * jobs for name, amount in JOB_REQUESTS.items()})
+    pods = jobs
+    for containers, count in _pods(cluster):
+        pods += count
+        for container in containers:
+            for name, amount in container.get("resources", {}).get("requests", {}).items():
+                asked[name] += quantity(amount) * count
+    amounts = {COUNTED[name]: f"{asked[name]:f}" for name in COUNTED}
+    quota["spec"]["hard"] = {"pods": str(pods), **amounts} | hard
+
+
+def _pods(cluster: Object) -> Iterator[tuple[list[Object], int]]:
+    """The containers of the pods of the head and of each worker group, and the most pods of that kind."""
+    spec = cluster["spec"]
+    yield spec["headGroupSpec"]["template"]["spec"]["containers"], MOST_HEADS
+    for group in spec["workerGroupSpecs"]:
+        yield group["template"]["spec"]["containers"], int(group["maxReplicas"])
