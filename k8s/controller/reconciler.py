@@ -167,6 +167,8 @@ class Reconciler:
         # A pod that has joined Ray can work, and the operator calls it ready 10 s later or more. One that is gone is
         # alive to Ray for a while, hence the addresses.
         addresses = addresses_of(self._api, self._stage)
+        if self._lost.faults:
+            return replace(gang, missing=self._lost.faults)
         if len(addresses) >= nodes:
             try:
                 joined = len(addresses & self._ray(CLUSTER).find_addresses(group.routing_resource))

@@ -1,5 +1,6 @@
 """Pods whose node is lost. No kubelet confirms their end, so they stay Terminating for ever, and KubeRay counts them as
-present: it makes no other in their place, and a stage that is scaled down never has none.
+present: it makes no other in their place, and a stage that is scaled down never has none. A node whose accelerators,
+kernel or network have failed is lost, too, although it answers: an agent says so in its conditions.
 
 Removing such a pod by force is safe here although its processes may live on behind a broken network: whoever writes an
 artifact holds a lease with a token that is checked at commit.
@@ -18,6 +19,17 @@ from k8s.objects.placement import is_ready
 UNREACHABLE = "node.kubernetes.io/unreachable"
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"  # a person says that the machine is off
 GRACE_SECONDS = 30.0  # Kubernetes' default
+FAULTS = {
+    # EKS' node monitoring agent; its node repair replaces such a node after 10 to 30 minutes.
+    "AcceleratedHardwareReady": "False",
+    "KernelReady": "False",
+    "NetworkingReady": "False",
+    "StorageReady": "False",
+    "ContainerRuntimeReady": "False",
+    # Neuron's node problem detector (infra/addons/values/neuron.yaml).
+    "NeuronHealth": "True",
+}
+"""Conditions of a node that agents on it write, with the status of each that tells a fault."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,8 @@ class Loss:
     text: str
     is_certain: bool
     """The machine is off or gone. Else it may come back, and its pods may still end by themselves."""
+    is_fault: bool = False
+    """The node answers, and part of it has failed: its pods may look well, and none should begin there."""
 
 
 class LostPods:
@@ -35,17 +49,27 @@ class LostPods:
     def __init__(self, api: Api, stage: str, report: Callable[[str], None]) -> None:
         self._api, self._stage, self._report = api, stage, report
         self._lost_since: dict[str, float] = {}  # by the pod's uid
+        self.faults = ""
+        """The nodes with a fault on which the last look found pods of the stage; no attempt should begin there."""
 
     def remove(self, is_idle: bool) -> int:
         """Remove what is due: pods that were asked to leave and, while no driver needs them, the stage's others.
 
-        The number of pods that were found on lost nodes.
+        The number of pods that were found on lost nodes and do not look well.
         """
-        suspects = [pod for pod in self._pods() if _may_be_lost(pod, self._stage if is_idle else "")]
+        idle_stage = self._stage if is_idle else ""
+        suspects = [pod for pod in self._pods() if _is_leaving_or_idle(pod, idle_stage)]
         nodes = {pod["spec"]["nodeName"] for pod in suspects}
-        losses = {name: loss for name in nodes if (loss := loss_of(self._api.find("Node", name)))}
+        there = {node["metadata"]["name"]: node for node in (self._api.find_all("Node") if nodes else [])}
+        losses = {name: loss for name in nodes if (loss := loss_of(there.get(name)))}
         before, now = self._lost_since, time.monotonic()
-        lost = [pod for pod in suspects if pod["spec"]["nodeName"] in losses]
+        lost = [
+            pod
+            for pod in suspects
+            if (loss := losses.get(pod["spec"]["nodeName"])) and (loss.is_fault or not is_ready(pod))
+        ]
+        faulty = {name: loss.text for name, loss in losses.items() if loss.is_fault}
+        self.faults = "; ".join(f"node {name}, where pods of the stage are, {text}" for name, text in faulty.items())
         self._lost_since = {uid: before.get(uid, now) for uid in map(_uid, lost)}
         for pod in lost:
             name, uid, grace = pod["metadata"]["name"], _uid(pod), grace_seconds(pod)
@@ -56,7 +80,7 @@ class LostPods:
                 self._report(f"{where}: removed by force")
             elif uid not in before:
                 self._report(f"{where}: it has {grace:.0f} s to end, then it is removed by force")
-        return len(lost)
+        return sum(not is_ready(pod) for pod in lost)
 
     def _pods(self) -> list[Object]:
         """Every pod that a deployment of the stage waits for: its own, deploy Jobs', and Ray's heads."""
@@ -72,8 +96,14 @@ def loss_of(node: Object | None) -> Loss | None:
         return Loss("is out of service", is_certain=True)
     if UNREACHABLE in taints:
         return Loss("is unreachable", is_certain=False)
-    conditions = {each["type"]: each["status"] for each in node.get("status", {}).get("conditions") or []}
-    return None if conditions.get("Ready") == "True" else Loss("is not ready", is_certain=False)
+    conditions = {each["type"]: each for each in node.get("status", {}).get("conditions") or []}
+    if conditions.get("Ready", {}).get("status") != "True":
+        return Loss("is not ready", is_certain=False)
+    for name, status in FAULTS.items():
+        if (found := conditions.get(name, {})).get("status") == status:
+            reason = f" ({found['reason']})" if found.get("reason") else ""
+            return Loss(f"has a fault: {name} is {status}{reason}", is_certain=False, is_fault=True)
+    return None
 
 
 def grace_seconds(pod: Object) -> float:
@@ -92,9 +122,9 @@ def is_due(loss: Loss, grace: float, lost_for_seconds: float) -> bool:
     return loss.is_certain or lost_for_seconds > grace
 
 
-def _may_be_lost(pod: Object, idle_stage: str) -> bool:
-    """A pod that is ready is on a node that answers; of those that are not, an idle stage's need no notice."""
-    if not pod["spec"].get("nodeName") or is_ready(pod):
+def _is_leaving_or_idle(pod: Object, idle_stage: str) -> bool:
+    """Was the pod asked to leave, or does its stage have no driver that would miss it?"""
+    if not pod["spec"].get("nodeName"):
         return False
     metadata = pod["metadata"]
     return "deletionTimestamp" in metadata or metadata["labels"][COMPONENT_LABEL] == idle_stage

@@ -23,6 +23,7 @@ from services.common.errors import (
     explain_storage_error,
     print_traceback,
 )
+from services.common.hardware_faults import explain_hardware_fault
 from services.common.input_file import InputFileError, unreadable
 from services.common.limits import explain_lack
 from services.common.stop_signals import (
@@ -102,7 +103,7 @@ def exit_code_of(work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, MemoryError, RuntimeError) as error:
-        explained = explain_os_error(error)
+        explained = explain_os_error(error) or explain_hardware_fault(error)
         if explained is None:
             raise
         return _report(explained)

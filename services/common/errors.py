@@ -88,6 +88,10 @@ class NoRoomForWorkers(WorkersLost):
     """The nodes that are up could not hold the workers, for as long as that was waited for: do not wait once more."""
 
 
+class HardwareFault(TryAgain):
+    """An accelerator failed: its host has to be repaired or replaced, and nothing of the program has to change."""
+
+
 class Interrupted(MillraceError):
     """The user pressed Ctrl-C; what was committed before stays."""
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from services.common.artifacts.lease import HeldLease
 from services.common.errors import NoRoomForWorkers, WorkersLost
+from services.common.hardware_faults import naming_hardware_faults
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher
 from services.common.private_folder import private_base
 from services.common.stop_signals import Stopped, end_soon, name_signal, on_stop_signal
@@ -85,7 +86,7 @@ def train_on_node(job: Job, environment: WorkerEnvironment) -> None:
     """What a worker runs: `train`, leaving nothing on a node that no other process of this command uses."""
     # Inductor keeps files there whose paths it splits at spaces.
     os.environ["TMPDIR"] = tempfile.tempdir = str(private_base().parent)
-    with using_node(job):
+    with using_node(job), naming_hardware_faults():
         train(job, environment)
 
 

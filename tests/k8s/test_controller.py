@@ -160,6 +160,9 @@ def test_fewer_nodes_are_another_data_parallel_degree() -> None:
     assert replace(deployment, tensor_parallel_size=8).arguments_for(4)[-1] == "--parallel.data_parallel_size=2"
 
 
+FAULT = {"type": "AcceleratedHardwareReady", "status": "False", "reason": "NeuronHBMUncorrectableError"}
+
+
 @pytest.mark.parametrize(
     ("taints", "conditions", "expected"),
     [
@@ -169,6 +172,10 @@ def test_fewer_nodes_are_another_data_parallel_degree() -> None:
         ([], [{"type": "Ready", "status": "Unknown"}], "is not ready"),
         ([{"key": "node.kubernetes.io/not-ready"}], [{"type": "Ready", "status": "False"}], "is not ready"),
         ([{"key": "node.kubernetes.io/out-of-service"}], [READY], "is out of service"),
+        ([], [READY, FAULT], "has a fault: AcceleratedHardwareReady is False (NeuronHBMUncorrectableError)"),
+        ([], [READY, {"type": "NeuronHealth", "status": "True"}], "has a fault: NeuronHealth is True"),
+        ([], [READY, {"type": "NeuronHealth", "status": "False"}, FAULT | {"status": "True"}], None),
+        ([], [READY, FAULT | {"status": "Unknown"}], None),
     ],
 )
 def test_a_lost_node(taints: list[Thing], conditions: list[Thing], expected: str | None) -> None:
@@ -239,6 +246,24 @@ def test_an_idle_stage_s_pods_on_lost_nodes_need_no_notice(clock: Clock, nodes_a
     clock.now += 331
     lost.remove(is_idle=True)
     assert nodes_and_pods.names("Pod") == ["another-stage", "leaves", "starts"]
+
+
+def test_a_pod_that_looks_well_leaves_a_node_with_a_fault_while_its_stage_is_idle(clock: Clock) -> None:
+    """The kubelet calls pods ready whatever their devices are."""
+    well = pod("works", "faulty") | {"status": {"phase": "Running", "conditions": [READY]}}
+    api: Any = MemoryApi(node("faulty", [], [READY, FAULT]), well)
+    lost = LostPods(api, "trainer", print)
+    assert lost.remove(is_idle=False) == 0
+    clock.now += 331
+    lost.remove(is_idle=False)
+    assert (api.names("Pod"), lost.faults) == (["works"], "")
+    lost.remove(is_idle=True)
+    assert "AcceleratedHardwareReady" in lost.faults
+    clock.now += 331
+    lost.remove(is_idle=True)
+    assert api.names("Pod") == []
+    lost.remove(is_idle=True)
+    assert lost.faults == ""
 
 
 def test_a_node_that_comes_back_keeps_its_pods(clock: Clock, nodes_and_pods: MemoryApi) -> None:

@@ -126,6 +126,28 @@ def test_pods_that_have_joined_ray_are_enough_and_others_that_ray_remembers_do_n
     assert "not up after 60 s" in outcome.message
 
 
+def test_no_attempt_begins_on_a_node_whose_hardware_has_failed(
+    world: World, reconcile: Callable[..., Outcome], clock: Clock
+) -> None:
+    """The driver's 75 names the fault, and the node's agent says so; a quarter of an hour later it is repaired."""
+    fault = {"type": "AcceleratedHardwareReady", "status": "False"}
+    began: list[float] = []
+
+    def attempt(number: int) -> DriverState:
+        began.append(clock.now)
+        if number == 1:
+            world.set_node("n1", [], [READY, fault])
+        return ended(75 if number == 1 else 0)
+
+    def repair() -> None:
+        if began and clock.now > began[0] + 1_000:
+            world.set_node("n1", [], [READY])
+
+    world.attempt, world.watch = attempt, repair
+    assert reconcile() == Outcome(0, "done after 2 attempts")
+    assert began[1] - began[0] > 1_000
+
+
 def test_a_rayjob_that_was_given_up_is_waited_for_until_it_is_gone(
     world: World, reconcile: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
-from services.common.errors import MillraceError, WorkersLost
+from services.common.errors import HardwareFault, MillraceError, WorkersLost
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -149,6 +149,8 @@ def name_the_cause(raised: Sequence[BaseException], lost: str | None) -> BaseExc
     def rank(error: BaseException) -> int:
         if isinstance(error, WorkersLost):
             return 3
+        if isinstance(error, HardwareFault):  # what its peers raise may be a consequence
+            return -1
         if isinstance(error, MillraceError):
             return 0
         return 1 if isinstance(error, OSError) and not isinstance(error, ConnectionError) else 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -10,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from services.common.artifacts.lease import Lease, hold_lease
-from services.common.errors import NoRoomForWorkers, WorkersLost
-from services.common.launch.launcher import WorkerGroupSpec
+from services.common.errors import HardwareFault, NoRoomForWorkers, WorkersLost
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.trainer.job import Job
-from services.trainer.supervise import supervise
+from services.trainer.supervise import supervise, train_on_node
 from services.trainer.worker_start import describe_workers
 
 
@@ -135,3 +138,17 @@ def test_restarts_are_counted_since_the_newest_checkpoint(
         supervise(job, held)
 
     assert starts == 5
+
+
+def test_a_worker_whose_device_fails_says_so(new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(job: Job, environment: WorkerEnvironment) -> None:
+        raise RuntimeError("nrt_execute failed: NRT_EXEC_HW_ERR_HBM_UE")
+
+    monkeypatch.setattr("services.trainer.supervise.train", fail)
+    monkeypatch.setenv("TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    job = new_job()
+    job.run_folder.mkdir(parents=True, exist_ok=True)
+
+    with pytest.raises(HardwareFault, match=re.escape(socket.gethostname())):
+        train_on_node(job, WorkerEnvironment(0, 1, "inline", "", 0))
