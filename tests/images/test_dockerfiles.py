@@ -181,8 +181,8 @@ def test_an_image_gets_its_code_after_its_libraries_were_found(service: str) -> 
     check = (
         "FROM packages AS code\nARG VARIANT\n"
         "COPY services/common/credentials.py services/common/entry_point.py services/common/errors.py \\\n"
-        "    services/common/image_platform.py services/common/input_file.py services/common/limits.py \\\n"
-        "    services/common/stop_signals.py /app/services/common/\n"
+        "    services/common/hardware_faults.py services/common/image_platform.py services/common/input_file.py \\\n"
+        "    services/common/limits.py services/common/stop_signals.py /app/services/common/\n"
         "RUN MILLRACE_VARIANT=$VARIANT python -m services.common.image_platform --without-device\n"
         "COPY services/common /app/services/common\n"
     )
@@ -190,8 +190,8 @@ def test_an_image_gets_its_code_after_its_libraries_were_found(service: str) -> 
     assert f"    MILLRACE_SERVICE={service}\n" in text
     for variant in VARIANTS:
         assert stages_under(service, variant).keys() & {"code", "packages"} == {"packages"}
-    beside = ("credentials", "entry_point", "errors", "image_platform", "input_file", "limits", "stop_signals")
-    checked = {f"services.common.{name}" for name in beside}
+    beside = "credentials entry_point errors hardware_faults image_platform input_file limits stop_signals"
+    checked = {f"services.common.{name}" for name in beside.split()}
     assert closure_of(modules_of(REPOSITORY), {"services.common.image_platform"}) == checked
 
 
