@@ -21,6 +21,11 @@ RESERVED_OPTIONS = ("--recipe", "--root", "--launch", "--dry-run")
 Mode = Literal["shared", "isolated"]
 
 
+LOSS_TIMEOUT_SECONDS = 6 * 3600
+"""Seconds for which a deployment waits for nodes after it lost some: node repair, a capacity pool, or a person in the
+morning brings them, and the others are held meanwhile."""
+
+
 @dataclass(frozen=True)
 class DeployRequest:
     """A command's variables; None where one was not given."""
@@ -42,6 +47,8 @@ class DeployRequest:
     """Instead of a file."""
     hours: float | None = None
     """HOURS: after which an attempt is ended."""
+    loss_timeout_seconds: int = LOSS_TIMEOUT_SECONDS
+    """WAIT_AFTER_LOSS: for how long a gang is waited for that has stood before."""
     is_again: bool = False
     """AGAIN=1: also where the same was deployed before and ended well."""
 

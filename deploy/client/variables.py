@@ -61,6 +61,12 @@ VARIABLES = {
         "nodes have not all joined within 15 minutes is tried again; make stop-stage ends the wait, HOURS= bounds what "
         "an attempt costs",
     ),
+    "WAIT_AFTER_LOSS": Variable(
+        DEPLOYING,
+        ("kuberay",),
+        "on Batch a job that lost a host gives all of them back, and its next attempt waits in the queue as its first "
+        "did, which cancels it after 2 hours without capacity: deploy it again, and it goes on from its checkpoint",
+    ),
     "DRAIN": Variable(DEPLOYING, ("kuberay",), "on Batch the notice is the stop timeout of the machines"),
     "KEEP": Variable(
         ("deploy-stage", "rollback-stage"),

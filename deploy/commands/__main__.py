@@ -14,7 +14,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TextIO, cast
 
-from deploy.client.request import DeployRequest, Mode, require_stage_name
+from deploy.client.request import LOSS_TIMEOUT_SECONDS, DeployRequest, Mode, require_stage_name
 from deploy.client.target import Target
 from deploy.client.variables import read_hours, read_number, read_switch, read_target, require_taken
 from services.common.credentials import WHERE_THEY_BELONG, mask
@@ -99,6 +99,7 @@ def _read_request(stage: Stage) -> DeployRequest:
         arguments=_split(arguments) if arguments is not None else None,
         retries=read_number(os.environ, "RETRIES", RETRIES),
         start_timeout_seconds=read_number(os.environ, "WAIT", START_TIMEOUT_SECONDS),
+        loss_timeout_seconds=read_number(os.environ, "WAIT_AFTER_LOSS", LOSS_TIMEOUT_SECONDS),
         drain_seconds=read_number(os.environ, "DRAIN", 0),
         is_kept=read_switch(os.environ, "KEEP"),
         is_dry_run=read_switch(os.environ, "DRY_RUN"),

@@ -29,6 +29,8 @@ def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) 
         f"restarts    {_restarts(group, deployment)}",
         f"holds       {_holds(group, deployment, outline)}",
         f"retries     {_retries(group, deployment)}",
+        f"waits       {deployment.start_timeout_seconds} s for its pods at first (WAIT), and "
+        f"{deployment.loss_timeout_seconds} s after a loss, while what is left is held (WAIT_AFTER_LOSS)",
     ]
     if group.name == "compiler" and outline.has_compile_tasks:
         lines.insert(lines.index(stage) + 1, f"tasks       {_tasks(group, outline)}")

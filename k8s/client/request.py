@@ -73,6 +73,7 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedReq
         keep=request.is_kept,
         user=user_name(),
         start_timeout_seconds=request.start_timeout_seconds,
+        loss_timeout_seconds=request.loss_timeout_seconds,
         drain_seconds=request.drain_seconds or _needed_drain(group),
         recipe=outline.name,
         fewer_nodes=_fewer_nodes(outline) if name == "trainer" and request.mode != "isolated" else (),

@@ -205,13 +205,13 @@ def decide(observation: Observation) -> Action:
     return _place(observation, observation.gang)
 
 
-def choose_size(deployment: Deployment, nodes: int, is_after_loss: bool, room: int, waited_seconds: float) -> int:
+def choose_size(deployment: Deployment, nodes: int, attempts: int, room: int, waited_seconds: float) -> int:
     """The number of nodes to place a gang on that still lacks some of `nodes`; 0 to give up.
 
     After a loss it is the largest that the recipe allows and for which there may be room; Volcano has the last word.
     """
-    patience = deployment.start_timeout_seconds
-    if is_after_loss and waited_seconds > min(WHOLE_GANG_SECONDS, patience):
+    patience = deployment.patience_seconds(attempts)
+    if attempts and waited_seconds > min(WHOLE_GANG_SECONDS, patience):
         fewer = next((each for each in deployment.fewer_nodes if each < nodes and each <= room), None)
         if fewer is not None:
             return fewer
@@ -261,10 +261,10 @@ def _place(observation: Observation, gang: Gang) -> Action:
         return StartAttempt(nodes=nodes, report=report)
     what = f"a gang of {nodes}"
     waited = observation.waited_for(what)
-    is_after_loss = bool(record.attempts and deployment.fewer_nodes)
-    size = choose_size(deployment, nodes, is_after_loss, gang.room, waited)
+    attempts = len(record.attempts)
+    size = choose_size(deployment, nodes, attempts, gang.room, waited)
     if size == 0:
-        return _end(record, EXIT_AGAIN, f"not up after {deployment.start_timeout_seconds} s: {missing}")
+        return _end(record, EXIT_AGAIN, f"not up after {deployment.patience_seconds(attempts)} s: {missing}")
     if size < nodes:
         report = f"no {nodes} nodes after {waited:.0f} s, room for {gang.room}: this attempt goes on with {size}"
         return ShrinkGang(nodes=size, report=report, waits_for=what)
@@ -352,7 +352,7 @@ def _await_resource(observation: Observation) -> Action:
 def _await_own_cluster(observation: Observation) -> Action:
     """The head and the pods of an isolated attempt are being placed."""
     missing, event, what = observation.missing or "its Ray head is starting", observation.cluster_event, "its cluster"
-    patience = observation.deployment.start_timeout_seconds
+    patience = observation.deployment.patience_seconds(len(observation.record.attempts))
     if observation.waited_for(what) > patience:
         return _end_attempt(EXIT_AGAIN, f"not up after {patience} s: {missing} {event}".strip())
     return Wait(report=f"{missing} {f'({event})' if event else ''}".strip(), waits_for=what)

@@ -15,8 +15,8 @@ from services.common.errors import DeviceError
 
 DEGREE = "--parallel.data_parallel_size"
 
-RECORD_VERSION = 4
-RECORDS_READ = (1, 2, 3, RECORD_VERSION)
+RECORD_VERSION = 5
+RECORDS_READ = (1, 2, 3, 4, RECORD_VERSION)
 UPDATE_CLIENT = "update the checkout that deploys: git pull"
 UPDATE_HEAD = "update the head, when no stage runs: make cluster-up HEAD_TAG=... (default: what this checkout builds)"
 
@@ -49,7 +49,7 @@ class Deployment:
     """Leave the pods up afterwards."""
     user: str
     start_timeout_seconds: int
-    """How long pods may take to be placed and to join Ray."""
+    """How long pods may take to be placed and to join Ray, before the first attempt."""
     drain_seconds: int
     """Between a pod's notice and its end: a checkpoint must fit."""
     ray_version: str = ""
@@ -66,6 +66,12 @@ class Deployment:
     """The EKS managed node group (CLUSTER/GROUP) that its nodes come from; empty: they are simply there."""
     capacity_ends_at: str = ""
     """When the reservation behind the pool ends (RFC 3339); empty: never."""
+    loss_timeout_seconds: int = 21_600
+    """How long they may take before a further attempt, while those that are left hold their nodes."""
+
+    def patience_seconds(self, attempts: int) -> int:
+        """How long the gang of the next attempt is waited for, after so many attempts."""
+        return self.loss_timeout_seconds if attempts else self.start_timeout_seconds
 
     def rayjob_name(self, attempt: int) -> str:
         return f"{self.stage}-{self.id}-{attempt}"

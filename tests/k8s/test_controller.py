@@ -130,25 +130,26 @@ LONG = WHOLE_GANG_SECONDS + 1
 
 
 @pytest.mark.parametrize(
-    ("nodes", "is_after_loss", "room", "waited", "expected"),
+    ("nodes", "attempts", "room", "waited", "expected"),
     [
-        (8, True, 7, 10.0, 8),
-        (8, True, 7, LONG, 4),
-        (8, True, 3, LONG, 2),
-        (8, True, 8, LONG, 4),  # there should be room for all, and Volcano places none
-        (4, True, 8, LONG, 2),
-        (8, True, 1, LONG, 8),  # fewer than the recipe allows: wait for nodes
-        (2, True, 2, LONG, 2),
-        (8, True, 1, 1_801.0, 0),
-        (8, False, 7, LONG, 8),  # the first attempt has what preflight saw
-        (8, False, 7, 1_801.0, 0),
+        (8, 1, 7, 10.0, 8),
+        (8, 1, 7, LONG, 4),
+        (8, 1, 3, LONG, 2),
+        (8, 1, 8, LONG, 4),  # there should be room for all, and Volcano places none
+        (4, 1, 8, LONG, 2),
+        (8, 1, 1, LONG, 8),  # fewer than the recipe allows: wait for nodes
+        (2, 1, 2, LONG, 2),
+        (8, 1, 1, 1_801.0, 8),  # the nodes that are left are held for hours
+        (8, 1, 1, 21_601.0, 0),
+        (8, 0, 7, LONG, 8),  # the first attempt has what preflight saw
+        (8, 0, 7, 1_801.0, 0),
     ],
 )
 def test_a_gang_without_a_spare_node_goes_on_with_fewer(
-    nodes: int, is_after_loss: bool, room: int, waited: float, expected: int
+    nodes: int, attempts: int, room: int, waited: float, expected: int
 ) -> None:
-    deployment = deployment_of(nodes=8, fewer_nodes=(4, 2), start_timeout_seconds=1_800)
-    assert choose_size(deployment, nodes, is_after_loss, room, waited) == expected
+    deployment = deployment_of(nodes=8, fewer_nodes=(4, 2), start_timeout_seconds=1_800, loss_timeout_seconds=21_600)
+    assert choose_size(deployment, nodes, attempts, room, waited) == expected
 
 
 def test_fewer_nodes_are_another_data_parallel_degree() -> None:

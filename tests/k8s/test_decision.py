@@ -36,6 +36,7 @@ from tests.k8s.builders import deployment_of
 
 IMAGE = deployment_of().image
 PATIENCE = 1_800.0
+LOSS_PATIENCE = 20_000.0
 LOST = Outcome(75, "the driver was lost")
 DONE = Outcome(0, "done")
 RAYJOBS = frozenset({"trainer-abc123-1"})
@@ -46,6 +47,7 @@ def seen(
 ) -> Observation:
     """Of a deployment of 8 nodes that may go on with 4."""
     wanted: dict[str, Any] = {"nodes": 8, "fewer_nodes": (4,), "start_timeout_seconds": int(PATIENCE), "retries": 1}
+    wanted |= {"loss_timeout_seconds": int(LOSS_PATIENCE)}
     wanted |= {name: observed.pop(name) for name in ("mode", "keep") if name in observed}
     record = Record(deployment_of(**wanted), "u", "1", attempts, {}, outcome, stop, False, False, "now")
     return Observation(record, **observed)
@@ -151,6 +153,16 @@ PLACING: list[tuple[str, Observation, Action]] = [
         "a gang that cannot be had",
         seen(gang=gang(missing="7 of 8"), **waited("a gang of 8", PATIENCE + 1)),
         EndDeployment(outcome=Outcome(75, "not up after 1800 s: 7 of 8")),
+    ),
+    (
+        "a gang that cannot be had again for a while",
+        seen((LOST,), gang=gang(missing="7 of 8"), **waited("a gang of 8", PATIENCE + 1)),
+        PlaceGang(nodes=8, report="7 of 8", waits_for="a gang of 8"),
+    ),
+    (
+        "a gang that cannot be had again",
+        seen((LOST,), gang=gang(missing="7 of 8"), **waited("a gang of 8", LOSS_PATIENCE + 1)),
+        EndDeployment(outcome=Outcome(75, "not up after 20000 s: 7 of 8")),
     ),
     (
         "a gang that is waited for anew",

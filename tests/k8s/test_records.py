@@ -29,6 +29,7 @@ FIELDS = {
 }
 FIELDS[3] = FIELDS[2] | {"tensor_parallel_size"}
 FIELDS[4] = FIELDS[3] | {"node_pool", "capacity_ends_at"}
+FIELDS[5] = FIELDS[4] | {"loss_timeout_seconds"}
 
 
 def record_with(remove: str = "", **changes: Any) -> str:
@@ -62,10 +63,10 @@ def test_a_record_from_before_there_were_pools_has_nodes_that_are_there() -> Non
 @pytest.mark.parametrize(
     ("text", "said", "is_newer"),
     [
-        (record_with(version=RECORD_VERSION + 1), "of version 5, and versions 1, 2, 3, 4 are known", True),
+        (record_with(version=RECORD_VERSION + 1), "of version 6, and versions 1, 2, 3, 4, 5 are known", True),
         (record_with(version="2.1"), "of version 2.1", True),
-        (record_with(hosts=2), "of version 4 differs in hosts", True),
-        (record_with(remove="image"), "of version 4 differs in image", False),
+        (record_with(hosts=2), "of version 5 differs in hosts", True),
+        (record_with(remove="image"), "of version 5 differs in image", False),
         ('{"stage": "trainer"}', "of version 1 differs in arguments, drain_seconds", False),
         ("[]", "of version 1 differs", False),
         ("7", "cannot be read", True),
