@@ -65,10 +65,15 @@ test-batch: setup ## Run the tests on simulated nodes of AWS Batch; they need ro
 	$(python) -m pytest -m batch infra/tests/batchsim
 
 cluster-local: setup ## Start a Kubernetes with Volcano and KubeRay on this machine, with images and a Ray head; it stays up.
+	@echo "cluster-local, 1 of 5: the base image; all of it takes 15 to 30 minutes the first time, then 5"
 	@$(images) base
+	@echo "cluster-local, 2 of 5: Kubernetes, Volcano and KubeRay"
 	@$(python) -m tests.cluster.kit up
+	@echo "cluster-local, 3 of 5: the images of this checkout"
 	@$(images) build
+	@echo "cluster-local, 4 of 5: the images go to the node (minutes; 7 GB)"
 	@$(MAKE) --no-print-directory load-images
+	@echo "cluster-local, 5 of 5: the RayCluster"
 	@KUBECONFIG=.cluster/kubeconfig OVERLAY=local $(cluster) cluster-up
 
 cluster-local-down: setup ## Stop it and remove what it made; the artifacts in /var/lib/millrace/fsx stay.

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 from services.common.errors import TryAgain
 
 EXIT_AGAIN = TryAgain.exit_code
 MESSAGE_CHARACTERS = 500
 ERROR_PREFIX = "millrace: "
+CUT = " ..."
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+# Lines of other processes, which Ray and loggers mix in between an error and the end of a log.
+_OF_OTHERS = re.compile(r"\(\w+ pid=|\[?\d{4}-\d\d-\d\d[ T]|[IWEF]\d{4} ")
 
 
 def resolve_exit_code(exit_code: int | None) -> int:
@@ -20,9 +26,23 @@ def is_tried_again(exit_code: int) -> bool:
 
 
 def find_error_line(message: str) -> str:
-    """A stage's own error line where there is one, else the end of what was said."""
-    lines = [line for line in message.strip().splitlines() if line.strip()]
+    """A stage's own error where there is one, else the last line of what was said; on one line, and cut at a word."""
+    lines = [line for line in _ESCAPES.sub("", message).strip().splitlines() if line.strip()]
     for number in range(len(lines) - 1, -1, -1):
         if lines[number].startswith(ERROR_PREFIX):
-            return " ".join(lines[number:]).removeprefix(ERROR_PREFIX)[:MESSAGE_CHARACTERS]
-    return (lines[-1] if lines else "no message")[-MESSAGE_CHARACTERS:]
+            said = [lines[number].removeprefix(ERROR_PREFIX)]
+            for line in lines[number + 1 :]:
+                if _OF_OTHERS.match(line):
+                    break
+                said.append(line)
+            return shorten_line(" ".join(said), MESSAGE_CHARACTERS)
+    return shorten_line(lines[-1] if lines else "no message", MESSAGE_CHARACTERS)
+
+
+def shorten_line(text: str, most_characters: int) -> str:
+    """The text with single blanks in place of tabs and line ends; one that is too long ends after a word, in ` ...`."""
+    text = " ".join(text.split())
+    if len(text) <= most_characters:
+        return text
+    begin = text[: most_characters - len(CUT) + 1]
+    return (begin.rpartition(" ")[0] or begin[:-1]) + CUT

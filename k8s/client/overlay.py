@@ -21,7 +21,7 @@ from k8s.client.setup_job import run_setup_job
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api, Conflict, KindAbsent, Object
 from k8s.objects.names import CLUSTER, COMPONENT_LABEL, VARIANT_ANNOTATION
-from k8s.objects.placement import explain_start, heads_of, is_ready, newest_event, pods_of
+from k8s.objects.placement import ask_for_operator, explain_start, heads_of, is_ready, newest_event, pods_of
 from k8s.objects.record import read_running_record
 from k8s.objects.worker_group import WorkerGroup, head_pod_of, image_of, read_cluster, worker_group_of
 from services.common.errors import DeviceError, RecipeError, TryAgain
@@ -277,7 +277,7 @@ def require_filled_in(overlay: Path, objects: Iterable[Object]) -> None:
 def _await_head(api: Api) -> tuple[Object, str]:
     """The ready head's pod, and the image that a new one would run."""
     image = image_of(head_pod_of(read_cluster(api)))
-    deadline = time.monotonic() + HEAD_SECONDS
+    began = time.monotonic()
     progress = Progress("the Ray head is not ready")
     while True:
         heads = heads_of(api)
@@ -286,9 +286,9 @@ def _await_head(api: Api) -> tuple[Object, str]:
         if heads and image_of(heads[0]["spec"]) != image and _never_ran(heads[0]):
             # The operator replaces no pod whose template changed.
             api.delete("Pod", heads[0]["metadata"]["name"], uid=heads[0]["metadata"]["uid"])
-        state = explain_start(api, heads[0]) if heads else _cluster_events(api)
+        state = explain_start(api, heads[0]) if heads else _cluster_events(api, time.monotonic() - began)
         progress.report(state)
-        if time.monotonic() > deadline:
+        if time.monotonic() - began > HEAD_SECONDS:
             raise TryAgain(f"the Ray head was not ready after {HEAD_SECONDS:.0f} s: {state}")
         time.sleep(POLL_SECONDS)
 
@@ -299,9 +299,9 @@ def _never_ran(pod: Object) -> bool:
     return all("waiting" in each["state"] and not each.get("restartCount") for each in containers)
 
 
-def _cluster_events(api: Api) -> str:
+def _cluster_events(api: Api, waited_seconds: float) -> str:
     warning = newest_event(api, read_cluster(api))
-    return warning or "the operator has made no pod yet. Does the KubeRay operator run?"
+    return warning or f"waiting for the KubeRay operator to make its pod{ask_for_operator(waited_seconds)}"
 
 
 def _await_gone(api: Api, kind: str, selector: str = "") -> None:

@@ -13,6 +13,7 @@ from k8s.controller.outcome import exit_code_of_driver, exit_code_of_rayjob, may
 from k8s.controller.phase import Phase, phase_of
 from k8s.controller.ray_jobs import DriverState
 from k8s.objects.deployment import Deployment
+from k8s.objects.placement import ask_for_operator
 from k8s.objects.record import Outcome, Record
 from k8s.objects.worker_group import WorkerGroup
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
@@ -241,7 +242,8 @@ def _clear(observation: Observation) -> Action:
     what = "a RayJob to go"
     if observation.waited_for(what) > observation.deployment.start_timeout_seconds:
         return _end(observation.record, EXIT_AGAIN, "an earlier attempt's RayJob does not go")
-    report = "waiting for an earlier attempt's RayJob to go. Does the KubeRay operator run?"
+    asks = ask_for_operator(observation.waited_for(what))
+    report = f"waiting for the KubeRay operator to end and remove an earlier attempt's RayJob{asks}"
     return DeleteOlderRayJobs(report=report, waits_for=what)
 
 
@@ -268,6 +270,8 @@ def _place(observation: Observation, gang: Gang) -> Action:
     if size < nodes:
         report = f"no {nodes} nodes after {waited:.0f} s, room for {gang.room}: this attempt goes on with {size}"
         return ShrinkGang(nodes=size, report=report, waits_for=what)
+    if gang.is_up_to_date and gang.replicas == nodes and gang.pods < nodes and (asks := ask_for_operator(waited)):
+        missing = f"{missing}; waited{asks}"
     if not gang.pool.is_raised:
         return HoldNodes(report=missing, waits_for=what)
     if must_empty:

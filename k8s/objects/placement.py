@@ -14,6 +14,20 @@ PASSING = frozenset({"PodInitializing", "ContainerCreating", ""})
 TELLING_EVENTS = ("FailedMount", "FailedAttachVolume", "FailedScheduling", "FailedCreatePodSandBox", "Failed")
 
 
+OPERATOR_SECONDS = 60.0
+"""Seconds that the KubeRay operator may take for its next step, before anybody asks whether it runs."""
+
+
+def ask_for_operator(waited_seconds: float) -> str:
+    """A question to add to what is waited for, once that is longer than the operator takes; empty before.
+
+    It stays the same while the wait goes on: what is reported is printed when it changes.
+    """
+    if waited_seconds <= OPERATOR_SECONDS:
+        return ""
+    return f" for more than {OPERATOR_SECONDS:.0f} s. Does the KubeRay operator run? kubectl get pods -A | grep kuberay"
+
+
 def pods_of(api: Api, stage: str) -> list[Object]:
     """The stage's worker pods, in a shared or an isolated cluster, those on their way out too."""
     return api.find_all("Pod", f"{COMPONENT_LABEL}={stage},ray.io/node-type=worker")
@@ -48,7 +62,7 @@ def explain_placement(api: Api, group: WorkerGroup, nodes: int) -> str:
     if unplaced:
         return f"{count}: {_explain_unplaced(api, group, unplaced)}"
     if len(pods) < nodes:
-        why = newest_event(api, group.cluster) or "the KubeRay operator has to make them; does it run?"
+        why = newest_event(api, group.cluster) or "the KubeRay operator makes them"
         return f"{count}: {nodes - len(pods)} do not exist yet; {why}"
     reasons = Counter(explain_start(api, pod) for pod in waiting)
     return f"{count}: " + "; ".join(_counted(reasons))

@@ -36,7 +36,7 @@ def render_isolated_rayjob(worker_group: WorkerGroup, deployment: Deployment, at
     spec["rayVersion"] = deployment.ray_version or spec["rayVersion"]
     spec["authOptions"] = spec.get("authOptions", {}) | {"secretName": CLUSTER}
     head = spec["headGroupSpec"]["template"]
-    head["metadata"].setdefault("labels", {})[COMPONENT_LABEL] = "isolated-head"  # outside of the head's PDB
+    head["metadata"].setdefault("labels", {})[COMPONENT_LABEL] = "isolated-head"  # another than the cluster's
     head["spec"]["containers"][0]["image"] = deployment.image
     group = render_worker_group(worker_group, deployment)
     group["replicas"] = deployment.nodes

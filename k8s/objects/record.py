@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
+from deploy.exit_codes import shorten_line
 from k8s.objects.api import Api, Conflict, Object
 from k8s.objects.deployment import UPDATE_CLIENT, UPDATE_HEAD, Deployment, UnknownRecord
 from k8s.objects.names import (
@@ -149,7 +150,7 @@ def write_attempt(api: Api, record: Record, attempt: Outcome, checkpoints: dict[
 def shorten(attempts: tuple[Outcome, ...]) -> list[Outcome]:
     """With the beginning of what older ones said: an object's annotations have 256 KiB, for 1,500 attempts."""
     older, newer = attempts[:-FULL_MESSAGES], attempts[-FULL_MESSAGES:]
-    return [*(replace(each, message=each.message[:SHORT_MESSAGE_CHARACTERS]) for each in older), *newer]
+    return [*(replace(each, message=shorten_line(each.message, SHORT_MESSAGE_CHARACTERS)) for each in older), *newer]
 
 
 def write_outcome(api: Api, record: Record, outcome: Outcome) -> None:

@@ -12,8 +12,10 @@ import pytest
 
 from images.platforms import REPOSITORY
 from k8s.objects.api import Api
+from k8s.objects.placement import heads_of, is_ready
 from services.common.testing.waiting import wait_until
 from tests.cluster.harness import Harness, another_version, corpus_digest, give_to_stages, load_images, make_house
+from tests.cluster.kit import cluster
 from tests.small import write_notes, write_small_recipe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -83,6 +85,16 @@ def deploy(harness: Harness, **variables: str) -> str:
     assert done.code == 0, done.said
     assert harness.is_down("tokenizer")
     return done.said
+
+
+def test_a_drain_takes_the_head_and_ends(harness: Harness) -> None:
+    head = harness.head()["metadata"]["uid"]
+    drain = ("drain", "node-a", "--pod-selector=ray.io/node-type=head", "--delete-emptydir-data", "--timeout=120s")
+    try:
+        cluster.kubectl(*drain)
+    finally:
+        cluster.kubectl("uncordon", "node-a")
+    wait_until(lambda: (now := heads_of(harness.api)) and is_ready(now[0]) and now[0]["metadata"]["uid"] != head, 300)
 
 
 def test_a_stage_that_cannot_run_is_refused_with_the_next_command(harness: Harness) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.exit_codes import find_error_line, is_tried_again, resolve_exit_code
+from deploy.exit_codes import MESSAGE_CHARACTERS, find_error_line, is_tried_again, resolve_exit_code, shorten_line
 from services.common.errors import EXIT_INTERRUPTED, MillraceError, TryAgain
 
 
@@ -24,9 +24,19 @@ def test_one_code_is_tried_again() -> None:
         ("", "no message"),
         ("step 1\nkilled\n\n", "killed"),
         ("step 1\nmillrace: no corpus\n", "no corpus"),
-        ("millrace: two keys:\n  a\n  b\n", "two keys:   a   b"),
+        ("millrace: two keys:\n  a\n  b\n", "two keys: a b"),
+        ("millrace: no\tdevice\x1b[0m \n(RayTrainWorker pid=7) bye\n[2026-11-23 09:00:00,1 E 7 7] gone\n", "no device"),
+        ("Traceback\nValueError: a\tb", "ValueError: a b"),
         ("millrace: first\nmillrace: last", "last"),
     ],
 )
 def test_a_stage_s_own_line_is_found(said: str, line: str) -> None:
     assert find_error_line(said) == line
+
+
+def test_a_line_that_is_too_long_ends_after_a_word() -> None:
+    assert shorten_line("one two three", 13) == "one two three"
+    assert shorten_line("one two three four", 15) == "one two ..."
+    assert shorten_line("x" * 20, 10) == "xxxxxx ..."
+    assert len(find_error_line("millrace: " + "word " * 1_000)) <= MESSAGE_CHARACTERS
+    assert find_error_line("begin " + "word " * 1_000).startswith("begin word")

@@ -225,9 +225,6 @@ def policies_select_pods_that_there_are(things: list[Thing]) -> list[str]:
         problems += [f"{name}: no pod has {each}" for each in here if not any(_selects(each, pod) for pod in pods)]
         problems += [f"{name}: {each} is not the operator" for each in far if not _selects(each, OPERATOR)]
         problems += [f"{name}: {each} is also a Ray pod" for each in far if any(_selects(each, pod) for pod in pods)]
-    for name, budget in of_kind(things, "PodDisruptionBudget").items():
-        if not _selects(budget["spec"]["selector"], labels_of(things)["head"]):
-            problems.append(f"{name}: the head is not what the budget keeps")
     return problems
 
 

@@ -14,9 +14,10 @@ from k8s.client.overlay import cluster_up
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.names import NODE_POOLS, NODE_POOLS_ANNOTATION
 from k8s.objects.names import REGION_ANNOTATION as REGION
+from k8s.objects.placement import OPERATOR_SECONDS
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
-from tests.k8s.builders import deployment_of
+from tests.k8s.builders import Clock, deployment_of
 from tests.k8s.rendered import Thing, cluster_of
 
 HEAD = "millrace/head@sha256:" + "1" * 64
@@ -173,3 +174,24 @@ def test_a_running_group_s_pods_are_not_changed(
     with pytest.raises(DeviceError, match="worker group trainer runs, and the manifests change its pods"):
         up(monkeypatch, server, with_change(overlays["local"], change), HEAD)
     assert server.applied == []
+
+
+def test_whether_the_operator_runs_is_asked_once_it_had_time(
+    live: Thing, clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It makes the head's pod some seconds after the RayCluster."""
+    began = clock.now
+
+    class Slow(Server):
+        def find_all(self, kind: str, selector: str = "", fields: str = "") -> list[Thing]:
+            is_there = clock.now - began > OPERATOR_SECONDS + 20
+            return super().find_all(kind, selector, fields) if is_there else []
+
+    def sleep(seconds: float) -> None:
+        clock.now += 10
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr(overlay, "newest_event", lambda api, cluster: "")
+    overlay._await_head(Slow(live, [], []))  # type: ignore[arg-type]
+    said = capsys.readouterr().out.splitlines()
+    assert ["?" in line for line in said] == [False, True]

@@ -31,6 +31,7 @@ from k8s.controller.decision import (
 )
 from k8s.controller.node_pool import PoolState
 from k8s.controller.ray_jobs import DriverState
+from k8s.objects.placement import OPERATOR_SECONDS
 from k8s.objects.record import Outcome, Record
 from tests.k8s.builders import deployment_of
 
@@ -213,8 +214,32 @@ PLACING: list[tuple[str, Observation, Action]] = [
         "a RayJob of an earlier deployment",
         seen(older_rayjobs=1),
         DeleteOlderRayJobs(
-            report="waiting for an earlier attempt's RayJob to go. Does the KubeRay operator run?",
+            report="waiting for the KubeRay operator to end and remove an earlier attempt's RayJob",
             waits_for="a RayJob to go",
+        ),
+    ),
+    (
+        "one that takes longer than the operator needs",
+        seen(older_rayjobs=1, **waited("a RayJob to go", OPERATOR_SECONDS + 1)),
+        DeleteOlderRayJobs(
+            report="waiting for the KubeRay operator to end and remove an earlier attempt's RayJob for more than "
+            "60 s. Does the KubeRay operator run? kubectl get pods -A | grep kuberay",
+            waits_for="a RayJob to go",
+        ),
+    ),
+    (
+        "pods that the operator has still to make",
+        seen(gang=gang(pods=7, joined=7, missing="7 of 8"), **waited("a gang of 8", OPERATOR_SECONDS)),
+        PlaceGang(nodes=8, report="7 of 8", waits_for="a gang of 8"),
+    ),
+    (
+        "pods that the operator does not make",
+        seen(gang=gang(pods=7, joined=7, missing="7 of 8"), **waited("a gang of 8", OPERATOR_SECONDS + 1)),
+        PlaceGang(
+            nodes=8,
+            report="7 of 8; waited for more than 60 s. Does the KubeRay operator run? kubectl get pods -A | grep "
+            "kuberay",
+            waits_for="a gang of 8",
         ),
     ),
     (

@@ -119,13 +119,6 @@ BREACHES: list[Breach] = [
         "is also a Ray pod",
     ),
     (
-        rules.policies_select_pods_that_there_are,
-        "PodDisruptionBudget/head",
-        "/spec/selector/matchLabels",
-        {"millrace.dev/component": "heads"},
-        "the head is not",
-    ),
-    (
         rules.the_deployer_may_touch_this_cluster_alone,
         "Role/deployer",
         "/rules/1/resourceNames",
@@ -288,6 +281,11 @@ def test_every_rule_has_a_test_that_breaks_it() -> None:
 @pytest.mark.parametrize("rule", ALL_RULES, ids=word_for)
 def test_a_compiler_on_trainium_keeps_the_rules(compiler_on_trainium: list[Thing], rule: Rule) -> None:
     assert rule(compiler_on_trainium) == []
+
+
+def test_no_budget_keeps_a_drain_from_its_end(overlays: dict[str, list[Thing]]) -> None:
+    """Every pod here is the only one of its kind, or one of a gang that cannot do without it."""
+    assert [name_of(thing) for things in overlays.values() for thing in things if "Budget" in thing["kind"]] == []
 
 
 def test_ray_sees_the_neuron_cores_of_a_trainium_node(

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,36 @@ def test_what_is_missing_is_one_line_to_install(monkeypatch: pytest.MonkeyPatch)
     _, packages, go = str(raised.value).splitlines()
     assert packages.strip() == "apt-get install --yes conntrack containernetworking-plugins gcc libc6-dev"
     assert "Go 1.25" in go
+
+
+def test_a_build_says_what_it_compiles_before_it_does_and_while_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster, "BIN", tmp_path)
+    monkeypatch.setattr(cluster, "STILL_SECONDS", 0.01)
+    monkeypatch.setattr(cluster, "PACKAGES", {"slow": "./slow"})
+    monkeypatch.setattr(cluster, "TOOLS", {"tool": "a.test/tool@v1"})
+    heard: list[str] = []
+
+    def compile_slowly(*command: str | Path, **_: object) -> str:
+        while capsys_has(heard, capsys).count("slow") < 3 and "./slow" in command:
+            time.sleep(0.01)
+        return ""
+
+    monkeypatch.setattr(cluster, "run", compile_slowly)
+    cluster.build()
+    lines = capsys_has(heard, capsys).splitlines()
+    assert "2 programs" in lines[0]
+    assert [line.split()[:4] for line in lines[1:] if line.endswith("  ...")] == [
+        ["1", "of", "2", "slow"],
+        ["2", "of", "2", "tool"],
+    ]
+
+
+def capsys_has(heard: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """All that was printed so far."""
+    heard.append(capsys.readouterr().out)
+    return "".join(heard)
 
 
 def test_a_load_without_a_node_names_the_command_that_starts_one(
