@@ -15,6 +15,7 @@ import yaml
 
 from deploy.progress import Progress
 from deploy.stage_contract import DRAIN_VARIABLES, RECIPE
+from k8s.client.network_probe import require_network_policies
 from k8s.client.node_pool import require_nodes_given_back, require_same_region, tell_left_nodes
 from k8s.client.settings import fill_in
 from k8s.client.setup_job import run_setup_job
@@ -97,6 +98,10 @@ def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
             place.apply(each)
         print(f"applied     {each['kind']} {each['metadata']['name']}", flush=True)
     head, image = _await_head(api)
+    [namespace] = [
+        each for each in objects if each["kind"] == "Namespace" and each["metadata"]["name"] == api.namespace
+    ]
+    print(f"checked     {require_network_policies(api, namespace, read_cluster(api), head)}", flush=True)
     if image_of(head["spec"]) != image:
         print(
             f"the head goes on with {image_of(head['spec'])}; for {image} delete its pod when no stage runs: "

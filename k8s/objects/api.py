@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import kubernetes
+import kubernetes.stream
 import urllib3
 import urllib3.exceptions
 import yaml
@@ -169,6 +170,23 @@ class Api:
             for chunk in cast(Any, stream).stream():
                 *lines, rest = (rest + chunk).split(b"\n")
                 yield from (line.decode(errors="replace") for line in lines)
+
+    def execute(self, pod: str, container: str, command: list[str]) -> str:
+        """What a command in a pod's container printed, its errors too."""
+        core = kubernetes.client.CoreV1Api(kubernetes.client.ApiClient(self._client.configuration))
+        with _explained(f"execute a command in pod {pod}"):
+            return str(
+                kubernetes.stream.stream(
+                    core.connect_get_namespaced_pod_exec,
+                    pod,
+                    self.namespace,
+                    container=container,
+                    command=command,
+                    stdout=True,
+                    stderr=True,
+                    _request_timeout=SILENCE_SECONDS,
+                )
+            )
 
     def _resource(self, kind: str, api_version: str | None = None) -> Any:
         version = api_version or API_VERSIONS[kind]

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from images.platforms import REPOSITORY
+from k8s.client.network_probe import require_network_policies
 from k8s.objects.api import Api
 from k8s.objects.placement import heads_of, is_ready
+from k8s.objects.worker_group import read_cluster
 from services.common.testing.waiting import wait_until
 from tests.cluster.harness import Harness, another_version, corpus_digest, give_to_stages, load_images, make_house
 from tests.cluster.kit import cluster
@@ -85,6 +87,21 @@ def deploy(harness: Harness, **variables: str) -> str:
     assert done.code == 0, done.said
     assert harness.is_down("tokenizer")
     return done.said
+
+
+def test_pods_that_reach_what_policies_forbid_are_found(harness: Harness) -> None:
+    """The kit enforces no policies. What a firewall of its node cuts off looks to a pod as an engine's work does."""
+    namespace, cluster_ = harness.api.find("Namespace", "millrace"), read_cluster(harness.api)
+    assert namespace is not None
+    demanding = namespace | {"metadata": namespace["metadata"] | {"annotations": {}}}
+    assert "a Job and of the RayCluster" in require_network_policies(harness.api, namespace, cluster_, harness.head())
+    rule = ("INPUT", "-s", cluster.POD_RANGE, "-d", cluster.ADDRESS, "-p", "tcp", "--dport", "6443", "-j", "DROP")
+    cluster.run("iptables", "-I", *rule)
+    try:
+        said = require_network_policies(harness.api, demanding, cluster_, harness.head())
+    finally:
+        cluster.run("iptables", "-D", *rule)
+    assert "keep pods" in said
 
 
 def test_a_drain_takes_the_head_and_ends(harness: Harness) -> None:

@@ -97,6 +97,7 @@ def test_a_namespace_takes_images_of_its_registry_alone(rendered: Render, overla
     assert locally == {
         "millrace.dev/images": "docker.io/millrace/ millrace/",
         "millrace.dev/image-tags": "allowed",
+        "millrace.dev/network-policies": "not-enforced",
     }
 
 
