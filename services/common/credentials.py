@@ -22,9 +22,14 @@ WHERE_THEY_BELONG = (
 # Parameters of web servers' addresses that choose what is read, and open nothing. All others are masked: a signed
 # address is a password whatever its parameters are called.
 _HARMLESS = frozenset(
-    {"download", "dl", "raw", "format", "version", "versionid", "generation", "revision", "ref", "rev", "branch"}
-    | {"page", "offset", "limit", "length", "start", "end", "lang", "language", "config", "split", "subset", "export"}
+    {"version", "versionid", "generation", "revision", "ref", "rev", "branch", "config", "split", "subset"}
 )
+# Harmless too, as long as their value is short: what they take are switches, numbers and codes.
+_HARMLESS_IF_SHORT = frozenset(
+    {"download", "dl", "raw", "format", "export", "lang", "language"}
+    | {"page", "offset", "limit", "length", "start", "end"}
+)
+_SHORT = re.compile(r"[0-9]*|[\w-]{0,8}")
 _SECRET_WORDS = frozenset(
     {"token", "secret", "password", "passwd", "passphrase", "pass", "pwd", "pw", "credential", "credentials"}
     | {
@@ -53,18 +58,40 @@ _PARAMETER_OF_PATH = re.compile(r"(?<=[/,])([^/,=?&;#]{1,64})=([^/,?&;#]+)")
 _PORT = re.compile(r"[0-9]{0,5}[.,;:!)\]}]*")  # and the end of a sentence
 # user:password@host without a scheme, where a word begins. An image's name with tag and digest is none.
 _WITHOUT_SCHEME = re.compile(r"(?<![^\s\"'=,(\[])(?!mailto:)[^\s/:@\"'=,(\[]+:[^\s/@\"']+@(?!sha256:)(?=[^\s@/])")
+# //user:password@host, whose scheme is that of the page that it stands on.
+_OF_ANY_SCHEME = re.compile(r"(?<![\w:/*])//[^\s/@\"']+@(?=[^\s@/])")
+# The forms of tokens that say what they are, as scanners of repositories know them.
 _TOKENS = re.compile(
-    r"\bhf_[A-Za-z0-9]{30,}|\bgh[opsur]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{20,}|\bxox[abpr]-[\w-]{10,}"
-    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+"
+    "|".join(
+        (
+            r"\bhf_[A-Za-z0-9]{30,}",  # Hugging Face
+            r"\bgh[opsur]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}",
+            r"\bgl(?:pat|dt|rt|cbt|ptt|soat)-[\w-]{20,}",  # GitLab
+            r"\bxox[abeprs]-[\w-]{10,}|\bxapp-[\w-]{20,}|(?<=hooks\.slack\.com/services/)[\w/]{20,}",
+            r"\b(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}\b",  # AWS
+            r"\bAIza[\w-]{35}|\bya29\.[\w-]{20,}|\bGOCSPX-[\w-]{20,}",  # Google
+            r"\bsk-(?:ant|proj|svcacct|or)-[\w-]{16,}|\bsk-[A-Za-z0-9]{32,}|\b[rs]k_(?:live|test)_\w{16,}",
+            r"\bdckr_(?:pat|oat)_[\w-]{20,}|\bnpm_[A-Za-z0-9]{36}|\bpypi-[\w-]{50,}",  # registries of packages
+            r"\bnvapi-[\w-]{40,}|\bglsa_\w{30,}|\bSG\.[\w-]{16,}\.[\w-]{16,}|\bhvs\.[\w-]{24,}",
+            r"\bAGE-SECRET-KEY-1[0-9A-Z]{50,}",
+            r"\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+",  # JSON Web Tokens
+            r"(?s:(?<=-----BEGIN )([A-Z ]*)PRIVATE KEY-----.*?(?:-----END \1PRIVATE KEY-----|\Z))",
+        )
+    )
 )
 _HEADER = re.compile(
     r"(?i)\b((?:proxy-)?authorization['\"]?\s*[:=]\s*['\"]?(?:(?:basic|bearer|token)\s+)?+|bearer\s+)[^\s'\",;]{6,}"
 )
-_SECRET_VARIABLE = re.compile(r"(?i)(?:access|api|private|secret)_?key")
+# A key is a secret where a name ends in it, unless the word before says what else it is; DBPASS is one word.
+_SECRET_VARIABLE = re.compile(
+    r"(?i)(?:access|api|private|secret)_?key|(?:^|_)pat(?:_|$)|(?<![a-z])(?!bypass|compass)[a-z]+pass$"
+    r"|(?<!cache)(?<!hash)(?<!public)(?<!sort)(?<!map)_key$"
+)
 # Words of variables' names that are more often of a compiler's pass, a cache's key or a policy.
 _NOT_OF_VARIABLES = ("pass", "key", "policy", "session", "sig", "signature", "login")
-# An "@" in the first part of these is a revision.
+# An "@" in the first part of these is a revision, but for one before a kind of repository, which has none.
 _SCHEMES_WITH_REVISIONS = ("hf", "datasets")
+_REPOSITORY_KINDS = ("datasets", "spaces", "models", "buckets")
 _WEB = ("http", "https")
 _MAX_DEPTH = 3
 """Addresses may stand in the paths of addresses; they are looked at to this depth."""
@@ -113,6 +140,7 @@ def _mask(text: str, *, keeps_unknown_parameters: bool) -> str:
     text = _mask_addresses(text, keeps_unknown_parameters, depth=0)
     if not keeps_unknown_parameters:
         text = _WITHOUT_SCHEME.sub(f"{MASK}@", text)
+    text = _OF_ANY_SCHEME.sub(f"//{MASK}@", text)
     text = _HEADER.sub(lambda match: match[1] + MASK, text)
     return _TOKENS.sub(MASK, text)
 
@@ -143,7 +171,8 @@ def _mask_place(scheme: str, place: str, path: str) -> tuple[str, str]:
     decoded = unquote(place)
     host = decoded.rpartition("]")[2] if decoded.startswith("[") else decoded
     has_port = ":" in host and not host.startswith("arn:")
-    if "@" in decoded and (":" in decoded or scheme not in _SCHEMES_WITH_REVISIONS):
+    has_revision = scheme in _SCHEMES_WITH_REVISIONS and decoded.rpartition("@")[2] not in _REPOSITORY_KINDS
+    if "@" in decoded and (":" in decoded or not has_revision):
         _, at, host = place.rpartition("@")
         return (f"{MASK}@{host}" if at else MASK), path
     if has_port and "@" in path:  # a password with a slash
@@ -155,9 +184,13 @@ def _mask_place(scheme: str, place: str, path: str) -> tuple[str, str]:
 
 def _mask_parameter(parameter: str, is_strict: bool) -> str:
     name, equals, value = parameter.partition("=")
-    if is_strict and unquote(name).strip().lower() not in _HARMLESS and parameter not in ("", MASK):
+    if is_strict and parameter not in ("", MASK) and not _is_harmless(unquote(name).strip().lower(), value):
         return f"{name}={MASK}" if equals else MASK
     return f"{name}={MASK}" if value and _names_secret(unquote(name)) else parameter
+
+
+def _is_harmless(name: str, value: str) -> bool:
+    return name in _HARMLESS or (name in _HARMLESS_IF_SHORT and bool(_SHORT.fullmatch(value)))
 
 
 def _names_secret(name: str, *but: str) -> bool:

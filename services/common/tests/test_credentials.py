@@ -52,6 +52,17 @@ WITH_CREDENTIALS = [
     f"s3://bucket/a.jsonl?accessToken={MARKER}",
     f"gs://bucket/a.jsonl?X-Goog-Signature={MARKER}",
     f"/data/hf_{MARKER}{'x' * 30}/a.jsonl",
+    f"//user:{MARKER}@host/a.jsonl",
+    f"//{MARKER}@host/a.jsonl",
+    f"hf://{MARKER}@datasets/owner/name",
+    f"https://host/a.jsonl?download={MARKER}",
+    f"https://host/a.jsonl?format=json&raw={MARKER}",
+    f"/data/sk-ant-api03-{MARKER}{'x' * 30}/a.jsonl",
+    f"/data/dckr_pat_{MARKER}{'x' * 30}/a.jsonl",
+    f"/data/AIza{MARKER}{'x' * 25}/a.jsonl",
+    f"https://hooks.slack.com/services/T0/{MARKER}/{'x' * 20}",
+    f"-----BEGIN RSA PRIVATE KEY----- {MARKER} -----END RSA PRIVATE KEY-----",
+    f"-----BEGIN PRIVATE KEY----- {MARKER}",
 ]
 WITHOUT = [
     "pydoc://",
@@ -68,6 +79,9 @@ WITHOUT = [
     "https://host/package@1.2/a.jsonl",
     "https://[::1]:80/a.jsonl",
     "https://host/a.jsonl?download=1&version=2",
+    "https://host/a.jsonl?format=parquet&offset=123456789012&revision=0123456789abcdef0123456789abcdef01234567",
+    "//server/share/a.jsonl",
+    "sk-learn/AIzawa/dckr_pat/a.jsonl",
     "registry/millrace/trainer:0.1.0@sha256:0123",
     "no answer from (http://host:8265), tcp://host:29500: refused",
     "mailto:somebody@host.org",
@@ -150,6 +164,14 @@ def test_what_libraries_say_of_an_address_is_masked_in_errors_logs_and_records(t
     assert MARKER not in written
 
 
+def test_no_recipe_and_no_manifest_of_ours_is_taken_for_one_with_credentials() -> None:
+    ours = [*REPOSITORY.glob("recipes/*.toml"), *REPOSITORY.glob("tests/contract/manifests/*.json")]
+    assert len({path.suffix for path in ours}) == 2
+    for path in ours:
+        text = path.read_text(encoding="utf-8")
+        assert mask(text) == text, path
+
+
 def test_a_traceback_of_a_bug_is_masked() -> None:
     program = f"""
 from services.common.entry_point import run_program
@@ -178,7 +200,14 @@ run_program(main)
         ("XLA_FLAGS", "--xla_dump_to=/x", False),
         ("TORCHINDUCTOR_CACHE_KEY", "7", False),
         ("XLA_PASS", "7", False),
+        ("XLA_DBPASS", "x", True),
+        ("NEURON_PAT", "x", True),
+        ("NEURON_RT_KEY", "x", True),
         ("TOKENIZERS_PARALLELISM", "false", False),
+        ("NEURON_RT_ROOT_COMM_ID", "10.0.0.1:62182", False),
+        ("NEURON_PATH", "/opt/neuron", False),
+        ("XLA_KEYBOARD", "us", False),
+        ("XLA_BYPASS", "1", False),
     ],
 )
 def test_a_variable_is_a_secret_by_its_name_or_by_an_address_in_it(variable: str, value: str, expected: bool) -> None:
