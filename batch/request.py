@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from batch.config import Config, Pool
 from batch.job_definition import DEPLOYMENT_TAG, Deployment, Request, pool_of, read_container, render_job_definition
@@ -10,7 +11,6 @@ from batch.jobs import Definition, Jobs
 from deploy.client.instance_type import check_instance_type
 from deploy.client.outline import Outline
 from deploy.client.request import (
-    DEFAULT_RECIPE,
     DeployRequest,
     read_recipe_text,
     read_request_outline,
@@ -24,6 +24,8 @@ from services.common.launch.batch_node import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe import Stage
 
 VARIANT = "neuron"
+DEFAULT_RECIPE = Path("recipes/llama2-7b-trn1.toml")
+"""The recipe of a deployment that names none. Images of the variant take no recipe for CPUs."""
 MOST_ATTEMPTS = 10
 """That Batch makes of one job."""
 LEAST_ATTEMPT_SECONDS = 60
@@ -54,6 +56,8 @@ def prepare(config: Config, jobs: Jobs, request: DeployRequest) -> Prepared:
     """Raises `RecipeError` and `DeviceError` for what cannot be; nothing is changed."""
     stage = require_stage_name(request.stage)
     _require_possible(request)
+    if not request.recipe_text:
+        request = replace(request, recipe=request.recipe or DEFAULT_RECIPE)
     text = request.recipe_text or read_recipe_text(request.recipe or DEFAULT_RECIPE)
     arguments = request.arguments or ()
     require_free_arguments(arguments)

@@ -34,6 +34,15 @@ def pods_of(group: WorkerGroup, outline: Outline) -> int:
     return math.ceil(outline.compile.num_workers / tasks_of_a_pod(group, outline))
 
 
+def place_of_trace(group: WorkerGroup, outline: Outline) -> str:
+    """The option that lets a recipe which does not say where its graphs are traced follow the compiler's pods: empty
+    where they have devices, as that is what such a recipe means.
+    """
+    if not outline.has_compile_tasks or "trace_on" in outline.compile.model_fields_set or NEURON in group.requests:
+        return ""
+    return "--compile.trace_on=cpu"
+
+
 def check_trace(group: WorkerGroup, outline: Outline) -> str:
     """Has the compiler's group the devices on which the recipe's graphs are to be traced?"""
     is_on_device = outline.has_compile_tasks and outline.compile.trace_on == "device"
@@ -41,7 +50,7 @@ def check_trace(group: WorkerGroup, outline: Outline) -> str:
         return ""
     return (
         f'compile.trace_on is "device", and {group.name} pods have no {NEURON}: they take CPU nodes, so that no '
-        f"Trainium node waits while graphs compile. Where a CPU traces the same graphs: "
-        f"ARGS=--compile.trace_on=cpu. Where it does not, put the compiler on Trainium nodes: "
-        f"`components: [../../stages/compiler/on-trainium]` in the overlay's kustomization.yaml, then: make cluster-up"
+        f"Trainium node waits while graphs compile. Where a CPU traces the same graphs, leave compile.trace_on out of "
+        f"recipe and ARGS: it follows the pods. Where it does not, put the compiler on Trainium nodes: "
+        f"COMPILER_POOL=trainium in the overlay's settings.env, then: make cluster-up"
     )

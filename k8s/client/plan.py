@@ -8,6 +8,7 @@ from k8s.client.compile_tasks import tasks_of_a_pod
 from k8s.client.node_pool import describe_cost, describe_reservation, describe_source, hours_limit
 from k8s.objects.api import Object
 from k8s.objects.deployment import Deployment
+from k8s.objects.names import NEURON
 from k8s.objects.worker_group import WorkerGroup, render_worker_group
 
 
@@ -33,7 +34,8 @@ def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) 
         f"{deployment.loss_timeout_seconds} s after a loss, while what is left is held (WAIT_AFTER_LOSS)",
     ]
     if group.name == "compiler" and outline.has_compile_tasks:
-        lines.insert(lines.index(stage) + 1, f"tasks       {_tasks(group, outline)}")
+        at = lines.index(stage) + 1
+        lines[at:at] = [f"tasks       {_tasks(group, outline)}", f"traces      {_place_of_trace(group, outline)}"]
     if deployment.fewer_nodes:
         fewer = ", ".join(map(str, deployment.fewer_nodes))
         lines.append(f"fewer       after a loss without a spare node it goes on with {fewer} nodes (cluster.min_nodes)")
@@ -50,6 +52,15 @@ def _tasks(group: WorkerGroup, outline: Outline) -> str:
         f"{settings.num_workers} graphs at a time, each with {settings.task_cpus} CPUs and "
         f"{settings.task_memory_gib:g} GiB, {tasks_of_a_pod(group, outline)} on a pod"
     )
+
+
+def _place_of_trace(group: WorkerGroup, outline: Outline) -> str:
+    if outline.compile.trace_on == "device":
+        return (
+            "on a device of its pods, whose nodes are held and paid for until the last graph is compiled. Where a CPU "
+            "traces the same graphs (docs/operations/first-trainium-run.md, point 1), COMPILER_POOL=cpu saves that"
+        )
+    return "without a device" + (", though its pods have some (COMPILER_POOL)" if NEURON in group.requests else "")
 
 
 def _retries(group: WorkerGroup, deployment: Deployment) -> str:

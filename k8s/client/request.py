@@ -6,6 +6,7 @@ import hashlib
 import math
 import secrets
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from deploy.client.outline import Outline
 from deploy.client.request import (
@@ -18,7 +19,7 @@ from deploy.client.request import (
     user_name,
 )
 from deploy.stage_contract import RECIPE_FILE
-from k8s.client.compile_tasks import TASKS, pods_of, tasks_of_a_pod
+from k8s.client.compile_tasks import TASKS, place_of_trace, pods_of, tasks_of_a_pod
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api
 from k8s.objects.deployment import DEGREE, Deployment
@@ -45,6 +46,8 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedReq
     The image that the working tree builds has the recipe's type that is here, and a wrong key is told at once. Of
     another image (TAG=), which may know other keys, the image itself is asked, in preflight.
     """
+    if not request.recipe_text:
+        request = replace(request, recipe=request.recipe or Path(group.default_recipe or DEFAULT_RECIPE))
     text = request.recipe_text or read_recipe_text(request.recipe or DEFAULT_RECIPE)
     arguments = request.arguments or ()
     name = require_stage_name(request.stage)
@@ -57,6 +60,9 @@ def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedReq
         raise RecipeError("KEEP=1 with MODE=isolated: a Ray cluster of a stage's own ends with the stage")
     if name == "trainer" and nodes != outline.nodes_of(name):
         arguments = (*arguments, f"{DEGREE}={outline.data_parallel_size_on(nodes)}")
+        outline = read_request_outline(request, text, arguments)
+    if name == "compiler" and (place := place_of_trace(group, outline)):
+        arguments = (*arguments, place)
         outline = read_request_outline(request, text, arguments)
     if name == "compiler" and outline.has_compile_tasks and pods_of(group, outline) != nodes:
         arguments = (*arguments, f"{TASKS}={nodes * tasks_of_a_pod(group, outline)}")

@@ -20,6 +20,7 @@ from infra.shapes import Shape, find_shape
 from k8s.client.bounds import fill_images, fill_quota
 from k8s.objects.api import Object
 from k8s.objects.names import (
+    DEFAULT_RECIPE_ANNOTATION,
     DRAIN_ANNOTATION,
     EFA,
     INSTANCE_TYPE_LABEL,
@@ -41,7 +42,13 @@ FSX_DRIVER = "fsx.csi.aws.com"
 TRAINIUM = "trainium"  # the pool of nodes with Neuron devices
 POOLS = (TRAINIUM, "cpu")  # of infra; an overlay's groups may select others
 POOL_KEYS = ("SHAPE", "NODE_GROUP", "MAX_NODES")  # of each pool, after its name in capitals
-KEYS = ("REGION", "CLUSTER_NAME", "REGISTRY", "FSX_ID", "FSX_DNS_NAME", "FSX_MOUNT_NAME", "CAPACITY_ENDS_AT")
+COMPILER_POOL = "COMPILER_POOL"
+KEYS = (
+    *("REGION", "CLUSTER_NAME", "REGISTRY", "FSX_ID", "FSX_DNS_NAME", "FSX_MOUNT_NAME", "CAPACITY_ENDS_AT"),
+    *(COMPILER_POOL, "RECIPE"),
+)
+TRAINIUM_SCRATCH = "350Gi"
+"""The scratch space of a pod that has a Trainium node's disks to itself."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,9 @@ def fill_in(objects: list[Object]) -> list[Object]:
     settings = _find_settings(objects)
     filled = copy.deepcopy([each for each in objects if each["metadata"]["name"] != CONFIG_MAP])
     for cluster in _of_kind(filled, "RayCluster"):
+        _move_compiler(cluster, settings)
         pools = _read_pools(cluster, settings)
-        _fill_cluster(cluster, pools, settings.get("REGION", ""))
+        _fill_cluster(cluster, pools, settings)
         for queue in _of_kind(filled, "Queue"):
             if pools and "capability" not in queue["spec"]:
                 queue["spec"]["capability"] = _amounts(_sum(list(pools.values())))
@@ -105,6 +113,23 @@ def _find_settings(objects: list[Object]) -> dict[str, str]:
         if re.search(r"[\s\"']", value):
             raise RecipeError(f"settings.env: {key}={value}: expected {key}=VALUE, without quotes, blanks or a comment")
     return settings
+
+
+def _move_compiler(cluster: Object, settings: dict[str, str]) -> None:
+    """Put the compiler on the nodes that COMPILER_POOL names, where the overlay says it."""
+    if not (name := settings.get(COMPILER_POOL)):
+        return
+    if name not in POOLS:
+        raise RecipeError(
+            f"settings.env: {COMPILER_POOL}={name}: {' or '.join(POOLS)} is expected. {TRAINIUM} traces graphs on the "
+            f"devices of nodes that are held until the last graph is compiled; cpu traces and compiles without a device"
+        )
+    [group] = [each for each in cluster["spec"]["workerGroupSpecs"] if each["groupName"] == "compiler"]
+    pod = group["template"]["spec"]
+    pod["nodeSelector"] = (pod.get("nodeSelector") or {}) | {POOL_LABEL: name}
+    if name == TRAINIUM:
+        [scratch] = [volume for volume in pod["volumes"] if volume["name"] == "scratch"]
+        scratch["emptyDir"] = {"sizeLimit": TRAINIUM_SCRATCH}
 
 
 def _read_pools(cluster: Object, settings: dict[str, str]) -> dict[str, Pool]:
@@ -153,10 +178,10 @@ def _read_pool(name: str, group: str, settings: dict[str, str]) -> Pool:
     )
 
 
-def _fill_cluster(cluster: Object, pools: dict[str, Pool], region: str) -> None:
+def _fill_cluster(cluster: Object, pools: dict[str, Pool], settings: dict[str, str]) -> None:
     annotations = cluster["metadata"].setdefault("annotations", {})
-    if region:
-        annotations[REGION_ANNOTATION] = region
+    told = {REGION_ANNOTATION: settings.get("REGION"), DEFAULT_RECIPE_ANNOTATION: settings.get("RECIPE")}
+    annotations.update({name: text for name, text in told.items() if text})
     head = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     _add_variables(head, RAY_ENVIRONMENT)
     for group in cluster["spec"]["workerGroupSpecs"]:

@@ -23,6 +23,7 @@ DEPLOYMENT_LABEL = "millrace.dev/deployment"
 DRAIN_ANNOTATION = "millrace.dev/drain-seconds"
 COMPONENT_LABEL = "millrace.dev/component"
 VARIANT_ANNOTATION = "millrace.dev/variant"
+DEFAULT_RECIPE_ANNOTATION = "millrace.dev/default-recipe"  # on the RayCluster: of deployments that name none
 REGION_ANNOTATION = "millrace.dev/region"  # on the RayCluster: where the deploy Job finds the nodes' cloud
 
 # A Lease: each pool's size before any deployment raised it, and the nodes that each stage holds of it.

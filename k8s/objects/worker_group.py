@@ -15,6 +15,7 @@ from k8s.objects.api import Api, Object
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import (
     CLUSTER,
+    DEFAULT_RECIPE_ANNOTATION,
     DRAIN_ANNOTATION,
     GROUP_ANNOTATION,
     INSTANCE_TYPE_LABEL,
@@ -77,6 +78,11 @@ class WorkerGroup:
     @property
     def variant(self) -> str:
         return str(self._annotation(self.cluster, VARIANT_ANNOTATION, f"RayCluster {CLUSTER}"))
+
+    @property
+    def default_recipe(self) -> str:
+        """The recipe file of a deployment that names none, in the checkout of whoever deploys; empty if not said."""
+        return self._optional(DEFAULT_RECIPE_ANNOTATION)
 
     @property
     def queue(self) -> str:

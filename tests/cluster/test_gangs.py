@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -26,7 +27,7 @@ from services.common.testing.waiting import wait_until
 from tests.cluster.harness import Harness, kill_group, load_images, make_house, name_of, publish_corpus
 from tests.cluster.kit import cluster, fake_nodes
 from tests.k8s.builders import deployment_of
-from tests.k8s.rendered import OVERLAYS, groups_of
+from tests.k8s.rendered import groups_of, write_overlay_on_eks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -137,7 +138,7 @@ def test_the_trainer_takes_the_nodes_that_the_compiler_has_left(harness: Harness
 def test_a_compile_on_cpu_nodes_waits_for_no_trainium_node(harness: Harness, compiler_on_cpu_nodes: None) -> None:
     """All of them are taken. The tasks fill two pods of the worker group as the overlay eks has it."""
     occupy("neighbour", NODES)
-    arguments = "--parallel.device=xla --train.reduction=fast --compile.trace_on=cpu --compile.num_workers=4"
+    arguments = "--parallel.device=xla --train.reduction=fast --compile.num_workers=4"
     done = harness.run("deploy-stage", STAGE="compiler", TAG=name_of("head"), FOLLOW="0", ARGS=arguments)
     assert done.code == 0, done.said
     wait_until(lambda: len(harness.ready("compiler")) == 2, MINUTE)
@@ -146,9 +147,10 @@ def test_a_compile_on_cpu_nodes_waits_for_no_trainium_node(harness: Harness, com
 
 
 @pytest.fixture
-def compiler_on_cpu_nodes(harness: Harness) -> Iterator[None]:
+def compiler_on_cpu_nodes(harness: Harness, tmp_path: Path) -> Iterator[None]:
     on_trainium = harness.worker_group("compiler").spec
-    on_cpu_nodes = groups_of(render(OVERLAYS["eks"]))["compiler"]
+    folder = write_overlay_on_eks(tmp_path, COMPILER_POOL="cpu")
+    on_cpu_nodes = groups_of(render(folder))["compiler"]
     for group in (on_trainium, on_cpu_nodes):  # what a deployment sets here is not taken back
         group["template"]["spec"]["containers"][0] |= {"image": name_of("head"), "imagePullPolicy": "Never"}
     replace_group(harness.api, harness.worker_group("compiler"), on_cpu_nodes)

@@ -175,7 +175,7 @@ def test_a_trace_on_a_device_that_the_compiler_has_not(harness: Harness) -> None
             del each["aws.amazon.com/neuron"]
 
     with group_changed(harness, take_devices):
-        code, said = refused(harness, ARGS="--parallel.device=xla")
+        code, said = refused(harness, ARGS="--parallel.device=xla --compile.trace_on=device")
     assert code == 4
     assert 'compile.trace_on is "device", and compiler pods have no aws.amazon.com/neuron' in said
     assert "tasks       26 graphs at a time" in said

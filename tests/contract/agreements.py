@@ -26,6 +26,8 @@ EXAMPLES = {
     "${var.region}": "us-west-2",
     "${data.aws_partition.current.dns_suffix}": "amazonaws.com",
 }
+# Settings that a person chooses, and no account says.
+CHOSEN = ("COMPILER_POOL", "RECIPE")
 # What each device plugin's chart adds to a node.
 RESOURCE_OF_CHART = {"neuron-helm-chart": "aws.amazon.com/neuron", "aws-efa-k8s-device-plugin": "vpc.amazonaws.com/efa"}
 MODULE_OF_CHART = {"kuberay-operator": "github.com/ray-project/kuberay/ray-operator", "volcano": "volcano.sh/volcano"}
@@ -125,7 +127,9 @@ def list_agreements(root: Path, objects: list[Thing], committed: dict[str, str])
     yield from _volumes(root, defaults, objects)
     yield from _addons(root, defaults, objects)
     yield Agreement(
-        "settings that are outputs", set(committed), {key for key in committed if key.lower() in read_outputs(root)}
+        "settings that are outputs",
+        set(committed) - set(CHOSEN),
+        {key for key in committed if key.lower() in read_outputs(root)},
     )
     example = {name.upper(): str(value) for name, value in example_outputs(root).items()}
     for key in ("TRAINIUM_SHAPE", "TRAINIUM_NODE_GROUP", "CPU_SHAPE", "CPU_NODE_GROUP"):
@@ -206,7 +210,7 @@ def _node_groups(root: Path, own: Thing, used: Thing) -> Iterator[Agreement]:
     [key] = re.findall(r"^  taint {\n    key += (.+)$", text, re.MULTILINE)
     yield Agreement("taint of the nodes", own["taint"]["key"] if key == "var.taint.key" else key, NEURON)
     found = re.search(r"local\.node_groups\.(\w+)", read_outputs(root)["cpu_node_group"])
-    yield Agreement("pool of output cpu_node_group", found and found[1], used["compiler"])
+    yield Agreement("pool of output cpu_node_group", found and found[1], used["tokenizer"])
 
 
 def _resolved(expression: str, defaults: dict[str, Thing]) -> Any:

@@ -80,7 +80,7 @@ MUTATIONS = {
         "k8s/stages/trainer/worker-group.yaml",
         "millrace.dev/pool: trainium",
         "millrace.dev/pool: cpu",
-        "{'core', 'cpu', 'trainium'}",
+        "{'core', 'trainium'}",
         "{'core', 'cpu'}",
     ),
     "taint, infra": (

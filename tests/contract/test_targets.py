@@ -58,7 +58,8 @@ def group_of(manifests: list[Thing], stage: Stage, shape: str) -> WorkerGroup:
 
 
 def definition_of(stage: Stage, config: Config) -> Request:
-    return render_job_definition(config, pool_of(config, stage, False), job_deployment_of(stage))
+    pool = pool_of(config, stage, is_compiler_on_trainium=True)  # as the overlay has it, and a recipe that says nothing
+    return render_job_definition(config, pool, job_deployment_of(stage))
 
 
 def on_kuberay(group: WorkerGroup) -> Thing:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from images.platforms import REPOSITORY
 from k8s.client.overlay import find_kubectl, render
 from services.common.errors import DeviceError
 from tests.k8s.builders import Clock
-from tests.k8s.rendered import OVERLAYS, Thing
+from tests.k8s.rendered import OVERLAYS, Thing, write_overlay_on_eks
 from tests.k8s.schemas import Kind, NoSchemas, Schema, read_schemas
 
 
@@ -24,17 +21,9 @@ def overlays() -> dict[str, list[Thing]]:
 
 
 @pytest.fixture(scope="session")
-def compiler_on_trainium(overlays: dict[str, list[Thing]], tmp_path_factory: pytest.TempPathFactory) -> list[Thing]:
-    """The overlay eks of a cluster whose compiler traces on devices."""
-    folder = tmp_path_factory.mktemp("on-trainium").resolve()
-    component = REPOSITORY / "k8s/stages/compiler/on-trainium"
-    text = (
-        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
-        f"resources: [{os.path.relpath(OVERLAYS['eks'].resolve(), folder)}]\n"
-        f"components: [{os.path.relpath(component.resolve(), folder)}]\n"
-    )
-    (folder / "kustomization.yaml").write_text(text)
-    return render(folder)
+def compiler_on_cpus(overlays: dict[str, list[Thing]], tmp_path_factory: pytest.TempPathFactory) -> list[Thing]:
+    """The overlay eks of a cluster whose compiler traces without a device."""
+    return render(write_overlay_on_eks(tmp_path_factory.mktemp("on-cpus"), COMPILER_POOL="cpu"))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from images.platforms import REPOSITORY
 
@@ -11,6 +15,24 @@ OVERLAYS = {"local": REPOSITORY / "k8s/overlays/local", "eks": REPOSITORY / "k8s
 REMOVED = object()
 
 Thing = dict[str, Any]  # a Kubernetes object, or a part of one
+
+
+def write_overlay_on_eks(folder: Path, **settings: str) -> Path:
+    """An overlay on top of eks with other settings, which win as those in its own file would."""
+    generator = {
+        "name": "overlay-settings",
+        "behavior": "merge",
+        "literals": [f"{key}={value}" for key, value in settings.items()],
+        "options": {"disableNameSuffixHash": True},
+    }
+    text = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(OVERLAYS["eks"].resolve(), folder.resolve())],
+        "configMapGenerator": [generator],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(text))
+    return folder
 
 
 def changed(things: list[Thing], name: str, pointer: str, value: object) -> list[Thing]:

@@ -1,4 +1,4 @@
-"""A deployment of the compiler for Neuron: pods without a device, as many as its tasks fill."""
+"""A deployment of the compiler for Neuron: pods with a device or without, as many as its tasks fill."""
 
 from __future__ import annotations
 
@@ -30,8 +30,16 @@ RECIPE = REPOSITORY / "recipes/llama2-7b-trn1.toml"
 GIB = 2**30
 
 
+ON_CPU = "--compile.trace_on=cpu"
+
+
 @pytest.fixture
-def compiler(overlays: dict[str, list[Thing]]) -> WorkerGroup:
+def compiler(compiler_on_cpus: list[Thing]) -> WorkerGroup:
+    return worker_group_of(copy.deepcopy(cluster_of(compiler_on_cpus)), "compiler")
+
+
+@pytest.fixture
+def compiler_on_trainium(overlays: dict[str, list[Thing]]) -> WorkerGroup:
     return worker_group_of(copy.deepcopy(cluster_of(overlays["eks"])), "compiler")
 
 
@@ -55,7 +63,7 @@ def test_there_are_as_many_pods_as_the_recipe_s_tasks_fill(compiler: WorkerGroup
     arguments = (f"--compile.num_workers={tasks}",)
     deployment = resolved(compiler, *arguments).deployment
 
-    assert (deployment.nodes, deployment.arguments) == (nodes, arguments)
+    assert (deployment.nodes, deployment.arguments) == (nodes, (*arguments, ON_CPU))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +77,7 @@ def test_nodes_decide_how_many_tasks_there_are(
     found = resolved(compiler, *arguments, nodes=nodes)
 
     assert found.deployment.nodes == (nodes or 2)
-    assert found.deployment.arguments == (*arguments, f"--compile.num_workers={3 * found.deployment.nodes}")
+    assert found.deployment.arguments == (*arguments, ON_CPU, f"--compile.num_workers={3 * found.deployment.nodes}")
     again = resolved(compiler, *found.deployment.arguments, nodes=found.deployment.nodes)
     assert again.deployment.arguments == found.deployment.arguments
 
@@ -89,29 +97,37 @@ def test_other_compilers_keep_the_recipe_s_nodes(compiler: WorkerGroup, argument
     assert resolved(compiler, *arguments, "--compile.num_workers=8").deployment.nodes == 1
 
 
-def test_a_trace_on_a_device_is_refused_where_the_compiler_has_none(
-    compiler: WorkerGroup, overlays: dict[str, list[Thing]], compiler_on_trainium: list[Thing]
-) -> None:
-    outline = resolved(compiler).outline
-    said = check_trace(compiler, outline)
+def test_where_graphs_are_traced_follows_the_pods(compiler: WorkerGroup, compiler_on_trainium: WorkerGroup) -> None:
+    """COMPILER_POOL of the overlay's settings moves both."""
+    on_cpu, on_device = resolved(compiler), resolved(compiler_on_trainium)
+    assert (on_cpu.outline.compile.trace_on, on_device.outline.compile.trace_on) == ("cpu", "device")
+    assert check_trace(compiler, on_cpu.outline) == check_trace(compiler_on_trainium, on_device.outline) == ""
+    assert ON_CPU not in on_device.deployment.arguments
+
+    no_tasks = resolved(compiler, "--parallel.device=cpu")
+    assert (no_tasks.deployment.arguments, check_trace(compiler, no_tasks.outline)) == (("--parallel.device=cpu",), "")
+
+
+def test_a_trace_on_a_device_is_refused_where_the_compiler_has_none(compiler: WorkerGroup) -> None:
+    said = check_trace(compiler, resolved(compiler, "--compile.trace_on=device").outline)
     assert 'compile.trace_on is "device", and compiler pods have no aws.amazon.com/neuron' in said
-    assert "ARGS=--compile.trace_on=cpu" in said
-    component = said.split("components: [")[1].split("]")[0]
-    assert (REPOSITORY / "k8s/overlays/eks" / component / "kustomization.yaml").is_file()
-
-    assert check_trace(worker_group_of(cluster_of(compiler_on_trainium), "compiler"), outline) == ""
-    assert check_trace(worker_group_of(cluster_of(overlays["eks"]), "trainer"), outline) == ""
-    for argument in ("--compile.trace_on=cpu", "--compile.enabled=false", "--parallel.device=cpu"):
-        assert check_trace(compiler, resolved(compiler, argument).outline) == ""
+    assert "COMPILER_POOL=trainium" in said
 
 
-def test_what_a_person_is_shown(compiler: WorkerGroup) -> None:
+def test_what_a_person_is_shown(compiler: WorkerGroup, compiler_on_trainium: WorkerGroup) -> None:
     found = resolved(compiler, nodes=2)
     said = describe_plan(compiler, found.deployment, found.outline)
 
     assert "tasks       6 graphs at a time, each with 8 CPUs and 32 GiB, 3 on a pod" in said
-    assert "arguments   --compile.num_workers=6" in said
+    assert "traces      without a device\n" in said
+    assert "arguments   --compile.trace_on=cpu --compile.num_workers=6" in said
     assert "holds       2 x m7i.8xlarge" in said
+
+    found = resolved(compiler_on_trainium)
+    said = describe_plan(compiler_on_trainium, found.deployment, found.outline)
+    assert "cost        1 x trn1.32xlarge x $21.50 = $21.50 an hour" in said
+    assert "traces      on a device of its pods, whose nodes are held and paid for" in said
+    assert "COMPILER_POOL=cpu" in said
 
 
 def test_the_compiler_s_own_plan_counts_the_same_nodes(compiler: WorkerGroup, tmp_path: Path) -> None:
@@ -128,11 +144,11 @@ def test_the_compiler_s_own_plan_counts_the_same_nodes(compiler: WorkerGroup, tm
     assert (nodes, workers) == ("--cluster.compiler_nodes=3", "--compile.num_workers=8")
     for arguments in ((nodes, workers), (workers,)):
         deployment = resolved(compiler, *arguments).deployment
-        assert (deployment.nodes, deployment.arguments) == (3, arguments)
+        assert (deployment.nodes, deployment.arguments) == (3, (*arguments, ON_CPU))
 
 
-def test_a_pod_is_counted_as_ray_counts_it(overlays: dict[str, list[Thing]], compiler_on_trainium: list[Thing]) -> None:
-    for things in (*overlays.values(), compiler_on_trainium):
+def test_a_pod_is_counted_as_ray_counts_it(overlays: dict[str, list[Thing]], compiler_on_cpus: list[Thing]) -> None:
+    for things in (*overlays.values(), compiler_on_cpus):
         group, ray = worker_group_of(cluster_of(things), "compiler"), node_types_that_ray_reads(things)["compiler"]
         assert (group.ray_cpus, group.ray_memory_bytes) == (ray["resources"]["CPU"], ray["resources"]["memory"])
 

@@ -15,8 +15,9 @@ import pytest
 import yaml
 from ray.job_submission import JobStatus
 
+from deploy.client.instance_type import check_instance_type
 from deploy.client.outline import read_outline
-from deploy.client.request import DeployRequest
+from deploy.client.request import DEFAULT_RECIPE, DeployRequest
 from k8s.client.manifests import write_manifests
 from k8s.client.plan import describe_plan
 from k8s.client.request import resolve
@@ -143,8 +144,26 @@ def test_options_that_cannot_be_are_refused_before_anything_is_asked(
         resolve(Listing(), trainer, request)  # type: ignore[arg-type]
 
 
+def test_a_deployment_that_names_no_recipe_takes_the_overlay_s(clusters: dict[str, Thing]) -> None:
+    """Which its images take: those of Neuron refuse a recipe for CPUs."""
+    request = DeployRequest("trainer", None, f"a/b@sha256:{DIGEST}", None, None, (), 3, 60, 0, False, False, True)
+    found = {
+        name: resolve(Listing(), worker_group_of(cluster, "trainer"), request)  # type: ignore[arg-type]
+        for name, cluster in clusters.items()
+    }
+
+    assert {name: each.outline.name for name, each in found.items()} == {"local": "tiny-cpu", "eks": "llama2-7b-trn1"}
+    for name, each in found.items():
+        group = worker_group_of(clusters[name], "trainer")
+        assert each.outline.parallel.device == {"cpu": "cpu", "neuron": "xla"}[group.variant]
+        assert check_instance_type("trainer", each.outline, group.instance_type, "CHANGE") == ""
+        assert each.deployment.nodes <= group.spec["maxReplicas"]
+
+
 def test_nodes_decide_the_data_parallel_degree(trainer: WorkerGroup) -> None:
-    request = DeployRequest("trainer", None, f"a/b@sha256:{DIGEST}", 1, None, (), 3, 60, 0, False, False, True)
+    request = DeployRequest(
+        "trainer", DEFAULT_RECIPE, f"a/b@sha256:{DIGEST}", 1, None, (), 3, 60, 0, False, False, True
+    )
     resolved = resolve(Listing(), trainer, request)  # type: ignore[arg-type]
     assert resolved.outline.parallel.data_parallel_size == 1
     assert resolved.deployment.arguments == ("--parallel.data_parallel_size=1",)
@@ -159,7 +178,9 @@ def test_nodes_hold_whole_models(trainer: WorkerGroup) -> None:
     """A degree of the command line counts as one of the recipe's: models of 2 workers, of which a node has one."""
     sizes = ("--parallel.tensor_parallel_size=2", "--parallel.data_parallel_size=2", "--batch.global_batch_size=16")
     split = (*sizes, "--cluster.min_nodes=1")
-    request = DeployRequest("trainer", None, f"a/b@sha256:{DIGEST}", None, None, split, 3, 60, 0, False, False, True)
+    request = DeployRequest(
+        "trainer", DEFAULT_RECIPE, f"a/b@sha256:{DIGEST}", None, None, split, 3, 60, 0, False, False, True
+    )
     of_recipe = resolve(Listing(), trainer, request).deployment  # type: ignore[arg-type]
     assert (of_recipe.nodes, of_recipe.fewer_nodes) == (4, (2,))
     assert of_recipe.arguments_for(2)[-1] == "--parallel.data_parallel_size=1"
@@ -180,7 +201,7 @@ def test_nodes_hold_whole_models(trainer: WorkerGroup) -> None:
 def test_a_key_that_this_checkout_does_not_know_is_for_the_image_to_judge(trainer: WorkerGroup) -> None:
     """The image that this checkout builds knows the keys of this checkout, and is refused a wrong one at once."""
     request = DeployRequest(
-        "trainer", None, "", 2, None, ("--train.new_key=5", "--cluster.new=1"), 3, 60, 0, False, False, True
+        "trainer", DEFAULT_RECIPE, "", 2, None, ("--train.new_key=5", "--cluster.new=1"), 3, 60, 0, False, False, True
     )
     with pytest.raises(RecipeError, match=r"unknown key 'train\.new_key'"):
         resolve(Listing(), trainer, request)  # type: ignore[arg-type]

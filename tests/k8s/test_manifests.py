@@ -279,8 +279,8 @@ def test_every_rule_has_a_test_that_breaks_it() -> None:
 
 
 @pytest.mark.parametrize("rule", ALL_RULES, ids=word_for)
-def test_a_compiler_on_trainium_keeps_the_rules(compiler_on_trainium: list[Thing], rule: Rule) -> None:
-    assert rule(compiler_on_trainium) == []
+def test_a_compiler_on_cpu_nodes_keeps_the_rules(compiler_on_cpus: list[Thing], rule: Rule) -> None:
+    assert rule(compiler_on_cpus) == []
 
 
 def test_no_budget_keeps_a_drain_from_its_end(overlays: dict[str, list[Thing]]) -> None:
@@ -288,12 +288,10 @@ def test_no_budget_keeps_a_drain_from_its_end(overlays: dict[str, list[Thing]]) 
     assert [name_of(thing) for things in overlays.values() for thing in things if "Budget" in thing["kind"]] == []
 
 
-def test_ray_sees_the_neuron_cores_of_a_trainium_node(
-    overlays: dict[str, list[Thing]], compiler_on_trainium: list[Thing]
-) -> None:
+def test_ray_sees_the_neuron_cores_of_a_trainium_node(overlays: dict[str, list[Thing]]) -> None:
     """From the limit aws.amazon.com/neuron alone it would see none."""
-    for stage, things in (("trainer", overlays["eks"]), ("compiler", compiler_on_trainium)):
-        resources = rules.node_types_that_ray_reads(things)[stage]["resources"]
+    for stage in ("trainer", "compiler"):
+        resources = rules.node_types_that_ray_reads(overlays["eks"])[stage]["resources"]
         assert {name: resources[name] for name in ("CPU", "neuron_cores", f"stage_{stage}")} == {
             "CPU": TRN1.pod_resources.cpus,
             "neuron_cores": TRN1.neuron_cores,
@@ -302,12 +300,12 @@ def test_ray_sees_the_neuron_cores_of_a_trainium_node(
     assert "neuron_cores" not in rules.node_types_that_ray_reads(overlays["eks"])["tokenizer"]["resources"]
 
 
-def test_a_compile_for_neuron_takes_no_neuron_device(overlays: dict[str, list[Thing]]) -> None:
+def test_a_compile_on_cpu_nodes_takes_no_neuron_device(compiler_on_cpus: list[Thing]) -> None:
     """Its pods may go to no Trainium node either, all of which are tainted: none waits while graphs are compiled."""
-    pod = pods_of(overlays["eks"])["compiler"]["spec"]
+    pod = pods_of(compiler_on_cpus)["compiler"]["spec"]
     [container] = pod["containers"]
 
     assert container["resources"]["limits"].keys() == {"cpu", "memory", "ephemeral-storage"}
     assert "tolerations" not in pod
     assert pod["nodeSelector"] == {"millrace.dev/pool": "cpu"}
-    assert "neuron_cores" not in rules.node_types_that_ray_reads(overlays["eks"])["compiler"]["resources"]
+    assert "neuron_cores" not in rules.node_types_that_ray_reads(compiler_on_cpus)["compiler"]["resources"]

@@ -140,10 +140,10 @@ def test_a_pool_that_does_not_fit_is_named(trainer: WorkerGroup, changes: dict[s
     ],
 )
 def test_a_recipe_for_other_nodes_is_named(
-    overlays: dict[str, list[Thing]], stage: str, overrides: dict[str, str], said: str
+    compiler_on_cpus: list[Thing], stage: str, overrides: dict[str, str], said: str
 ) -> None:
     """The compiler's CPU nodes compile for whatever the recipe says."""
-    group = worker_group_of(cluster_of(overlays["eks"]), stage)
+    group = worker_group_of(cluster_of(compiler_on_cpus), stage)
     found = check_instance_type(stage, read_outline(DEFAULT_RECIPE, overrides), group.instance_type, "CHANGE")
     assert said in found
     assert bool(said) == bool(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,17 @@ from k8s.objects.worker_group import worker_group_of
 from services.common.errors import RecipeError
 from tests.k8s import rules
 from tests.k8s.builders import deployment_of
-from tests.k8s.rendered import OVERLAYS, Thing, cluster_of, containers_of, environment_of, groups_of, of_kind, pods_of
+from tests.k8s.rendered import (
+    OVERLAYS,
+    Thing,
+    cluster_of,
+    containers_of,
+    environment_of,
+    groups_of,
+    of_kind,
+    pods_of,
+    write_overlay_on_eks,
+)
 
 FILLED_IN = {
     "REGION": "us-east-2",
@@ -32,26 +41,17 @@ Render = Callable[..., list[Thing]]
 
 @pytest.fixture
 def rendered(overlays: dict[str, list[Thing]], tmp_path: Path) -> Render:
-    """The overlay eks with other settings. Those of an overlay on top of it win, as those in its own file would."""
+    """The overlay eks with other settings."""
 
     def render_with(**settings: str) -> list[Thing]:
-        literals = [f"{key}={value}" for key, value in (FILLED_IN | settings).items()]
-        generator = {"name": "overlay-settings", "behavior": "merge", "literals": literals}
-        text = {
-            "apiVersion": "kustomize.config.k8s.io/v1beta1",
-            "kind": "Kustomization",
-            "resources": [os.path.relpath(OVERLAYS["eks"].resolve(), tmp_path.resolve())],
-            "configMapGenerator": [generator | {"options": {"disableNameSuffixHash": True}}],
-        }
-        (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(text))
-        return render(tmp_path)
+        return render(write_overlay_on_eks(tmp_path, **(FILLED_IN | settings)))
 
     return render_with
 
 
-def test_trn2_instead_of_trn1_is_one_line(rendered: Render) -> None:
+def test_trn2_instead_of_trn1_is_a_shape_and_a_recipe(rendered: Render) -> None:
     shape = find_shape("trn2.48xlarge")
-    things = rendered(TRAINIUM_SHAPE=shape.name, TRAINIUM_MAX_NODES="4")
+    things = rendered(TRAINIUM_SHAPE=shape.name, TRAINIUM_MAX_NODES="4", RECIPE="recipes/llama3.1-8b-trn2.toml")
     trainer = groups_of(things)["trainer"]
     template = trainer["template"]
 
@@ -101,13 +101,13 @@ def test_a_namespace_takes_images_of_its_registry_alone(rendered: Render, overla
     }
 
 
-def test_a_quota_bounds_what_all_gangs_ask_for(rendered: Render, compiler_on_trainium: list[Thing]) -> None:
+def test_a_quota_bounds_what_all_gangs_ask_for(rendered: Render) -> None:
     shape = find_shape("trn1.32xlarge")
-    quota = of_kind(rendered(TRAINIUM_MAX_NODES="4"), "ResourceQuota")["millrace"]["spec"]["hard"]
+    quota = of_kind(rendered(TRAINIUM_MAX_NODES="4", COMPILER_POOL="cpu"), "ResourceQuota")["millrace"]["spec"]["hard"]
     assert quota["requests.aws.amazon.com/neuron"] == str(4 * shape.neuron_devices)
     assert quota["requests.vpc.amazonaws.com/efa"] == str(4 * shape.efa_cards)
     assert quota["pods"] == str(60 + 5 + 4 + 2 * 8)  # Jobs, heads, trainers, and the two stages on CPUs
-    with_two_stages = of_kind(compiler_on_trainium, "ResourceQuota")["millrace"]["spec"]["hard"]
+    with_two_stages = of_kind(rendered(), "ResourceQuota")["millrace"]["spec"]["hard"]
     assert with_two_stages["requests.aws.amazon.com/neuron"] == str(2 * 16 * shape.neuron_devices)
 
 
@@ -131,8 +131,9 @@ def test_a_group_names_the_nodes_that_come_with_a_deployment(rendered: Render) -
     of_groups = annotations(CAPACITY_ENDS_AT=end)
     trn1 = {"node-shape": "trn1.32xlarge", "node-price": "21.50"}
     assert of_groups["trainer"] == trn1 | {"node-pool": "blue/trainium", "capacity-ends-at": end}
-    assert of_groups["compiler"] == of_groups["tokenizer"]
-    assert of_groups["compiler"] == {"node-pool": "blue/cpu", "node-shape": "m7i.8xlarge", "node-price": "1.61"}
+    assert of_groups["compiler"] == of_groups["trainer"]
+    assert of_groups["tokenizer"] == {"node-pool": "blue/cpu", "node-shape": "m7i.8xlarge", "node-price": "1.61"}
+    assert annotations(COMPILER_POOL="cpu")["compiler"] == of_groups["tokenizer"]
     assert annotations(TRAINIUM_NODE_GROUP="")["trainer"] == trn1  # they are simply there
 
 
@@ -153,6 +154,7 @@ def test_what_is_not_filled_in_is_refused(rendered: Render) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"COMPILER_POOL": "core"}, "COMPILER_POOL=core: trainium or cpu is expected"),
         ({"TRAINIUM_SHAPE": "trn9"}, "instance type 'trn9' is not in infra/shapes.json, which has trn1.32xlarge"),
         ({"CPU_SHAPE": "m7i.2xlarge"}, "no stage runs on m7i.2xlarge"),
         ({"CPU_SHAPE": "trn1.32xlarge"}, "CPU_SHAPE=trn1.32xlarge has 16 Neuron devices"),
