@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from infra.inputs import Inputs, complete_variables, read_inputs, read_variables
 from infra.leftovers import describe_leftovers, find_leftovers
 from infra.preflight import run_preflight
 from infra.question import require_yes
+from infra.roads import Place, Target, describe_road, describe_vocabulary
 from infra.settings import SETTINGS, write_settings
 from infra.stack import STACK, Stack, describe_plan
 from infra.teardown import Teardown, Workloads
@@ -116,23 +118,26 @@ def up() -> None:
     if not inputs.has_cluster:
         _write_config(stack, inputs)
         return
-    settings = _settings()
-    write_settings(stack.outputs(), settings)
-    print(f"\n{inputs.name} is up in {inputs.region}, with 0 Trainium nodes. Next:")
-    print(f"  aws eks update-kubeconfig --region {inputs.region} --name {inputs.name}")
-    print("  make addons")
-    print(f"  make images VARIANT=neuron PUSH=... with REGISTRY of {settings}")
-    print("  make infra-preflight")
-    print("  make cluster-up OVERLAY=eks")
+    settings, outputs = _settings(), stack.outputs()
+    write_settings(outputs, settings)
+    print(f"\n{inputs.name} is up in {inputs.region}, with 0 Trainium nodes, and {settings} says where it is. Next:")
+    _print_rest_of_road("eks", Place(inputs.region, inputs.name, outputs["registry"], outputs["bucket"]))
+
+
+def _print_rest_of_road(target: Target, place: Place) -> None:
+    print("\n".join(f"  {line}" for line in describe_road(target, place, after="make infra-up")))
+    print("In place of a token for a gated vocabulary, one that you have:")
+    print("\n".join(f"  {line}" for line in describe_vocabulary(place)))
 
 
 def _write_config(stack: Stack, inputs: Inputs) -> None:
     """`batch/config.txt`, or CONFIG=FILE, which deployments on AWS Batch read."""
-    path = _config()
-    write_durably(path, str(stack.outputs()["config"]).encode())
+    path, outputs = _config(), stack.outputs()
+    config = str(outputs["config"])
+    write_durably(path, config.encode())
+    [registry] = re.findall(r"^ECR_REPO=([^/\n]+)", config, re.MULTILINE)
     print(f"\n{inputs.name} is up in {inputs.region}, with no nodes, and {path} says where it is. Next:")
-    print("  make images VARIANT=neuron PUSH=... with the registry of ECR_REPO")
-    print("  make deploy-stage STAGE=tokenizer TARGET=batch")
+    _print_rest_of_road("batch", Place(inputs.region, inputs.name, registry, outputs["bucket"]))
 
 
 def down() -> None:

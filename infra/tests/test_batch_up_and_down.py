@@ -18,6 +18,7 @@ from tests.command import call
 
 pytestmark = pytest.mark.skipif(shutil.which("terraform") is None, reason="no terraform on PATH")
 
+REGISTRY = f"123456789012.dkr.ecr.{REGION}.amazonaws.com"
 VARIABLES = {
     "region": f'"{REGION}"',
     "name": '"millrace"',
@@ -42,7 +43,8 @@ module "batch" {{
   source = "./plain"
   input  = module.storage.id
 }}
-output "config" {{ value = "REGION={REGION}\\nNAME=millrace\\n" }}
+output "config" {{ value = "REGION={REGION}\\nNAME=millrace\\nECR_REPO={REGISTRY}/millrace\\n" }}
+output "bucket" {{ value = "millrace-123456789012" }}
 """
 PLAIN = """
 variable "input" { default = null }
@@ -93,7 +95,8 @@ def test_up_writes_what_deployments_read(capfd: pytest.CaptureFixture[str], site
     done = call(capfd, "infra.__main__", "up")
 
     assert done.returncode == 0, done.stderr
-    assert site.config.read_text(encoding="utf-8") == f"REGION={REGION}\nNAME=millrace\n"
+    assert site.config.read_text(encoding="utf-8") == f"REGION={REGION}\nNAME=millrace\nECR_REPO={REGISTRY}/millrace\n"
+    assert f"--password-stdin {REGISTRY}\n" in done.stdout
     assert "make deploy-stage STAGE=tokenizer TARGET=batch" in done.stdout
 
 

@@ -16,9 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from infra.addons.releases import read_releases
+from infra.roads import Place, describe_road
 from infra.stack import STACK, Change
 from infra.tests.conftest import REGION, Aws
 from infra.tests.programs import Programs
+from infra.tests.road import read_road
 from tests.command import call
 
 REPOSITORY = Path(__file__).parents[2]
@@ -50,6 +53,7 @@ module "eks" {
 output "region" { value = var.region }
 output "cluster_name" { value = var.name }
 output "registry" { value = "123456789012.dkr.ecr.us-west-2.amazonaws.com" }
+output "bucket" { value = "millrace-123456789012" }
 output "fsx_id" { value = "fs-0123456789" }
 output "fsx_dns_name" { value = "fs-0123456789.fsx.us-west-2.amazonaws.com" }
 output "fsx_mount_name" { value = "abcdefgh" }
@@ -92,6 +96,10 @@ case "$*" in
 "get services"*) cat OBJECTS/services.json ;;
 "get persistentvolumeclaims"*) cat OBJECTS/claims.json ;;
 esac"""
+
+
+# They need images or a Kubernetes: tests/contract and tests/cluster walk them.
+ELSEWHERE = ("images", "cluster-up", "deploy-stage", "stage-run")
 
 
 class Site:
@@ -140,7 +148,11 @@ def site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def cluster(site: Site, aws: Aws) -> Site:
-    """The stack applied, and an EKS cluster with a pool of two nodes in the account."""
+    """An EKS cluster with a pool of two nodes in the account."""
+    return make_cluster(site, aws)
+
+
+def make_cluster(site: Site, aws: Aws) -> Site:
     eks, ec2 = aws.client("eks"), aws.client("ec2")
     role = "arn:aws:iam::123456789012:role/any"
     vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
@@ -192,6 +204,48 @@ def test_up_shows_the_cost_applies_and_writes_the_settings(capfd: pytest.Capture
     assert again.returncode == 0
     assert "make 0, change 0, replace 0 and destroy 0" in again.stdout
     assert "Make this" not in again.stdout
+
+
+def test_the_road_of_the_page_is_walked_in_an_account(
+    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command of it that is about the account, which is empty, as it is printed. `infra-up` prints the rest."""
+    shutil.copy(REPOSITORY / "infra/stacks/eks/terraform.tfvars.example", site.stack)
+    for name in ("aws", "docker"):
+        site.programs.add(name)
+    site.programs.add_real("cp")
+    aws.quotas["Running On-Demand Trn instances"] = 512
+    aws.quotas["Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances"] = 512
+    walked, said = [], ""
+    for typed in read_road("eks"):
+        if typed.target in ELSEWHERE:
+            continue
+        if typed.target:
+            with monkeypatch.context() as patch:
+                for name, value in typed.variables.items():
+                    patch.setenv(name, value)
+                done = run_command(capfd, typed.target.removeprefix("infra-"))
+        else:
+            line = typed.line.replace("infra/stacks/eks", str(site.stack))
+            done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{typed.line}: {done.stderr}"
+        if typed.target == "infra-up":
+            make_cluster(site, aws)  # which modules of this size do not make
+        walked.append(typed.target or typed.line.split()[0])
+        said += done.stdout
+
+    assert walked == [
+        *("cp", "infra-cost", "infra-preflight", "infra-up", "aws", "addons", "aws", "kubectl", "infra-down"),
+    ]
+    place = Place(REGION, "millrace", "123456789012.dkr.ecr.us-west-2.amazonaws.com", "millrace-123456789012")
+    for line in describe_road("eks", place, after="make infra-up"):
+        assert f"  {line}\n" in said
+    assert "aws s3 cp tokenizer.model s3://millrace-123456789012/tokenizer/tokenizer.model" in said
+    assert any(call.startswith("docker login --username AWS") for call in site.programs.calls)
+    assert sum(call.startswith("helm upgrade --install") for call in site.programs.calls) == len(read_releases())
+    assert "kubectl -n millrace create secret generic hugging-face --from-file=token=/dev/stdin" in (
+        site.programs.calls
+    )
 
 
 def test_without_terraform_it_names_the_version_that_the_stack_asks_for(

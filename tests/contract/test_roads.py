@@ -1,0 +1,115 @@
+"""The roads that the pages print, from an empty account to trained weights: what each command needs is there."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from batch.target import Batch
+from deploy.client.instance_type import check_instance_type
+from deploy.client.request import DeployRequest
+from deploy.client.variables import require_taken
+from deploy.commands import __main__ as deploy_commands
+from images.platforms import REPOSITORY
+from infra.roads import ROADS, Target, describe_road
+from infra.tests.road import Typed, read_lines, read_road
+from infra.tests.service_models import share_service_models
+from k8s.client.compile_tasks import check_trace
+from k8s.client.overlay import find_kubectl, render
+from k8s.client.request import resolve
+from k8s.objects.worker_group import worker_group_of
+from services.common.errors import DeviceError
+from services.common.recipe import STAGES
+from tests.batch.cloud import TAG, simulated_account
+from tests.k8s.builders import DIGEST
+from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
+
+MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def service_models() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        share_service_models(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def eks() -> Thing:
+    try:
+        find_kubectl()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    return cluster_of(render(OVERLAYS["eks"]))
+
+
+def deployments(target: Target) -> list[Typed]:
+    return [typed for typed in read_road(target) if typed.target == "deploy-stage"]
+
+
+def read_request(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> DeployRequest:
+    """The request that the deploy tool makes of what was typed, for an image that has been pushed."""
+    with monkeypatch.context() as patch:
+        for name, value in typed.variables.items():
+            patch.setenv(name, value)
+        require_taken(typed.target, typed.variables)
+        return deploy_commands._read_request(deploy_commands._stage())
+
+
+@pytest.mark.parametrize("target", ROADS)
+def test_the_page_prints_the_road(target: Target) -> None:
+    assert read_lines(target) == describe_road(target)
+
+
+@pytest.mark.parametrize("target", ROADS)
+def test_every_target_of_make_is_there_and_says_which_variables_it_takes(target: Target) -> None:
+    """The three stages run in their order, and what was made is taken down."""
+    typed = [each for each in read_road(target) if each.target]
+    for each in typed:
+        [told] = re.findall(rf"^{each.target}:.*## (.*)$", MAKEFILE, re.MULTILINE)
+        assert [name for name in each.variables if f"{name}=" not in told] == [], each.line
+        done = subprocess.run(
+            ["make", "-n", *each.line.split()[1:]], cwd=REPOSITORY, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert [each.variables["STAGE"] for each in deployments(target)] == list(STAGES)
+    assert typed[-1].target == "infra-down"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_of_the_eks_road_fits_its_overlay(eks: Thing, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """Without a RECIPE or a NODES: the overlay's recipe, its nodes, and for the compiler a device to trace on."""
+    [typed] = [each for each in deployments("eks") if each.variables["STAGE"] == stage]
+    group = worker_group_of(copy.deepcopy(eks), stage)
+    api: Any = None  # an image that has a digest is looked up nowhere
+
+    resolved = resolve(api, group, replace(read_request(typed, monkeypatch), tag=f"a/b@sha256:{DIGEST}"))
+
+    assert (resolved.outline.name, resolved.outline.parallel.device) == ("llama2-7b-trn1", "xla")
+    assert check_trace(group, resolved.outline) == ""
+    assert check_instance_type(stage, resolved.outline, group.instance_type, "CHANGE") == ""
+    assert resolved.deployment.nodes == {"tokenizer": 1, "compiler": 1, "trainer": 4}[stage]
+    assert resolved.deployment.nodes <= group.spec["maxReplicas"]
+
+
+def test_the_stages_of_the_batch_road_are_submitted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each as it is typed, to its queue, in a simulated account."""
+    with simulated_account() as cloud:
+        for typed in deployments("batch"):
+            request = replace(read_request(typed, monkeypatch), tag=TAG, is_followed=False)
+            assert Batch(cloud.config, cloud.jobs).deploy(request, None) == 0
+            cloud.move("SUCCEEDED", 0)
+        queues = [job["jobQueue"] for job in cloud.submitted]
+    said = capsys.readouterr().out
+
+    assert queues == ["millrace-cpu", "millrace-trainium", "millrace-trainium"]
+    assert said.count("llama2-7b-trn1") >= len(STAGES)
+    assert "4 x trn1.32xlarge x $21.50 = $86.00 an hour" in said
