@@ -15,7 +15,6 @@ from services.common.artifacts.store import identity_key, is_id
 from services.common.artifacts.token_stream import verify_ids
 from services.common.errors import ArtifactError, DeviceError
 from services.common.recipe import Kind, Recipe
-from services.common.vocabularies.codec import load_codec
 
 
 def verify_artifact(folder: Path, manifest: Manifest) -> None:
@@ -38,6 +37,9 @@ def _verify_vocabulary(folder: Path, manifest: CorpusManifest) -> None:
     vocabulary = manifest.corpus.vocabulary
     path = locate(folder, vocabulary.path)
     try:
+        # The images of the compiler and of the head have no library of vocabularies, and Pants leaves this package out.
+        from services.common.vocabularies.codec import load_codec  # noqa: PLC0415  # pants: no-infer-dep
+
         codec = load_codec(path, vocabulary)
     except ImportError as error:
         raise DeviceError(
