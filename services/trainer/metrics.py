@@ -133,7 +133,9 @@ class MetricsWriter:
     def hold(self, record: Mapping[str, Any]) -> None:
         """Keep the record of a step whose checkpoint may be committed before its `log`: a kill must not lose it."""
         partial = self._held.with_suffix(".partial")
-        partial.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        partial.unlink(missing_ok=True)  # of a process that was killed; a pipe in its place would be waited for
+        with partial.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
         partial.replace(self._held)
         self._is_holding = True
 

@@ -26,6 +26,7 @@ from services.common.errors import RecipeError, TryAgain
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.common.program.worker_group import WorkerGroup
+from services.common.testing.strange_files import replace_by
 from services.common.testing.waiting import wait_until
 from services.trainer import tensorboard
 from services.trainer.doctor import _look_at_run_folder as look_at_run_folder
@@ -324,6 +325,21 @@ def test_the_record_of_a_step_with_a_checkpoint_survives_a_kill_while_it_is_eval
     lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
     assert [line["step"] for line in lines] == found
     assert all("validation_loss" in line for line in lines if line["step"] in logged)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link outside", "device that is full"])
+def test_a_record_is_held_whatever_lies_at_its_draft(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "a" / "run").mkdir(parents=True)
+    run_folder = tmp_path / "a" / "run"
+    replace_by(kind, run_folder / "metrics.held.partial")
+    writer = MetricsWriter(run_folder, first_step=0)
+
+    writer.hold({**STEP, "step": 1})
+    writer.close()
+    MetricsWriter(run_folder, first_step=1).close()
+
+    assert [record["step"] for record in read_metrics(run_folder).lines] == [1]
+    assert sorted(path.name for path in run_folder.iterdir()) == [METRICS_FILE]
 
 
 def test_metrics_of_four_ranks_reduce_to_what_one_worker_computes(new_job: Callable[..., Job]) -> None:
