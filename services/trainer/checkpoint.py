@@ -14,7 +14,7 @@ from services.common.artifacts.files import Level, verify_files
 from services.common.artifacts.store import Artifact, identity_key, open_artifact, published_ids, require_in_place
 from services.common.derived import tokens_per_step
 from services.common.errors import ArtifactError, LimitError, TryAgain, UnreadableError
-from services.common.problem_list import list_problems
+from services.common.problem_list import list_problems, shorten
 from services.common.program.llama import parameter_shapes
 from services.common.recipe import Recipe
 from services.trainer.shards import ShardReader
@@ -67,11 +67,11 @@ def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, cor
         ) from error
     key = identity_key(recipe, "checkpoint")
     facts = {
-        "the identity of its recipe": (stored_key[:12], key[:12]),
-        "identity_key": (manifest.identity_key[:12], key[:12]),
+        "the identity of its recipe": (stored_key, key),
+        "identity_key": (manifest.identity_key, key),
         "the digests of its inputs": (
-            [link.content_digest[:12] for link in manifest.inputs],
-            [corpus.manifest.content_digest[:12]],
+            [link.content_digest for link in manifest.inputs],
+            [corpus.manifest.content_digest],
         ),
         "tokens": (state.tokens, state.step * tokens_per_step(recipe)),
         "whether it has loss_spikes": (
@@ -79,7 +79,11 @@ def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, cor
             recipe.train.loss_spike_sigma > 0 and state.step > 0,
         ),
     }
-    wrong = [f"{what}: {found}, expected {expected}" for what, (found, expected) in facts.items() if found != expected]
+    wrong = [
+        f"{what}: {shorten(str(found), 1_000)}, expected {expected}"
+        for what, (found, expected) in facts.items()
+        if found != expected
+    ]
     if wrong:
         raise ArtifactError(
             f"{checkpoint.path}: its manifest describes another run than {manifest.name}:\n  "
