@@ -56,8 +56,11 @@ _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _PARAMETER = re.compile(r"([?&;#])([^?&;#]*)")
 _PARAMETER_OF_PATH = re.compile(r"(?<=[/,])([^/,=?&;#]{1,64})=([^/,?&;#]+)")
 _PORT = re.compile(r"[0-9]{0,5}[.,;:!)\]}]*")  # and the end of a sentence
-# user:password@host without a scheme, where a word begins. An image's name with tag and digest is none.
-_WITHOUT_SCHEME = re.compile(r"(?<![^\s\"'=,(\[])(?!mailto:)[^\s/:@\"'=,(\[]+:[^\s/@\"']+@(?!sha256:)(?=[^\s@/])")
+# What is before an "@", up to a space, a quote, a slash or another "@": tried once, where it begins, so that the time
+# grows with the length of a text. An image's name with tag and digest is none.
+_BEFORE_AT = re.compile(r"(?<![^\s/@\"'])[^\s/@\"']++@(?!sha256:)(?=[^\s@/])")
+# user:password in it, without a scheme, where a word begins.
+_USER_AND_PASSWORD = re.compile(r"(?:\A|(?<=[=,(\[]))(?!mailto:)[^:=,(\[]+:(?=.)", re.DOTALL)
 # //user:password@host, whose scheme is that of the page that it stands on.
 _OF_ANY_SCHEME = re.compile(r"(?<![\w:/*])//[^\s/@\"']+@(?=[^\s@/])")
 # The forms of tokens that say what they are, as scanners of repositories know them.
@@ -74,7 +77,7 @@ _TOKENS = re.compile(
             r"\bdckr_(?:pat|oat)_[\w-]{20,}|\bnpm_[A-Za-z0-9]{36}|\bpypi-[\w-]{50,}",  # registries of packages
             r"\bnvapi-[\w-]{40,}|\bglsa_\w{30,}|\bSG\.[\w-]{16,}\.[\w-]{16,}|\bhvs\.[\w-]{24,}",
             r"\bAGE-SECRET-KEY-1[0-9A-Z]{50,}",
-            r"\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+",  # JSON Web Tokens
+            r"\beyJ[\w-]{10,1000}\.[\w-]{10,}\.[\w-]+",  # JSON Web Tokens; without a limit, "eyJ-eyJ-" takes minutes
             r"(?s:(?<=-----BEGIN )([A-Z ]*)PRIVATE KEY-----.*?(?:-----END \1PRIVATE KEY-----|\Z))",
         )
     )
@@ -139,10 +142,19 @@ def is_secret(variable: str, value: str) -> bool:
 def _mask(text: str, *, keeps_unknown_parameters: bool) -> str:
     text = _mask_addresses(text, keeps_unknown_parameters, depth=0)
     if not keeps_unknown_parameters:
-        text = _WITHOUT_SCHEME.sub(f"{MASK}@", text)
+        text = _BEFORE_AT.sub(_mask_user_and_password, text)
     text = _OF_ANY_SCHEME.sub(f"//{MASK}@", text)
     text = _HEADER.sub(lambda match: match[1] + MASK, text)
     return _TOKENS.sub(MASK, text)
+
+
+def _mask_user_and_password(match: re.Match[str]) -> str:
+    before = match[0].removesuffix("@")
+    is_begin_of_word = match.start() == 0 or match.string[match.start() - 1] not in "/@"
+    for found in _USER_AND_PASSWORD.finditer(before):
+        if found.start() or is_begin_of_word:
+            return f"{before[: found.start()]}{MASK}@"
+    return match[0]
 
 
 def _mask_addresses(text: str, keeps_unknown_parameters: bool, depth: int) -> str:

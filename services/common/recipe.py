@@ -55,6 +55,12 @@ COMPILED = Identity(("compile_cache",))
 MAX_NAME_LENGTH = 128
 """File systems take names of 255 bytes; hashes, endings and writers' tokens are added to a name."""
 
+MAX_ENTRIES = 10_000
+"""Entries of a list, such as the sources of a corpus: a folder, or a glob, is one for any number of files. To tell what
+is wrong with a million would take gigabytes."""
+MAX_ADDRESS_CHARACTERS = 8_000
+"""Characters of the address of a source or of a vocabulary. Paths of Linux end at 4,096 bytes."""
+
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=MAX_NAME_LENGTH)]
 Positive = Annotated[int, Field(gt=0)]
 
@@ -87,6 +93,14 @@ class Section(BaseModel):
         hide_input_in_errors=True,  # it may hold what is refused
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_short_lists(cls, fields: Any) -> Any:
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            if isinstance(value, (list, tuple)) and len(value) > MAX_ENTRIES:
+                raise ValueError(f"{name}: {len(value):,} entries, expected at most {MAX_ENTRIES:,}")
+        return fields
+
     @field_validator("*")
     @classmethod
     def _fits_the_machine(cls, value: Any) -> Any:
@@ -106,7 +120,7 @@ class Section(BaseModel):
 class Source(Section):
     """Where documents come from, in the order in which they enter the corpus."""
 
-    uri: str
+    uri: Annotated[str, Field(max_length=MAX_ADDRESS_CHARACTERS)]
     """`pydoc://` (the documentation that ships with CPython), a local or fsspec path, folder or glob, or
     `datasets://NAME`, a data set on the Hugging Face hub or in a folder.
 
@@ -174,7 +188,7 @@ class VocabularyTraining(Section):
 
 
 class Tokenizer(Section):
-    model: Annotated[str | None, CORPUS] = None
+    model: Annotated[str | None, Field(max_length=MAX_ADDRESS_CHARACTERS), CORPUS] = None
     """Path, or an address without credentials, of a SentencePiece model, a `tokenizer.json` or a tiktoken file. When
     absent, `train` makes a model.
     """

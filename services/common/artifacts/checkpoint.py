@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, RelativePath, Sha256
+from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, RelativePath, Sha256, Text
 from services.common.problem_list import list_names
 from services.common.recipe import fingerprint
 
@@ -50,7 +50,7 @@ class ShardOrigin(ManifestModel):
     another's place.
     """
 
-    run: str
+    run: Text
     step: Count
     """Optimizer steps done."""
     skipped_steps: Count
@@ -60,7 +60,7 @@ class ShardOrigin(ManifestModel):
     data_parallel_size: Count
     tensor_parallel_size: Count
     zero_stage: Literal[0, 1]
-    program_fingerprint: str
+    program_fingerprint: Text
     """It tells a run from its copy elsewhere that was continued by another program."""
     payload_digest: Sha256
     """Hash of the manifest's payload without `shards`: it also covers the batches that the run leaves out."""
@@ -78,8 +78,8 @@ class CheckpointPayload(ManifestModel):
     zero_stage: Literal[0, 1]
     shards: dict[RelativePath, ShardOrigin]
     """The origin that each shard's header names, by the shard's file name."""
-    program_fingerprint: str
-    waivers: Many[str]
+    program_fingerprint: Text
+    waivers: Many[Text]
     """Flags such as `--allow-cold-compile` under which this state was made."""
     loss_spikes: LossSpikes | None = None
     """Absent in runs without `train.loss_spike_sigma`."""

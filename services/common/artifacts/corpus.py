@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, Phase, RelativePath, Sha256
+from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, Phase, RelativePath, Sha256, Text
 from services.common.problem_list import list_names
 
 Split = Literal["train", "validation"]
@@ -68,7 +68,7 @@ class SplitCounts(ManifestModel):
 class SourceCounts(ManifestModel):
     """What a source of the recipe became."""
 
-    uri: str
+    uri: Text
     weight: Annotated[float, Field(ge=0)]
     documents: Count
     """Kept, once for each time that a weight above 1 keeps them."""
@@ -83,9 +83,9 @@ class CorpusPayload(ManifestModel):
     token_dtype: Literal["uint16", "uint32"]
     sequence_length: Annotated[int, Field(ge=1, lt=2**31)]
     rows_per_shard: Annotated[int, Field(ge=1, lt=2**63)]
-    encoder: str
+    encoder: Text
     """What made the ids."""
-    reference: str
+    reference: Text
     """The library that defines them."""
     documents_checked: Count
     """Encoded by both, with the same ids: documents of this corpus, and fuzz."""
