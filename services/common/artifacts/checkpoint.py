@@ -125,6 +125,13 @@ class CheckpointManifest(Manifest):
         return self
 
     @model_validator(mode="after")
+    def _is_trained_on_one_corpus(self) -> Self:
+        schemas = [link.schema_id for link in self.inputs]
+        if [schema.partition("/")[0] for schema in schemas] != ["corpus"]:
+            raise ValueError(f"its inputs are {list_names(schemas)}, expected one corpus")
+        return self
+
+    @model_validator(mode="after")
     def _knows_where_its_shards_come_from(self) -> Self:
         state, origins = self.checkpoint, self.checkpoint.shards
         if unknown := sorted({entry.path for entry in self.files} ^ set(origins)):

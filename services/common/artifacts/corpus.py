@@ -165,6 +165,11 @@ class CorpusManifest(Manifest):
         shards = [path for counts in self.corpus.splits.values() for path in counts.shards]
         read = [vocabulary.path, *shards, *map(tail_path, self.corpus.splits)]
         self.require_listed(read)
+        for split, counts in self.corpus.splits.items():
+            if list(counts.shards) != sorted(counts.shards, key=lambda path: (len(path), path)):
+                raise ValueError(
+                    f"the shards of {split} are not in the order of their names, which is that of the text"
+                )
         if twice := [path for path, count in Counter(read).items() if count > 1]:
             raise ValueError(f"{list_names(twice)}: named more than once, so rows would be read twice")
         for split, counts in self.corpus.splits.items():
@@ -178,6 +183,16 @@ class CorpusManifest(Manifest):
     @model_validator(mode="after")
     def _is_what_its_recipe_asks_for(self) -> Self:
         asked = self.recipe.get("corpus")
+        if self.corpus.sources:
+            made_of = [(each.uri, each.weight) for each in self.corpus.sources]
+            wanted = [
+                (each.get("uri"), each.get("weight", 1.0)) if isinstance(each, dict) else each
+                for each in (asked.get("sources") or () if isinstance(asked, dict) else ())
+            ]
+            if made_of != wanted:
+                raise ValueError(
+                    f"made of {list_names(map(str, made_of))}, its recipe asks for {list_names(map(str, wanted))}"
+                )
         for name in ("sequence_length", "rows_per_shard"):
             made = getattr(self.corpus, name)
             if not isinstance(asked, dict) or asked.get(name) != made:

@@ -92,6 +92,20 @@ def be_of_one_document(fields: dict[str, Any]) -> None:
     fields["corpus"]["documents_read"] -= 53
 
 
+def be_made_of(uri: str, weight: float) -> Change:
+    """The corpus says that all of it comes from this source."""
+
+    def change(fields: dict[str, Any]) -> None:
+        splits = fields["corpus"]["splits"].values()
+        documents = sum(split["documents"] for split in splits)
+        tokens = documents * 2 + sum(split["document_tokens"] for split in splits)
+        in_corpus(sources=[{"uri": uri, "weight": weight, "documents": documents, "tokens": tokens, "share": 1.0}])(
+            fields
+        )
+
+    return change
+
+
 def list_no(path: str) -> Change:
     return lambda fields: fields.update(files=[entry for entry in fields["files"] if entry["path"] != path])
 
@@ -113,6 +127,12 @@ def list_no(path: str) -> Change:
             f"{VALIDATION_SHARD}: named more than once",
         ),
         (in_vocabulary(sha256="0" * 64), "tokenizer.model: sha256 000000000000, `files` has "),
+        (
+            in_split(shards=["train/shard-00001.arrow", SHARD, "train/shard-00002.arrow"]),
+            "the shards of train are not in the order of their names",
+        ),
+        (be_made_of("elsewhere/*.jsonl", 1.0), "made of .*elsewhere.*, its recipe asks for "),
+        (be_made_of("pydoc://", 2.0), "made of .*2.0.*, its recipe asks for "),
         (in_split(rows=79, tail_tokens=21), "256 tokens of uint16 in 16 rows, the manifest says 240 of uint16 in 15"),
         (in_split(rows=80, tail_tokens=6, document_tokens=1_178), "the manifest says 6 of uint16 in 1"),
         (in_split(rows=2**70), "rows: Input should be less than"),
@@ -233,6 +253,7 @@ def be_the_shards_vocabulary(fields: dict[str, Any]) -> None:
         (lambda fields: fields.update(identity_key="0" * 64), "has the identity_key 000000000000, its recipe has "),
         (lambda fields: fields["recipe"]["corpus"].update(validation_fraction=0.5), "has the identity_key "),
         (lambda fields: fields["recipe"].update(surprise=1), "has a recipe that this program does not read: surprise"),
+        (lambda fields: fields["files"][0].update(sha256="0" * 64), "the manifest says " + "0" * 64),
         (lambda fields: fields.update(name="other"), "its manifest is of other, its recipe is of sentences"),
     ],
 )
