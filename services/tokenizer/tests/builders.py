@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,20 @@ def make_text(size: int, *, seed: int = 0) -> bytes:
 def run(recipe: Path, root: Path, *arguments: str) -> int:
     """The stage in this process, without Ray; its exit code."""
     return exit_code_of(lambda: main(["--recipe", str(recipe), "--root", str(root), "--launch", "inline", *arguments]))
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    exit_code: int
+    output: str
+    errors: str
+
+    def value(self, name: str) -> str:
+        """The text after `name` on its line of the output."""
+        return re.search(rf"^ *{name} +(.*)$", self.output, re.MULTILINE)[1]  # type: ignore[index]
+
+
+Tool = Callable[..., ToolResult]
 
 
 def start(recipe: Path, root: Path, *arguments: str, launch: str = "inline") -> subprocess.Popen[str]:
