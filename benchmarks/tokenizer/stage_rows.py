@@ -120,11 +120,11 @@ def _encode_tasks(bench: Workbench, num_processes: int) -> Measurement:
     """A process that is done with a split takes the next one, as the launchers have it."""
     from services.common.recipe_file import load_recipe  # noqa: PLC0415
     from services.tokenizer.build import make_tasks  # noqa: PLC0415
-    from services.tokenizer.plan import make_plan  # noqa: PLC0415
+    from services.tokenizer.corpus_plan import plan_corpus  # noqa: PLC0415
     from services.tokenizer.vocabulary.provision import provide_vocabulary  # noqa: PLC0415
 
     recipe = load_recipe(bench.write_recipe(num_processes))
-    plan = make_plan(recipe)
+    plan = plan_corpus(recipe)
     bench.output.mkdir(exist_ok=True)
     tasks = make_tasks(recipe, plan, *provide_vocabulary(recipe, plan, bench.output), bench.output)
     num_taken = _CONTEXT.Value("q", 0)

@@ -17,24 +17,25 @@ from services.common.launch.launcher import Launcher
 from services.common.limits import DEFAULT_MAX_MAPS, SPARE_MAPS, maps_to_allow
 from services.common.recipe import Recipe
 from services.common.telemetry import show_progress
+from services.tokenizer.corpus_plan import CorpusPlan
 from services.tokenizer.encode_task import EncodedPartition, EncodeTask, encode_partition
 from services.tokenizer.encoding.encoder import token_dtype
 from services.tokenizer.encoding.encoder_choice import explain_choice, reference_name
-from services.tokenizer.pack import Layout, pack_split
-from services.tokenizer.plan import Plan, begin_encoding
+from services.tokenizer.pack import ShardLayout, pack_split
+from services.tokenizer.scratch import open_partition_folder
 from services.tokenizer.vocabulary.provision import provide_vocabulary
 
 logger = logging.getLogger(__name__)
 
 
 def build_corpus(
-    workspace: Workspace, recipe: Recipe, plan: Plan, launcher: Launcher, phase_timer: PhaseTimer
+    workspace: Workspace, recipe: Recipe, plan: CorpusPlan, launcher: Launcher, phase_timer: PhaseTimer
 ) -> Draft:
     """Fill the workspace. What an interrupted attempt finished in `scratch` is kept: vocabulary, encoded splits."""
     with phase_timer.phase("vocabulary"):
         vocabulary_path, vocabulary = provide_vocabulary(recipe, plan, workspace.scratch)
     logger.info("%s", explain_choice(read_file(vocabulary_path), vocabulary, recipe.tokenizer.encoder))
-    folder = begin_encoding(workspace, plan, vocabulary, recipe.tokenizer.encoder)
+    folder = open_partition_folder(workspace, plan, vocabulary, recipe.tokenizer.encoder)
     tasks = make_tasks(recipe, plan, vocabulary_path, vocabulary, folder)
     with phase_timer.phase("encode"):
         encoded = _encode(tasks, launcher, recipe.tokenizer.num_workers)
@@ -42,7 +43,7 @@ def build_corpus(
     _require_mappable(encoded, recipe)
     with phase_timer.phase("pack"):
         _copy_vocabulary(vocabulary_path, workspace.files / vocabulary.path)
-        layout = Layout(
+        layout = ShardLayout(
             token_dtype=token_dtype(vocabulary.vocab_size),
             sequence_length=recipe.corpus.sequence_length,
             rows_per_shard=recipe.corpus.rows_per_shard,
@@ -65,7 +66,7 @@ def build_corpus(
 
 
 def make_tasks(
-    recipe: Recipe, plan: Plan, vocabulary_path: Path, vocabulary: Vocabulary, scratch: Path
+    recipe: Recipe, plan: CorpusPlan, vocabulary_path: Path, vocabulary: Vocabulary, scratch: Path
 ) -> list[EncodeTask]:
     return [
         EncodeTask(
@@ -113,7 +114,7 @@ def _encode(tasks: Sequence[EncodeTask], launcher: Launcher, num_workers: int) -
     return [encoded[index] for index in range(len(tasks))]
 
 
-def _count_sources(recipe: Recipe, plan: Plan, encoded: Sequence[EncodedPartition]) -> tuple[SourceCounts, ...]:
+def _count_sources(recipe: Recipe, plan: CorpusPlan, encoded: Sequence[EncodedPartition]) -> tuple[SourceCounts, ...]:
     all_tokens = sum(each.tokens for each in encoded)
     counts = []
     for number, source in enumerate(recipe.corpus.sources):

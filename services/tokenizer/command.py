@@ -21,7 +21,7 @@ from services.common.errors import RecipeError
 from services.common.launch.launcher import choose_launcher
 from services.common.telemetry import configure_logging
 from services.tokenizer.build import build_corpus
-from services.tokenizer.plan import make_plan
+from services.tokenizer.corpus_plan import plan_corpus
 from services.tokenizer.tools.pinning import pin
 from services.tokenizer.tools.vocabulary_tool import train_vocab
 
@@ -55,7 +55,7 @@ def make_corpus(argv: list[str]) -> int:
         return 0
     phase_timer = PhaseTimer()
     with phase_timer.phase("plan"):
-        plan = make_plan(recipe)
+        plan = plan_corpus(recipe)
     corpus, is_new = publish_once(
         Address(arguments.root, "corpus", recipe.corpus.name, plan.artifact_id),
         CorpusManifest,

@@ -20,7 +20,7 @@ from services.tokenizer.encoding.encoder import Offsets, TokenIds
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """How a stream is cut into rows and files."""
 
     token_dtype: Literal["uint16", "uint32"]
@@ -29,7 +29,7 @@ class Layout:
 
 
 def pack_split(
-    folder: Path, split: Split, tasks: Sequence[EncodeTask], encoded: Sequence[EncodedPartition], layout: Layout
+    folder: Path, split: Split, tasks: Sequence[EncodeTask], encoded: Sequence[EncodedPartition], layout: ShardLayout
 ) -> SplitCounts:
     """Write `<split>/shard-*.arrow` and `<split>/tail/tail.arrow` below `folder`.
 
@@ -105,7 +105,7 @@ class _Stream:
         return tokens, np.concatenate(starts)
 
 
-def _rows(tokens: TokenIds, starts: Offsets, layout: Layout) -> pa.RecordBatch:
+def _rows(tokens: TokenIds, starts: Offsets, layout: ShardLayout) -> pa.RecordBatch:
     schema = arrow_schema(layout.token_dtype, layout.sequence_length)
     row_of_start, position = np.divmod(starts, layout.sequence_length)
     starts_per_row = np.bincount(row_of_start, minlength=len(tokens) // layout.sequence_length)
@@ -113,7 +113,7 @@ def _rows(tokens: TokenIds, starts: Offsets, layout: Layout) -> pa.RecordBatch:
     return pa.record_batch([input_ids, _lists(schema, starts_per_row, position)], schema=schema)
 
 
-def _tail(tokens: TokenIds, starts: Offsets, layout: Layout) -> pa.RecordBatch:
+def _tail(tokens: TokenIds, starts: Offsets, layout: ShardLayout) -> pa.RecordBatch:
     """A single row whose `input_ids` has the tail's own length."""
     rows = arrow_schema(layout.token_dtype, layout.sequence_length)
     schema = rows.set(0, pa.field("input_ids", pa.list_(rows.field("input_ids").type.value_field), nullable=False))

@@ -24,8 +24,9 @@ from services.common.recipe_file import load_recipe
 from services.common.testing.seeds import draw_seed
 from services.common.testing.waiting import wait_until
 from services.tokenizer.build import make_tasks
+from services.tokenizer.corpus_plan import plan_corpus
 from services.tokenizer.encode_task import EncodeTask, encode_partition
-from services.tokenizer.plan import begin_encoding, make_plan
+from services.tokenizer.scratch import open_partition_folder
 from services.tokenizer.tests.builders import (
     is_anything_published,
     make_documents,
@@ -152,7 +153,7 @@ def test_a_finished_split_is_not_encoded_again_and_a_damaged_one_is(
 def test_splits_of_another_encoder_are_not_believed(tmp_path: Path, recipe: Path) -> None:
     """Who changes to the reference has found the other one to be wrong."""
     loaded = load_recipe(recipe)
-    plan = make_plan(loaded)
+    plan = plan_corpus(loaded)
     task = make_tasks(loaded, plan, *provide_vocabulary(loaded, plan, tmp_path), tmp_path)[0]
 
     assert encode_partition(task).encoder == "chunk kernel"
@@ -182,9 +183,9 @@ def test_a_writer_that_wakes_up_does_not_change_what_its_successor_has_encoded(
 
 
 def begin_tasks(recipe: Recipe, workspace: Workspace) -> list[EncodeTask]:
-    plan = make_plan(recipe)
+    plan = plan_corpus(recipe)
     path, vocabulary = provide_vocabulary(recipe, plan, workspace.scratch)
-    folder = begin_encoding(workspace, plan, vocabulary, recipe.tokenizer.encoder)
+    folder = open_partition_folder(workspace, plan, vocabulary, recipe.tokenizer.encoder)
     return make_tasks(recipe, plan, path, vocabulary, folder)
 
 

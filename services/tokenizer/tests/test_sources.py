@@ -18,7 +18,7 @@ import pytest
 
 from services.common.recipe import Source
 from services.common.recipe_file import load_recipe
-from services.tokenizer.plan import make_plan
+from services.tokenizer.corpus_plan import plan_corpus
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tests.builders import (
     MAX_DOCUMENT_BYTES,
@@ -158,7 +158,7 @@ def test_a_large_jsonl_is_cut_and_small_files_share_a_split(tmp_path: Path) -> N
         write_recipe(tmp_path, tmp_path / "large.jsonl", tmp_path / "small", corpus__split_bytes=2_000)
     )
 
-    partitions = make_plan(recipe).partitions
+    partitions = plan_corpus(recipe).partitions
 
     files_per_partition = [len({each.file.name for each in partition.file_ranges}) for partition in partitions]
     assert max(files_per_partition) > 5
@@ -189,7 +189,7 @@ def test_neighbouring_row_groups_are_read_at_once(tmp_path: Path) -> None:
     table = pa.table({"text": DOCUMENTS})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
     recipe = load_recipe(write_recipe(tmp_path, tmp_path / "a.parquet", corpus__split_bytes=2_000))
-    partitions = make_plan(recipe).partitions
+    partitions = plan_corpus(recipe).partitions
     assert [len(partition.file_ranges) for partition in partitions] == [1] * len(partitions)
     assert [partition.file_ranges[0].begin for partition in partitions[1:]] == [
         partition.file_ranges[0].end for partition in partitions[:-1]
@@ -228,9 +228,9 @@ def test_other_file_systems_are_read_through_fsspec(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe("/texts/a.txt", make_documents(1, mean_bytes=3_000)[0])
     recipe = write_recipe(tmp_path, "memory://texts/*.txt", tokenizer__train__vocab_size=300, model__vocab_size=300)
-    before = make_plan(load_recipe(recipe)).artifact_id
+    before = plan_corpus(load_recipe(recipe)).artifact_id
     assert run(recipe, tmp_path / "fsx") == 0
     assert decode_documents(published(tmp_path / "fsx").path, "train") == make_documents(1, mean_bytes=3_000)
 
     memory.pipe("/texts/a.txt", b"something else")
-    assert make_plan(load_recipe(recipe)).artifact_id != before
+    assert plan_corpus(load_recipe(recipe)).artifact_id != before

@@ -13,7 +13,7 @@ import pytest
 from services.common.errors import ArtifactError
 from services.common.recipe import Source
 from services.common.recipe_file import load_recipe
-from services.tokenizer.plan import make_plan
+from services.tokenizer.corpus_plan import plan_corpus
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tests.bad_input.stage import PIECES, TEXTS, Stage, cut_off, jsonl, overwrite, write_parquet
 from services.tokenizer.tests.builders import (
@@ -123,7 +123,7 @@ def test_a_vocabulary_that_changes_after_the_plan_is_not_taken(tmp_path: Path, m
     recipe = load_recipe(
         write_recipe(tmp_path, tmp_path / "a.parquet", tokenizer__model=str(given), model__vocab_size=PIECES)
     )
-    plan = make_plan(recipe)
+    plan = plan_corpus(recipe)
     given.write_bytes(train_vocabulary(make_documents(60, seed=9), PIECES))
     with pytest.raises(ArtifactError, match=r"given\.model: changed since the corpus was planned"):
         provide_vocabulary(recipe, plan, tmp_path)
