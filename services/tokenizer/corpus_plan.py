@@ -20,6 +20,8 @@ CONTENT_VERSION = 1
 
 @dataclass(frozen=True)
 class CorpusPlan:
+    """The work of one corpus, before any text is read."""
+
     artifact_id: str
     partitions: tuple[InputPartition, ...]
     links: tuple[InputLink, ...]

@@ -1,4 +1,4 @@
-"""The corpus's vocabulary: a file that the recipe names, or a SentencePiece model that is trained on the text."""
+"""Provides the corpus's vocabulary: the file that the recipe names, or a SentencePiece model trained on the text."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 def provide_vocabulary(recipe: Recipe, plan: CorpusPlan, scratch: Path) -> tuple[Path, Vocabulary]:
-    """The vocabulary's file in `scratch`, made unless an earlier attempt left it there, and its description.
+    """Return the path of the vocabulary in `scratch`, and its description. A file that is there already is used.
 
-    Raises `ArtifactError` for a file that is no usable vocabulary, `RecipeError` when the recipe asks for another size.
+    Raises `ArtifactError` for a file that is no usable vocabulary, and `RecipeError` when its size is not
+    `model.vocab_size`.
     """
     path = scratch / VOCABULARY
     if path.exists():
@@ -50,7 +51,7 @@ def _describe(content: bytes, recipe: Recipe) -> Vocabulary:
         raise ArtifactError(f"{uri}: {error}") from error
     if vocabulary.vocab_size != recipe.model.vocab_size:
         raise RecipeError(
-            f"{uri} has {vocabulary.vocab_size:,} pieces, model.vocab_size is {recipe.model.vocab_size:,}. "
+            f"{uri} has {vocabulary.vocab_size:,} pieces, but model.vocab_size is {recipe.model.vocab_size:,}. "
             f"Set model.vocab_size = {vocabulary.vocab_size}, or name another tokenizer.model."
         )
     return vocabulary
@@ -61,15 +62,15 @@ def _train_on_corpus(recipe: Recipe, training: VocabularyTraining, plan: CorpusP
     text_bytes = sum(map(len, documents))
     if not text_bytes:
         raise ArtifactError(
-            f"The corpus is empty: no training text in {plan.num_input_files:,} files of corpus.sources, "
-            f"so no vocabulary can be made from it."
+            f"The corpus is empty: the {plan.num_input_files:,} files of corpus.sources hold no training text, and a "
+            f"vocabulary is trained on it. Add text to corpus.sources."
         )
     logger.info("training a vocabulary of %s pieces on %s bytes of text", f"{training.vocab_size:,}", f"{text_bytes:,}")
     return train_vocabulary(documents, training.vocab_size)
 
 
 def _read_training_text(recipe: Recipe, plan: CorpusPlan) -> Iterator[memoryview]:
-    """The documents of the training split."""
+    """Yield the documents of the training split."""
     for partition in plan.partitions:
         for batch in read_documents(
             partition.file_ranges, recipe.corpus.invalid_utf8, recipe.corpus.max_document_bytes
@@ -84,5 +85,5 @@ def _read_given(recipe: Recipe, plan: CorpusPlan) -> bytes:
     uri = str(recipe.tokenizer.model)
     content = read_vocabulary(uri)
     if xxhash.xxh3_128_hexdigest(content) != plan.links[-1].content_digest:
-        raise ArtifactError(f"{uri}: changed since the corpus was planned. Run the same command again.")
+        raise ArtifactError(f"{uri}: the file has changed since the corpus was planned. Run the same command again.")
     return content
