@@ -1,6 +1,6 @@
 """The folder in which numba keeps compiled kernels. An image contains compiled ones, because compilation takes 6 s.
 
-Numba checks only the file that a function is in, and would run a kernel after another file of it has changed. So the
+Numba checks only the file that a function is in, and would run an old kernel after a change of another file. So the
 folder's name has a digest of all files. Numba also needs a folder that it can write to, and compiles for the processor
 at hand. An image is read-only and runs on other processors than the one that built it. So the image's kernels are
 compiled for `common_processor`, and are copied to a local folder on first use.

@@ -40,5 +40,5 @@ class TokenizersEncoder:
         """See `Encoder.encode`."""
         texts = [document.decode() for document in batch.documents()]
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ids = [np.array(each.ids, self._dtype) for each in encoded]
+        ids = [np.array(encoding.ids, self._dtype) for encoding in encoded]
         return join_documents(ids, self._bos_id, self._eos_id, self._dtype)

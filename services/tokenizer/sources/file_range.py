@@ -46,7 +46,7 @@ class InputPartition:
     source: int
     """Index of the source in `corpus.sources`."""
     pass_number: int
-    """Number of earlier partitions with the same file ranges. It is above 0 only when the source's weight is above 1."""
+    """Number of earlier partitions with the same file ranges. It is 0 unless the source's weight is above 1."""
     file_ranges: tuple[FileRange, ...]
 
     @property

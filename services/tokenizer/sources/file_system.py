@@ -255,10 +255,10 @@ def _expand(file_system: Any, path: str, uri: str) -> tuple[str, list[str]]:
     if not path.endswith("/") and file_system.isfile(path):
         return path.rpartition("/")[0], [path]
     if file_system.isdir(path):
-        found = [each for each in file_system.find(path) if not _is_hidden(each.removeprefix(path))]
+        found = [file for file in file_system.find(path) if not _is_hidden(file.removeprefix(path))]
         base = path
     elif glob.has_magic(path):
-        found = [each for each in file_system.glob(path) if file_system.isfile(each)]
+        found = [file for file in file_system.glob(path) if file_system.isfile(file)]
         base = path[: next(index for index, char in enumerate(path) if char in "*?[")].rpartition("/")[0]
     else:
         _require_reachable(file_system, path)
@@ -267,8 +267,8 @@ def _expand(file_system: Any, path: str, uri: str) -> tuple[str, list[str]]:
         )
     if _is_local(file_system):
         with reading_inputs(Path(path)):  # a folder or a glob may hold links and pipes
-            for each in found:
-                require_regular_file(Path(each), within=Path(base or "/"))
+            for file in found:
+                require_regular_file(Path(file), within=Path(base or "/"))
     if not found:
         raise ArtifactError(f"{uri}: no file was found. Correct corpus.sources; relative paths start at {Path.cwd()}.")
     return base, sorted(found)
