@@ -8,8 +8,6 @@ import xxhash
 
 from services.tokenizer.text_batch import TextBatch
 
-Hashes = npt.NDArray[np.uint64]
-
 # The seed differs from the one for validation: with one hash for both, a sample would hold all validation documents.
 _SAMPLING_SEED = 1
 
