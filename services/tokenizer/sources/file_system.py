@@ -98,7 +98,7 @@ def list_paths(uris: list[str], file_format: Format, column: str) -> list[InputF
 
 
 def find_file_system(uri: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URI, and the path in it. Raises `DeviceError` when its package is missing."""
+    """The fsspec file system of a URI, and the path in it. Raises `DeviceError` when its package is missing."""
     protocol = uri.partition("://")[0]
     if "::" in uri:
         raise RecipeError(f"{uri}: chained file systems (`::`) are not supported. Unpack the archive into a folder.")
@@ -108,8 +108,8 @@ def find_file_system(uri: str) -> tuple[Any, str]:
         raise DeviceError(f"{uri}: the Python package that reads {protocol}:// is missing: {error}.") from error
     except ValueError as error:
         raise DeviceError(
-            f"{uri}: fsspec knows no protocol {protocol!r}. Install the package that provides it, or use another one "
-            f"(`python -c 'import fsspec; print(fsspec.available_protocols())'` lists them)."
+            f"{uri}: no file system called {protocol!r}. Install the fsspec package that provides it, or "
+            f"use one of: file, http, s3, gs, hf (`python -c 'import fsspec; print(fsspec.available_protocols())'`)."
         ) from error
     return file_system, path
 
