@@ -42,7 +42,7 @@ class Owners:
 
 
 def read_owners() -> Owners:
-    """Two questions to helm. Without helm no release is known, which is said: then all of them are nobody's."""
+    """Ask helm, twice, for the releases on the cluster. Without helm it prints that none is known."""
     if shutil.which("helm") is None:
         print("add-ons     no helm here: releases are not looked at, neither make addons' nor others'", flush=True)
         return Owners(())

@@ -160,7 +160,7 @@ class ClusterWorkloads:
         if shutil.which("helm"):
             remove_releases(read_releases(), list(owners.releases), owners.namespaces)
         else:
-            print("add-ons     no helm here: they end with the cluster, none of them makes anything outside of it")
+            print("add-ons     no helm here: they stay on the cluster, and none of them makes anything outside of it")
 
 
 class DeploymentStays(MillraceError):

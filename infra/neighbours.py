@@ -39,7 +39,7 @@ class Neighbour:
 
 
 def find_in_account(account: Account, stack: str, has_service: Callable[[str], bool]) -> list[Neighbour]:
-    """What AWS tells of: on the cluster of that name, and in each VPC that the stack made.
+    """What others have on the cluster of the stack's name, and in each VPC that the stack made, as AWS' API tells it.
 
     The load balancer of a Service that the cluster has is left out: `has_service` is asked by its namespace/name.
     """
@@ -57,7 +57,7 @@ def find_in_account(account: Account, stack: str, has_service: Callable[[str], b
 
 
 def describe_neighbours(neighbours: list[Neighbour]) -> str:
-    """A line each, and the command that removes it below."""
+    """Two lines for each: what it is, and the command that removes it."""
     kind_width, width = (max(len(getattr(each, field)) for each in neighbours) for field in ("kind", "name"))
     return "\n".join(
         f"  {each.kind:{kind_width}}  {each.name:{width}}  {each.detail}\n  {'':{kind_width}}  {each.removal}"
@@ -79,7 +79,7 @@ def _fargate_profiles(account: Account, stack: str) -> Iterator[Neighbour]:
 
 
 def _instances(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
-    """Nodes that are in no managed node group, such as Karpenter's, are the cluster's all the same."""
+    """Instances of others. A node in no managed node group, such as one of Karpenter's, counts as on the cluster."""
     filters = [{"Name": "vpc-id", "Values": [vpc]}]
     for reservation in account.pages("ec2", "describe_instances", "Reservations", Filters=filters):
         for each in reservation["Instances"]:
@@ -105,7 +105,7 @@ def _subnets(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
 
 
 def _security_groups(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
-    """But for the VPC's own, and those that EKS and the cluster's controllers made, which go with the cluster."""
+    """Security groups of others: not the VPC's own, and not those of EKS and of the cluster's controllers."""
     of_cluster = CLUSTER_TAG.format(name=stack)
     for each in _foreign(account, "describe_security_groups", "SecurityGroups", stack, vpc):
         if each["GroupName"] == "default" or of_cluster in {pair["Key"] for pair in each.get("Tags") or []}:
