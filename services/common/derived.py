@@ -6,7 +6,7 @@ import json
 
 from services.common.artifacts.corpus import CorpusPayload
 from services.common.image_platform import BACKENDS
-from services.common.memory import FLOAT32_BYTES, MOMENTS_PER_PARAMETER, memory_of_worker, micro_batches_per_model
+from services.common.memory import checkpoint_bytes, memory_of_worker, micro_batches_per_model
 from services.common.recipe import STAGES, Recipe, Stage, stage_nodes
 
 
@@ -68,8 +68,3 @@ def flops_per_token(recipe: Recipe) -> float:
 
 def tokens_per_step(recipe: Recipe) -> int:
     return recipe.batch.global_batch_size * recipe.corpus.sequence_length
-
-
-def checkpoint_bytes(recipe: Recipe) -> int:
-    """Of the float32 master weights and both moments."""
-    return recipe.model.num_parameters * FLOAT32_BYTES * (1 + MOMENTS_PER_PARAMETER)
