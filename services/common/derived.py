@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from services.common.artifacts.corpus import CorpusPayload
 from services.common.image_platform import BACKENDS
@@ -10,10 +11,12 @@ from services.common.memory import checkpoint_bytes, memory_of_worker, micro_bat
 from services.common.recipe import STAGES, Recipe, Stage, stage_nodes
 
 
-def describe(recipe: Recipe, corpus: CorpusPayload | None) -> str:
-    """The resolved recipe as JSON and a table of derived numbers; those of the data need the corpus."""
+def describe(recipe: Recipe, corpus: CorpusPayload | None, known: Mapping[str, str] | None = None) -> str:
+    """The resolved recipe as JSON and a table: what is `known` besides, and derived numbers. Those of the data need the
+    corpus.
+    """
     resolved = json.dumps(recipe.model_dump(mode="json"), indent=2)
-    rows = derive(recipe, corpus)
+    rows = {**(known or {}), **derive(recipe, corpus)}
     width = max(len(name) for name in rows)
     return "\n".join([resolved, "", *(f"{name:<{width}}  {value}" for name, value in rows.items())])
 
