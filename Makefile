@@ -11,7 +11,7 @@ cluster = $(python) -m k8s.client
 infra = .venv-infra/bin/python -m infra
 images = ./bootstrap python -m images
 
-.PHONY: help setup demo test test-slow test-torch29 test-nxd-parity test-images test-cluster test-cluster-smoke test-batch \
+.PHONY: help setup demo test test-slow torch29 test-torch29 test-nxd-parity test-images test-cluster test-cluster-smoke test-batch \
 	test-cuda check format lock clean \
 	cluster-local cluster-local-down load-images cluster-up cluster-down deploy-stage stage-status stage-logs stop-stage \
 	rollback-stage pipeline base-image images demo-images pin platforms release sbom benchmark-tokenizer benchmark-parallel \
@@ -36,9 +36,11 @@ test: setup ## Run the quick tests, two files at a time.
 test-slow: setup ## Run the slow tests.
 	$(python) -m pytest -m slow
 
-test-torch29: ## Run the program's tests on the Neuron variant's torch, in .venv-torch29.
+torch29: ## Make .venv-torch29, with torch_xla and the Neuron variant's torch: 8 GB. `services.compiler plan` needs it.
 	./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-torch29
 	./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-torch29/bin/python --require-hashes lockfiles/dev-neuron.txt
+
+test-torch29: torch29 ## Run the program's tests in it.
 	.venv-torch29/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder services/common services/compiler services/trainer
 
 test-nxd-parity: ## Compare our layers with neuronx-distributed's own, in .venv-nxd-parity: NXD_SOURCE=, a checkout of it.
