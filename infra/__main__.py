@@ -227,7 +227,7 @@ def _hours() -> float:
 
 
 def _recipe() -> Path:
-    """RECIPE, whose checkpoint the file system is held against."""
+    """The recipe, RECIPE=FILE, whose checkpoints the file system is held against."""
     return Path(os.environ.get("RECIPE") or RECIPE)
 
 

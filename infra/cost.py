@@ -38,7 +38,7 @@ class Sizes:
     nat_gateways: int
     interface_endpoints: int
     fsx: LustreSize | None
-    """None: no file system is made."""
+    """Size of the file system that the stack makes; None where it makes none."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Inputs:
     capacity_ends_at: str
     """RFC 3339; empty: it has no end."""
     fsx: LustreSize | None
-    """None: the stack makes no file system."""
+    """Size of the file system that the stack makes; None where it makes none."""
     budget_monthly_dollars: float | None
     """None: there is no budget."""
     interface_endpoints: int

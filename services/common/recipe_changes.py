@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from services.common.recipe import Constant, Identity, Kind, Recipe
 
 _MOST_SHOWN = 80
-"""Characters of a value."""
+"""Characters of a value that are shown of one field."""
 _ABSENT = object()
 
 

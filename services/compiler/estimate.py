@@ -43,9 +43,9 @@ class NodeSize:
     cpus: int
     memory_gib: float
     type_name: str = ""
-    """EC2 type of the node; empty where it is some other machine."""
+    """EC2 instance type of the node; empty where the node is a machine of another kind."""
     dollars_per_hour: float | None = None
-    """None: nobody has said what it costs."""
+    """Price of a node for an hour, a hint; None where nobody has said it."""
 
     def tasks(self, task_cpus: int, task_memory_gib: float) -> int:
         """That run on a node at the same time."""
@@ -56,13 +56,13 @@ class NodeSize:
 
 
 CPU_NODE_TYPE = "m7i.8xlarge"
-"""The nodes of the compiler's pods that need no device, if a cluster's operators chose no other."""
+"""Type of the nodes on which the compiler's pods run without a device, if a cluster's operators chose no other."""
 DEVICE_NODE_TYPE = "trn1.32xlarge"
-"""The nodes of its pods that trace on a device, where the recipe names none for the trainer."""
+"""Type of the nodes on which the compiler's pods trace on a device, where a recipe names none for the trainer."""
 
 
 def node_type_of(recipe: Recipe) -> str:
-    """The nodes on which the recipe's graphs are compiled: those of the trace, which is on a device or anywhere."""
+    """Type of the nodes on which graphs are compiled: those of their trace, which is on a device or anywhere."""
     if recipe.compile.trace_on == "cpu":
         return CPU_NODE_TYPE
     return recipe.cluster.trainer_instance_type or DEVICE_NODE_TYPE

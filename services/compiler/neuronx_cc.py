@@ -33,7 +33,7 @@ from services.compiler.process_group import run_in_group
 
 COMPILER = "neuronx-cc"
 NO_COMPILER = "absent"
-"""In place of a version, of graphs that were traced where there is no neuronx-cc."""
+"""Version that graphs are said to be for which were traced where there is no neuronx-cc."""
 TARGETS = ("trn1", "trn1n", "trn2")
 TEMPORARY_SUFFIX = ".tmp"
 LOG_LINES = 12
@@ -194,7 +194,7 @@ def compiler_version() -> str:
 
 
 def compiler_version_if_any() -> str:
-    """Of the neuronx-cc on PATH; `NO_COMPILER` where there is none, which traces graphs and compiles none."""
+    """Version of the neuronx-cc on PATH; `NO_COMPILER` where there is none: graphs are traced there, not compiled."""
     return compiler_version() if shutil.which(COMPILER) else NO_COMPILER
 
 

@@ -77,7 +77,7 @@ def _require_torch_xla(recipe_path: Path) -> None:
 
 
 def choose_node(recipe: Recipe, cpus: int | None, memory_gib: float | None) -> NodeSize:
-    """One of those that the recipe's compiler takes on a cluster, unless a size is given."""
+    """A node of the type that the recipe's compiler takes on a cluster, unless a size is given."""
     size = size_of(node_type_of(recipe))
     return size if cpus is memory_gib is None else NodeSize(cpus or size.cpus, memory_gib or size.memory_gib)
 
@@ -137,7 +137,7 @@ def _describe_nodes(
 
 
 def _price(node: NodeSize, seconds: float) -> str:
-    """What so many seconds of a node cost, where that is known."""
+    """The price of so many seconds of a node as the end of a line; empty where nobody has said the node's."""
     if node.dollars_per_hour is None:
         return ""
     return f", ${node.dollars_per_hour * seconds / 3600:,.2f} at ${node.dollars_per_hour:,.2f} for a node-hour"

@@ -42,7 +42,8 @@ class Assumptions:
     """Model FLOPs utilization: the share of the peak that the model's own operations reach. None: `MFU_OF_ACCELERATORS`
     says it for the accelerators of the instance type."""
     storage_gb_per_second: float | None
-    """At which all workers together write a checkpoint, in 10^9 bytes. None: as fast as `default_lustre_size` is."""
+    """Speed at which all workers together write a checkpoint, in 10^9 bytes a second; None stands for the speed of
+    `default_lustre_size`."""
     node_mtbf_hours: float
     dollars_per_node_hour: float | None
     """None: the hint of the instance type."""

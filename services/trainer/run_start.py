@@ -21,7 +21,9 @@ _RUN_ID = r"-[0-9a-f]{8}"
 
 
 def describe_start(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest] | None) -> dict[str, str]:
-    """Rows of `--dry-run`. Nothing is read but manifests, and sizes of the newest checkpoint's files."""
+    """The rows of `--dry-run` that say which run this is and where it begins. Manifests are read, and of the newest
+    checkpoint the sizes of its files.
+    """
     if corpus is None:
         return {"run": f"{recipe.name}-..., the rest of its name is known once the tokenizer has published the corpus"}
     rows, last = {"run": run_name(recipe, corpus)}, f"{recipe.train.max_steps:,}"
@@ -63,7 +65,7 @@ def _newest_other_run(root: Path, name: str, run: str) -> Path | None:
 
 
 def _changes(described: dict[str, Any], recipe: Recipe, corpus: Artifact[CorpusManifest]) -> list[str]:
-    """Of a run as its file describes it."""
+    """What makes the recipe's run another than one that is described by its file."""
     stored, before = described["recipe"], described["artifacts"]["corpus"]
     changed = [*changed_fields(stored, recipe, "checkpoint"), *changed_fields(stored, recipe, "corpus")]
     if not changed and before != corpus.manifest.id:
