@@ -21,7 +21,7 @@ images = ./bootstrap python -m images
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## Make .venv from the lockfile. TORCH=cpu: without CUDA, torch from TORCH_INDEX_URL or TORCH_FIND_LINKS.
+setup: ## Make .venv from the lockfile. TORCH=cpu: with a torch without CUDA; TORCH=locked: with CUDA again.
 	@./bootstrap
 
 demo: setup ## Tokenize, compile and train RECIPE under ROOT, then show the run.
@@ -150,16 +150,16 @@ check-infra: infra-environment ## Terraform's checks and tests, checkov, shellch
 test-infra: setup ## Apply and destroy the stack against a simulated AWS: minutes. TF_PLUGIN_MIRROR=FOLDER.
 	$(python) -m pytest -m slow infra
 
-base-image: ## Make the slim Python base with debootstrap, where no image registry is reached. AGAIN=1: anew.
+base-image: ## Make a slim Python base image with debootstrap, without a registry. AGAIN=1: replace it.
 	@$(images) base
 
-images: ## Build the images: STAGE= (all), VARIANT=cpu|cuda|neuron, PUSH=registry.
+images: ## Build the images: STAGE= (all), VARIANT=cpu|cuda|neuron, TORCH=cpu, PUSH=REGISTRY.
 	@$(images) build
 
-demo-images: ## The demo with each stage in its container: STAGE= (all), TRAINER_TAG=... for another version of one.
+demo-images: ## Run the demo with each stage in its container: STAGE= (all), TRAINER_TAG= for another image.
 	@$(images) demo
 
-platforms: ## Print what all images of a variant share, and what a node must have for them.
+platforms: ## Print the versions that all images of a variant have, and the requirements on a node.
 	@$(images) platforms
 
 pin: setup ## Write the digests behind base images into images/platforms.toml, the commits behind data sets into recipes.

@@ -1,4 +1,4 @@
-"""The platform pins of `platforms.toml`: what all images of one variant share."""
+"""Reads `platforms.toml`: the base images, Python, Ray and torch that all images of one variant share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VARIANTS = ("cpu", "cuda", "neuron")
 
 @dataclass(frozen=True)
 class DebianBase:
-    """A slim Python base that `make base-image` makes where no image registry is reached."""
+    """A slim Python base image that `make base-image` makes on a machine that reaches no image registry."""
 
     suite: str
     python: str
@@ -26,10 +26,10 @@ class DebianBase:
 
 @dataclass(frozen=True)
 class CudaNode:
-    """Requirements of the cuda variant's images on a node, which no image can bring."""
+    """Requirements of the cuda variant on a node, which no image can fulfil."""
 
     driver: str
-    """The oldest NVIDIA driver that runs programs of the variant's CUDA; a newer one runs them too."""
+    """Version of the oldest NVIDIA driver that runs programs of the variant's CUDA. Newer drivers run them too."""
 
 
 @dataclass(frozen=True)
@@ -51,48 +51,56 @@ NODES: dict[str, type[CudaNode] | type[NeuronNode]] = {"cuda": CudaNode, "neuron
 
 @dataclass(frozen=True)
 class Platform:
-    """One variant's pin. `slim` carries the images without the program, `platform` those with it."""
+    """The pins of one variant: the base images and the versions that all its images have."""
 
     variant: str
     python: str
     ray: str
     torch: str
     slim: str
+    """Base image of the tokenizer and the head."""
     platform: str
+    """Base image of the services that contain the program: the compiler and the trainer."""
     sdk: str = ""
-    """The Neuron SDK that `platform` brings."""
+    """Version of the Neuron SDK in `platform`; empty for the other variants."""
     cuda: str = ""
-    """The CUDA that torch's wheel was built with and brings along, where the variant's images compute on GPUs."""
+    """Version of CUDA that torch's wheel depends on; empty unless the variant computes on NVIDIA GPUs."""
     debian: DebianBase | None = None
     node: CudaNode | NeuronNode | None = None
 
     @property
     def word(self) -> str:
-        """The pin in one word: images with different words never meet in one Ray cluster."""
+        """The label `millrace.platform`. Images whose labels differ cannot join one Ray cluster."""
         return f"{self.variant}-python{self.python}-ray{self.ray}"
-
-    @property
-    def has_one_base(self) -> bool:
-        """Do the images with the program stand on the same base as those without it?"""
-        return self.platform == self.slim
 
     def base_of(self, service: str) -> str:
         return self.platform if service in STAGES_WITH_PROGRAM else self.slim
 
     def on_debian(self) -> Platform:
-        """The same variant on the base of `make base-image`, at Debian's Python."""
+        """The same variant on the base image of `make base-image`, with Debian's Python."""
         assert self.debian
         return replace(self, python=self.debian.python, slim=self.debian.slim, platform=self.debian.slim)
 
 
+def dockerfile_of(service: str) -> str:
+    """Path of a service's Dockerfile from the repository's root; services with the program share one."""
+    return f"images/{'program' if service in STAGES_WITH_PROGRAM else service}.Dockerfile"
+
+
+def locks_of(service: str, variant: str) -> list[str]:
+    """Names of the locks that an image is built from, in order. The trainer's begins with the compiler's packages."""
+    shared = ["compiler"] if service in STAGES_WITH_PROGRAM else []
+    return [f"{name}-{variant}" for name in dict.fromkeys([*shared, service])]
+
+
 def read_platforms(path: Path = PLATFORMS) -> dict[str, Platform]:
-    """Every variant's pin by the variant's name."""
+    """The pins of every variant, by the variant's name."""
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
     return {variant: _platform(variant, tables[variant]) for variant in VARIANTS}
 
 
 def read_digests(path: Path = PLATFORMS) -> dict[str, str]:
-    """Image tag to the digest that `make pin` resolved for it."""
+    """The digests that `make pin` resolved, by the name of the base image."""
     return dict(tomllib.loads(path.read_text(encoding="utf-8"))["digests"])
 
 

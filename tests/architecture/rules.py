@@ -246,7 +246,7 @@ def services_is_no_package(root: Path) -> list[str]:
 
 
 def services_have_their_papers(root: Path) -> list[str]:
-    papers = ("README.md", "CHANGELOG.md", "VERSION", "requirements.txt", "Dockerfile")
+    papers = ("README.md", "CHANGELOG.md", "VERSION", "requirements.txt")
     files = [root / "services" / service / paper for service in SERVICES for paper in papers]
     return [f"{path}: missing or empty" for path in files if not path.is_file() or not path.read_bytes().strip()]
 

@@ -257,7 +257,6 @@ def repository(tmp_path: Path) -> Path:
         "services/compiler/trace.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import some_stubs",
     }
     for stage in rules.SERVICES:
-        files[f"services/{stage}/Dockerfile"] = "FROM scratch\n"
         files[f"services/{stage}/README.md"] = stage
         files[f"services/{stage}/VERSION"] = "0.1.0\n"
         files[f"services/{stage}/CHANGELOG.md"] = "## 0.1.0\n"

@@ -1,4 +1,4 @@
-"""An image is pushed twice, against a registry that lets no tag be written twice."""
+"""Images are pushed to a registry that refuses to replace a tag."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def front(registry: str) -> Iterator[ImmutableTags]:
 
 @pytest.fixture
 def images(request: pytest.FixtureRequest) -> Iterator[list[Image]]:
-    """Two images of a few bytes, of a commit of this test alone, as a build leaves them."""
+    """Two images of a few bytes, with tags that only this test uses."""
     commit = hashlib.sha1(request.node.name.encode(), usedforsecurity=False).hexdigest()
     made = [make_image(service, commit, "first") for service in SERVICES]
     yield made
@@ -77,7 +77,7 @@ def test_the_same_images_are_pushed_twice(
 def test_other_content_under_a_tag_is_refused_before_anything_is_pushed(
     registry: str, images: list[Image], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also by a registry that would take it."""
+    """The registry of this test would let the tag be replaced."""
     push_images(images[1:], "cpu", registry)
     before = find_image(names_in(registry, images)[1])
     images[1] = make_image("head", images[1].build.commit, "second")

@@ -1,7 +1,8 @@
-# The head's image, all variants; without arguments the cpu variant on the official slim Python:
-#   docker build -f services/head/Dockerfile .
-# `make images STAGE=head` passes the pins of images/platforms.toml; `make check` holds the defaults here to them.
-# Only what the classic builder knows too: no mounts, no here-documents.
+# The image of the tokenizer:
+#   docker build -f images/tokenizer.Dockerfile .
+# The defaults below are those of the cpu variant on the official slim Python. `make images STAGE=tokenizer` passes the
+# pins of images/platforms.toml, and `make check` fails when a default differs from its pin.
+# The classic builder must be able to build this file: no RUN --mount, no here-documents.
 ARG BASE=python:3.11.14-slim-bookworm
 ARG VARIANT=cpu
 ARG PINNED_PYTHON=3.11.14
@@ -12,13 +13,14 @@ USER root
 ARG BASE
 ARG VARIANT
 ARG PINNED_PYTHON
-# Index settings may carry a token: only builder stages see them, so the image's history does not.
+# The address of an index may contain a token, so only builder stages declare these: the history of the final image
+# shows neither.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 COPY images/install.py images/without_cuda.py /build/
 COPY images/inputs /build/inputs
-COPY lockfiles/uv.txt lockfiles/head-${VARIANT}.txt /build/
-RUN python3 /build/install.py head-${VARIANT}.txt
+COPY lockfiles/uv.txt lockfiles/tokenizer-${VARIANT}.txt /build/
+RUN python3 /build/install.py tokenizer-${VARIANT}.txt
 
 FROM ${BASE} AS packages
 USER root
@@ -26,8 +28,8 @@ COPY images/make_user.sh /build/
 RUN set -eu; sh /build/make_user.sh; rm -r /build
 COPY --from=dependencies /opt/venv /opt/venv
 
-# All that a program writes besides artifacts goes to /scratch: see images/make_user.sh. USER is set because Ray asks
-# for a user's name, which an arbitrary --user does not have.
+# Programs write everything except artifacts to /scratch: see images/make_user.sh. USER is set because Ray looks up the
+# user's name, which the user of `docker run --user` may not have.
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONPATH=/app \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -37,10 +39,11 @@ ENV PATH=/opt/venv/bin:$PATH \
     XDG_CACHE_HOME=/scratch/.cache \
     RAY_TMPDIR=/scratch \
     USER=millrace \
-    MILLRACE_SERVICE=head
+    MILLRACE_SERVICE=tokenizer
 
-# Imports what the service stands on, before there is code: an image that lacks a library is never tagged. Of the code
-# it has the check alone, so that a changed line elsewhere does not repeat it.
+# Imports every library that the service needs before any code of the service is copied: an image without one of them
+# gets no tag. Only the modules that make up the check are copied before it, so that a change elsewhere in the code does
+# not repeat it.
 FROM packages AS code
 ARG VARIANT
 COPY services/common/credentials.py services/common/entry_point.py services/common/errors.py \
@@ -49,27 +52,23 @@ COPY services/common/credentials.py services/common/entry_point.py services/comm
 RUN MILLRACE_VARIANT=$VARIANT python -m services.common.image_platform --without-device
 COPY services/common /app/services/common
 COPY infra/shapes.json /app/infra/shapes.json
-COPY services/head /app/services/head
-COPY deploy /app/deploy
-COPY k8s/objects /app/k8s/objects
-COPY k8s/controller /app/k8s/controller
-COPY k8s/deploy /app/k8s/deploy
-# A checkout made under a strict umask has files that the image's user could not read.
+COPY services/tokenizer /app/services/tokenizer
+# The image's user must be able to read files of a checkout that was made under a strict umask.
 RUN chmod -R a+rX /app
 
 FROM packages
 WORKDIR /app
 COPY --from=code /app/services/common /app/services/common
 COPY --from=code /app/infra /app/infra
-COPY --from=code /app/services/head /app/services/head
-COPY --from=code /app/deploy /app/deploy
-COPY --from=code /app/k8s /app/k8s
+COPY --from=code /app/services/tokenizer /app/services/tokenizer
+RUN python -m services.tokenizer.encoding.shipped_kernels /opt/kernels
+ENV MILLRACE_COMPILED_KERNELS=/opt/kernels
 USER 10001:10001
-ENTRYPOINT []
-CMD ["ray", "start", "--head", "--num-cpus=0", "--block"]
+ENTRYPOINT ["python", "-m", "services.tokenizer"]
+CMD []
 HEALTHCHECK NONE
 
-# Last, because they change with every commit; they are no layers.
+# Metadata that changes with every commit comes last; it makes no layer.
 ARG BASE
 ARG VARIANT
 ARG PINNED_PYTHON
@@ -81,17 +80,17 @@ ARG IMAGE=none
 ENV MILLRACE_VARIANT=$VARIANT \
     MILLRACE_GIT_SHA=$GIT_SHA \
     MILLRACE_IMAGE=$IMAGE
-LABEL org.opencontainers.image.title="millrace head" \
-    org.opencontainers.image.description="The Ray head, and what deploys stages from it" \
+LABEL org.opencontainers.image.title="millrace tokenizer" \
+    org.opencontainers.image.description="Turns text into packed Arrow shards" \
     org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.base.name="$BASE" \
     org.opencontainers.image.version="$STAGE_VERSION" \
     org.opencontainers.image.revision="$GIT_SHA" \
-    millrace.service="head" \
+    millrace.service="tokenizer" \
     millrace.variant="$VARIANT" \
     millrace.platform="$VARIANT-python$PINNED_PYTHON-ray$RAY_VERSION" \
     millrace.python="$PINNED_PYTHON" \
     millrace.ray="$RAY_VERSION" \
     millrace.neuron-sdk="$SDK_VERSION" \
-    millrace.reads="corpus/2 compile_cache/1 checkpoint/3 run/1" \
-    millrace.writes=""
+    millrace.reads="" \
+    millrace.writes="corpus/2"
