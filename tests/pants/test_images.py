@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import tomllib
-from collections.abc import Mapping
 
 import pytest
 
 from images.platforms import REPOSITORY, SERVICES, VARIANTS, dockerfile_of, locks_of
 from images.versions import describe_build
-
-
-def run_pants(*arguments: str, environment: Mapping[str, str] = os.environ) -> str:
-    command = ["./pants", "--no-pantsd", *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode == 4:
-        pytest.skip(done.stderr)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_the_images_of_the_cpu_variant_alone_are_built_unasked() -> None:
@@ -34,13 +23,18 @@ def test_the_images_of_the_cpu_variant_alone_are_built_unasked() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_pants_builds_the_images_of_the_variant_that_it_is_asked_for(variant: str) -> None:
     chosen = [] if variant == "cpu" else [f"--tag=['{variant}']"]
-    targets = json.loads(run_pants(*chosen, "--filter-target-type=docker_image", "peek", "images::"))
+    command = ["./pants", "--no-pantsd", *chosen, "--filter-target-type=docker_image", "peek", "images::"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode == 4:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    targets = json.loads(done.stdout)
     assert {target["address"] for target in targets} == {f"images:{service}-{variant}" for service in SERVICES}
     for target in targets:
         build = describe_build(target["address"].removeprefix("images:").removesuffix(f"-{variant}"), variant)
         assert target["repository"] == f"millrace/{build.service}"
         assert target["image_tags"] == [build.tag, build.commit_tag]
-        assert f"images/{target['source']}" == dockerfile_of(build.service)
+        assert target["sources"] == [dockerfile_of(build.service)]
         assert {f"VARIANT={variant}", f"GIT_SHA={build.git_sha}"} <= set(target["extra_build_args"])
         locks = set(re.findall(r"lockfiles/([\w-]+)\.txt", " ".join(target["dependencies"])))
         assert locks == {"uv", *locks_of(build.service, variant)}
