@@ -208,7 +208,8 @@ def test_no_layer_and_no_history_knows_the_index_or_its_token(checkout: Path) ->
     if os.environ.get("PIP_INDEX_URL"):
         pytest.skip("the packages come from an index of this machine's, and its address is needed to build")
     index = "https://someone:s3cret-token@pypi.org/simple"
-    image = build(checkout, STAGE="tokenizer", PIP_INDEX_URL=index)["tokenizer"]
+    # Under other names: the image of another test stays.
+    image = build(checkout, STAGE="tokenizer", PIP_INDEX_URL=index, REGISTRY="localhost/millrace-token")["tokenizer"]
     assert "s3cret-token" not in docker("history", "--no-trunc", image)
     assert "s3cret-token" not in json.dumps(inspect_image(image))
     saved = subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE)
@@ -253,7 +254,7 @@ def test_the_neuron_image_keeps_the_torch_of_its_base_and_says_what_nodes_it_nee
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_neuron_image_has_what_its_service_stands_on(neuron_images: dict[str, str], service: str) -> None:
     check = ("--entrypoint", "python", neuron_images[service], "-m", "services.common.image_platform")
-    assert "neuron" in docker("run", "--rm", "--read-only", *check)
+    assert "neuron" in docker("run", "--rm", "--read-only", "--tmpfs", "/scratch", *check)
 
 
 def test_an_image_without_a_library_gets_no_tag(
