@@ -21,8 +21,8 @@ NEURON_BASE = REPOSITORY / "images/neuron-base.txt"
 # The cuda variant installs the same wheel of torch as the cpu variant.
 UNION = {"cpu": LOCKS / "dev.txt", "cuda": LOCKS / "dev.txt", "neuron": LOCKS / "dev-neuron.txt"}
 NXD_PARITY = REPOSITORY / "requirements-nxd-parity.txt"
-# Tools that run in environments of their own: the installer, `make sbom`, pytest under Pants, the infrastructure's
-# commands, of which the first should not wait for torch, and `make check-infra`.
+# Tools with an environment of their own: the installer, `make sbom`, pytest under Pants, the infrastructure's commands,
+# so that none of them waits for torch, and `make check-infra`.
 TOOLS = {
     "uv": ("uv",),
     "sbom": ("cyclonedx-bom",),
