@@ -11,9 +11,11 @@ from typing import TextIO
 from batch.config import CONFIG, Config, read_config
 from batch.job_definition import read_container
 from batch.jobs import Definition, Job, Jobs
+from batch.one_off import run_one_off
 from batch.plan import describe_definition, describe_plan, write_definition
 from batch.request import Prepared, complete_from_definition, prepare
 from batch.watch import follow
+from deploy.client.one_off import OneOffRequest
 from deploy.client.request import DeployRequest, require_stage_name, user_name
 from infra.account import Account
 from services.common.errors import DeviceError
@@ -123,6 +125,9 @@ class Batch:
         if not request.is_dry_run:
             self.stop(stage)
         return self.deploy(again, output)
+
+    def run_one_off(self, request: OneOffRequest, output: TextIO | None) -> int:
+        return run_one_off(self._config, self._jobs, request, output)
 
     def run_pipeline(self, request: DeployRequest, output: TextIO | None) -> int:
         """Each job waits in Batch for the one before, so that it goes on without this process.

@@ -81,6 +81,15 @@ def read_labels(image: str) -> dict[str, str]:
     return dict(configuration.get("config", {}).get("Labels") or {})
 
 
+def find_labels(image: str) -> dict[str, str]:
+    """The labels of `image`; none where the registry does not tell them to this machine: a node may reach one that this
+    machine does not."""
+    try:
+        return read_labels(image)
+    except DeviceError:
+        return {}
+
+
 def split_name(image: str) -> tuple[str, str, str]:
     """Registry host, repository, and tag or digest, with Docker's defaults for what is left out."""
     path, at, tag = image.rpartition("@")
