@@ -53,8 +53,10 @@ class OneOffNodes:
         """Do the next thing. False once there is nothing left to do. Raises errors of the Kubernetes API and of EKS,
         after which it may be called again."""
         if not self._is_refused and not self.is_given_up:
-            if is_active(self._api.find("Job", self._one_off)):
-                self._is_seen, self._over_since = True, None
+            job = self._api.find("Job", self._one_off)
+            self._is_seen = self._is_seen or job is not None
+            if is_active(job):
+                self._over_since = None
                 self._hold()
                 return True
             if self._is_leaving():
