@@ -191,6 +191,14 @@ def with_resources(**amounts: str) -> Callable[[Object], object]:
     )
 
 
+def with_second_container(job: Object) -> None:
+    pod_of(job)["containers"].append({**container_of(job), "name": "b"})
+
+
+def with_cpus(amount: str) -> Callable[[Object], object]:
+    return lambda job: [each.update(cpu=amount) for each in container_of(job)["resources"].values()]
+
+
 def with_volume(source: Object) -> Callable[[Object], object]:
     return lambda job: pod_of(job)["volumes"].append({"name": "more", **source})
 
@@ -230,7 +238,7 @@ JOB_ATTACKS: list[tuple[str, str, Callable[[Object], object]]] = [
     ("modules from a mount", "deploy", with_mount("/app")),
     ("a hook", "reaper", with_container(lifecycle={"postStart": {"exec": {"command": SHELL}}})),
     ("a probe", "deploy", with_container(livenessProbe={"exec": {"command": SHELL}})),
-    ("a second container", "reaper", lambda job: pod_of(job)["containers"].append({**container_of(job), "name": "b"})),
+    ("a second container", "reaper", with_second_container),
     (
         "a container before",
         "reaper",
@@ -277,7 +285,7 @@ JOB_ATTACKS: list[tuple[str, str, Callable[[Object], object]]] = [
     ("a subcommand where it likes", "one-off", lambda job: pod_of(job).pop("nodeSelector")),
     ("a subcommand on a node by its name", "one-off", with_pod(nodeName="node-a")),
     ("a subcommand with devices", "one-off", with_resources(neuron="16")),
-    ("a subcommand larger than a CPU node", "one-off", with_resources(cpu="31")),
+    ("a subcommand larger than a CPU node", "one-off", with_cpus("31")),
     ("a subcommand with more memory", "one-off", with_resources(memory="113Gi")),
     ("a subcommand of any size", "one-off", lambda job: container_of(job).pop("resources")),
     ("a subcommand that goes first", "one-off", with_pod(priorityClassName="millrace-head")),
@@ -285,7 +293,7 @@ JOB_ATTACKS: list[tuple[str, str, Callable[[Object], object]]] = [
     ("a secret mounted in a subcommand", "one-off", with_volume({"secret": {"secretName": "hugging-face"}})),
     ("the node's folder in a subcommand", "one-off", with_volume({"hostPath": {"path": "/dev"}})),
     ("a subcommand in Ray's network", "one-off", with_label("ray.io/is-ray-node", "yes")),
-    ("a subcommand with two containers", "one-off", lambda job: pod_of(job)["containers"].append(container_of(job))),
+    ("a subcommand with two containers", "one-off", with_second_container),
     ("a shell that holds nodes", "one-off-nodes", with_container(command=SHELL)),
     ("a stage's image that holds nodes", "one-off-nodes", with_container(image=PULLED)),
     ("modules of its own that hold nodes", "one-off-nodes", with_variable(name="PYTHONPATH", value="/fsx/mine")),
