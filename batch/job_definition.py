@@ -25,7 +25,8 @@ from deploy.stage_contract import (
 )
 from services.common.launch.batch_node import RECIPE_VARIABLE, RECIPES, pack_recipe
 from services.common.recipe import Stage
-from services.common.stage_program import ON_BATCH, ONE_OFF
+from services.common.stage_program import ON_BATCH
+from services.common.subcommands import ONE_OFF
 
 Request = dict[str, Any]
 

@@ -29,7 +29,7 @@ from images.registry import find_labels
 from services.common.errors import DeviceError, LimitError
 from services.common.launch.batch_node import pack_recipe
 from services.common.recipe import Stage
-from services.common.stage_program import ONE_OFF
+from services.common.subcommands import ONE_OFF
 
 
 @dataclass(frozen=True)

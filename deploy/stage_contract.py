@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from services.common.recipe import Stage
-from services.common.stage_program import ONE_OFF
 from services.common.stop_notice import NOTICE_VARIABLE
+from services.common.subcommands import ONE_OFF
 
 MountKind = Literal["temporary", "memory", "shared", "recipe"]
 

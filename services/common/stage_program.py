@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from services.common.entry_point import run_program
 from services.common.launch.guard import end_guard, start_guard
-from services.common.subcommands import ARTIFACTS
+from services.common.subcommands import ARTIFACTS, ONE_OFF
 
 if TYPE_CHECKING:
     from services.common.recipe import Stage
 
 ON_BATCH = "batch"
-ONE_OFF = "one-off"
 
 Main = Callable[[list[str]], int]
 

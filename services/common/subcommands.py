@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 ARTIFACTS = "artifacts"
 """The subcommand of every stage that looks at artifacts, whoever made them: `services.common.artifacts`."""
+ONE_OFF = "one-off"
+"""The first word of a command that runs a subcommand in a container of its own: `services.common.launch.one_off`."""
 LABEL = "millrace.subcommands"
 """The label of an image that has the names of its stage's subcommands, separated by blanks."""
 
