@@ -85,7 +85,7 @@ def render_one_off_job(group: WorkerGroup, cpu_group: WorkerGroup, one_off: OneO
     labels = {STAGE_LABEL: one_off.stage, DEPLOYMENT_LABEL: one_off.digest, COMPONENT_LABEL: ONE_OFF}
     place, container = cpu_group.pod, group.container
     command = make_one_off_command(one_off.stage, group.root, one_off.words, one_off.bring)
-    at = command.index(ONE_OFF) + 1
+    at = command.index("--root")  # the program, which the admission policy holds, and its options
     pod: Object = {
         "restartPolicy": "Never",
         "serviceAccountName": group.pod["serviceAccountName"],
