@@ -17,6 +17,7 @@ from deploy.client.one_off import (
     OneOffRequest,
     Reception,
     complete_words,
+    describe_judge,
     identify,
     needs_recipe,
     only_overrides,
@@ -83,7 +84,8 @@ def _prepare(config: Config, jobs: Jobs, request: OneOffRequest) -> _Prepared:
     stage = request.stage
     definitions = jobs.definitions(stage)
     image = _choose_image(config, jobs, stage, request.tag, definitions)
-    require_known(request, image, find_labels(image))
+    labels = find_labels(image)
+    require_known(request, image, labels)
     recipe = _choose_recipe(request, definitions) if needs_recipe(request) else None
     words = complete_words(request, recipe)
     one_off = OneOff(
@@ -95,7 +97,8 @@ def _prepare(config: Config, jobs: Jobs, request: OneOffRequest) -> _Prepared:
         recipe=pack_recipe(recipe.text.encode()) if recipe else "",
         seconds=request.seconds,
     )
-    return _Prepared(one_off, render_one_off_definition(config, one_off), _describe(config, one_off, recipe))
+    plan = [*_describe(config, one_off, recipe), describe_judge(labels)]
+    return _Prepared(one_off, render_one_off_definition(config, one_off), "\n".join(filter(None, plan)))
 
 
 def _choose_image(config: Config, jobs: Jobs, stage: Stage, tag: str, definitions: list[Definition]) -> str:
@@ -114,7 +117,7 @@ def _choose_recipe(request: OneOffRequest, definitions: list[Definition]) -> One
     return OneOffRecipe(before.recipe_text, only_overrides(before.arguments), origin)
 
 
-def _describe(config: Config, one_off: OneOff, recipe: OneOffRecipe | None) -> str:
+def _describe(config: Config, one_off: OneOff, recipe: OneOffRecipe | None) -> list[str]:
     price, hours = config.cpu.shape.price, one_off.seconds / 3600
     lines = [
         f"cost        {config.cpu.shape.name} at ${price.dollars_per_hour:,.2f} an hour: "
@@ -127,7 +130,7 @@ def _describe(config: Config, one_off: OneOff, recipe: OneOffRecipe | None) -> s
     ]
     if one_off.bring:
         lines.append(f"brings      {' '.join(one_off.bring)}")
-    return "\n".join(lines)
+    return lines
 
 
 def _find_or_submit(config: Config, jobs: Jobs, prepared: _Prepared) -> str:

@@ -129,6 +129,13 @@ def require_known(request: OneOffRequest, image: str, labels: Mapping[str, str])
     require_subcommand(request.stage, request.words[0], told or names_of(request.stage))
 
 
+def describe_judge(labels: Mapping[str, str]) -> str:
+    """Who said that the image has the subcommand, where it was not the image: a line of the plan, or nothing."""
+    if labels:
+        return ""
+    return "judged by   this checkout, since the image's labels cannot be read here; the image judges before it begins"
+
+
 def needs_recipe(request: OneOffRequest) -> bool:
     """Does the subcommand read a recipe? One that this checkout does not know gets one."""
     known = {each.name: each.takes_recipe for each in SUBCOMMANDS[request.stage]}

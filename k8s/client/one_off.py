@@ -20,6 +20,7 @@ from deploy.client.one_off import (
     OneOffRequest,
     Reception,
     complete_words,
+    describe_judge,
     identify,
     needs_recipe,
     only_overrides,
@@ -129,7 +130,8 @@ def _prepare(api: Api, request: OneOffRequest) -> _Prepared:
     cluster = read_cluster(api)
     group, cpu_group = worker_group_of(cluster, request.stage), cpu_group_of(cluster)
     image = _choose_image(api, group, request.tag)
-    require_known(request, image, find_image_labels(group, image))
+    labels = find_image_labels(group, image)
+    require_known(request, image, labels)
     recipe = _choose_recipe(api, group, request) if needs_recipe(request) else None
     words = complete_words(request, recipe)
     one_off = OneOff(
@@ -146,7 +148,8 @@ def _prepare(api: Api, request: OneOffRequest) -> _Prepared:
     )
     job = render_one_off_job(group, cpu_group, one_off)
     nodes_job = render_one_off_nodes_job(cpu_group, one_off) if cpu_group.node_pool else None
-    return _Prepared(one_off, job, nodes_job, _describe(api, cpu_group, one_off, job, recipe))
+    plan = [*_describe(api, cpu_group, one_off, job, recipe), describe_judge(labels)]
+    return _Prepared(one_off, job, nodes_job, "\n".join(filter(None, plan)))
 
 
 def _choose_image(api: Api, group: WorkerGroup, tag: str) -> str:
@@ -173,7 +176,7 @@ def _choose_recipe(api: Api, group: WorkerGroup, request: OneOffRequest) -> OneO
     return read_named_recipe(Path(group.default_recipe or DEFAULT_RECIPE))
 
 
-def _describe(api: Api, cpu_group: WorkerGroup, one_off: OneOff, job: Object, recipe: OneOffRecipe | None) -> str:
+def _describe(api: Api, cpu_group: WorkerGroup, one_off: OneOff, job: Object, recipe: OneOffRecipe | None) -> list[str]:
     limits = job["spec"]["template"]["spec"]["containers"][0]["resources"]
     requests = limits.get("requests", {})
     price, hours = cpu_group.dollars_per_node_hour, one_off.seconds / 3600
@@ -195,7 +198,7 @@ def _describe(api: Api, cpu_group: WorkerGroup, one_off: OneOff, job: Object, re
     ]
     if one_off.bring:
         lines.append(f"brings      {' '.join(one_off.bring)}")
-    return "\n".join(lines)
+    return lines
 
 
 def _documents(prepared: _Prepared) -> list[tuple[str, Object]]:

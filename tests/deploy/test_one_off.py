@@ -13,6 +13,7 @@ from deploy.client.one_off import (
     OneOffRecipe,
     OneOffRequest,
     Reception,
+    describe_judge,
     identify,
     needs_recipe,
     only_overrides,
@@ -71,6 +72,11 @@ def test_an_image_says_which_subcommands_it_has(
 ) -> None:
     with pytest.raises(error, match=said):
         require_known(asked(COMMAND=word), IMAGE, labels)
+
+
+def test_a_checkout_that_judges_for_the_image_says_so() -> None:
+    assert "this checkout" in describe_judge({})
+    assert describe_judge({LABEL: "plan"}) == ""
 
 
 def test_a_newer_image_may_have_one_that_this_checkout_does_not_know() -> None:
