@@ -25,7 +25,6 @@ from tests.cluster.harness import (
     load_images,
     make_house,
     one,
-    publish_corpus,
 )
 from tests.cluster.kit import cluster
 from tests.small import write_notes, write_small_recipe
@@ -71,7 +70,7 @@ def test_a_stage_on_the_cluster_makes_what_its_container_makes(harness: Harness,
 
 def test_a_subcommand_runs_where_there_is_no_pod(harness: Harness, tmp_path: Path) -> None:
     """On the artifacts of the claim, in the stage's image, and what it brings is the file that is there."""
-    publish_corpus(harness)
+    deploy(harness)
     corpus = one(harness.root, "corpus/*/[0-9a-f]*/manifest.json").relative_to(harness.root)
     done = harness.run("stage-run", STAGE="tokenizer", COMMAND=f"inspect {corpus} --documents 1", MEMORY="1")
     assert done.code == 0, done.said
