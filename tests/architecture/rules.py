@@ -23,7 +23,7 @@ FIRST_PARTIES = ("services", "images", "deploy", "k8s", "batch", "infra", "tests
 # and no `images`.
 DEPLOY_ROOMS = {
     "deploy": ("services.common",),
-    "deploy.client": ("deploy", "services.common"),
+    "deploy.client": ("deploy", "images", "services.common"),
     "deploy.commands": ("deploy.client", "k8s.client", "k8s.objects", "batch", "services.common"),
     "k8s.objects": ("deploy", "services.common"),
     "k8s.controller": ("k8s.objects", "deploy", "services.common"),
