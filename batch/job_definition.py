@@ -66,6 +66,8 @@ def render_job_definition(config: Config, pool: Pool, deployment: Deployment) ->
     machine's role. Nodes are one range, `0:`: a range with an end would fix their number.
     """
     contract = find_contract(deployment.stage, pool.shape.pod_resources)
+    if deployment.stage == "trainer":
+        contract = contract.with_drain(max(contract.drain_seconds, config.notice_seconds))
     container = _render_container(config, contract, deployment)
     group = {"targetNodes": "0:", "container": container, "instanceTypes": [pool.shape.name]}
     body = {

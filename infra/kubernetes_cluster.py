@@ -91,6 +91,6 @@ def _kubectl(arguments: list[str]) -> str:
         raise DeviceError(
             f"kubectl {' '.join(arguments[:4])} ended with {done.returncode}: {done.stderr.strip()}. Is the cluster's "
             f"API reached from here (api_public_cidrs), and are you an administrator of the cluster? Who ran infra-up "
-            f"last is one, and who is among the stack's administrators; operators may not look into every namespace"
+            f"first is one, and who is among the stack's administrators; operators may not look into every namespace"
         )
     return done.stdout

@@ -7,7 +7,7 @@ import json
 from services.common.artifacts.corpus import CorpusPayload
 from services.common.image_platform import BACKENDS
 from services.common.memory import FLOAT32_BYTES, MOMENTS_PER_PARAMETER, memory_of_worker, micro_batches_per_model
-from services.common.recipe import STAGES, Recipe, Stage, stage_nodes
+from services.common.recipe import STAGES, Model, Recipe, Stage, stage_nodes
 
 
 def describe(recipe: Recipe, corpus: CorpusPayload | None) -> str:
@@ -71,5 +71,10 @@ def tokens_per_step(recipe: Recipe) -> int:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Of the float32 master weights and both moments."""
-    return recipe.model.num_parameters * FLOAT32_BYTES * (1 + MOMENTS_PER_PARAMETER)
+    """Bytes of a checkpoint of the recipe's model."""
+    return checkpoint_bytes_of(recipe.model)
+
+
+def checkpoint_bytes_of(model: Model) -> int:
+    """Bytes of a checkpoint of a model: its float32 master weights and both moments."""
+    return model.num_parameters * FLOAT32_BYTES * (1 + MOMENTS_PER_PARAMETER)
