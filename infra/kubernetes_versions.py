@@ -20,8 +20,8 @@ ADDONS = (
 
 
 def look_at_kubernetes(account: Account, inputs: Inputs) -> list[Look]:
-    """The version that is chosen, and what a cluster that is there has."""
-    if not inputs.has_cluster:
+    """The version that is chosen, and what a cluster that is there has. Nothing where a stack has no such variable."""
+    if not inputs.kubernetes_version:
         return []
     chosen = inputs.kubernetes_version
     found = account.client("eks").describe_cluster_versions(clusterVersions=[chosen])["clusterVersions"]
@@ -52,8 +52,8 @@ def look_at_kubernetes(account: Account, inputs: Inputs) -> list[Look]:
 
 
 def look_at_addons(account: Account, inputs: Inputs) -> list[Look]:
-    """Pins that EKS does not have, and the versions that it takes of add-ons without a pin."""
-    if not inputs.has_cluster:
+    """Pins that EKS does not have, and the versions that it takes of add-ons without one. Nothing without a version."""
+    if not inputs.kubernetes_version:
         return []
     pins = read_addon_pins(inputs.kubernetes_version) | inputs.addon_versions
     offers = {name: _read_offer(account, name, inputs.kubernetes_version) for name in ADDONS}

@@ -25,7 +25,12 @@ TABLE = f"infra/{AWS_RELEASES_JSON.name}"
 
 
 def look_at_machine_images(account: Account, inputs: Inputs, is_up: bool) -> list[Look]:
-    """The one that is chosen, and with `is_up` the one that nodes really start from."""
+    """The one that is chosen, and with `is_up` the one that nodes really start from.
+
+    Nothing for a cluster of a stack that has no variable kubernetes_version: it chooses its nodes' image otherwise.
+    """
+    if inputs.has_cluster and not inputs.kubernetes_version:
+        return []
     if inputs.has_cluster:
         chosen = _look_at_release(account, inputs)
         return [chosen, *(_look_at_node_groups(account, inputs) if is_up else ())]
