@@ -121,19 +121,19 @@ infra-plan: setup ## What infra-up would make: terraform's plan, and the cost. [
 infra-up: setup ## Make a target and all around it, after showing the cost and asking: [STACK=eks|batch] VARS= YES=1.
 	@$(infra) up
 
-infra-down: setup ## Take it down in order, after asking; it can be cut and run again. [STACK=eks|batch] VARS= YES=1 KEEP_DATA=false.
+infra-down: setup ## Take it down in order, after asking; it can be cut and run again. [STACK=eks|batch] VARS= YES=1 KEEP_DATA=false KEEP_CLUSTER=true.
 	@$(infra) down
 
 infra-leftovers: setup ## What of it is in the account, with prices. [STACK=eks|batch] VARS=.
 	@$(infra) leftovers
 
-addons: setup ## Install the cluster's add-ons with helm: DRY_RUN=1.
+addons: setup ## Install the cluster's add-ons with helm: ONLY=kuberay,volcano (all) DRY_RUN=1.
 	@$(infra) addons
 
-addons-diff: setup ## What make addons would change on the cluster.
+addons-diff: setup ## What make addons would change on the cluster: ONLY=.
 	@$(infra) addons-diff
 
-addons-argocd: setup ## The same add-ons as Argo CD applications, on stdout: PROJECT=.
+addons-argocd: setup ## The same add-ons as Argo CD applications, on stdout: ONLY= PROJECT=.
 	@$(infra) addons-argocd
 
 check-infra: setup ## Terraform's checks and tests, checkov, shellcheck, yamllint; offline. TF_PLUGIN_MIRROR=FOLDER for Terraform's.

@@ -57,8 +57,8 @@ class Config:
     capacity_ends_at: str
     """Of the reservation behind Trainium's nodes, RFC 3339; empty: it has no end."""
     checkpoint_gb: float | None
-    """Size of the largest checkpoint, in 10^9 bytes, that a trainer commits within the machines' stop timeout; None where
-    nobody has said it."""
+    """Size of the largest checkpoint, in 10^9 bytes, that a trainer commits within the machines' stop timeout; None
+    where nobody has said it."""
     notice_seconds: int
     """Seconds between a trainer's notice and the end of its container that the machines allow; 0 where nobody has said
     it."""

@@ -65,11 +65,11 @@ def _is_renewal(change: Change) -> bool:
 
 
 def _nodes_in_use(account: Account, inputs: Inputs) -> Iterator[str]:
-    """Nodes of stages. Those of the core are always there, and take turns when nothing else runs."""
+    """Nodes of stages, in groups of the stack. Those of the core are always there, and take turns while no other is."""
     if find_endpoint(account, inputs.name) is None:
         return
     for group in list_node_groups(account, inputs.name):
-        if group.pool == CORE:
+        if group.pool == CORE or group.stack != inputs.name:
             continue
         nodes = max(group.desired_nodes, len(list_pool_instances(account, inputs.name, group.name)))
         if nodes:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
@@ -23,6 +24,7 @@ from infra.aws_releases import name_of_eks_release, read_addon_pins, read_ecs_ma
 from infra.kubernetes_versions import ADDONS
 from infra.tests.programs import Programs
 from infra.tests.service_models import share_service_models
+from infra.tests.site import Site, make_cluster
 
 REGION = "us-west-2"
 ACCOUNT = "123456789012"  # moto's
@@ -143,3 +145,22 @@ def aws(moto_server: Aws, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aws]:
     moto_server.reset()
     yield moto_server
     moto_server.reset()
+
+
+@pytest.fixture
+def site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Site:
+    programs.add_real("terraform")
+    programs.add_real("sh")
+    site = Site(tmp_path, programs)
+    monkeypatch.setenv("STACK", str(site.stack))
+    monkeypatch.setenv("OVERLAY", str(site.overlay))
+    monkeypatch.setenv("YES", "1")
+    monkeypatch.setenv("SLOW", str(tmp_path / "slow"))
+    monkeypatch.delenv("TF_CLI_CONFIG_FILE", raising=False)
+    return site
+
+
+@pytest.fixture
+def cluster(site: Site, aws: Aws) -> Site:
+    """An EKS cluster with a pool of two nodes in the account."""
+    return make_cluster(site, aws)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import pytest
 from botocore.exceptions import ClientError
 
+from infra.neighbours import find_in_account
+from infra.node_groups import list_node_groups
 from infra.shapes import find_shape
 from infra.stack import type_of
 from infra.tests.applied import APPLIES, REGION, Applied, apply_stack, simulated_aws
@@ -63,6 +65,19 @@ def test_no_node_is_there_that_a_deployment_did_not_ask_for(applied: Applied) ->
         "core": {"millrace.dev/pool": "core", "millrace.dev/shape": "m7i.2xlarge"},
         "cpu": {"millrace.dev/pool": "cpu", "millrace.dev/shape": "m7i.8xlarge"},
         "trainium": {"millrace.dev/pool": "trainium", "millrace.dev/shape": "trn1.32xlarge"},
+    }
+
+
+def test_nothing_that_the_stack_made_is_taken_for_somebody_elses(
+    applied: Applied, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its tags alone, which terraform's provider puts on everything: infra-down would refuse otherwise."""
+    account = applied.account(monkeypatch)
+    assert find_in_account(account, "millrace", lambda service: False) == []
+    assert {group.name: group.stack for group in list_node_groups(account, "millrace")} == {
+        "core": "millrace",
+        "cpu": "millrace",
+        "trainium": "millrace",
     }
 
 

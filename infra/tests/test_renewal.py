@@ -152,12 +152,13 @@ def make_cluster(aws: Aws, sizes: dict[str, int]) -> None:
             subnets=[subnet],
             nodeRole=role,
             labels={"millrace.dev/pool": pool},
+            tags={} if pool == "others" else {"millrace.dev/stack": "millrace"},
             scalingConfig={"minSize": 0, "desiredSize": size, "maxSize": 4},
         )
 
 
 def test_nodes_of_a_run_are_not_taken_from_it(capfd: pytest.CaptureFixture[str], aws: Aws, terraform: Programs) -> None:
-    make_cluster(aws, {"core": 2, "cpu": 0, "trainium": 4})
+    make_cluster(aws, {"core": 2, "cpu": 0, "trainium": 4, "others": 3})
 
     done = call(capfd, "infra.__main__", "up")
 
@@ -166,6 +167,7 @@ def test_nodes_of_a_run_are_not_taken_from_it(capfd: pytest.CaptureFixture[str],
     assert "Make this" not in done.stdout
     assert f"where     millrace, {REGION}; {TRAINIUM}" in done.stderr
     assert "got       node group trainium has 4 nodes\n" in done.stderr
+    assert "others" not in done.stderr, "somebody else's, which the plan does not touch"
     assert "make stop-stage STAGE=... lets it commit a checkpoint" in done.stderr
 
     eks = aws.client("eks")

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import hcl2
 import yaml
 
-from infra import cluster_workloads, kubernetes_versions, node_groups
+from infra import cluster_neighbours, cluster_workloads, kubernetes_versions, node_groups
 from k8s.objects.names import DEPLOYER, NAMESPACE, NEURON, POOL_LABEL, SHAPE_LABEL, node_pool_annotation
 from services.common.recipe import Kind
 
@@ -146,6 +146,8 @@ def _names(root: Path, own: Thing, objects: list[Thing]) -> Iterator[Agreement]:
     yield Agreement("namespace", own["namespace"], cluster["metadata"]["namespace"])
     yield Agreement("namespace of the commands", own["namespace"], NAMESPACE)
     yield Agreement("namespace that infra-down empties", cluster_workloads.NAMESPACE, cluster["metadata"]["namespace"])
+    namespaces = {each["metadata"]["name"] for each in _all(objects, "Namespace")}
+    yield Agreement("namespaces that infra-down takes for its own", set(cluster_neighbours.NAMESPACES), namespaces)
     identities = (root / "infra/modules/eks/identities.tf").read_text(encoding="utf-8")
     associated = re.findall(r"^  namespace += (.+)$", identities, re.MULTILINE)
     given = [own["namespace"] if each == "var.namespace" else each for each in associated]
