@@ -36,8 +36,11 @@ from services.common.artifacts.manifest import write_durably
 from services.common.entry_point import exit_code_of
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe import STAGES
+from services.common.recipe_file import load_recipe
 
 HOURS = 24.0
+RECIPE = Path(__file__).parents[1] / "recipes/llama2-7b-trn1.toml"
+"""The recipe that both targets deploy where nobody names one; a test holds it to theirs."""
 OVERLAYS = SETTINGS.parents[1]
 CONFIG = Path(__file__).parents[1] / "batch/config.txt"
 
@@ -77,7 +80,7 @@ def addons_argocd() -> None:
 
 
 def cost() -> None:
-    """NODES (the most that the stack allows), CPU_NODES (0), HOURS (24) and VARS."""
+    """NODES (the most that the stack allows), CPU_NODES (0), HOURS (24), RECIPE (Llama 2 7B) and VARS."""
     # A price needs no place: it is asked for before one is chosen.
     print(_describe_cost(_read_inputs(needs_place=False)))
 
@@ -188,7 +191,7 @@ def _workloads(account: Account, inputs: Inputs) -> Workloads:
 
 
 def _describe_cost(inputs: Inputs) -> str:
-    return describe_cost(_sizes(inputs), _hours())
+    return describe_cost(_sizes(inputs), _hours(), load_recipe(_recipe()))
 
 
 def _sizes(inputs: Inputs) -> Sizes:
@@ -228,6 +231,11 @@ def _hours() -> float:
     if not 0 < hours < float("inf"):
         raise RecipeError(f"HOURS={text}: expected hours of a run, such as HOURS=24")
     return hours
+
+
+def _recipe() -> Path:
+    """The recipe, RECIPE=FILE, whose checkpoints the file system is held against."""
+    return Path(os.environ.get("RECIPE") or RECIPE)
 
 
 def _truth(name: str, default: bool) -> bool:

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from services.common.derived import checkpoint_bytes_of
 from services.common.errors import RecipeError
+from services.common.memory import checkpoint_bytes_of
 from services.common.recipe import Cluster, Model, Positive, Stage
 from services.common.recipe_file import read_values
 
@@ -47,7 +47,7 @@ class OutlineBatch(_Outline):
 class OutlineCompile(_Outline):
     enabled: bool = True
     trace_on: str = "device"
-    num_workers: Positive = 1
+    num_workers: Positive = 5
     task_cpus: Positive = 8
     task_memory_gib: Annotated[float, Field(gt=0)] = 32.0
 

@@ -17,6 +17,7 @@ from infra.node_groups import list_node_groups
 from infra.shapes import find_shape
 from infra.stack import type_of
 from infra.tests.applied import APPLIES, REGION, Applied, apply_stack, simulated_aws
+from services.common.lustre import default_lustre_size
 
 VARIABLES = {
     "region": REGION,
@@ -134,6 +135,16 @@ def test_another_zone_is_known_to_lose_the_file_system(applied: Applied) -> None
     """What infra-up refuses a plan by, in a plan of the provider's own."""
     lost = [each.address for each in applied.plan("-var=zone_id=usw2-az1").changes if each.is_loss_of_data]
     assert lost == ["module.storage.aws_fsx_lustre_file_system.this[0]"]
+
+
+def test_the_file_system_has_the_speed_that_the_plan_assumes_and_gets_another_in_place(applied: Applied) -> None:
+    [made] = applied.client("fsx").describe_file_systems()["FileSystems"]
+    default = default_lustre_size()
+    assert made["StorageCapacity"] == default.gib
+    assert made["LustreConfiguration"]["PerUnitStorageThroughput"] == default.megabytes_per_second_per_tib
+
+    changes = {each.address: each for each in applied.plan("-var=fsx={throughput=125}").changes}
+    assert changes["module.storage.aws_fsx_lustre_file_system.this[0]"].actions == ("update",)
 
 
 def test_infra_down_leaves_the_data_and_the_network_that_holds_it(applied: Applied) -> None:

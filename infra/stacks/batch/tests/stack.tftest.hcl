@@ -36,7 +36,7 @@ run "what_two_lines_of_tfvars_give" {
       "JOB_ROLE_TRAINER=arn:aws:iam::111122223333:role/mock",
       "CAPACITY_ENDS_AT=",
       "CHECKPOINT_GB=157",
-      "NOTICE_SECONDS=1608",
+      "NOTICE_SECONDS=402",
       "HF_TOKEN_SECRET=",
       "EXECUTION_ROLE=",
     ] : "${line}\n"])
@@ -72,7 +72,7 @@ run "what_two_lines_of_tfvars_give" {
 
   # 1200 GiB of 250 MB/s a TiB write 157 GB in 536 s.
   assert {
-    condition     = strcontains(module.batch.user_data.trainium, "ECS_CONTAINER_STOP_TIMEOUT=1638s") && strcontains(module.batch.user_data.cpu, "ECS_CONTAINER_STOP_TIMEOUT=1638s")
+    condition     = strcontains(module.batch.user_data.trainium, "ECS_CONTAINER_STOP_TIMEOUT=432s") && strcontains(module.batch.user_data.cpu, "ECS_CONTAINER_STOP_TIMEOUT=432s")
     error_message = "three checkpoints, and 30 s: ${module.batch.user_data.trainium}"
   }
 }
