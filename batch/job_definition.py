@@ -94,6 +94,8 @@ def render_job_definition(config: Config, pool: Pool, deployment: Deployment) ->
     machine's role. Nodes are one range, `0:`: a range with an end would fix their number.
     """
     contract = find_contract(deployment.stage, pool.shape.pod_resources)
+    if deployment.stage == "trainer":
+        contract = contract.with_drain(max(contract.drain_seconds, config.notice_seconds))
     body = _render_body(
         f"{config.name}-{deployment.stage}",
         pool,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,6 +80,8 @@ def prepare(config: Config, jobs: Jobs, request: DeployRequest) -> Prepared:
         raise DeviceError(ended)
     if problem := check_instance_type(stage, outline, pool.shape.name, CHANGE_SHAPE):
         raise DeviceError(problem)
+    if stage == "trainer" and (problem := _explain_large_checkpoint(config, outline)):
+        raise DeviceError(problem)
     deployment = Deployment(
         stage=stage,
         image=find_image(config, jobs, stage, request.tag),
@@ -139,6 +142,19 @@ def find_image(config: Config, jobs: Jobs, stage: Stage, tag: str) -> str:
             f"PUSH={config.repository.partition('/')[0]}, or name another with TAG="
         )
     return found
+
+
+def _explain_large_checkpoint(config: Config, outline: Outline) -> str:
+    """Why a trainer that is stopped would be killed before its checkpoint is committed; empty where it is not."""
+    size = outline.checkpoint_gb
+    if size is None or config.checkpoint_gb is None or size <= config.checkpoint_gb:
+        return ""
+    return (
+        f"a checkpoint of recipe {outline.name} has {size:,.0f} GB, and the machines' stop timeout is made for "
+        f"{config.checkpoint_gb:g} GB at most (CHECKPOINT_GB in config.txt): a trainer that is stopped would be killed "
+        f"before it has committed one. checkpoint_gb = {math.ceil(size)} in the stack's tfvars, then: make infra-up "
+        f"STACK=batch"
+    )
 
 
 def _attempt_seconds(stage: Stage, request: DeployRequest, outline: Outline) -> int:

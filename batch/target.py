@@ -22,6 +22,9 @@ from services.common.errors import DeviceError
 from services.common.recipe import STAGES, Stage
 
 STOP_SECONDS = 900.0
+"""Seconds in which a job is gone that was told to end, where its machines allow no more."""
+STOP_MARGIN_SECONDS = 300.0
+"""Beyond the notice of the machines, for what ends after the checkpoint and until Batch says so."""
 POLL_SECONDS = 5.0
 
 
@@ -94,11 +97,12 @@ class Batch:
         for job in active:
             print(f"stopping {stage}, job {job.id}: its main node gets SIGTERM", flush=True)
             self._jobs.terminate(job, f"make stop-stage, {user_name()}")
-        deadline = time.monotonic() + STOP_SECONDS
+        allowed = max(STOP_SECONDS, self._config.notice_seconds + STOP_MARGIN_SECONDS)
+        deadline = time.monotonic() + allowed
         while any(job.is_active for job in active):
             if time.monotonic() > deadline:
                 raise DeviceError(
-                    f"{stage} does not end within {STOP_SECONDS:.0f} s; Batch kills it after the host's stop timeout: "
+                    f"{stage} does not end within {allowed:.0f} s; Batch kills it after the host's stop timeout: "
                     f"make stage-status TARGET=batch"
                 )
             time.sleep(POLL_SECONDS)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from services.common.recipe import Stage
-from services.common.stop_notice import NOTICE_VARIABLE
+from services.common.stop_notice import NOTICE_VARIABLE, TRAINER_NOTICE_SECONDS
 from services.common.subcommands import ONE_OFF
 
 MountKind = Literal["temporary", "memory", "shared", "recipe"]
@@ -132,9 +132,9 @@ EFA_ENVIRONMENT = {
 }
 # Raises the Hub's limits, and opens what is gated there. The tokenizer alone reads text and vocabularies.
 HUGGING_FACE_TOKEN = SecretVariable("HF_TOKEN", secret="hugging-face", key="token")
-DRAIN_SECONDS: dict[Stage, int] = {"tokenizer": 60, "compiler": 60, "trainer": 300}
+DRAIN_SECONDS: dict[Stage, int] = {"tokenizer": 60, "compiler": 60, "trainer": TRAINER_NOTICE_SECONDS}
 ONE_OFF_DRAIN_SECONDS = 30
-"""Between the notice of a subcommand's container and its end. It publishes all of its result or nothing."""
+"""Seconds from the notice of a subcommand's container to its end. A subcommand publishes its whole result or none."""
 
 
 def find_contract(stage: Stage, resources: Resources | None) -> StageContract:

@@ -37,8 +37,6 @@ class Subcommand:
 _OF_EVERY_STAGE = (Subcommand(ARTIFACTS, takes_recipe=False),)
 SUBCOMMANDS: dict[Stage, tuple[Subcommand, ...]] = {
     "tokenizer": (
-        Subcommand("inspect", takes_recipe=False),
-        Subcommand("diff", takes_recipe=False),
         Subcommand("train-vocab", takes_recipe=False),
         *_OF_EVERY_STAGE,
     ),

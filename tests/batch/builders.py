@@ -40,6 +40,8 @@ VALUES = {
     "LOG_GROUP_COMPILER": "/millrace/compiler",
     "LOG_GROUP_TRAINER": "/millrace/trainer",
     "CAPACITY_ENDS_AT": "",
+    "CHECKPOINT_GB": "157",
+    "NOTICE_SECONDS": "300",
     "EXECUTION_ROLE": f"{ROLE}/secrets",
     "HF_TOKEN_SECRET": "arn:aws:secretsmanager:us-west-2:111122223333:secret:hugging-face",
 }

@@ -197,6 +197,21 @@ def test_a_pipeline_whose_last_stage_cannot_be_submits_none(cloud: Cloud, batch:
             DeviceError,
             "cluster.trainer_instance_type is trn1n.32xlarge, and the trainer's nodes are trn1.32xlarge",
         ),
+        (
+            {"arguments": ("--cluster.trainer_instance_type=trn2.48xlarge",)},
+            DeviceError,
+            "no image computes on trn2.48xlarge yet: those of neuron do on trn1 and trn1n",
+        ),
+        (
+            {
+                "arguments": (
+                    *("--model.hidden_size=8192", "--model.intermediate_size=28672"),
+                    *("--model.num_attention_heads=64", "--model.num_hidden_layers=80"),
+                )
+            },
+            DeviceError,
+            "a checkpoint of recipe small has 807 GB, and .* made for 157 GB at most .* checkpoint_gb = 808 in",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_sent(

@@ -72,9 +72,9 @@ def test_a_subcommand_runs_where_there_is_no_pod(harness: Harness, tmp_path: Pat
     """On the artifacts of the claim, in the stage's image, and what it brings is the file that is there."""
     deploy(harness)
     corpus = one(harness.root, "corpus/*/[0-9a-f]*/manifest.json").relative_to(harness.root)
-    done = harness.run("stage-run", STAGE="tokenizer", COMMAND=f"inspect {corpus} --documents 1", MEMORY="1")
+    done = harness.run("stage-run", STAGE="tokenizer", COMMAND=f"artifacts show {corpus.parent}", MEMORY="1")
     assert done.code == 0, done.said
-    assert f"/fsx/{corpus}\n  made        " in done.said
+    assert corpus_digest(harness.root) in done.said
     done = harness.run(
         "stage-run",
         STAGE="tokenizer",
@@ -92,10 +92,10 @@ def test_a_subcommand_runs_where_there_is_no_pod(harness: Harness, tmp_path: Pat
 
 
 def test_a_subcommand_s_end_is_the_command_s(harness: Harness) -> None:
-    done = harness.run("stage-run", STAGE="tokenizer", COMMAND="inspect nowhere")
+    done = harness.run("stage-run", STAGE="tokenizer", COMMAND="artifacts verify nowhere")
     assert (done.code, "nowhere" in done.said) == (3, True), done.said
-    done = harness.run("stage-run", STAGE="tokenizer", COMMAND="inspct nowhere")
-    assert (done.code, "Do you mean inspect?" in done.said) == (2, True), done.said
+    done = harness.run("stage-run", STAGE="tokenizer", COMMAND="artefacts verify nowhere")
+    assert (done.code, "Do you mean artifacts?" in done.said) == (2, True), done.said
     assert one_offs(harness) == []
 
 

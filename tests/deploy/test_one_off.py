@@ -46,7 +46,7 @@ def test_a_command_is_split_as_a_shell_would_and_seen_by_none() -> None:
         ({"COMMAND": "summary '"}, "COMMAND=summary '"),
         ({"COMMAND": "summary --recipe x"}, "COMMAND: --recipe is given by stage-run itself"),
         ({"COMMAND": "summary --root=/x"}, "COMMAND: --root is given by stage-run itself"),
-        ({"COMMAND": "inspect s3://KEY:SECRETSECRET@bucket/x"}, "COMMAND: holds a user"),
+        ({"COMMAND": "artifacts show s3://KEY:SECRETSECRET@bucket/x"}, "COMMAND: holds a user"),
         ({"BRING": "https://a:bcdefgh@host/x"}, "BRING: holds a user"),
         ({"HOURS": "0.01"}, "HOURS=0.01: a one-off takes from a minute"),
         ({"HOURS": "100"}, "HOURS=100: .*48 hours"),

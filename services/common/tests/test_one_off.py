@@ -58,14 +58,14 @@ def test_a_subcommand_is_given_recipe_and_root_and_works_in_the_root(root: Path)
 def test_one_that_takes_no_recipe_gets_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(RECIPE_VARIABLE)
     seen: list[list[str]] = []
-    command = ["--root", str(root), "--", "inspect", "corpus"]
+    command = ["--root", str(root), "--", "train-vocab", "notes"]
 
     def run(words: list[str]) -> int:
         seen.append(words)
         return 0
 
     run_one_off("tokenizer", run, command)
-    assert seen == [["inspect", "corpus"]]
+    assert seen == [["train-vocab", "notes"]]
     with pytest.raises(RecipeError, match=RECIPE_VARIABLE):
         run_one_off("trainer", lambda words: 0, ["--root", str(root), "--", "summary"])
 
