@@ -72,7 +72,7 @@ def test_a_subcommand_runs_where_there_is_no_pod(harness: Harness, tmp_path: Pat
     """On the artifacts of the claim, in the stage's image, and what it brings is the file that is there."""
     deploy(harness)
     corpus = one(harness.root, "corpus/*/[0-9a-f]*/manifest.json").relative_to(harness.root)
-    done = harness.run("stage-run", STAGE="tokenizer", COMMAND=f"artifacts show {corpus.parent}", MEMORY="1")
+    done = harness.run("stage-run", STAGE="tokenizer", COMMAND=f"artifacts show {corpus}", MEMORY="1")
     assert done.code == 0, done.said
     assert corpus_digest(harness.root) in done.said
     done = harness.run(
