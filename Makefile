@@ -14,7 +14,7 @@ images = ./bootstrap python -m images
 .PHONY: help setup demo test test-slow torch29 test-torch29 test-nxd-parity test-images test-cluster test-cluster-smoke test-batch \
 	test-cuda check format lock clean \
 	cluster-local cluster-local-down load-images cluster-up cluster-down deploy-stage stage-status stage-logs stop-stage \
-	rollback-stage pipeline base-image images demo-images pin platforms release sbom benchmark-tokenizer benchmark-parallel \
+	rollback-stage stage-run pipeline base-image images demo-images pin platforms release sbom benchmark-tokenizer benchmark-parallel \
 	benchmark-compiler benchmark-trainer infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons \
 	addons-diff addons-argocd check-infra test-infra cluster-manifests infra-environment
 
@@ -107,6 +107,9 @@ stop-stage: setup ## Let a stage commit a checkpoint, and take it down: STAGE=.
 
 rollback-stage: setup ## Deploy the last image with which a stage ended well: STAGE=.
 	@$(deploy) rollback-stage
+
+stage-run: setup ## Run a subcommand of a stage in a short Job: STAGE= COMMAND="export ..." [TARGET= RECIPE= TAG= BRING= TO= HOURS= MEMORY= DRY_RUN=1].
+	@$(deploy) stage-run
 
 pipeline: setup ## Deploy the three stages, one after the other.
 	@$(deploy) pipeline

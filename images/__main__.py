@@ -104,7 +104,8 @@ def print_platforms() -> None:
             print(f"  SDK     Neuron {platform.sdk}")
             print(f"  node    driver aws-neuronx-dkms {node.driver}, in any case before {node.driver_before}")
             print(f"          device plugin {node.device_plugin}")
-            print(f"          EKS AMI {node.ami_type}, a release with that driver: {node.ami_releases}")
+            print(f"          EKS AMI {node.ami_type}, of a release in infra/aws_releases.json")
+            print(f"          instances of {' and '.join(node.instance_families)}")
 
 
 def release_stage() -> None:

@@ -18,6 +18,7 @@ from images.platforms import (
     Platform,
     dockerfile_of,
     read_platforms,
+    version_numbers,
 )
 
 
@@ -73,16 +74,12 @@ def _node_differences(platform: Platform) -> list[str]:
     if not isinstance(node, NeuronNode):
         return []
     problems = []
-    sdk = _numbers(platform.sdk)[:2]
-    if _numbers(node.device_plugin)[:2] != sdk:
+    sdk = version_numbers(platform.sdk)[:2]
+    if version_numbers(node.device_plugin)[:2] != sdk:
         problems.append(f"the device plugin {node.device_plugin} is not that of SDK {platform.sdk}")
-    if not _numbers(node.driver) < _numbers(node.driver_before):
+    if not version_numbers(node.driver) < version_numbers(node.driver_before):
         problems.append(f"the driver {node.driver} is not before {node.driver_before}")
     return [f"{where}: {problem}" for problem in problems]
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))
 
 
 def _lock_differences(repository: Path, platform: Platform) -> list[str]:

@@ -36,6 +36,8 @@ class CudaNode:
 class NeuronNode:
     """Requirements of the neuron variant's images on a node, which no image can bring."""
 
+    instance_families: tuple[str, ...]
+    """Families of EC2 instances, such as trn1, whose NeuronCores the variant's images compute on."""
     driver: str
     """aws-neuronx-dkms of the SDK."""
     driver_before: str
@@ -43,7 +45,10 @@ class NeuronNode:
     device_plugin: str
     ami_type: str
     """EKS's name of the AMI family."""
-    ami_releases: str
+
+    def takes_driver(self, version: str) -> bool:
+        """Do the variant's images run on a node whose aws-neuronx-dkms is of this version?"""
+        return version_numbers(self.driver) <= version_numbers(version) < version_numbers(self.driver_before)
 
 
 NODES: dict[str, type[CudaNode] | type[NeuronNode]] = {"cuda": CudaNode, "neuron": NeuronNode}
@@ -99,6 +104,19 @@ def read_platforms(path: Path = PLATFORMS) -> dict[str, Platform]:
     return {variant: _platform(variant, tables[variant]) for variant in VARIANTS}
 
 
+def explain_no_image(instance_type: str, path: Path = PLATFORMS) -> str:
+    """Why a type with NeuronCores has no image that computes on it; empty where a variant's images do."""
+    nodes = {variant: each.node for variant, each in read_platforms(path).items()}
+    families = {variant: node.instance_families for variant, node in nodes.items() if isinstance(node, NeuronNode)}
+    if any(instance_type.partition(".")[0] in each for each in families.values()):
+        return ""
+    known = "; ".join(f"those of {variant} do on {' and '.join(each)}" for variant, each in families.items())
+    return (
+        f"no image computes on {instance_type} yet: {known} (instance_families in images/platforms.toml). Its nodes "
+        f"would be paid for and end every stage with exit code 4"
+    )
+
+
 def read_digests(path: Path = PLATFORMS) -> dict[str, str]:
     """The digests that `make pin` resolved, by the name of the base image."""
     return dict(tomllib.loads(path.read_text(encoding="utf-8"))["digests"])
@@ -110,5 +128,15 @@ def _platform(variant: str, table: dict[str, Any]) -> Platform:
         variant=variant,
         **table,
         debian=DebianBase(**debian) if debian else None,
-        node=NODES[variant](**node) if node else None,
+        node=_node(variant, node) if node else None,
     )
+
+
+def _node(variant: str, table: dict[str, Any]) -> CudaNode | NeuronNode:
+    lists = {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
+    return NODES[variant](**table | lists)
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Numbers by which versions such as 2.27.4.0 are in order."""
+    return tuple(int(part) for part in version.split("."))

@@ -105,12 +105,14 @@ HEALTHCHECK NONE
 FROM service AS compiler
 ENTRYPOINT ["python", "-m", "services.compiler"]
 LABEL org.opencontainers.image.description="Fills the compile cache" \
+    millrace.subcommands="plan artifacts" \
     millrace.reads="" \
     millrace.writes="compile_cache/1"
 
 FROM service AS trainer
 ENTRYPOINT ["python", "-m", "services.trainer"]
 LABEL org.opencontainers.image.description="Trains on a corpus and a compile cache, and writes checkpoints" \
+    millrace.subcommands="plan doctor summary report sample export import inspect-checkpoint artifacts" \
     millrace.reads="corpus/2 compile_cache/1 checkpoint/3" \
     millrace.writes="checkpoint/3 run/1"
 

@@ -77,6 +77,15 @@ def read_labels(image: str) -> dict[str, str]:
     return dict(configuration.get("config", {}).get("Labels") or {})
 
 
+def find_labels(image: str) -> dict[str, str]:
+    """The labels of `image`; none where the registry does not tell them to this machine: a node may reach one that this
+    machine does not."""
+    try:
+        return read_labels(image)
+    except DeviceError:
+        return {}
+
+
 def split_name(image: str) -> tuple[str, str, str]:
     """Registry, repository, and tag or digest of an image's name, with Docker's defaults for missing parts."""
     path, at, tag = image.rpartition("@")

@@ -92,5 +92,6 @@ LABEL org.opencontainers.image.title="millrace tokenizer" \
     millrace.python="$PINNED_PYTHON" \
     millrace.ray="$RAY_VERSION" \
     millrace.neuron-sdk="$SDK_VERSION" \
+    millrace.subcommands="train-vocab artifacts" \
     millrace.reads="" \
     millrace.writes="corpus/2"

@@ -21,11 +21,13 @@ from infra.batch_workloads import BatchWorkloads
 from infra.checks import run_checks
 from infra.cluster_workloads import ClusterWorkloads
 from infra.cost import Sizes, describe_cost, require_budget
+from infra.device import judge_device
 from infra.findings import require_fit
 from infra.inputs import Inputs, complete_variables, read_inputs, read_variables, sizes_of
 from infra.leftovers import describe_leftovers, find_leftovers
 from infra.preflight import run_preflight
 from infra.question import require_yes
+from infra.renewal import judge_renewal, list_renewed_pools
 from infra.roads import Place, Target, describe_road, describe_vocabulary
 from infra.settings import SETTINGS, write_settings
 from infra.stack import STACK, Stack, describe_plan
@@ -100,6 +102,7 @@ def plan() -> None:
     inputs = read_inputs(complete_variables(found.variables, _folder()), folder=_folder())
     print(_describe_cost(inputs))
     require_budget(_sizes(inputs), inputs.budget_monthly_dollars)
+    require_fit(judge_device(inputs))
     print(describe_plan(found))
 
 
@@ -111,12 +114,16 @@ def up() -> None:
     inputs = read_inputs(complete_variables(found.variables, _folder()), folder=_folder())
     print(_describe_cost(inputs))
     require_budget(_sizes(inputs), inputs.budget_monthly_dollars)
+    require_fit(judge_device(inputs))
     print(f"\n{describe_plan(found)}; make infra-plan shows all of it")
     if lost := [change.address for change in found.changes if change.is_loss_of_data]:
         raise DeviceError(
             f"terraform would destroy {', '.join(lost)}, and what is in it. Nothing was changed. Undo the change of "
             f"name, zone_id, network or fsx that replaces it; to have it anew, make infra-down KEEP_DATA=false first"
         )
+    if renewed := list_renewed_pools(found):
+        with explaining_refusals("infra-up, pools in use"):
+            require_fit(judge_renewal(Account(inputs.region), inputs, renewed))
     if not found.is_empty:
         require_yes(f"Make this in {inputs.region}?")
         stack.apply()

@@ -39,10 +39,20 @@ class Inputs:
     cpu_max_nodes: int
     has_cluster: bool
     """An EKS cluster, with core nodes; else the nodes are AWS Batch's."""
+    kubernetes_version: str
+    """Minor version of the cluster, such as 1.34; empty without one."""
+    kubernetes_support: str
+    """STANDARD or EXTENDED, as EKS' upgrade policy has it; empty without a cluster."""
+    addon_versions: dict[str, str]
+    """Pins of EKS' add-ons."""
+    ami_release: str
+    """Release of EKS' machine image with Neuron; empty: the default of `aws_releases.json`."""
+    ami_id: str
+    """Machine image of Batch's Trainium nodes; empty: the default of `aws_releases.json`."""
     core_shape: str
     core_nodes: int
-    has_network: bool
-    """The stack makes it, with its NAT gateway; else a subnet is given."""
+    subnet_id: str
+    """Subnet that is given; empty: the stack makes the network, with its NAT gateway."""
     capacity_kind: str
     """on_demand, reservation or capacity_block."""
     reservation_id: str
@@ -112,9 +122,14 @@ def read_inputs(variables: Mapping[str, Any], needs_place: bool = True, folder: 
         cpu_shape=_attribute(variables, "cpu_nodes", "shape"),
         cpu_max_nodes=int(_attribute(variables, "cpu_nodes", "max_nodes")),
         has_cluster=has_cluster,
+        kubernetes_version=variables.get("kubernetes_version") or "",
+        kubernetes_support=variables.get("kubernetes_support") or "",
+        addon_versions=variables.get("addon_versions") or {},
+        ami_release=variables.get("ami_release") or "",
+        ami_id=variables.get("ami_id") or "",
         core_shape=_attribute(variables, "core_nodes", "shape") if has_cluster else "",
         core_nodes=int(_attribute(variables, "core_nodes", "nodes")) if has_cluster else 0,
-        has_network="SUBNET" not in given,
+        subnet_id=given.get("SUBNET", ""),
         capacity_kind=capacity.get("kind") or "on_demand",
         reservation_id=capacity.get("reservation_id") or "",
         capacity_ends_at=capacity.get("ends_at") or "",
@@ -157,7 +172,7 @@ def sizes_of(inputs: Inputs, trainium_nodes: int, cpu_nodes: int) -> Sizes:
         control_planes=int(inputs.has_cluster),
         core_shape=inputs.core_shape,
         core_nodes=inputs.core_nodes,
-        nat_gateways=int(inputs.has_network),
+        nat_gateways=int(not inputs.subnet_id),
         interface_endpoints=inputs.interface_endpoints,
         fsx=inputs.fsx,
     )

@@ -124,7 +124,7 @@ def run_kubectl(arguments: list[str], written: str = "", good_codes: tuple[int, 
         raise DeviceError(
             f"kubectl {' '.join(arguments[:4])} ended with {done.returncode}: {done.stderr.strip()}. Is the cluster's "
             f"API reached from here (api_public_cidrs), and are you an administrator of the cluster? Who ran infra-up "
-            f"last is one, and who is among the stack's administrators; operators may not look into every namespace"
+            f"first is one, and who is among the stack's administrators; operators may not look into every namespace"
         )
     return done.stdout
 

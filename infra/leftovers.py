@@ -208,7 +208,7 @@ def _repositories(account: Account, stack: str) -> Iterator[Leftover]:
 
 
 def _log_groups(account: Account, stack: str) -> Iterator[Leftover]:
-    for prefix in (f"/aws/eks/{stack}/", f"/aws/fsx/{stack}", f"/{stack}/"):
+    for prefix in (f"/aws/eks/{stack}/", f"/aws/containerinsights/{stack}/", f"/aws/fsx/{stack}", f"/{stack}/"):
         for each in account.pages("logs", "describe_log_groups", "logGroups", logGroupNamePrefix=prefix):
             gigabytes = each.get("storedBytes", 0) / 1e9
             price = gigabytes * dollars("log_gb_month")

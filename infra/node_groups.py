@@ -25,6 +25,8 @@ class NodeGroup:
     subnet_ids: tuple[str, ...]
     desired_nodes: int
     min_nodes: int
+    ami_release: str
+    """Of its machine image, such as 1.34.7-20260505; empty where EKS does not tell it."""
 
 
 def list_node_groups(account: Account, cluster: str) -> list[NodeGroup]:
@@ -48,4 +50,5 @@ def _find(account: Account, cluster: str, name: str) -> NodeGroup | None:
         subnet_ids=tuple(found["subnets"]),
         desired_nodes=size["desiredSize"],
         min_nodes=size["minSize"],
+        ami_release=found.get("releaseVersion") or "",
     )

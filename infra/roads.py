@@ -57,6 +57,7 @@ ROADS: dict[Target, tuple[Step, ...]] = {
         Step("make deploy-stage STAGE=tokenizer", "Llama 2 7B: the overlay's RECIPE"),
         Step("make deploy-stage STAGE=compiler", "the first that pays for a Trainium node"),
         Step("make deploy-stage STAGE=trainer", "4 of them"),
+        Step('make stage-run STAGE=trainer COMMAND="export --output export/llama2-7b"', "for Hugging Face, in /fsx"),
         Step("make infra-down", "the data stays; then make infra-leftovers"),
     ),
     "batch": (
@@ -77,6 +78,10 @@ ROADS: dict[Target, tuple[Step, ...]] = {
         Step("make deploy-stage STAGE=tokenizer TARGET=batch", "Llama 2 7B, unless RECIPE= says another"),
         Step("make deploy-stage STAGE=compiler TARGET=batch", "the first that pays for a Trainium node"),
         Step("make deploy-stage STAGE=trainer TARGET=batch", "4 of them"),
+        Step(
+            'make stage-run STAGE=trainer COMMAND="export --output export/llama2-7b" TARGET=batch',
+            "for Hugging Face, in /fsx",
+        ),
         Step("make infra-down STACK=batch", "the data stays; then make infra-leftovers STACK=batch"),
     ),
 }

@@ -116,7 +116,8 @@ def apply_stack(name: str, variables: Mapping[str, Any], endpoint: str, place: P
     without_state = shutil.ignore_patterns(".terraform*", "*.tfstate*", "*.tfvars")
     for part in ("modules", "stacks", "userdata"):
         shutil.copytree(INFRA / part, copy / part, ignore=without_state)
-    shutil.copy2(INFRA / "shapes.json", copy)
+    for table in ("shapes.json", "aws_releases.json"):
+        shutil.copy2(INFRA / table, copy)
     config = copy / "terraform.rc"
     config.write_text(f"provider_installation {{\n  filesystem_mirror {{\n    path = {json.dumps(MIRROR)}\n  }}\n}}\n")
     folder = copy / "stacks" / name

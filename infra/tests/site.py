@@ -17,6 +17,8 @@ VARIABLES = """
 variable "region" { default = "us-west-2" }
 variable "name" { default = "millrace" }
 variable "zone_id" { default = "usw2-az4" }
+variable "kubernetes_version" { default = "1.34" }
+variable "kubernetes_support" { default = "STANDARD" }
 variable "trainium" { default = { shape = "trn1.32xlarge", max_nodes = 4 } }
 variable "cpu_nodes" { default = { shape = "m7i.8xlarge", max_nodes = 2 } }
 variable "core_nodes" { default = { shape = "m7i.2xlarge", nodes = 2 } }

@@ -116,6 +116,21 @@ def test_who_applies_administers_the_cluster(applied: Applied) -> None:
     ]
 
 
+def test_a_plan_tells_what_renews_nodes_from_what_does_not(applied: Applied) -> None:
+    """What infra-up asks of a plan, in plans of the provider's own. moto forgets some of what it is given, so that each
+    plan has that too.
+    """
+    address = "module.trainium.aws_eks_node_group.this"
+
+    def changed(*options: str) -> frozenset[str]:
+        [found] = [each for each in applied.plan(*options).changes if each.address == address]
+        return found.changed
+
+    forgotten = changed()
+    assert changed("-var=trainium={max_nodes=8}") - forgotten == {"scaling_config.max_size"}
+    assert changed("-var=ami_release=1.34.8-20260610") - forgotten == {"release_version"}
+
+
 def test_another_zone_is_known_to_lose_the_file_system(applied: Applied) -> None:
     """What infra-up refuses a plan by, in a plan of the provider's own."""
     lost = [each.address for each in applied.plan("-var=zone_id=usw2-az1").changes if each.is_loss_of_data]

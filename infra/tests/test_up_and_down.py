@@ -71,6 +71,7 @@ def test_the_road_of_the_page_is_walked_in_an_account(
     for name in ("aws", "docker"):
         site.programs.add(name)
     site.programs.add_real("cp")
+    aws.publish_machine_images()
     aws.quotas["Running On-Demand Trn instances"] = 512
     aws.quotas["Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances"] = 512
     walked, said = [], ""
@@ -297,7 +298,7 @@ def test_an_operator_is_told_that_an_administrator_takes_clusters_down(
 
     assert done.returncode == 4
     assert "services is forbidden" in done.stderr
-    assert "are you an administrator of the cluster? Who ran infra-up last is one" in done.stderr
+    assert "are you an administrator of the cluster? Who ran infra-up first is one" in done.stderr
 
 
 def test_a_stage_that_cannot_be_stopped_keeps_its_nodes(

@@ -17,12 +17,12 @@ from deploy.client.request import (
     require_stage_name,
     user_name,
 )
-from deploy.stage_contract import RECIPE_FILE
 from k8s.client.compile_tasks import TASKS, place_of_trace, pods_of, tasks_of_a_pod
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api
 from k8s.objects.deployment import DEGREE, Deployment
 from k8s.objects.names import recipe_name
+from k8s.objects.recipe import find_recipe_text
 from k8s.objects.record import Record
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError, RecipeError
@@ -118,11 +118,11 @@ def complete_from_record(api: Api, group: WorkerGroup, request: DeployRequest, r
     if request.arguments is None:
         request = replace(request, arguments=before.arguments)
     if request.recipe is None:
-        name = recipe_name(group.name, before.recipe_digest)
-        kept = api.find("ConfigMap", name)
-        if kept is None:
+        text = find_recipe_text(api, group.name, before.recipe_digest)
+        if text is None:
+            name = recipe_name(group.name, before.recipe_digest)
             raise DeviceError(f"the recipe of the deployment before (ConfigMap {name}) is gone: name one with RECIPE=")
-        request = replace(request, recipe_text=kept["data"][RECIPE_FILE])
+        request = replace(request, recipe_text=text)
     return request
 
 

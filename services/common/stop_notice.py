@@ -27,6 +27,6 @@ def explain_short_notice(checkpoint_seconds: float) -> str:
     return (
         f"a checkpoint took {checkpoint_seconds:.1f} s, and a container gets notice of {notice_seconds:g} s, which "
         f"should be {CHECKPOINTS_PER_NOTICE} times as much: a stop may lose the steps since the checkpoint before. On "
-        f"Kubernetes the next deployment asks for {needed} s by itself; on AWS Batch the machines decide: "
-        f"stop_seconds of infra/stacks/batch, with the deploy tool's DRAIN_SECONDS"
+        f"Kubernetes the next deployment asks for {needed} s by itself; on AWS Batch the machines decide: raise "
+        f"checkpoint_gb in the tfvars of infra/stacks/batch, then make infra-up STACK=batch"
     )

@@ -18,6 +18,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact
 from services.common.artifacts.upstream import open_corpus
+from services.common.brought_files import offer_file
 from services.common.command_line import RecipeParser, StageParser
 from services.common.derived import describe
 from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
@@ -142,7 +143,9 @@ def summary(arguments: Namespace, recipe: Recipe) -> int:
 def report(arguments: Namespace, recipe: Recipe) -> int:
     """Write report.html into the run's folder, with a sample of the model's writing if that is asked for."""
     run = _find_run(arguments, recipe)
-    print(write_report(run, closing_sample(run) if arguments.sample else None))
+    path = write_report(run, closing_sample(run) if arguments.sample else None)
+    print(path)
+    offer_file(path)
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from services.common.artifacts.manifest import write_durably
+from services.common.brought_files import offer_file
 from services.common.errors import ArtifactError, RecipeError, naming_the_place
 from services.common.recipe import Corpus, Source, VocabularyTraining
 from services.common.telemetry import configure_logging
@@ -58,6 +59,7 @@ def train_vocab(argv: list[str]) -> int:
     with naming_the_place(path.parent):
         write_durably(path, model)
     print(_describe(path, model, documents))
+    offer_file(path)
     return 0
 
 
