@@ -7,6 +7,7 @@ made queues and roles in another way writes it by hand.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ PLACES = ("REGION", "SUBNET", "SG", "ECR_REPO", "INSTANCE_ROLE", "FSX_DNS_NAME",
 POOLS = ("TRAINIUM", "CPU")
 OF_A_POOL = ("QUEUE", "SHAPE", "MAX_NODES")
 OF_A_STAGE = ("JOB_ROLE", "LOG_GROUP")
-OPTIONAL = ("CAPACITY_ENDS_AT", "EXECUTION_ROLE", "HF_TOKEN_SECRET")
+OPTIONAL = ("CAPACITY_ENDS_AT", "CHECKPOINT_GB", "NOTICE_SECONDS", "EXECUTION_ROLE", "HF_TOKEN_SECRET")
 NEEDED = (
     *("NAME", "REGION", "ECR_REPO"),
     *(f"{pool}_{key}" for pool in POOLS for key in OF_A_POOL),
@@ -55,6 +56,12 @@ class Config:
     log_groups: dict[Stage, str]
     capacity_ends_at: str
     """Of the reservation behind Trainium's nodes, RFC 3339; empty: it has no end."""
+    checkpoint_gb: float | None
+    """Size of the largest checkpoint, in 10^9 bytes, that a trainer commits within the machines' stop timeout; None
+    where nobody has said it."""
+    notice_seconds: int
+    """Seconds between a trainer's notice and the end of its container that the machines allow; 0 where nobody has said
+    it."""
     execution_role: str
     """That gives secrets to containers; empty: there are none."""
     hugging_face_secret: str
@@ -93,6 +100,8 @@ def read_config(path: Path = CONFIG) -> Config:
         job_roles={stage: values[f"JOB_ROLE_{stage.upper()}"] for stage in STAGES},
         log_groups={stage: values[f"LOG_GROUP_{stage.upper()}"] for stage in STAGES},
         capacity_ends_at=values.get("CAPACITY_ENDS_AT", ""),
+        checkpoint_gb=_read_number(path, values, "CHECKPOINT_GB") or None,
+        notice_seconds=math.floor(_read_number(path, values, "NOTICE_SECONDS")),
         execution_role=values.get("EXECUTION_ROLE", ""),
         hugging_face_secret=values.get("HF_TOKEN_SECRET", ""),
     )
@@ -124,6 +133,18 @@ def read_values(path: Path) -> dict[str, str]:
             raise RecipeError(f"{path}, line {number}: unknown key {key}; {meant}")
         values[key] = value
     return values
+
+
+def _read_number(path: Path, values: dict[str, str], key: str) -> float:
+    """0 for a key without a value."""
+    text = values.get(key) or "0"
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise RecipeError(f"{path}: {key}={text}: a number is expected, such as {key}=157")
+    return number
 
 
 def _read_pool(path: Path, values: dict[str, str], pool: str) -> Pool:

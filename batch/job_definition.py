@@ -1,7 +1,7 @@
 """The job definition of a stage: the stage's contract in the words of AWS Batch's RegisterJobDefinition.
 
-Every deployment has one of its own, because Batch overrides no image, and what a job ran must stay readable. What is
-set here and why is in docs/operations/batch.md.
+Every deployment and every one-off has one of its own, because Batch overrides no image, and what a job ran must stay
+readable. What is set here and why is in docs/operations/batch.md.
 """
 
 from __future__ import annotations
@@ -13,10 +13,20 @@ from typing import Any
 
 from batch.config import Config, Pool
 from deploy.exit_codes import EXIT_AGAIN
-from deploy.stage_contract import ROOT, SCRATCH, Resources, StageContract, find_contract, make_command
+from deploy.stage_contract import (
+    ONE_OFF_DRAIN_SECONDS,
+    ROOT,
+    SCRATCH,
+    Resources,
+    StageContract,
+    find_contract,
+    make_command,
+    make_one_off_command,
+)
 from services.common.launch.batch_node import RECIPE_VARIABLE, RECIPES, pack_recipe
 from services.common.recipe import Stage
 from services.common.stage_program import ON_BATCH
+from services.common.subcommands import ONE_OFF
 
 Request = dict[str, Any]
 
@@ -53,6 +63,24 @@ class Deployment:
         return hashlib.sha256(self.recipe_text.encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class OneOff:
+    """What a one-off runs: a subcommand of a stage, on one CPU node."""
+
+    stage: Stage
+    digest: str
+    """The same for the same request of the same person."""
+    image: str
+    """With its digest."""
+    words: tuple[str, ...]
+    """The subcommand and its arguments."""
+    bring: tuple[str, ...]
+    recipe: str
+    """Packed; empty where the subcommand takes none."""
+    seconds: int
+    """After which Batch ends it."""
+
+
 def pool_of(config: Config, stage: Stage, is_compiler_on_trainium: bool) -> Pool:
     """Where a stage's nodes come from. The tokenizer has no use for a device, and a compiler mostly none."""
     is_on_trainium = stage == "trainer" or (stage == "compiler" and is_compiler_on_trainium)
@@ -66,18 +94,56 @@ def render_job_definition(config: Config, pool: Pool, deployment: Deployment) ->
     machine's role. Nodes are one range, `0:`: a range with an end would fix their number.
     """
     contract = find_contract(deployment.stage, pool.shape.pod_resources)
-    container = _render_container(config, contract, deployment)
+    if deployment.stage == "trainer":
+        contract = contract.with_drain(max(contract.drain_seconds, config.notice_seconds))
+    body = _render_body(
+        f"{config.name}-{deployment.stage}",
+        pool,
+        _render_container(config, contract, deployment),
+        deployment.nodes,
+        deployment.attempt_seconds,
+        deployment.attempts,
+    )
+    return body | {"tags": {"millrace.dev/stage": deployment.stage, DEPLOYMENT_TAG: identify(body)}}
+
+
+def render_one_off_definition(config: Config, one_off: OneOff) -> Request:
+    """The request that registers the job of a one-off: one attempt on one CPU node.
+
+    It is multi-node as well, for the same reason as a deployment.
+    """
+    contract = find_contract(one_off.stage, config.cpu.shape.pod_resources).with_drain(ONE_OFF_DRAIN_SECONDS)
+    assert contract.resources is not None  # every shape that has a queue leaves a container room
+    command = make_one_off_command(one_off.stage, ROOT.path, one_off.words, one_off.bring, requires_mount=True)
+    container = _render_contract(
+        config,
+        contract,
+        contract.resources,
+        image=one_off.image,
+        command=command[command.index(ONE_OFF) :],  # after the image's entry point
+        recipe=one_off.recipe,
+    )
+    body = _render_body(one_off_name(config, one_off.stage), config.cpu, container, 1, one_off.seconds, 1)
+    identity = identify(body | {"digest": one_off.digest})
+    return body | {"tags": {"millrace.dev/stage": one_off.stage, DEPLOYMENT_TAG: identity}}
+
+
+def one_off_name(config: Config, stage: Stage) -> str:
+    """The name of the job definitions of a stage's one-offs, which are none of its deployments."""
+    return f"{config.name}-{stage}-{ONE_OFF}"
+
+
+def _render_body(name: str, pool: Pool, container: Request, nodes: int, attempt_seconds: int, attempts: int) -> Request:
     group = {"targetNodes": "0:", "container": container, "instanceTypes": [pool.shape.name]}
-    body = {
-        "jobDefinitionName": f"{config.name}-{deployment.stage}",
+    return {
+        "jobDefinitionName": name,
         "type": "multinode",
-        "nodeProperties": {"numNodes": deployment.nodes, "mainNode": MAIN_NODE, "nodeRangeProperties": [group]},
+        "nodeProperties": {"numNodes": nodes, "mainNode": MAIN_NODE, "nodeRangeProperties": [group]},
         "platformCapabilities": ["EC2"],
         "propagateTags": True,
-        "timeout": {"attemptDurationSeconds": deployment.attempt_seconds},
-        "retryStrategy": {"attempts": deployment.attempts, "evaluateOnExit": _rules()},
+        "timeout": {"attemptDurationSeconds": attempt_seconds},
+        "retryStrategy": {"attempts": attempts, "evaluateOnExit": _rules()},
     }
-    return body | {"tags": {"millrace.dev/stage": deployment.stage, DEPLOYMENT_TAG: identify(body)}}
 
 
 def identify(body: Request) -> str:
@@ -97,11 +163,25 @@ def _render_container(config: Config, contract: StageContract, deployment: Deplo
     recipe = f"{ROOT.path}/{RECIPES}/{deployment.recipe_digest}.toml"
     command = make_command(contract.stage, recipe, ROOT.path, deployment.arguments)
     cores = ["--neuron-cores", str(resources.neuron_cores)] if resources.neuron_cores else []
-    variables = contract.variables | {RECIPE_VARIABLE: pack_recipe(deployment.recipe_text.encode())}
+    return _render_contract(
+        config,
+        contract,
+        resources,
+        image=deployment.image,
+        command=[ON_BATCH, "--cpus", str(resources.cpus), *cores, "--", *command],
+        recipe=pack_recipe(deployment.recipe_text.encode()),
+    )
+
+
+def _render_contract(
+    config: Config, contract: StageContract, resources: Resources, *, image: str, command: list[str], recipe: str
+) -> Request:
+    """A container with all that the stage's contract promises. `recipe` is packed, or empty where it reads none."""
+    variables = contract.variables | ({RECIPE_VARIABLE: recipe} if recipe else {})
     group = config.log_groups[contract.stage]
     container: Request = {
-        "image": deployment.image,
-        "command": [ON_BATCH, "--cpus", str(resources.cpus), *cores, "--", *command],
+        "image": image,
+        "command": command,
         "jobRoleArn": config.job_roles[contract.stage],
         "environment": [{"name": name, "value": value} for name, value in variables.items()],
         "resourceRequirements": [

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from batch.config import Config
-from batch.job_definition import DEPLOYMENT_TAG, MAIN_NODE, Request
+from batch.job_definition import DEPLOYMENT_TAG, MAIN_NODE, Request, one_off_name
 from deploy.exit_codes import EXIT_AGAIN, resolve_exit_code
 from infra.account import Account, explaining_refusals, is_absent
 from infra.batch_queues import ACTIVE_STATUSES, explain_queue, list_job_ids
@@ -45,6 +45,8 @@ class Job:
     """Of the main node, an attempt each that has one, also of one that runs."""
     is_terminated: bool
     """By a person."""
+    is_one_off: bool = False
+    """Does it run a subcommand of the stage, and not the stage?"""
 
     @property
     def is_active(self) -> bool:
@@ -84,14 +86,16 @@ class Jobs:
     def _batch(self) -> Any:
         return self._account.client("batch")
 
-    def definitions(self, stage: Stage) -> list[Definition]:
-        """Those of deployments, newest first. Somebody else may have registered another kind of job under the name."""
+    def definitions(self, stage: Stage, *, of_one_offs: bool = False) -> list[Definition]:
+        """Those of deployments, or of one-offs, newest first. Somebody else may have registered another kind of job
+        under the name."""
+        name = one_off_name(self._config, stage) if of_one_offs else f"{self._config.name}-{stage}"
         with explaining_refusals(f"job definitions of {stage}"):
             found = self._account.pages(
                 "batch",
                 "describe_job_definitions",
                 "jobDefinitions",
-                jobDefinitionName=f"{self._config.name}-{stage}",
+                jobDefinitionName=name,
                 status="ACTIVE",
             )
             read = [_read_definition(each) for each in found if each["type"] == "multinode"]
@@ -102,11 +106,12 @@ class Jobs:
             made = self._batch.register_job_definition(**body)
         return _read_definition(body | {"jobDefinitionArn": made["jobDefinitionArn"], "revision": made["revision"]})
 
-    def submit(self, stage: Stage, queue: str, definition: Definition, recipe: str, after: str = "") -> str:
-        """The job's id. `after` is the id of a job that has to end with 0 first."""
+    def submit(self, stage: Stage, queue: str, definition: Definition, what: str, after: str = "") -> str:
+        """The job's id. Its name ends in `what` it is about, such as its recipe; `after` is the id of a job that has to
+        end with 0 first."""
         with explaining_refusals(f"submit a job of {stage}"):
             made = self._batch.submit_job(
-                jobName=_job_name(f"{self._config.name}-{stage}-{recipe}"),
+                jobName=_job_name(f"{self._config.name}-{stage}-{what}"),
                 jobQueue=queue,
                 jobDefinition=definition.arn,
                 propagateTags=True,
@@ -119,8 +124,8 @@ class Jobs:
         with explaining_refusals(f"job {job_id}"):
             return next(self._describe([job_id]), None)
 
-    def find_all(self, stage: Stage) -> list[Job]:
-        """Those that Batch still knows, newest first."""
+    def find_all(self, stage: Stage, *, of_one_offs: bool = False) -> list[Job]:
+        """Those of deployments, or of one-offs, that Batch still knows, newest first."""
         with explaining_refusals(f"jobs of {stage}"):
             queues = dict.fromkeys((self._config.trainium.queue, self._config.cpu.queue))
             ids = [
@@ -129,7 +134,8 @@ class Jobs:
                 for job_id, name in list_job_ids(self._account, queue, ALL_STATUSES)
                 if name.startswith(f"{self._config.name}-")
             ]
-            found = [job for job in self._describe(list(dict.fromkeys(ids))) if job.stage == stage]
+            found = self._describe(list(dict.fromkeys(ids)))
+            found = (job for job in found if job.stage == stage and job.is_one_off == of_one_offs)
         return sorted(found, key=lambda job: job.created_at, reverse=True)
 
     def terminate(self, job: Job, reason: str) -> None:
@@ -190,7 +196,9 @@ class Jobs:
     def _read(self, found: Request, main_node: Request) -> Job | None:
         """Whether Batch tells of attempts with the job or with its main node is written nowhere: both are asked."""
         name = found["jobDefinition"].rpartition("/")[2].partition(":")[0]
-        stage = next((each for each in STAGES if name == f"{self._config.name}-{each}"), None)
+        stages = {f"{self._config.name}-{each}": each for each in STAGES}
+        one_offs = {one_off_name(self._config, each): each for each in STAGES}
+        stage = (stages | one_offs).get(name)
         if stage is None:
             return None
         attempts = [_containers_of(each) for each in (main_node, found)]
@@ -210,6 +218,7 @@ class Jobs:
             attempts=tuple(each.get("exitCode") for each in ends),
             log_streams=tuple(dict.fromkeys(filter(None, streams))),
             is_terminated=bool(found.get("isTerminated") or found.get("isCancelled")),
+            is_one_off=name in one_offs,
         )
 
 

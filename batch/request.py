@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,9 +80,11 @@ def prepare(config: Config, jobs: Jobs, request: DeployRequest) -> Prepared:
         raise DeviceError(ended)
     if problem := check_instance_type(stage, outline, pool.shape.name, CHANGE_SHAPE):
         raise DeviceError(problem)
+    if stage == "trainer" and (problem := _explain_large_checkpoint(config, outline)):
+        raise DeviceError(problem)
     deployment = Deployment(
         stage=stage,
-        image=_find_image(config, jobs, stage, request.tag),
+        image=find_image(config, jobs, stage, request.tag),
         nodes=nodes,
         recipe=outline.name,
         recipe_text=text,
@@ -97,24 +100,40 @@ def complete_from_definition(request: DeployRequest, before: Definition) -> Depl
 
     Raises `RecipeError` for a job definition that somebody registered by hand and that does not say it.
     """
-    container = read_container(before.body)
+    settings = read_settings(before)
+    if request.nodes is None:
+        request = replace(request, nodes=int((before.body.get("nodeProperties") or {}).get("numNodes", 1)))
+    if request.arguments is None:
+        request = replace(request, arguments=settings.arguments)
+    if request.recipe is None:
+        request = replace(request, recipe_text=settings.recipe_text)
+    return request
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a deployment ran with, by its job definition."""
+
+    recipe_text: str
+    arguments: tuple[str, ...]
+    """Options after the stage's own `--recipe` and `--root`."""
+
+
+def read_settings(definition: Definition) -> Settings:
+    """Raises `RecipeError` for a job definition that somebody registered by hand and that does not say them."""
+    container = read_container(definition.body)
     words = container["command"]
     packed = [each["value"] for each in container["environment"] if each["name"] == RECIPE_VARIABLE]
     if "--root" not in words or not packed:
         raise RecipeError(
-            f"{before.arn}, the newest job definition, runs no stage with a recipe in {RECIPE_VARIABLE}, so nothing "
-            f"says what to run again. Deregister it, or name all: make deploy-stage TAG= RECIPE= NODES= ARGS="
+            f"{definition.arn}, the newest job definition, runs no stage with a recipe in {RECIPE_VARIABLE}, so "
+            f"nothing says what to run again. Deregister it, or name all: make deploy-stage TAG= RECIPE= NODES= ARGS="
         )
-    if request.nodes is None:
-        request = replace(request, nodes=int((before.body.get("nodeProperties") or {}).get("numNodes", 1)))
-    if request.arguments is None:
-        request = replace(request, arguments=tuple(words[words.index("--root") + 2 :]))
-    if request.recipe is None:
-        request = replace(request, recipe_text=unpack_recipe(packed[0]).decode())
-    return request
+    return Settings(unpack_recipe(packed[0]).decode(), tuple(words[words.index("--root") + 2 :]))
 
 
-def _find_image(config: Config, jobs: Jobs, stage: Stage, tag: str) -> str:
+def find_image(config: Config, jobs: Jobs, stage: Stage, tag: str) -> str:
+    """The image of a tag, or that of the working tree, by its digest. Raises `DeviceError` where it is not there."""
     wanted = tag or describe_build(stage, VARIANT).commit_tag
     found = jobs.resolve_image(stage, wanted)
     if not found:
@@ -123,6 +142,19 @@ def _find_image(config: Config, jobs: Jobs, stage: Stage, tag: str) -> str:
             f"PUSH={config.repository.partition('/')[0]}, or name another with TAG="
         )
     return found
+
+
+def _explain_large_checkpoint(config: Config, outline: Outline) -> str:
+    """Why a trainer that is stopped would be killed before its checkpoint is committed; empty where it is not."""
+    size = outline.checkpoint_gb
+    if size is None or config.checkpoint_gb is None or size <= config.checkpoint_gb:
+        return ""
+    return (
+        f"a checkpoint of recipe {outline.name} has {size:,.0f} GB, and the machines' stop timeout is made for "
+        f"{config.checkpoint_gb:g} GB at most (CHECKPOINT_GB in config.txt): a trainer that is stopped would be killed "
+        f"before it has committed one. checkpoint_gb = {math.ceil(size)} in the stack's tfvars, then: make infra-up "
+        f"STACK=batch"
+    )
 
 
 def _attempt_seconds(stage: Stage, request: DeployRequest, outline: Outline) -> int:

@@ -11,15 +11,20 @@ from typing import TextIO
 from batch.config import CONFIG, Config, read_config
 from batch.job_definition import read_container
 from batch.jobs import Definition, Job, Jobs
+from batch.one_off import run_one_off
 from batch.plan import describe_definition, describe_plan, write_definition
 from batch.request import Prepared, complete_from_definition, prepare
 from batch.watch import follow
+from deploy.client.one_off import OneOffRequest
 from deploy.client.request import DeployRequest, require_stage_name, user_name
 from infra.account import Account
 from services.common.errors import DeviceError
 from services.common.recipe import STAGES, Stage
 
 STOP_SECONDS = 900.0
+"""Seconds in which a job is gone that was told to end, where its machines allow no more."""
+STOP_MARGIN_SECONDS = 300.0
+"""Beyond the notice of the machines, for what ends after the checkpoint and until Batch says so."""
 POLL_SECONDS = 5.0
 
 
@@ -92,11 +97,12 @@ class Batch:
         for job in active:
             print(f"stopping {stage}, job {job.id}: its main node gets SIGTERM", flush=True)
             self._jobs.terminate(job, f"make stop-stage, {user_name()}")
-        deadline = time.monotonic() + STOP_SECONDS
+        allowed = max(STOP_SECONDS, self._config.notice_seconds + STOP_MARGIN_SECONDS)
+        deadline = time.monotonic() + allowed
         while any(job.is_active for job in active):
             if time.monotonic() > deadline:
                 raise DeviceError(
-                    f"{stage} does not end within {STOP_SECONDS:.0f} s; Batch kills it after the host's stop timeout: "
+                    f"{stage} does not end within {allowed:.0f} s; Batch kills it after the host's stop timeout: "
                     f"make stage-status TARGET=batch"
                 )
             time.sleep(POLL_SECONDS)
@@ -123,6 +129,9 @@ class Batch:
         if not request.is_dry_run:
             self.stop(stage)
         return self.deploy(again, output)
+
+    def run_one_off(self, request: OneOffRequest, output: TextIO | None) -> int:
+        return run_one_off(self._config, self._jobs, request, output)
 
     def run_pipeline(self, request: DeployRequest, output: TextIO | None) -> int:
         """Each job waits in Batch for the one before, so that it goes on without this process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from batch.jobs import Job, Jobs
 from deploy.exit_codes import find_error_line
@@ -13,13 +14,18 @@ POLL_SECONDS = 5.0
 KEPT_LINES = 200
 
 
-def follow(jobs: Jobs, job_id: str, is_log_whole: bool = False) -> int:
+def print_line(text: str) -> None:
+    print(text, flush=True)
+
+
+def follow(jobs: Jobs, job_id: str, is_log_whole: bool = False, take: Callable[[str], None] = print_line) -> int:
     """Until the job has ended. Leaving this changes nothing: Batch goes on with it.
 
-    A poll that Batch does not answer is tried again. `is_log_whole` also prints the streams of attempts before.
+    A poll that Batch does not answer is tried again. `is_log_whole` also prints the streams of attempts before, and
+    `take` gets each line.
     Raises `DeviceError` for a job that Batch does not know.
     """
-    report, log = Progress(f"job {job_id}").report, _Log(jobs)
+    report, log = Progress(f"job {job_id}").report, _Log(jobs, take)
     while True:
         try:
             job = jobs.find(job_id)
@@ -38,10 +44,10 @@ def follow(jobs: Jobs, job_id: str, is_log_whole: bool = False) -> int:
 
 
 class _Log:
-    """Prints each line of each stream once."""
+    """Takes each line of each stream once."""
 
-    def __init__(self, jobs: Jobs) -> None:
-        self._jobs = jobs
+    def __init__(self, jobs: Jobs, take: Callable[[str], None]) -> None:
+        self._jobs, self._take = jobs, take
         self._tokens: dict[str, str] = {}
         self.lines: list[str] = []
 
@@ -49,7 +55,7 @@ class _Log:
         while True:
             lines, token = self._jobs.read_log(job.stage, stream, self._tokens.get(stream, ""))
             for line in lines:
-                print(line, flush=True)
+                self._take(line)
             self.lines = [*self.lines, *lines][-KEPT_LINES:]
             if token == self._tokens.get(stream, ""):  # CloudWatch gives the same one at the end
                 return

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from services.common.recipe import Stage
-from services.common.stop_notice import NOTICE_VARIABLE
+from services.common.stop_notice import NOTICE_VARIABLE, TRAINER_NOTICE_SECONDS
+from services.common.subcommands import ONE_OFF
 
 MountKind = Literal["temporary", "memory", "shared", "recipe"]
 
@@ -102,6 +103,18 @@ def make_command(stage: str, recipe_file: str, root: str, arguments: Sequence[st
     return ["python", "-m", f"services.{stage}", "--recipe", recipe_file, "--root", root, *arguments]
 
 
+def make_one_off_command(
+    stage: str, root: str, words: Sequence[str], bring: Sequence[str] = (), *, requires_mount: bool = False
+) -> list[str]:
+    """The command of a container that runs one subcommand of the stage, `words`, and brings files home.
+
+    `requires_mount`: whoever starts the container cannot tell whether the file system is mounted at the root.
+    """
+    files = [option for path in bring for option in ("--bring", path)]
+    mount = ["--require-mount"] if requires_mount else []
+    return ["python", "-m", f"services.{stage}", ONE_OFF, "--root", root, *mount, *files, "--", *words]
+
+
 RAY_ENVIRONMENT = {
     "RAY_START_ULIMIT_OPEN_FILES": "65536",
     "RAY_ROTATION_MAX_BYTES": "100000000",
@@ -119,7 +132,9 @@ EFA_ENVIRONMENT = {
 }
 # Raises the Hub's limits, and opens what is gated there. The tokenizer alone reads text and vocabularies.
 HUGGING_FACE_TOKEN = SecretVariable("HF_TOKEN", secret="hugging-face", key="token")
-DRAIN_SECONDS: dict[Stage, int] = {"tokenizer": 60, "compiler": 60, "trainer": 300}
+DRAIN_SECONDS: dict[Stage, int] = {"tokenizer": 60, "compiler": 60, "trainer": TRAINER_NOTICE_SECONDS}
+ONE_OFF_DRAIN_SECONDS = 30
+"""Seconds from the notice of a subcommand's container to its end. A subcommand publishes its whole result or none."""
 
 
 def find_contract(stage: Stage, resources: Resources | None) -> StageContract:

@@ -1,6 +1,6 @@
 """Builds, runs and releases the container images: `python -m images COMMAND`.
 
-The Makefile's targets call it and say which variables each takes; it reads them from the environment.
+The commands read variables such as STAGE and VARIANT from the environment. `make help` lists the variables of each.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from pathlib import Path
 from images.base import make_base_image
 from images.build import (
     build_images,
-    print_environment,
+    print_settings,
     print_sizes,
     push_images,
     repository_of,
     require_committed,
-    require_service,
-    require_variant,
 )
 from images.check import differences
 from images.demo import STAGES, run_stages
 from images.docker import require_engine
 from images.lock import lock
 from images.pin import pin
-from images.platforms import REPOSITORY, SERVICES, CudaNode, NeuronNode, read_digests, read_platforms
+from images.platforms import REPOSITORY, SERVICES, VARIANTS, CudaNode, NeuronNode, read_digests, read_platforms
 from images.release import release
 from images.sbom import write_sboms
 from images.versions import describe_build
@@ -41,13 +39,13 @@ def main(argv: list[str]) -> int:
         "build": build,
         "check": check,
         "demo": demo,
-        "environment": print_environment,
         "lock": lambda: lock(upgrade=os.environ.get("UPGRADE", "") not in ("", "0")),
         "names": print_names,
         "pin": pin_bases,
         "platforms": print_platforms,
         "release": release_stage,
         "sbom": sbom,
+        "settings": print_settings,
     }
     parser = argparse.ArgumentParser(prog="python -m images", description=__doc__)
     parser.add_argument("command", choices=commands)
@@ -56,7 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def build() -> None:
-    """STAGE (all), VARIANT (cpu), PUSH=registry."""
+    """Build the images of STAGE (default: all) and VARIANT (default: cpu), and push them to PUSH if it is set."""
     services, variant, registry = _services(SERVICES), _variant(), os.environ.get("PUSH")
     require_engine()
     if registry:
@@ -70,30 +68,30 @@ def build() -> None:
 def check() -> None:
     problems = differences()
     if problems:
-        raise RecipeError("the images of a variant differ:\n  " + "\n  ".join(problems))
-    print("images: all of a variant have its pin")
+        raise RecipeError("these files differ from the pins of their variant:\n  " + "\n  ".join(problems))
+    print("images: all Dockerfiles and locks have the pins of images/platforms.toml")
 
 
 def demo() -> None:
-    """STAGE (all three), VARIANT (cpu), RECIPE, ROOT, OPTIONS, and <STAGE>_TAG for another version of a stage."""
+    """Run STAGE (default: all three) of VARIANT with RECIPE, ROOT and OPTIONS; TRAINER_TAG= names another image."""
     recipe = Path(os.environ.get("RECIPE") or REPOSITORY / "recipes/tiny-cpu.toml")
     root = Path(os.environ.get("ROOT") or "fsx")
     run_stages(_services(STAGES), _variant(), recipe, root, shlex.split(os.environ.get("OPTIONS", "")))
 
 
 def print_names() -> None:
-    """The names that `build` gives: STAGE (all), VARIANT (cpu)."""
+    """Print the names that `build` gives to the images of STAGE (default: all) and VARIANT (default: cpu)."""
     for service in _services(SERVICES):
         print(f"{repository_of(service)}:{describe_build(service, _variant()).commit_tag}")
 
 
 def pin_bases() -> None:
     for image, digest in pin().items():
-        print(f"{image} is {digest}")
+        print(f"{image}@{digest}")
 
 
 def print_platforms() -> None:
-    """What all images of a variant share, and what a node must have for them."""
+    """Print the pins of each variant, and its requirements on a node."""
     for variant, platform in read_platforms().items():
         print(f"{variant}: Python {platform.python}, Ray {platform.ray}, torch {platform.torch}")
         for base in dict.fromkeys([platform.slim, platform.platform]):
@@ -106,16 +104,16 @@ def print_platforms() -> None:
             print(f"  SDK     Neuron {platform.sdk}")
             print(f"  node    driver aws-neuronx-dkms {node.driver}, in any case before {node.driver_before}")
             print(f"          device plugin {node.device_plugin}")
-            print(f"          EKS AMI {node.ami_type}, a release with that driver: {node.ami_releases}")
+            print(f"          EKS AMI {node.ami_type}, of a release in infra/aws_releases.json")
+            print(f"          instances of {' and '.join(node.instance_families)}")
 
 
 def release_stage() -> None:
-    """STAGE and BUMP=major|minor|patch."""
-    if not os.environ.get("STAGE"):
-        raise RecipeError("make release releases one stage: make release STAGE=trainer BUMP=minor")
-    new = release(require_service(os.environ["STAGE"]), os.environ.get("BUMP", ""))
-    print(f"released {new.tag}, not pushed: git push --follow-tags, then for each VARIANT:")
-    print(f"  make images STAGE={new.service} VARIANT=cpu PUSH=registry")
+    """Release STAGE with a new version by BUMP=major|minor|patch."""
+    service = _choice("STAGE", SERVICES)
+    tag = release(service, os.environ.get("BUMP", ""))
+    print(f"released {tag}. Nothing was pushed yet: git push --follow-tags, then for each VARIANT:")
+    print(f"  make images STAGE={service} VARIANT=cpu PUSH=registry")
 
 
 def sbom() -> None:
@@ -124,12 +122,18 @@ def sbom() -> None:
 
 
 def _services(known: tuple[str, ...]) -> tuple[str, ...]:
-    stage = os.environ.get("STAGE")
-    return (require_service(stage, known),) if stage else known
+    return (_choice("STAGE", known),) if os.environ.get("STAGE") else known
 
 
 def _variant() -> str:
-    return require_variant(os.environ.get("VARIANT") or "cpu")
+    return _choice("VARIANT", VARIANTS) if os.environ.get("VARIANT") else "cpu"
+
+
+def _choice(variable: str, known: tuple[str, ...]) -> str:
+    value = os.environ.get(variable, "")
+    if value not in known:
+        raise RecipeError(f"{variable} is {value!r}, expected one of {', '.join(known)}")
+    return value
 
 
 if __name__ == "__main__":

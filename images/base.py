@@ -1,4 +1,4 @@
-"""A slim Python base image made with debootstrap, for machines that reach Debian's packages but no image registry."""
+"""Makes a slim Python base image with debootstrap, for machines that reach Debian's packages but no image registry."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ from images.platforms import DebianBase, read_platforms
 from services.common.errors import DeviceError
 
 PACKAGES = ("python3", "python3-venv", "ca-certificates")
-# Nothing at run time reads these: 137 MB of 275 (Debian 12).
+# Folders that nothing reads at run time: 137 MB of 275 (Debian 12).
 LEFT_OUT = ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man", "usr/share/locale", "var/log")
 
 
 def make_base_image(variant: str) -> None:
-    """Make the variant's Debian base. Raises `DeviceError` when a tool is missing or Debian has another Python now."""
+    """Make the variant's Debian base image.
+
+    Raises `DeviceError` when a tool is missing, and when Debian has another Python than the pinned one.
+    """
     debian = read_platforms()[variant].debian
     if debian is None:
         raise DeviceError(
-            f"the {variant} variant has no Debian base in images/platforms.toml. Name bases that you have: "
+            f"the {variant} variant has no Debian base image in images/platforms.toml. Name base images that you have: "
             f"make images VARIANT={variant} BASE=... SLIM_BASE=... PINNED_PYTHON=..."
         )
     require_engine()
     if has_image(debian.slim) and os.environ.get("AGAIN", "") in ("", "0"):
-        # Another base with the same content would still make every image anew.
-        print(f"{debian.slim} is there already; AGAIN=1 makes it anew, with Debian's updates")
+        # A new base image would have another id even with the same content, and every image would be built again.
+        print(f"{debian.slim} exists; AGAIN=1 makes it again, with Debian's updates")
         return
     if shutil.which("debootstrap") is None or os.geteuid() != 0:
         raise DeviceError(
-            "making a base image needs root and debootstrap (Debian: apt-get install debootstrap). "
-            f"Where an image registry is reached it is not needed: `make images` pulls {read_platforms()[variant].slim}"
+            "making a base image needs root and debootstrap (Debian: apt-get install debootstrap). With an image "
+            f"registry no base image has to be made: `make images` pulls {read_platforms()[variant].slim}"
         )
     with tempfile.TemporaryDirectory(prefix="millrace-base-") as folder:
         root = Path(folder) / "root"
@@ -41,7 +44,7 @@ def make_base_image(variant: str) -> None:
         _bootstrap(debian, root)
         _require_python(debian, root)
         _import(debian, root)
-    print(f"made {debian.slim}: `make images` uses it")
+    print(f"made {debian.slim}; `make images` builds on it")
 
 
 def _bootstrap(debian: DebianBase, root: Path) -> None:
@@ -50,7 +53,7 @@ def _bootstrap(debian: DebianBase, root: Path) -> None:
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode != 0:
         ending = "\n  ".join(made.stdout.splitlines()[-8:])
-        raise DeviceError(f"debootstrap failed:\n  {ending}\nDEBIAN_MIRROR=http://... names another mirror.")
+        raise DeviceError(f"debootstrap failed:\n  {ending}\nSet DEBIAN_MIRROR=http://... for another mirror.")
     for name in LEFT_OUT:
         for entry in (root / name).iterdir():
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
@@ -61,8 +64,8 @@ def _require_python(debian: DebianBase, root: Path) -> None:
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if found != debian.python:
         raise DeviceError(
-            f"Debian {debian.suite} has Python {found} now, images/platforms.toml pins {debian.python} for it. "
-            f"Change the pin and the tag there: every image of the variant moves with it."
+            f"Debian {debian.suite} has Python {found} now, and images/platforms.toml pins {debian.python}. Change "
+            f"`python` and `slim` in its tables [*.debian], and build every image of the variant again."
         )
 
 

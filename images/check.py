@@ -1,6 +1,6 @@
-"""Holds every image of a variant to its pin: Dockerfiles, locks and base tags against `platforms.toml`.
+"""Compares Dockerfiles, locks and the tags of base images with the pins in `platforms.toml`.
 
-Reads files alone, so it runs where there is no Docker; a build checks the base image itself.
+It reads only files of the repository and needs no Docker; a build checks the base image itself.
 """
 
 from __future__ import annotations
@@ -8,24 +8,34 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from images.lock import LOCKS_WITH_PROGRAM, NEURON_BASE, locks_of, pins_of
-from images.platforms import REPOSITORY, SERVICES, CudaNode, NeuronNode, Platform, read_platforms
+from images.lock import NEURON_BASE, UNION, pins_of
+from images.platforms import (
+    REPOSITORY,
+    SERVICES,
+    STAGES_WITH_PROGRAM,
+    CudaNode,
+    NeuronNode,
+    Platform,
+    dockerfile_of,
+    read_platforms,
+    version_numbers,
+)
 
 
 def differences(repository: Path = REPOSITORY) -> list[str]:
-    """What differs between two images of one variant, or between an image and the pin; empty when nothing does."""
+    """One line for each file that differs from its variant's pin, or from another file of the variant."""
     platforms = read_platforms(repository / "images/platforms.toml")
     problems = [
         problem for service in SERVICES for problem in _dockerfile_differences(repository, service, platforms["cpu"])
     ]
     for platform in platforms.values():
         problems += _tag_differences(platform) + _node_differences(platform) + _lock_differences(repository, platform)
-    return problems
+    return list(dict.fromkeys(problems))  # two services may have one Dockerfile
 
 
 def _dockerfile_differences(repository: Path, service: str, cpu: Platform) -> list[str]:
-    path = repository / "services" / service / "Dockerfile"
-    head = path.read_text(encoding="utf-8").partition("\nFROM ")[0]
+    dockerfile = dockerfile_of(service)
+    head = (repository / dockerfile).read_text(encoding="utf-8").partition("\nFROM ")[0]
     found = dict(re.findall(r"^ARG (\w+)=(.*)$", head, flags=re.MULTILINE))
     wanted = {
         "BASE": cpu.base_of(service),
@@ -34,14 +44,14 @@ def _dockerfile_differences(repository: Path, service: str, cpu: Platform) -> li
         "RAY_VERSION": cpu.ray,
     }
     return [
-        f"services/{service}/Dockerfile: ARG {name} is {found.get(name)}, images/platforms.toml says {value}"
+        f"{dockerfile}: ARG {name} is {found.get(name)}, images/platforms.toml says {value}"
         for name, value in wanted.items()
         if found.get(name) != value
     ]
 
 
 def _tag_differences(platform: Platform) -> list[str]:
-    """A base's tag says its Python, and the Neuron image's its SDK: they must say what the pin says."""
+    """The tag of a base image contains its Python, and the Neuron image's also its SDK: both must be the pin's."""
     minor = "".join(platform.python.split(".")[:2])
     wanted = [(platform.slim, platform.python)]
     wanted += [(platform.platform, f"py{minor}"), (platform.platform, f"sdk{platform.sdk}-")] if platform.sdk else []
@@ -64,23 +74,21 @@ def _node_differences(platform: Platform) -> list[str]:
     if not isinstance(node, NeuronNode):
         return []
     problems = []
-    sdk = _numbers(platform.sdk)[:2]
-    if _numbers(node.device_plugin)[:2] != sdk:
+    sdk = version_numbers(platform.sdk)[:2]
+    if version_numbers(node.device_plugin)[:2] != sdk:
         problems.append(f"the device plugin {node.device_plugin} is not that of SDK {platform.sdk}")
-    if not _numbers(node.driver) < _numbers(node.driver_before):
+    if not version_numbers(node.driver) < version_numbers(node.driver_before):
         problems.append(f"the driver {node.driver} is not before {node.driver_before}")
     return [f"{where}: {problem}" for problem in problems]
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))
 
 
 def _lock_differences(repository: Path, platform: Platform) -> list[str]:
     problems = []
     first_seen: dict[str, tuple[str, str]] = {}
     base = pins_of(repository / NEURON_BASE.relative_to(REPOSITORY)) if platform.sdk else {}
-    for name in locks_of(platform.variant):
+    services = {f"{service}-{platform.variant}": service for service in SERVICES}
+    for name in (UNION[platform.variant].stem, *services):
+        has_program = services.get(name) in STAGES_WITH_PROGRAM
         lock = pins_of(repository / "lockfiles" / f"{name}.txt")
         for package, wanted in (("ray", platform.ray), ("torch", platform.torch)):
             if package in lock and lock[package] != wanted:
@@ -89,19 +97,18 @@ def _lock_differences(repository: Path, platform: Platform) -> list[str]:
             other, theirs = first_seen.setdefault(package, (name, version))
             if theirs != version:
                 problems.append(f"lockfiles/{name}.txt: {package} is {version}, {other}.txt has {theirs}: make lock")
-        has_program = name.removesuffix(f"-{platform.variant}") in LOCKS_WITH_PROGRAM
         if platform.cuda and has_program:
             problems += _cuda_differences(name, lock, platform.cuda)
         if platform.sdk and has_program:
             problems += [
-                f"lockfiles/{name}.txt: {package} would be installed over that of the Neuron image: make lock"
+                f"lockfiles/{name}.txt: {package} would replace the Neuron image's own: make lock"
                 for package in sorted(lock.keys() & base.keys())
             ]
     return problems
 
 
 def _cuda_differences(name: str, lock: dict[str, str], cuda: str) -> list[str]:
-    """The lock of an image that computes on GPUs has CUDA as the pin says, and Triton."""
+    """The lock of an image that computes on GPUs must contain the pinned CUDA, and Triton."""
     found = lock.get("cuda-toolkit", "")
     problems = [] if found.startswith(f"{cuda}.") else [f"cuda-toolkit is {found or 'absent'}, the pin is {cuda}"]
     problems += [] if "triton" in lock else ["triton is absent"]

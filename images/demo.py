@@ -1,4 +1,4 @@
-"""The demo with every stage in its own container: the same recipe, one shared folder, no network."""
+"""Runs the demo with each stage in its own container: one recipe, one shared folder, no network."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from services.common.errors import DeviceError, MillraceError, RecipeError
 
 STAGES = ("tokenizer", "compiler", "trainer")
 IMAGE_USER = 10001
-# `docker run` shows the node's GPUs to the stages that compute on them.
+# Options of `docker run` for the stages that compute on GPUs.
 GPU_OPTIONS = ("--gpus", "all")
 
 
 class StageFailed(MillraceError):
-    """A stage's container failed; its exit code is ours."""
+    """A stage's container failed. This command ends with the same exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -27,19 +27,20 @@ class StageFailed(MillraceError):
 
 
 def run_stages(stages: tuple[str, ...], variant: str, recipe: Path, root: Path, options: list[str]) -> None:
-    """Run each stage in its image, one after the other, on `root`. Raises with the exit code of the one that fails.
+    """Run the stages one after the other, each in its image, with `root` mounted as the artifact root.
 
-    TOKENIZER_TAG, COMPILER_TAG and TRAINER_TAG choose other versions of an image than the working tree's.
+    The images are those of the working tree, unless TOKENIZER_TAG, COMPILER_TAG or TRAINER_TAG name another tag.
+    Raises `StageFailed` for the first stage that fails, and `DeviceError` for an image that is not on this machine.
     """
     require_engine()
     if not recipe.is_file():
-        raise RecipeError(f"RECIPE: {recipe} is no file; recipes/ has those that are shipped")
+        raise RecipeError(f"RECIPE is {recipe}, which is not a file. The folder recipes/ has the shipped ones.")
     images = {stage: _image_of(stage, variant) for stage in stages}
     for stage, image in images.items():
         if not has_image(image):
             raise DeviceError(
-                f"no image {image} on this machine. `make images STAGE={stage} VARIANT={variant}` builds that of the "
-                f"working tree; {stage.upper()}_TAG is a whole tag, such as 0.1.0-{variant}."
+                f"the image {image} is not on this machine. `make images STAGE={stage} VARIANT={variant}` builds it "
+                f"from the working tree; {stage.upper()}_TAG= names another tag, such as 0.1.0-{variant}."
             )
     if not root.exists():
         root.mkdir(parents=True)
@@ -61,18 +62,19 @@ def _image_of(stage: str, variant: str) -> str:
 def _run_container(
     stage: str, image: str, recipe: Path, root: Path, arguments: list[str], devices: tuple[str, ...] = ()
 ) -> None:
-    """`docker run` as a cluster would: a read-only root, no network, one scratch folder, no privileges."""
+    """Run a container as a cluster does: a read-only root, no network, one scratch folder, no privileges."""
     owner = root.stat()
     command = [
         *("docker", "run", "--rm", "--init", "--read-only", "--network", "none"),
         *("--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
         *("--user", f"{owner.st_uid}:{owner.st_gid}"),
         *devices,
-        # Graphs are loaded from there as shared libraries, hence exec. Docker's own /dev/shm has 64 MB; Ray wants more.
+        # exec, because compiled graphs are loaded from /scratch as shared libraries. Docker's default for /dev/shm is
+        # 64 MB, and Ray needs more.
         *("--tmpfs", "/scratch:exec,mode=1777", "--shm-size", "2g"),
         *("--volume", f"{root.resolve()}:/fsx", "--volume", f"{recipe.resolve()}:/recipe.toml:ro"),
         *(image, *arguments, "--recipe", "/recipe.toml", "--root", "/fsx"),
     ]
     code = subprocess.run(command, check=False).returncode
     if code != 0:
-        raise StageFailed(f"the {stage} container ended with exit code {code}; its message is above", code)
+        raise StageFailed(f"the {stage} container ended with exit code {code}; its message is above.", code)

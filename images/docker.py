@@ -1,4 +1,4 @@
-"""The docker command, with errors that say what to do."""
+"""Runs docker commands, and raises errors that say what to do next."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from services.common.errors import DeviceError
 
 
 def require_engine() -> None:
-    """Raises `DeviceError` when there is no docker command or no engine answers it."""
+    """Raises `DeviceError` when docker is not installed or its engine does not answer."""
     if shutil.which("docker") is None:
         raise DeviceError(
-            "no docker command on PATH. Install Docker (Debian: apt-get install docker.io). "
-            "`make demo` and `make test` run without it."
+            "docker is not on PATH. Install Docker (Debian: apt-get install docker.io). "
+            "`make demo` and `make test` do not need it."
         )
     answer = _run("version", "--format", "{{.Server.Version}}")
     if answer.returncode != 0:
-        advice = "Start it (`systemctl start docker`, or `dockerd` as root where no service manager runs), or point "
-        advice += "DOCKER_HOST to one."
+        advice = "Start it with `systemctl start docker` (without systemd: `dockerd` as root), or set DOCKER_HOST."
         if "permission denied" in answer.stderr:
             advice = "Run this as root, or as a member of the group that owns Docker's socket (`docker`)."
-        raise DeviceError(f"no Docker engine answers: {_last_line(answer.stderr)} {advice}")
+        raise DeviceError(f"the Docker engine does not answer: {_last_line(answer.stderr)} {advice}")
 
 
 def has_image(name: str) -> bool:
-    return _run("image", "inspect", name).returncode == 0
+    """Is there an image of this name on this machine? False also where Docker is not installed."""
+    return shutil.which("docker") is not None and _run("image", "inspect", name).returncode == 0
 
 
 def inspect_image(name: str) -> dict[str, Any]:
-    """What `docker image inspect` says of one image. Raises `DeviceError` when there is none of that name."""
+    """Output of `docker image inspect` for one image. Raises `DeviceError` when it is not on this machine."""
     answer = _run("image", "inspect", name)
     if answer.returncode != 0:
-        raise DeviceError(f"no image {name} on this machine: `make images` builds it.")
+        raise DeviceError(f"the image {name} is not on this machine: `make images` builds it.")
     return dict(json.loads(answer.stdout)[0])
 
 
 def docker(*arguments: str, advice: str = "", **options: Any) -> str:
-    """Standard output of a docker command. Raises `DeviceError` with docker's last words and `advice` when it fails."""
+    """Standard output of a docker command. When it fails, raises `DeviceError` with its last line and `advice`."""
     answer = _run(*arguments, **options)
     if answer.returncode != 0:
         raise DeviceError(f"docker {arguments[0]} failed: {_last_line(answer.stderr)} {advice}".strip())
@@ -48,14 +48,14 @@ def docker(*arguments: str, advice: str = "", **options: Any) -> str:
 
 
 def docker_logged(*arguments: str, log: Path, advice: str = "") -> None:
-    """Run a long docker command with its output in `log`; raises `DeviceError` with the end of it on failure."""
+    """Run a long docker command with its output in the file `log`. When it fails, raises `DeviceError` with the end."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as file:
         code = subprocess.run(["docker", *arguments], stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     if code != 0:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         ending = "\n  ".join(line for line in lines[-12:] if line.strip())
-        raise DeviceError(f"docker {arguments[0]} failed:\n  {ending}\nAll of its output: {log}. {advice}".strip())
+        raise DeviceError(f"docker {arguments[0]} failed:\n  {ending}\nThe whole output is in {log}. {advice}".strip())
 
 
 def _run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -64,4 +64,4 @@ def _run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it printed nothing."
+    return lines[-1].strip() if lines else "it printed no message."

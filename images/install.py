@@ -1,9 +1,9 @@
-"""Installs a lock inside an image build; runs there alone, on the Python of the base image.
+"""Installs the packages of a lock during the build of an image, with the Python of the base image.
 
     python3 install.py LOCK          make /opt/venv from the lock
-    python3 install.py --add LOCK    install the rest of the lock there too, and leave what is new in /delta
+    python3 install.py --add LOCK    install the lock into /opt/venv too, and copy the files that are new to /delta
 
-A stage copies /opt/venv into its image as one layer and /delta as a second one, so that two images with the same
+A Dockerfile copies /opt/venv into the image as one layer and /delta as a second one, so that two images with the same
 first lock share the first layer.
 """
 
@@ -27,7 +27,8 @@ def main(arguments: list[str]) -> None:
     _require_locked_torch(name)
     if arguments == [name]:
         _require_pinned_python()
-        _make_venv(on_platform=name == "program-neuron.txt")
+        # The venv of the compiler and the trainer shows torch and the Neuron packages of the Neuron image.
+        _make_venv(with_packages_of_base=name == "compiler-neuron.txt")
         _install(BUILD / name)
     else:
         before = _now_on_disk()
@@ -36,14 +37,13 @@ def main(arguments: list[str]) -> None:
 
 
 def _require_locked_torch(name: str) -> None:
-    """Ends the build of a cuda image for which a torch from elsewhere is asked: it brings no CUDA libraries along."""
-    elsewhere = [variable for variable in ("TORCH_INDEX_URL", "TORCH_FIND_LINKS") if os.environ.get(variable)]
-    if elsewhere and name.endswith("-cuda.txt"):
+    """Ends the build of a cuda image with a torch from another index, which depends on no CUDA libraries."""
+    others = [variable for variable in ("TORCH_INDEX_URL", "TORCH_FIND_LINKS") if os.environ.get(variable)]
+    if others and name.endswith("-cuda.txt"):
         sys.exit(
-            f"install: the cuda variant takes torch from {name} alone, and {' and '.join(elsewhere)} would take it "
-            f"from elsewhere, without the CUDA libraries and the Triton of that lock. Build without: "
-            f"make images VARIANT=cuda "
-            f"{' '.join(f'{variable}=' for variable in elsewhere)}"
+            f"install: {' and '.join(others)} would replace the torch of {name} by one without its CUDA libraries and "
+            f"Triton, and the cuda variant needs them. Build without TORCH=cpu, TORCH_INDEX_URL and TORCH_FIND_LINKS: "
+            f"make images VARIANT=cuda"
         )
 
 
@@ -51,15 +51,14 @@ def _require_pinned_python() -> None:
     wanted, base = os.environ["PINNED_PYTHON"], os.environ["BASE"]
     if platform.python_version() != wanted:
         sys.exit(
-            f"install: the base image {base} has Python {platform.python_version()}, this variant is pinned to "
-            f"{wanted} in images/platforms.toml, and Ray refuses to mix patch versions. Use a base with Python "
-            f"{wanted}, or build every image of the variant with PINNED_PYTHON={platform.python_version()}."
+            f"install: the base image {base} has Python {platform.python_version()}, and images/platforms.toml pins "
+            f"{wanted} for this variant. Ray refuses to mix patch versions: use a base image with Python {wanted}, or "
+            f"build every image of the variant with PINNED_PYTHON={platform.python_version()}."
         )
 
 
-def _make_venv(on_platform: bool) -> None:
-    """Without pip. On the Neuron image it sees the packages of the base, torch and Neuron's among them."""
-    flags = ["--system-site-packages"] if on_platform else []
+def _make_venv(with_packages_of_base: bool) -> None:
+    flags = ["--system-site-packages"] if with_packages_of_base else []
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", *flags, str(VENV)], check=True)
 
 
@@ -70,23 +69,30 @@ def _install(lock: Path) -> None:
         subprocess.run([sys.executable, "-m", "venv", str(BUILD / "uv")], check=True)
         pip = [str(BUILD / "uv/bin/pip"), "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check"]
         subprocess.run([*pip, "--require-hashes", "-r", str(BUILD / "uv.txt")], check=True, env=environment)
-    # A lock is complete, but for what the base of its variant brings.
+    # A lock names every package, except those of the Neuron image: there is no dependency to look for.
     install = [str(uv), "pip", "install", "--quiet", "--no-cache", "--no-deps", "--python", str(VENV / "bin/python")]
-    # Compiled here, because an image with a read-only root would compile all of torch again at every start.
+    # Python would compile all of torch at every start of an image with a read-only root.
     install += ["--compile-bytecode"]
-    # As pip: any index may have the pinned version. The hashes decide whether it is the right file.
+    # Any index may have the pinned version, as with pip. The hashes decide whether it is the right file.
     install += ["--index-strategy", "unsafe-best-match"]
+    torch = _torch_pin(lock)
     torch_index, torch_links = os.environ.get("TORCH_INDEX_URL"), os.environ.get("TORCH_FIND_LINKS")
-    if not (torch_index or torch_links) or not _torch_pin(lock):
+    if not torch or not (torch_index or torch_links):
         subprocess.run([*install, "--require-hashes", "-r", str(lock)], check=True, env=environment)
         return
+    # torch is the first package, so that the build ends early when the index does not have it.
+    source = ["--default-index", torch_index] if torch_index else ["--no-index"]
+    source += ["--find-links", torch_links] if torch_links else []
+    without_index = {key: value for key, value in environment.items() if key not in ("UV_DEFAULT_INDEX", "UV_INDEX")}
+    if subprocess.run([*install, *source, torch], check=False, env=without_index).returncode != 0:
+        sys.exit(
+            f"install: {torch} was not found where TORCH=cpu, TORCH_INDEX_URL or TORCH_FIND_LINKS told to look; uv's "
+            f"message is above. Name an index that this machine reaches with TORCH_INDEX_URL=, or build without all "
+            f"three, which takes torch with CUDA from the package index."
+        )
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as rest:
         subprocess.run([sys.executable, str(BUILD / "without_cuda.py"), str(lock)], check=True, stdout=rest)
         subprocess.run([*install, "--require-hashes", "-r", rest.name], check=True, env=environment)
-    place = ["--default-index", torch_index] if torch_index else ["--no-index"]
-    place += ["--find-links", torch_links] if torch_links else []
-    alone = {name: value for name, value in environment.items() if name not in ("UV_DEFAULT_INDEX", "UV_INDEX")}
-    subprocess.run([*install, *place, _torch_pin(lock)], check=True, env=alone)
 
 
 def _torch_pin(lock: Path) -> str:
@@ -95,13 +101,13 @@ def _torch_pin(lock: Path) -> str:
 
 
 def _installer_environment() -> dict[str, str]:
-    """pip's own variables, told to uv too, and the CA bundle of images/inputs if there is one."""
+    """The environment for pip and uv: pip's variables under uv's names too, and the CA bundle of images/inputs."""
     environment = {**os.environ}
     for ours, theirs in (("PIP_INDEX_URL", "UV_DEFAULT_INDEX"), ("PIP_EXTRA_INDEX_URL", "UV_INDEX")):
         if os.environ.get(ours):
             environment[theirs] = os.environ[ours]
         else:
-            environment.pop(ours, None)  # an empty address is not the default one
+            environment.pop(ours, None)  # pip would not replace an empty address by its default
     bundles = sorted((BUILD / "inputs").glob("*.crt"))
     if bundles:
         environment |= {"PIP_CERT": str(bundles[0]), "SSL_CERT_FILE": str(bundles[0])}
@@ -109,7 +115,7 @@ def _installer_environment() -> dict[str, str]:
 
 
 def _now_on_disk() -> float:
-    """The file system's own time: a clock of another source may differ from the times it stamps."""
+    """The file system's time, which may differ from the system clock."""
     with tempfile.NamedTemporaryFile() as file:
         return Path(file.name).stat().st_ctime
 

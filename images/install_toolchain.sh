@@ -1,12 +1,13 @@
 #!/bin/sh
-# Debian's packages that the program needs when it runs: `install_toolchain.sh VARIANT`, inside the build of an image.
+# Installs the Debian packages that the program runs: `install_toolchain.sh VARIANT`, during the build of an image.
 #
-# cpu: Inductor builds graphs with g++ and Python's headers; for warm ones it still runs `g++ --version`, `g++ -v` and
-# one `g++ -E` (measured, torch 2.13), so the trainer needs it too. cuda: the same, because the host's part of a graph is
-# C++ there, too; and Triton builds its launcher from C with the first of $CC, gcc and clang (triton/runtime/build.py,
-# 3.7), against Python.h. cuda.h is in Triton's own package. It links libcuda.so.1, the driver's, which it finds with
-# `/sbin/ldconfig -p` (of libc-bin, in every Debian), else on LD_LIBRARY_PATH: where the driver's libraries are mounted
-# differs from host to host, so TRITON_LIBCUDA_PATH is not set here. neuron: Ray's backend calls pkill.
+# cpu: Inductor compiles graphs with g++ and Python's headers. With a warm cache it still runs `g++ --version`, `g++ -v`
+# and one `g++ -E` (measured, torch 2.13), so the trainer needs g++, too.
+# cuda: Inductor compiles the host's part of a graph with g++. Triton compiles its launcher with the first of $CC, gcc and
+# clang (triton/runtime/build.py, 3.7) and with Python.h; cuda.h is in Triton's package. It links the driver's
+# libcuda.so.1, which it finds with `/sbin/ldconfig -p` (in Debian's libc-bin) or on LD_LIBRARY_PATH. TRITON_LIBCUDA_PATH
+# is not set, because hosts differ in where the driver's libraries are mounted.
+# neuron: the Neuron backend of Ray calls pkill.
 set -eu
 headers="$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h"
 case "$1" in

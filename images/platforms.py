@@ -1,4 +1,4 @@
-"""The platform pins of `platforms.toml`: what all images of one variant share."""
+"""Reads `platforms.toml`: the base images, Python, Ray and torch that all images of one variant share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VARIANTS = ("cpu", "cuda", "neuron")
 
 @dataclass(frozen=True)
 class DebianBase:
-    """A slim Python base that `make base-image` makes where no image registry is reached."""
+    """A slim Python base image that `make base-image` makes on a machine that reaches no image registry."""
 
     suite: str
     python: str
@@ -26,16 +26,18 @@ class DebianBase:
 
 @dataclass(frozen=True)
 class CudaNode:
-    """Requirements of the cuda variant's images on a node, which no image can bring."""
+    """Requirements of the cuda variant on a node, which no image can fulfil."""
 
     driver: str
-    """The oldest NVIDIA driver that runs programs of the variant's CUDA; a newer one runs them too."""
+    """Version of the oldest NVIDIA driver that runs programs of the variant's CUDA. Newer drivers run them too."""
 
 
 @dataclass(frozen=True)
 class NeuronNode:
     """Requirements of the neuron variant's images on a node, which no image can bring."""
 
+    instance_families: tuple[str, ...]
+    """Families of EC2 instances, such as trn1, whose NeuronCores the variant's images compute on."""
     driver: str
     """aws-neuronx-dkms of the SDK."""
     driver_before: str
@@ -43,7 +45,10 @@ class NeuronNode:
     device_plugin: str
     ami_type: str
     """EKS's name of the AMI family."""
-    ami_releases: str
+
+    def takes_driver(self, version: str) -> bool:
+        """Do the variant's images run on a node whose aws-neuronx-dkms is of this version?"""
+        return version_numbers(self.driver) <= version_numbers(version) < version_numbers(self.driver_before)
 
 
 NODES: dict[str, type[CudaNode] | type[NeuronNode]] = {"cuda": CudaNode, "neuron": NeuronNode}
@@ -51,48 +56,69 @@ NODES: dict[str, type[CudaNode] | type[NeuronNode]] = {"cuda": CudaNode, "neuron
 
 @dataclass(frozen=True)
 class Platform:
-    """One variant's pin. `slim` carries the images without the program, `platform` those with it."""
+    """The pins of one variant: the base images and the versions that all its images have."""
 
     variant: str
     python: str
     ray: str
     torch: str
     slim: str
+    """Base image of the tokenizer and the head."""
     platform: str
+    """Base image of the services that contain the program: the compiler and the trainer."""
     sdk: str = ""
-    """The Neuron SDK that `platform` brings."""
+    """Version of the Neuron SDK in `platform`; empty for the other variants."""
     cuda: str = ""
-    """The CUDA that torch's wheel was built with and brings along, where the variant's images compute on GPUs."""
+    """Version of CUDA that torch's wheel depends on; empty unless the variant computes on NVIDIA GPUs."""
     debian: DebianBase | None = None
     node: CudaNode | NeuronNode | None = None
 
     @property
     def word(self) -> str:
-        """The pin in one word: images with different words never meet in one Ray cluster."""
+        """The label `millrace.platform`. Images whose labels differ cannot join one Ray cluster."""
         return f"{self.variant}-python{self.python}-ray{self.ray}"
-
-    @property
-    def has_one_base(self) -> bool:
-        """Do the images with the program stand on the same base as those without it?"""
-        return self.platform == self.slim
 
     def base_of(self, service: str) -> str:
         return self.platform if service in STAGES_WITH_PROGRAM else self.slim
 
     def on_debian(self) -> Platform:
-        """The same variant on the base of `make base-image`, at Debian's Python."""
+        """The same variant on the base image of `make base-image`, with Debian's Python."""
         assert self.debian
         return replace(self, python=self.debian.python, slim=self.debian.slim, platform=self.debian.slim)
 
 
+def dockerfile_of(service: str) -> str:
+    """Path of a service's Dockerfile from the repository's root; services with the program share one."""
+    return f"images/{'program' if service in STAGES_WITH_PROGRAM else service}.Dockerfile"
+
+
+def locks_of(service: str, variant: str) -> list[str]:
+    """Names of the locks that an image is built from, in order. The trainer's begins with the compiler's packages."""
+    shared = ["compiler"] if service in STAGES_WITH_PROGRAM else []
+    return [f"{name}-{variant}" for name in dict.fromkeys([*shared, service])]
+
+
 def read_platforms(path: Path = PLATFORMS) -> dict[str, Platform]:
-    """Every variant's pin by the variant's name."""
+    """The pins of every variant, by the variant's name."""
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
     return {variant: _platform(variant, tables[variant]) for variant in VARIANTS}
 
 
+def explain_no_image(instance_type: str, path: Path = PLATFORMS) -> str:
+    """Why a type with NeuronCores has no image that computes on it; empty where a variant's images do."""
+    nodes = {variant: each.node for variant, each in read_platforms(path).items()}
+    families = {variant: node.instance_families for variant, node in nodes.items() if isinstance(node, NeuronNode)}
+    if any(instance_type.partition(".")[0] in each for each in families.values()):
+        return ""
+    known = "; ".join(f"those of {variant} do on {' and '.join(each)}" for variant, each in families.items())
+    return (
+        f"no image computes on {instance_type} yet: {known} (instance_families in images/platforms.toml). Its nodes "
+        f"would be paid for and end every stage with exit code 4"
+    )
+
+
 def read_digests(path: Path = PLATFORMS) -> dict[str, str]:
-    """Image tag to the digest that `make pin` resolved for it."""
+    """The digests that `make pin` resolved, by the name of the base image."""
     return dict(tomllib.loads(path.read_text(encoding="utf-8"))["digests"])
 
 
@@ -102,5 +128,15 @@ def _platform(variant: str, table: dict[str, Any]) -> Platform:
         variant=variant,
         **table,
         debian=DebianBase(**debian) if debian else None,
-        node=NODES[variant](**node) if node else None,
+        node=_node(variant, node) if node else None,
     )
+
+
+def _node(variant: str, table: dict[str, Any]) -> CudaNode | NeuronNode:
+    lists = {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
+    return NODES[variant](**table | lists)
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Numbers by which versions such as 2.27.4.0 are in order."""
+    return tuple(int(part) for part in version.split("."))

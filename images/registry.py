@@ -1,5 +1,7 @@
-"""Asks an image registry for the digest behind a tag, and for an image's labels (OCI Distribution Specification 1.1,
-"Pulling manifests")."""
+"""Reads the digest and the labels of an image from its registry.
+
+The protocol is that of the OCI Distribution Specification 1.1, section "Pulling manifests".
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass
-from email.message import Message
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 from services.common.errors import DeviceError
 
@@ -27,62 +29,65 @@ MANIFEST_TYPES = (
 )
 TIMEOUT_SECONDS = 30
 DOCKER_HUB = "registry-1.docker.io"
-DOCKER_HUB_LOGIN = "https://index.docker.io/v1/"  # under which `docker login` keeps it
+DOCKER_HUB_LOGIN = "https://index.docker.io/v1/"  # the name that `docker login` gives to Docker Hub
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a registry has under a name."""
+    """Identifies the image that a registry has under a tag."""
 
     digest: str
-    """Of the manifest, or of the index of several platforms."""
+    """Digest of the image's manifest, or of the index of an image for several platforms."""
     configuration: str
     """Digest of the image's configuration, which Docker calls the image's id; empty for an index."""
 
 
 class NotHeld(DeviceError):
-    """The registry has no such image."""
+    """The registry answered that it has no such image."""
 
 
 def resolve_digest(image: str) -> str:
-    """The digest that `image` (`[registry/]name:tag`) has now. Raises `DeviceError` when the registry does not say."""
-    headers, _ = _ask(image, "manifests", split_name(image)[2], "HEAD")
-    digest = headers.get("Docker-Content-Digest", "")
-    if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
-        raise _refusal(image, "its registry answered without a digest")
-    return digest
+    """The digest of `image` (`[registry/]name:tag`). Raises `DeviceError` when its registry does not give it."""
+    return _read_manifest(image, split_name(image)[2])[0]
 
 
 def find_image(image: str) -> Held | None:
-    """What the registry has under this tag; None when it has no such tag or repository.
+    """The image under this tag; None when the registry has no such tag or no such repository.
 
-    Raises `DeviceError` when it does not say.
+    Raises `DeviceError` when the registry is not reached or refuses to answer.
     """
     try:
-        headers, body = _ask(image, "manifests", split_name(image)[2], "GET")
+        digest, manifest = _read_manifest(image, split_name(image)[2])
     except NotHeld:
         return None
-    digest = headers.get("Docker-Content-Digest") or f"sha256:{hashlib.sha256(body).hexdigest()}"
-    return Held(digest, str(json.loads(body).get("config", {}).get("digest", "")))
+    return Held(digest, str(manifest.get("config", {}).get("digest", "")))
 
 
 def read_labels(image: str) -> dict[str, str]:
-    """The labels of `image` (by tag or digest) for linux/amd64. Raises `DeviceError` when the registry does not say."""
-    reference = split_name(image)[2]
+    """The labels of `image` for linux/amd64. Raises `DeviceError` when its registry does not give them."""
+    _, manifest = _read_manifest(image, split_name(image)[2])
     try:
-        manifest = json.loads(_ask(image, "manifests", reference, "GET")[1])
         if "manifests" in manifest:
             wanted = {"os": "linux", "architecture": "amd64"}
             fits = [each for each in manifest["manifests"] if wanted.items() <= each.get("platform", {}).items()]
-            manifest = json.loads(_ask(image, "manifests", fits[0]["digest"], "GET")[1])
-        configuration = json.loads(_ask(image, "blobs", manifest["config"]["digest"], "GET")[1])
+            _, manifest = _read_manifest(image, fits[0]["digest"])
+        configuration = json.loads(_ask(image, "blobs", manifest["config"]["digest"]))
     except (ValueError, KeyError, IndexError) as error:
-        raise _refusal(image, f"its registry has no image for linux/amd64 under that name: {error!r}") from error
+        raise _unknown(image, f"its registry has no image for linux/amd64 under that name: {error!r}") from error
     return dict(configuration.get("config", {}).get("Labels") or {})
 
 
+def find_labels(image: str) -> dict[str, str]:
+    """The labels of `image`; none where the registry does not tell them to this machine: a node may reach one that this
+    machine does not."""
+    try:
+        return read_labels(image)
+    except DeviceError:
+        return {}
+
+
 def split_name(image: str) -> tuple[str, str, str]:
-    """Registry host, repository, and tag or digest, with Docker's defaults for what is left out."""
+    """Registry, repository, and tag or digest of an image's name, with Docker's defaults for missing parts."""
     path, at, tag = image.rpartition("@")
     if not at:
         path, _, tag = image.rpartition(":") if ":" in image.rpartition("/")[2] else (image, "", "latest")
@@ -92,10 +97,22 @@ def split_name(image: str) -> tuple[str, str, str]:
     return DOCKER_HUB, path if "/" in path else f"library/{path}", tag
 
 
-def _ask(image: str, what: str, reference: str, method: str) -> tuple[Message, bytes]:
-    """Headers and body of a manifest or a blob, with a token where the registry wants one.
+def _read_manifest(image: str, reference: str) -> tuple[str, dict[str, Any]]:
+    """Digest and content of a manifest. Raises as `_ask`, and `DeviceError` for an answer that is not a manifest."""
+    answer = _ask(image, "manifests", reference)
+    try:
+        manifest = json.loads(answer)
+        if manifest["schemaVersion"] != 2:
+            raise ValueError(f"its schemaVersion is {manifest['schemaVersion']}, expected 2")
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unknown(image, f"its registry's answer is not a manifest: {error!r}") from error
+    return f"sha256:{hashlib.sha256(answer).hexdigest()}", manifest
 
-    Raises `NotHeld` where there is none, `DeviceError` when the registry does not say.
+
+def _ask(image: str, what: str, reference: str) -> bytes:
+    """The content of a manifest or a blob; gets a token first if the registry asks for one.
+
+    Raises `NotHeld` when the registry has none, `DeviceError` when it is not reached or refuses to answer.
     """
     registry, name, _ = split_name(image)
     scheme = "http" if registry.partition(":")[0] in ("localhost", "127.0.0.1") else "https"
@@ -103,21 +120,21 @@ def _ask(image: str, what: str, reference: str, method: str) -> tuple[Message, b
     login = _login(registry)
     try:
         try:
-            return _request(url, method, login)
+            return _request(url, login)
         except urllib.error.HTTPError as error:
             challenge = error.headers.get("WWW-Authenticate", "")
             if error.code != 401 or not challenge.lower().startswith("bearer "):
                 raise
-            return _request(url, method, f"Bearer {_token(challenge, login)}")
+            return _request(url, f"Bearer {_token(challenge, login)}")
     except urllib.error.HTTPError as error:
-        refusal = _refusal(image, f"{registry} answered {error.code} {error.reason}")
-        raise (NotHeld(str(refusal)) if error.code == 404 else refusal) from error
+        unknown = _unknown(image, f"{registry} answered {error.code} {error.reason}")
+        raise (NotHeld(str(unknown)) if error.code == 404 else unknown) from error
     except (OSError, HTTPException, ValueError, KeyError) as error:
-        raise _refusal(image, f"{registry}: {error}") from error
+        raise _unknown(image, f"{registry}: {error}") from error
 
 
 def _login(registry: str) -> str:
-    """What `docker login` left for this registry (Amazon's ECR wants it): an Authorization header, or nothing."""
+    """The Authorization header from `docker login` to this registry, which Amazon ECR needs; empty without a login."""
     folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
     try:
         configuration = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -137,26 +154,25 @@ def _login(registry: str) -> str:
     return f"Basic {kept}" if kept else ""
 
 
-def _request(url: str, method: str, authorization: str) -> tuple[Message, bytes]:
-    headers = {"Accept": ", ".join(MANIFEST_TYPES)} | ({"Authorization": authorization} if authorization else {})
-    request = urllib.request.Request(url, method=method, headers=headers)
+def _request(url: str, authorization: str, accept: str = ", ".join(MANIFEST_TYPES)) -> bytes:
+    request = urllib.request.Request(url, headers={"Accept": accept})
+    if authorization:
+        # Amazon ECR redirects blobs to signed addresses of S3, which refuses a second authorization.
+        request.add_unredirected_header("Authorization", authorization)
     with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
-        return answer.headers, answer.read()
+        return bytes(answer.read())
 
 
 def _token(challenge: str, login: str) -> str:
-    """For whoever has logged in, else for anybody."""
+    """Get the token that the registry's challenge asks for: the user's after `docker login`, else an anonymous one."""
     fields = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
     query = urllib.parse.urlencode({key: fields[key] for key in ("service", "scope") if key in fields})
-    headers = {"Authorization": login} if login else {}
-    request = urllib.request.Request(f"{fields['realm']}?{query}", headers=headers)
-    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
-        body = json.load(answer)
+    body = json.loads(_request(f"{fields['realm']}?{query}", login, "application/json"))
     return str(body.get("token") or body["access_token"])
 
 
-def _refusal(image: str, reason: str) -> DeviceError:
+def _unknown(image: str, reason: str) -> DeviceError:
     return DeviceError(
-        f"nothing known of {image}: {reason}. Check the name and the tag, and run this where that registry is reached "
-        f"and you are logged in. Nothing was changed."
+        f"{image} could not be looked up in its registry: {reason}. Nothing was changed. Check the name and the tag, "
+        f"and run this on a machine that reaches the registry, after `docker login`."
     )

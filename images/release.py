@@ -1,4 +1,4 @@
-"""Releases one service: a new version, its changelog section, a commit and a tag. Nothing is pushed."""
+"""Releases one service: writes the new version and its changelog section, commits and tags. It pushes nothing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from images.pin import unpinned_bases
-from images.platforms import REPOSITORY
+from images.platforms import REPOSITORY, read_digests, read_platforms
 from images.versions import git, require_full_history
 from services.common.errors import DeviceError, RecipeError
 
@@ -23,46 +21,38 @@ BUMPS = ("major", "minor", "patch")
 UNRELEASED = "## [Unreleased]"
 
 
-@dataclass(frozen=True)
-class Release:
-    service: str
-    version: str
+def release(service: str, bump: str, repository: Path = REPOSITORY) -> str:
+    """Raise VERSION, move the changelog's Unreleased section, commit, tag, and return the tag.
 
-    @property
-    def tag(self) -> str:
-        return f"{self.service}-v{self.version}"
-
-
-def release(service: str, bump: str, repository: Path = REPOSITORY) -> Release:
-    """Bump VERSION, move the changelog's Unreleased section, commit, tag; all of it or nothing.
-
-    Refused: a shallow clone, a dirty tree, a changelog without an entry, a tag that exists, a base of the neuron
-    variant without a digest, and an artifact schema that changed under its old name since the last release of any.
+    Raises `RecipeError` or `DeviceError` for a shallow clone, uncommitted changes, a changelog without an entry, a tag
+    that exists, a base image of the neuron variant without a digest, and an artifact schema whose fields changed since
+    the last release of any service while its name did not. After an error nothing is changed.
     """
     folder = repository / "services" / service
     version_file, changelog = folder / "VERSION", folder / "CHANGELOG.md"
-    new = Release(service, bumped(version_file.read_text(encoding="utf-8").strip(), bump))
+    version = bumped(version_file.read_text(encoding="utf-8").strip(), bump)
+    tag = f"{service}-v{version}"
     require_full_history(repository)
     _require_clean(repository)
-    _require_new_tag(repository, new)
-    moved = with_section(changelog.read_text(encoding="utf-8"), new.version, changelog)
+    _require_new_tag(repository, service, tag)
+    moved = with_section(changelog.read_text(encoding="utf-8"), version, changelog)
     _require_pinned_base(repository, service)
     _require_schema_bump(repository)
     before = git(repository, "rev-parse", "HEAD")
     try:
-        version_file.write_text(f"{new.version}\n", encoding="utf-8")
+        version_file.write_text(f"{version}\n", encoding="utf-8")
         changelog.write_text(moved, encoding="utf-8")
         git(repository, "add", str(version_file), str(changelog))
-        git(repository, "commit", "--quiet", "--message", f"Release {service} {new.version}")
-        git(repository, "tag", "--annotate", new.tag, "--message", f"{service} {new.version}")
+        git(repository, "commit", "--quiet", "--message", f"Release {service} {version}")
+        git(repository, "tag", "--annotate", tag, "--message", f"{service} {version}")
     except (DeviceError, KeyboardInterrupt):
-        git(repository, "reset", "--quiet", "--hard", before)  # the tree was clean
+        git(repository, "reset", "--quiet", "--hard", before)  # loses nothing: there were no uncommitted changes
         raise
-    return new
+    return tag
 
 
 def bumped(version: str, bump: str) -> str:
-    """The next version by Semantic Versioning."""
+    """The next version by the rules of Semantic Versioning."""
     if bump not in BUMPS:
         raise RecipeError(f"BUMP is {bump!r}, expected one of {', '.join(BUMPS)}")
     major, minor, patch = map(int, version.split("."))
@@ -74,42 +64,44 @@ def bumped(version: str, bump: str) -> str:
 
 
 def with_section(changelog: str, version: str, path: Path) -> str:
-    """The changelog with its Unreleased entries under a heading for `version`. Raises `RecipeError` without any."""
+    """Move the changelog's Unreleased entries below a heading for `version`. Raises `RecipeError` without entries."""
     before, found, after = changelog.partition(UNRELEASED)
     entries, next_heading, older = after.partition("\n## ")
     if not found or not re.search(r"^[-*] \S", entries, flags=re.MULTILINE):
         raise RecipeError(
-            f"{path}: nothing stands under {UNRELEASED!r}. Write what users of this stage get, then release again."
+            f"{path}: there is no entry under {UNRELEASED!r}. Write what changes for users of this stage, commit, and "
+            f"release again."
         )
     today = datetime.now(UTC).date().isoformat()
     return f"{before}{UNRELEASED}\n\n## [{version}] - {today}\n{entries.strip()}\n{next_heading}{older}"
 
 
 def changed_schemas(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Schemas that have the name they had and another shape."""
+    """Names of the schemas whose fields changed."""
     return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
 
 
 def _require_clean(repository: Path) -> None:
     changes = git(repository, "status", "--porcelain")
     if changes:
-        raise RecipeError(f"the tree is dirty; commit or stash first, a release is a commit:\n{changes}")
+        raise RecipeError(f"there are uncommitted changes, and a release is a commit. Commit or stash them:\n{changes}")
 
 
-def _require_new_tag(repository: Path, new: Release) -> None:
-    if git(repository, "tag", "--list", new.tag):
+def _require_new_tag(repository: Path, service: str, tag: str) -> None:
+    if git(repository, "tag", "--list", tag):
         raise RecipeError(
-            f"the tag {new.tag} exists, and services/{new.service}/VERSION is older than it. Set VERSION to the newest "
-            f"released version of {new.service}, commit, and release again."
+            f"the tag {tag} exists, and services/{service}/VERSION is older. Set VERSION to the newest released "
+            f"version of {service}, commit, and release again."
         )
 
 
 def _require_pinned_base(repository: Path, service: str) -> None:
-    missing = unpinned_bases(service, repository / "images/platforms.toml")
-    if missing:
+    platforms = repository / "images/platforms.toml"
+    base = read_platforms(platforms)["neuron"].base_of(service)
+    if base not in read_digests(platforms):
         raise DeviceError(
-            f"the neuron variant's base is pinned by tag alone: {', '.join(missing)}. A tag can move under a release: "
-            f"run `make pin` where that registry is reached, and commit images/platforms.toml."
+            f"the neuron variant's base image {base} has no digest in images/platforms.toml, and its tag can be moved "
+            f"to another image. Run `make pin` on a machine that reaches its registry, and commit the file."
         )
 
 
@@ -124,18 +116,18 @@ def _require_schema_bump(repository: Path) -> None:
         changed = changed_schemas(_schemas_of(Path(folder)), _schemas_of(repository))
     if changed:
         raise RecipeError(
-            f"services/common: {', '.join(changed)} changed its fields since {tags[0]} and kept its name. Programs "
-            f"that were released before would misread it: give it the next number, and an upgrade from the old one."
+            f"services/common: the fields of {', '.join(changed)} changed since {tags[0]}, and its name did not. "
+            f"Released programs would misread it: give the schema the next number, and an upgrade function."
         )
 
 
-# Run by a Python of its own in each of the two trees: one process cannot hold both.
+# A separate Python runs this in each of the two trees: one process cannot import both.
 _PRINT_SCHEMAS = """
 import json
 from services.common.artifacts.__main__ import MANIFEST_TYPES
 def shape(value):
     if isinstance(value, dict):
-        # Pydantic's own words about a field; a field of that name has a table here, not a text.
+        # Texts are Pydantic's descriptions of a field. A field that is called title or description has a table.
         return {
             key: shape(each)
             for key, each in value.items()
@@ -152,5 +144,5 @@ def _schemas_of(tree: Path) -> dict[str, Any]:
         command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
-        raise DeviceError(f"the artifact schemas of {tree} could not be read:\n{done.stderr.strip()}")
+        raise DeviceError(f"the artifact schemas in {tree} could not be read:\n{done.stderr.strip()}")
     return dict(json.loads(done.stdout))

@@ -1,4 +1,4 @@
-"""A CycloneDX bill of materials per image, from the lock that the image is made of."""
+"""Writes a CycloneDX bill of materials for each image, from the lock that its packages are installed from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOOL = REPOSITORY / "lockfiles/sbom.txt"
 
 
 def write_sboms(services: Sequence[str], variant: str) -> list[Path]:
-    """Write `dist/sbom/<service>-<version>-<variant>.cdx.json` for each service and return the paths."""
+    """Write `dist/sbom/<service>-<version>-<variant>.cdx.json` for each service, and return the paths."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     return [_write(service, variant) for service in services]
 
@@ -27,7 +27,7 @@ def _write(service: str, variant: str) -> Path:
     output = OUTPUT / f"{service}-{build.tag}.cdx.json"
     with tempfile.NamedTemporaryFile(suffix=".txt") as installed:
         _uv("pip", "compile", "--quiet", "--no-deps", "--generate-hashes", "--no-annotate", "--no-header",
-            # The lock is for every system; an image is Linux and one Python.
+            # A lock has packages for all systems and Pythons; an image has one of each.
             "--python-platform", "linux", "--python-version", read_platforms()[variant].python,
             "--output-file", installed.name, f"lockfiles/{service}-{variant}.txt")  # fmt: skip
         _uv("run", "--quiet", "--no-project", "--isolated", "--with-requirements", str(TOOL),

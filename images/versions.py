@@ -1,7 +1,6 @@
-"""What a build of a service is called: its version, the commit that its sources are at, the tags of its image.
+"""Derives an image's tags from the service's version and from the last commit that changed the image's sources.
 
-The commit is the last one that changed something the image is made from, so a commit that touches the trainer alone
-gives the tokenizer no new tag.
+A commit that changes the trainer alone therefore gives the tokenizer's image no new tag.
 """
 
 from __future__ import annotations
@@ -11,24 +10,24 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from images.platforms import REPOSITORY, STAGES_WITH_PROGRAM
+from images.platforms import REPOSITORY, STAGES_WITH_PROGRAM, dockerfile_of, locks_of
 from services.common.errors import DeviceError
 
-# What the head's image has besides its service and the contracts.
+# Code that the head's image contains besides services/common and services/head.
 CONTROLLER_FOLDERS = ("deploy", "k8s/objects", "k8s/controller", "k8s/deploy")
 
 
 @dataclass(frozen=True)
 class Build:
-    """One service at one state of the sources, for one variant."""
+    """Identifies the image of one service and variant that one state of the sources gives."""
 
     service: str
     variant: str
     version: str
     commit: str
-    """Full commit id; `unknown` outside of a git checkout."""
+    """Full id of the commit; `unknown` outside of a git checkout."""
     change: str
-    """Hash of the image's sources where they differ from the commit, else empty."""
+    """Hash of the image's sources when they differ from the commit; empty when they do not."""
 
     @property
     def git_sha(self) -> str:
@@ -45,9 +44,9 @@ class Build:
 
 
 def describe_build(service: str, variant: str, repository: Path = REPOSITORY) -> Build:
-    """The build that the working tree would make now.
+    """Describe the image that a build of the working tree would make now.
 
-    Raises `DeviceError` when git does not answer, or has too little history to know the commit.
+    Raises `DeviceError` when git fails, and in a shallow clone, whose history is too short to contain the commit.
     """
     version = (repository / "services" / service / "VERSION").read_text(encoding="utf-8").strip()
     if not (repository / ".git").exists():
@@ -60,16 +59,16 @@ def describe_build(service: str, variant: str, repository: Path = REPOSITORY) ->
 
 
 def require_full_history(repository: Path) -> None:
-    """Raises `DeviceError` in a shallow clone: neither a service's last commit nor its last release can be known."""
+    """Raises `DeviceError` in a shallow clone, which may lack a service's last commit and its last release."""
     if git(repository, "rev-parse", "--is-shallow-repository") == "true":
         raise DeviceError(
-            f"{repository} is a shallow clone, in which the last commit to a service and its last release cannot be "
-            f"known: git fetch --unshallow --tags"
+            f"{repository} is a shallow clone, and a tag is made from the last commit that changed a service, which "
+            f"the clone may lack. Fetch the whole history: git fetch --unshallow --tags"
         )
 
 
 def is_released(build: Build, repository: Path = REPOSITORY) -> bool:
-    """Are the image's sources those of the tag that released this version?"""
+    """Are the image's sources identical to those of the git tag that released this version?"""
     tag = f"{build.service}-v{build.version}"
     if build.change or build.commit == "unknown" or not git(repository, "tag", "--list", tag):
         return False
@@ -77,9 +76,7 @@ def is_released(build: Build, repository: Path = REPOSITORY) -> bool:
 
 
 def sources_of(service: str, variant: str) -> list[str]:
-    """Git pathspecs of everything that decides an image's content."""
-    has_program = service in STAGES_WITH_PROGRAM
-    locks = ["uv", f"{service}-{variant}"] + ([f"program-{variant}"] if has_program else [])
+    """Git pathspecs of all files that an image's content depends on."""
     controller = [f":(glob){folder}/*.py" for folder in CONTROLLER_FOLDERS] if service == "head" else []
     return [
         ":(glob)services/common/**/*.py",
@@ -87,16 +84,16 @@ def sources_of(service: str, variant: str) -> list[str]:
         ":(exclude,glob)services/common/testing/**",
         ":(exclude,glob)services/**/tests/**",
         "infra/shapes.json",
-        f"services/{service}/Dockerfile",
+        dockerfile_of(service),
         f"services/{service}/VERSION",
         "images/install.py",
         "images/without_cuda.py",
         "images/make_user.sh",
-        *(["images/install_toolchain.sh"] if has_program else []),
+        *(["images/install_toolchain.sh"] if service in STAGES_WITH_PROGRAM else []),
         "images/platforms.toml",
         ".dockerignore",
         *controller,
-        *(f"lockfiles/{lock}.txt" for lock in locks),
+        *(f"lockfiles/{lock}.txt" for lock in ["uv", *locks_of(service, variant)]),
     ]
 
 
@@ -110,11 +107,11 @@ def _digest(repository: Path, sources: list[str]) -> str:
 
 
 def git(repository: Path, *arguments: str) -> str:
-    """Output of a git command. Raises `DeviceError` with git's words when it fails, and when there is no git."""
+    """Output of a git command. Raises `DeviceError` with git's message when it fails, and when git is not installed."""
     try:
         done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise DeviceError("no git on PATH, and an image's tag is made of a commit. Install git.") from error
+        raise DeviceError("git is not on PATH, and an image's tag contains the id of a commit. Install git.") from error
     if done.returncode != 0:
         raise DeviceError(f"git {arguments[0]} failed: {done.stderr.strip()}")
     return done.stdout.strip()

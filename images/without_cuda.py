@@ -1,7 +1,7 @@
-"""Print a lock without torch and what only its CUDA build brings along: `python3 without_cuda.py LOCK`.
+"""Prints a lock without torch, Triton and the CUDA libraries: `python3 without_cuda.py LOCK`.
 
-For a torch that comes from elsewhere, such as an index of CPU builds: triton and the CUDA libraries are needed by
-torch alone, and what else torch needs stays in the lock.
+An environment whose torch comes from an index of CPU builds gets its other packages from this. Only torch needs Triton
+and the CUDA libraries; torch's other dependencies stay in the lock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TORCH_AND_CUDA = re.compile(r"(torch|triton|nvidia-[^=]*|cuda-[^=]*)==")
 
 
 def without_cuda(lock: str) -> str:
-    """The lock's text, its entries for torch and CUDA left out."""
+    """The text of the lock without its entries for torch, Triton and CUDA."""
     return "".join(entry for entry in _ENTRY.findall(lock) if not TORCH_AND_CUDA.match(entry))
 
 

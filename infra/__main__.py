@@ -15,16 +15,19 @@ from typing import Any
 from images.platforms import SERVICES
 from images.versions import describe_build
 from infra.account import Account, explaining_refusals
-from infra.addons.releases import compare_releases, install_releases, read_releases, render_applications
+from infra.addons.installation import compare_releases, install_releases
+from infra.addons.releases import Release, choose_releases, read_releases, render_applications
 from infra.batch_workloads import BatchWorkloads
 from infra.checks import run_checks
 from infra.cluster_workloads import ClusterWorkloads
 from infra.cost import Sizes, describe_cost, require_budget
+from infra.device import judge_device
 from infra.findings import require_fit
 from infra.inputs import Inputs, complete_variables, read_inputs, read_variables, sizes_of
 from infra.leftovers import describe_leftovers, find_leftovers
 from infra.preflight import run_preflight
 from infra.question import require_yes
+from infra.renewal import judge_renewal, list_renewed_pools
 from infra.roads import Place, Target, describe_road, describe_vocabulary
 from infra.settings import SETTINGS, write_settings
 from infra.stack import STACK, Stack, describe_plan
@@ -33,8 +36,11 @@ from services.common.artifacts.manifest import write_durably
 from services.common.entry_point import exit_code_of
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe import STAGES
+from services.common.recipe_file import load_recipe
 
 HOURS = 24.0
+RECIPE = Path(__file__).parents[1] / "recipes/llama2-7b-trn1.toml"
+"""The recipe that both targets deploy where nobody names one; a test holds it to theirs."""
 OVERLAYS = SETTINGS.parents[1]
 CONFIG = Path(__file__).parents[1] / "batch/config.txt"
 
@@ -59,21 +65,22 @@ def main(argv: list[str]) -> int:
 
 
 def addons() -> None:
-    """DRY_RUN=1 prints the commands."""
-    install_releases(read_releases(), _is_set("DRY_RUN"))
+    """ONLY (all), names of add-ons with commas between; DRY_RUN=1 prints the commands."""
+    install_releases(_chosen_releases(), _is_set("DRY_RUN"))
 
 
 def addons_diff() -> None:
-    compare_releases(read_releases())
+    """ONLY (all)."""
+    compare_releases(_chosen_releases())
 
 
 def addons_argocd() -> None:
-    """PROJECT (default)."""
-    print(render_applications(read_releases(), os.environ.get("PROJECT") or "default"), end="")
+    """ONLY (all), PROJECT (default)."""
+    print(render_applications(_chosen_releases(), os.environ.get("PROJECT") or "default"), end="")
 
 
 def cost() -> None:
-    """NODES (the most that the stack allows), CPU_NODES (0), HOURS (24) and VARS."""
+    """NODES (the most that the stack allows), CPU_NODES (0), HOURS (24), RECIPE (Llama 2 7B) and VARS."""
     # A price needs no place: it is asked for before one is chosen.
     print(_describe_cost(_read_inputs(needs_place=False)))
 
@@ -95,6 +102,7 @@ def plan() -> None:
     inputs = read_inputs(complete_variables(found.variables, _folder()), folder=_folder())
     print(_describe_cost(inputs))
     require_budget(_sizes(inputs), inputs.budget_monthly_dollars)
+    require_fit(judge_device(inputs))
     print(describe_plan(found))
 
 
@@ -106,12 +114,16 @@ def up() -> None:
     inputs = read_inputs(complete_variables(found.variables, _folder()), folder=_folder())
     print(_describe_cost(inputs))
     require_budget(_sizes(inputs), inputs.budget_monthly_dollars)
+    require_fit(judge_device(inputs))
     print(f"\n{describe_plan(found)}; make infra-plan shows all of it")
     if lost := [change.address for change in found.changes if change.is_loss_of_data]:
         raise DeviceError(
             f"terraform would destroy {', '.join(lost)}, and what is in it. Nothing was changed. Undo the change of "
             f"name, zone_id, network or fsx that replaces it; to have it anew, make infra-down KEEP_DATA=false first"
         )
+    if renewed := list_renewed_pools(found):
+        with explaining_refusals("infra-up, pools in use"):
+            require_fit(judge_renewal(Account(inputs.region), inputs, renewed))
     if not found.is_empty:
         require_yes(f"Make this in {inputs.region}?")
         stack.apply()
@@ -141,17 +153,26 @@ def _write_config(stack: Stack, inputs: Inputs) -> None:
 
 
 def down() -> None:
-    """KEEP_DATA=false, VARS, YES=1."""
+    """KEEP_DATA=false, KEEP_CLUSTER=true, VARS, YES=1."""
     inputs = _read_inputs()
-    is_data_kept = _keep_data()
+    is_data_kept, is_cluster_kept = _truth("KEEP_DATA", True), _truth("KEEP_CLUSTER", False)
+    if is_cluster_kept and not inputs.has_cluster:
+        raise RecipeError("KEEP_CLUSTER=true: the Batch stack has no cluster that could stay")
+    if is_cluster_kept and not is_data_kept:
+        raise RecipeError("KEEP_CLUSTER=true with KEEP_DATA=false: a cluster that stays keeps its data")
     account = Account(inputs.region)
+    workloads = _workloads(account, inputs)
+    teardown = Teardown(account, _stack(), inputs.name, is_data_kept, is_cluster_kept, workloads)
     print(describe_leftovers(find_leftovers(account, inputs.name), inputs.name, inputs.region))
-    if is_data_kept:
+    teardown.look_around()
+    if is_cluster_kept:
+        question = f"Take down what Millrace made on {workloads.place} in {inputs.region}, and keep the cluster?"
+    elif is_data_kept:
         question = f"Take down {inputs.name} in {inputs.region}, and keep its bucket, file system and images?"
     else:
         question = f"Take down {inputs.name} in {inputs.region} WITH ITS DATA, all checkpoints and images?"
     require_yes(question)
-    Teardown(account, _stack(), inputs.name, is_data_kept, _workloads(account, inputs)).run()
+    teardown.run()
     print(describe_leftovers(find_leftovers(account, inputs.name), inputs.name, inputs.region))
 
 
@@ -170,7 +191,7 @@ def _workloads(account: Account, inputs: Inputs) -> Workloads:
 
 
 def _describe_cost(inputs: Inputs) -> str:
-    return describe_cost(_sizes(inputs), _hours())
+    return describe_cost(_sizes(inputs), _hours(), load_recipe(_recipe()))
 
 
 def _sizes(inputs: Inputs) -> Sizes:
@@ -212,11 +233,20 @@ def _hours() -> float:
     return hours
 
 
-def _keep_data() -> bool:
-    text = (os.environ.get("KEEP_DATA") or "true").lower()
+def _recipe() -> Path:
+    """The recipe, RECIPE=FILE, whose checkpoints the file system is held against."""
+    return Path(os.environ.get("RECIPE") or RECIPE)
+
+
+def _truth(name: str, default: bool) -> bool:
+    text = (os.environ.get(name) or str(default)).lower()
     if text not in ("true", "1", "false", "0"):
-        raise RecipeError(f"KEEP_DATA={text}: expected true or false")
+        raise RecipeError(f"{name}={text}: expected true or false")
     return text in ("true", "1")
+
+
+def _chosen_releases() -> list[Release]:
+    return choose_releases(read_releases(), os.environ.get("ONLY", ""))
 
 
 def _stack() -> Stack:

@@ -18,6 +18,8 @@ class ComputeEnvironment:
 
     name: str
     subnet_ids: tuple[str, ...]
+    ami_ids: tuple[str, ...]
+    """Machine images that were chosen for its nodes; none: Batch takes its own."""
     problem: str
     """Why it takes no job, in Batch's words; empty while it does."""
 
@@ -105,8 +107,12 @@ def _read_queue(found: dict[str, Any]) -> Queue:
 
 def _read_environment(found: dict[str, Any]) -> ComputeEnvironment:
     name = found["computeEnvironmentName"]
-    subnets = tuple((found.get("computeResources") or {}).get("subnets") or ())
-    return ComputeEnvironment(name, subnets, _explain_state("compute environment", name, found))
+    resources = found.get("computeResources") or {}
+    subnets = tuple(resources.get("subnets") or ())
+    chosen = [each.get("imageIdOverride") for each in resources.get("ec2Configuration") or ()]
+    return ComputeEnvironment(
+        name, subnets, tuple(each for each in chosen if each), _explain_state("compute environment", name, found)
+    )
 
 
 def _explain_state(what: str, name: str, found: dict[str, Any]) -> str:

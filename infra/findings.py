@@ -26,6 +26,9 @@ class Finding:
         )
 
 
+Look = tuple[str, list[Finding]]  # what was seen, in a line, and what of it does not fit
+
+
 def require_fit(findings: list[Finding]) -> None:
     if findings:
         lines = "".join(f"\n  - {finding.text}" for finding in findings)

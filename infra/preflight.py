@@ -12,10 +12,14 @@ from botocore.exceptions import ClientError
 
 from infra.account import Account, explaining_refusals, is_absent
 from infra.batch_queues import environments_of, find_queue, list_queues
-from infra.findings import Finding
+from infra.default_groups import look_at_default_group
+from infra.device import judge_device
+from infra.findings import Finding, Look
 from infra.inputs import Inputs
 from infra.kubernetes_cluster import find_endpoint
+from infra.kubernetes_versions import look_at_addons, look_at_kubernetes
 from infra.leftovers import has_stack_tag
+from infra.machine_images import look_at_machine_images
 from infra.node_groups import TRAINIUM, list_node_groups
 from infra.reservations import judge_reservation
 from infra.shapes import Shape, find_shape, read_shapes
@@ -39,9 +43,6 @@ QUOTAS = (
         frozenset({"a", "c", "d", "h", "i", "im", "is", "m", "r", "t", "z"}),
     ),
 )
-
-
-Look = tuple[str, list[Finding]]  # what was seen, in a line, and what of it does not fit
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ def run_preflight(
     up = sum(each["InstanceType"] == shape.name for each in own)
     findings: list[Finding] = []
     for question in (
+        Question("device", lambda: [_look_at_device(inputs)]),
+        Question("kubernetes", lambda: look_at_kubernetes(account, inputs)),
+        Question("AMI", lambda: look_at_machine_images(account, inputs, is_up)),
+        Question("add-ons", lambda: look_at_addons(account, inputs)),
+        Question("groups", lambda: look_at_default_group(account, inputs)),
         Question("zone", lambda: _look_at_zones(account, inputs)),
         Question("quota", lambda: _look_at_quotas(account, inputs, nodes, others)),
         Question("addresses", lambda: [_look_at_addresses(account, inputs, nodes, up, find_addresses_per_node, is_up)]),
@@ -99,6 +105,11 @@ def _is_up(account: Account, inputs: Inputs) -> bool:
     if inputs.has_cluster:
         return find_endpoint(account, inputs.name) is not None
     return bool(list_queues(account, inputs.name))
+
+
+def _look_at_device(inputs: Inputs) -> Look:
+    found = judge_device(inputs)
+    return f"{'no image computes' if found else 'images compute'} on {inputs.trainium_shape}", found
 
 
 def _look_at_zones(account: Account, inputs: Inputs) -> list[Look]:

@@ -57,12 +57,18 @@ ROADS: dict[Target, tuple[Step, ...]] = {
         Step("make deploy-stage STAGE=tokenizer", "Llama 2 7B: the overlay's RECIPE"),
         Step("make deploy-stage STAGE=compiler", "the first that pays for a Trainium node"),
         Step("make deploy-stage STAGE=trainer", "4 of them"),
+        Step('make stage-run STAGE=trainer COMMAND="export --output export/llama2-7b"', "for Hugging Face, in /fsx"),
         Step("make infra-down", "the data stays; then make infra-leftovers"),
     ),
     "batch": (
         Step(
             "cp infra/stacks/batch/terraform.tfvars.example infra/stacks/batch/terraform.tfvars",
-            "region, zone_id, hugging_face_secret",
+            "region, zone_id",
+        ),
+        Step(
+            "aws secretsmanager create-secret --region {region} --name hugging-face --secret-string file:///dev/stdin "
+            "--query ARN",
+            "paste the token, then Ctrl-D; the ARN is hugging_face_secret",
         ),
         Step("make infra-cost STACK=batch NODES=4 HOURS=24", "offline, before anything else"),
         Step("make infra-preflight STACK=batch", "what the account would refuse"),
@@ -72,6 +78,10 @@ ROADS: dict[Target, tuple[Step, ...]] = {
         Step("make deploy-stage STAGE=tokenizer TARGET=batch", "Llama 2 7B, unless RECIPE= says another"),
         Step("make deploy-stage STAGE=compiler TARGET=batch", "the first that pays for a Trainium node"),
         Step("make deploy-stage STAGE=trainer TARGET=batch", "4 of them"),
+        Step(
+            'make stage-run STAGE=trainer COMMAND="export --output export/llama2-7b" TARGET=batch',
+            "for Hugging Face, in /fsx",
+        ),
         Step("make infra-down STACK=batch", "the data stays; then make infra-leftovers STACK=batch"),
     ),
 }

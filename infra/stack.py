@@ -40,6 +40,8 @@ class Change:
 
     address: str
     actions: tuple[str, ...]
+    changed: frozenset[str] = frozenset()
+    """Arguments that get another value, or one that is not known yet, such as `launch_template.version`."""
 
     @property
     def is_replacement(self) -> bool:
@@ -180,13 +182,36 @@ def provider_mirror() -> Iterator[dict[str, str]]:
 def read_plan(shown: dict[str, Any]) -> Plan:
     """From the JSON of `terraform show`."""
     changes = [
-        Change(each["address"], tuple(each["change"]["actions"]))
+        Change(each["address"], tuple(each["change"]["actions"]), frozenset(_list_changed(each["change"])))
         for each in shown.get("resource_changes", [])
         if each["mode"] == "managed" and each["change"]["actions"] != ["no-op"]
     ]
     variables = {name: each.get("value") for name, each in shown.get("variables", {}).items()}
     outputs = shown.get("output_changes", {}).values()
     return Plan(variables, tuple(changes), any(each["actions"] != ["no-op"] for each in outputs))
+
+
+def _list_changed(change: dict[str, Any]) -> Iterator[str]:
+    """Paths of the arguments that differ, without the indices of blocks."""
+    before, after, unknown = (_flatten(change.get(key)) for key in ("before", "after", "after_unknown"))
+    for path in before.keys() | after.keys() | unknown.keys():
+        if before.get(path) != after.get(path) or True in unknown.get(path, ()):
+            yield path
+
+
+def _flatten(value: Any, path: str = "") -> dict[str, list[Any]]:
+    """Values by their path; those of repeated blocks are together below one."""
+    if isinstance(value, dict):
+        parts = [(f"{path}.{key}" if path else key, each) for key, each in value.items()]
+    elif isinstance(value, list):
+        parts = [(path, each) for each in value]
+    else:
+        return {} if value is None else {path: [value]}
+    found: dict[str, list[Any]] = {}
+    for key, part in parts:
+        for place, values in _flatten(part, key).items():
+            found.setdefault(place, []).extend(values)
+    return found
 
 
 def describe_plan(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deploy.client.outline import Outline
+from images.platforms import explain_no_image
 from services.common.instance_types import family_of, read_instance_types
 
 IN_THE_RECIPE = "cluster.trainer_instance_type"
@@ -16,6 +17,8 @@ def check_instance_type(stage: str, outline: Outline, present: str, how_to_chang
     of the nodes is set.
     """
     wanted, found = outline.cluster.trainer_instance_type, read_instance_types().get(present)
+    if stage != "tokenizer" and (problem := _explain_no_image(wanted or present)):
+        return problem
     if found is None:  # without accelerators
         return ""
     if wanted and (wanted != present if stage == "trainer" else family_of(wanted) != family_of(present)):
@@ -32,3 +35,9 @@ def check_instance_type(stage: str, outline: Outline, present: str, how_to_chang
         f"cluster.trainer_workers_per_node is {per_node}, and a {present} has {most} {found.accelerators}, one for "
         f"each worker: ARGS=--cluster.trainer_workers_per_node={most}, or nodes of another type: {how_to_change}"
     )
+
+
+def _explain_no_image(instance_type: str) -> str:
+    """Why no image computes there; empty for a type without NeuronCores."""
+    found = read_instance_types().get(instance_type)
+    return explain_no_image(instance_type) if found and found.accelerators == "NeuronCores" else ""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.common.errors import RecipeError
-from services.common.recipe import Cluster, Positive, Stage
+from services.common.memory import checkpoint_bytes_of
+from services.common.recipe import Cluster, Model, Positive, Stage
 from services.common.recipe_file import read_values
 
 
@@ -46,9 +47,13 @@ class OutlineBatch(_Outline):
 class OutlineCompile(_Outline):
     enabled: bool = True
     trace_on: str = "device"
-    num_workers: Positive = 1
+    num_workers: Positive = 5
     task_cpus: Positive = 8
     task_memory_gib: Annotated[float, Field(gt=0)] = 32.0
+
+
+class OutlineModel(Model, extra="ignore"):
+    """The whole section: the size of a checkpoint follows from it."""
 
 
 class OutlineTrain(_Outline):
@@ -68,6 +73,16 @@ class Outline(_Outline):
     compile: OutlineCompile = OutlineCompile()
     train: OutlineTrain = OutlineTrain()
     cluster: OutlineCluster = OutlineCluster()
+    model: dict[str, Any] = {}
+    """The section as it is written: a preset that is new in the image is none here."""
+
+    @property
+    def checkpoint_gb(self) -> float | None:
+        """Size of a checkpoint in 10^9 bytes; None where this checkout does not know the model."""
+        try:
+            return checkpoint_bytes_of(OutlineModel.model_validate(self.model)) / 1e9
+        except ValidationError:
+            return None
 
     @property
     def has_compile_tasks(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, TextIO
 
+from deploy.client.one_off import OneOffRequest
 from deploy.client.request import DeployRequest
 from services.common.recipe import Stage
 
@@ -11,7 +12,8 @@ from services.common.recipe import Stage
 class Target(Protocol):
     """Commands of a person, or of CI. Each returns an exit code, and raises `MillraceError` for what cannot be.
 
-    A command that is interrupted changes nothing of what it watches. `output` takes what would be sent, with DRY_RUN=1.
+    A command that is interrupted changes nothing of what it watches, and alone a one-off ends with it. `output` takes
+    what would be sent, with DRY_RUN=1.
     """
 
     def deploy(self, request: DeployRequest, output: TextIO | None) -> int:
@@ -32,6 +34,11 @@ class Target(Protocol):
 
     def roll_back(self, request: DeployRequest, output: TextIO | None) -> int:
         """Deploy the image before, of those with which the stage ended well."""
+        ...
+
+    def run_one_off(self, request: OneOffRequest, output: TextIO | None) -> int:
+        """Run a subcommand of a stage in a short Job on a CPU node, follow it, and write the files that it brings: the
+        subcommand's own exit code. Leaving it ends it."""
         ...
 
     def run_pipeline(self, request: DeployRequest, output: TextIO | None) -> int:

@@ -15,7 +15,8 @@ from services.common.errors import RecipeError
 
 TARGETS = ("kuberay", "batch")
 DEPLOYING = ("deploy-stage", "rollback-stage", "pipeline")
-COMMANDS = (*DEPLOYING, "stage-status", "stage-logs", "stop-stage")
+ONE_OFF = "stage-run"
+COMMANDS = (*DEPLOYING, ONE_OFF, "stage-status", "stage-logs", "stop-stage")
 NAMED_IN_MAKE = "MAKE_VARIABLES"
 """The variable in which the Makefile hands over the names that were given on make's own command line."""
 ELSEWHERE = re.compile(
@@ -34,28 +35,43 @@ class Variable:
     targets: tuple[str, ...] = TARGETS
     elsewhere: str = ""
     """Advice for a person who gives the variable where it has no meaning."""
+    everywhere: tuple[str, ...] = ()
+    """Commands for which it has a meaning on every target."""
+
+    def is_taken(self, command: str, target: str) -> bool:
+        return command in self.everywhere or (command in self.commands and target in self.targets)
 
 
 VARIABLES = {
     "STAGE": Variable(
-        ("deploy-stage", "rollback-stage", "stage-logs", "stop-stage"),
+        ("deploy-stage", "rollback-stage", ONE_OFF, "stage-logs", "stop-stage"),
         elsewhere="pipeline and stage-status are about all stages: make deploy-stage STAGE=... is about one",
     ),
     "TARGET": Variable(COMMANDS),
-    "RECIPE": Variable(DEPLOYING),
-    "TAG": Variable(("deploy-stage",), elsewhere="it is one stage's image: make deploy-stage STAGE=... TAG=..."),
+    "COMMAND": Variable((ONE_OFF,), elsewhere="what a deployment runs is the stage itself; its options are ARGS="),
+    "BRING": Variable((ONE_OFF,), elsewhere="files come home from a subcommand: make stage-run"),
+    "TO": Variable((ONE_OFF,), elsewhere="files come home from a subcommand: make stage-run"),
+    "MEMORY": Variable(
+        (ONE_OFF,),
+        ("kuberay",),
+        "on Batch a subcommand has a whole node of CPU_QUEUE, and a deployment has whole nodes everywhere",
+    ),
+    "RECIPE": Variable((*DEPLOYING, ONE_OFF)),
+    "TAG": Variable(
+        ("deploy-stage", ONE_OFF), elsewhere="it is one stage's image: make deploy-stage STAGE=... TAG=..."
+    ),
     "NODES": Variable(
         ("deploy-stage", "rollback-stage"),
         elsewhere="it is one stage's: make deploy-stage STAGE=... NODES=..., or say the nodes in the recipe",
     ),
-    "ARGS": Variable(DEPLOYING),
-    "RETRIES": Variable(DEPLOYING),
-    "DRY_RUN": Variable(DEPLOYING),
-    "OUTPUT": Variable(DEPLOYING),
-    "FOLLOW": Variable(DEPLOYING),
+    "ARGS": Variable(DEPLOYING, elsewhere="the options of a subcommand are part of COMMAND="),
+    "RETRIES": Variable(DEPLOYING, elsewhere="a subcommand that ends with 75 is typed again"),
+    "DRY_RUN": Variable((*DEPLOYING, ONE_OFF)),
+    "OUTPUT": Variable((*DEPLOYING, ONE_OFF)),
+    "FOLLOW": Variable((*DEPLOYING, ONE_OFF)),
     "MODE": Variable(DEPLOYING, ("kuberay",), "on Batch each job has a Ray cluster of its own"),
     "WAIT": Variable(
-        DEPLOYING,
+        (*DEPLOYING, ONE_OFF),
         ("kuberay",),
         "on Batch the job's queue says how long a job waits for nodes (2 hours without capacity), and an attempt whose "
         "nodes have not all joined within 15 minutes is tried again; make stop-stage ends the wait, HOURS= bounds what "
@@ -74,7 +90,10 @@ VARIABLES = {
         "on Batch a job's nodes go some minutes after it, and a pipeline takes each stage down before the next",
     ),
     "HOURS": Variable(
-        DEPLOYING, ("batch",), "on KubeRay the recipe's train.time_limit_seconds ends the trainer in time"
+        DEPLOYING,
+        ("batch",),
+        "on KubeRay the recipe's train.time_limit_seconds ends the trainer in time",
+        everywhere=(ONE_OFF,),
     ),
     "AGAIN": Variable(DEPLOYING, ("batch",), "on KubeRay the stage itself says whether there is anything to do"),
     "CONFIG": Variable(COMMANDS, ("batch",), "on KubeRay KUBECONFIG names the cluster"),
@@ -91,7 +110,7 @@ def require_taken(command: str, environment: Mapping[str, str]) -> None:
     target = read_target(environment)
     for name in SWITCHES:
         read_switch(environment, name)
-    taken = [name for name, each in VARIABLES.items() if command in each.commands and target in each.targets]
+    taken = [name for name, each in VARIABLES.items() if each.is_taken(command, target)]
     there_are = f"{command} takes {', '.join(taken)} with TARGET={target}"
     for name, variable in VARIABLES.items():
         if name not in taken and _is_given(environment, name):

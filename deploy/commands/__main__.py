@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TextIO, cast
 
+from deploy.client.one_off import read_one_off, split_words
 from deploy.client.request import LOSS_TIMEOUT_SECONDS, DeployRequest, Mode, require_stage_name
 from deploy.client.target import Target
 from deploy.client.variables import read_hours, read_number, read_switch, read_target, require_taken
-from services.common.credentials import WHERE_THEY_BELONG, mask
 from services.common.entry_point import exit_code_of
 from services.common.errors import RecipeError
 from services.common.recipe import Stage
@@ -34,6 +33,7 @@ def main(argv: list[str]) -> int:
         "stop-stage": stop,
         "rollback-stage": rollback,
         "pipeline": pipeline,
+        "stage-run": run,
     }
     parser = argparse.ArgumentParser(prog="python -m deploy.commands", description=__doc__)
     parser.add_argument("command", choices=commands)
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 def deploy() -> int:
     request = _read_request(_stage())
-    with _output(request) as file:
+    with _output(request.is_dry_run) as file:
         return _target().deploy(request, file)
 
 
@@ -65,14 +65,21 @@ def stop() -> int:
 def rollback() -> int:
     """The settings with which the stage was deployed last, where nothing else was named."""
     request = _read_request(_stage())
-    with _output(request) as file:
+    with _output(request.is_dry_run) as file:
         return _target().roll_back(request, file)
 
 
 def pipeline() -> int:
     request = _read_request("tokenizer")
-    with _output(request) as file:
+    with _output(request.is_dry_run) as file:
         return _target().run_pipeline(request, file)
+
+
+def run() -> int:
+    """A subcommand of a stage, in a short Job."""
+    request = read_one_off(os.environ)
+    with _output(request.is_dry_run) as file:
+        return _target().run_one_off(request, file)
 
 
 def _target() -> Target:
@@ -96,7 +103,7 @@ def _read_request(stage: Stage) -> DeployRequest:
         tag=os.environ.get("TAG", ""),
         nodes=read_number(os.environ, "NODES", 1) if os.environ.get("NODES") else None,
         mode=cast(Mode, mode) if mode else None,
-        arguments=_split(arguments) if arguments is not None else None,
+        arguments=split_words("ARGS", arguments) if arguments is not None else None,
         retries=read_number(os.environ, "RETRIES", RETRIES),
         start_timeout_seconds=read_number(os.environ, "WAIT", START_TIMEOUT_SECONDS),
         loss_timeout_seconds=read_number(os.environ, "WAIT_AFTER_LOSS", LOSS_TIMEOUT_SECONDS),
@@ -110,12 +117,12 @@ def _read_request(stage: Stage) -> DeployRequest:
 
 
 @contextmanager
-def _output(request: DeployRequest) -> Iterator[TextIO | None]:
+def _output(is_dry_run: bool) -> Iterator[TextIO | None]:
     """With OUTPUT=yaml, stdout is for what would be sent alone, and all words go to stderr."""
     output = os.environ.get("OUTPUT", "")
     if output not in ("", "yaml"):
         raise RecipeError(f"OUTPUT={output}: yaml is what there is")
-    if output and not request.is_dry_run:
+    if output and not is_dry_run:
         raise RecipeError("OUTPUT=yaml writes what would be applied: DRY_RUN=1 OUTPUT=yaml")
     if not output:
         yield None
@@ -123,15 +130,6 @@ def _output(request: DeployRequest) -> Iterator[TextIO | None]:
     stdout = sys.stdout
     with redirect_stdout(sys.stderr):
         yield stdout
-
-
-def _split(arguments: str) -> tuple[str, ...]:
-    if mask(arguments) != arguments:  # they are stored with the deployment, and in its pods
-        raise RecipeError(f"ARGS: holds a user, a password, a token or a signature. {WHERE_THEY_BELONG}")
-    try:
-        return tuple(shlex.split(arguments))
-    except ValueError as error:
-        raise RecipeError(f"ARGS={arguments}: {error}") from error
 
 
 def _stage() -> Stage:

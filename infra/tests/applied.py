@@ -18,6 +18,7 @@ from typing import Any
 import boto3
 import pytest
 
+from infra.account import Account
 from infra.stack import Change, Plan, Stack, read_plan
 from infra.teardown import list_targets_around_data
 
@@ -67,6 +68,13 @@ class Applied:
         targets = list_targets_around_data(Stack(self.folder).resources())
         return self.plan("-destroy", *(f"-target={each}" for each in targets)).changes
 
+    def account(self, monkeypatch: pytest.MonkeyPatch) -> Account:
+        """As the commands of infra reach it."""
+        monkeypatch.setenv("AWS_ENDPOINT_URL", self.endpoint)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        return Account(REGION)
+
     def client(self, service: str) -> Any:
         return boto3.client(
             service,
@@ -108,7 +116,8 @@ def apply_stack(name: str, variables: Mapping[str, Any], endpoint: str, place: P
     without_state = shutil.ignore_patterns(".terraform*", "*.tfstate*", "*.tfvars")
     for part in ("modules", "stacks", "userdata"):
         shutil.copytree(INFRA / part, copy / part, ignore=without_state)
-    shutil.copy2(INFRA / "shapes.json", copy)
+    for table in ("shapes.json", "aws_releases.json"):
+        shutil.copy2(INFRA / table, copy)
     config = copy / "terraform.rc"
     config.write_text(f"provider_installation {{\n  filesystem_mirror {{\n    path = {json.dumps(MIRROR)}\n  }}\n}}\n")
     folder = copy / "stacks" / name

@@ -6,19 +6,28 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlparse
 
 import boto3
 import pytest
 import requests
+from moto.ec2.models import ec2_backends
 from moto.ec2.responses import EC2Response
+from moto.eks import urls as eks_urls
 from moto.server import ThreadedMotoServer
 from moto.servicequotas.responses import ServiceQuotasResponse
 
+from infra.aws_releases import name_of_eks_release, read_addon_pins, read_ecs_machine_images
+from infra.kubernetes_versions import ADDONS
 from infra.tests.programs import Programs
 from infra.tests.service_models import share_service_models
+from infra.tests.site import Site, make_cluster
 
 REGION = "us-west-2"
+ACCOUNT = "123456789012"  # moto's
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,12 +43,14 @@ def programs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 
 class Aws:
-    """Clients of the simulated account, and what moto cannot do: quotas and capacity reservations."""
+    """Clients of the simulated account, and what moto cannot do: quotas, capacity reservations, versions of EKS."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.quotas: dict[str, float] = {}
         self.reservations: list[str] = []
+        self.kubernetes: dict[str, tuple[str, datetime]] = {}
+        self.addons: dict[str, list[str]] = {}
         self._clients: dict[str, Any] = {}
 
     def client(self, service: str) -> Any:
@@ -51,6 +62,25 @@ class Aws:
     def reset(self) -> None:
         requests.post(f"{self.endpoint}/moto-api/reset", timeout=30).raise_for_status()
         self.quotas, self.reservations = {}, []
+        # As AWS has them in 2026.
+        self.kubernetes = {
+            "1.34": ("STANDARD_SUPPORT", datetime(2026, 12, 2, tzinfo=UTC)),
+            "1.35": ("STANDARD_SUPPORT", datetime(2027, 3, 27, tzinfo=UTC)),
+        }
+        self.addons = {name: ["v1.2.0-eksbuild.1", "v1.1.0-eksbuild.1"] for name in ADDONS}
+        self.addons["kube-proxy"] = ["v1.34.9-eksbuild.1", *read_addon_pins("1.34").values()]
+
+    def publish_machine_images(self) -> None:
+        """Those that the stacks take by default, and a newer one."""
+        for release in ("1.34.7-20260505", "1.35.4-20260505", "1.34.8-20260610"):
+            self.publish_image(name_of_eks_release(release))
+        self.publish_image(read_ecs_machine_images().default)
+
+    def publish_image(self, name: str) -> str:
+        """A machine image of Amazon's; its id."""
+        made = str(self.client("ec2").register_image(Name=name, RootDeviceName="/dev/xvda")["ImageId"])
+        ec2_backends[ACCOUNT][REGION].amis[made].owner_alias = "amazon"
+        return made
 
     def reserve(self, **facts: str) -> None:
         """A capacity reservation, by the names of EC2's XML."""
@@ -75,7 +105,27 @@ def moto_server() -> Iterator[Aws]:
             f"</DescribeCapacityReservationsResponse>"
         )
 
+    def describe_cluster_versions(request: Any, full_url: str, headers: Any) -> tuple[int, dict[str, str], str]:
+        asked = parse_qs(urlparse(full_url).query).get("clusterVersions", [])
+        found = [
+            {"clusterVersion": version, "versionStatus": status, "endOfStandardSupportDate": end.timestamp()}
+            for version, (status, end) in aws.kubernetes.items()
+            if version in asked
+        ]
+        return 200, {}, json.dumps({"clusterVersions": found})
+
+    def describe_addon_versions(request: Any, full_url: str, headers: Any) -> tuple[int, dict[str, str], str]:
+        asked = parse_qs(urlparse(full_url).query)
+        [name], [version] = asked["addonName"], asked["kubernetesVersion"]
+        found = [
+            {"addonVersion": each, "compatibilities": [{"clusterVersion": version, "defaultVersion": number == 0}]}
+            for number, each in enumerate(aws.addons.get(name, []))
+        ]
+        return 200, {}, json.dumps({"addons": [{"addonName": name, "addonVersions": found}] if found else []})
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(eks_urls.url_paths, "{0}/cluster-versions$", describe_cluster_versions)
+        patch.setitem(eks_urls.url_paths, "{0}/addons/supported-versions$", describe_addon_versions)
         patch.setattr(ServiceQuotasResponse, "list_service_quotas", list_service_quotas, raising=False)
         patch.setattr(EC2Response, "describe_capacity_reservations", describe_capacity_reservations, raising=False)
         yield aws
@@ -95,3 +145,22 @@ def aws(moto_server: Aws, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aws]:
     moto_server.reset()
     yield moto_server
     moto_server.reset()
+
+
+@pytest.fixture
+def site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Site:
+    programs.add_real("terraform")
+    programs.add_real("sh")
+    site = Site(tmp_path, programs)
+    monkeypatch.setenv("STACK", str(site.stack))
+    monkeypatch.setenv("OVERLAY", str(site.overlay))
+    monkeypatch.setenv("YES", "1")
+    monkeypatch.setenv("SLOW", str(tmp_path / "slow"))
+    monkeypatch.delenv("TF_CLI_CONFIG_FILE", raising=False)
+    return site
+
+
+@pytest.fixture
+def cluster(site: Site, aws: Aws) -> Site:
+    """An EKS cluster with a pool of two nodes in the account."""
+    return make_cluster(site, aws)

@@ -14,9 +14,11 @@ import pytest
 from botocore.exceptions import ClientError
 
 from batch.config import read_config
+from infra.neighbours import find_in_account
 from infra.shapes import find_shape
 from infra.stack import type_of
 from infra.tests.applied import ACCOUNT, APPLIES, REGION, Applied, apply_stack, simulated_aws
+from infra.tests.fakeaws.shim import TRAINIUM_AMI
 
 VARIABLES = {
     "region": REGION,
@@ -46,6 +48,12 @@ def environments_of(applied: Applied) -> dict[str, dict[str, Any]]:
         queue["jobQueueName"]: made[queue["computeEnvironmentOrder"][0]["computeEnvironment"]]
         for queue in batch.describe_job_queues()["jobQueues"]
     }
+
+
+def test_nothing_that_the_stack_made_is_taken_for_somebody_elses(
+    applied: Applied, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_in_account(applied.account(monkeypatch), "millrace", lambda service: False) == []
 
 
 def test_deployments_read_what_the_stack_writes(applied: Applied, tmp_path: Path) -> None:
@@ -84,9 +92,40 @@ def test_trainium_nodes_start_with_every_efa_card_and_the_ami_with_neuron(applie
     assert sorted((int(each["NetworkCardIndex"]), int(each["DeviceIndex"])) for each in interfaces) == [
         (card, 0 if card == 0 else 1) for card in range(find_shape("trn1.32xlarge").efa_cards)
     ]
-    parameter = "/aws/service/ecs/optimized-ami/amazon-linux-2023/neuron/recommended/image_id"
-    newest = applied.client("ssm").get_parameter(Name=parameter)["Parameter"]["Value"]
-    assert [each["imageIdOverride"] for each in resources["ec2Configuration"]] == [newest]
+    assert [each["imageIdOverride"] for each in resources["ec2Configuration"]] == [TRAINIUM_AMI]
+
+
+def test_containers_of_a_job_reach_one_another_in_whichever_group_aws_puts_them(applied: Applied) -> None:
+    """Those of the compute environment, or of the node's launch template, or else the VPC's default one."""
+    ec2 = applied.client("ec2")
+    cpu, trainium = (environments_of(applied)[f"millrace-{pool}"]["computeResources"] for pool in ("cpu", "trainium"))
+    [vpc] = {each["VpcId"] for each in ec2.describe_subnets(SubnetIds=trainium["subnets"])["Subnets"]}
+    of_vpc = [{"Name": "vpc-id", "Values": [vpc]}]
+    groups = {each["GroupId"]: each for each in ec2.describe_security_groups(Filters=of_vpc)["SecurityGroups"]}
+    names = {each["GroupName"]: name for name, each in groups.items()}
+    of_nodes = {names[f"millrace-{name}"] for name in ("efa", "fsx", "nodes")}
+    assert set(cpu["securityGroupIds"]) == of_nodes
+    assert not trainium.get("securityGroupIds")
+    for name in (names["default"], names["millrace-nodes"]):
+        inward, outward = groups[name]["IpPermissions"], groups[name]["IpPermissionsEgress"]
+        assert [pair["GroupId"] for rule in inward for pair in rule["UserIdGroupPairs"]] == [name]
+        assert {rule["IpProtocol"] for rule in inward} == {"-1"}
+        assert sorted((rule["IpProtocol"], rule.get("FromPort", -1)) for rule in outward) == [("-1", -1), ("tcp", 443)]
+
+
+def test_a_plan_tells_what_renews_nodes_from_what_does_not(applied: Applied) -> None:
+    """What infra-up asks of a plan, in plans of the provider's own. moto forgets some of what it is given, so that each
+    plan has that too.
+    """
+    address = 'module.batch.aws_batch_compute_environment.pool["trainium"]'
+
+    def changed(*options: str) -> frozenset[str]:
+        found = [each for each in applied.plan(*options).changes if each.address == address]
+        return found[0].changed if found else frozenset()
+
+    forgotten = changed()
+    assert changed("-var=trainium={max_nodes=8}") - forgotten == {"compute_resources.max_vcpus"}
+    assert "compute_resources.launch_template.version" in changed("-var=checkpoint_gb=400")
 
 
 def test_a_job_that_is_stuck_is_cancelled(applied: Applied) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from infra.stack import STACK
 from infra.tests.conftest import REGION, Aws
 from infra.tests.moto_batch import make_queue
 from infra.tests.programs import Programs
+from services.common.lustre import default_lustre_size
 from services.common.recipe import STAGES
 from tests.command import call
 
@@ -35,7 +37,7 @@ def test_batch_itself_costs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert "EKS control plane" not in done.stdout
     assert "core" not in done.stdout
     assert "1 x NAT gateway" in done.stdout
-    assert "FSx for Lustre, 1200 GiB" in done.stdout
+    assert "FSx for Lustre, 1,200 GiB" in done.stdout
     assert "4 x trn1.32xlarge (trainium)" in done.stdout
 
 
@@ -57,7 +59,7 @@ def test_the_defaults_are_the_stacks() -> None:
 
     assert not inputs.has_cluster
     assert (inputs.trainium_shape, inputs.cpu_shape, inputs.core_nodes) == ("trn1.32xlarge", "m7i.8xlarge", 0)
-    assert (inputs.has_network, inputs.fsx_gib) == (True, 1200)
+    assert (inputs.subnet_id, inputs.fsx) == ("", default_lustre_size())
 
 
 @pytest.fixture
@@ -65,6 +67,7 @@ def account(on_batch: None, aws: Aws, programs: Programs, monkeypatch: pytest.Mo
     """One whose quotas hold four Trainium nodes and four others."""
     programs.add("terraform", """echo '{"addresses_per_node": {"value": 24}}'""")
     monkeypatch.setenv("TAG", TAG)
+    aws.publish_machine_images()
     aws.quotas |= {
         "Running On-Demand Trn instances": 512,
         "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances": 128,
@@ -104,6 +107,91 @@ def test_preflight_of_an_account_in_which_everything_fits(capfd: pytest.CaptureF
     assert "3 of 3 tags are in ECR" in done.stdout
     assert "head" not in done.stdout
     assert "other-" not in done.stdout
+
+
+def test_preflight_names_an_ami_whose_driver_nobody_knows(
+    capfd: pytest.CaptureFixture[str], account: Aws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = account.publish_image("al2023-ami-ecs-neuron-hvm-2023.0.20260820-kernel-6.1-x86_64")
+    monkeypatch.setenv("TF_VAR_ami_id", newest)
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 4
+    assert f"20260820-kernel-6.1-x86_64 ({newest}) is not known to be one that the images take" in done.stderr
+    assert "next      leave ami_id out, for the default; or look up its aws-neuronx-dkms in https://" in done.stderr
+
+
+def test_preflight_names_an_environment_whose_nodes_start_from_another_ami(
+    capfd: pytest.CaptureFixture[str], account: Aws
+) -> None:
+    """Of an apply that took the newest of its day."""
+    newest = account.publish_image("al2023-ami-ecs-neuron-hvm-2023.0.20260820-kernel-6.1-x86_64")
+    make_queue(account.client, "millrace-trainium", [make_subnet(account)], ami_id=newest)
+    push(account, [f"millrace/{stage}" for stage in STAGES])
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 4
+    assert "where     compute environment millrace-trainium\n" in done.stderr
+    assert "next      make infra-up STACK=batch, with no job" in done.stderr
+
+
+def test_preflight_names_an_ami_that_the_region_does_not_have(
+    capfd: pytest.CaptureFixture[str], account: Aws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TF_VAR_ami_id", "ami-00000000000000000")
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 4
+    assert "no machine image ami-00000000000000000" in done.stderr
+
+
+def test_preflight_names_what_the_default_group_of_a_given_vpc_lacks(
+    capfd: pytest.CaptureFixture[str], account: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """AWS makes it open towards itself and everywhere; a careful owner closes it. moto makes no rule towards itself."""
+    subnet, ec2 = make_subnet(account), account.client("ec2")
+    config = tmp_path / "config.txt"
+    config.write_text(f"REGION={REGION}\nSUBNET={subnet}\n")
+    monkeypatch.setenv("TF_VAR_config", str(config))
+    vpc = ec2.describe_subnets(SubnetIds=[subnet])["Subnets"][0]["VpcId"]
+    of_vpc = [{"Name": "vpc-id", "Values": [vpc]}, {"Name": "group-name", "Values": ["default"]}]
+    [group] = ec2.describe_security_groups(Filters=of_vpc)["SecurityGroups"]
+    itself = f"--group-id {group['GroupId']} --protocol -1 --source-group {group['GroupId']}"
+    run_cli(ec2, f"aws ec2 authorize-security-group-ingress {itself}")
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 0, done.stderr
+    [group] = ec2.describe_security_groups(Filters=of_vpc)["SecurityGroups"]
+    assert f"groups      {group['GroupId']}, the default one of {vpc}, lets containers through\n" in done.stdout
+
+    ec2.revoke_security_group_egress(GroupId=group["GroupId"], IpPermissions=group["IpPermissionsEgress"])
+    ec2.revoke_security_group_ingress(GroupId=group["GroupId"], IpPermissions=group["IpPermissions"])
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 4
+    assert "3 of what is needed is not there" in done.stderr
+    commands = [line.split("next      ")[1] for line in done.stderr.splitlines() if "next      " in line]
+    for command in commands:
+        run_cli(ec2, command)
+    assert call(capfd, "infra.__main__", "preflight").returncode == 0
+
+
+def run_cli(ec2: Any, command: str) -> None:
+    """What the AWS CLI makes of such a command."""
+    words = command.split()
+    options = dict(zip(words[3::2], words[4::2], strict=True))
+    rule: dict[str, Any] = {"IpProtocol": options["--protocol"]}
+    if "--source-group" in options:
+        rule["UserIdGroupPairs"] = [{"GroupId": options["--source-group"]}]
+    else:
+        port = int(options["--port"])
+        rule |= {"FromPort": port, "ToPort": port, "IpRanges": [{"CidrIp": options["--cidr"]}]}
+    getattr(ec2, words[2].replace("-", "_"))(GroupId=options["--group-id"], IpPermissions=[rule])
 
 
 def test_preflight_before_the_first_infra_up(capfd: pytest.CaptureFixture[str], account: Aws) -> None:

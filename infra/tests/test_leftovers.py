@@ -61,7 +61,8 @@ def test_everything_that_costs_is_named_with_its_price(capfd: pytest.CaptureFixt
     )["Instances"][0]["InstanceId"]
     create_cluster(aws.client("eks"), "millrace", names)
     aws.client("elbv2").create_load_balancer(Name="of-a-service", Subnets=names, Tags=[of_cluster])
-    aws.client("logs").create_log_group(logGroupName="/aws/eks/millrace/cluster")
+    for name in ("/aws/eks/millrace/cluster", "/aws/containerinsights/millrace/performance", "/aws/eks/other/cluster"):
+        aws.client("logs").create_log_group(logGroupName=name)
     aws.client("ecr").create_repository(repositoryName="millrace/head", tags=[TAG])
     aws.client("ecr").create_repository(repositoryName="other/head", tags=[OTHER])
     s3 = aws.client("s3")
@@ -86,7 +87,7 @@ def test_everything_that_costs_is_named_with_its_price(capfd: pytest.CaptureFixt
     assert done.returncode == 0, done.stderr
     lines = {line.split("  ")[1].strip() + " " + line[17:].split()[0]: line for line in done.stdout.splitlines()[1:-1]}
     assert (
-        "13 things of millrace are in us-west-2; prices are list prices of us-east-1, not this region's" in done.stdout
+        "14 things of millrace are in us-west-2; prices are list prices of us-east-1, not this region's" in done.stdout
     )
     assert "$73.00/month" in lines["EKS cluster millrace"]
     assert "$15,695.00/month  trn1.32xlarge, running" in lines[f"instance {instance}"]
@@ -98,11 +99,12 @@ def test_everything_that_costs_is_named_with_its_price(capfd: pytest.CaptureFixt
     assert "by use  images  data" in lines["ECR millrace/head"]
     assert "by use  objects  data" in lines["bucket artifacts"]
     assert "0.0 GB" in lines["log group /aws/eks/millrace/cluster"]
+    assert "0.0 GB" in lines["log group /aws/containerinsights/millrace/performance"]
     assert f"ec2 vpc/{vpc}" in lines
     assert "$1.00/month" in lines[f"kms key/{key}"]
     assert "$0.00/month  AWS deletes it within 30 days" in lines[f"kms key/{going}"]
     assert "other" not in done.stdout
-    assert len(lines) == 13, "something is named twice"
+    assert len(lines) == 14, "something is named twice"
     assert "in sum $16,081.92/month" in done.stdout.splitlines()[-1]
 
 

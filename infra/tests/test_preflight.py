@@ -31,6 +31,11 @@ core_nodes = {{ shape = "m7i.2xlarge", nodes = 2 }}
 RESERVED = 'capacity = {{ kind = "{}", reservation_id = "cr-1", ends_at = "{}" }}\n'
 
 
+@pytest.fixture(autouse=True)
+def machine_images(aws: Aws) -> None:
+    aws.publish_machine_images()
+
+
 @pytest.fixture
 def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "mine.tfvars"
@@ -63,7 +68,9 @@ def fitting(aws: Aws, variables: Path, terraform: Programs) -> Aws:
     return aws
 
 
-def make_cluster(aws: Aws, cidr: str, zones: tuple[str, ...] = (ZONE,)) -> list[str]:
+def make_cluster(
+    aws: Aws, cidr: str, zones: tuple[str, ...] = (ZONE,), version: str = "1.34", release: str = "1.34.7-20260505"
+) -> list[str]:
     """An EKS cluster with a Trainium node group in new subnets of those zones; the subnets' ids."""
     ec2, eks = aws.client("ec2"), aws.client("eks")
     vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
@@ -72,9 +79,10 @@ def make_cluster(aws: Aws, cidr: str, zones: tuple[str, ...] = (ZONE,)) -> list[
         for number, zone in enumerate(zones)
     ]
     role = "arn:aws:iam::123456789012:role/any"
-    eks.create_cluster(name="millrace", roleArn=role, resourcesVpcConfig={"subnetIds": subnets})
+    eks.create_cluster(name="millrace", version=version, roleArn=role, resourcesVpcConfig={"subnetIds": subnets})
     eks.create_nodegroup(
         clusterName="millrace",
+        releaseVersion=release,
         nodegroupName="trainium",
         subnets=subnets,
         nodeRole=role,
@@ -97,6 +105,84 @@ def test_an_account_in_which_everything_fits(capfd: pytest.CaptureFixture[str], 
     assert f"{STANDARD}: 80 vCPU, 0 in use by others, 2 x m7i.2xlarge and 2 x m7i.8xlarge take 80" in done.stdout
     assert f"{subnet} has 251 free, 96 are needed for 4 nodes that are not up yet" in done.stdout
     assert "4 of 4 tags are in ECR" in done.stdout
+    assert "device      images compute on trn1.32xlarge\n" in done.stdout
+    assert "1.34 is in standard support until 2026-12-02; then EKS upgrades the cluster by itself\n" in done.stdout
+    assert "1.34.7-20260505 has Neuron driver 2.27.4.0, which the images take\n" in done.stdout
+    assert "            node group trainium has 1.34.7-20260505\n" in done.stdout
+    assert 'add-ons     1 pinned; as they are today: addon_versions = { vpc-cni = "v1.2.0-eksbuild.1", ' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ('ami_release = "1.34.9-20260714"', "the Neuron driver of 1.34.9-20260714 is not known to be one that the"),
+        ('ami_release = "1.34.9-20260625"', "no machine image 1.34.9-20260625"),
+        ('kubernetes_version = "1.36"', "no release of EKS' Neuron AMI is known for Kubernetes 1.36"),
+        ('trainium = { shape = "trn2.48xlarge", max_nodes = 1 }', "no image computes on trn2.48xlarge yet"),
+        ('addon_versions = { coredns = "v9" }', "EKS has no v9 of add-on coredns"),
+    ],
+)
+def test_what_does_not_fit_the_images_or_eks_is_named(
+    capfd: pytest.CaptureFixture[str], fitting: Aws, variables: Path, values: str, said: str
+) -> None:
+    """The second release is in the table, and the region has none of it."""
+    kept = [line for line in VARIABLES.splitlines() if line.partition(" ")[0] != values.partition(" ")[0]]
+    variables.write_text("\n".join([*kept, values, ""]), encoding="utf-8")
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 4
+    assert f"  - {said}" in done.stderr
+    assert "infra/aws_releases.json" in done.stderr or "images/platforms.toml" in done.stderr
+
+
+def test_nodes_of_a_release_whose_driver_is_too_new_are_named(capfd: pytest.CaptureFixture[str], fitting: Aws) -> None:
+    """Of a group that was made before the stack pinned its release."""
+    make_cluster(fitting, "10.0.{}.0/24", release="1.34.9-20260714")
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 4
+    assert "the Neuron driver of 1.34.9-20260714 is not known to be one that the images take" in done.stderr
+    assert "where     node group trainium\n" in done.stderr
+    assert "aws-neuronx-dkms from 2.27.4.0 on and before 2.29" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("status", "values", "is_refused", "said"),
+    [
+        ("EXTENDED_SUPPORT", "", True, 'next      kubernetes_version = 1.35; or kubernetes_support = "EXTENDED", for'),
+        ("EXTENDED_SUPPORT", 'kubernetes_support = "EXTENDED"\n', False, "1.34 is extended support, standard until"),
+        ("UNSUPPORTED", 'kubernetes_support = "EXTENDED"\n', True, "next      kubernetes_version = 1.35\n"),
+    ],
+)
+def test_a_version_of_kubernetes_that_leaves_its_support_is_named(
+    capfd: pytest.CaptureFixture[str],
+    fitting: Aws,
+    variables: Path,
+    status: str,
+    values: str,
+    is_refused: bool,
+    said: str,
+) -> None:
+    fitting.kubernetes["1.34"] = (status, datetime(2026, 12, 2, tzinfo=UTC))
+    variables.write_text(VARIABLES + values, encoding="utf-8")
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == (4 if is_refused else 0), done.stderr
+    assert ("Kubernetes 1.34 has left EKS' standard support" in done.stderr) == is_refused
+    assert said in done.stdout + done.stderr
+
+
+def test_a_cluster_that_eks_has_upgraded_is_named(capfd: pytest.CaptureFixture[str], fitting: Aws) -> None:
+    make_cluster(fitting, "10.0.{}.0/24", version="1.35")
+
+    done = call(capfd, "infra.__main__", "preflight")
+
+    assert done.returncode == 4
+    assert "cluster millrace has a newer Kubernetes than is chosen, and EKS takes none back" in done.stderr
+    assert 'next      kubernetes_version = "1.35"' in done.stderr
 
 
 def test_before_the_first_infra_up_nothing_of_it_is_missed(

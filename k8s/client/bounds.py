@@ -1,4 +1,7 @@
-"""The bounds of a namespace that follow from its RayCluster: whose images may run, and how much its pods may take."""
+"""The bounds of a namespace that follow from its RayCluster: whose images may run, and how much its pods may take.
+
+Admission policies (`k8s/base/pod-admission.yaml`) read them from the namespace's annotations.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,23 @@ from decimal import Decimal
 
 from k8s.client.stage_image import full_name
 from k8s.objects.api import Object
-from k8s.objects.names import EFA, IMAGES_ANNOTATION, NEURON
-from k8s.objects.worker_group import quantity
+from k8s.objects.names import (
+    EFA,
+    IMAGES_ANNOTATION,
+    NEURON,
+    ONE_OFF_CPUS_ANNOTATION,
+    ONE_OFF_MEMORY_ANNOTATION,
+    ONE_OFF_POOL_ANNOTATION,
+    POOL_LABEL,
+)
+from k8s.objects.one_off_job import CPU_STAGE
+from k8s.objects.worker_group import quantity, worker_group_of
 from services.common.recipe import STAGES
 
 # The head, another one that replaces it, and those of stages that have Ray clusters of their own.
 MOST_HEADS = 2 + len(STAGES)
+MOST_ONE_OFFS = 4
+"""One-offs at a time, each as large as a pod of a CPU node."""
 MOST_JOBS = "count/jobs.batch"
 JOB_REQUESTS = {"cpu": Decimal("0.2"), "memory": Decimal(2**30)}  # at most: k8s/base/pod-admission.yaml
 COUNTED = {"cpu": "requests.cpu", "memory": "requests.memory", NEURON: f"requests.{NEURON}", EFA: f"requests.{EFA}"}
@@ -29,8 +43,24 @@ def fill_images(namespace: Object, cluster: Object) -> None:
     namespace["metadata"].setdefault("annotations", {}).setdefault(IMAGES_ANNOTATION, " ".join(known))
 
 
+def fill_one_off(namespace: Object, cluster: Object) -> None:
+    """Write down where one-offs may run, and what one takes at most: as a pod of the stage that takes CPU nodes.
+
+    An overlay whose pods are sized otherwise may say it.
+    """
+    group = worker_group_of(cluster, CPU_STAGE)
+    resources = group.container.get("resources", {})
+    told = {
+        ONE_OFF_POOL_ANNOTATION: (group.pod.get("nodeSelector") or {}).get(POOL_LABEL, ""),
+        ONE_OFF_CPUS_ANNOTATION: resources.get("requests", {}).get("cpu", "0"),
+        ONE_OFF_MEMORY_ANNOTATION: resources.get("limits", {}).get("memory", "0"),
+    }
+    annotations = namespace["metadata"].setdefault("annotations", {})
+    annotations.update({name: str(value) for name, value in told.items() if name not in annotations})
+
+
 def fill_quota(quota: Object, cluster: Object) -> None:
-    """Bound what the pods ask for together: all worker groups at their most pods, heads and Jobs besides."""
+    """Bound what the pods ask for together: all worker groups at their most pods, heads, Jobs and one-offs besides."""
     hard = quota["spec"]["hard"]
     jobs = int(hard[MOST_JOBS])
     asked = defaultdict(Decimal, {name: amount * jobs for name, amount in JOB_REQUESTS.items()})
@@ -48,5 +78,6 @@ def _pods(cluster: Object) -> Iterator[tuple[list[Object], int]]:
     """The containers of the pods of the head and of each worker group, and the most pods of that kind."""
     spec = cluster["spec"]
     yield spec["headGroupSpec"]["template"]["spec"]["containers"], MOST_HEADS
+    yield worker_group_of(cluster, CPU_STAGE).pod["containers"], MOST_ONE_OFFS
     for group in spec["workerGroupSpecs"]:
         yield group["template"]["spec"]["containers"], int(group["maxReplicas"])

@@ -31,6 +31,11 @@ def write_manifests(file: TextIO, api: Api, group: WorkerGroup, deployment: Depl
         *([("a patch, with the other groups as they are", _group_patch(group, deployment))] if is_shared else []),
         ("when the gang stands; another for each new attempt", first),
     ]
+    write_documents(file, api, documents)
+
+
+def write_documents(file: TextIO, api: Api, documents: list[tuple[str, Object]]) -> None:
+    """Each object in the namespace, with a comment about what becomes of it."""
     for comment, each in documents:
         document = each | {"metadata": each["metadata"] | {"namespace": api.namespace}}
         text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)

@@ -17,7 +17,7 @@ from k8s.objects.api import Api, Object
 from k8s.objects.capacity import check_fit
 from k8s.objects.deployment import UPDATE_HEAD, Deployment
 from k8s.objects.eks import USABLE, NodeGroup, describe_resize
-from k8s.objects.names import EFA, INSTANCE_TYPE_LABEL, NEURON, REGION_ANNOTATION, SHAPE_LABEL
+from k8s.objects.names import EFA, INSTANCE_TYPE_LABEL, NAMESPACE, NEURON, REGION_ANNOTATION, SHAPE_LABEL
 from k8s.objects.node_shares import (
     PoolShares,
     ShareBook,
@@ -28,6 +28,7 @@ from k8s.objects.node_shares import (
 )
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
+from services.common.recipe import STAGES
 
 
 def check_reservation(group: WorkerGroup) -> str:
@@ -101,20 +102,20 @@ def describe_pool(api: Api, book: ShareBook, stage: str, name: str) -> str:
 
 
 def require_nodes_given_back(api: Api) -> None:
-    """Raises `DeviceError` while a stage holds nodes of a pool: without the cluster's objects nobody would lower it."""
+    """Raises `DeviceError` while anybody holds nodes of a pool: without the cluster's objects nobody would lower it."""
     pools = read_share_book(api).pools
     if not pools:
         return
     held = "; ".join(f"node group {name} ({describe_holders(shares)})" for name, shares in sorted(pools.items()))
-    stages = sorted({stage for shares in pools.values() for stage in shares.nodes})
+    holders = sorted({holder for shares in pools.values() for holder in shares.nodes})
     raise DeviceError(
-        f"nodes are still held of {held}: {', '.join(f'make stop-stage STAGE={each}' for each in stages)}, then wait "
-        f"for the reaper (make stage-status tells), or make cluster-down FORCE=1, which leaves them running"
+        f"nodes are still held of {held}: {', '.join(map(_command_to_end, holders))}, then wait for the reaper (make "
+        f"stage-status tells), or make cluster-down FORCE=1, which leaves them running"
     )
 
 
 def require_same_region(api: Api, rendered: Object, live: Object) -> None:
-    """Raises `DeviceError` for another region while a stage holds nodes: there nobody would find the pool to lower."""
+    """Raises `DeviceError` for another region while anybody holds nodes: there nobody would find the pool to lower."""
     before, after = (each["metadata"].get("annotations", {}).get(REGION_ANNOTATION, "") for each in (live, rendered))
     if before == after:
         return
@@ -122,9 +123,14 @@ def require_same_region(api: Api, rendered: Object, live: Object) -> None:
     if held:
         raise DeviceError(
             f"REGION changes from {before or 'nothing'} to {after or 'nothing'}, and {' and '.join(held)} still holds "
-            f"nodes there (make stage-status), which nobody would lower: make stop-stage STAGE={held[0]}, wait for the "
+            f"nodes there (make stage-status), which nobody would lower: {_command_to_end(held[0])}, wait for the "
             f"reaper, then run this again. Nothing was applied."
         )
+
+
+def _command_to_end(holder: str) -> str:
+    """The command that ends what holds nodes: a stage, or a one-off by the name of its Job."""
+    return f"make stop-stage STAGE={holder}" if holder in STAGES else f"kubectl -n {NAMESPACE} delete job {holder}"
 
 
 def tell_left_nodes(api: Api) -> None:

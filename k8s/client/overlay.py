@@ -21,7 +21,8 @@ from k8s.client.settings import fill_in
 from k8s.client.setup_job import run_setup_job
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api, Conflict, KindAbsent, Object
-from k8s.objects.names import CLUSTER, COMPONENT_LABEL, VARIANT_ANNOTATION
+from k8s.objects.names import CLUSTER, COMPONENT_LABEL, ONE_OFF_NODES, VARIANT_ANNOTATION
+from k8s.objects.operator import explain_batch_scheduler
 from k8s.objects.placement import ask_for_operator, explain_start, heads_of, is_ready, newest_event, pods_of
 from k8s.objects.record import read_running_record
 from k8s.objects.worker_group import WorkerGroup, head_pod_of, image_of, read_cluster, worker_group_of
@@ -36,7 +37,6 @@ POLL_SECONDS = 1.0
 HEAD_SECONDS = 900.0
 DOWN_SECONDS = 600.0
 APPLY_ATTEMPTS = 10
-UNSET = ":unset"  # an image that no deployment has chosen yet
 # Whatever needs the operator or holds a volume goes before what it needs.
 DOWN_FIRST = ("Job", "CronJob", "RayJob", "RayCluster")
 
@@ -74,7 +74,8 @@ def find_kubectl() -> Path:
 def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
     """Apply the overlay and wait for the head. What deployments changed in it (images, replicas) stays theirs.
 
-    Raises `DeviceError` where it would change the head, or a group's pods, under a stage; then nothing is applied.
+    Raises `DeviceError` where it would change the head, or a group's pods, under a stage; then nothing is applied. Also
+    where the operator runs with a batch scheduler, which shows once the RayCluster is there.
     """
     objects = render(overlay)
     require_filled_in(overlay, objects)
@@ -144,8 +145,9 @@ def cluster_down(api: Api, overlay: Path, is_forced: bool) -> int:
         for each in api.find_all(kind):
             api.delete(kind, each["metadata"]["name"])
         _await_gone(api, kind)
-        # A deploy Job's process takes its stage down when its Job is deleted, and needs its rights and the RayCluster.
-        _await_gone(api, "Pod", f"{COMPONENT_LABEL}=deploy")
+        # Such a process takes its stage down, or gives its node back, when its Job is deleted, and needs its rights and
+        # the RayCluster.
+        _await_gone(api, "Pod", f"{COMPONENT_LABEL} in (deploy,{ONE_OFF_NODES})")
     tell_left_nodes(api)
     for each in reversed(_in_order(objects)):
         api.within(each["metadata"].get("namespace", api.namespace)).delete_object(each)
@@ -221,7 +223,7 @@ def _keep_deployment(group: Object, was: WorkerGroup) -> None:
     pod = group["template"]["spec"]
     container = pod["containers"][0]
     group["replicas"] = was.replicas
-    if not was.image.endswith(UNSET):
+    if was.has_image:
         container["image"] = was.image
     pod["volumes"] = [was.pod["volumes"][was.recipe_index] if v["name"] == RECIPE.name else v for v in pod["volumes"]]
     if was.replicas:  # between deployments the manifests' own
@@ -281,11 +283,14 @@ def require_filled_in(overlay: Path, objects: Iterable[Object]) -> None:
 
 def _await_head(api: Api) -> tuple[Object, str]:
     """The ready head's pod, and the image that a new one would run."""
-    image = image_of(head_pod_of(read_cluster(api)))
+    wanted = head_pod_of(read_cluster(api))
+    image = image_of(wanted)
     began = time.monotonic()
     progress = Progress("the Ray head is not ready")
     while True:
         heads = heads_of(api)
+        if why := explain_batch_scheduler(api, wanted):
+            raise DeviceError(why)
         if ready := [head for head in heads if is_ready(head)]:
             return ready[0], image
         if heads and image_of(heads[0]["spec"]) != image and _never_ran(heads[0]):

@@ -18,20 +18,15 @@ from typing import Any, Self
 from deploy.exit_codes import EXIT_AGAIN, find_error_line
 from deploy.progress import Progress
 from deploy.stage_contract import RECIPE
+from k8s.client.pull_watch import OTHER_PROCESSOR, PullWatch, explain_wait
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.deploy_job import aws_variables
 from k8s.objects.names import COMPONENT_LABEL, DEPLOYER, STAGE_LABEL
-from k8s.objects.placement import explain_start
 from k8s.objects.worker_group import WorkerGroup, image_of
 from services.common.errors import ArtifactError, DeviceError, RecipeError, StorageError
 
 POLL_SECONDS = 0.5
 LEAST_SECONDS = 600.0  # for an image that may have to be pulled
-# kubelet pulls again after 10, 20, 40 s: a registry that is away for a moment has been asked four times by then.
-PULL_PATIENCE_SECONDS = 90.0
-PULL_ERRORS = ("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable", "ImageInspectError")
-HOPELESS = ("ErrImageNeverPull", "InvalidImageName", "CreateContainerConfigError")
-OTHER_PROCESSOR = ("no match for platform", "exec format error")
 LEFTOVER_SECONDS = 300  # a probe whose client was killed goes by itself
 CONTAINER = "look"
 POOL_PROBE = "preflight-pool"  # the component of a probe that asks EKS: the network lets it
@@ -74,43 +69,18 @@ class Probe:
         """Wait for the pod's end, as long as its image is being pulled, too, and tell what is waited for."""
         deadline = time.monotonic() + self._timeout_seconds
         report = Progress(self._what).report
-        waits, failing_since = "no pod was made", None
+        waits, pull = "no pod was made", PullWatch(self._image)
         while time.monotonic() < deadline:
             for pod in self._api.find_all("Pod", f"job-name={self._job['metadata']['name']}"):
                 if pod["status"].get("phase") in ("Succeeded", "Failed"):
                     return self._read_answer(pod)
-                reason = _waiting_reason(pod)
-                waits = self._explain(pod, reason)
+                waits = explain_wait(self._api, pod)
                 report(waits)
-                if reason in HOPELESS:
-                    return Answer(problem=f"{self._image} cannot run: {waits}")
-                if reason in PULL_ERRORS:
-                    failing_since = failing_since or time.monotonic()
-                    is_final = any(each in waits for each in OTHER_PROCESSOR)
-                    if is_final or time.monotonic() - failing_since > PULL_PATIENCE_SECONDS:
-                        return Answer(problem=self._explain_refusal(pod, waits))
+                if problem := pull.explain_end(pod, waits):
+                    return Answer(problem=problem)
             time.sleep(POLL_SECONDS)
         problem = f"the short pod that looks at {self._image} did not end: {waits}"
         return Answer(problem=problem, exit_code=EXIT_AGAIN)
-
-    def _explain(self, pod: Object, reason: str) -> str:
-        if reason in ("", "ContainerCreating", "PodInitializing"):
-            events = self._api.find_all("Event", fields=f"involvedObject.uid={pod['metadata']['uid']}")
-            reasons = {event.get("reason") for event in events}
-            if "Pulling" in reasons and "Pulled" not in reasons and "Failed" not in reasons:
-                return f"pulling {self._image} on {pod['spec'].get('nodeName')}"
-        return explain_start(self._api, pod)
-
-    def _explain_refusal(self, pod: Object, waits: str) -> str:
-        advice = (
-            "Does the tag exist, may the nodes pull from that registry, and do they reach it? make images PUSH=... "
-            "pushes what this checkout builds, TAG= names another image"
-        )
-        if any(each in waits for each in OTHER_PROCESSOR):
-            advice = (
-                "It is built for another processor than the node's: build it for that one, or name another with TAG="
-            )
-        return f"image {self._image} cannot be pulled on {pod['spec'].get('nodeName')}: {waits}. {advice}"
 
     def _read_answer(self, pod: Object) -> Answer:
         terminated = _terminated_state(pod)
@@ -228,11 +198,6 @@ def _job(
             "template": {"metadata": {"labels": labels}, "spec": pod},
         },
     }
-
-
-def _waiting_reason(pod: Object) -> str:
-    statuses = pod["status"].get("containerStatuses") or []
-    return str((statuses[0]["state"].get("waiting") or {}).get("reason", "")) if statuses else ""
 
 
 def _terminated_state(pod: Object) -> Object:

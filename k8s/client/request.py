@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,17 +17,17 @@ from deploy.client.request import (
     require_stage_name,
     user_name,
 )
-from deploy.stage_contract import RECIPE_FILE
 from k8s.client.compile_tasks import TASKS, place_of_trace, pods_of, tasks_of_a_pod
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api
 from k8s.objects.deployment import DEGREE, Deployment
 from k8s.objects.names import recipe_name
+from k8s.objects.recipe import find_recipe_text
 from k8s.objects.record import Record
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe import Stage as StageName
-from services.common.stop_notice import CHECKPOINTS_PER_NOTICE
+from services.common.stop_notice import needed_notice_seconds
 
 
 @dataclass(frozen=True)
@@ -119,14 +118,14 @@ def complete_from_record(api: Api, group: WorkerGroup, request: DeployRequest, r
     if request.arguments is None:
         request = replace(request, arguments=before.arguments)
     if request.recipe is None:
-        name = recipe_name(group.name, before.recipe_digest)
-        kept = api.find("ConfigMap", name)
-        if kept is None:
+        text = find_recipe_text(api, group.name, before.recipe_digest)
+        if text is None:
+            name = recipe_name(group.name, before.recipe_digest)
             raise DeviceError(f"the recipe of the deployment before (ConfigMap {name}) is gone: name one with RECIPE=")
-        request = replace(request, recipe_text=kept["data"][RECIPE_FILE])
+        request = replace(request, recipe_text=text)
     return request
 
 
 def _needed_drain(group: WorkerGroup) -> int:
     """What the manifests say, or three times what the slowest checkpoint took where that is more."""
-    return max(group.drain_seconds, math.ceil(CHECKPOINTS_PER_NOTICE * group.checkpoint_seconds))
+    return max(group.drain_seconds, needed_notice_seconds(group.checkpoint_seconds))

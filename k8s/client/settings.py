@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass
 from deploy.reservation import read_end
 from deploy.stage_contract import RAY_ENVIRONMENT, SHARED_MEMORY, Resources, StageContract, find_contract
 from infra.shapes import Shape, find_shape
-from k8s.client.bounds import fill_images, fill_quota
+from k8s.client.bounds import fill_images, fill_one_off, fill_quota
 from k8s.objects.api import Object
 from k8s.objects.names import (
     DEFAULT_RECIPE_ANNOTATION,
@@ -87,6 +87,7 @@ def fill_in(objects: list[Object]) -> list[Object]:
         for namespace in _of_kind(filled, "Namespace"):
             if namespace["metadata"]["name"] == cluster["metadata"]["namespace"]:
                 fill_images(namespace, cluster)
+                fill_one_off(namespace, cluster)
         for quota in _of_kind(filled, "ResourceQuota"):
             fill_quota(quota, cluster)
     for job in _of_kind(filled, "CronJob"):  # the reaper, which asks the nodes' cloud, as deploy Jobs do

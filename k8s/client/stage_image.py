@@ -1,10 +1,13 @@
-"""The image that a deployment runs. TAG names it, or the working tree builds it; the client finds its digest."""
+"""The image that a deployment or a one-off runs.
+
+TAG names it, or the working tree builds it; the client finds its digest.
+"""
 
 from __future__ import annotations
 
 import re
 
-from images.registry import read_labels, resolve_digest
+from images.registry import find_labels, resolve_digest
 from images.versions import describe_build
 from k8s.objects.api import Api, Object
 from k8s.objects.worker_group import WorkerGroup
@@ -25,17 +28,17 @@ def choose_image(api: Api, service: str, variant: str, container: Object, tag: s
     return f"{repository_of(image)}@{resolve_digest(image)}"
 
 
+def find_image_labels(group: WorkerGroup, image: str) -> dict[str, str]:
+    """The labels of a stage's image; none of one that is brought to the nodes, or that this machine cannot look up."""
+    return {} if group.is_image_on_nodes else find_labels(image)
+
+
 def read_platform_labels(group: WorkerGroup, image: str) -> dict[str, str]:
     """Variant, Python and Ray of an image in a registry, from its labels; nothing where there are none.
 
-    A node may reach a registry that this machine does not: what cannot be read here the image tells itself.
+    What cannot be read here the image tells itself.
     """
-    if group.is_image_on_nodes:
-        return {}
-    try:
-        labels = read_labels(image)
-    except DeviceError:
-        return {}
+    labels = find_image_labels(group, image)
     platform = {what: labels.get(f"millrace.{what}", "") for what in ("variant", "python", "ray")}
     return platform if all(platform.values()) else {}
 

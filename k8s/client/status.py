@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from k8s.client.node_pool import describe_pool
+from k8s.client.one_off import describe_one_offs
 from k8s.objects.api import Api, Object
 from k8s.objects.deployment import Deployment, UnknownRecord
 from k8s.objects.node_shares import ShareBook, read_share_book
@@ -15,7 +16,7 @@ from services.common.recipe import STAGES
 
 
 def describe_status(api: Api) -> str:
-    """A paragraph per stage."""
+    """A paragraph per stage, and one for the subcommands of stages that run."""
     cluster = read_cluster(api)
     heads = heads_of(api)
     head = "ready" if any(map(is_ready, heads)) else "not ready"
@@ -23,6 +24,8 @@ def describe_status(api: Api) -> str:
     groups = [worker_group_of(cluster, name) for name in STAGES]
     book = read_share_book(api) if any(group.node_pool for group in groups) else ShareBook({}, None)
     paragraphs += [_describe_stage(api, group, book) for group in groups]
+    if one_offs := describe_one_offs(api):
+        paragraphs.append("\n".join(["one-offs", *one_offs]))
     return "\n\n".join(paragraphs)
 
 

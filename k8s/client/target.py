@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TextIO
 
+from deploy.client.one_off import OneOffRequest
 from deploy.client.request import DeployRequest
 from k8s.client.commands import deploy_stage, rollback_stage, run_pipeline, show_log, stop_stage
+from k8s.client.one_off import run_one_off
 from k8s.client.status import describe_status
 from k8s.objects.api import Api
 from services.common.recipe import Stage
@@ -32,6 +34,9 @@ class KubeRay:
 
     def roll_back(self, request: DeployRequest, output: TextIO | None) -> int:
         return rollback_stage(self._api, request, output)
+
+    def run_one_off(self, request: OneOffRequest, output: TextIO | None) -> int:
+        return run_one_off(self._api, request, output)
 
     def run_pipeline(self, request: DeployRequest, output: TextIO | None) -> int:
         return run_pipeline(self._api, request, output)

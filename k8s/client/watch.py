@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.progress import Progress
+from k8s.client.pull_watch import explain_wait
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.names import DEPLOYMENT_LABEL, job_name
-from k8s.objects.placement import explain_start
 from k8s.objects.record import Record, read_record
 from services.common.errors import DeviceError
 
@@ -21,9 +22,13 @@ POLL_SECONDS = 1.0
 LAST_LINES_SECONDS = 15.0
 
 
+def print_line(text: str) -> None:
+    print(text, flush=True)
+
+
 def follow(api: Api, stage: str, deployment_id: str) -> int:
     """Print the deploy Job's output until it has ended; its exit code. Leaving this changes nothing in the cluster."""
-    output = _Output(api, deployment_id)
+    output = PodOutput(api, f"{DEPLOYMENT_LABEL}={deployment_id}", "deploy", "deploy Job")
     output.start()
     while True:
         try:
@@ -55,20 +60,24 @@ def _exit_code(record: Record) -> int:
     return EXIT_AGAIN
 
 
-class _Output(threading.Thread):
-    """Copies the output of the Job's pods, each line once, also over a pod that is replaced."""
+class PodOutput(threading.Thread):
+    """Copies the output of a Job's pods, each line once, also over a pod that is replaced."""
 
-    def __init__(self, api: Api, deployment_id: str) -> None:
+    def __init__(
+        self, api: Api, selector: str, container: str, what: str, take: Callable[[str], None] = print_line
+    ) -> None:
+        """Of the pods with the labels of `selector`; `what` they are is told to people, and `take` gets each line."""
         super().__init__(name="output", daemon=True)
-        self._api, self._selector = api, f"{DEPLOYMENT_LABEL}={deployment_id}"
+        self._api, self._selector, self._container = api, selector, container
+        self._take = take
         self._printed: dict[str, str] = {}  # pod to the time stamp of its last line
         self._is_over = threading.Event()
-        self._report = Progress("deploy").report
+        self._report = Progress(what).report
 
-    def finish(self) -> None:
-        """Take the last lines, and stop."""
+    def finish(self, seconds: float = LAST_LINES_SECONDS) -> None:
+        """Take the last lines of pods that have ended, and stop; no longer than so many seconds."""
         self._is_over.set()
-        self.join(LAST_LINES_SECONDS)
+        self.join(seconds)
 
     def run(self) -> None:
         is_last = False
@@ -78,21 +87,22 @@ class _Output(threading.Thread):
                 for pod in self._api.find_all("Pod", self._selector):
                     self._show(pod)
             except DeviceError as error:
-                self._report(f"{error}; the stage goes on")
+                self._report(f"{error}; it goes on")
             self._is_over.wait(POLL_SECONDS)
 
     def _show(self, pod: Object) -> None:
         if pod["status"].get("phase") == "Pending":
-            self._report(f"the deploy Job's pod has not begun: {explain_start(self._api, pod)}")
+            self._report(f"its pod has not begun: {explain_wait(self._api, pod)}")
             return
         try:
             self._copy(pod["metadata"]["name"])
         except DeviceError as error:  # the outcome comes from the Job
-            self._report(f"{error}; the stage goes on")
+            self._report(f"{error}; it goes on")
 
     def _copy(self, pod: str) -> None:
-        for line in self._api.log(pod, "deploy"):
+        known = self._printed.get(pod, "")  # by an earlier stream; lines of one may have the same stamp
+        for line in self._api.log(pod, self._container):
             stamp, _, text = line.partition(" ")
-            if stamp > self._printed.get(pod, ""):
+            if stamp > known:
                 self._printed[pod] = stamp
-                print(text, flush=True)
+                self._take(text)

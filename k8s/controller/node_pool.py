@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from k8s.objects.eks import (
     NodeGroupAbsent,
     NodeGroupBusy,
     NodeGroupDenied,
+    NodeGroupError,
     describe_node_group,
     describe_resize,
     resize_node_group,
@@ -38,6 +40,7 @@ from k8s.objects.node_shares import (
 from services.common.errors import DeviceError
 
 LOOK_SECONDS = 15.0  # EKS answers a few calls a second for a whole account
+RELEASE_SECONDS = 600.0  # for which a pool that cannot be lowered is tried again, before it is left to the reaper
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,8 @@ def open_node_pool(api: Api, stage: str, name: str, ends_at: str = "") -> NodePo
 
 
 class NodeRelease:
-    """Gives back all nodes that a stage holds, of whatever pool: the shares name it, not its worker group of now."""
+    """Gives back all nodes that a stage or a one-off holds, of whatever pool: the shares name it, and not the worker
+    group of now."""
 
     def __init__(self, api: Api, stage: str) -> None:
         self._api, self._stage = api, stage
@@ -226,6 +230,36 @@ class NodeRelease:
         if name not in self._pools:
             self._pools[name] = open_node_pool(self._api, self._stage, name)
         return self._pools[name]
+
+
+class PatientRelease:
+    """Gives back all nodes of a holder, or leaves that to the reaper, which comes every quarter of an hour."""
+
+    def __init__(self, api: Api, holder: str, report: Callable[[str], None]) -> None:
+        self._api, self._holder, self._report = api, holder, report
+        self._release = NodeRelease(api, holder)
+        self._since: float | None = None
+
+    def advance(self) -> bool:
+        """Do the next thing. True once they are given back, or are left to the reaper. Raises `Conflict` and other
+        errors of the Kubernetes API, after which it may be called again."""
+        try:
+            left = self._release.advance()
+        except NodeGroupDenied as error:  # which no second try changes; the reaper's role may still do it
+            self._report(f"{error}. The nodes are left to the reaper. If it is denied as well, by hand:")
+            for command in explain_lowering(self._api, self._holder):
+                self._report(command)
+            return True
+        except NodeGroupError as error:
+            left = str(error)
+        if not left:
+            return True
+        self._report(left)
+        self._since = self._since or time.monotonic()
+        if time.monotonic() - self._since < RELEASE_SECONDS:
+            return False
+        self._report(f"after {RELEASE_SECONDS:.0f} s the nodes are left to the reaper, which lowers the pool")
+        return True
 
 
 def explain_lowering(api: Api, stage: str) -> list[str]:

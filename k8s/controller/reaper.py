@@ -3,7 +3,8 @@ of an hour.
 
 A stage is orphaned when its Job was deleted with `--cascade=orphan`, or has failed, or was never made, and its pods or
 its gang, or the nodes that it holds of a pool, are still there. It is taken down when that has been so for a while and
-nobody renewed its Lease. Stages that were deployed with KEEP=1 stay.
+nobody renewed its Lease. Stages that were deployed with KEEP=1 stay. The node of a one-off is given back when its Job
+has been over for as long.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from deploy.progress import Progress
 from k8s.controller.job import connect_patiently
@@ -20,6 +22,7 @@ from k8s.objects.eks import EksUnreachable
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, KEEP_ANNOTATION, STAGE_LABEL, lease_name
 from k8s.objects.node_shares import read_share_book
+from k8s.objects.one_off_job import is_active
 from k8s.objects.placement import pods_of
 from k8s.objects.rayjob import has_ended, rayjobs_of
 from k8s.objects.record import read_record
@@ -117,19 +120,44 @@ class StageReaper:
         )
 
 
+class OneOffReaper:
+    """Watches the nodes that one-offs hold: the Job that gives one back may be gone, or its process killed."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._report = Progress("reaper").report
+        self._over_since: dict[str, float] = {}
+
+    def advance(self) -> bool:
+        """Do the next thing. False when there is nothing to do, or to wait for."""
+        held = {holder for shares in read_share_book(self._api).pools.values() for holder in shares.nodes}
+        orphans = [each for each in held.difference(STAGES) if not is_active(self._api.find("Job", each))]
+        now = time.monotonic()
+        self._over_since = {each: self._over_since.get(each, now) for each in sorted(orphans)}
+        for each, since in self._over_since.items():
+            if now - since >= ORPHAN_SECONDS:
+                left = NodeRelease(self._api, each).advance()
+                self._report(f"{each}: {left or 'its node is given back'}")
+        return bool(orphans)
+
+
+class _Reaper(Protocol):
+    def advance(self) -> bool: ...
+
+
 def main() -> int:
     api = connect_patiently()
-    reapers = [StageReaper(api, stage) for stage in STAGES]
+    reapers: list[_Reaper] = [*(StageReaper(api, stage) for stage in STAGES), OneOffReaper(api)]
     deadline = time.monotonic() + RUN_SECONDS
     while sum(map(_advance, reapers)) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     return 0
 
 
-def _advance(reaper: StageReaper) -> bool:
+def _advance(reaper: _Reaper) -> bool:
     try:
         return reaper.advance()
-    except MillraceError as error:  # of this stage alone, such as a record that cannot be read
+    except MillraceError as error:  # of this one alone, such as a record that cannot be read
         print(f"reaper: {error}", file=sys.stderr, flush=True)
         # Somebody wrote in between, or what is asked does not answer at the moment.
         return isinstance(error, ApiUnreachable | Conflict | EksUnreachable)

@@ -34,14 +34,13 @@ from k8s.controller.decision import (
 from k8s.controller.driver_log import LOG_FOLDER, DriverLog
 from k8s.controller.history import find_newest_checkpoints, record_checkpoint_seconds, record_good_image
 from k8s.controller.lease import LeaseHeld, StageLease
-from k8s.controller.node_pool import NodeRelease, explain_lowering, open_node_pool
+from k8s.controller.node_pool import PatientRelease, open_node_pool
 from k8s.controller.outcome import has_progressed
 from k8s.controller.phase import Phase
 from k8s.controller.ray_jobs import RayJobs, RayUnreachable
 from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
 from k8s.objects.capacity import count_room
 from k8s.objects.deployment import Deployment
-from k8s.objects.eks import NodeGroupDenied, NodeGroupError
 from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, job_name
 from k8s.objects.placement import addresses_of, explain_placement, newest_event, pods_of
@@ -55,7 +54,6 @@ from services.common.errors import EXIT_BUG, MillraceError, print_traceback
 POLL_SECONDS = 2.0
 LOG_SECONDS = 20.0
 LOST_LOG_SECONDS = 2.0  # the stream of a driver whose node is gone ends with a connection's time limit, if ever
-RELEASE_SECONDS = 600.0  # for which a pool that cannot be lowered is tried again, before it is left to the reaper
 
 
 class Reconciler:
@@ -71,8 +69,7 @@ class Reconciler:
         self._report = Progress("deploy").report
         self._lost = LostPods(api, deployment.stage, self._report)
         self._pool = open_node_pool(api, deployment.stage, deployment.node_pool, deployment.capacity_ends_at)
-        self._nodes = NodeRelease(api, deployment.stage)
-        self._releasing_since: float | None = None
+        self._nodes = PatientRelease(api, deployment.stage, self._report)
         self._refused_since: float | None = None
         self._wait: tuple[str, float] = ("", 0.0)  # what is waited for, and since when
         self._is_pass_due = False  # the next one has more to do than to wait
@@ -305,27 +302,7 @@ class Reconciler:
         left = release_pods(self._api, self._stage)
         if left:
             self._report(f"waiting for {left} {self._stage} pods to leave")
-        return left == 0 and self._release_nodes()
-
-    def _release_nodes(self) -> bool:
-        """True once they are given back, or when that is left to the reaper, which comes every quarter of an hour."""
-        try:
-            left = self._nodes.advance()
-        except NodeGroupDenied as error:  # which no second try changes; the reaper's role may still do it
-            self._report(f"{error}. The nodes are left to the reaper. If it is denied as well, by hand:")
-            for command in explain_lowering(self._api, self._stage):
-                self._report(command)
-            return True
-        except NodeGroupError as error:
-            left = str(error)
-        if not left:
-            return True
-        self._report(left)
-        self._releasing_since = self._releasing_since or time.monotonic()
-        if time.monotonic() - self._releasing_since < RELEASE_SECONDS:
-            return False
-        self._report(f"after {RELEASE_SECONDS:.0f} s the nodes are left to the reaper, which lowers the pool")
-        return True
+        return left == 0 and self._nodes.advance()
 
     def _look_for_checkpoints(self, group: WorkerGroup, before: dict[str, int]) -> dict[str, int]:
         """The trainer's; no other stage goes on from a checkpoint, and its retries count attempts."""

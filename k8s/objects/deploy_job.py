@@ -46,32 +46,40 @@ def aws_variables(group: WorkerGroup) -> list[Object]:
     return [*([{"name": "AWS_REGION", "value": region}] if region else []), *variables]
 
 
-def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
-    """The Job that does the work in the cluster, from the head's image: a closed laptop holds no nodes."""
+def render_head_program(
+    group: WorkerGroup,
+    *,
+    name: str,
+    program: str,
+    argument: str,
+    variables: list[Object],
+    volumes: tuple[str, ...] | None,
+    grace_seconds: int,
+) -> Object:
+    """A pod that runs `python -m PROGRAM ARGUMENT` of the head's image where the head may run, as the deployer.
+
+    It has the head's `volumes` of these names, or all.
+    """
     head = group.head_pod
     container = head["containers"][0]
-    labels = {STAGE_LABEL: group.name, DEPLOYMENT_LABEL: deployment.id, COMPONENT_LABEL: "deploy"}
-    token = {"secretKeyRef": {"name": CLUSTER, "key": "auth_token"}}
-    pod = {
+    return {
         "serviceAccountName": DEPLOYER,
         "restartPolicy": "Never",
-        # A Job that is deleted takes its stage down: a notice to the driver, then one to the pods.
-        "terminationGracePeriodSeconds": 2 * deployment.drain_seconds + DRAIN_MARGIN_SECONDS + JOB_MARGIN_SECONDS,
+        "terminationGracePeriodSeconds": grace_seconds,
         "securityContext": head["securityContext"],
-        "volumes": head["volumes"],
+        "volumes": [each for each in head["volumes"] if volumes is None or each["name"] in volumes],
         "nodeSelector": head.get("nodeSelector", {}),
         "tolerations": [*head.get("tolerations", []), *LOST_NODE_TOLERATIONS],
         "containers": [
             {
-                "name": "deploy",
+                "name": name,
                 "image": container["image"],
                 "imagePullPolicy": container["imagePullPolicy"],
-                "command": ["python", "-m", "k8s.deploy.job"],
-                "args": [deployment.to_json()],
+                "command": ["python", "-m", program],
+                "args": [argument],
                 "env": [
                     {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-                    {"name": "RAY_AUTH_MODE", "value": "token"},
-                    {"name": "RAY_AUTH_TOKEN", "valueFrom": token},
+                    *variables,
                     *aws_variables(group),
                 ],
                 "resources": {
@@ -79,10 +87,31 @@ def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
                     "limits": {"memory": "1Gi"},
                 },
                 "securityContext": container["securityContext"],
-                "volumeMounts": container["volumeMounts"],
+                "volumeMounts": [
+                    each for each in container["volumeMounts"] if volumes is None or each["name"] in volumes
+                ],
             }
         ],
     }
+
+
+def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
+    """The Job that does the work in the cluster, from the head's image: a closed laptop holds no nodes."""
+    labels = {STAGE_LABEL: group.name, DEPLOYMENT_LABEL: deployment.id, COMPONENT_LABEL: "deploy"}
+    token = {"secretKeyRef": {"name": CLUSTER, "key": "auth_token"}}
+    pod = render_head_program(
+        group,
+        name="deploy",
+        program="k8s.deploy.job",
+        argument=deployment.to_json(),
+        variables=[
+            {"name": "RAY_AUTH_MODE", "value": "token"},
+            {"name": "RAY_AUTH_TOKEN", "valueFrom": token},
+        ],
+        volumes=None,
+        # A Job that is deleted takes its stage down: a notice to the driver, then one to the pods.
+        grace_seconds=2 * deployment.drain_seconds + DRAIN_MARGIN_SECONDS + JOB_MARGIN_SECONDS,
+    )
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",

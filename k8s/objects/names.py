@@ -26,7 +26,7 @@ VARIANT_ANNOTATION = "millrace.dev/variant"
 DEFAULT_RECIPE_ANNOTATION = "millrace.dev/default-recipe"  # on the RayCluster: of deployments that name none
 REGION_ANNOTATION = "millrace.dev/region"  # on the RayCluster: where the deploy Job finds the nodes' cloud
 
-# A Lease: each pool's size before any deployment raised it, and the nodes that each stage holds of it.
+# A Lease: each pool's size before any deployment raised it, and the nodes that each stage or one-off holds of it.
 NODE_POOLS = "node-pools"
 NODE_POOLS_ANNOTATION = "millrace.dev/node-pools"
 
@@ -40,6 +40,15 @@ STOP_ANNOTATION = "millrace.dev/stop"
 PLACED_FOR_ANNOTATION = "millrace.dev/placed-for"
 KEEP_ANNOTATION = "millrace.dev/keep"
 
+# The Jobs of a one-off, by the label millrace.dev/component: a subcommand of a stage, and what holds its node.
+ONE_OFF = "one-off"
+ONE_OFF_NODES = "one-off-nodes"
+USER_ANNOTATION = "millrace.dev/user"  # on a one-off's Job: who asked for it
+# On the namespace: where one-offs may run, and what one takes at most. The client writes what follows from the overlay.
+ONE_OFF_POOL_ANNOTATION = "millrace.dev/one-off-pool"
+ONE_OFF_CPUS_ANNOTATION = "millrace.dev/one-off-cpus"
+ONE_OFF_MEMORY_ANNOTATION = "millrace.dev/one-off-memory"
+
 NODES_KEY = "nodes"  # of a RayJob's metadata: those of its attempt
 
 
@@ -50,6 +59,11 @@ def job_name(stage: str) -> str:
 
 def lease_name(stage: str) -> str:
     return f"stage-{stage}"
+
+
+def one_off_nodes_name(one_off: str) -> str:
+    """The Job that holds the node of a one-off, by the name of the one-off's own Job."""
+    return f"{ONE_OFF_NODES}{one_off.removeprefix(ONE_OFF)}"
 
 
 def good_images_annotation(stage: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.stage_contract import RECIPE_FILE
-from k8s.objects.api import Object
+from k8s.objects.api import Api, Object
 from k8s.objects.names import STAGE_LABEL, recipe_name
 
 
@@ -15,3 +15,9 @@ def render_recipe_config_map(stage: str, text: str, digest: str) -> Object:
         "immutable": True,
         "data": {RECIPE_FILE: text},
     }
+
+
+def find_recipe_text(api: Api, stage: str, digest: str) -> str | None:
+    """The recipe of a deployment that is or was; None where it was removed since."""
+    kept = api.find("ConfigMap", recipe_name(stage, digest))
+    return str(kept["data"][RECIPE_FILE]) if kept else None

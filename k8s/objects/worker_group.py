@@ -34,6 +34,7 @@ from services.common.errors import DeviceError
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
 
 DRAIN_MARGIN_SECONDS = 30  # KubeRay's and Ray's own way down
+UNSET = ":unset"  # an image that no deployment has chosen yet
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class WorkerGroup:
     @property
     def image(self) -> str:
         return image_of(self.pod)
+
+    @property
+    def has_image(self) -> bool:
+        """Has a deployment given it one?"""
+        return not self.image.endswith(UNSET)
 
     @property
     def head_pod(self) -> Object:

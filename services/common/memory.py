@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.common.recipe import Recipe, key_value_copies
+from services.common.recipe import Model, Recipe, key_value_copies
 
 FLOAT32_BYTES = 4
 MOMENTS_PER_PARAMETER = 2
@@ -103,6 +103,16 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
         Part("all-gather of a bucket", update=gathered),
     )
     return WorkerMemory(tuple(part for part in parts if any(part.sizes)))
+
+
+def checkpoint_bytes(recipe: Recipe) -> int:
+    """Bytes of a checkpoint: the float32 master weights and both moments of every parameter."""
+    return checkpoint_bytes_of(recipe.model)
+
+
+def checkpoint_bytes_of(model: Model) -> int:
+    """Bytes of a checkpoint of a model."""
+    return model.num_parameters * FLOAT32_BYTES * (1 + MOMENTS_PER_PARAMETER)
 
 
 def micro_batches_per_model(recipe: Recipe) -> int:

@@ -14,4 +14,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    run_stage("compiler", main)

@@ -23,4 +23,4 @@ def begin_and_run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_stage(begin_and_run)
+    run_stage("trainer", begin_and_run)

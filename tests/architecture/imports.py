@@ -27,10 +27,13 @@ def modules_of(root: Path, *folders: str) -> dict[str, Path]:
     return {module_name(path, root): path for path in paths if "tests" not in path.relative_to(root).parts}
 
 
-def imports_of(path: Path) -> set[str]:
-    """Full names that a file imports, also inside of functions: `from a import b` counts as `a.b`."""
+def imports_of(path: Path, *, with_optional: bool = True) -> set[str]:
+    """Full names that a file imports, also inside of functions: `from a import b` counts as `a.b`.
+
+    An optional import is one that `except ImportError` does without.
+    """
     found = set()
-    for node in _nodes_that_run(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _nodes_that_run(ast.parse(path.read_text(encoding="utf-8")), with_optional):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -38,14 +41,14 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def closure_of(modules: dict[str, Path], start: set[str]) -> set[str]:
+def closure_of(modules: dict[str, Path], start: set[str], *, with_optional: bool = True) -> set[str]:
     """`start` and every first-party module that it imports, directly or through others."""
     seen: set[str] = set()
     waiting = set(start)
     while waiting:
         module = waiting.pop()
         seen.add(module)
-        names = imports_of(modules[module])
+        names = imports_of(modules[module], with_optional=with_optional)
         imported = {name for full in names for name in (full, full.rpartition(".")[0]) if name in modules}
         waiting |= (imported | CHOSEN_AT_RUN_TIME.get(module, set()) & modules.keys()) - seen
     return seen
@@ -88,16 +91,22 @@ def _reads(function: str, arguments: list[ast.expr]) -> bool:
     return any(mode.startswith("r") and len(mode) <= 3 for mode in modes)
 
 
-def third_parties_of(path: Path) -> set[str]:
+def third_parties_of(path: Path, *, with_optional: bool = True) -> set[str]:
     """Top-level names that a file imports and that are neither ours nor Python's."""
-    names = {full.split(".")[0] for full in imports_of(path)}
+    names = {full.split(".")[0] for full in imports_of(path, with_optional=with_optional)}
     return names - {"services"} - set(sys.stdlib_module_names)
 
 
-def _nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but for those under `if TYPE_CHECKING:`."""
+def _nodes_that_run(tree: ast.AST, with_optional: bool) -> Iterator[ast.AST]:
+    """All nodes but for those under `if TYPE_CHECKING:`, and on request those that an ImportError passes over."""
     yield tree
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
-        yield from _nodes_that_run(child)
+        if isinstance(child, ast.Try) and not with_optional and any(map(_does_without, child.handlers)):
+            continue
+        yield from _nodes_that_run(child, with_optional)
+
+
+def _does_without(handler: ast.ExceptHandler) -> bool:
+    return handler.type is not None and "ImportError" in ast.unparse(handler.type)

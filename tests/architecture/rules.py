@@ -23,7 +23,7 @@ FIRST_PARTIES = ("services", "images", "deploy", "k8s", "batch", "infra", "tests
 # and no `images`.
 DEPLOY_ROOMS = {
     "deploy": ("services.common",),
-    "deploy.client": ("deploy", "services.common"),
+    "deploy.client": ("deploy", "images", "services.common"),
     "deploy.commands": ("deploy.client", "k8s.client", "k8s.objects", "batch", "services.common"),
     "k8s.objects": ("deploy", "services.common"),
     "k8s.controller": ("k8s.objects", "deploy", "services.common"),
@@ -137,19 +137,22 @@ def the_tokenizer_never_imports_torch(root: Path) -> list[str]:
 
 
 def requirements_name_what_is_imported(root: Path, distributions: Mapping[str, Sequence[str]]) -> list[str]:
-    """Every third party in a stage's import closure is named by its requirements.txt, or by common's or the program's.
+    """Every third party in a stage's import closure is named by its requirements.txt, or by common's or the program's,
+    unless it can do without it.
 
     `distributions` maps import names to distributions. One that is not installed is looked up under its own name.
     """
     modules = modules_of(root)
     problems = []
     for stage in STAGES:
-        reached = closure_of(modules, {module for module in modules if module.startswith(f"services.{stage}.")})
+        stage_modules = {module for module in modules if module.startswith(f"services.{stage}.")}
+        reached = closure_of(modules, stage_modules, with_optional=False)
         named = requirements_of(root, stage) | requirements_of(root, "common")
         if any(module.startswith("services.common.program.") for module in reached):
             named |= requirements_of(root, "common/program")
         for module in sorted(reached):
-            for name in sorted(third_parties_of(modules[module]) - NEURON):  # the Neuron image brings these
+            third_parties = third_parties_of(modules[module], with_optional=False)
+            for name in sorted(third_parties - NEURON):  # the Neuron image brings these
                 if not named & {_normal(each) for each in distributions.get(name, [name])}:
                     problems.append(f"{module} imports {name}, which requirements.txt of {stage} does not name")
     return problems
@@ -208,6 +211,7 @@ READ_THEIR_OWN = {
     "services.common.launch.process_family": "asks the kernel",
     "services.common.launch.ray_token": "opens what lies in a folder that it holds open, without waiting for a pipe",
     "services.common.limits": "asks the kernel",
+    "services.common.lustre": "reads a table of this program",
     "services.common.private_folder": "locks in a folder of this user alone",
     "services.common.program.backends.compiler_shim": "reads what its own compiler was asked, in a private folder",
     "services.common.program.source": "reads this program",
@@ -245,7 +249,7 @@ def services_is_no_package(root: Path) -> list[str]:
 
 
 def services_have_their_papers(root: Path) -> list[str]:
-    papers = ("README.md", "CHANGELOG.md", "VERSION", "requirements.txt", "Dockerfile")
+    papers = ("README.md", "CHANGELOG.md", "VERSION", "requirements.txt")
     files = [root / "services" / service / paper for service in SERVICES for paper in papers]
     return [f"{path}: missing or empty" for path in files if not path.is_file() or not path.read_bytes().strip()]
 

@@ -255,9 +255,9 @@ def repository(tmp_path: Path) -> Path:
         "infra/shapes.py": "from services.common.near import something",
         "infra/cost.py": "import images.platforms\nfrom infra.shapes import find_shape",
         "services/compiler/trace.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import some_stubs",
+        "services/compiler/plan.py": "try:\n    import some_library\nexcept ImportError:\n    pass",
     }
     for stage in rules.SERVICES:
-        files[f"services/{stage}/Dockerfile"] = "FROM scratch\n"
         files[f"services/{stage}/README.md"] = stage
         files[f"services/{stage}/VERSION"] = "0.1.0\n"
         files[f"services/{stage}/CHANGELOG.md"] = "## 0.1.0\n"

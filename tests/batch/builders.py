@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from batch.config import Config, read_config
 from batch.job_definition import Deployment
+from deploy.client.request import DeployRequest
 from services.common.recipe import Stage
 from services.common.testing.recipes import recipe_text
 
+Ask = Callable[..., DeployRequest]
+Script = Callable[..., None]
 DIGEST = "0" * 64
 REGISTRY = "111122223333.dkr.ecr.us-west-2.amazonaws.com/millrace"
 ROLE = "arn:aws:iam::111122223333:role"
@@ -36,6 +40,8 @@ VALUES = {
     "LOG_GROUP_COMPILER": "/millrace/compiler",
     "LOG_GROUP_TRAINER": "/millrace/trainer",
     "CAPACITY_ENDS_AT": "",
+    "CHECKPOINT_GB": "157",
+    "NOTICE_SECONDS": "300",
     "EXECUTION_ROLE": f"{ROLE}/secrets",
     "HF_TOKEN_SECRET": "arn:aws:secretsmanager:us-west-2:111122223333:secret:hugging-face",
 }

@@ -80,7 +80,7 @@ class Cloud:
             job.status, job.job_stopped_reason = status, reason or None
             stream = f"{job.job_definition.name}/default/{job.job_id}-{len(job.attempts)}"
             if status == "RUNNING" or status not in ACTIVE_STATUSES:
-                self._say(job.job_definition.name.partition("-")[2], stream, said)
+                self._say(job.job_definition.name.split("-")[1], stream, said)
                 self._streams[job.job_id] = stream
             if status not in ACTIVE_STATUSES:
                 end = {"logStreamName": stream, "exitCode": exit_code, "reason": container_reason or None}

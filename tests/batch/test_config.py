@@ -18,6 +18,11 @@ def test_a_file_says_queues_roles_and_images(tmp_path: Path) -> None:
     assert config.job_roles["compiler"].endswith("role/compiler")
 
 
+def test_a_file_that_says_nothing_of_checkpoints_sets_no_bound(tmp_path: Path) -> None:
+    config = read_config(write_config(tmp_path / "config.txt", CHECKPOINT_GB="", NOTICE_SECONDS=""))
+    assert (config.checkpoint_gb, config.notice_seconds) == (None, 0)
+
+
 def test_the_keys_of_the_older_scripts_are_known_and_come_first() -> None:
     assert tuple(VALUES)[:7] == PLACES
 
@@ -33,6 +38,8 @@ def test_the_keys_of_the_older_scripts_are_known_and_come_first() -> None:
         ({"CPU_SHAPE": "p5.4xlarge"}, "CPU_SHAPE=p5.4xlarge has 0 Neuron devices and 1 GPUs"),
         ({"CPU_MAX_NODES": "0"}, "CPU_MAX_NODES=0: a whole number from 1 on"),
         ({"EXECUTION_ROLE": ""}, "HF_TOKEN_SECRET needs EXECUTION_ROLE"),
+        ({"CHECKPOINT_GB": "13B"}, "CHECKPOINT_GB=13B: a number is expected"),
+        ({"NOTICE_SECONDS": "-1"}, "NOTICE_SECONDS=-1: a number is expected"),
     ],
 )
 def test_a_file_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, str], said: str) -> None:

@@ -88,10 +88,21 @@ def test_the_hugging_face_token_reaches_the_tokenizer_alone_and_by_its_name() ->
     assert not {"secrets", "executionRoleArn"} & read_container(without).keys()
 
 
-def test_the_trainer_is_told_of_its_notice() -> None:
-    variables = {each["name"]: each["value"] for each in read_container(definition_of())["environment"]}
-    assert variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == str(DRAIN_SECONDS["trainer"])
-    assert variables["FI_PROVIDER"] == "efa"
+@pytest.mark.parametrize(
+    ("stage", "of_the_machines", "told"),
+    [
+        ("trainer", "1608", 1608),
+        ("trainer", "60", DRAIN_SECONDS["trainer"]),
+        ("trainer", "", DRAIN_SECONDS["trainer"]),
+        ("tokenizer", "1608", DRAIN_SECONDS["tokenizer"]),
+    ],
+)
+def test_a_stage_is_told_of_its_notice(stage: Stage, of_the_machines: str, told: int) -> None:
+    """A trainer's is as long as the machines of the stack allow it."""
+    definition = definition_of(stage, config={"NOTICE_SECONDS": of_the_machines})
+    variables = {each["name"]: each["value"] for each in read_container(definition)["environment"]}
+    assert variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == str(told)
+    assert ("FI_PROVIDER" in variables) == (stage == "trainer")
 
 
 def test_the_recipe_travels_to_where_the_command_reads_it(tmp_path: Any) -> None:

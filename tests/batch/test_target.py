@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,81 +12,12 @@ import pytest
 
 from batch import request as request_module
 from batch.target import Batch
-from deploy.client.request import DeployRequest
 from images.versions import Build
-from infra.tests.service_models import share_service_models
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe import STAGES
 from services.common.testing.recipes import recipe_text
-from tests.batch.cloud import TAG, Cloud, simulated_account
-
-
-@pytest.fixture(scope="module", autouse=True)
-def service_models() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        share_service_models(patch)
-        yield
-
-
-@pytest.fixture
-def cloud() -> Iterator[Cloud]:
-    with simulated_account() as made:
-        yield made
-
-
-@pytest.fixture
-def batch(cloud: Cloud) -> Batch:
-    return Batch(cloud.config, cloud.jobs)
-
-
-@pytest.fixture
-def while_waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """What happens in the account, one step a poll. Without a step left a poll is one too many."""
-
-    def script(*steps: Callable[[], object]) -> None:
-        left = list(steps)
-
-        def sleep(seconds: float) -> None:
-            assert left, "it waits for ever"
-            left.pop(0)()
-
-        monkeypatch.setattr("time.sleep", sleep)
-
-    script()
-    return script
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    path = tmp_path / "recipe.toml"
-    path.write_text(recipe_text())
-    return path
-
-
-@pytest.fixture
-def ask(recipe: Path) -> Callable[..., DeployRequest]:
-    def request(stage: str = "trainer", **changes: Any) -> DeployRequest:
-        fields: dict[str, Any] = {
-            "stage": stage,
-            "recipe": recipe,
-            "tag": TAG,
-            "nodes": None,
-            "mode": None,
-            "arguments": None,
-            "retries": 3,
-            "start_timeout_seconds": 1800,
-            "drain_seconds": 0,
-            "is_kept": False,
-            "is_dry_run": False,
-            "is_followed": True,
-        }
-        return DeployRequest(**fields | changes)
-
-    return request
-
-
-Ask = Callable[..., DeployRequest]
-Script = Callable[..., None]
+from tests.batch.builders import Ask, Script
+from tests.batch.cloud import TAG, Cloud
 
 
 @pytest.mark.parametrize(
@@ -266,6 +196,21 @@ def test_a_pipeline_whose_last_stage_cannot_be_submits_none(cloud: Cloud, batch:
             {"arguments": ("--cluster.trainer_instance_type=trn1n.32xlarge",)},
             DeviceError,
             "cluster.trainer_instance_type is trn1n.32xlarge, and the trainer's nodes are trn1.32xlarge",
+        ),
+        (
+            {"arguments": ("--cluster.trainer_instance_type=trn2.48xlarge",)},
+            DeviceError,
+            "no image computes on trn2.48xlarge yet: those of neuron do on trn1 and trn1n",
+        ),
+        (
+            {
+                "arguments": (
+                    *("--model.hidden_size=8192", "--model.intermediate_size=28672"),
+                    *("--model.num_attention_heads=64", "--model.num_hidden_layers=80"),
+                )
+            },
+            DeviceError,
+            "a checkpoint of recipe small has 807 GB, and .* made for 157 GB at most .* checkpoint_gb = 808 in",
         ),
     ],
 )

@@ -121,7 +121,8 @@ def load_images(*services: str) -> None:
     build_images(services, "cpu")
     node_images.load(*(name_of(service) for service in services))
     wanted = {f"docker.io/{name_of(service)}" for service in services}
-    wait_until(lambda: wanted <= held_images(), seconds=120)  # kubelet looks every few seconds
+    # Kubelet looks every few seconds, perhaps between the two names that an image is given.
+    wait_until(lambda: wanted <= held_images(with_digest=True), seconds=120)
 
 
 def another_version(stage: str) -> str:
@@ -138,9 +139,11 @@ def name_of(service: str) -> str:
     return f"millrace/{service}:{describe_build(service, 'cpu').commit_tag}"
 
 
-def held_images() -> set[str]:
+def held_images(*, with_digest: bool = False) -> set[str]:
+    """Names of the images that the node tells of; `with_digest`, of those that have a digest among their names."""
     node = json.loads(cluster.kubectl("get", "node", "node-a", "-o", "json"))
-    return {name for image in node["status"].get("images") or [] for name in image.get("names") or []}
+    images = [image.get("names") or [] for image in node["status"].get("images") or []]
+    return {name for names in images if not with_digest or any("@sha256:" in each for each in names) for name in names}
 
 
 def write_overlay(base: Path, folder: Path, root: Path) -> Path:
@@ -161,17 +164,22 @@ def write_overlay(base: Path, folder: Path, root: Path) -> Path:
     return folder
 
 
-def make_house(api: Api, folder: Path, base: Path) -> Harness:
-    """The RayCluster of an overlay, up, over an empty root with a little text. The head's image must be on the node."""
+def make_site(api: Api, folder: Path, base: Path) -> Harness:
+    """An overlay over an empty root with a little text, of which nothing is on the cluster yet."""
     root = folder / "fsx"
     write_notes(root / "notes")
     give_to_stages(root)
-    harness = Harness(
+    return Harness(
         api,
         write_overlay(base, folder / "overlay", root),
         root,
         write_small_recipe(folder / "small.toml", "/fsx/notes"),
     )
+
+
+def make_house(api: Api, folder: Path, base: Path) -> Harness:
+    """The RayCluster of an overlay, up, over an empty root with a little text. The head's image must be on the node."""
+    harness = make_site(api, folder, base)
     done = harness.run("cluster-up")
     assert done.code == 0, done.said
     return harness

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import json
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -21,9 +22,10 @@ from k8s.client.probe import Probe, probe_head, probe_stage
 from k8s.client.reaper_job import start_reaper
 from k8s.objects.api import Api, Object
 from k8s.objects.deploy_job import render_deploy_job
+from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job, render_one_off_nodes_job
 from k8s.objects.placement import heads_of
 from k8s.objects.worker_group import WorkerGroup, read_worker_group
-from services.common.recipe import STAGES
+from services.common.recipe import STAGES, Stage
 from services.common.testing.waiting import wait_until
 from tests.cluster.harness import write_overlay as write_overlay_of
 from tests.cluster.kit import cluster
@@ -114,7 +116,17 @@ def jobs_of(api: Api) -> dict[str, Object]:
             pass
     assert start_reaper(recorder)
     recorder.created += [render_deploy_job(read_worker_group(api, name), deployment_of(name)) for name in STAGES]
+    cpu_group = cpu_group_of(trainer.cluster)
+    for stage in reversed(STAGES):  # of the kind one-off the tokenizer's is the one that is changed below
+        one_off = one_off_of(stage)
+        recorder.created.append(render_one_off_job(read_worker_group(api, stage), cpu_group, one_off))
+        recorder.created.append(render_one_off_nodes_job(cpu_group, one_off))
     return {each["spec"]["template"]["metadata"]["labels"]["millrace.dev/component"]: each for each in recorder.created}
+
+
+def one_off_of(stage: Stage) -> OneOff:
+    image = PULLED.replace("trainer", stage)
+    return OneOff(stage, "abc123", "0" * 16, image, ("artifacts", "list", "."), (), "packed", 3_600, "somebody")
 
 
 def pod_of(job: Object) -> Object:
@@ -145,7 +157,18 @@ def test_the_policies_compile_without_a_doubt(guarded: Api) -> None:
 def test_what_the_client_makes_is_taken(guarded: Api) -> None:
     answers = {kind: would_create(job) for kind, job in jobs_of(guarded).items()}
     assert {kind: answer.said for kind, answer in answers.items() if not answer.is_taken} == {}
-    assert answers.keys() == {"deploy", "preflight", "preflight-pool", "reaper"}
+    assert answers.keys() == {"deploy", "preflight", "preflight-pool", "reaper", "one-off", "one-off-nodes"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_subcommand_of_each_stage_is_taken_whole_and_in_part(guarded: Api, stage: Stage) -> None:
+    """A whole CPU node's pod, and one that asks for less (MEMORY=)."""
+    group = read_worker_group(guarded, stage)
+    cpu_group = cpu_group_of(group.cluster)
+    for memory_gib in (None, 8):
+        job = render_one_off_job(group, cpu_group, replace(one_off_of(stage), memory_gib=memory_gib))
+        answer = would_create(job)
+        assert answer.is_taken, answer.said
 
 
 def with_label(key: str, value: str) -> Callable[[Object], object]:
@@ -168,6 +191,14 @@ def with_resources(**amounts: str) -> Callable[[Object], object]:
     )
 
 
+def with_second_container(job: Object) -> None:
+    pod_of(job)["containers"].append({**container_of(job), "name": "b"})
+
+
+def with_cpus(amount: str) -> Callable[[Object], object]:
+    return lambda job: [each.update(cpu=amount) for each in container_of(job)["resources"].values()]
+
+
 def with_volume(source: Object) -> Callable[[Object], object]:
     return lambda job: pod_of(job)["volumes"].append({"name": "more", **source})
 
@@ -185,6 +216,7 @@ def with_spec(**fields: object) -> Callable[[Object], object]:
 
 
 SHELL = ["sh", "-c", "id"]
+SECRET_OF_RAY = {"secretKeyRef": {"name": "millrace", "key": "auth_token"}}
 SECRET = {"secretKeyRef": {"name": "hugging-face", "key": "token"}}
 TOLERATES_NEURON = [{"key": NEURON, "operator": "Exists", "effect": "NoSchedule"}]
 JOB_ATTACKS: list[tuple[str, str, Callable[[Object], object]]] = [
@@ -206,7 +238,7 @@ JOB_ATTACKS: list[tuple[str, str, Callable[[Object], object]]] = [
     ("modules from a mount", "deploy", with_mount("/app")),
     ("a hook", "reaper", with_container(lifecycle={"postStart": {"exec": {"command": SHELL}}})),
     ("a probe", "deploy", with_container(livenessProbe={"exec": {"command": SHELL}})),
-    ("a second container", "reaper", lambda job: pod_of(job)["containers"].append({**container_of(job), "name": "b"})),
+    ("a second container", "reaper", with_second_container),
     (
         "a container before",
         "reaper",
@@ -232,6 +264,45 @@ JOB_ATTACKS: list[tuple[str, str, Callable[[Object], object]]] = [
     ("memory without a limit", "preflight", with_container(resources={"requests": {"cpu": "50m"}})),
     ("an image from elsewhere", "preflight", with_container(image=f"docker.io/somebody/trainer@{DIGEST}")),
     ("an image by its tag", "preflight", with_container(image="millrace/trainer:latest")),
+    ("a subcommand under another name", "one-off", lambda job: job["metadata"].update(name="one-off-trainer-1")),
+    ("a subcommand as another stage", "one-off", with_pod(serviceAccountName="trainer")),
+    ("a subcommand as the deployer", "one-off", with_pod(serviceAccountName="deployer")),
+    ("a subcommand of no stage", "one-off", with_label("millrace.dev/stage", "nodes")),
+    ("a subcommand in another stage's image", "one-off", with_container(image=PULLED)),
+    ("a subcommand in the head's image", "one-off", with_container(image=HEAD_IMAGE)),
+    ("a subcommand's image by its tag", "one-off", with_container(image="millrace/tokenizer:latest")),
+    ("a shell in place of a subcommand", "one-off", with_container(command=SHELL)),
+    ("the image's own program", "one-off", lambda job: container_of(job).pop("command")),
+    ("a stage in place of a subcommand", "one-off", with_container(command=["python", "-m", "services.tokenizer"])),
+    ("a subcommand without an end", "one-off", lambda job: job["spec"].pop("activeDeadlineSeconds")),
+    ("a subcommand of a week", "one-off", with_spec(activeDeadlineSeconds=604_800)),
+    ("a subcommand that stays for ever", "one-off", lambda job: job["spec"].pop("ttlSecondsAfterFinished")),
+    ("a subcommand whose time does not run", "one-off", with_spec(suspend=True)),
+    ("many subcommands at a time", "one-off", with_spec(parallelism=50, completions=50)),
+    ("a subcommand on Trainium nodes", "one-off", with_pod(tolerations=TOLERATES_NEURON)),
+    ("a subcommand on every node", "one-off", with_pod(tolerations=[{"operator": "Exists"}])),
+    ("a subcommand beside the head", "one-off", with_pod(nodeSelector={"millrace.dev/pool": "core"})),
+    ("a subcommand where it likes", "one-off", lambda job: pod_of(job).pop("nodeSelector")),
+    ("a subcommand on a node by its name", "one-off", with_pod(nodeName="node-a")),
+    ("a subcommand with devices", "one-off", with_resources(neuron="16")),
+    ("a subcommand larger than a CPU node", "one-off", with_cpus("31")),
+    ("a subcommand with more memory", "one-off", with_resources(memory="113Gi")),
+    ("a subcommand of any size", "one-off", lambda job: container_of(job).pop("resources")),
+    ("a subcommand that goes first", "one-off", with_pod(priorityClassName="millrace-head")),
+    ("the Ray token in a subcommand", "one-off", with_variable(name="T", valueFrom=SECRET_OF_RAY)),
+    ("a secret mounted in a subcommand", "one-off", with_volume({"secret": {"secretName": "hugging-face"}})),
+    ("the node's folder in a subcommand", "one-off", with_volume({"hostPath": {"path": "/dev"}})),
+    ("a subcommand in Ray's network", "one-off", with_label("ray.io/is-ray-node", "yes")),
+    ("a subcommand with two containers", "one-off", with_second_container),
+    ("a shell that holds nodes", "one-off-nodes", with_container(command=SHELL)),
+    ("a stage's image that holds nodes", "one-off-nodes", with_container(image=PULLED)),
+    ("modules of its own that hold nodes", "one-off-nodes", with_variable(name="PYTHONPATH", value="/fsx/mine")),
+    ("the reaper's account to hold nodes", "one-off-nodes", with_pod(serviceAccountName="reaper")),
+    (
+        "nodes held under a deployment's name",
+        "one-off-nodes",
+        lambda job: job["metadata"].update(name="deploy-trainer"),
+    ),
 ]
 
 
@@ -243,6 +314,25 @@ def test_a_job_beyond_what_deploys_is_refused(guarded: Api, kind: str, change: C
     assert would_create(job).is_taken
     answer = would_create(changed(job, change))
     assert answer.refused_by == "millrace-jobs"
+
+
+def test_a_token_for_text_is_the_tokenizer_s_alone(guarded: Api) -> None:
+    """Its pods have it, too."""
+    group = read_worker_group(guarded, "trainer")
+    job = render_one_off_job(group, cpu_group_of(group.cluster), one_off_of("trainer"))
+    assert would_create(job).is_taken
+    assert would_create(changed(job, with_variable(name="HF_TOKEN", valueFrom=SECRET))).refused_by == "millrace-jobs"
+    tokenizer_s = container_of(jobs_of(guarded)["one-off"])
+    assert "hugging-face" in json.dumps(tokenizer_s["env"])
+
+
+def test_a_subcommand_that_runs_cannot_be_made_another(guarded: Api) -> None:
+    job = jobs_of(guarded)["one-off"]
+    assert ask("create", "-f", "-", body=job).is_taken
+    for spec in ({"suspend": True}, {"activeDeadlineSeconds": 604_800}):
+        answer = ask("patch", "job", job["metadata"]["name"], "--type=merge", "-p", json.dumps({"spec": spec}))
+        assert answer.refused_by == "millrace-jobs"
+    guarded.delete("Job", job["metadata"]["name"])
 
 
 def test_a_job_that_waits_cannot_be_changed_to_another(guarded: Api) -> None:
@@ -267,6 +357,10 @@ def stage_pod(api: Api, stage: str = "trainer") -> Object:
     return pod
 
 
+def as_one_off(pod: Object, component: str = "one-off") -> None:
+    pod["metadata"]["labels"] = {"millrace.dev/component": component, "millrace.dev/stage": "trainer"}
+
+
 def with_spec_of_pod(**fields: object) -> Callable[[Object], object]:
     return lambda pod: pod["spec"].update(fields)
 
@@ -286,6 +380,8 @@ POD_ATTACKS: list[tuple[str, Callable[[Object], object]]] = [
     ("devices past the queue", lambda pod: pod["metadata"]["annotations"].pop("scheduling.k8s.io/group-name")),
     ("an image from elsewhere", lambda pod: pod["spec"]["containers"][0].update(image=f"ghcr.io/x/trainer@{DIGEST}")),
     ("an image by its tag", lambda pod: pod["spec"]["containers"][0].update(image="millrace/trainer:latest")),
+    ("a subcommand with devices", as_one_off),
+    ("what holds a node, as a stage", lambda pod: as_one_off(pod, "one-off-nodes")),
 ]
 
 
@@ -356,11 +452,14 @@ def test_a_deploy_job_gives_a_group_its_image_and_pods(guarded: Api) -> None:
 
 def test_a_person_looks_into_ray_s_pods_and_no_job_s(guarded: Api) -> None:
     """Nothing runs in these pods, and the API server says so only of those that it would open."""
-    assert ask("create", "-f", "-", body=jobs_of(guarded)["deploy"]).is_taken
-    selector = "millrace.dev/component=deploy"
-    wait_until(lambda: guarded.find_all("Pod", selector) and heads_of(guarded), 60)
-    [deploying], [head] = guarded.find_all("Pod", selector), heads_of(guarded)
-    for part in ("exec?command=id&stdout=true", "portforward?ports=8265"):
+    jobs = jobs_of(guarded)
+    for kind in ("deploy", "one-off"):
+        assert ask("create", "-f", "-", body=jobs[kind]).is_taken
+    selector = "millrace.dev/component in (deploy,one-off)"
+    wait_until(lambda: len(guarded.find_all("Pod", selector)) == 2 and heads_of(guarded), 60)
+    [one, other], [head] = guarded.find_all("Pod", selector), heads_of(guarded)
+    parts = ("exec?command=id&stdout=true", "portforward?ports=8265")
+    for part, of_a_job in itertools.product(parts, (one, other)):
         refused, opened = (
             ask(
                 "create",
@@ -369,10 +468,11 @@ def test_a_person_looks_into_ray_s_pods_and_no_job_s(guarded: Api) -> None:
                 "-f",
                 "/dev/null",
             )
-            for pod in (deploying, head)
+            for pod in (of_a_job, head)
         )
         assert refused.refused_by == "millrace-exec"
         assert not opened.is_taken
         assert "denied" not in opened.said
         assert "forbidden" not in opened.said.lower(), opened.said
-    guarded.delete("Job", "deploy-trainer")
+    for kind in ("deploy", "one-off"):
+        guarded.delete("Job", jobs[kind]["metadata"]["name"])

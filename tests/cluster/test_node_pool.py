@@ -4,6 +4,8 @@ it has. The Jobs, their pods' deaths, the operator and Volcano are real.
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -162,6 +164,24 @@ def kill_deploy_pod(harness: Harness) -> None:
     killed = deploy_pod(harness)
     cluster.kubectl("-n", "millrace", "delete", "pod", killed, "--grace-period=0", "--force")
     wait_until(lambda: deploy_pod(harness) not in ("", killed), 3 * MINUTE)
+
+
+def test_a_node_comes_for_a_subcommand_and_goes_with_it(harness: Harness, node_group: NodeGroup) -> None:
+    """Its pod finds no node of its own pool here; the Job that holds the node does its part for real."""
+    image = f"millrace/tokenizer@sha256:{'0' * 64}"
+    process = harness.start("stage-run", STAGE="tokenizer", COMMAND="artifacts list .", TAG=image)
+    wait_until(lambda: node_group.size == 1, 2 * MINUTE)
+    [one_off] = read_share_book(harness.api).pools[POOL].nodes
+    assert f"node group {POOL}: 1 of 1 are ready; {one_off} holds 1" in wait_for_ready_node(harness, one_off)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(MINUTE) == 130
+    wait_until(lambda: is_given_back(harness, node_group), 3 * MINUTE)
+    assert harness.api.find("Job", one_off) is None
+
+
+def wait_for_ready_node(harness: Harness, one_off: str) -> str:
+    wait_until(lambda: f"1 of 1 are ready; {one_off} holds 1" in status(harness), 2 * MINUTE)
+    return status(harness)
 
 
 def test_nodes_that_nobody_holds_any_more_go(harness: Harness, node_group: NodeGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,15 @@ from k8s.objects.api import Api
 from k8s.objects.placement import heads_of, is_ready
 from k8s.objects.worker_group import read_cluster
 from services.common.testing.waiting import wait_until
-from tests.cluster.harness import Harness, another_version, corpus_digest, give_to_stages, load_images, make_house
+from tests.cluster.harness import (
+    Harness,
+    another_version,
+    corpus_digest,
+    give_to_stages,
+    load_images,
+    make_house,
+    one,
+)
 from tests.cluster.kit import cluster
 from tests.small import write_notes, write_small_recipe
 
@@ -57,6 +66,57 @@ def test_a_stage_on_the_cluster_makes_what_its_container_makes(harness: Harness,
     assert corpus_digest(harness.root) == corpus_digest(tmp_path / "fsx")
     assert "published" in harness.log_of("tokenizer")
     assert "outcome   exit code 0" in harness.run("stage-status").said
+
+
+def test_a_subcommand_runs_where_there_is_no_pod(harness: Harness, tmp_path: Path) -> None:
+    """On the artifacts of the claim, in the stage's image, and what it brings is the file that is there."""
+    deploy(harness)
+    corpus = one(harness.root, "corpus/*/[0-9a-f]*/manifest.json").relative_to(harness.root)
+    done = harness.run("stage-run", STAGE="tokenizer", COMMAND=f"artifacts show {corpus}", MEMORY="1")
+    assert done.code == 0, done.said
+    assert corpus_digest(harness.root) in done.said
+    done = harness.run(
+        "stage-run",
+        STAGE="tokenizer",
+        COMMAND="train-vocab /fsx/notes --vocab-size 320 --output 'a vocabulary.model'",
+        BRING=f"{corpus}/manifest.json",
+        TO=str(tmp_path / "home"),
+    )
+    assert done.code == 0, done.said
+    home = {path.name: path.read_bytes() for path in (tmp_path / "home").iterdir()}
+    assert home == {
+        "manifest.json": (harness.root / corpus / "manifest.json").read_bytes(),
+        "a vocabulary.model": (harness.root / "a vocabulary.model").read_bytes(),
+    }
+    assert one_offs(harness) == []
+
+
+def test_a_subcommand_s_end_is_the_command_s(harness: Harness) -> None:
+    done = harness.run("stage-run", STAGE="tokenizer", COMMAND="artifacts verify nowhere")
+    assert (done.code, "nowhere" in done.said) == (3, True), done.said
+    done = harness.run("stage-run", STAGE="tokenizer", COMMAND="artefacts verify nowhere")
+    assert (done.code, "Do you mean artifacts?" in done.said) == (2, True), done.said
+    assert one_offs(harness) == []
+
+
+def test_ctrl_c_ends_a_subcommand_and_what_nobody_followed_is_found_again(harness: Harness) -> None:
+    command = {"STAGE": "tokenizer", "COMMAND": "artifacts list ."}
+    process = harness.start("stage-run", **command)
+    wait_until(lambda: one_offs(harness), 60)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    wait_until(lambda: not one_offs(harness), 60)
+    assert harness.run("stage-run", FOLLOW="0", **command).code == 0
+    [name] = one_offs(harness)
+    assert name in harness.run("stage-status").said
+    done = harness.run("stage-run", **command)
+    assert (done.code, f"{name} of " in done.said, "corpus/2" in done.said) == (0, True, True), done.said
+    assert one_offs(harness) == []
+
+
+def one_offs(harness: Harness) -> list[str]:
+    found = harness.api.find_all("Job", "millrace.dev/component=one-off")
+    return [job["metadata"]["name"] for job in found if "deletionTimestamp" not in job["metadata"]]
 
 
 def test_an_image_is_swapped_in_and_rolled_back(harness: Harness) -> None:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import hcl2
 import yaml
 
-from infra import cluster_workloads, node_groups
+from infra import cluster_neighbours, cluster_workloads, kubernetes_versions, node_groups
 from k8s.objects.names import DEPLOYER, NAMESPACE, NEURON, POOL_LABEL, SHAPE_LABEL, node_pool_annotation
 from services.common.recipe import Kind
 
@@ -31,6 +31,8 @@ CHOSEN = ("COMPILER_POOL", "RECIPE")
 # What each device plugin's chart adds to a node.
 RESOURCE_OF_CHART = {"neuron-helm-chart": "aws.amazon.com/neuron", "aws-efa-k8s-device-plugin": "vpc.amazonaws.com/efa"}
 MODULE_OF_CHART = {"kuberay-operator": "github.com/ray-project/kuberay/ray-operator", "volcano": "volcano.sh/volcano"}
+# By Volcano's README, its table of Kubernetes compatibility at ed72c7c.
+NEWEST_KUBERNETES_OF_VOLCANO = {"1.14": "1.34", "1.15": "1.35"}
 UNITS = {"Gi": 1, "Ti": 1024}
 
 
@@ -124,7 +126,7 @@ def list_agreements(root: Path, objects: list[Thing], committed: dict[str, str])
     yield from _names(root, own, objects)
     yield from _placement(root, own, defaults, objects)
     yield from _amounts(root, defaults, objects)
-    yield from _volumes(root, defaults, objects)
+    yield from _volumes(root, objects)
     yield from _addons(root, defaults, objects)
     yield Agreement(
         "settings that are outputs",
@@ -144,13 +146,21 @@ def _names(root: Path, own: Thing, objects: list[Thing]) -> Iterator[Agreement]:
     yield Agreement("namespace", own["namespace"], cluster["metadata"]["namespace"])
     yield Agreement("namespace of the commands", own["namespace"], NAMESPACE)
     yield Agreement("namespace that infra-down empties", cluster_workloads.NAMESPACE, cluster["metadata"]["namespace"])
+    namespaces = {each["metadata"]["name"] for each in _all(objects, "Namespace")}
+    yield Agreement("namespaces that infra-down takes for its own", set(cluster_neighbours.NAMESPACES), namespaces)
     identities = (root / "infra/modules/eks/identities.tf").read_text(encoding="utf-8")
     associated = re.findall(r"^  namespace += (.+)$", identities, re.MULTILINE)
     given = [own["namespace"] if each == "var.namespace" else each for each in associated]
     yield Agreement("namespace of the identities", given, [cluster["metadata"]["namespace"]])
     accounts = {_pod(group)["serviceAccountName"] for group in _groups(objects).values()}
     reaper = _one(objects, "CronJob")["spec"]["jobTemplate"]["spec"]["template"]["spec"]["serviceAccountName"]
-    yield Agreement("service accounts of stages", set(own["stages"]), accounts)
+    let_out = {
+        name
+        for policy in _all(objects, "NetworkPolicy")
+        if policy["metadata"]["name"] == "text-sources"
+        for name in [policy["spec"]["podSelector"]["matchLabels"]["ray.io/group"]]
+    }
+    yield Agreement("stages that reach the bucket", set(own["bucket_users"]), let_out & accounts)
     made = {each["metadata"]["name"] for each in _all(objects, "ServiceAccount")}
     # The client makes the deploy Jobs, so that no manifest has their account.
     scalers = {DEPLOYER} & made | {reaper}
@@ -238,8 +248,9 @@ def _amounts(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> It
     yield Agreement("capability of the queue", total, _counted(_one(objects, "Queue")["spec"]["capability"]))
 
 
-def _volumes(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:
+def _volumes(root: Path, objects: list[Thing]) -> Iterator[Agreement]:
     example = example_outputs(root)
+    made_gib = json.loads((root / "infra/shapes.json").read_text(encoding="utf-8"))["file_system"]["gib"]
     claims = {
         (each["metadata"]["namespace"], each["metadata"]["name"]): each
         for each in _all(objects, "PersistentVolumeClaim")
@@ -250,7 +261,7 @@ def _volumes(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> It
         made = [example["fsx_id"], example["fsx_dns_name"], example["fsx_mount_name"]]
         yield Agreement(f"file system of volume {name}", made, facts)
         gib = int(volume["spec"]["capacity"]["storage"].removesuffix("Gi"))
-        yield Agreement(f"GiB of volume {name}", defaults["fsx"]["gib"], gib)
+        yield Agreement(f"GiB of volume {name}", made_gib, gib)
         claim = claims.get((reference["namespace"], reference["name"]), {"spec": {}})
         yield Agreement(f"volume of claim {reference['name']}", name, claim["spec"].get("volumeName"))
     used = {
@@ -281,8 +292,7 @@ def _addons(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Ite
     modules = dict(re.findall(r"^\s+(\S+) v(\S+)$", (root / "tests/cluster/kit/go.mod").read_text(), re.MULTILINE))
     for chart, module in MODULE_OF_CHART.items():
         yield Agreement(f"version of {chart}, here and in the test cluster", charts[chart]["version"], modules[module])
-    tested, made = modules["k8s.io/kubernetes"].split(".")[1], str(defaults["kubernetes_version"][""]).split(".")[1]
-    yield Agreement("minor version of Kubernetes, one apart at most", True, abs(int(tested) - int(made)) <= 1)
+    yield from _versions(root, str(defaults["kubernetes_version"][""]), modules)
     yield from _addon_pods(root, releases)
     [metrics] = [each for each in _all(objects, "NetworkPolicy") if each["metadata"]["name"] == "metrics"]
     [source] = metrics["spec"]["ingress"][0]["from"]
@@ -305,6 +315,8 @@ def _addons(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Ite
         {"fsx.csi.aws.com"} if re.search(r"aws-fsx-csi-driver += { controller", catalogue) else set(),
         drivers,
     )
+    made = set(re.findall(r'^ {4,6}(?:"?)([a-z]+(?:-[a-z]+)+|coredns)(?:"?) += {', catalogue, re.MULTILINE))
+    yield Agreement("add-ons whose versions infra-preflight shows", set(kubernetes_versions.ADDONS), made)
     enforced = re.search(r'enableNetworkPolicy = "(\w+)"', catalogue)
     has_policies = bool(_all(objects, "NetworkPolicy"))
     yield Agreement("network policies are enforced", bool(enforced and enforced[1] == "true"), has_policies)
@@ -312,6 +324,28 @@ def _addons(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Ite
     yield Agreement(
         "Pod Identity's agent and the way to it", "eks-pod-identity-agent" in catalogue, agent == {"pod-identity"}
     )
+
+
+def _versions(root: Path, made: str, modules: dict[str, str]) -> Iterator[Agreement]:
+    """The version of Kubernetes that a new cluster gets, and those on which it is tested."""
+    tested = modules["k8s.io/kubernetes"]
+    yield Agreement("minor version of Kubernetes, here and in the test cluster", made, tested.rpartition(".")[0])
+    kit = (root / "tests/cluster/kit/cluster.py").read_text(encoding="utf-8")
+    told = re.findall(r'^KUBERNETES = "v(.+)"$', kit, re.MULTILINE) + re.findall(r"gitMinor=(\d+)", kit)
+    yield Agreement("Kubernetes that the test cluster says it is", told, [tested, tested.split(".")[1]])
+    page = (root / "tests/cluster/kit/README.md").read_text(encoding="utf-8")
+    named = re.search(r"Kubernetes (\S+), Volcano (\S+) and the KubeRay operator (\S+)", page)
+    versions = (tested, *(modules[MODULE_OF_CHART[chart]] for chart in ("volcano", "kuberay-operator")))
+    yield Agreement("versions on the test cluster's page", named and named.groups(), versions)
+    volcano = ".".join(modules["volcano.sh/volcano"].split(".")[:2])
+    newest = NEWEST_KUBERNETES_OF_VOLCANO.get(volcano, "none")
+    yield Agreement(f"newest Kubernetes that Volcano {volcano} lists", newest, max(made, newest, key=_minor))
+    known = json.loads((root / "infra/aws_releases.json").read_text(encoding="utf-8"))["eks"]["versions"]
+    yield Agreement("Kubernetes with a Neuron AMI whose driver the images take", made in known, True)
+
+
+def _minor(version: str) -> int:
+    return int(version.partition(".")[2] or 0)
 
 
 def _addon_pods(root: Path, releases: list[Thing]) -> Iterator[Agreement]:

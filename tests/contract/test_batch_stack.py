@@ -11,19 +11,20 @@ import pytest
 
 from batch.config import CONFIG, KEYS, PLACES, read_config
 from batch.job_definition import HOST_FOLDERS, pool_of, read_container, render_job_definition
+from deploy.client.outline import read_outline
 from deploy.stage_contract import DRAIN_SECONDS, ROOT, SCRATCH, find_contract
 from images.demo import IMAGE_USER
 from images.platforms import REPOSITORY
 from infra import __main__ as infra_commands
+from infra.inputs import read_variables
 from services.common.errors import RecipeError
 from services.common.launch.batch_node import ROOT_MARKER
 from services.common.recipe import STAGES
+from services.common.stop_notice import CHECKPOINTS_PER_NOTICE
 from tests.batch.builders import job_deployment_of
 
 STACK = REPOSITORY / "infra/stacks/batch"
 MODULE = REPOSITORY / "infra/modules/batch"
-AFTER_DRAIN_SECONDS = 30
-"""For what ends after the checkpoint: Ray, and the program that starts it."""
 
 
 def read_hcl(path: Path) -> dict[str, Any]:
@@ -97,7 +98,16 @@ def test_every_stage_has_its_role_log_group_and_repository(stack: dict[str, Any]
 
 
 def test_a_container_has_time_for_the_longest_drain_of_a_stage(stack: dict[str, Any]) -> None:
-    assert stack["stop_seconds"] == max(DRAIN_SECONDS.values()) + AFTER_DRAIN_SECONDS
+    assert stack["least_notice_seconds"] == max(DRAIN_SECONDS.values())
+    assert stack["checkpoints_per_notice"] == CHECKPOINTS_PER_NOTICE
+
+
+def test_a_checkpoint_of_every_recipe_for_trn1_fits_into_the_stop_timeout() -> None:
+    outlines = [read_outline(path, {}) for path in sorted((REPOSITORY / "recipes").glob("*-trn1.toml"))]
+    sizes = {outline.name: outline.checkpoint_gb for outline in outlines}
+    default = read_variables(None, STACK)["checkpoint_gb"]
+    assert sizes
+    assert all(size and size <= default for size in sizes.values()), f"{sizes} of {default}"
 
 
 def test_a_node_prepares_the_folders_that_a_job_mounts(
@@ -124,10 +134,11 @@ def test_folders_belong_to_the_user_of_the_images(module: dict[str, Any]) -> Non
     assert module["user"] == IMAGE_USER
 
 
-def test_a_stage_has_the_same_part_of_the_bucket_on_both_targets() -> None:
+def test_a_stage_has_the_same_part_of_the_bucket_on_both_targets(stack: dict[str, Any]) -> None:
     """Their roles say it in the same words, but for where the stage's name comes from."""
     parts = [
-        re.findall(r'\$\{(?:stage|each\.key)\}(/\*)"', (REPOSITORY / path).read_text(encoding="utf-8"))
+        re.findall(r'\$\{(?:account|each\.key)\}(/\*)"', (REPOSITORY / path).read_text(encoding="utf-8"))
         for path in ("infra/modules/eks/identities.tf", "infra/modules/batch/identities.tf")
     ]
     assert parts == [["/*", "/*"], ["/*", "/*"]]
+    assert stack["bucket_users"] == locals_of(REPOSITORY / "infra/stacks/eks/main.tf")["bucket_users"]

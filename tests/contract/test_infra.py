@@ -19,7 +19,10 @@ from tests.contract.agreements import example_outputs, list_agreements, read_set
 Thing = dict[str, Any]
 OVERLAY = "k8s/overlays/eks"
 PARTS = ("k8s/base", "k8s/stages", OVERLAY, "infra/stacks", "infra/modules", "infra/addons")
-FILES = ("infra/shapes.json", "tests/cluster/kit/go.mod")
+FILES = (
+    *("infra/shapes.json", "infra/aws_releases.json"),
+    *(f"tests/cluster/kit/{name}" for name in ("go.mod", "cluster.py", "README.md")),
+)
 MAIN, VARIABLES, ADDONS = (
     f"infra/{name}" for name in ("stacks/eks/main.tf", "stacks/eks/variables.tf", "modules/eks/addons.tf")
 )
@@ -46,10 +49,10 @@ MUTATIONS = {
     ),
     "service account, infra": (
         MAIN,
-        '["tokenizer", "compiler", "trainer"]\n  node',
-        '["tokenizer", "compiler", "train"]\n  node',
-        "'train'",
+        'bucket_users      = ["tokenizer"]',
+        'bucket_users      = ["trainer"]',
         "'trainer'",
+        "'tokenizer'",
     ),
     "reaper's account, k8s": (
         "k8s/base/reaper.yaml",
@@ -120,7 +123,7 @@ MUTATIONS = {
         "'millrace-fsx'",
         "'fsx'",
     ),
-    "size of the file system, infra": (VARIABLES, "optional(number, 1200)", "optional(number, 2400)", "2400", "1200"),
+    "size of the file system, infra": ("infra/shapes.json", '"gib": 1200', '"gib": 2400', "2400", "1200"),
     "folder in the bucket, infra": (
         "infra/modules/storage/main.tf",
         'toset(["checkpoint"])',
@@ -143,7 +146,36 @@ MUTATIONS = {
         "'1.14.1'",
         "'1.15.0'",
     ),
-    "Kubernetes, infra": (VARIABLES, '= "1.35"', '= "1.37"', "True", "False"),
+    "Kubernetes, infra": (VARIABLES, '= "1.34"', '= "1.35"', "'1.35'", "'1.34'"),
+    "Kubernetes that Volcano does not list, infra": (VARIABLES, '= "1.34"', '= "1.35"', "'1.34'", "'1.35'"),
+    "Kubernetes, test cluster": (
+        "tests/cluster/kit/go.mod",
+        "k8s.io/kubernetes v1.34.4",
+        "k8s.io/kubernetes v1.35.4",
+        "'1.34'",
+        "'1.35'",
+    ),
+    "Kubernetes, what the test cluster says": (
+        "tests/cluster/kit/cluster.py",
+        'KUBERNETES = "v1.34.4"',
+        'KUBERNETES = "v1.34.5"',
+        "'1.34.5'",
+        "'1.34.4'",
+    ),
+    "Volcano, page of the test cluster": (
+        "tests/cluster/kit/README.md",
+        "Volcano 1.14.1",
+        "Volcano 1.14.2",
+        "'1.14.2'",
+        "'1.14.1'",
+    ),
+    "AMI of the version of Kubernetes, infra": (
+        "infra/aws_releases.json",
+        '"1.34": {',
+        '"1.33": {',
+        "False",
+        "True",
+    ),
     "zone, k8s": (
         "k8s/stages/trainer/worker-group.yaml",
         "millrace.dev/pool: trainium",

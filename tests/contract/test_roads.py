@@ -1,9 +1,10 @@
-"""The roads that the pages print, from an empty account to trained weights: what each command needs is there."""
+"""The roads that the pages print, from an empty account to an exported model: what each command needs is there."""
 
 from __future__ import annotations
 
 import copy
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,8 +12,11 @@ from typing import Any
 
 import pytest
 
+import batch.request
+import infra.__main__
 from batch.target import Batch
 from deploy.client.instance_type import check_instance_type
+from deploy.client.one_off import OneOffRequest, read_one_off
 from deploy.client.request import DeployRequest
 from deploy.client.variables import require_taken
 from deploy.commands import __main__ as deploy_commands
@@ -21,13 +25,16 @@ from infra.roads import ROADS, Target, describe_road
 from infra.tests.road import Typed, read_lines, read_road
 from infra.tests.service_models import share_service_models
 from k8s.client.compile_tasks import check_trace
+from k8s.client.one_off import run_one_off
 from k8s.client.overlay import find_kubectl, render
 from k8s.client.request import resolve
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
 from services.common.recipe import STAGES
 from tests.batch.cloud import TAG, simulated_account
+from tests.contract.agreements import read_settings
 from tests.k8s.builders import DIGEST
+from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
 
 MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
@@ -69,17 +76,42 @@ def test_the_page_prints_the_road(target: Target) -> None:
 
 @pytest.mark.parametrize("target", ROADS)
 def test_every_target_of_make_is_there_and_says_which_variables_it_takes(target: Target) -> None:
-    """The three stages run in their order, and what was made is taken down."""
+    """The three stages run in their order, the model is exported, and what was made is taken down."""
     typed = [each for each in read_road(target) if each.target]
     for each in typed:
         [told] = re.findall(rf"^{each.target}:.*## (.*)$", MAKEFILE, re.MULTILINE)
         assert [name for name in each.variables if f"{name}=" not in told] == [], each.line
         done = subprocess.run(
-            ["make", "-n", *each.line.split()[1:]], cwd=REPOSITORY, capture_output=True, text=True, check=False
+            ["make", "-n", *shlex.split(each.line)[1:]], cwd=REPOSITORY, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
     assert [each.variables["STAGE"] for each in deployments(target)] == list(STAGES)
-    assert typed[-1].target == "infra-down"
+    assert [each.target for each in typed[-2:]] == ["stage-run", "infra-down"]
+
+
+def read_export(target: Target) -> OneOffRequest:
+    """The request of the road's last step before it is taken down, for an image that has been pushed."""
+    [typed] = [each for each in read_road(target) if each.target == "stage-run"]
+    require_taken(typed.target, typed.variables)
+    return read_one_off(typed.variables)
+
+
+def test_the_eks_road_ends_in_a_model_on_the_shared_file_system(
+    eks: Thing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a pod of a CPU node, whose node comes for it, with the overlay's recipe."""
+    monkeypatch.setattr("k8s.client.one_off.find_image_labels", lambda group, image: {})
+    request = replace(read_export("eks"), tag=f"millrace/trainer@sha256:{DIGEST}", is_followed=False)
+    api = MemoryApi(eks)
+    assert run_one_off(api, request) == 0  # type: ignore[arg-type]
+    [name] = [each for each in api.names("Job") if each.startswith("one-off-trainer-")]
+    job = api.find("Job", name)
+    assert job
+    words = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert words == ["--root", "/fsx", "--", "export", "--output", "export/llama2-7b"]
+    said = capsys.readouterr().out
+    assert "llama2-7b-trn1" in said
+    assert "m7i.8xlarge at $1.61 an hour" in said
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -98,6 +130,12 @@ def test_a_stage_of_the_eks_road_fits_its_overlay(eks: Thing, monkeypatch: pytes
     assert resolved.deployment.nodes <= group.spec["maxReplicas"]
 
 
+def test_the_cost_is_held_against_the_recipe_that_both_targets_deploy() -> None:
+    of_the_overlay = REPOSITORY / read_settings(OVERLAYS["eks"] / "settings.env")["RECIPE"]
+
+    assert of_the_overlay == REPOSITORY / batch.request.DEFAULT_RECIPE == infra.__main__.RECIPE
+
+
 def test_the_stages_of_the_batch_road_are_submitted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,9 +145,15 @@ def test_the_stages_of_the_batch_road_are_submitted(
             request = replace(read_request(typed, monkeypatch), tag=TAG, is_followed=False)
             assert Batch(cloud.config, cloud.jobs).deploy(request, None) == 0
             cloud.move("SUCCEEDED", 0)
+        with monkeypatch.context() as patch:
+            patch.setattr("batch.one_off.find_labels", lambda image: {})
+            assert (
+                Batch(cloud.config, cloud.jobs).run_one_off(replace(read_export("batch"), is_followed=False), None) == 0
+            )
         queues = [job["jobQueue"] for job in cloud.submitted]
     said = capsys.readouterr().out
 
-    assert queues == ["millrace-cpu", "millrace-trainium", "millrace-trainium"]
+    assert queues == ["millrace-cpu", "millrace-trainium", "millrace-trainium", "millrace-cpu"]
+    assert "runs        trainer: export --output export/llama2-7b\n" in said
     assert said.count("llama2-7b-trn1") >= len(STAGES)
     assert "4 x trn1.32xlarge x $21.50 = $86.00 an hour" in said

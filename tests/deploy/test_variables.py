@@ -23,13 +23,18 @@ def given(name: str, target: str) -> dict[str, str]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_variable_is_taken_or_refused_with_those_that_there_are(command: str, target: str) -> None:
     for name, variable in VARIABLES.items():
-        if command in variable.commands and target in variable.targets:
+        if variable.is_taken(command, target):
             require_taken(command, given(name, target))
             continue
         with pytest.raises(RecipeError, match=f"^{name}=") as refused:
             require_taken(command, given(name, target))
         assert f"{command} takes " in str(refused.value)
         assert f"TARGET={target}" in str(refused.value)
+
+
+def test_hours_bound_a_one_off_on_every_target() -> None:
+    assert all(VARIABLES["HOURS"].is_taken("stage-run", target) for target in TARGETS)
+    assert not VARIABLES["HOURS"].is_taken("deploy-stage", "kuberay")
 
 
 @pytest.mark.parametrize("name", ["WAIT", "MODE", "KEEP", "DRAIN"])

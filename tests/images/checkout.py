@@ -1,4 +1,4 @@
-"""Builders: a small git repository of stages."""
+"""Builds a small git repository that has every service."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write(path: Path, content: str) -> None:
 
 
 def make_checkout(folder: Path) -> Path:
-    """A committed repository with every service, real contracts, and pinned bases."""
+    """A committed repository with every service, the real contracts, and digests of the base images."""
     repository = folder / "checkout"
     ignored = shutil.ignore_patterns("tests", "testing", "__pycache__", "*.crt")
     for name in ("services/common", "images"):
@@ -31,7 +31,6 @@ def make_checkout(folder: Path) -> Path:
     for service in SERVICES:
         write(repository / "services" / service / "VERSION", "0.1.0\n")
         write(repository / "services" / service / "CHANGELOG.md", CHANGELOG)
-        write(repository / "services" / service / "Dockerfile", "FROM scratch\n")
         write(repository / "services" / service / "work.py", "print('one')\n")
     platforms = repository / "images/platforms.toml"
     neuron = "public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0-neuronx-py312-sdk2.29.1-ubuntu24.04"
@@ -45,7 +44,7 @@ def make_checkout(folder: Path) -> Path:
 
 
 def make_shallow_checkout(folder: Path) -> Path:
-    """A clone of two commits that has the last one alone."""
+    """A clone that has only the last of two commits."""
     repository = make_checkout(folder)
     write(repository / "services/tokenizer/work.py", "print('two')\n")
     commit(repository, "Go on")

@@ -1,4 +1,4 @@
-"""What a user sees who asks for an image that cannot be built: what is missing, and the next command."""
+"""A command for an image that cannot be built says what is missing, and the next command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def run_images(command: str, **variables: str) -> subprocess.CompletedProcess[st
 def test_without_a_docker_command_the_message_names_the_package(command: str, tmp_path: Path) -> None:
     done = run_images(command, PATH=str(tmp_path))
     assert done.returncode == 4
-    assert "no docker command on PATH" in done.stderr
     assert "apt-get install docker.io" in done.stderr
 
 
@@ -41,7 +40,6 @@ def test_without_a_docker_command_the_message_names_the_package(command: str, tm
 def test_without_an_engine_the_message_says_how_to_start_one(command: str) -> None:
     done = run_images(command)
     assert done.returncode == 4
-    assert "no Docker engine answers" in done.stderr
     assert "dockerd" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -50,31 +48,33 @@ def test_without_an_engine_the_message_says_how_to_start_one(command: str) -> No
 def test_a_stage_that_does_not_exist_is_answered_with_those_that_do(command: str) -> None:
     done = run_images(command, STAGE="tokeniser")
     assert done.returncode == 2
-    assert "there is no stage 'tokeniser': STAGE is one of tokenizer, compiler, trainer" in done.stderr
+    assert "'tokeniser'" in done.stderr
+    assert "tokenizer, compiler, trainer" in done.stderr
 
 
 def test_a_variant_that_does_not_exist_is_answered_with_those_that_do() -> None:
     done = run_images("build", VARIANT="gpu")
     assert done.returncode == 2
-    assert "there is no variant 'gpu': VARIANT is one of cpu, cuda, neuron" in done.stderr
+    assert "'gpu'" in done.stderr
+    assert "cpu, cuda, neuron" in done.stderr
 
 
 def test_a_release_names_its_stage() -> None:
     done = run_images("release", STAGE="", BUMP="minor")
     assert done.returncode == 2
-    assert "make release STAGE=trainer BUMP=minor" in done.stderr
+    assert "STAGE is ''" in done.stderr
 
 
 def test_every_command_has_a_target_in_the_makefile() -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     commands = run_images("-h").stdout.partition("{")[2].partition("}")[0].split(",")
     assert {"base", "build", "demo", "release"} <= set(commands)
-    for command in set(commands) - {"environment"}:
+    for command in set(commands) - {"settings"}:  # for ./pants
         assert f"images) {command}" in makefile or f"-m images {command}" in makefile
 
 
 def install(lock: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What a build runs, on a base whose Python is not the pin's: it installs nothing here in any case."""
+    """Run what a build runs. It installs nothing on this machine, whose Python is not the pinned one."""
     pinned = {"PINNED_PYTHON": "3.11.99", "BASE": "python:3.11.99-slim"}
     command = [sys.executable, str(REPOSITORY / "images/install.py"), lock]
     return subprocess.run(
@@ -85,13 +85,13 @@ def install(lock: str, **variables: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("variable", ["TORCH_INDEX_URL", "TORCH_FIND_LINKS"])
 def test_an_image_for_gpus_takes_no_torch_from_elsewhere(variable: str) -> None:
     """It would come without the CUDA libraries of the lock; a cpu image needs none of them."""
-    refused = install("program-cuda.txt", **{variable: "https://example.com/cpu"})
+    refused = install("compiler-cuda.txt", **{variable: "https://example.com/cpu"})
     assert refused.returncode != 0
     assert variable in refused.stderr
-    assert f"make images VARIANT=cuda {variable}=" in refused.stderr
+    assert "3.11.99" not in refused.stderr
 
-    for taken in (install("program-cpu.txt", **{variable: "https://example.com/cpu"}), install("program-cuda.txt")):
-        assert "this variant is pinned to 3.11.99" in taken.stderr
+    for taken in (install("compiler-cpu.txt", **{variable: "https://example.com/cpu"}), install("compiler-cuda.txt")):
+        assert "3.11.99" in taken.stderr
 
 
 DOCKER = """#!/bin/sh
@@ -143,3 +143,41 @@ def test_an_image_says_which_driver_a_node_must_have(tmp_path: Path) -> None:
         "cuda": {"trainer": {"NVIDIA_DRIVER": "580.65.06"}, "head": {}},
         "neuron": {"trainer": {"NEURON_DRIVER": "2.27.4.0"}, "head": {}},
     }
+
+
+def bootstrap(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a copy of ./bootstrap in `folder`, with the uv of this checkout."""
+    (folder / "lockfiles").mkdir()
+    for name in ("bootstrap", "lockfiles/dev.txt", "lockfiles/uv.txt"):
+        shutil.copy(REPOSITORY / name, folder / name)
+    if (REPOSITORY / ".uv").exists():
+        (folder / ".uv").symlink_to(REPOSITORY / ".uv")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_")}
+    environment = {**inherited, "UV_HTTP_RETRIES": "0", **variables}
+    return subprocess.run(
+        ["./bootstrap", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_an_index_without_torch_is_named_and_the_environment_stays(tmp_path: Path) -> None:
+    write(tmp_path / ".venv/kept", "")
+    done = bootstrap(tmp_path, TORCH="cpu", TORCH_INDEX_URL="http://someone:s3cret@127.0.0.1:1/cpu")
+    assert done.returncode == 4, done.stderr
+    for named in ("torch==2.13.0", "http://127.0.0.1:1/cpu", "TORCH_INDEX_URL=", "TORCH=locked"):
+        assert named in done.stderr
+    assert "s3cret" not in done.stderr
+    assert (tmp_path / ".venv/kept").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "index"),
+    [
+        ({}, ""),
+        ({"TORCH": "cpu"}, "https://download.pytorch.org/whl/cpu"),
+        ({"TORCH": "cpu", "TORCH_INDEX_URL": "https://example.com/cpu"}, "https://example.com/cpu"),
+        ({"TORCH": "cpu", "TORCH_FIND_LINKS": "/wheels"}, ""),
+    ],
+)
+def test_the_images_take_torch_from_the_index_of_setup(tmp_path: Path, variables: dict[str, str], index: str) -> None:
+    program = "import os; print(os.environ.get('TORCH_INDEX_URL', ''))"
+    assert bootstrap(tmp_path, "python", "-c", program, **variables).stdout.strip() == index

@@ -7,9 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -30,7 +27,7 @@ OPTIONS = "--tokenizer.num_workers=1 --parallel.data_parallel_size=1 --compile.e
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone with what the working tree has, committed: building it neither sees nor dirties the real one."""
+    """A clone in which the working tree's state is committed. Building it leaves the working tree as it is."""
     try:
         require_engine()
     except DeviceError as error:
@@ -55,7 +52,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def images(checkout: Path) -> dict[str, str]:
-    """The name of each service's cpu image, built."""
+    """Names of the built cpu images, by service."""
     return build(checkout)
 
 
@@ -79,7 +76,7 @@ def run_stage(checkout: Path, stage: str, root: Path) -> subprocess.CompletedPro
 
 
 def make_root(folder: Path) -> Path:
-    """An artifact root that holds the text to be tokenized, so that containers see it."""
+    """An artifact root with the text that is tokenized, so that containers see it."""
     write_notes(folder / "notes")
     return folder
 
@@ -110,11 +107,13 @@ def test_labels_say_what_an_image_is_and_all_of_a_variant_have_one_pin(images: d
         assert inside.split() == [labels["millrace.python"], labels["millrace.ray"]]
 
 
-def test_compiler_and_trainer_share_every_layer_but_their_own(images: dict[str, str]) -> None:
+def test_the_compiler_and_the_trainer_share_every_layer_up_to_the_trainer_s_own_packages(
+    images: dict[str, str],
+) -> None:
+    """The layers above are the packages and three of code: services/common, infra and the service."""
     compiler, trainer = layers_of(images["compiler"]), layers_of(images["trainer"])
     shared = [ours == theirs for ours, theirs in zip(compiler, trainer, strict=True)]
-    of_base = len(layers_of(choose_platform("cpu").platform))
-    assert shared == [True] * (of_base + 3) + [False] * (len(shared) - of_base - 3)
+    assert shared == [True] * (len(shared) - 4) + [False] * 4
 
 
 def test_small_images_have_no_torch_and_no_compiler(images: dict[str, str]) -> None:
@@ -165,7 +164,7 @@ def test_a_stage_refuses_what_another_schema_wrote(checkout: Path, images: dict[
     reseal(manifest.parent, lambda fields: fields.update(schema="corpus/3"))
     refused = run_stage(checkout, "trainer", root)
     assert refused.returncode == 3
-    assert "schema 'corpus/3', this program reads 'corpus/2'" in refused.stderr
+    assert "'corpus/3'" in refused.stderr
 
 
 def test_any_user_can_run_a_stage_where_only_two_folders_can_be_written(images: dict[str, str], tmp_path: Path) -> None:
@@ -209,7 +208,8 @@ def test_no_layer_and_no_history_knows_the_index_or_its_token(checkout: Path) ->
     if os.environ.get("PIP_INDEX_URL"):
         pytest.skip("the packages come from an index of this machine's, and its address is needed to build")
     index = "https://someone:s3cret-token@pypi.org/simple"
-    image = build(checkout, STAGE="tokenizer", PIP_INDEX_URL=index)["tokenizer"]
+    # Under other names: the image of another test stays.
+    image = build(checkout, STAGE="tokenizer", PIP_INDEX_URL=index, REGISTRY="localhost/millrace-token")["tokenizer"]
     assert "s3cret-token" not in docker("history", "--no-trunc", image)
     assert "s3cret-token" not in json.dumps(inspect_image(image))
     saved = subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE)
@@ -224,7 +224,7 @@ def test_no_layer_and_no_history_knows_the_index_or_its_token(checkout: Path) ->
 
 
 def build_stand_in(name: str, packages: str, *options: str) -> dict[str, str]:
-    """What `build` is told to build the neuron variant on a stand-in for its base, with an image's `packages`."""
+    """Build a stand-in for the Neuron image with an image's `packages`; the variables that build on it."""
     platform = choose_platform("cpu")
     image = f"localhost/millrace-test/{name}:2.9.1"
     docker("build", "--quiet", "--build-arg", f"BASE={platform.slim}",
@@ -254,34 +254,21 @@ def test_the_neuron_image_keeps_the_torch_of_its_base_and_says_what_nodes_it_nee
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_neuron_image_has_what_its_service_stands_on(neuron_images: dict[str, str], service: str) -> None:
     check = ("--entrypoint", "python", neuron_images[service], "-m", "services.common.image_platform")
-    assert "neuron" in docker("run", "--rm", "--read-only", *check)
+    assert "neuron" in docker("run", "--rm", "--read-only", "--tmpfs", "/scratch", *check)
 
 
 def test_an_image_without_a_library_gets_no_tag(
     checkout: Path, images: dict[str, str], neuron_images: dict[str, str]
 ) -> None:
-    """Also the tags that it would have taken over stay where they were."""
+    """The tags that it would have got stay where they are."""
     before = inspect_image(neuron_images["trainer"])["Id"]
     bare = build_stand_in("bare", images["head"], "--build-arg", "LIBRARIES=")
     done = run_images(checkout, "build", STAGE="trainer", **bare)
 
     assert done.returncode == 4
-    assert "torch_xla is absent on the neuron variant" in done.stderr
+    assert "torch_xla" in done.stderr
     assert "make images VARIANT=neuron" in done.stderr
     assert inspect_image(neuron_images["trainer"])["Id"] == before
-
-
-@pytest.mark.parametrize("stage", ["compiler", "trainer"])
-def test_a_neuron_image_refuses_a_recipe_for_the_cpu(neuron_images: dict[str, str], tmp_path: Path, stage: str) -> None:
-    write_small_recipe(tmp_path / "small.toml", "/fsx/notes")
-    done = subprocess.run(
-        ["docker", "run", "--rm", "--read-only", "--tmpfs", "/scratch", "--tmpfs", "/fsx:mode=1777",
-         "--volume", f"{tmp_path}/small.toml:/recipe.toml:ro", "--entrypoint", "python", neuron_images[stage],
-         "-m", "services.common.readiness", "--stage", stage, "--recipe", "/recipe.toml", "--root", "/fsx"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 4, done.stderr
-    assert "this is a neuron image, which runs the program through torch_xla" in json.loads(done.stdout)["problem"]
 
 
 def test_the_tokenizer_works_in_a_neuron_image(checkout: Path, neuron_images: dict[str, str], tmp_path: Path) -> None:
@@ -294,7 +281,7 @@ def test_the_tokenizer_works_in_a_neuron_image(checkout: Path, neuron_images: di
     assert producer["image"] == neuron_images["tokenizer"]
 
 
-# What Neuron's tools write, and where they do it whatever the variables say.
+# Writes where the Neuron tools write, some of them whatever the variables say.
 WRITES = """
 set -eu
 for folder in /tmp/someone/neuroncc_compile_workdir/1 /tmp/neuron-core-dump /var/tmp/neuron-compile-cache \
@@ -331,7 +318,7 @@ def test_a_cuda_image_has_cuda_and_asks_for_the_gpus_and_the_driver_s_tools(cuda
     assert labels_of(cuda_trainer)["millrace.nvidia-driver"] == "580.65.06"
 
 
-# What Triton does first on a GPU. A library of the driver's name stands in for it, where the driver's would be mounted.
+# Does what Triton does first on a GPU. An empty library stands in for the driver's, which the toolkit would mount.
 BUILDS_WITH_TRITON = """
 set -eu
 cd /scratch
@@ -355,19 +342,11 @@ def test_triton_can_build_what_starts_its_kernels_in_a_cuda_image(cuda_trainer: 
     assert where == f"/scratch/{name}"
 
 
-def test_a_cuda_image_takes_no_torch_from_elsewhere(checkout: Path, cuda_trainer: str) -> None:
-    before = inspect_image(cuda_trainer)["Id"]
-    done = run_images(checkout, "build", STAGE="trainer", VARIANT="cuda", TORCH_INDEX_URL="https://example.com/cpu")
+def test_an_index_that_does_not_give_torch_ends_the_build_with_the_way_out(checkout: Path) -> None:
+    done = run_images(checkout, "build", STAGE="compiler", TORCH_INDEX_URL="http://127.0.0.1:1/cpu")
     assert done.returncode == 4
-    assert "make images VARIANT=cuda TORCH_INDEX_URL=" in done.stderr
-    assert inspect_image(cuda_trainer)["Id"] == before
-
-
-def test_a_base_of_another_python_is_refused(checkout: Path, images: dict[str, str]) -> None:
-    done = run_images(checkout, "build", STAGE="tokenizer", PINNED_PYTHON="3.11.99")
-    assert done.returncode == 4
-    assert "this variant is pinned to 3.11.99" in done.stderr
-    assert "Ray refuses to mix patch versions" in done.stderr
+    assert "torch==2.13.0" in done.stderr
+    assert "TORCH_INDEX_URL=" in done.stderr
 
 
 def test_a_base_that_cannot_be_pulled_is_named_with_the_way_out(checkout: Path) -> None:
@@ -377,43 +356,8 @@ def test_a_base_that_cannot_be_pulled_is_named_with_the_way_out(checkout: Path) 
     assert "make base-image" in done.stderr
 
 
-class Refusal(BaseHTTPRequestHandler):
-    """A registry that lets nobody push."""
-
-    def do_GET(self) -> None:
-        self._refuse()
-
-    def do_HEAD(self) -> None:
-        self._refuse()
-
-    def do_POST(self) -> None:
-        self._refuse()
-
-    def _refuse(self) -> None:
-        self.send_response(200 if self.path == "/v2/" else 403)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def registry() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refusal) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def test_a_registry_that_refuses_the_push_is_named(checkout: Path, images: dict[str, str], registry: str) -> None:
-    done = run_images(checkout, "build", STAGE="tokenizer", PUSH=registry)
-    assert done.returncode == 4
-    assert "answered 403 Forbidden" in done.stderr
-    assert f"Is {registry} the right registry" in done.stderr
-
-
 def test_sources_that_no_commit_has_are_not_pushed(checkout: Path, images: dict[str, str]) -> None:
-    work = checkout / "services/tokenizer/plan.py"
+    work = checkout / "services/tokenizer/pack.py"
     original = work.read_text(encoding="utf-8")
     work.write_text(original + "\n", encoding="utf-8")
     try:
@@ -421,13 +365,13 @@ def test_sources_that_no_commit_has_are_not_pushed(checkout: Path, images: dict[
     finally:
         work.write_text(original, encoding="utf-8")
     assert done.returncode == 2
-    assert "no commit has these sources" in done.stderr
+    assert "-dirty" in done.stderr
     assert "building" not in done.stdout
 
 
 def test_plain_docker_build_makes_the_same_image(checkout: Path, images: dict[str, str]) -> None:
     platform = choose_platform("cpu")
-    docker("build", "--quiet", "--file", "services/tokenizer/Dockerfile", "--tag", "localhost/millrace-test/plain:1",
+    docker("build", "--quiet", "--file", "images/tokenizer.Dockerfile", "--tag", "localhost/millrace-test/plain:1",
            "--build-arg", f"BASE={platform.slim}", "--build-arg", f"PINNED_PYTHON={platform.python}", ".",
            cwd=checkout)  # fmt: skip
     assert layers_of("localhost/millrace-test/plain:1") == layers_of(images["tokenizer"])

@@ -14,7 +14,13 @@ from services.common.artifacts.__main__ import MANIFEST_TYPES
 from services.common.instance_types import SHAPES_JSON
 from services.trainer.run import SCHEMA as RUN_SCHEMA
 from tests.architecture.imports import closure_of, modules_of
-from tests.images.dockerfiles import breaches_of, instructions_of
+from tests.images.dockerfiles import (
+    breaches_of,
+    instructions_of,
+    read_dockerfile,
+    settings_of_image,
+    stages_of_image,
+)
 
 GOOD = """
 ARG BASE=python:3.11.14-slim
@@ -30,9 +36,13 @@ ENTRYPOINT ["python"]
 """
 
 
+def lines_of(name: str) -> list[str]:
+    return (REPOSITORY / name).read_text(encoding="utf-8").splitlines()
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_the_dockerfile_keeps_the_rules(service: str) -> None:
-    assert breaches_of((REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8")) == []
+    assert breaches_of(read_dockerfile(service)) == []
 
 
 @pytest.mark.parametrize(
@@ -49,7 +59,7 @@ def test_the_dockerfile_keeps_the_rules(service: str) -> None:
         ("pip install", "sudo pip install", "sudo"),
         ("WORKDIR /app", "WORKDIR app", "relative"),
         ('["python"]', "python", "shell form"),
-        ("WORKDIR /app", "ARG PIP_INDEX_URL\nWORKDIR /app", "history would show it"),
+        ("WORKDIR /app", "ARG PIP_INDEX_URL\nWORKDIR /app", "history"),
         ("RUN pip", "RUN --mount=type=cache,target=/root pip", "only BuildKit"),
     ],
 )
@@ -59,81 +69,46 @@ def test_a_broken_rule_is_noticed(old: str, new: str, rule: str) -> None:
     assert rule in " ".join(breaches_of(GOOD.replace(old, new)))
 
 
+def test_labels_name_schemas_that_exist_and_every_schema_has_one_image_that_writes_it() -> None:
+    schemas = [*(each.SCHEMA for each in MANIFEST_TYPES.values()), RUN_SCHEMA]
+    labels = [settings_of_image(read_dockerfile(service), "LABEL") for service in SERVICES]
+    assert {schema for each in labels for schema in each["millrace.reads"].split()} <= set(schemas)
+    assert sorted(schema for each in labels for schema in each["millrace.writes"].split()) == sorted(schemas)
+
+
 @pytest.mark.parametrize("service", SERVICES)
-def test_the_schemas_in_the_labels_exist(service: str) -> None:
-    text = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8")
-    known = {each.SCHEMA for each in MANIFEST_TYPES.values()} | {RUN_SCHEMA}
-    labels = dict(re.findall(r'millrace\.(reads|writes)="([^"]*)"', text))
-    assert labels.keys() == {"reads", "writes"}
-    assert {schema for value in labels.values() for schema in value.split()} <= known
-
-
-def test_every_schema_has_one_image_that_writes_it() -> None:
-    texts = [(REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8") for service in SERVICES]
-    written = [schema for text in texts for schema in re.findall(r'millrace\.writes="([^"]*)"', text)[0].split()]
-    assert sorted(written) == sorted([*(each.SCHEMA for each in MANIFEST_TYPES.values()), RUN_SCHEMA])
+def test_an_image_starts_its_service_and_knows_its_name(service: str) -> None:
+    text = read_dockerfile(service)
+    (command,) = [rest for stage in stages_of_image(text).values() for name, rest in stage if name == "ENTRYPOINT"]
+    assert command == ("[]" if service == "head" else f'["python", "-m", "services.{service}"]')
+    assert settings_of_image(text, "ENV")["MILLRACE_SERVICE"] == service
+    assert settings_of_image(text, "LABEL")["millrace.service"] == service
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_all_that_is_temporary_is_in_the_one_folder_that_a_pod_mounts(service: str) -> None:
-    text = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8")
-    folders = ("HOME", "TMPDIR", "RAY_TMPDIR", "XDG_CACHE_HOME", *(["NEURON_COMPILE_CACHE_URL"] * is_program(service)))
-    values = dict(re.findall(r"(\w+)=(/scratch\S*)", text))
-    assert values.keys() == set(folders)
-    assert "\nRUN set -eu; sh /build/make_user.sh; rm -r /build\n" in text
-    assert ("WORKDIR /scratch\n" in text) == is_program(service)
-
-
-def test_programs_that_read_no_variable_write_to_that_folder_too() -> None:
-    lines = (REPOSITORY / "images/make_user.sh").read_text(encoding="utf-8").splitlines()
-    assert {"ln -s /scratch /tmp", "ln -s /scratch /var/tmp"} <= set(lines)
-
-
-def test_the_compiler_and_the_trainer_differ_in_names_alone() -> None:
-    """A layer that both have is built, stored and pulled once, and a mend in one is a mend in both."""
-
-    def unnamed(service: str) -> list[tuple[str, str]]:
-        text = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8")
-        text = re.sub(r'(image\.description|millrace\.reads|millrace\.writes)="[^"]*"', r"\1", text)
-        return instructions_of(text.replace(service, "SERVICE"))
-
-    assert unnamed("compiler") == unnamed("trainer")
+    has_program = service in STAGES_WITH_PROGRAM
+    variables = settings_of_image(read_dockerfile(service), "ENV")
+    folders = ("HOME", "TMPDIR", "RAY_TMPDIR", "XDG_CACHE_HOME", *(["NEURON_COMPILE_CACHE_URL"] * has_program))
+    assert {name for name, value in variables.items() if value.startswith("/scratch")} == set(folders)
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_change_of_what_runs_in_a_build_is_a_new_tag(service: str) -> None:
-    text = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8")
-    copied = set(re.findall(r"images/\w+\.\w+", "".join(re.findall(r"^COPY (images/.*)/build/$", text, re.MULTILINE))))
+    copies = [rest for name, rest in instructions_of(read_dockerfile(service)) if name == "COPY"]
+    copied = set(re.findall(r"images/\w+\.\w+", " ".join(copies)))
     assert copied == {each for each in sources_of(service, "cpu") if re.fullmatch(r"images/\w+\.(py|sh)", each)}
 
 
 @pytest.mark.parametrize("service", SERVICES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_images_that_compute_on_gpus_ask_for_them_and_for_the_driver_s_tools(service: str, variant: str) -> None:
-    """nvidia-smi is one of the tools; the program asks it what kind of GPU a graph is compiled for."""
+    """The program asks nvidia-smi, one of the tools, which kind of GPU a graph is compiled for."""
     asked = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
-    variables = {name: value for stage in stages_under(service, variant).values() for name, value in stage.items()}
+    variables = settings_of_image(read_dockerfile(service, variant), "ENV")
     assert {name: value for name, value in variables.items() if name.startswith("NVIDIA_")} == (
-        asked if variant == "cuda" and is_program(service) else {}
+        asked if variant == "cuda" and service in STAGES_WITH_PROGRAM else {}
     )
-
-
-def stages_under(service: str, variant: str) -> dict[str, dict[str, str]]:
-    """The stages of the Dockerfile that a variant's image is made of, the last one first: name to environment."""
-    text = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8").replace("${VARIANT}", variant)
-    bases: dict[str, str] = {}
-    environments: dict[str, dict[str, str]] = {}
-    stage = ""
-    for name, rest in instructions_of(text):
-        if name == "FROM":
-            base, _, stage = rest.partition(" AS ")
-            bases[stage], environments[stage] = base, {}
-        elif name == "ENV":
-            environments[stage].update(re.findall(r"(\w+)=(\S+)", rest))
-    chain = [""]  # the last stage has no name
-    while bases[chain[-1]] in bases:
-        chain.append(bases[chain[-1]])
-    return {name: environments[name] for name in chain}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +124,7 @@ def stages_under(service: str, variant: str) -> dict[str, dict[str, str]]:
 def test_an_image_gets_the_compilers_that_its_graphs_are_built_with(
     tmp_path: Path, variant: str, has_headers: bool, packages: set[str]
 ) -> None:
-    """For GPUs a C compiler too: Triton builds its launcher from C, against Python.h."""
+    """The cuda image has a C compiler too, with which Triton builds its launcher against Python.h."""
     include, log = tmp_path / "include", tmp_path / "log"
     include.mkdir()
     if has_headers:
@@ -164,50 +139,34 @@ def test_an_image_gets_the_compilers_that_its_graphs_are_built_with(
 
 
 def test_an_image_has_no_code_of_tests() -> None:
-    left_out = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    targets = (REPOSITORY / "services/common/BUILD").read_text(encoding="utf-8").splitlines()
-    assert {"services/common/testing", "services/**/tests"} <= set(left_out)
-    assert 'files(name="image_sources", sources=["**/*.py", "!testing/**", "!**/tests/**"])' in targets
-
-
-def is_program(service: str) -> bool:
-    return service in STAGES_WITH_PROGRAM
+    assert {"services/common/testing", "services/**/tests"} <= set(lines_of(".dockerignore"))
+    image_sources = 'files(name="image_sources", sources=["**/*.py", "!testing/**", "!**/tests/**"])'
+    assert image_sources in lines_of("services/common/BUILD")
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_gets_its_code_after_its_libraries_were_found(service: str) -> None:
-    """The check sees the modules that it is made of alone, so that a change of other code finds it in the cache."""
-    text = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8")
-    check = (
-        "FROM packages AS code\nARG VARIANT\n"
-        "COPY services/common/credentials.py services/common/entry_point.py services/common/errors.py \\\n"
-        "    services/common/hardware_faults.py services/common/image_platform.py services/common/input_file.py \\\n"
-        "    services/common/limits.py services/common/stop_signals.py /app/services/common/\n"
-        "RUN MILLRACE_VARIANT=$VARIANT python -m services.common.image_platform --without-device\n"
-        "COPY services/common /app/services/common\n"
-    )
-    assert check in text
-    assert f"    MILLRACE_SERVICE={service}\n" in text
-    for variant in VARIANTS:
-        assert stages_under(service, variant).keys() & {"code", "packages"} == {"packages"}
-    beside = "credentials entry_point errors hardware_faults image_platform input_file limits stop_signals"
-    checked = {f"services.common.{name}" for name in beside.split()}
-    assert closure_of(modules_of(REPOSITORY), {"services.common.image_platform"}) == checked
+    """The check sees only the modules that it is made of, so that a change of other code does not repeat it."""
+    text = read_dockerfile(service)
+    code = instructions_of(text[text.index("FROM packages AS code") :])
+    check = next(number for number, (name, _) in enumerate(code) if name == "RUN")
+    assert "services.common.image_platform --without-device" in code[check][1]
+    copied = [word for name, rest in code[:check] if name == "COPY" for word in rest.split()[:-1]]
+    checked = closure_of(modules_of(REPOSITORY), {"services.common.image_platform"})
+    assert {f"{module.replace('.', '/')}.py" for module in checked} == set(copied)
+    assert "code" not in stages_of_image(text)
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_image_has_the_table_of_instance_types(service: str) -> None:
-    """Where `services.common` reads it. The Dockerfile copies it, a build may read it, Pants passes it, and a change of
-    it is a new tag."""
-    table = "infra/shapes.json"
-    assert SHAPES_JSON.relative_to(REPOSITORY).as_posix() == table
-    dockerfile = (REPOSITORY / "services" / service / "Dockerfile").read_text(encoding="utf-8").splitlines()
-    assert f"COPY {table} /app/{table}" in dockerfile
-    assert "COPY --from=code /app/infra /app/infra" in dockerfile
-    assert f"!{table}" in (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    assert (REPOSITORY / f"services/{service}/BUILD").read_text(encoding="utf-8").count('"infra:shapes"') == len(
-        VARIANTS
-    )
+    """The Dockerfile copies it to where `services.common` reads it, a build may read it, Pants passes it, and a change
+    of it is a new tag."""
+    table = SHAPES_JSON.relative_to(REPOSITORY).as_posix()
+    text = read_dockerfile(service)
+    assert ("COPY", f"{table} /app/{table}") in instructions_of(text)
+    assert any(("COPY", "--from=code /app/infra /app/infra") in stage for stage in stages_of_image(text).values())
+    assert f"!{table}" in lines_of(".dockerignore")
+    assert '"infra:shapes",' in "".join(lines_of("images/BUILD"))
     assert table in sources_of(service, "cpu")
 
 
@@ -218,10 +177,9 @@ def test_the_head_s_image_has_all_that_the_controller_imports_and_no_client() ->
     reached = closure_of(modules, programs)
     folders = {module.rpartition(".")[0].replace(".", "/") for module in reached if not module.startswith("services.")}
     assert folders == set(CONTROLLER_FOLDERS)
-    dockerfile = (REPOSITORY / "services/head/Dockerfile").read_text(encoding="utf-8")
-    ignored = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    sources = (REPOSITORY / "k8s/BUILD").read_text(encoding="utf-8")
-    copied = set(re.findall(r"^COPY ((?:deploy|k8s)\S*) /app/\1$", dockerfile, re.MULTILINE))
+    copied = set(re.findall(r"^COPY ((?:deploy|k8s)\S*) /app/\1$", read_dockerfile("head"), re.MULTILINE))
     assert copied == set(CONTROLLER_FOLDERS)
-    assert {line for line in ignored if re.match("!(deploy|k8s)", line)} == {f"!{each}/*.py" for each in copied}
-    assert {f"k8s/{each}" for each in re.findall(r'"(\w+)/\*\.py"', sources)} == copied - {"deploy"}
+    readable = {line for line in lines_of(".dockerignore") if re.match("!(deploy|k8s)", line)}
+    assert readable == {f"!{each}/*.py" for each in copied}
+    passed = re.findall(r'"(\w+)/\*\.py"', "".join(lines_of("k8s/BUILD")))
+    assert {f"k8s/{each}" for each in passed} == copied - {"deploy"}

@@ -16,8 +16,6 @@ from services.common.image_platform import EVERY_SERVICE, LIBRARIES, NEURON_LIBR
 from tests.command import call
 from tests.small import write_notes, write_small_recipe
 
-LOCAL = ("--tokenizer.num_workers=1", "--launch", "inline")
-
 
 def run(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -37,60 +35,34 @@ def options(tmp_path: Path) -> tuple[str, ...]:
     return ("--recipe", str(recipe), "--root", str(tmp_path / "fsx"))
 
 
-@pytest.fixture
-def in_neuron_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MILLRACE_VARIANT", "neuron")
-
-
-@pytest.mark.usefixtures("in_neuron_image")
+@pytest.mark.parametrize(
+    ("variant", "device", "advice"),
+    [
+        ("neuron", "cpu", "--parallel.device=xla"),
+        ("cuda", "cpu", "--parallel.device=cuda"),
+        ("neuron", "cuda", "make images VARIANT=cuda"),
+        ("cpu", "cuda", "make images VARIANT=cuda"),
+    ],
+)
 @pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
-def test_a_neuron_image_refuses_at_once_to_compute_on_the_cpu(
-    tmp_path: Path, options: tuple[str, ...], stage: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Also the step that could run on the CPU: the chips would be paid for, and idle."""
-    done = call(capfd, f"services.{stage}.__main__", *options, "--compile.enabled=false")
-
-    assert done.returncode == 4, done.stderr
-    assert "this is a neuron image, which runs the program through torch_xla alone" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "fsx").exists()
-
-
-@pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
-def test_a_cuda_image_refuses_at_once_to_leave_the_gpus_idle(
-    tmp_path: Path,
-    options: tuple[str, ...],
-    stage: str,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("MILLRACE_VARIANT", "cuda")
-    done = call(capfd, f"services.{stage}.__main__", *options, "--compile.enabled=false")
-
-    assert done.returncode == 4, done.stderr
-    assert "this is a cuda image" in done.stderr
-    assert "--parallel.device=cuda" in done.stderr
-    assert "make images VARIANT=cpu" in done.stderr
-    assert not (tmp_path / "fsx").exists()
-
-
-@pytest.mark.parametrize("variant", ["cpu", "neuron"])
-@pytest.mark.parametrize("stage", STAGES_WITH_PROGRAM)
-def test_an_image_that_is_not_for_gpus_names_the_one_that_is(
+def test_an_image_refuses_a_recipe_for_another_device_at_once(
     tmp_path: Path,
     options: tuple[str, ...],
     stage: str,
     variant: str,
+    device: str,
+    advice: str,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A cpu image may have a torch that was built without CUDA."""
+    """A step that could run on the CPU is refused too, because the chips would be paid for and idle."""
     monkeypatch.setenv("MILLRACE_VARIANT", variant)
-    done = call(capfd, f"services.{stage}.__main__", *options, "--parallel.device=cuda")
+    done = call(capfd, f"services.{stage}.__main__", *options, "--compile.enabled=false", f"--parallel.device={device}")
 
     assert done.returncode == 4, done.stderr
-    assert f"this is a {variant} image" in done.stderr
-    assert "make images VARIANT=cuda" in done.stderr
+    assert f"{variant} image" in done.stderr
+    assert advice in done.stderr
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "fsx").exists()
 
 
@@ -107,7 +79,7 @@ def test_a_cluster_is_told_before_it_gives_nodes(
     done = call(capfd, "services.common.readiness", "--stage", stage, *options)
 
     assert done.returncode == 4, done.stderr
-    assert f"this is a {variant} image, which runs the program" in json.loads(done.stdout)["problem"]
+    assert f"{variant} image" in json.loads(done.stdout)["problem"]
 
 
 @pytest.mark.parametrize("variant", ["cuda", "neuron"])
@@ -120,26 +92,15 @@ def test_an_image_for_another_device_still_shows_what_a_recipe_means(
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.usefixtures("in_neuron_image")
-def test_the_tokenizer_needs_no_neuron(
-    tmp_path: Path, options: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("variant", ["cuda", "neuron"])
+def test_the_tokenizer_needs_no_device(
+    options: tuple[str, ...], variant: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = call(capfd, "services.tokenizer.__main__", *options, *LOCAL)
-
-    assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "fsx").glob("corpus/*/*/manifest.json"))
-    ready = call(capfd, "services.common.readiness", "--stage", "tokenizer", *options)
-    assert ready.returncode == 0, ready.stdout
-
-
-def test_the_tokenizer_needs_no_gpu(
-    options: tuple[str, ...], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MILLRACE_VARIANT", "cuda")
+    monkeypatch.setenv("MILLRACE_VARIANT", variant)
     ready = call(capfd, "services.common.readiness", "--stage", "tokenizer", *options)
 
     assert ready.returncode == 0, ready.stdout
-    assert json.loads(ready.stdout)["platform"]["variant"] == "cuda"
+    assert json.loads(ready.stdout)["platform"]["variant"] == variant
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -150,7 +111,7 @@ def test_what_a_service_requires_is_what_its_image_is_checked_for(service: str) 
 
 
 def required_by(*folders: str) -> set[str]:
-    """The modules of the packages that these folders' requirements name; an extra of Ray is a module of its own."""
+    """Modules of the packages in the requirements of these folders; an extra of Ray counts as a module."""
     texts = [(REPOSITORY / "services" / folder / "requirements.txt").read_text(encoding="utf-8") for folder in folders]
     lines = [line for text in texts for line in text.splitlines() if line and not line.startswith("#")]
     names = {re.split(r"[\[><=]", line)[0].replace("-", "_") for line in lines}
@@ -169,12 +130,13 @@ def test_a_library_that_is_there_and_breaks_is_named(tmp_path: Path) -> None:
     done = run("services.common.image_platform", MILLRACE_SERVICE="head", PYTHONPATH=path)
 
     assert done.returncode == 4, done.stderr
-    assert "rich is broken on the cpu variant (_ARRAY_API not found)" in done.stderr
+    assert "rich" in done.stderr
+    assert "_ARRAY_API not found" in done.stderr
     assert "make images STAGE=head VARIANT=cpu" in done.stderr
 
 
 def test_where_images_are_built_neuron_libraries_are_not_imported(tmp_path: Path) -> None:
-    """One that asks for its device when it is imported would keep every image from being built."""
+    """A library that looks for its device when it is imported would end every build."""
     for library in NEURON_LIBRARIES:
         (tmp_path / f"{library}.py").write_text('raise RuntimeError("no device")', encoding="utf-8")
     neuron = {
@@ -188,7 +150,8 @@ def test_where_images_are_built_neuron_libraries_are_not_imported(tmp_path: Path
 
     assert built.returncode == 0, built.stderr
     assert started.returncode == 4
-    assert "torch_xla is broken on the neuron variant (no device)" in started.stderr
+    assert "torch_xla" in started.stderr
+    assert "no device" in started.stderr
 
 
 @pytest.mark.parametrize("service", ["tokenizer", "head"])
@@ -199,7 +162,7 @@ def test_images_without_the_program_need_no_neuron_library(service: str) -> None
 
 
 def check_build(folder: Path, service: str, **modules: str) -> subprocess.CompletedProcess[str]:
-    """The check of a cuda image's build, where these modules are what the image has."""
+    """Run the check of a cuda image's build, with these modules in place of the image's."""
     for name, source in modules.items():
         (folder / f"{name}.py").write_text(source, encoding="utf-8")
     path = os.pathsep.join([str(folder), str(REPOSITORY)])
@@ -221,9 +184,9 @@ def test_a_cuda_image_is_built_where_there_is_no_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("torch", "triton", "told"),
     [
-        (TORCH_FOR_CPUS, "", "torch 2.13.0+cpu was built without CUDA"),
-        (TORCH_FOR_GPUS, NO_TRITON, "triton is absent on the cuda variant"),
-        ("raise OSError('libcudart.so.13: cannot open shared object file')", "", "torch is broken on the cuda variant"),
+        (TORCH_FOR_CPUS, "", "torch 2.13.0+cpu"),
+        (TORCH_FOR_GPUS, NO_TRITON, "triton"),
+        ("raise OSError('libcudart.so.13: cannot open shared object file')", "", "libcudart.so.13"),
     ],
     ids=["torch-for-cpus", "no-triton", "no-cuda-libraries"],
 )

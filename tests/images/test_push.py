@@ -1,4 +1,4 @@
-"""An image is pushed twice, against a registry that lets no tag be written twice."""
+"""Images are pushed to a registry that refuses to replace a tag."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def front(registry: str) -> Iterator[ImmutableTags]:
 
 @pytest.fixture
 def images(request: pytest.FixtureRequest) -> Iterator[list[Image]]:
-    """Two images of a few bytes, of a commit of this test alone, as a build leaves them."""
+    """Two images of a few bytes, with tags that only this test uses."""
     commit = hashlib.sha1(request.node.name.encode(), usedforsecurity=False).hexdigest()
     made = [make_image(service, commit, "first") for service in SERVICES]
     yield made
@@ -70,36 +70,34 @@ def test_the_same_images_are_pushed_twice(
     assert len(front.pushed) == 2
     told = capsys.readouterr().out
     for name in names_in(front.address, images):
-        assert f"\npushed {name}" in f"\n{told}"
-        assert f"\nthere already {name}" in told
+        assert told.count(name) == 2
     assert read_labels(names_in(front.address, images)[0])["millrace.service"] == "tokenizer"
 
 
 def test_other_content_under_a_tag_is_refused_before_anything_is_pushed(
     registry: str, images: list[Image], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also by a registry that would take it."""
+    """The registry of this test would let the tag be replaced."""
     push_images(images[1:], "cpu", registry)
     before = find_image(names_in(registry, images)[1])
     images[1] = make_image("head", images[1].build.commit, "second")
-    with pytest.raises(
-        DeviceError, match=r"is in the registry with other content \(sha256:.*nothing is pushed over it"
-    ):
+    assert before is not None
+    with pytest.raises(DeviceError, match=before.digest):
         push_images(images, "cpu", registry)
     assert [find_image(name) for name in names_in(registry, images)] == [None, before]
 
 
 def test_a_push_that_another_one_overtook(front: ImmutableTags, images: list[Image]) -> None:
-    """The tag came between our look and our push: the registry refuses, and what it has is looked at again."""
+    """Somebody pushed the tag after it was looked up: the registry refuses ours, and it is looked up again."""
     push_images(images, "cpu", front.address)
     front.hidden_reads = len(images)
     push_images(images, "cpu", front.address)
     other = make_image("tokenizer", images[0].build.commit, "third")
     front.hidden_reads = 1
-    with pytest.raises(DeviceError, match="with other content"):
+    with pytest.raises(DeviceError, match=inspect_image(other.names[-1])["Id"]):
         push_images([other], "cpu", front.address)
 
 
-def test_a_registry_that_breaks_off_is_told_with_docker_s_words(images: list[Image]) -> None:
-    with pytest.raises(DeviceError, match=r"nothing known of 127\.0\.0\.1:1/millrace/tokenizer.*Is 127\.0\.0\.1:1 the"):
+def test_a_registry_that_does_not_answer_is_named(images: list[Image]) -> None:
+    with pytest.raises(DeviceError, match=r"127\.0\.0\.1:1/millrace/tokenizer"):
         push_images(images, "cpu", "127.0.0.1:1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,7 @@ def state(repository: Path) -> tuple[str, str, str]:
 
 def test_a_release_bumps_the_version_moves_the_changelog_and_tags(tmp_path: Path) -> None:
     repository = make_checkout(tmp_path)
-    new = release("trainer", "minor", repository)
-    assert new.tag == "trainer-v0.2.0"
+    assert release("trainer", "minor", repository) == "trainer-v0.2.0"
     assert (repository / "services/trainer/VERSION").read_text() == "0.2.0\n"
     assert (repository / "services/tokenizer/VERSION").read_text() == "0.1.0\n"
     sections = (repository / "services/trainer/CHANGELOG.md").read_text().split("\n## ")
@@ -37,7 +37,7 @@ def test_a_release_bumps_the_version_moves_the_changelog_and_tags(tmp_path: Path
 
 def test_versions_are_bumped_by_semantic_versioning() -> None:
     assert [bumped("1.4.7", bump) for bump in ("major", "minor", "patch")] == ["2.0.0", "1.5.0", "1.4.8"]
-    with pytest.raises(RecipeError, match="BUMP is 'huge', expected one of major, minor, patch"):
+    with pytest.raises(RecipeError, match=r"'huge'.*major, minor, patch"):
         bumped("1.4.7", "huge")
 
 
@@ -71,20 +71,22 @@ def change_a_schema(repository: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "named"),
     [
-        (dirty_the_tree, "the tree is dirty"),
-        (empty_the_changelog, r"nothing stands under '## \[Unreleased\]'"),
-        (tag_the_version, "the tag trainer-v0.2.0 exists"),
-        (forget_the_digests, "the neuron variant's base is pinned by tag alone: public.ecr.aws/neuron/"),
-        (change_a_schema, "corpus/2 changed its fields since tokenizer-v0.1.0 and kept its name"),
+        (dirty_the_tree, "services/tokenizer/work.py"),
+        (empty_the_changelog, r"services/trainer/CHANGELOG.md.*Unreleased"),
+        (tag_the_version, "trainer-v0.2.0"),
+        (forget_the_digests, "public.ecr.aws/neuron/"),
+        (change_a_schema, "corpus/2 .*tokenizer-v0.1.0"),
     ],
 )
-def test_what_is_not_fit_for_a_release_is_refused_and_nothing_is_written(tmp_path: Path, spoil, told: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_not_fit_for_a_release_is_refused_and_nothing_is_written(
+    tmp_path: Path, spoil: Callable[[Path], None], named: str
+) -> None:
     repository = make_checkout(tmp_path)
     spoil(repository)
     before = state(repository)
-    with pytest.raises(MillraceError, match=told):
+    with pytest.raises(MillraceError, match=named):
         release("trainer", "minor", repository)
     assert state(repository) == before
 
@@ -99,7 +101,7 @@ def test_a_release_that_fails_half_way_leaves_the_tree_as_it_was(tmp_path: Path,
         write(repository / ".git/hooks/pre-commit", "#!/bin/sh\nexit 1\n")
         (repository / ".git/hooks/pre-commit").chmod(0o755)
     before = state(repository)
-    with pytest.raises(DeviceError, match=r"git (commit|tag) failed"):
+    with pytest.raises(DeviceError):
         release("trainer", "minor", repository)
     assert state(repository) == before
 
@@ -115,7 +117,7 @@ def test_a_schema_with_the_next_number_may_have_other_fields(tmp_path: Path) -> 
     corpus = repository / "services/common/artifacts/corpus.py"
     write(corpus, corpus.read_text().replace('"corpus/2"', '"corpus/3"'))
     commit(repository, "Give the corpus schema its next number")
-    assert release("trainer", "minor", repository).tag == "trainer-v0.2.0"
+    assert release("trainer", "minor", repository) == "trainer-v0.2.0"
 
 
 def test_the_changelogs_of_this_repository_have_a_place_for_what_comes() -> None:

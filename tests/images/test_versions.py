@@ -12,8 +12,8 @@ from services.common.errors import DeviceError
 from tests.images.checkout import commit, git, make_checkout, make_shallow_checkout, write
 
 
-def tags(repository: Path) -> dict[str, str]:
-    return {service: describe_build(service, "cpu", repository).commit_tag for service in SERVICES}
+def tags(repository: Path, variant: str = "cpu") -> dict[str, str]:
+    return {service: describe_build(service, variant, repository).commit_tag for service in SERVICES}
 
 
 def changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
@@ -39,12 +39,13 @@ def test_a_commit_to_the_contracts_gives_every_image_a_new_tag(tmp_path: Path) -
 
 def test_a_lock_of_one_variant_gives_the_images_of_another_no_new_tag(tmp_path: Path) -> None:
     repository = make_checkout(tmp_path)
-    before = {variant: describe_build("trainer", variant, repository).commit_tag for variant in VARIANTS}
-    write(repository / "lockfiles/trainer-cuda.txt", "torch==2.14.0\n")
-    commit(repository, "Raise what the trainer has for GPUs")
-    after = {variant: describe_build("trainer", variant, repository).commit_tag for variant in VARIANTS}
-    assert changed(before, after) == {"cuda"}
-    assert after["cuda"] == f"0.1.0-g{git(repository, 'rev-parse', 'HEAD')[:7]}-cuda"
+    before = {f"{each}-{variant}": tag for variant in VARIANTS for each, tag in tags(repository, variant).items()}
+    write(repository / "lockfiles/compiler-cuda.txt", "torch==2.14.0\n")
+    commit(repository, "Raise torch for GPUs")
+    after = {f"{each}-{variant}": tag for variant in VARIANTS for each, tag in tags(repository, variant).items()}
+    # The trainer's image begins with the compiler's packages.
+    assert changed(before, after) == {"compiler-cuda", "trainer-cuda"}
+    assert after["trainer-cuda"] == f"0.1.0-g{git(repository, 'rev-parse', 'HEAD')[:7]}-cuda"
 
 
 def test_tests_and_documents_give_no_image_a_new_tag(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ class MemoryApi:
         return copy.deepcopy(self._objects.get((kind, name)))
 
     def find_all(self, kind: str, selector: str = "", fields: str = "") -> list[Thing]:
-        found = [each for (its_kind, _), each in self._objects.items() if its_kind == kind and not fields]
+        objects = list(self._objects.items())  # another thread may create some meanwhile
+        found = [each for (its_kind, _), each in objects if its_kind == kind and not fields]
         return copy.deepcopy([each for each in found if _fits(selector, each["metadata"].get("labels") or {})])
 
     def create(self, body: Thing) -> Thing:

@@ -42,6 +42,10 @@ QUESTIONS = ["selfsubjectaccessreviews", "subjectaccessreviews"]
 # Pods that no manifest here describes: the deploy tool's, and the operator's, however it was installed.
 DEPLOY_JOB = {"millrace.dev/component": "deploy"}
 POOL_PROBE = {"millrace.dev/component": "preflight-pool"}
+ONE_OFFS = [
+    *({"millrace.dev/component": "one-off", "millrace.dev/stage": stage} for stage in STAGES),
+    {"millrace.dev/component": "one-off-nodes", "millrace.dev/stage": "trainer"},
+]
 OPERATOR = {"app.kubernetes.io/component": "kuberay-operator"}
 LONGEST_CLUSTER_NAME = 53  # the operator refuses a longer one
 LONGEST_POD_PREFIX = 50  # the operator cuts <cluster>-<group> there, so that two groups' pods could be called the same
@@ -213,7 +217,7 @@ def node_types_that_ray_reads(things: list[Thing]) -> dict[str, Any]:
 
 def policies_select_pods_that_there_are(things: list[Thing]) -> list[str]:
     """A selector that matches no pod, or one too many, is accepted without a word."""
-    pods = [*labels_of(things).values(), DEPLOY_JOB, POOL_PROBE, *labels_of_cron_jobs(things)]
+    pods = [*labels_of(things).values(), DEPLOY_JOB, POOL_PROBE, *ONE_OFFS, *labels_of_cron_jobs(things)]
     problems = []
     for name, policy in of_kind(things, "NetworkPolicy").items():
         spec = policy["spec"]

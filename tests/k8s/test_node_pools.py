@@ -17,10 +17,10 @@ from k8s.client.commands import stop_stage
 from k8s.client.node_pool import require_nodes_given_back, tell_left_nodes
 from k8s.client.status import describe_status
 from k8s.controller import node_pool, reaper, reconciler
-from k8s.controller.node_pool import LOOK_SECONDS, NodeRelease, open_node_pool
+from k8s.controller.node_pool import LOOK_SECONDS, RELEASE_SECONDS, NodeRelease, open_node_pool
 from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS, StageReaper
-from k8s.controller.reconciler import RELEASE_SECONDS, Reconciler
+from k8s.controller.reconciler import Reconciler
 from k8s.objects import eks
 from k8s.objects.api import Conflict
 from k8s.objects.names import node_pool_annotation

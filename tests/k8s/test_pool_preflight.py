@@ -136,7 +136,10 @@ def test_a_pool_that_does_not_fit_is_named(trainer: WorkerGroup, changes: dict[s
             {"cluster.trainer_workers_per_node": "64"},
             "trainer_workers_per_node is 64, and a trn1.32xlarge has 32 NeuronCores, one for each worker: ARGS=",
         ),
-        ("compiler", {"cluster.trainer_instance_type": "trn2.48xlarge"}, ""),
+        ("compiler", {"cluster.trainer_instance_type": "trn1n.32xlarge"}, ""),
+        ("trainer", {"cluster.trainer_instance_type": "trn2.48xlarge"}, "no image computes on trn2.48xlarge yet"),
+        ("compiler", {"cluster.trainer_instance_type": "trn2.48xlarge"}, "no image computes on trn2.48xlarge yet"),
+        ("tokenizer", {"cluster.trainer_instance_type": "trn2.48xlarge"}, ""),
     ],
 )
 def test_a_recipe_for_other_nodes_is_named(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from k8s.client import preflight, probe
+from k8s.client import preflight, probe, pull_watch
 from k8s.client.preflight import Findings, check_in_pods
 from k8s.objects.deployment import RECORD_VERSION, Deployment
 from k8s.objects.names import node_pool_annotation
@@ -59,7 +59,8 @@ class Pods:
         name = selector.removeprefix("job-name=")
         states = self._states["head" if name.startswith("preflight-head") else "stage"]
         status = states.pop(0) if len(states) > 1 else states[0]
-        return [{"metadata": {"name": name, "uid": "u"}, "spec": {"nodeName": "trn1-0"}, "status": status}]
+        pod = self.jobs[name]["spec"]["template"]["spec"] | {"nodeName": "trn1-0"}
+        return [{"metadata": {"name": name, "uid": "u"}, "spec": pod, "status": status}]
 
     def log(self, pod: str, container: str) -> Iterator[str]:
         text = self._logs["head" if pod.startswith("preflight-head") else "stage"]
@@ -187,7 +188,7 @@ def test_an_image_that_cannot_be_pulled_is_named(trainer: WorkerGroup, monkeypat
         waiting("ErrImagePull", "manifest unknown"),
         waiting("ImagePullBackOff", "manifest unknown"),
     ]
-    monkeypatch.setattr(probe, "PULL_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(pull_watch, "PULL_PATIENCE_SECONDS", 0.05)
     [problem] = look(api, trainer).problems
     assert problem.exit_code == 4
     assert f"image {IMAGE} cannot be pulled on trn1-0" in problem.text

@@ -14,7 +14,11 @@ from tests.architecture.imports import closure_of, modules_of
 from tests.k8s.rendered import OVERLAYS, Thing, of_kind
 
 REPOSITORY = OVERLAYS["eks"].parents[2]
-COMMANDS = {"k8s.client.commands", "k8s.client.status"}  # all but the cluster's own, which are an administrator's
+COMMANDS = {
+    "k8s.client.commands",
+    "k8s.client.one_off",
+    "k8s.client.status",
+}  # all but the cluster's own, which are an administrator's
 VERBS = {
     "find": "get",
     "find_all": "list",
@@ -28,6 +32,8 @@ KINDS = {
     "render_recipe_config_map": ["ConfigMap"],
     "render_deploy_job": ["Job"],
     "_job": ["Job"],
+    "prepared.job": ["Job"],
+    "prepared.nodes_job": ["Job"],
     "review": ["SelfSubjectAccessReview", "SubjectAccessReview"],
 }
 
@@ -84,7 +90,7 @@ def kinds_of(argument: ast.expr, path: Path) -> list[str]:
         said = dict(zip(map(_text, argument.keys), argument.values, strict=True))
         return [_text(said["kind"])]
     text = ast.unparse(argument)
-    found = [kinds for maker, kinds in KINDS.items() if text.startswith((f"{maker}(", f"{maker} "))]
+    found = [kinds for maker, kinds in KINDS.items() if text == maker or text.startswith((f"{maker}(", f"{maker} "))]
     if text == "self._job":
         found = [KINDS["_job"]]
     assert found, f"{path}: which kind is {text}?"

@@ -93,12 +93,22 @@ def test_a_namespace_takes_images_of_its_registry_alone(rendered: Render, overla
     """By digest, but for a machine to which images are brought."""
     on_eks = of_kind(rendered(), "Namespace")["millrace"]["metadata"]["annotations"]
     locally = of_kind(overlays["local"], "Namespace")["millrace"]["metadata"]["annotations"]
-    assert on_eks == {"millrace.dev/images": f"{FILLED_IN['REGISTRY']}/millrace/"}
-    assert locally == {
-        "millrace.dev/images": "docker.io/millrace/ millrace/",
-        "millrace.dev/image-tags": "allowed",
-        "millrace.dev/network-policies": "not-enforced",
-    }
+    assert on_eks["millrace.dev/images"] == f"{FILLED_IN['REGISTRY']}/millrace/"
+    assert "millrace.dev/image-tags" not in on_eks
+    assert locally["millrace.dev/images"] == "docker.io/millrace/ millrace/"
+    assert locally["millrace.dev/image-tags"] == "allowed"
+
+
+def test_a_namespace_says_where_a_one_off_may_run_and_how_large(
+    rendered: Render, overlays: dict[str, list[Thing]]
+) -> None:
+    def told(things: list[Thing]) -> dict[str, str]:
+        annotations = of_kind(things, "Namespace")["millrace"]["metadata"]["annotations"]
+        return {key: annotations[f"millrace.dev/one-off-{key}"] for key in ("pool", "cpus", "memory")}
+
+    assert told(rendered()) == {"pool": "cpu", "cpus": "30", "memory": "112Gi"}
+    assert told(rendered(CPU_SHAPE="m7i.4xlarge")) == {"pool": "cpu", "cpus": "14", "memory": "48Gi"}
+    assert told(overlays["local"]) == {"pool": "", "cpus": "200m", "memory": "2Gi"}
 
 
 def test_a_quota_bounds_what_all_gangs_ask_for(rendered: Render) -> None:
@@ -106,7 +116,7 @@ def test_a_quota_bounds_what_all_gangs_ask_for(rendered: Render) -> None:
     quota = of_kind(rendered(TRAINIUM_MAX_NODES="4", COMPILER_POOL="cpu"), "ResourceQuota")["millrace"]["spec"]["hard"]
     assert quota["requests.aws.amazon.com/neuron"] == str(4 * shape.neuron_devices)
     assert quota["requests.vpc.amazonaws.com/efa"] == str(4 * shape.efa_cards)
-    assert quota["pods"] == str(60 + 5 + 4 + 2 * 8)  # Jobs, heads, trainers, and the two stages on CPUs
+    assert quota["pods"] == str(60 + 5 + 4 + 4 + 2 * 8)  # Jobs, heads, one-offs, trainers, and the two stages on CPUs
     with_two_stages = of_kind(rendered(), "ResourceQuota")["millrace"]["spec"]["hard"]
     assert with_two_stages["requests.aws.amazon.com/neuron"] == str(2 * 16 * shape.neuron_devices)
 

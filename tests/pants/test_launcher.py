@@ -32,13 +32,10 @@ esac
 PANTS = """
 echo "$0 $*"
 echo "configured by ${PANTS_CONFIG_FILES:-pants.toml alone}"
-echo "tag $TRAINER_CPU_TAG, PEX ${PANTS_PEX_CLI_KNOWN_VERSIONS:-}, packages ${PANTS_PYTHON_REPOS_INDEXES:-}"
+echo "images $IMAGE_SETTINGS, PEX ${PANTS_PEX_CLI_KNOWN_VERSIONS:-}, packages ${PANTS_PYTHON_REPOS_INDEXES:-}"
 echo "build arguments $PANTS_DOCKER_BUILD_ARGS"
 """
-BOOTSTRAP = """
-echo 'base: made by `touch made` here'
-echo "export TRAINER_CPU_TAG='1.0 cpu'"
-"""
+BOOTSTRAP = "echo 'trainer-cpu 1.0-cpu 1.0-gabc-cpu SERVICE=`touch made`'"
 SHIM = "echo 'pyenv: python3.9: command not found' >&2; exit 127"
 
 
@@ -179,7 +176,7 @@ def test_pants_sees_what_the_images_are_built_from(checkout: Checkout) -> None:
 
     done = checkout.run("list", PIP_INDEX_URL="https://one/simple", PIP_EXTRA_INDEX_URL="https://two https://three")
 
-    assert "tag 1.0 cpu" in done.stdout
+    assert "images trainer-cpu 1.0-cpu 1.0-gabc-cpu SERVICE=`touch made`" in done.stdout
     assert not (checkout.repository / "made").exists()
     assert "packages ['https://one/simple', 'https://two', 'https://three', ]" in done.stdout
     assert "build arguments ['PIP_INDEX_URL', 'PIP_EXTRA_INDEX_URL', ]" in done.stdout

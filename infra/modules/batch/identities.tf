@@ -1,4 +1,4 @@
-# Who may do what in AWS: a node joins ECS, pulls images and writes logs; a stage has its prefix of the bucket.
+# Who may do what in AWS: a node joins ECS, pulls images and writes logs; the tokenizer has its prefix of the bucket.
 
 locals {
   task_trust = jsonencode({
@@ -24,9 +24,10 @@ locals {
 }
 
 resource "aws_iam_role" "instance" {
-  count       = local.makes_instance_role ? 1 : 0
-  name        = "${var.name}-${var.account.region}-node"
-  description = "Nodes of Batch"
+  count                = local.makes_instance_role ? 1 : 0
+  name                 = "${var.name}-${var.account.region}-node"
+  description          = "Nodes of Batch"
+  permissions_boundary = var.permissions_boundary
   assume_role_policy = jsonencode({
     Version = "2012-10-17"
     Statement = [{
@@ -49,15 +50,18 @@ resource "aws_iam_instance_profile" "instance" {
   role  = aws_iam_role.instance[0].name
 }
 
+# Every stage has a role, and with it none of its node's rights. Those of the compiler and the trainer allow nothing: they read
+# and write the file system alone.
 resource "aws_iam_role" "job" {
-  for_each           = var.stages
-  name               = "${var.name}-${var.account.region}-${each.key}"
-  description        = "Jobs of the ${each.key}"
-  assume_role_policy = local.task_trust
+  for_each             = var.stages
+  name                 = "${var.name}-${var.account.region}-${each.key}"
+  description          = "Jobs of the ${each.key}"
+  permissions_boundary = var.permissions_boundary
+  assume_role_policy   = local.task_trust
 }
 
 resource "aws_iam_role_policy" "job" {
-  for_each = var.stages
+  for_each = var.bucket_users
   name     = "own"
   role     = aws_iam_role.job[each.key].id
   policy = jsonencode({
@@ -86,10 +90,11 @@ resource "aws_iam_role_policy" "job" {
 
 # With an execution role the agent uses it for images and logs too, not the node's.
 resource "aws_iam_role" "execution" {
-  count              = var.hugging_face_secret == null ? 0 : 1
-  name               = "${var.name}-${var.account.region}-execution"
-  description        = "Gives the Hugging Face token to the tokenizer's container"
-  assume_role_policy = local.task_trust
+  count                = var.hugging_face_secret == null ? 0 : 1
+  name                 = "${var.name}-${var.account.region}-execution"
+  description          = "Gives the Hugging Face token to the tokenizer's container"
+  permissions_boundary = var.permissions_boundary
+  assume_role_policy   = local.task_trust
 }
 
 resource "aws_iam_role_policy_attachment" "execution" {

@@ -133,7 +133,6 @@ resource "aws_launch_template" "pool" {
   instance_type          = each.value.capacity.kind == "capacity_block" ? each.value.shape : null # Batch ignores it, a block's template has to name it
   update_default_version = true
   user_data              = base64encode(local.user_data[each.key])
-  vpc_security_group_ids = length(each.value.interfaces) == 0 ? local.security_group_ids : null
 
   # No public address is asked for: EC2 refuses that on instances with several interfaces.
   dynamic "network_interfaces" {
@@ -191,6 +190,13 @@ resource "aws_launch_template" "pool" {
 
 # Without a name, which provider 5 and 6 spell differently: it is made up, so that a successor can be there before a queue
 # lets go of the old one. Without a service role: Batch then uses its service-linked one.
+#
+# A container has an interface of its own. Its security groups are, as Batch's guide has it, those of the compute
+# environment, or the VPC's default group where that names none (docs.aws.amazon.com/batch, mnp-ce); as ParallelCluster's
+# has it, which cites an older text, those of the node. Both work here: on CPU nodes the environment names the groups, and
+# nodes have the same. Beside a launch template with interfaces, as Trainium nodes need one for EFA, Batch takes no groups
+# (github.com/aws/aws-cdk, issue 21577): their containers are in the node's groups, or in the default one, which
+# modules/network opens as far as that of the nodes. Lustre is the node's in both: the machine mounts, no container does.
 resource "aws_batch_compute_environment" "pool" {
   for_each = local.pools
   type     = "MANAGED"
@@ -203,6 +209,7 @@ resource "aws_batch_compute_environment" "pool" {
     min_vcpus           = 0
     max_vcpus           = each.value.vcpus
     subnets             = [each.value.subnet_id]
+    security_group_ids  = length(each.value.interfaces) == 0 ? local.security_group_ids : null
     placement_group     = each.value.placement_group
 
     # Batch knows no image with Neuron, only that one is like ECS' own.

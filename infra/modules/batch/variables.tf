@@ -75,6 +75,11 @@ variable "stages" {
   type = set(string)
 }
 
+variable "bucket_users" {
+  description = "Stages that may use the prefix of their name in the bucket."
+  type        = set(string)
+}
+
 variable "bucket_arn" {
   type = string
 }
@@ -156,4 +161,9 @@ variable "ami_id" {
 variable "tags" {
   description = "Of instances, their volumes and interfaces, which a provider's default tags do not reach."
   type        = map(string)
+}
+
+variable "permissions_boundary" {
+  description = "ARN of the policy that bounds each role that is made; null: none."
+  type        = string
 }

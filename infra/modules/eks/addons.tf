@@ -87,10 +87,11 @@ resource "aws_eks_addon" "after_nodes" {
 }
 
 resource "aws_iam_role" "addon" {
-  for_each           = local.used_identities
-  name               = "${var.name}-${var.account.region}-${each.value.role}"
-  description        = "The add-on ${each.key}"
-  assume_role_policy = local.pod_identity_trust
+  for_each             = local.used_identities
+  name                 = "${var.name}-${var.account.region}-${each.value.role}"
+  description          = "The add-on ${each.key}"
+  permissions_boundary = var.permissions_boundary
+  assume_role_policy   = local.pod_identity_trust
 }
 
 resource "aws_iam_role_policy_attachment" "addon" {

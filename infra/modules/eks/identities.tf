@@ -21,20 +21,20 @@ locals {
     "arn:${var.account.partition}:eks:${var.account.region}:${var.account.id}:nodegroup/${var.name}/${group}/*"
   ]
 
-  # The network policies of k8s/base let the tokenizer alone out, to its texts. The compiler's and the trainer's rights are for
-  # an overlay that lets them out to S3 as well; without one nothing of theirs gets there.
-  stage_policies = {
-    for stage in var.stages : stage => [
+  # The tokenizer reads texts and a vocabulary there. The compiler and the trainer meet it on the file system alone, so they
+  # have no role at all: the network policies of k8s/base would not let them out to S3 either.
+  bucket_policies = {
+    for account in var.bucket_users : account => [
       {
         Effect    = "Allow"
         Action    = ["s3:ListBucket"]
         Resource  = [var.bucket_arn]
-        Condition = { StringLike = { "s3:prefix" = ["${stage}/*"] } }
+        Condition = { StringLike = { "s3:prefix" = ["${account}/*"] } }
       },
       {
         Effect   = "Allow"
         Action   = ["s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"]
-        Resource = ["${var.bucket_arn}/${stage}/*"]
+        Resource = ["${var.bucket_arn}/${account}/*"]
       },
       {
         Effect    = "Allow"
@@ -57,17 +57,18 @@ locals {
   # Two maps, because the lists in them differ in type, which a conditional or merge in one place would not take.
   policies = {
     for account, statements in merge(
-      { for account, each in local.stage_policies : account => jsonencode(each) },
+      { for account, each in local.bucket_policies : account => jsonencode(each) },
       { for account, each in local.node_scaler_policies : account => jsonencode(each) },
     ) : account => statements if var.enable_pod_identity
   }
 }
 
 resource "aws_iam_role" "pod" {
-  for_each           = local.policies
-  name               = "${var.name}-${var.account.region}-${each.key}"
-  description        = "Service account ${each.key} of namespace ${var.namespace}"
-  assume_role_policy = local.pod_identity_trust
+  for_each             = local.policies
+  name                 = "${var.name}-${var.account.region}-${each.key}"
+  description          = "Service account ${each.key} of namespace ${var.namespace}"
+  permissions_boundary = var.permissions_boundary
+  assume_role_policy   = local.pod_identity_trust
   # The budget's action attaches a policy without terraform's knowledge. IAM deletes no role that has one, and no policy that
   # is attached, so the roles have to go first.
   force_detach_policies = true

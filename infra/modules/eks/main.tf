@@ -11,9 +11,9 @@ resource "aws_eks_cluster" "this" {
     bootstrap_cluster_creator_admin_permissions = false # else an entry that is not in the state, and that no list may have again
   }
 
-  # Extended support costs six times as much an hour, and begins by itself unless this says no: then EKS upgrades instead.
+  # Extended support costs six times as much an hour, and begins by itself unless this says STANDARD: then EKS upgrades.
   upgrade_policy {
-    support_type = "STANDARD"
+    support_type = var.kubernetes_support
   }
 
   vpc_config {
@@ -30,16 +30,17 @@ resource "aws_eks_cluster" "this" {
     }
   }
 
-  depends_on = [aws_iam_role_policy_attachment.cluster, terraform_data.log_group]
+  depends_on = [aws_iam_role_policy_attachment.cluster, terraform_data.log_groups]
 }
 
-resource "terraform_data" "log_group" {
-  input = var.log_group_arn
+resource "terraform_data" "log_groups" {
+  input = var.log_group_arns
 }
 
 resource "aws_iam_role" "cluster" {
-  name        = "${var.name}-${var.account.region}-cluster"
-  description = "EKS' control plane"
+  name                 = "${var.name}-${var.account.region}-cluster"
+  description          = "EKS' control plane"
+  permissions_boundary = var.permissions_boundary
   assume_role_policy = jsonencode({
     Version = "2012-10-17"
     Statement = [{
@@ -55,9 +56,36 @@ resource "aws_iam_role_policy_attachment" "cluster" {
   policy_arn = "arn:${var.account.partition}:iam::aws:policy/AmazonEKSClusterPolicy"
 }
 
-# Who applies the stack installs the add-ons, so these are never left out by a switch.
+# Who applies the stack first installs the add-ons, so these are never left out by a switch. That one stays an administrator
+# whoever applies later: an entry that followed the caller would take the cluster from its former administrator.
+resource "aws_eks_access_entry" "creator" {
+  cluster_name  = aws_eks_cluster.this.name
+  principal_arn = var.caller_arn
+
+  lifecycle {
+    ignore_changes = [principal_arn]
+  }
+}
+
+resource "aws_eks_access_policy_association" "creator" {
+  cluster_name  = aws_eks_cluster.this.name
+  principal_arn = aws_eks_access_entry.creator.principal_arn
+  policy_arn    = local.administrator_policy_arn
+
+  access_scope {
+    type = "cluster"
+  }
+}
+
+locals {
+  administrator_policy_arn = "arn:${var.account.partition}:eks::aws:cluster-access-policy/AmazonEKSClusterAdminPolicy"
+  # EKS takes one entry a principal.
+  other_administrators = setsubtract(var.administrators, [aws_eks_access_entry.creator.principal_arn])
+  other_operators      = setsubtract(var.operators, concat(var.administrators, [aws_eks_access_entry.creator.principal_arn]))
+}
+
 resource "aws_eks_access_entry" "administrator" {
-  for_each      = toset(var.administrators)
+  for_each      = local.other_administrators
   cluster_name  = aws_eks_cluster.this.name
   principal_arn = each.value
 }
@@ -66,7 +94,7 @@ resource "aws_eks_access_policy_association" "administrator" {
   for_each      = aws_eks_access_entry.administrator
   cluster_name  = aws_eks_cluster.this.name
   principal_arn = each.value.principal_arn
-  policy_arn    = "arn:${var.account.partition}:eks::aws:cluster-access-policy/AmazonEKSClusterAdminPolicy"
+  policy_arn    = local.administrator_policy_arn
 
   access_scope {
     type = "cluster"
@@ -75,7 +103,7 @@ resource "aws_eks_access_policy_association" "administrator" {
 
 # For people who deploy: in Kubernetes they are a group that k8s/ gives what a deployment needs, and no administrators.
 resource "aws_eks_access_entry" "operator" {
-  for_each          = var.enable_access_entries ? setsubtract(var.operators, var.administrators) : toset([]) # one entry a principal
+  for_each          = var.enable_access_entries ? local.other_operators : toset([])
   cluster_name      = aws_eks_cluster.this.name
   principal_arn     = each.value
   kubernetes_groups = [var.operators_group]

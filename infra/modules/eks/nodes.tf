@@ -1,7 +1,8 @@
 # Every node has this role. Pods do not: they cannot reach it (the launch templates' hop limit), and have their own.
 resource "aws_iam_role" "node" {
-  name        = "${var.name}-${var.account.region}-node"
-  description = "Nodes: join the cluster, pull images, be reached through Session Manager instead of SSH"
+  name                 = "${var.name}-${var.account.region}-node"
+  description          = "Nodes: join the cluster, pull images, be reached through Session Manager instead of SSH"
+  permissions_boundary = var.permissions_boundary
   assume_role_policy = jsonencode({
     Version = "2012-10-17"
     Statement = [{
@@ -65,6 +66,7 @@ resource "aws_eks_node_group" "pool" {
   node_role_arn   = aws_iam_role.node.arn
   subnet_ids      = [var.network.nodes_subnet_id]
   version         = aws_eks_cluster.this.version
+  release_version = var.ami_release # else each new group has the newest of the day, and differs from the others
   ami_type        = "AL2023_x86_64_STANDARD"
   labels          = each.value.labels
 

@@ -50,3 +50,18 @@ output "volume_gib" {
 output "pod_identity_namespaces" {
   value = distinct([for each in aws_eks_pod_identity_association.pod : each.namespace])
 }
+
+output "ami_releases" {
+  description = "By node group."
+  value       = { for name, group in aws_eks_node_group.pool : name => group.release_version }
+}
+
+output "administrators" {
+  description = "ARNs of all who administer the cluster."
+  value       = concat([aws_eks_access_entry.creator.principal_arn], [for each in aws_eks_access_entry.administrator : each.principal_arn])
+}
+
+output "addon_versions" {
+  description = "Pins by add-on; null: EKS' default."
+  value       = { for name, addon in merge(aws_eks_addon.before_nodes, aws_eks_addon.after_nodes) : name => addon.addon_version }
+}

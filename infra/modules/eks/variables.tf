@@ -12,6 +12,16 @@ variable "kubernetes_version" {
   type = string
 }
 
+variable "kubernetes_support" {
+  description = "STANDARD or EXTENDED, as EKS' upgrade policy has it."
+  type        = string
+}
+
+variable "ami_release" {
+  description = "Release of the pools' AMI, such as 1.34.7-20260505."
+  type        = string
+}
+
 variable "api_public_cidrs" {
   description = "Who reaches the API from outside of the VPC; empty: nobody."
   type        = list(string)
@@ -30,9 +40,9 @@ variable "key_arn" {
   type = string
 }
 
-variable "log_group_arn" {
-  description = "Of the control plane: EKS makes it without retention where it is not there before."
-  type        = string
+variable "log_group_arns" {
+  description = "ARNs of the log groups of the control plane and of Container Insights, which are made without retention where they are not there before."
+  type        = list(string)
 }
 
 variable "pools" {
@@ -57,8 +67,13 @@ variable "trainium_pod_addresses" {
   type        = object({ least = number, spare = number })
 }
 
+variable "caller_arn" {
+  description = "IAM principal that applies: the first one stays an administrator of the cluster."
+  type        = string
+}
+
 variable "administrators" {
-  description = "IAM principals that may do everything in the cluster."
+  description = "IAM principals that may do everything in the cluster, too."
   type        = list(string)
 }
 
@@ -80,8 +95,8 @@ variable "namespace" {
   type = string
 }
 
-variable "stages" {
-  description = "Service accounts of the stages; each may use the prefix of its name in the bucket."
+variable "bucket_users" {
+  description = "Service accounts that may use the prefix of their name in the bucket."
   type        = set(string)
 }
 
@@ -121,4 +136,9 @@ variable "enable_pod_identity" {
 
 variable "enable_access_entries" {
   type = bool
+}
+
+variable "permissions_boundary" {
+  description = "ARN of the policy that bounds each role that is made; null: none."
+  type        = string
 }

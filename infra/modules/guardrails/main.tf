@@ -105,9 +105,10 @@ resource "aws_iam_policy" "stop" {
 }
 
 resource "aws_iam_role" "budget" {
-  count       = var.budget == null ? 0 : 1
-  name        = "${var.name}-${var.account.region}-budget"
-  description = "The budget's action"
+  count                = var.budget == null ? 0 : 1
+  name                 = "${var.name}-${var.account.region}-budget"
+  description          = "The budget's action"
+  permissions_boundary = var.permissions_boundary
   assume_role_policy = jsonencode({
     Version = "2012-10-17"
     Statement = [{

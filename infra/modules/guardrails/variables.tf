@@ -50,3 +50,8 @@ variable "idle_alarm" {
   description = "NeuronCores below so many percent for so long while nodes are up; null: no alarm."
   type        = object({ percent = number, minutes = number })
 }
+
+variable "permissions_boundary" {
+  description = "ARN of the policy that bounds each role that is made; null: none."
+  type        = string
+}

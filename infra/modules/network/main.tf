@@ -22,9 +22,43 @@ resource "aws_vpc" "this" {
   tags                 = { Name = var.name }
 }
 
-# Nothing uses the group that comes with a VPC, so it lets nothing through.
+# The group that comes with a VPC lets nothing through unless something uses it: by one reading of AWS' pages, containers of
+# Batch's jobs on Trainium nodes do (modules/batch). Those reach one another, and AWS' APIs.
 resource "aws_default_security_group" "this" {
   vpc_id = aws_vpc.this.id
+
+  dynamic "ingress" {
+    for_each = var.uses_default_group ? ["All traffic from itself"] : []
+    content {
+      description = ingress.value
+      self        = true
+      protocol    = "-1"
+      from_port   = 0
+      to_port     = 0
+    }
+  }
+
+  dynamic "egress" {
+    for_each = var.uses_default_group ? ["All traffic to itself"] : []
+    content {
+      description = egress.value
+      self        = true
+      protocol    = "-1"
+      from_port   = 0
+      to_port     = 0
+    }
+  }
+
+  dynamic "egress" {
+    for_each = var.uses_default_group ? ["AWS APIs, packages and texts"] : []
+    content {
+      description = egress.value
+      cidr_blocks = ["0.0.0.0/0"]
+      protocol    = "tcp"
+      from_port   = 443
+      to_port     = 443
+    }
+  }
 }
 
 resource "aws_internet_gateway" "this" {
@@ -195,9 +229,10 @@ resource "aws_flow_log" "refused" {
 }
 
 resource "aws_iam_role" "flow_log" {
-  count       = var.flow_log == null ? 0 : 1
-  name        = "${var.name}-${var.region}-flow-log"
-  description = "Writes the VPC's flow log"
+  count                = var.flow_log == null ? 0 : 1
+  name                 = "${var.name}-${var.region}-flow-log"
+  description          = "Writes the VPC's flow log"
+  permissions_boundary = var.permissions_boundary
   assume_role_policy = jsonencode({
     Version = "2012-10-17"
     Statement = [{

@@ -32,8 +32,18 @@ variable "endpoints_of_target" {
   type        = set(string)
 }
 
+variable "uses_default_group" {
+  description = "Containers may be in the VPC's default security group, so it lets them reach one another and HTTPS; else it lets nothing through."
+  type        = bool
+}
+
 variable "flow_log" {
   description = "Log group for what the security groups refuse, which is encrypted already; null: no flow log."
   type        = object({ log_group_arn = string })
   default     = null
+}
+
+variable "permissions_boundary" {
+  description = "ARN of the policy that bounds each role that is made; null: none."
+  type        = string
 }

@@ -30,24 +30,19 @@ resource "aws_ecr_repository" "this" {
   }
 }
 
+# Nothing that has a tag ever goes by itself. A push gives every image a tag, which nobody can move: a node that is replaced
+# months into a run pulls its image by digest, a rollback pulls one of the file system's history, and ECR knows of neither.
+# A rule by age or number would take those first.
 resource "aws_ecr_lifecycle_policy" "this" {
   for_each   = aws_ecr_repository.this
   repository = each.value.name
   policy = jsonencode({
-    rules = [
-      {
-        rulePriority = 1
-        description  = "Images that lost their tag, and layers of broken pushes"
-        selection    = { tagStatus = "untagged", countType = "sinceImagePushed", countUnit = "days", countNumber = 14 }
-        action       = { type = "expire" }
-      },
-      {
-        rulePriority = 2
-        description  = "The newest 100: a rollback goes back one"
-        selection    = { tagStatus = "any", countType = "imageCountMoreThan", countNumber = 100 }
-        action       = { type = "expire" }
-      },
-    ]
+    rules = [{
+      rulePriority = 1
+      description  = "Images whose tag somebody deleted, and layers of broken pushes"
+      selection    = { tagStatus = "untagged", countType = "sinceImagePushed", countUnit = "days", countNumber = 14 }
+      action       = { type = "expire" }
+    }]
   })
 }
 

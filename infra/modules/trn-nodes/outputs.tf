@@ -24,3 +24,7 @@ output "node_taints" {
   description = "As EKS spells them."
   value       = [for each in aws_eks_node_group.this.taint : { key = each.key, value = each.value, effect = each.effect }]
 }
+
+output "ami_release" {
+  value = aws_eks_node_group.this.release_version
+}

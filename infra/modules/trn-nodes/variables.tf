@@ -122,6 +122,6 @@ variable "tags" {
 }
 
 variable "ami_release" {
-  description = "Of the Neuron AMI; null: the newest when the group is made, which it then keeps."
+  description = "Release of the Neuron AMI, such as 1.34.7-20260505. Its driver has to be one that the images take."
   type        = string
 }

@@ -14,8 +14,19 @@ locals {
   # Names that batch/ and deploy/ have too; tests/contract/test_batch_stack.py holds them together.
   repository_prefix = "millrace"
   stages            = ["tokenizer", "compiler", "trainer"]
+  bucket_users      = ["tokenizer"] # the one stage that reads elsewhere than on the file system
   places            = ["REGION", "SUBNET", "SG", "ECR_REPO", "INSTANCE_ROLE", "FSX_DNS_NAME", "MOUNT_NAME"]
-  stop_seconds      = 330 # the longest drain of a stage, and 30 for what ends after it
+}
+
+# Between a container's notice and its end, a trainer commits its checkpoint: a stop comes within a step, and may come while
+# another checkpoint is being written. How long one takes follows from its size and the file system.
+locals {
+  checkpoints_per_notice = 3
+  least_notice_seconds   = 300 # the longest of a stage whose checkpoint is small
+  after_notice_seconds   = 30  # what ends after the checkpoint: Ray, and the program that starts it
+  megabytes_per_second   = local.fsx.gib / 1024 * local.fsx.throughput
+  checkpoint_seconds     = var.checkpoint_gb * 1000 / local.megabytes_per_second
+  notice_seconds         = max(local.least_notice_seconds, ceil(local.checkpoints_per_notice * local.checkpoint_seconds))
 }
 
 # What is there already, from a config.txt: of its first seven keys each that has a value.
@@ -91,8 +102,18 @@ resource "terraform_data" "given" {
 
 # Instance facts, and what follows from them.
 locals {
-  shapes  = jsondecode(file("${path.module}/../../shapes.json")).shapes
+  facts   = jsondecode(file("${path.module}/../../shapes.json"))
+  shapes  = local.facts.shapes
   regions = distinct(sort(flatten([for shape in local.shapes : keys(shape.zone_ids) if shape.neuron_devices > 0])))
+
+  # Releases of the Trainium nodes' AMI, by name.
+  amis = jsondecode(file("${path.module}/../../aws_releases.json")).ecs
+
+  # The trainer's plan and infra-cost go by the same defaults.
+  fsx = {
+    gib        = coalesce(var.fsx.gib, local.facts.file_system.gib)
+    throughput = coalesce(var.fsx.throughput, local.facts.file_system.megabytes_per_second_per_tib)
+  }
 
   # null where validation refuses the shape.
   trainium_shape    = try(merge(local.shapes[var.trainium.shape], { name = var.trainium.shape }), null)
@@ -111,7 +132,7 @@ locals {
 
   # The prefix of the Trainium subnet is three bits longer than the VPC's. AWS keeps 5 addresses of a subnet; a file server
   # takes one, and there is at most one for each 1200 GiB, beside the two that hold metadata.
-  trainium_addresses = try(pow(2, 29 - tonumber(split("/", var.network.cidr)[1])), 0) - 5 - (2 + ceil(var.fsx.gib / 1200))
+  trainium_addresses = try(pow(2, 29 - tonumber(split("/", var.network.cidr)[1])), 0) - 5 - (2 + ceil(local.fsx.gib / 1200))
   own_addresses      = 2 # the node's, and its container's interface
   addresses_per_card = var.efa_layout == "efa" ? 1 : 0
   addresses_per_node = local.own_addresses + local.addresses_per_card * (try(local.trainium_shape.efa_cards, 1) - 1)
@@ -121,9 +142,29 @@ data "aws_caller_identity" "current" {}
 
 data "aws_partition" "current" {}
 
-data "aws_ssm_parameter" "trainium_ami" {
-  count = var.ami_id == null ? 1 : 0
-  name  = "/aws/service/ecs/optimized-ami/amazon-linux-2023/neuron/recommended/image_id"
+# One release, by its name: the "recommended" one is another every week, each of which would replace the compute environment,
+# and has a newer Neuron driver than the images take.
+data "aws_ami" "trainium" {
+  owners             = var.ami_id == null ? ["amazon"] : null
+  most_recent        = true
+  include_deprecated = true
+
+  filter {
+    name   = var.ami_id == null ? "name" : "image-id"
+    values = [var.ami_id == null ? local.amis.default : var.ami_id]
+  }
+
+  lifecycle {
+    postcondition {
+      condition     = contains(keys(local.amis.releases), self.name)
+      error_message = <<-EOT
+        ami_id = "${self.id}" is ${self.name}, and infra/aws_releases.json knows no Neuron driver of it. Those that it knows have a
+        driver that the images take: ${join(", ", keys(local.amis.releases))}.
+        Leave ami_id out for ${local.amis.default}; or look up the driver of yours (modinfo -F version neuron, on
+        an instance of it), and add its name there if driver and driver_before in images/platforms.toml let it.
+      EOT
+    }
+  }
 }
 
 data "aws_subnet" "given" {
@@ -151,6 +192,8 @@ module "network" {
   zone_ids                   = local.zone_ids
   enable_interface_endpoints = var.enable_interface_endpoints
   endpoints_of_target        = ["ecs", "ecs-agent", "ecs-telemetry"]
+  uses_default_group         = true
+  permissions_boundary       = var.permissions_boundary
   flow_log                   = var.enable_flow_log ? { log_group_arn = module.storage.log_group_arns["flow"] } : null
 }
 
@@ -197,8 +240,8 @@ module "storage" {
   log_groups             = { for stage in local.stages : stage => "/${var.name}/${stage}" }
   enable_data_repository = var.enable_dra
   fsx = local.makes_file_system ? {
-    gib               = var.fsx.gib
-    throughput        = var.fsx.throughput
+    gib               = local.fsx.gib
+    throughput        = local.fsx.throughput
     subnet_id         = local.subnets.trainium
     security_group_id = local.fsx_security_group_id
   } : null
@@ -214,37 +257,40 @@ module "registry" {
 }
 
 module "batch" {
-  source              = "../../modules/batch"
-  name                = var.name
-  account             = local.account
-  key_arn             = module.storage.key_arn
-  trainium            = { shape = local.trainium_shape, max_nodes = var.trainium.max_nodes, subnet_id = local.subnets.trainium }
-  cpu                 = { shape = local.cpu_shape, max_nodes = var.cpu_nodes.max_nodes, subnet_id = local.subnets.cpu }
-  security_group_ids  = local.security_group_ids
-  vpc_id              = local.makes_security_groups ? local.vpc_id : null
-  makes_node_group    = local.makes_security_groups
-  ready_for_nodes     = module.network[*].routes
-  instance_profile    = lookup(local.given, "INSTANCE_ROLE", null)
-  file_system         = local.file_system
-  stages              = toset(local.stages)
-  bucket_arn          = module.storage.bucket.arn
-  hugging_face_secret = var.hugging_face_secret
-  stop_seconds        = local.stop_seconds
-  queue_limits        = var.queue_limits
-  efa_layout          = var.efa_layout
-  capacity            = { kind = var.capacity.kind, reservation_id = var.capacity.reservation_id }
-  placement_group     = var.placement_group
-  ami_id              = var.ami_id == null ? data.aws_ssm_parameter.trainium_ami[0].insecure_value : var.ami_id
-  tags                = local.tags
+  source               = "../../modules/batch"
+  name                 = var.name
+  account              = local.account
+  key_arn              = module.storage.key_arn
+  permissions_boundary = var.permissions_boundary
+  trainium             = { shape = local.trainium_shape, max_nodes = var.trainium.max_nodes, subnet_id = local.subnets.trainium }
+  cpu                  = { shape = local.cpu_shape, max_nodes = var.cpu_nodes.max_nodes, subnet_id = local.subnets.cpu }
+  security_group_ids   = local.security_group_ids
+  vpc_id               = local.makes_security_groups ? local.vpc_id : null
+  makes_node_group     = local.makes_security_groups
+  ready_for_nodes      = module.network[*].routes
+  instance_profile     = lookup(local.given, "INSTANCE_ROLE", null)
+  file_system          = local.file_system
+  stages               = toset(local.stages)
+  bucket_users         = toset(local.bucket_users)
+  bucket_arn           = module.storage.bucket.arn
+  hugging_face_secret  = var.hugging_face_secret
+  stop_seconds         = local.notice_seconds + local.after_notice_seconds
+  queue_limits         = var.queue_limits
+  efa_layout           = var.efa_layout
+  capacity             = { kind = var.capacity.kind, reservation_id = var.capacity.reservation_id }
+  placement_group      = var.placement_group
+  ami_id               = data.aws_ami.trainium.id
+  tags                 = local.tags
 }
 
 module "guardrails" {
-  source  = "../../modules/guardrails"
-  name    = var.name
-  account = local.account
-  key_arn = module.storage.key_arn
-  budget  = var.budget.monthly_dollars == null ? null : { monthly_dollars = var.budget.monthly_dollars }
-  emails  = var.budget.emails
+  source               = "../../modules/guardrails"
+  name                 = var.name
+  account              = local.account
+  key_arn              = module.storage.key_arn
+  permissions_boundary = var.permissions_boundary
+  budget               = var.budget.monthly_dollars == null ? null : { monthly_dollars = var.budget.monthly_dollars }
+  emails               = var.budget.emails
   stopped_roles = [
     # IAM lets nobody attach a policy to a role of Identity Center or of a service.
     for arn in var.operators : { name = basename(arn), arn = arn }

@@ -25,6 +25,8 @@ output "config" {
       ["JOB_ROLE_COMPILER", module.batch.job_roles["compiler"]],
       ["JOB_ROLE_TRAINER", module.batch.job_roles["trainer"]],
       ["CAPACITY_ENDS_AT", var.capacity.ends_at],
+      ["CHECKPOINT_GB", var.checkpoint_gb],
+      ["NOTICE_SECONDS", local.notice_seconds],
       ["HF_TOKEN_SECRET", var.hugging_face_secret == null ? "" : var.hugging_face_secret],
       ["EXECUTION_ROLE", module.batch.execution_role == null ? "" : module.batch.execution_role],
     ] : "${pair[0]}=${pair[1]}\n"

@@ -1,5 +1,6 @@
-# For another region or for trn2: change region, zone_id and trainium.shape in terraform.tfvars, nothing else. What an
-# instance type has, and the zones that offer it, is said in infra/shapes.json alone.
+# For another region or shape: change region, zone_id and trainium.shape in terraform.tfvars, nothing else. What an
+# instance type has, and the zones that offer it, is said in infra/shapes.json alone; that no image computes on trn2 yet,
+# in images/platforms.toml, by which make infra-up refuses it.
 
 variable "region" {
   description = "A region that infra/shapes.json knows."
@@ -195,21 +196,32 @@ variable "network" {
 }
 
 variable "fsx" {
-  description = "The file system, where one is made: GiB, and MB/s a TiB."
+  description = "The file system: GiB, and MB/s a TiB, by default those of file_system in infra/shapes.json. They decide how long a checkpoint takes (make infra-cost says it), and so the stop timeout: of a file system that is given, write what it has. The throughput can be changed in place."
   type = object({
-    gib        = optional(number, 1200)
-    throughput = optional(number, 250)
+    gib        = optional(number)
+    throughput = optional(number)
   })
   default = {}
 
   validation {
-    condition     = var.fsx.gib == 1200 || (var.fsx.gib > 0 && var.fsx.gib % 2400 == 0)
-    error_message = "fsx.gib = ${var.fsx.gib}: PERSISTENT_2 comes in 1200, 2400, and steps of 2400 from there."
+    condition     = var.fsx.gib == null ? true : var.fsx.gib == 1200 || (var.fsx.gib > 0 && var.fsx.gib % 2400 == 0)
+    error_message = "fsx.gib = ${coalesce(var.fsx.gib, 0)}: PERSISTENT_2 comes in 1200, 2400, and steps of 2400 from there."
   }
 
   validation {
-    condition     = contains([125, 250, 500, 1000], var.fsx.throughput)
-    error_message = "fsx.throughput = ${var.fsx.throughput}: 125, 250, 500 or 1000 MB/s a TiB."
+    condition     = var.fsx.throughput == null ? true : contains([125, 250, 500, 1000], var.fsx.throughput)
+    error_message = "fsx.throughput = ${coalesce(var.fsx.throughput, 0)}: 125, 250, 500 or 1000 MB/s a TiB."
+  }
+}
+
+variable "checkpoint_gb" {
+  description = "Size of the largest checkpoint that a trainer commits when it is stopped, in 10^9 bytes: 12 for each 10^9 parameters, 157 for Llama 2 13B. The nodes' stop timeout follows from it and from fsx; deployments with a larger one are refused."
+  type        = number
+  default     = 157
+
+  validation {
+    condition     = var.checkpoint_gb > 0
+    error_message = "checkpoint_gb = ${var.checkpoint_gb}: more than 0; 12 for each 10^9 parameters."
   }
 }
 
@@ -244,15 +256,16 @@ variable "hugging_face_secret" {
 }
 
 variable "ami_id" {
-  description = "Of the Trainium nodes: ECS' AL2023 with Neuron. null: the newest at each apply, which then replaces the compute environment, and which may have a newer Neuron driver than the images take (driver_before in images/platforms.toml): on a node, modinfo -F version neuron."
+  description = "Id of the Trainium nodes' AMI, of ECS' AL2023 with Neuron or one of your own whose name is in infra/aws_releases.json. null: the default of that table, whose Neuron driver is the images' own. Never the newest: it has a driver that is too new for them."
   type        = string
   default     = null
 
   validation {
     condition     = var.ami_id == null ? true : can(regex("^ami-[0-9a-f]+$", var.ami_id))
     error_message = <<-EOT
-      ami_id = "${coalesce(var.ami_id, "-")}" is no id of an image. The newest now:
-        aws ssm get-parameter --region ${var.region} --name /aws/service/ecs/optimized-ami/amazon-linux-2023/neuron/recommended/image_id --query Parameter.Value
+      ami_id = "${coalesce(var.ami_id, "-")}" is no id of an image. Leave it out for ${local.amis.default},
+      whose id in your region is:
+        aws ec2 describe-images --region ${var.region} --owners amazon --include-deprecated --filters Name=name,Values=${local.amis.default} --query 'Images[].ImageId'
     EOT
   }
 }
@@ -284,6 +297,17 @@ variable "operators" {
   validation {
     condition     = alltrue([for arn in var.operators : can(regex("^arn:[a-z-]+:iam::[0-9]{12}:(role|user)/", arn))])
     error_message = "operators has what is no role or user: ${jsonencode(var.operators)}. Such as arn:aws:iam::111122223333:role/research; of a session, the role behind it."
+  }
+}
+
+variable "permissions_boundary" {
+  description = "ARN of an IAM policy that bounds every role of the stack, as some organisations ask for before anybody may make roles; null: none."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.permissions_boundary == null ? true : can(regex("^arn:[a-z-]+:iam::([0-9]{12}|aws):policy/", var.permissions_boundary))
+    error_message = "permissions_boundary = \"${coalesce(var.permissions_boundary, "-")}\" is no ARN of a policy, such as arn:aws:iam::111122223333:policy/boundary."
   }
 }
 

@@ -16,7 +16,7 @@ locals {
   operators_group   = "millrace-deployers"
   repository_prefix = "millrace"
   images            = ["head", "tokenizer", "compiler", "trainer"]
-  stages            = ["tokenizer", "compiler", "trainer"]
+  bucket_users      = ["tokenizer"] # the one stage that reads elsewhere than on the file system
   node_scalers      = ["deployer", "reaper"]
   node_groups       = { core = "core", cpu = "cpu", trainium = "trainium" } # by pool
   pool_label        = "millrace.dev/pool"
@@ -31,8 +31,21 @@ locals {
 
 # Instance facts, and what follows from them.
 locals {
-  shapes  = jsondecode(file("${path.module}/../../shapes.json")).shapes
+  facts   = jsondecode(file("${path.module}/../../shapes.json"))
+  shapes  = local.facts.shapes
   regions = distinct(sort(flatten([for shape in local.shapes : keys(shape.zone_ids) if shape.neuron_devices > 0])))
+
+  # What AWS has released for a version of Kubernetes, as far as it fits; null where validation refuses the version.
+  eks_releases   = jsondecode(file("${path.module}/../../aws_releases.json")).eks
+  ami_versions   = local.eks_releases.versions
+  ami_release    = try(local.ami_versions[var.kubernetes_version].default, null)
+  addon_versions = try(local.ami_versions[var.kubernetes_version].addons, {}) # EKS takes its default of the others
+
+  # The trainer's plan and infra-cost go by the same defaults.
+  fsx = {
+    gib        = coalesce(var.fsx.gib, local.facts.file_system.gib)
+    throughput = coalesce(var.fsx.throughput, local.facts.file_system.megabytes_per_second_per_tib)
+  }
 
   # null where validation refuses the shape.
   trainium_shape    = try(merge(local.shapes[var.trainium.shape], { name = var.trainium.shape }), null)
@@ -49,10 +62,21 @@ locals {
 
   # The prefix of the Trainium subnet is three bits longer than the VPC's. AWS keeps 5 addresses of a subnet; a file server
   # takes one, and there is at most one for each 1200 GiB, beside the two that hold metadata.
-  trainium_addresses = try(pow(2, 29 - tonumber(split("/", var.network.cidr)[1])), 0) - 5 - (2 + ceil(var.fsx.gib / 1200))
+  trainium_addresses = try(pow(2, 29 - tonumber(split("/", var.network.cidr)[1])), 0) - 5 - (2 + ceil(local.fsx.gib / 1200))
   own_addresses      = 1 + local.pod_addresses.least + local.pod_addresses.spare
   addresses_per_node = local.own_addresses + local.addresses_per_card * (try(local.trainium_shape.efa_cards, 1) - 1)
   addresses_per_card = var.efa_layout == "efa" ? 1 : 0
+}
+
+locals {
+  # Whose add-on sends the metric of the idle alarm.
+  has_container_insights = var.enable_addons && var.idle_alarm != null
+
+  # Each would be made by who writes there, and kept for ever.
+  log_groups = merge(
+    { control_plane = "/aws/eks/${var.name}/cluster" },
+    local.has_container_insights ? { container_insights = "/aws/containerinsights/${var.name}/performance" } : {},
+  )
 }
 
 data "aws_caller_identity" "current" {}
@@ -72,6 +96,8 @@ module "network" {
   zone_ids                   = local.zone_ids
   enable_interface_endpoints = var.enable_interface_endpoints
   endpoints_of_target        = ["eks", "eks-auth", "monitoring"]
+  uses_default_group         = false
+  permissions_boundary       = var.permissions_boundary
   flow_log                   = var.enable_flow_log ? { log_group_arn = module.storage.log_group_arns["flow"] } : null
 }
 
@@ -84,10 +110,10 @@ module "storage" {
   keep_data              = var.keep_data
   log_retention_days     = var.log_retention_days
   enable_data_repository = var.enable_dra
-  log_groups             = { control_plane = "/aws/eks/${var.name}/cluster" } # EKS writes there, and would make it without an end
+  log_groups             = local.log_groups
   fsx = var.enable_fsx ? {
-    gib               = var.fsx.gib
-    throughput        = var.fsx.throughput
+    gib               = local.fsx.gib
+    throughput        = local.fsx.throughput
     subnet_id         = module.network.trainium_subnet.id
     security_group_id = module.network.fsx_security_group_id
   } : null
@@ -106,23 +132,27 @@ module "eks" {
   name                      = var.name
   account                   = local.account
   kubernetes_version        = var.kubernetes_version
+  kubernetes_support        = var.kubernetes_support
+  ami_release               = try(coalesce(var.cpu_ami_release, local.ami_release), null)
   api_public_cidrs          = var.api_public_cidrs
   key_arn                   = module.storage.key_arn
-  log_group_arn             = module.storage.log_group_arns["control_plane"]
+  permissions_boundary      = var.permissions_boundary
+  log_group_arns            = [for name in keys(local.log_groups) : module.storage.log_group_arns[name]]
   core_pool                 = { (local.pool_label) = "core" }
   trainium_pod_addresses    = local.pod_addresses
-  administrators            = distinct(concat(var.administrators, [data.aws_iam_session_context.current.issuer_arn]))
+  caller_arn                = data.aws_iam_session_context.current.issuer_arn
+  administrators            = var.administrators
   operators                 = var.operators
   operators_group           = local.operators_group
   bucket_arn                = module.storage.bucket.arn
   namespace                 = local.namespace
-  stages                    = toset(local.stages)
+  bucket_users              = toset(local.bucket_users)
   node_scalers              = toset(local.node_scalers)
   stop_policy_arn           = module.guardrails.stop_policy_arn
   scaled_node_groups        = [local.node_groups.trainium, local.node_groups.cpu]
-  addon_versions            = var.addon_versions
+  addon_versions            = merge(local.addon_versions, var.addon_versions)
   enable_addons             = var.enable_addons
-  enable_container_insights = var.idle_alarm != null
+  enable_container_insights = local.has_container_insights
   enable_pod_identity       = var.enable_pod_identity
   enable_access_entries     = var.enable_access_entries
   network = {
@@ -168,16 +198,17 @@ module "trainium" {
   labels             = local.node_labels.trainium
   taint              = local.taint
   tags               = local.tags
-  ami_release        = var.ami_release
+  ami_release        = try(coalesce(var.ami_release, local.ami_release), null)
 }
 
 module "guardrails" {
-  source  = "../../modules/guardrails"
-  name    = var.name
-  account = local.account
-  key_arn = module.storage.key_arn
-  budget  = var.budget.monthly_dollars == null ? null : { monthly_dollars = var.budget.monthly_dollars }
-  emails  = var.budget.emails
+  source               = "../../modules/guardrails"
+  name                 = var.name
+  account              = local.account
+  key_arn              = module.storage.key_arn
+  permissions_boundary = var.permissions_boundary
+  budget               = var.budget.monthly_dollars == null ? null : { monthly_dollars = var.budget.monthly_dollars }
+  emails               = var.budget.emails
   stopped_roles = concat(
     [for account, role in module.eks.pod_roles : role if account == "deployer"],
     # IAM lets nobody attach a policy to a role of Identity Center or of a service.
@@ -190,5 +221,5 @@ module "guardrails" {
   trainium_max_nodes         = var.trainium.max_nodes
   zero_schedule              = var.zero_schedule
   denied_actions             = ["eks:UpdateNodegroupConfig", "eks:CreateNodegroup", "autoscaling:SetDesiredCapacity", "autoscaling:UpdateAutoScalingGroup"]
-  idle_alarm                 = var.enable_addons ? var.idle_alarm : null
+  idle_alarm                 = local.has_container_insights ? var.idle_alarm : null
 }

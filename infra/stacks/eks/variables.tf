@@ -1,5 +1,6 @@
-# For another region or for trn2: change region, zone_id and trainium.shape in terraform.tfvars, nothing else. What an
-# instance type has, and the zones that offer it, is said in infra/shapes.json alone.
+# For another region or shape: change region, zone_id and trainium.shape in terraform.tfvars, nothing else. What an
+# instance type has, and the zones that offer it, is said in infra/shapes.json alone; that no image computes on trn2 yet,
+# in images/platforms.toml, by which make infra-up refuses it.
 
 variable "region" {
   description = "A region that infra/shapes.json knows."
@@ -206,21 +207,21 @@ variable "network" {
 }
 
 variable "fsx" {
-  description = "The file system: GiB, and MB/s a TiB. The volume and claim of k8s/ say 1200Gi whatever it has: of a static volume Kubernetes compares the two and limits nothing."
+  description = "The file system: GiB, and MB/s a TiB, by default those of file_system in infra/shapes.json. They decide how long a checkpoint takes (make infra-cost says it); the throughput can be changed in place. The volume and claim of k8s/ say 1200Gi whatever it has: of a static volume Kubernetes compares the two and limits nothing."
   type = object({
-    gib        = optional(number, 1200)
-    throughput = optional(number, 250)
+    gib        = optional(number)
+    throughput = optional(number)
   })
   default = {}
 
   validation {
-    condition     = var.fsx.gib == 1200 || (var.fsx.gib > 0 && var.fsx.gib % 2400 == 0)
-    error_message = "fsx.gib = ${var.fsx.gib}: PERSISTENT_2 comes in 1200, 2400, and steps of 2400 from there."
+    condition     = var.fsx.gib == null ? true : var.fsx.gib == 1200 || (var.fsx.gib > 0 && var.fsx.gib % 2400 == 0)
+    error_message = "fsx.gib = ${coalesce(var.fsx.gib, 0)}: PERSISTENT_2 comes in 1200, 2400, and steps of 2400 from there."
   }
 
   validation {
-    condition     = contains([125, 250, 500, 1000], var.fsx.throughput)
-    error_message = "fsx.throughput = ${var.fsx.throughput}: 125, 250, 500 or 1000 MB/s a TiB."
+    condition     = var.fsx.throughput == null ? true : contains([125, 250, 500, 1000], var.fsx.throughput)
+    error_message = "fsx.throughput = ${coalesce(var.fsx.throughput, 0)}: 125, 250, 500 or 1000 MB/s a TiB."
   }
 }
 
@@ -244,7 +245,7 @@ variable "budget" {
 }
 
 variable "administrators" {
-  description = "IAM roles and users that administer the cluster, by ARN. Who applies this stack is one until somebody else applies it, so list all who take turns."
+  description = "IAM roles and users that administer the cluster, by ARN, beside who applied this stack first, who stays one. Who applies it later is none unless listed here, and keeps nobody from it."
   type        = list(string)
   default     = []
 
@@ -280,26 +281,77 @@ variable "api_public_cidrs" {
 }
 
 variable "kubernetes_version" {
-  description = "The stages are tested on 1.34, whose standard support ends on 2026-12-02; then EKS upgrades such a cluster by itself. 1.35 is supported until 2027-03-27."
+  description = "Minor version of Kubernetes. 1.34 is the one that the stages are tested on, and the newest that Volcano 1.14 lists; EKS' standard support of it ends on 2026-12-02. 1.35 is supported until 2027-03-27, and has not been tried with Volcano 1.14."
   type        = string
-  default     = "1.35"
+  default     = "1.34"
 
   validation {
-    condition     = try(tonumber(split(".", var.kubernetes_version)[1]) >= 34, false)
-    error_message = "kubernetes_version = \"${var.kubernetes_version}\": 1.34 or newer; what is older has left EKS' standard support."
+    condition     = contains(keys(local.ami_versions), var.kubernetes_version)
+    error_message = <<-EOT
+      kubernetes_version = "${var.kubernetes_version}": infra/aws_releases.json knows no release of EKS' Neuron AMI for it; it knows ${join(" and ", keys(local.ami_versions))}.
+      For another version look up which releases have a Neuron driver that the images take (driver and driver_before in
+      images/platforms.toml), as aws-neuronx-dkms of AL2023_x86_64_NEURON in ${local.eks_releases.look_up},
+      and add them there.
+    EOT
+  }
+}
+
+variable "kubernetes_support" {
+  description = "What EKS does once the version's standard support ends. STANDARD: it upgrades the cluster by itself. EXTENDED: the cluster stays for 12 months more, at $0.60 an hour in place of $0.10."
+  type        = string
+  default     = "STANDARD"
+
+  validation {
+    condition     = contains(["STANDARD", "EXTENDED"], var.kubernetes_support)
+    error_message = "kubernetes_support = \"${var.kubernetes_support}\": STANDARD or EXTENDED."
   }
 }
 
 variable "addon_versions" {
-  description = "Pins of catalogue add-ons, by name; without one EKS takes its default."
+  description = "Pins of catalogue add-ons, by name, beside those of infra/aws_releases.json. Of the others EKS takes its default: make infra-preflight shows it with the line that pins it."
   type        = map(string)
   default     = {}
 }
 
 variable "ami_release" {
-  description = "Of the Trainium nodes' AMI, such as 1.35.0-20261101; null: the newest when the node group is made, which may have a newer Neuron driver than the images take (driver_before in images/platforms.toml): on a node, modinfo -F version neuron."
+  description = "Release of the Trainium nodes' AMI, such as 1.34.7-20260505. null: the default of infra/aws_releases.json, whose Neuron driver is the images' own. Never the newest: it has a driver that is too new for them."
   type        = string
   default     = null
+
+  validation {
+    condition     = var.ami_release == null ? true : contains(keys(try(local.ami_versions[var.kubernetes_version].releases, {})), var.ami_release)
+    error_message = <<-EOT
+      ami_release = "${coalesce(var.ami_release, "-")}" is none of infra/aws_releases.json, which knows for Kubernetes ${var.kubernetes_version}: ${join(", ", keys(try(local.ami_versions[var.kubernetes_version].releases, {})))}.
+      Those have a Neuron driver that the images take (driver and driver_before in images/platforms.toml). For another look up its
+      aws-neuronx-dkms, of AL2023_x86_64_NEURON in ${local.eks_releases.look_up},
+      and add the release there if it fits.
+    EOT
+  }
+}
+
+variable "cpu_ami_release" {
+  description = "Release of the AMI of the core and cpu nodes, such as 1.34.9-20260714. null: that of the Trainium nodes by default. These nodes have no Neuron driver, so any release of the version does: set a newer one for its patches."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.cpu_ami_release == null ? true : can(regex("^[0-9.]+-[0-9]{8}$", var.cpu_ami_release)) && startswith(var.cpu_ami_release, "${var.kubernetes_version}.")
+    error_message = <<-EOT
+      cpu_ami_release = "${coalesce(var.cpu_ami_release, "-")}" is no release for Kubernetes ${var.kubernetes_version}, such as ${coalesce(local.ami_release, "1.34.7-20260505")}. The newest now:
+        aws ssm get-parameter --region ${var.region} --name /aws/service/eks/optimized-ami/${var.kubernetes_version}/amazon-linux-2023/x86_64/standard/recommended/release_version --query Parameter.Value
+    EOT
+  }
+}
+
+variable "permissions_boundary" {
+  description = "ARN of an IAM policy that bounds every role of the stack, as some organisations ask for before anybody may make roles; null: none."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.permissions_boundary == null ? true : can(regex("^arn:[a-z-]+:iam::([0-9]{12}|aws):policy/", var.permissions_boundary))
+    error_message = "permissions_boundary = \"${coalesce(var.permissions_boundary, "-")}\" is no ARN of a policy, such as arn:aws:iam::111122223333:policy/boundary."
+  }
 }
 
 variable "keep_data" {

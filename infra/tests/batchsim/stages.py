@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from batch.job_definition import read_container, render_job_definition
+from batch.job_definition import OneOff, read_container, render_job_definition, render_one_off_definition
 from infra.tests.batchsim.job import EvaluateOnExit, JobDefinition
 from services.common.launch.batch_node import ROOT_MARKER
 from services.common.recipe import Stage
 from services.common.stage_program import ON_BATCH
-from tests.batch.builders import config_of, job_deployment_of
+from tests.batch.builders import DIGEST, REGISTRY, config_of, job_deployment_of
 
 # As many as one trainer takes; torch spins where there are more threads than cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "60"}
@@ -45,6 +45,20 @@ def define_stage(stage: Stage, recipe: Path, root: Path, *arguments: str, **sett
             for each in body["retryStrategy"]["evaluateOnExit"]
         ],
         **settings,
+    )
+
+
+def define_one_off(
+    stage: Stage, root: Path, *words: str, bring: tuple[str, ...] = (), recipe: str = ""
+) -> JobDefinition:
+    """The job definition of a subcommand that the deploy tool registers, on one node, with /fsx at `root`."""
+    one_off = OneOff(stage, "0" * 16, f"{REGISTRY}/{stage}@sha256:{DIGEST}", words, bring, recipe, seconds=3_600)
+    container = read_container(render_one_off_definition(config_of(), one_off))
+    return JobDefinition(
+        ("python", "-m", f"services.{stage}", *(re.sub("^/fsx", str(root), word) for word in container["command"])),
+        num_nodes=1,
+        environment={each["name"]: each["value"] for each in container["environment"]},
+        attempts=1,
     )
 
 

@@ -13,8 +13,10 @@ from infra.tests.batchsim.conftest import Submit
 from infra.tests.batchsim.container import KILLED, Container
 from infra.tests.batchsim.job import Job, node_variables
 from infra.tests.batchsim.network import Network
-from infra.tests.batchsim.stages import define_script, make_root
+from infra.tests.batchsim.stages import define_one_off, define_script, make_root
+from services.common.brought_files import FileReceiver
 from services.common.testing.waiting import wait_until
+from tests.small import write_notes
 
 JOB_SECONDS = 300
 ENDLESS = "import time; print('the stage runs', flush=True); time.sleep(3600)"
@@ -201,3 +203,33 @@ def test_ray_answers_nobody_without_the_jobs_token(root: Path, submit: Submit) -
     job = submit(define_script(write(root, ASKS_RAY), root))
     assert job.wait(JOB_SECONDS) == "SUCCEEDED", job.logs
     assert not list((root / "ray-tokens").iterdir())
+
+
+@pytest.mark.batch
+def test_a_subcommand_runs_where_the_file_system_is_and_its_file_comes_home(root: Path, submit: Submit) -> None:
+    write_notes(root / "notes")
+    words = ("train-vocab", "notes", "--vocab-size", "320", "--output", "a vocabulary.model")
+    job = submit(define_one_off("tokenizer", root, *words, bring=("notes/007.txt",)))
+
+    assert job.wait(JOB_SECONDS) == "SUCCEEDED", job.logs
+    receiver = FileReceiver()
+    lines = [line for line in job.attempts[0].nodes[0].log.splitlines() if not receiver.take(line)]
+    files, problems = receiver.files()
+    assert problems == []
+    assert {file.name: file.content for file in files} == {
+        Path(name).name: (root / name).read_bytes() for name in ("notes/007.txt", "a vocabulary.model")
+    }
+    assert f"written  {root}/a vocabulary.model" in lines
+    again = submit(define_one_off("tokenizer", root, *words))
+    assert again.wait(JOB_SECONDS) == "FAILED"
+    assert again.exit_codes == [2], again.logs
+
+
+@pytest.mark.batch
+def test_a_subcommand_writes_nothing_to_a_host_s_own_disk(tmp_path: Path, submit: Submit) -> None:
+    """Where a mount failed there is a folder of that name."""
+    (tmp_path / "fsx").mkdir()
+    job = submit(define_one_off("trainer", tmp_path / "fsx", "artifacts", "list", "."))
+
+    assert job.wait(JOB_SECONDS) == "FAILED"
+    assert job.exit_codes == [5], job.logs

@@ -1,7 +1,7 @@
-"""What the stack needs and moto lacks: add-ons, identities and access entries of EKS, placement groups, data
-repositories of FSx, the subscribers, tags and actions of budgets, and compute environments of Batch whose groups are in
-their launch template. Each keeps what it is given and gives it back;
-none of them does anything. `install` adds them to moto in this process.
+"""What the stacks need and moto lacks: a machine image of one release, add-ons, identities and access entries of EKS,
+placement groups, data repositories of FSx, the subscribers, tags and actions of budgets, and compute environments of
+Batch whose groups are in their launch template. Each keeps what it is given and gives it back; none of them does
+anything. `install` adds them to moto in this process.
 """
 
 from __future__ import annotations
@@ -17,24 +17,43 @@ from moto.batch.models import BatchBackend, JobQueue
 from moto.batch.responses import BatchResponse
 from moto.budgets.responses import BudgetsResponse
 from moto.core.responses import ActionResult, EmptyResult
+from moto.ec2.models.amis import Ami, AmiBackend
 from moto.ec2.responses import EC2Response
 from moto.eks import models as eks_models
 from moto.eks import urls as eks_urls
 from moto.fsx.models import FileSystem
 from moto.fsx.responses import FSxResponse
 
+from infra.aws_releases import read_ecs_machine_images
+
 ACCOUNT = "123456789012"  # moto's
+TRAINIUM_AMI = "ami-0123456789abcdef0"
 CREATED = 1735689600.0  # a time as AWS' JSON has it
+LUSTRE_VERSION = "2.15"
 Store = dict[str, dict[str, Any]]
 Reply = tuple[int, dict[str, str], str]
 
 
 def install() -> None:
+    _add_machine_image()
     _add_placement_groups()
     _add_fsx()
     _add_budgets()
     _add_batch()
     _add_eks()
+
+
+def _add_machine_image() -> None:
+    """The release of ECS' AMI that the stack names: moto has others."""
+    load = AmiBackend._load_amis
+
+    def load_amis(backend: AmiBackend) -> None:
+        load(backend)
+        backend.amis[TRAINIUM_AMI] = Ami(
+            backend, TRAINIUM_AMI, name=read_ecs_machine_images().default, owner_id="591542846629", owner_alias="amazon"
+        )
+
+    _extend(AmiBackend, _load_amis=load_amis)
 
 
 def _add_placement_groups() -> None:
@@ -70,7 +89,9 @@ def _add_fsx() -> None:
     def to_dict(file_system: FileSystem) -> dict[str, Any]:
         found = as_moto_has_it(file_system)
         lustre = {**(file_system.lustre_configuration or {}), "MountName": "fakemnt"}
-        return {**found, "Lifecycle": "AVAILABLE", "CreationTime": CREATED, "LustreConfiguration": lustre}
+        # moto forgets the version that was asked for, without which each plan would replace the file system.
+        found |= {"Lifecycle": "AVAILABLE", "CreationTime": CREATED, "FileSystemTypeVersion": LUSTRE_VERSION}
+        return {**found, "LustreConfiguration": lustre}
 
     def create(response: FSxResponse) -> str:
         asked = json.loads(response.body)

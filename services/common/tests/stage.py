@@ -134,4 +134,4 @@ def hang(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    run_stage("trainer", main)

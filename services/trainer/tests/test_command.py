@@ -17,6 +17,7 @@ from services.common.artifacts.checkpoint import shard_name
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import read_sealed
 from services.common.artifacts.store import Artifact
+from services.common.brought_files import offered_files
 from services.common.entry_point import exit_code_of
 from services.common.testing.disks import mounted, remount
 from services.common.testing.waiting import wait_until
@@ -278,6 +279,7 @@ def test_training_succeeds_without_its_views_and_never_loads_the_model_for_them(
         assert main(["report", "--recipe", str(recipe), "--root", str(root), *options]) == 0
         page = (run_folder / "report.html").read_text(encoding="utf-8")
         assert ("If the" in page) is is_sampled
+        assert offered_files()[-1] == run_folder / "report.html"
     assert main(["summary", "--recipe", str(recipe), "--root", str(root)]) == 0
     assert "The model writes:\n> If the" in capfd.readouterr().out
 

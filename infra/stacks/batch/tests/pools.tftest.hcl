@@ -13,23 +13,25 @@ variables {
     max_nodes = 4
     subnet_id = "subnet-trainium"
   }
-  cpu                 = { shape = { name = "m7i.8xlarge", vcpus = 32, storage_gib = 100 }, max_nodes = 3, subnet_id = "subnet-nodes" }
-  security_group_ids  = ["sg-efa", "sg-fsx"]
-  makes_node_group    = true
-  vpc_id              = "vpc-0"
-  ready_for_nodes     = {}
-  instance_profile    = null
-  file_system         = { dns_name = "fs-0123456789abcdef0.fsx.us-west-2.amazonaws.com", mount_name = "mockmnt" }
-  stages              = ["tokenizer", "compiler", "trainer"]
-  bucket_arn          = "arn:aws:s3:::mock-bucket"
-  hugging_face_secret = null
-  stop_seconds        = 330
-  queue_limits        = { capacity_seconds = 7200, misconfiguration_seconds = 600 }
-  efa_layout          = "efa"
-  capacity            = { kind = "on_demand", reservation_id = "" }
-  placement_group     = "auto"
-  ami_id              = "ami-0123456789abcdef0"
-  tags                = { "millrace.dev/stack" = "millrace" }
+  cpu                  = { shape = { name = "m7i.8xlarge", vcpus = 32, storage_gib = 100 }, max_nodes = 3, subnet_id = "subnet-nodes" }
+  security_group_ids   = ["sg-efa", "sg-fsx"]
+  makes_node_group     = true
+  vpc_id               = "vpc-0"
+  ready_for_nodes      = {}
+  instance_profile     = null
+  file_system          = { dns_name = "fs-0123456789abcdef0.fsx.us-west-2.amazonaws.com", mount_name = "mockmnt" }
+  stages               = ["tokenizer", "compiler", "trainer"]
+  bucket_users         = ["tokenizer"]
+  permissions_boundary = "arn:aws:iam::111122223333:policy/boundary"
+  bucket_arn           = "arn:aws:s3:::mock-bucket"
+  hugging_face_secret  = null
+  stop_seconds         = 330
+  queue_limits         = { capacity_seconds = 7200, misconfiguration_seconds = 600 }
+  efa_layout           = "efa"
+  capacity             = { kind = "on_demand", reservation_id = "" }
+  placement_group      = "auto"
+  ami_id               = "ami-0123456789abcdef0"
+  tags                 = { "millrace.dev/stack" = "millrace" }
 }
 
 # Applied, because groups name themselves by ids.
@@ -54,8 +56,16 @@ run "on_demand" {
   }
 
   assert {
-    condition     = aws_launch_template.pool["cpu"].vpc_security_group_ids == toset(["sg-efa", "sg-fsx", "sg-0123456789abcdef0"]) && length(aws_launch_template.pool["cpu"].network_interfaces) == 0
-    error_message = "CPU nodes mount the file system too, and have one interface"
+    condition = (
+      aws_batch_compute_environment.pool["cpu"].compute_resources[0].security_group_ids == toset(["sg-efa", "sg-fsx", "sg-0123456789abcdef0"]) &&
+      aws_launch_template.pool["cpu"].vpc_security_group_ids == null && length(aws_launch_template.pool["cpu"].network_interfaces) == 0
+    )
+    error_message = "groups of CPU nodes are named where their containers get them too: ${jsonencode(aws_batch_compute_environment.pool["cpu"].compute_resources)}"
+  }
+
+  assert {
+    condition     = aws_batch_compute_environment.pool["trainium"].compute_resources[0].security_group_ids == null
+    error_message = "Batch refuses groups beside a launch template with interfaces: ${jsonencode(aws_batch_compute_environment.pool["trainium"].compute_resources)}"
   }
 
   assert {
@@ -133,13 +143,22 @@ run "on_demand" {
   }
 
   assert {
-    condition = alltrue([
-      for stage in ["tokenizer", "compiler", "trainer"] :
-      jsondecode(aws_iam_role_policy.job[stage].policy).Statement[0].Condition.StringLike["s3:prefix"] == ["${stage}/*"] &&
-      jsondecode(aws_iam_role_policy.job[stage].policy).Statement[1].Resource == ["arn:aws:s3:::mock-bucket/${stage}/*"] &&
-      aws_iam_role.job[stage].name == "millrace-us-west-2-${stage}"
-    ])
-    error_message = "a stage has its prefix of the bucket alone"
+    condition     = toset([for role in aws_iam_role.job : role.name]) == toset(["millrace-us-west-2-tokenizer", "millrace-us-west-2-compiler", "millrace-us-west-2-trainer"])
+    error_message = "every stage has a role, and none of its node's rights: ${jsonencode(keys(aws_iam_role.job))}"
+  }
+
+  assert {
+    condition = (
+      keys(aws_iam_role_policy.job) == ["tokenizer"] &&
+      jsondecode(aws_iam_role_policy.job["tokenizer"].policy).Statement[0].Condition.StringLike["s3:prefix"] == ["tokenizer/*"] &&
+      jsondecode(aws_iam_role_policy.job["tokenizer"].policy).Statement[1].Resource == ["arn:aws:s3:::mock-bucket/tokenizer/*"]
+    )
+    error_message = "the tokenizer has its prefix of the bucket, the others nothing of it: ${jsonencode(keys(aws_iam_role_policy.job))}"
+  }
+
+  assert {
+    condition     = alltrue([for role in concat(values(aws_iam_role.job), aws_iam_role.instance) : role.permissions_boundary == "arn:aws:iam::111122223333:policy/boundary"])
+    error_message = "every role is bounded"
   }
 
   assert {

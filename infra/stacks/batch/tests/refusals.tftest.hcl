@@ -127,16 +127,18 @@ run "a_placement_group_with_a_capacity_block" {
 run "values_that_aws_does_not_take" {
   command = plan
   variables {
-    name                = "Mill Race"
-    fsx                 = { gib = 3600 }
-    efa_layout          = "ena"
-    operators           = ["arn:aws:sts::111122223333:assumed-role/research/you"]
-    budget              = { emails = ["you"] }
-    log_retention_days  = 10
-    cpu_nodes           = { shape = "trn1.32xlarge" }
-    ami_id              = "al2023"
-    hugging_face_secret = "hf_abc"
-    queue_limits        = { capacity_seconds = 60 }
+    name                 = "Mill Race"
+    fsx                  = { gib = 3600 }
+    efa_layout           = "ena"
+    operators            = ["arn:aws:sts::111122223333:assumed-role/research/you"]
+    budget               = { emails = ["you"] }
+    log_retention_days   = 10
+    cpu_nodes            = { shape = "trn1.32xlarge" }
+    ami_id               = "al2023"
+    hugging_face_secret  = "hf_abc"
+    checkpoint_gb        = 0
+    permissions_boundary = "boundary"
+    queue_limits         = { capacity_seconds = 60 }
   }
   expect_failures = [
     var.name,
@@ -148,6 +150,8 @@ run "values_that_aws_does_not_take" {
     var.cpu_nodes,
     var.ami_id,
     var.hugging_face_secret,
+    var.checkpoint_gb,
+    var.permissions_boundary,
     var.queue_limits,
   ]
 }
@@ -251,6 +255,18 @@ run "a_subnet_of_another_zone" {
     config  = "tests/configs/subnet.txt"
   }
   expect_failures = [data.aws_subnet.given]
+}
+
+run "an_ami_whose_driver_nobody_knows" {
+  command = plan
+  variables {
+    ami_id = "ami-0fedcba9876543210"
+  }
+  override_data {
+    target = data.aws_ami.trainium
+    values = { id = "ami-0fedcba9876543210", name = "al2023-ami-ecs-neuron-hvm-2023.0.20260820-kernel-6.1-x86_64" }
+  }
+  expect_failures = [data.aws_ami.trainium]
 }
 
 run "a_public_subnet" {

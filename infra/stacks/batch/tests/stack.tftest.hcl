@@ -35,6 +35,8 @@ run "what_two_lines_of_tfvars_give" {
       "JOB_ROLE_COMPILER=arn:aws:iam::111122223333:role/mock",
       "JOB_ROLE_TRAINER=arn:aws:iam::111122223333:role/mock",
       "CAPACITY_ENDS_AT=",
+      "CHECKPOINT_GB=157",
+      "NOTICE_SECONDS=402",
       "HF_TOKEN_SECRET=",
       "EXECUTION_ROLE=",
     ] : "${line}\n"])
@@ -59,6 +61,45 @@ run "what_two_lines_of_tfvars_give" {
   assert {
     condition     = length(module.security_groups) == 0 && length(data.aws_subnet.given) == 0 && module.network[0].trainium_subnet.zone_id == "usw2-az4"
     error_message = "a VPC of its own in the zone of the nodes"
+  }
+
+  assert {
+    condition = [for each in data.aws_ami.trainium.filter : [each.name, each.values]] == [
+      ["name", toset(["al2023-ami-ecs-neuron-hvm-2023.0.20260506-kernel-6.1-x86_64"])]
+    ] && data.aws_ami.trainium.owners == tolist(["amazon"])
+    error_message = "one release by its name, and not the newest: ${jsonencode(data.aws_ami.trainium.filter)}"
+  }
+
+  # 1200 GiB of 250 MB/s a TiB write 157 GB in 536 s.
+  assert {
+    condition     = strcontains(module.batch.user_data.trainium, "ECS_CONTAINER_STOP_TIMEOUT=432s") && strcontains(module.batch.user_data.cpu, "ECS_CONTAINER_STOP_TIMEOUT=432s")
+    error_message = "three checkpoints, and 30 s: ${module.batch.user_data.trainium}"
+  }
+}
+
+run "a_small_checkpoint_on_a_fast_file_system" {
+  variables {
+    checkpoint_gb = 1
+    fsx           = { gib = 2400, throughput = 1000 }
+  }
+
+  assert {
+    condition     = strcontains(output.config, "CHECKPOINT_GB=1\nNOTICE_SECONDS=300\n") && strcontains(module.batch.user_data.trainium, "ECS_CONTAINER_STOP_TIMEOUT=330s")
+    error_message = "never less than the longest notice of a stage:\n${output.config}"
+  }
+}
+
+run "a_large_checkpoint_on_a_given_file_system" {
+  variables {
+    config        = "tests/configs/given.txt"
+    checkpoint_gb = 850
+    fsx           = { gib = 4800, throughput = 500 }
+  }
+
+  # 850 GB at 2,344 MB/s take 363 s.
+  assert {
+    condition     = strcontains(output.config, "CHECKPOINT_GB=850\nNOTICE_SECONDS=1088\n")
+    error_message = "config.txt:\n${output.config}"
   }
 }
 
@@ -148,6 +189,7 @@ run "guardrails" {
     account                    = { id = "111122223333", partition = "aws", region = "us-west-2" }
     key_arn                    = "arn:aws:kms:us-west-2:111122223333:key/11111111-2222-3333-4444-555555555555"
     budget                     = { monthly_dollars = 5000 }
+    permissions_boundary       = null
     emails                     = []
     stopped_roles              = []
     denied_actions             = ["batch:SubmitJob"]
@@ -168,7 +210,7 @@ run "guardrails" {
   }
 }
 
-run "trn2_in_another_region_is_three_lines" {
+run "another_shape_in_another_region_is_three_lines" {
   command = plan
   variables {
     region   = "us-east-2"
@@ -216,8 +258,8 @@ run "with_everything_optional" {
   }
 
   assert {
-    condition     = length(data.aws_ssm_parameter.trainium_ami) == 0 && output.addresses_per_node == 2
-    error_message = "an AMI that is named is not looked for"
+    condition     = data.aws_ami.trainium.owners == null && output.addresses_per_node == 2
+    error_message = "an AMI that is named may be of anybody: ${jsonencode(data.aws_ami.trainium.owners)}"
   }
 }
 

@@ -5,7 +5,6 @@ mock_provider "aws" {
 }
 
 run "network" {
-  command = plan
   module {
     source = "../../modules/network"
   }
@@ -16,6 +15,19 @@ run "network" {
     zone_ids                   = ["usw2-az4", "usw2-az1"]
     enable_interface_endpoints = false
     endpoints_of_target        = ["eks", "eks-auth", "monitoring"]
+    uses_default_group         = false
+    permissions_boundary       = "arn:aws:iam::111122223333:policy/boundary"
+    flow_log                   = { log_group_arn = "arn:aws:logs:us-west-2:111122223333:log-group:mock" }
+  }
+
+  assert {
+    condition     = length(aws_default_security_group.this.ingress) == 0 && length(aws_default_security_group.this.egress) == 0
+    error_message = "the group that comes with a VPC lets nothing through: ${jsonencode(aws_default_security_group.this)}"
+  }
+
+  assert {
+    condition     = aws_iam_role.flow_log[0].permissions_boundary == "arn:aws:iam::111122223333:policy/boundary"
+    error_message = "every role is bounded"
   }
 
   assert {
@@ -29,7 +41,7 @@ run "network" {
   }
 
   assert {
-    condition     = aws_vpc_endpoint.s3.vpc_endpoint_type == "Gateway" && length(aws_vpc_endpoint.interface) == 0 && length(aws_flow_log.refused) == 0
+    condition     = aws_vpc_endpoint.s3.vpc_endpoint_type == "Gateway" && length(aws_vpc_endpoint.interface) == 0
     error_message = "S3 through a gateway, and no endpoint that is billed by the hour"
   }
 }
@@ -86,6 +98,24 @@ run "endpoints" {
     zone_ids                   = ["usw2-az4", "usw2-az1"]
     enable_interface_endpoints = true
     endpoints_of_target        = ["eks", "eks-auth", "monitoring"]
+    uses_default_group         = true
+    permissions_boundary       = null
+  }
+
+  # By one reading of Batch's guide, containers on Trainium nodes have no other group.
+  assert {
+    condition     = [for rule in aws_default_security_group.this.ingress : [rule.self, rule.protocol]] == [[true, "-1"]]
+    error_message = "containers in the default group reach one another, and nobody else reaches them: ${jsonencode(aws_default_security_group.this.ingress)}"
+  }
+
+  assert {
+    condition     = toset([for rule in aws_default_security_group.this.egress : "${rule.protocol} ${rule.from_port} to ${rule.self == true ? "itself" : join(",", rule.cidr_blocks)}"]) == toset(["-1 0 to itself", "tcp 443 to 0.0.0.0/0"])
+    error_message = "containers in the default group reach one another and HTTPS: ${jsonencode(aws_default_security_group.this.egress)}"
+  }
+
+  assert {
+    condition     = length(aws_flow_log.refused) == 0 && length(aws_iam_role.flow_log) == 0
+    error_message = "no flow log unless it is asked for"
   }
 
   assert {
@@ -149,8 +179,8 @@ run "registry" {
   }
 
   assert {
-    condition     = alltrue([for each in aws_ecr_lifecycle_policy.this : length(jsondecode(each.policy).rules) == 2])
-    error_message = "old images go"
+    condition     = alltrue([for each in aws_ecr_lifecycle_policy.this : jsondecode(each.policy).rules[*].selection.tagStatus == ["untagged"]])
+    error_message = "an image with a tag never goes by itself: a node that is replaced pulls it by its digest"
   }
 }
 
@@ -161,18 +191,22 @@ run "eks" {
   variables {
     name                      = "millrace"
     account                   = { id = "111122223333", partition = "aws", region = "us-west-2" }
-    kubernetes_version        = "1.35"
+    kubernetes_version        = "1.34"
+    kubernetes_support        = "STANDARD"
+    ami_release               = "1.34.7-20260505"
+    permissions_boundary      = "arn:aws:iam::111122223333:policy/boundary"
     api_public_cidrs          = []
     key_arn                   = "arn:aws:kms:us-west-2:111122223333:key/11111111-2222-3333-4444-555555555555"
-    log_group_arn             = "arn:aws:logs:us-west-2:111122223333:log-group:mock"
+    log_group_arns            = ["arn:aws:logs:us-west-2:111122223333:log-group:mock"]
     core_pool                 = { "millrace.dev/pool" = "core" }
     trainium_pod_addresses    = { least = 12, spare = 4 }
-    administrators            = ["arn:aws:iam::111122223333:role/platform"]
-    operators                 = ["arn:aws:iam::111122223333:role/research", "arn:aws:iam::111122223333:role/platform"]
+    caller_arn                = "arn:aws:iam::111122223333:role/first"
+    administrators            = ["arn:aws:iam::111122223333:role/platform", "arn:aws:iam::111122223333:role/first"]
+    operators                 = ["arn:aws:iam::111122223333:role/research", "arn:aws:iam::111122223333:role/platform", "arn:aws:iam::111122223333:role/first"]
     operators_group           = "millrace-deployers"
     bucket_arn                = "arn:aws:s3:::bucket"
     namespace                 = "millrace"
-    stages                    = ["trainer"]
+    bucket_users              = ["tokenizer"]
     node_scalers              = ["deployer"]
     scaled_node_groups        = ["trainium"]
     addon_versions            = { vpc-cni = "v1.20.0-eksbuild.1" }
@@ -202,8 +236,21 @@ run "eks" {
   }
 
   assert {
-    condition     = keys(aws_eks_access_entry.operator) == ["arn:aws:iam::111122223333:role/research"] && aws_eks_access_policy_association.administrator["arn:aws:iam::111122223333:role/platform"].policy_arn == "arn:aws:eks::aws:cluster-access-policy/AmazonEKSClusterAdminPolicy"
-    error_message = "EKS takes one entry a principal, and an administrator needs no second: ${jsonencode(keys(aws_eks_access_entry.operator))}"
+    condition     = keys(aws_eks_access_entry.operator) == ["arn:aws:iam::111122223333:role/research"] && keys(aws_eks_access_entry.administrator) == ["arn:aws:iam::111122223333:role/platform"]
+    error_message = "EKS takes one entry a principal, and an administrator needs no second: ${jsonencode([keys(aws_eks_access_entry.operator), keys(aws_eks_access_entry.administrator)])}"
+  }
+
+  assert {
+    condition = (
+      aws_eks_access_entry.creator.principal_arn == "arn:aws:iam::111122223333:role/first" &&
+      toset([for each in concat([aws_eks_access_policy_association.creator], values(aws_eks_access_policy_association.administrator)) : each.policy_arn]) == toset(["arn:aws:eks::aws:cluster-access-policy/AmazonEKSClusterAdminPolicy"])
+    )
+    error_message = "who applies first administers the cluster, with those that are listed: ${aws_eks_access_entry.creator.principal_arn}"
+  }
+
+  assert {
+    condition     = alltrue([for role in concat(values(aws_iam_role.pod), values(aws_iam_role.addon), [aws_iam_role.cluster, aws_iam_role.node]) : role.permissions_boundary == "arn:aws:iam::111122223333:policy/boundary"])
+    error_message = "every role is bounded"
   }
 
   assert {
@@ -212,13 +259,18 @@ run "eks" {
   }
 
   assert {
-    condition     = aws_eks_pod_identity_association.pod["trainer"].namespace == "millrace" && aws_eks_pod_identity_association.pod["trainer"].service_account == "trainer"
-    error_message = "identity of ${aws_eks_pod_identity_association.pod["trainer"].namespace}/${aws_eks_pod_identity_association.pod["trainer"].service_account}"
+    condition     = aws_eks_pod_identity_association.pod["tokenizer"].namespace == "millrace" && aws_eks_pod_identity_association.pod["tokenizer"].service_account == "tokenizer"
+    error_message = "identity of ${aws_eks_pod_identity_association.pod["tokenizer"].namespace}/${aws_eks_pod_identity_association.pod["tokenizer"].service_account}"
   }
 
   assert {
-    condition     = aws_eks_node_group.pool["core"].labels == tomap({ "millrace.dev/pool" = "core" }) && aws_eks_node_group.pool["core"].ami_type == "AL2023_x86_64_STANDARD"
-    error_message = "core: ${jsonencode(aws_eks_node_group.pool["core"].labels)}, ${aws_eks_node_group.pool["core"].ami_type}"
+    condition     = keys(aws_iam_role.pod) == ["deployer", "tokenizer"]
+    error_message = "a stage that calls nothing of AWS has no role: ${jsonencode(keys(aws_iam_role.pod))}"
+  }
+
+  assert {
+    condition     = aws_eks_node_group.pool["core"].labels == tomap({ "millrace.dev/pool" = "core" }) && aws_eks_node_group.pool["core"].ami_type == "AL2023_x86_64_STANDARD" && aws_eks_node_group.pool["core"].release_version == "1.34.7-20260505"
+    error_message = "core: ${jsonencode(aws_eks_node_group.pool["core"].labels)}, ${aws_eks_node_group.pool["core"].ami_type}, ${aws_eks_node_group.pool["core"].release_version}"
   }
 
   assert {
@@ -237,8 +289,8 @@ run "eks" {
   }
 
   assert {
-    condition     = jsondecode(aws_iam_role_policy.pod["trainer"].policy).Statement[1].Resource == ["arn:aws:s3:::bucket/trainer/*"]
-    error_message = "trainer: ${aws_iam_role_policy.pod["trainer"].policy}"
+    condition     = jsondecode(aws_iam_role_policy.pod["tokenizer"].policy).Statement[1].Resource == ["arn:aws:s3:::bucket/tokenizer/*"]
+    error_message = "tokenizer: ${aws_iam_role_policy.pod["tokenizer"].policy}"
   }
 
   assert {
@@ -260,6 +312,7 @@ run "guardrails" {
     account                    = { id = "111122223333", partition = "aws", region = "us-west-2" }
     key_arn                    = "arn:aws:kms:us-west-2:111122223333:key/11111111-2222-3333-4444-555555555555"
     budget                     = { monthly_dollars = 5000 }
+    permissions_boundary       = "arn:aws:iam::111122223333:policy/boundary"
     emails                     = ["you@example.com"]
     stopped_roles              = [{ name = "millrace-us-west-2-deployer", arn = "arn:aws:iam::111122223333:role/millrace-us-west-2-deployer" }]
     denied_actions             = ["eks:UpdateNodegroupConfig"]
@@ -277,6 +330,11 @@ run "guardrails" {
   assert {
     condition     = aws_budgets_budget_action.stop[0].approval_model == "AUTOMATIC" && aws_budgets_budget_action.stop[0].definition[0].iam_action_definition[0].roles == toset(["millrace-us-west-2-deployer"])
     error_message = "over the budget the deployer raises nothing; the reaper still lowers"
+  }
+
+  assert {
+    condition     = aws_iam_role.budget[0].permissions_boundary == "arn:aws:iam::111122223333:policy/boundary"
+    error_message = "every role is bounded"
   }
 
   assert {

@@ -128,14 +128,18 @@ run "a_placement_group_with_a_capacity_block" {
 run "values_that_aws_does_not_take" {
   command = plan
   variables {
-    name               = "Mill Race"
-    fsx                = { gib = 3600 }
-    efa_layout         = "ena"
-    operators          = ["arn:aws:sts::111122223333:assumed-role/research/you"]
-    budget             = { emails = ["you"] }
-    log_retention_days = 10
-    cpu_nodes          = { shape = "trn1.32xlarge" }
-    core_nodes         = { shape = "m1.small" }
+    name                 = "Mill Race"
+    fsx                  = { gib = 3600 }
+    efa_layout           = "ena"
+    operators            = ["arn:aws:sts::111122223333:assumed-role/research/you"]
+    budget               = { emails = ["you"] }
+    log_retention_days   = 10
+    cpu_nodes            = { shape = "trn1.32xlarge" }
+    core_nodes           = { shape = "m1.small" }
+    ami_release          = "1.34.9-20260714"
+    cpu_ami_release      = "1.35.6-20260714"
+    kubernetes_support   = "PREMIUM"
+    permissions_boundary = "boundary"
   }
   expect_failures = [
     var.name,
@@ -146,7 +150,28 @@ run "values_that_aws_does_not_take" {
     var.log_retention_days,
     var.cpu_nodes,
     var.core_nodes,
+    var.ami_release,
+    var.cpu_ami_release,
+    var.kubernetes_support,
+    var.permissions_boundary,
   ]
+}
+
+run "a_release_of_another_version" {
+  command = plan
+  variables {
+    kubernetes_version = "1.35"
+    ami_release        = "1.34.7-20260505"
+  }
+  expect_failures = [var.ami_release]
+}
+
+run "a_version_for_which_no_release_is_known" {
+  command = plan
+  variables {
+    kubernetes_version = "1.36"
+  }
+  expect_failures = [var.kubernetes_version]
 }
 
 run "values_that_make_no_sense" {

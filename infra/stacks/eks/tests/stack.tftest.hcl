@@ -40,7 +40,7 @@ run "what_two_lines_of_tfvars_give" {
   }
 
   assert {
-    condition     = toset(keys(output.pod_identities)) == toset(["tokenizer", "compiler", "trainer", "deployer", "reaper"])
+    condition     = toset(keys(output.pod_identities)) == toset(["tokenizer", "deployer", "reaper"])
     error_message = "identities: ${jsonencode(keys(output.pod_identities))}"
   }
 
@@ -97,6 +97,74 @@ run "what_two_lines_of_tfvars_give" {
     condition     = output.capacity_ends_at == "" && output.namespace == "millrace"
     error_message = "${output.capacity_ends_at}, ${output.namespace}"
   }
+
+  assert {
+    condition     = merge(module.eks.ami_releases, { trainium = module.trainium.ami_release }) == { core = "1.34.7-20260505", cpu = "1.34.7-20260505", trainium = "1.34.7-20260505" }
+    error_message = "every group has one release, and none the newest of the day: ${jsonencode(module.eks.ami_releases)}, ${module.trainium.ami_release}"
+  }
+
+  assert {
+    condition     = module.eks.addon_versions["kube-proxy"] == "v1.34.6-eksbuild.2"
+    error_message = "add-ons: ${jsonencode(module.eks.addon_versions)}"
+  }
+
+  assert {
+    condition     = toset(values(module.storage.log_groups)) == toset(["/aws/eks/millrace/cluster", "/aws/containerinsights/millrace/performance", "/aws/fsx/millrace", "/millrace/flow"])
+    error_message = "log groups that would be kept for ever: ${jsonencode(module.storage.log_groups)}"
+  }
+
+  assert {
+    condition     = module.eks.administrators == ["arn:aws:iam::111122223333:role/platform"]
+    error_message = "administrators: ${jsonencode(module.eks.administrators)}"
+  }
+}
+
+run "applied_again_by_somebody_else" {
+  override_data {
+    target = data.aws_iam_session_context.current
+    values = { issuer_arn = "arn:aws:iam::111122223333:role/night-shift" }
+  }
+
+  assert {
+    condition     = module.eks.administrators == ["arn:aws:iam::111122223333:role/platform"]
+    error_message = "who administered the cluster before does so still: ${jsonencode(module.eks.administrators)}"
+  }
+}
+
+run "applied_again_by_somebody_else_who_is_listed" {
+  variables {
+    administrators = ["arn:aws:iam::111122223333:role/night-shift", "arn:aws:iam::111122223333:role/platform"]
+  }
+  override_data {
+    target = data.aws_iam_session_context.current
+    values = { issuer_arn = "arn:aws:iam::111122223333:role/night-shift" }
+  }
+
+  assert {
+    condition     = module.eks.administrators == ["arn:aws:iam::111122223333:role/platform", "arn:aws:iam::111122223333:role/night-shift"]
+    error_message = "both: ${jsonencode(module.eks.administrators)}"
+  }
+}
+
+run "newer_nodes" {
+  command = plan
+  variables {
+    kubernetes_version = "1.35"
+    kubernetes_support = "EXTENDED"
+    ami_release        = "1.35.6-20260625"
+    cpu_ami_release    = "1.35.6-20260714"
+    addon_versions     = { vpc-cni = "v1.20.0-eksbuild.1" }
+  }
+
+  assert {
+    condition     = merge(module.eks.ami_releases, { trainium = module.trainium.ami_release }) == { core = "1.35.6-20260714", cpu = "1.35.6-20260714", trainium = "1.35.6-20260625" }
+    error_message = "releases: ${jsonencode(module.eks.ami_releases)}, ${module.trainium.ami_release}"
+  }
+
+  assert {
+    condition     = [module.eks.addon_versions["kube-proxy"], module.eks.addon_versions["vpc-cni"]] == ["v1.35.3-eksbuild.2", "v1.20.0-eksbuild.1"]
+    error_message = "add-ons: ${jsonencode(module.eks.addon_versions)}"
+  }
 }
 
 run "the_longest_name_in_the_longest_region" {
@@ -130,7 +198,7 @@ run "operators_whom_no_policy_can_be_attached_to" {
   }
 }
 
-run "trn2_in_another_region_is_three_lines" {
+run "another_shape_in_another_region_is_three_lines" {
   command = plan
   variables {
     region   = "us-east-2"
@@ -203,6 +271,7 @@ run "with_everything_optional" {
     budget                     = { monthly_dollars = 5000, emails = ["you@example.com"] }
     zero_schedule              = { cron = "0 20 * * FRI" }
     keep_data                  = false
+    permissions_boundary       = "arn:aws:iam::111122223333:policy/boundary"
   }
 
   assert {
@@ -225,5 +294,10 @@ run "with_nothing_optional" {
   assert {
     condition     = [output.fsx_id, output.fsx_dns_name, output.fsx_mount_name] == ["", "", ""] && output.pod_identities == {}
     error_message = "${output.fsx_id}, ${jsonencode(output.pod_identities)}"
+  }
+
+  assert {
+    condition     = !contains(keys(module.storage.log_groups), "container_insights")
+    error_message = "nothing writes there: ${jsonencode(module.storage.log_groups)}"
   }
 }

@@ -60,8 +60,8 @@ mock_resource "aws_subnet" {
   defaults = { id = "subnet-0123456789abcdef0" }
 }
 
-mock_data "aws_ssm_parameter" {
-  defaults = { insecure_value = "ami-0123456789abcdef0" }
+mock_data "aws_ami" {
+  defaults = { id = "ami-0123456789abcdef0", name = "al2023-ami-ecs-neuron-hvm-2023.0.20260506-kernel-6.1-x86_64" }
 }
 
 mock_data "aws_subnet" {

@@ -1,0 +1,63 @@
+"""The table of AWS' releases holds what the stages' images take, and the stacks choose from it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from images.platforms import NeuronNode, read_platforms
+from infra.aws_releases import (
+    MachineImages,
+    name_of_eks_release,
+    read_addon_pins,
+    read_ecs_machine_images,
+    read_eks_machine_images,
+)
+from infra.inputs import read_variables
+from infra.stack import STACK
+
+TABLES = {**read_eks_machine_images(), "ECS": read_ecs_machine_images()}
+
+
+@pytest.fixture(scope="module")
+def node() -> NeuronNode:
+    found = read_platforms()["neuron"].node
+    assert isinstance(found, NeuronNode)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("driver", "is_taken"),
+    [("2.26.10.0", False), ("2.27.4.0", True), ("2.28.0.0", True), ("2.29.0.0", False), ("2.30.2.0", False)],
+)
+def test_images_take_their_own_driver_and_those_before_the_first_that_is_too_new(
+    node: NeuronNode, driver: str, is_taken: bool
+) -> None:
+    """2.29 is the first that needs another runtime; of older ones than the SDK's nothing is written."""
+    assert node.takes_driver(driver) == is_taken
+
+
+@pytest.mark.parametrize("images", TABLES.values(), ids=TABLES)
+def test_every_release_has_a_driver_that_the_images_take(images: MachineImages, node: NeuronNode) -> None:
+    assert {release: driver for release, driver in images.drivers.items() if not node.takes_driver(driver)} == {}
+
+
+@pytest.mark.parametrize("images", TABLES.values(), ids=TABLES)
+def test_the_default_is_the_newest_release_with_the_images_own_driver(images: MachineImages, node: NeuronNode) -> None:
+    own = [release for release, driver in images.drivers.items() if driver == node.driver]
+    assert images.default == max(own, key=lambda release: re.findall(r"\d{8}", release))
+
+
+@pytest.mark.parametrize("version", read_eks_machine_images())
+def test_releases_are_of_their_version_of_kubernetes(version: str) -> None:
+    releases = read_eks_machine_images()[version].drivers
+    assert all(re.fullmatch(rf"{re.escape(version)}\.\d+-\d{{8}}", release) for release in releases)
+    assert all(pin.startswith(f"v{version}.") for pin in read_addon_pins(version).values())
+    assert name_of_eks_release(f"{version}.7-20260505") == f"amazon-eks-node-al2023-x86_64-neuron-{version}-v20260505"
+
+
+def test_the_stack_takes_a_version_that_is_in_the_table() -> None:
+    variables = read_variables(None, STACK)
+    assert variables["kubernetes_version"] in read_eks_machine_images()
+    assert (variables["ami_release"], variables["cpu_ami_release"]) == (None, None)

@@ -1,0 +1,239 @@
+"""infra-up never ends the nodes of a pool that is in use: it says what has to end first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.renewal import list_renewed_pools
+from infra.stack import read_plan
+from infra.tests.conftest import REGION, Aws
+from infra.tests.moto_batch import keep_jobs_still, make_queue, submit_job
+from infra.tests.programs import Programs
+from tests.command import call
+
+TRAINIUM = "module.trainium.aws_eks_node_group.this"
+ENVIRONMENT = 'module.batch.aws_batch_compute_environment.pool["trainium"]'
+GROUP: dict[str, Any] = {
+    "labels": {"millrace.dev/pool": "trainium"},
+    "launch_template": [{"id": "lt-0", "version": "1"}],
+    "release_version": "1.34.7-20260505",
+    "scaling_config": [{"desired_size": 2, "max_size": 4, "min_size": 0}],
+    "version": "1.34",
+}
+RESOURCES: dict[str, Any] = {
+    "compute_resources": [
+        {
+            "ec2_configuration": [{"image_id_override": "ami-0", "image_type": "ECS_AL2023"}],
+            "launch_template": [{"launch_template_id": "lt-0", "version": "1"}],
+            "max_vcpus": 512,
+            "subnets": ["subnet-0"],
+        }
+    ],
+    "state": "ENABLED",
+}
+OUTPUTS = (
+    *("region", "cluster_name", "registry", "bucket", "fsx_id", "fsx_dns_name", "fsx_mount_name", "trainium_shape"),
+    *("trainium_node_group", "trainium_max_nodes", "cpu_shape", "cpu_node_group", "cpu_max_nodes"),
+)
+UPDATE, REPLACE = ["update"], ["create", "delete"]
+
+
+def change_of(
+    address: str, before: Any, actions: list[str] | None = None, unknown: Any = None, **after: Any
+) -> dict[str, Any]:
+    """One resource of a plan, as `terraform show -json` has it."""
+    return {
+        "address": address,
+        "mode": "managed",
+        "change": {
+            "actions": actions or UPDATE,
+            "before": before,
+            "after": {**before, **after} if before else after,
+            "after_unknown": unknown or {},
+        },
+    }
+
+
+def resources_with(**changes: Any) -> list[dict[str, Any]]:
+    return [RESOURCES["compute_resources"][0] | changes]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_renewal"),
+    [
+        (
+            change_of(
+                TRAINIUM, GROUP, unknown={"launch_template": [{"version": True}]}, launch_template=[{"id": "lt-0"}]
+            ),
+            True,
+        ),
+        (change_of(TRAINIUM, GROUP, release_version="1.34.8-20260610"), True),
+        (change_of(TRAINIUM, GROUP, version="1.35"), True),
+        (change_of(TRAINIUM, GROUP, REPLACE), True),
+        (change_of(TRAINIUM, GROUP, ["delete"]), True),
+        (change_of(TRAINIUM, None, ["create"], release_version="1.34.7-20260505"), False),
+        (change_of(TRAINIUM, GROUP, labels={"millrace.dev/pool": "trn"}), False),
+        (change_of(TRAINIUM, GROUP, scaling_config=[{"desired_size": 2, "max_size": 8, "min_size": 0}]), False),
+        (
+            change_of(
+                ENVIRONMENT,
+                RESOURCES,
+                compute_resources=resources_with(ec2_configuration=[{"image_id_override": "ami-1"}]),
+            ),
+            True,
+        ),
+        (
+            change_of(
+                ENVIRONMENT,
+                RESOURCES,
+                unknown={"compute_resources": [{"launch_template": [{"version": True}]}]},
+                compute_resources=resources_with(launch_template=[{"launch_template_id": "lt-0"}]),
+            ),
+            True,
+        ),
+        (change_of(ENVIRONMENT, RESOURCES, REPLACE), True),
+        (change_of(ENVIRONMENT, RESOURCES, compute_resources=resources_with(max_vcpus=1024)), False),
+        (change_of(ENVIRONMENT, RESOURCES, tags={"team": "research"}), False),
+        (change_of("module.storage.aws_s3_bucket.this", {"tags": {}}, tags={"team": "research"}), False),
+    ],
+)
+def test_what_ends_the_nodes_of_a_pool(change: dict[str, Any], is_renewal: bool) -> None:
+    plan = read_plan({"resource_changes": [change]})
+    assert list_renewed_pools(plan) == ([change["address"]] if is_renewal else [])
+
+
+@pytest.fixture
+def terraform(programs: Programs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Programs:
+    """A terraform that would give new nodes to the pools of both stacks."""
+    (tmp_path / "settings.env").touch()
+    for name, value in (("OVERLAY", str(tmp_path)), ("CONFIG", str(tmp_path / "config.txt")), ("YES", "1")):
+        monkeypatch.setenv(name, value)
+    changes = [
+        change_of(TRAINIUM, GROUP, release_version="1.34.8-20260610"),
+        change_of(ENVIRONMENT, RESOURCES, compute_resources=resources_with(subnets=["subnet-1"])),
+    ]
+    chosen = {"region": REGION, "name": "millrace", "zone_id": "usw2-az4", "trainium": {"max_nodes": 4}}
+    for stack, pools in (("eks", ("cpu_nodes", "core_nodes")), ("batch", ("cpu_nodes",))):
+        variables = {name: {"value": value} for name, value in (chosen | {pool: {} for pool in pools}).items()}
+        shown = {"variables": variables, "resource_changes": changes}
+        (tmp_path / f"{stack}.json").write_text(json.dumps(shown), encoding="utf-8")
+    outputs = {name: {"value": "x"} for name in OUTPUTS} | {"config": {"value": "ECR_REPO=registry/millrace\n"}}
+    (tmp_path / "outputs.json").write_text(json.dumps(outputs), encoding="utf-8")
+    programs.add(
+        "terraform",
+        f"""
+case "$*" in
+*stacks/eks*show*) cat {tmp_path}/eks.json ;;
+*stacks/batch*show*) cat {tmp_path}/batch.json ;;
+*output*) cat {tmp_path}/outputs.json ;;
+esac""",
+    )
+    return programs
+
+
+def is_applied(programs: Programs) -> bool:
+    return any(" apply " in each for each in programs.calls)
+
+
+def make_cluster(aws: Aws, sizes: dict[str, int]) -> None:
+    eks, ec2 = aws.client("eks"), aws.client("ec2")
+    role = "arn:aws:iam::123456789012:role/any"
+    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
+    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24")["Subnet"]["SubnetId"]
+    eks.create_cluster(name="millrace", roleArn=role, resourcesVpcConfig={"subnetIds": [subnet]})
+    for pool, size in sizes.items():
+        eks.create_nodegroup(
+            clusterName="millrace",
+            nodegroupName=pool,
+            subnets=[subnet],
+            nodeRole=role,
+            labels={"millrace.dev/pool": pool},
+            tags={} if pool == "others" else {"millrace.dev/stack": "millrace"},
+            scalingConfig={"minSize": 0, "desiredSize": size, "maxSize": 4},
+        )
+
+
+def test_nodes_of_a_run_are_not_taken_from_it(capfd: pytest.CaptureFixture[str], aws: Aws, terraform: Programs) -> None:
+    make_cluster(aws, {"core": 2, "cpu": 0, "trainium": 4, "others": 3})
+
+    done = call(capfd, "infra.__main__", "up")
+
+    assert done.returncode == 4
+    assert not is_applied(terraform)
+    assert "Make this" not in done.stdout
+    assert f"where     millrace, {REGION}; {TRAINIUM}" in done.stderr
+    assert "got       node group trainium has 4 nodes\n" in done.stderr
+    assert "others" not in done.stderr, "somebody else's, which the plan does not touch"
+    assert "make stop-stage STAGE=... lets it commit a checkpoint" in done.stderr
+
+    eks = aws.client("eks")
+    eks.update_nodegroup_config(clusterName="millrace", nodegroupName="trainium", scalingConfig={"desiredSize": 0})
+    tags = [
+        {"Key": key, "Value": value}
+        for key, value in (("eks:cluster-name", "millrace"), ("eks:nodegroup-name", "trainium"))
+    ]
+    ec2 = aws.client("ec2")
+    [leaving] = ec2.run_instances(
+        ImageId="ami-12c6146b",
+        InstanceType="trn1.32xlarge",
+        MinCount=1,
+        MaxCount=1,
+        TagSpecifications=[{"ResourceType": "instance", "Tags": tags}],
+    )["Instances"]
+
+    assert "got       node group trainium has 1 nodes\n" in call(capfd, "infra.__main__", "up").stderr
+
+    ec2.terminate_instances(InstanceIds=[leaving["InstanceId"]])
+    done = call(capfd, "infra.__main__", "up")
+
+    assert done.returncode == 0, done.stderr
+    assert is_applied(terraform)
+
+
+def test_a_cluster_that_is_not_there_yet_is_in_nobodys_use(
+    capfd: pytest.CaptureFixture[str], aws: Aws, terraform: Programs
+) -> None:
+    done = call(capfd, "infra.__main__", "up")
+
+    assert done.returncode == 0, done.stderr
+    assert is_applied(terraform)
+
+
+def test_a_compute_environment_is_not_replaced_under_a_job(
+    capfd: pytest.CaptureFixture[str], aws: Aws, terraform: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STACK", "batch")
+    keep_jobs_still(monkeypatch)
+    make_queue(aws.client, "millrace-trainium")
+    job = submit_job(aws.client, "millrace-trainium", "millrace-trainer")
+
+    done = call(capfd, "infra.__main__", "up")
+
+    assert done.returncode == 4
+    assert not is_applied(terraform)
+    assert "got       job queue millrace-trainium has millrace-trainer-a\n" in done.stderr
+    assert "make stop-stage STAGE=... TARGET=batch lets it commit a checkpoint" in done.stderr
+
+    aws.client("batch").terminate_job(jobId=job, reason="over")
+    assert call(capfd, "infra.__main__", "up").returncode == 0
+    assert is_applied(terraform)
+
+
+@pytest.mark.parametrize("command", ["plan", "up"])
+def test_a_type_that_no_image_computes_on_is_refused_before_anything_is_made(
+    capfd: pytest.CaptureFixture[str], aws: Aws, terraform: Programs, tmp_path: Path, command: str
+) -> None:
+    shown = json.loads((tmp_path / "eks.json").read_text(encoding="utf-8"))
+    shown["variables"]["trainium"]["value"]["shape"] = "trn2.48xlarge"
+    (tmp_path / "eks.json").write_text(json.dumps(shown), encoding="utf-8")
+
+    done = call(capfd, "infra.__main__", command)
+
+    assert done.returncode == 4
+    assert not is_applied(terraform)
+    assert "no image computes on trn2.48xlarge yet: those of neuron do on trn1 and trn1n" in done.stderr
+    assert "expected  one of trn1.32xlarge, trn1n.32xlarge\n" in done.stderr

@@ -1,0 +1,58 @@
+"""Every role that a stack makes has the permissions boundary that its user asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hcl2
+import pytest
+
+from infra.stack import STACK
+
+INFRA = STACK.parents[1]
+BOUNDARY = "${var.permissions_boundary}"
+MODULES = sorted(INFRA.glob("modules/*"))
+
+
+def read_blocks(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [
+        block
+        for path in sorted(folder.glob("*.tf"))
+        for block in hcl2.loads(path.read_text(encoding="utf-8")).get(kind, [])
+    ]
+
+
+def plain(name: str) -> str:
+    return name.strip('"')
+
+
+def roles_of(module: Path) -> dict[str, Any]:
+    return {
+        plain(name): role
+        for block in read_blocks(module, "resource")
+        for kind, resources in block.items()
+        if plain(kind) == "aws_iam_role"
+        for name, role in resources.items()
+        if not name.startswith("__")
+    }
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
+def test_a_role_of_a_module_is_bounded(module: Path) -> None:
+    assert {name: role.get("permissions_boundary") for name, role in roles_of(module).items()} == dict.fromkeys(
+        roles_of(module), BOUNDARY
+    )
+
+
+@pytest.mark.parametrize("stack", sorted(INFRA.glob("stacks/*")), ids=lambda stack: stack.name)
+def test_a_stack_gives_the_boundary_to_each_module_with_roles(stack: Path) -> None:
+    given = {
+        (stack / plain(module["source"])).resolve().name: module.get("permissions_boundary")
+        for block in read_blocks(stack, "module")
+        for name, module in block.items()
+        if not name.startswith("__")
+    }
+    with_roles = {module.name for module in MODULES if roles_of(module)} & given.keys()
+    assert with_roles >= {"guardrails", "network"}
+    assert {name for name, value in given.items() if value == BOUNDARY} == with_roles

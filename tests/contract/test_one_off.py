@@ -1,0 +1,85 @@
+"""A one-off is the same on both targets, and a stage's subcommands are the same in its program, in the label of its
+image and in the table of the deploy tool.
+"""
+
+from __future__ import annotations
+
+import pytest
+from kubernetes.utils.quantity import parse_quantity
+
+from batch.job_definition import OneOff as BatchOneOff
+from batch.job_definition import read_container, render_one_off_definition
+from k8s.client.overlay import find_kubectl, render
+from k8s.client.stage_image import repository_of
+from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job
+from k8s.objects.worker_group import worker_group_of
+from services.common.errors import DeviceError
+from services.common.recipe import STAGES, Stage
+from services.common.subcommands import ARTIFACTS, LABEL, names_of
+from services.compiler.command import main as compile_graphs
+from services.tokenizer.command import TOOLS
+from services.trainer.command import COMMANDS
+from tests.batch.builders import config_of
+from tests.images.dockerfiles import read_dockerfile, settings_of_image
+from tests.k8s.builders import DIGEST
+from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
+
+LEFT_OUT = {"tokenizer": {"pin"}, "compiler": set(), "trainer": {"train"}}
+"""What writes into files of a person's own machine, and the stage itself."""
+
+
+@pytest.fixture(scope="module")
+def eks() -> Thing:
+    try:
+        find_kubectl()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    return cluster_of(render(OVERLAYS["eks"]))
+
+
+def test_the_table_has_the_subcommands_of_each_program(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compile_graphs(["plan", "--help"])
+    assert "compiler plan" in capsys.readouterr().out
+    programs = {"tokenizer": set(TOOLS), "compiler": {"plan"}, "trainer": set(COMMANDS)}
+    for stage in STAGES:
+        assert {*names_of(stage)} == {*programs[stage], ARTIFACTS} - LEFT_OUT[stage], stage
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_image_s_label_has_them(stage: Stage) -> None:
+    labels = settings_of_image(read_dockerfile(stage), "LABEL")
+    assert labels[LABEL].split() == names_of(stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_one_off_gets_the_same_on_both_targets(eks: Thing, stage: Stage) -> None:
+    told = {"stage": stage, "digest": "0" * 16, "image": f"millrace/{stage}@sha256:{DIGEST}", "seconds": 3_600}
+    asked = {"words": ("sample", "--prompt", "If the"), "bring": ("run/x",), "recipe": "packed"}
+    job = render_one_off_job(
+        worker_group_of(eks, stage),
+        cpu_group_of(eks),
+        OneOff(id="abc123", user="somebody", **told, **asked),  # type: ignore[arg-type]
+    )
+    pod = job["spec"]["template"]["spec"]["containers"][0]
+    definition = render_one_off_definition(config_of(), BatchOneOff(**told, **asked))  # type: ignore[arg-type]
+    container = read_container(definition)
+
+    # Batch appends to the image's entry point, and has no claim that a pod waits for: its host's mount is looked at.
+    entry_point = ["python", "-m", f"services.{stage}"]
+    on_batch = [word for word in [*entry_point, *container["command"]] if word != "--require-mount"]
+    assert on_batch == [*pod["command"], *pod["args"]]
+    assert {each["name"]: each["value"] for each in container["environment"]} == {
+        each["name"]: each["value"] for each in pod["env"] if "value" in each
+    }
+    assert [each["name"] for each in container.get("secrets", [])] == [
+        each["name"] for each in pod["env"] if "valueFrom" in each
+    ]
+    amounts = {each["type"]: int(each["value"]) for each in container["resourceRequirements"]}
+    assert amounts["VCPU"] == int(pod["resources"]["limits"]["cpu"])
+    assert amounts["MEMORY"] * 2**20 == parse_quantity(pod["resources"]["limits"]["memory"])
+    assert repository_of(container["image"]) == repository_of(pod["image"])
+    assert {each["containerPath"] for each in container["mountPoints"]} == {
+        each["mountPath"] for each in pod["volumeMounts"]
+    }
+    assert definition["timeout"]["attemptDurationSeconds"] == job["spec"]["activeDeadlineSeconds"]

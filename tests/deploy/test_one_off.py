@@ -1,0 +1,150 @@
+"""What a person asks of `make stage-run`, and what comes home of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.client import one_off
+from deploy.client.one_off import (
+    OneOffRecipe,
+    OneOffRequest,
+    Reception,
+    describe_judge,
+    identify,
+    needs_recipe,
+    only_overrides,
+    read_one_off,
+    require_known,
+)
+from services.common.brought_files import pack_file
+from services.common.errors import DeviceError, RecipeError, TryAgain
+from services.common.subcommands import LABEL
+from services.common.testing.recipes import recipe_text
+
+IMAGE = "millrace/trainer@sha256:0"
+
+
+def asked(**variables: str) -> OneOffRequest:
+    return read_one_off({"STAGE": "trainer", "COMMAND": "summary"} | variables)
+
+
+def test_a_command_is_split_as_a_shell_would_and_seen_by_none() -> None:
+    request = asked(COMMAND="sample --prompt 'If the; rm -rf /fsx' --tokens 3", BRING="a 'b c'", HOURS="0.5")
+    assert request.words == ("sample", "--prompt", "If the; rm -rf /fsx", "--tokens", "3")
+    assert (request.bring, request.seconds) == (("a", "b c"), 1_800)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"STAGE": ""}, "STAGE=nothing: a stage is one of"),
+        ({"COMMAND": ""}, "COMMAND= is not given: .*plan, doctor, summary"),
+        ({"COMMAND": "summary '"}, "COMMAND=summary '"),
+        ({"COMMAND": "summary --recipe x"}, "COMMAND: --recipe is given by stage-run itself"),
+        ({"COMMAND": "summary --root=/x"}, "COMMAND: --root is given by stage-run itself"),
+        ({"COMMAND": "artifacts show s3://KEY:SECRETSECRET@bucket/x"}, "COMMAND: holds a user"),
+        ({"BRING": "https://a:bcdefgh@host/x"}, "BRING: holds a user"),
+        ({"HOURS": "0.01"}, "HOURS=0.01: a one-off takes from a minute"),
+        ({"HOURS": "100"}, "HOURS=100: .*48 hours"),
+        ({"MEMORY": "much"}, "MEMORY=much"),
+    ],
+)
+def test_what_cannot_be_is_refused(wrong: dict[str, str], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        asked(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("word", "labels", "error", "said"),
+    [
+        ("exprt", {}, RecipeError, "Do you mean export"),
+        ("train", {}, RecipeError, "make deploy-stage STAGE=trainer"),
+        ("summary", {LABEL: "plan export"}, RecipeError, "'summary' is no subcommand of the trainer, which has plan"),
+        ("summary", {"millrace.python": "3.12.11"}, DeviceError, "is older than stage-run"),
+    ],
+)
+def test_an_image_says_which_subcommands_it_has(
+    word: str, labels: dict[str, str], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        require_known(asked(COMMAND=word), IMAGE, labels)
+
+
+def test_a_checkout_that_judges_for_the_image_says_so() -> None:
+    assert "this checkout" in describe_judge({})
+    assert describe_judge({LABEL: "plan"}) == ""
+
+
+def test_a_newer_image_may_have_one_that_this_checkout_does_not_know() -> None:
+    request = asked(COMMAND="evaluate --split validation")
+    require_known(request, IMAGE, {LABEL: "plan evaluate"})
+    assert needs_recipe(request)
+    assert not needs_recipe(asked(COMMAND="artifacts list ."))
+
+
+def test_only_what_changes_the_recipe_is_taken_of_a_deployment_s_options() -> None:
+    arguments = ("--train.max_steps=5", "--corpus=/fsx/a.b", "--allow-changed-program", "--model.preset=tiny")
+    assert only_overrides(arguments) == ("--train.max_steps=5", "--model.preset=tiny")
+
+
+def test_the_same_of_the_same_person_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = OneOffRecipe(recipe_text(), (), "a file")
+
+    def digest(image: str = IMAGE, **variables: str) -> str:
+        request = asked(**variables)
+        return identify(request, image, request.words, recipe)
+
+    monkeypatch.setattr(one_off, "user_name", lambda: "ann")
+    first = digest()
+    assert digest() == first
+    others = [digest(image="other"), digest(COMMAND="plan"), digest(BRING="x"), digest(MEMORY="9"), digest(HOURS="1")]
+    monkeypatch.setattr(one_off, "user_name", lambda: "ben")
+    assert len({first, *others, digest()}) == 7
+
+
+def receive(tmp_path: Path, *contents: bytes, **changes: Any) -> Reception:
+    reception = Reception(OneOffRequest("trainer", ("report",), folder=tmp_path / "home", **changes), "one-off-1")
+    for number, content in enumerate(contents):
+        path = tmp_path / "report.html"
+        path.write_bytes(content)
+        for line in pack_file(path, number):
+            reception.take(line)
+    return reception
+
+
+def test_files_come_home_over_none_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reception = receive(tmp_path, b"first", b"second")
+    reception.take("a line")
+    reception.write()
+    home = tmp_path / "home"
+    assert {path.name: path.read_bytes() for path in home.iterdir()} == {
+        "report.html": b"first",
+        "report-2.html": b"second",
+    }
+    receive(tmp_path, b"third").write()
+    assert (home / "report-3.html").read_bytes() == b"third"
+    said = capsys.readouterr().out
+    assert said.startswith("a line\nbrought     ")
+    assert f"{home}/report-3.html (5 bytes)" in said
+
+
+def test_each_one_off_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_bytes(os.urandom(10))
+    reception = Reception(asked(), "one-off-trainer-1")
+    for line in pack_file(tmp_path / "a.txt", 0):
+        reception.take(line)
+    reception.write()
+    assert Path("brought/one-off-trainer-1/a.txt").read_bytes() == Path("a.txt").read_bytes()
+
+
+def test_a_file_that_did_not_come_whole_is_told(tmp_path: Path) -> None:
+    reception = Reception(OneOffRequest("trainer", ("report",), folder=tmp_path), "one-off-1")
+    reception.take("millrace-file 0/1/2 abcd")
+    with pytest.raises(TryAgain, match="did not arrive whole: 2 of 3 lines are lacking"):
+        reception.write()
+    assert list(tmp_path.iterdir()) == []
