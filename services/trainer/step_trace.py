@@ -119,13 +119,13 @@ class _InPieces(TorchNative):
 
 def _require_whole_model(program: Program) -> dict[str, torch.Size]:
     """Shapes of the parts that the worker holds, by name. Of the whole, each has to be as many as there are parts."""
-    recipe, layouts, mesh = program.recipe, program.model.layouts(), program.backend.mesh
+    recipe, shardings, mesh = program.recipe, program.model.shardings(), program.backend.mesh
     shapes = {name: parameter.shape for name, parameter in program.model.named_parameters()}
-    whole = sum(layouts[name].full_shape(shape).numel() for name, shape in shapes.items())
+    whole = sum(shardings[name].full_shape(shape).numel() for name, shape in shapes.items())
     assert whole == recipe.model.num_parameters, f"rank {mesh.rank} holds parts of {whole:,} parameters"
-    for name, layout in layouts.items():
-        share = mesh.tensor_parallel_size // layout.num_parts
-        assert layout.part == (mesh.index("tensor") // share if layout.num_parts > 1 else 0), name
+    for name, sharding in shardings.items():
+        share = mesh.tensor_parallel_size // sharding.num_shards
+        assert sharding.shard == (mesh.index("tensor") // share if sharding.num_shards > 1 else 0), name
     return shapes
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from services.common.program.layers import Layout
 from services.common.program.mesh import Axis
+from services.common.program.sharding import Sharding
 
 MAX_BLOCKS = 64
 VECTORS = "vectors"
@@ -144,7 +144,7 @@ class SeparateBucket(Bucket):
 
 def make_buckets(
     parameters: Mapping[str, nn.Parameter],
-    layouts: Mapping[str, Layout],
+    shardings: Mapping[str, Sharding],
     num_blocks: int,
     new_bucket: Callable[..., Bucket] = Bucket,
 ) -> list[Bucket]:
@@ -156,7 +156,7 @@ def make_buckets(
     for name, parameter in parameters.items():
         layer = LAYER.search(name)
         place = VECTORS if parameter.ndim == 1 else name[: layer.end()] if layer else name
-        groups.setdefault((place, layouts[name].sum_axis), {})[name] = parameter
+        groups.setdefault((place, shardings[name].sum_axis), {})[name] = parameter
     ordered = sorted(groups.items(), key=lambda item: item[0][0] == VECTORS)  # stable: vectors come last
     return [new_bucket(members, num_blocks, sum_axis) for (_, sum_axis), members in ordered]
 

@@ -22,7 +22,6 @@ from services.common.program.activation_checkpointing import run_checkpointed
 from services.common.program.backends.protocol import Collectives
 from services.common.program.layers import (
     ColumnParallelLinear,
-    Layout,
     Linear,
     OneWorker,
     RMSNorm,
@@ -31,6 +30,7 @@ from services.common.program.layers import (
     gather_sequence,
     reduce_scatter_sequence,
 )
+from services.common.program.sharding import Sharding
 from services.common.recipe import ActivationCheckpointing, Model, RopeScaling
 
 
@@ -77,9 +77,9 @@ class Llama(nn.Module):
         linear = [name for name, module in self.named_modules() if isinstance(module, Linear)]
         return {f"{name}.weight" for name in linear} & {name for name, _ in self.named_parameters()}
 
-    def layouts(self) -> dict[str, Layout]:
+    def shardings(self) -> dict[str, Sharding]:
         """Which part of each parameter is here, by its name."""
-        return {name: self.get_submodule(name.rpartition(".")[0]).layout for name, _ in self.named_parameters()}  # type: ignore[misc]
+        return {name: self.get_submodule(name.rpartition(".")[0]).sharding for name, _ in self.named_parameters()}  # type: ignore[misc]
 
 
 def parameter_shapes(config: Model) -> dict[str, torch.Size]:
@@ -98,7 +98,7 @@ def initialize(model: Llama, config: Model, seed: int, place: Callable[[Tensor],
     Weights are drawn on the host; `place` brings one to the model's device.
     """
     residual_scale = 1.0 / math.sqrt(2 * config.num_hidden_layers)
-    layouts = model.layouts()
+    shardings = model.shardings()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -107,9 +107,9 @@ def initialize(model: Llama, config: Model, seed: int, place: Callable[[Tensor],
             key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
             scale = residual_scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-            full = torch.empty(layouts[name].full_shape(parameter.shape))
+            full = torch.empty(shardings[name].full_shape(parameter.shape))
             full.normal_(0.0, config.initializer_range * scale, generator=generator)
-            parameter.copy_(place(layouts[name].take(full)))
+            parameter.copy_(place(shardings[name].take(full)))
 
 
 class _Decoder(nn.Module):

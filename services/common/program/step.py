@@ -187,15 +187,15 @@ class Program:
 
     def shapes(self) -> dict[str, torch.Size]:
         """Of the model's full parameters, by name."""
-        layouts = self.model.layouts()
-        return {name: layouts[name].full_shape(each.shape) for name, each in self.model.named_parameters()}
+        shardings = self.model.shardings()
+        return {name: shardings[name].full_shape(each.shape) for name, each in self.model.named_parameters()}
 
     def _copy_to_host(self) -> dict[StateKind, list[Tensor]]:
         """The optimizer's state; itself where the device is the host."""
         return {kind: list(map(self.backend.to_host, held)) for kind, held in self.optimizer.state().items()}
 
     def _slice_state(self, state: Mapping[StateKind, Sequence[Tensor]], is_owned: bool) -> dict[StateSlice, Tensor]:
-        mesh, layouts = self.backend.mesh, self.model.layouts()
+        mesh, shardings = self.backend.mesh, self.model.shardings()
         slices: dict[StateSlice, Tensor] = {}
         for number, bucket in enumerate(self.buckets):
             is_copy = bucket.sum_axis is not None and mesh.index(bucket.sum_axis) > 0
@@ -206,7 +206,7 @@ class Program:
             begin = first if self.optimizer.is_sharded else 0  # of what is held
             start, stop = (first, first + share) if is_owned else (begin, begin + len(self.optimizer.exp_avg_S[number]))
             for name, run_start, run_stop, place in bucket.runs(start, stop):
-                box = layouts[name].box(bucket.parameters[name].shape)
+                box = shardings[name].box(bucket.parameters[name].shape)
                 for kind, held in state.items():
                     elements = held[number][place - begin :][: run_stop - run_start]
                     slices[StateSlice(kind, name, box, run_start, run_stop)] = elements
@@ -216,7 +216,7 @@ class Program:
         backend, parameters = self.backend, dict(self.model.named_parameters())
         num_blocks = choose_num_blocks(self.recipe.batch.num_micro_batches, backend.mesh.data_parallel_size)
         new_bucket = partial(SeparateBucket, place=backend.place, to_host=backend.to_host)
-        return make_buckets(parameters, self.model.layouts(), num_blocks, new_bucket if backend.is_lazy else Bucket)
+        return make_buckets(parameters, self.model.shardings(), num_blocks, new_bucket if backend.is_lazy else Bucket)
 
     def _cast_buckets(self) -> None:
         """Give the model's weights the types that it computes with.

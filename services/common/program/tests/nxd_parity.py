@@ -70,7 +70,7 @@ def _run_ours(backend: TorchNative) -> Results:
     head = ColumnParallelLinear(HIDDEN, VOCABULARY, mesh)
     layers: dict[str, Any] = {"embedding": embedding, "column": column, "row": row, "head": head}
     for name, layer in layers.items():
-        layer.weight = nn.Parameter(layer.layout.take(drawn[name]).clone())
+        layer.weight = nn.Parameter(layer.sharding.take(drawn[name]).clone())
 
     embedded_BSD = reduce_scatter_sequence(embedding(drawn["tokens"]), backend, torch.float32)
     inner_BSF = F.silu(column(gather_sequence(embedded_BSD, backend, torch.float32)))

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.buckets import Bucket, choose_num_blocks, make_buckets
-from services.common.program.layers import Layout
 from services.common.program.mesh import Mesh
 from services.common.program.optimizer import AdamW, learning_rate, step_scalars
+from services.common.program.sharding import Sharding
 from services.common.recipe import Optimizer
 
 SETTINGS = Optimizer(learning_rate=1e-2, min_learning_rate=1e-3, warmup_steps=4, decay_steps=20, max_grad_norm=0.5)
@@ -35,7 +35,7 @@ def _model() -> nn.Module:
 
 
 def _buckets(model: nn.Module, num_blocks: int) -> list[Bucket]:
-    return make_buckets(dict(model.named_parameters()), {MATRIX: Layout(), VECTOR: Layout()}, num_blocks)
+    return make_buckets(dict(model.named_parameters()), {MATRIX: Sharding(), VECTOR: Sharding()}, num_blocks)
 
 
 def _optimizer(buckets: list[Bucket]) -> AdamW:

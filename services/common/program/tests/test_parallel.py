@@ -14,9 +14,9 @@ import torch
 from services.common.errors import WorkersLost
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
-from services.common.program.layers import Layout, split
 from services.common.program.llama import Llama, initialize, parameter_shapes
 from services.common.program.mesh import Mesh
+from services.common.program.sharding import Sharding, shard_along
 from services.common.program.state import StateKind, StateSlice, fill, overlap
 from services.common.program.tests import work
 from services.common.testing.recipes import make_recipe
@@ -231,17 +231,17 @@ def test_the_parts_of_a_weight_are_those_of_the_whole(tmp_path: Path, tensor_par
         initialize(part, recipe.model, seed=3)
 
     for name, full in whole.named_parameters():
-        layout = parts[0].layouts()[name]
-        copies = tensor_parallel_size // layout.num_parts
+        sharding = parts[0].shardings()[name]
+        copies = tensor_parallel_size // sharding.num_shards
         slices = [part.get_parameter(name).detach() for part in parts]
         assert all(torch.equal(slices[n], slices[n - n % copies]) for n in range(tensor_parallel_size)), name
-        joined = torch.cat(slices[::copies], layout.dim) if layout.dim is not None else slices[0]
+        joined = torch.cat(slices[::copies], sharding.dim) if sharding.dim is not None else slices[0]
         assert torch.equal(joined, full), name
 
 
 def test_copies_of_a_part_lie_on_neighbours() -> None:
-    layouts = [split(Mesh(rank, 1, 4, key_value_copies=2), dim=0, heads="key_value") for rank in range(4)]
+    shardings = [shard_along(Mesh(rank, 1, 4, key_value_copies=2), dim=0, heads="key_value") for rank in range(4)]
 
-    assert layouts == [Layout(0, 2, part, "key_value") for part in (0, 0, 1, 1)]
-    assert split(Mesh(1, 1, 4, key_value_copies=4), 0, "key_value") == Layout(sum_axis="key_value")
-    assert split(Mesh(0, 4), 0, "key_value") == Layout()
+    assert shardings == [Sharding(0, 2, part, "key_value") for part in (0, 0, 1, 1)]
+    assert shard_along(Mesh(1, 1, 4, key_value_copies=4), 0, "key_value") == Sharding(sum_axis="key_value")
+    assert shard_along(Mesh(0, 4), 0, "key_value") == Sharding()

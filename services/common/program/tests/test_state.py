@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from services.common.program.layers import Layout
+from services.common.program.sharding import Sharding
 from services.common.program.state import StateSlice, fill, find_misfit, overlap
 
 
@@ -17,7 +17,7 @@ def cut(shape: tuple[int, ...], dim: int | None, num_parts: int, num_shares: int
     slices = []
     for part in range(num_parts if dim is not None else 1):
         lengths = [length // num_parts if axis == dim else length for axis, length in enumerate(shape)]
-        box = Layout(dim, num_parts, part).box(torch.Size(lengths))
+        box = Sharding(dim, num_parts, part).box(torch.Size(lengths))
         size = torch.Size(lengths).numel()
         bounds = [size * share // num_shares for share in range(num_shares + 1)]
         slices += [StateSlice("weight", "a.weight", box, *ends) for ends in itertools.pairwise(bounds)]
