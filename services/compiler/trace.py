@@ -26,7 +26,7 @@ from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
 
 MAX_MICRO_BATCHES = 2
-"""Of a step on a device whose graphs take seconds to trace: sums are held there, so every one has the same graph."""
+"""Number of micro-batches of a traced step: every micro-batch after the second has the graphs of the second."""
 PHASES = ("first step", "second step", "third step", "save and resume", "step after resume", "evaluation")
 
 
@@ -57,7 +57,7 @@ def make_backend(recipe: Recipe, mesh: Mesh) -> Backend:
     """
     threads, device = recipe.parallel.threads_per_worker, recipe.parallel.device
     if device == "xla":
-        from services.common.program.backends.neuron_xla import compiler_flags  # noqa: PLC0415 - of one device
+        from services.common.program.backends.xla_environment import compiler_flags  # noqa: PLC0415 - of one device
         from services.compiler.neuron_trace import KEEP_GRAPHS, KeptXla, TracedXla  # noqa: PLC0415
 
         if recipe.compile.trace_on == "cpu":
@@ -70,18 +70,16 @@ def make_backend(recipe: Recipe, mesh: Mesh) -> Backend:
 def run_phases(recipe: Recipe, backend: Backend, tell: Callable[[str], None]) -> None:
     """On synthetic tokens."""
     program = Program(recipe, backend)
-    num_micro_batches = len(backend.mesh.share(recipe.batch.num_micro_batches))
-    if backend.is_lazy:
-        num_micro_batches = min(num_micro_batches, MAX_MICRO_BATCHES)
+    num_micro_batches = min(len(backend.mesh.share(recipe.batch.num_micro_batches)), MAX_MICRO_BATCHES)
     batches = [make_synthetic_micro_batch(recipe) for _ in range(num_micro_batches)]
     for step in range(3):
         program.train_step(step, batches)
         tell(PHASES[step])
-    program.is_finite()
-    saved = {piece: tensor.clone() for piece, tensor in program.held_state().items()}
-    for piece, tensor in program.held_state().items():
-        tensor.copy_(saved[piece])
-    program.update_weights()
+    program.state.is_finite()
+    saved = {piece: tensor.clone() for piece, tensor in program.state.read().items()}
+    with program.state.writing() as held:
+        for piece, tensor in held.items():
+            tensor.copy_(saved[piece])
     tell(PHASES[3])
     program.train_step(3, batches)
     tell(PHASES[4])

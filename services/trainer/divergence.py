@@ -46,16 +46,16 @@ def find_faulty_worker(
     """Compute the gradient of step number `step` (from 1) again, which was not finite, and record why it was not.
 
     All workers call it. The error is for a worker whose own gradient is finite in one of the two computations alone:
-    what it computed before may be wrong too, so the group starts again from the newest checkpoint. Where the device is
-    lazy nothing is computed again, for what is kept of a step would change its graph.
+    what it computed before may be wrong too, so the group starts again from the newest checkpoint. A lazy device
+    computes nothing again, because keeping a step's gradients would change its graph.
     """
     facts = {"step": step, "batch": batch}
-    if program.backend.is_lazy:
+    again = program.compute_again(micro_batches)
+    if again is None:
         if group.rank == 0:
             record_event(job, "nan", cause="unknown", **facts)
         return None
-    first, second = program.compute_again(micro_batches)
-    workers = group.gather({"host": socket.gethostname(), "first": first, "second": second})
+    workers = group.gather({"host": socket.gethostname(), "first": again.was_finite, "second": again.is_finite})
     faulty = [rank for rank, worker in enumerate(workers) if worker["first"] != worker["second"]]
     ranks = faulty or [rank for rank, worker in enumerate(workers) if not worker["second"]]
     if group.rank == 0:

@@ -10,6 +10,8 @@ import time
 from functools import partial
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from services.common.artifacts.checkpoint import LossSpikes, checkpoint_id
 from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError, UnreadableError, WorkersLost
@@ -17,8 +19,10 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend
 from services.common.program.fingerprint import explain_difference, program_facts
+from services.common.program.llama import parameter_shapes
 from services.common.program.mesh import make_mesh
 from services.common.program.optimizer import learning_rate
+from services.common.program.state import StateSlice
 from services.common.program.step import Program
 from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import fingerprint
@@ -114,7 +118,6 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
             if not is_applied:
                 watchdog.begin("compute again", step)
                 fault = find_faulty_worker(job, program, group, done, batch, batches)
-            program.forget_gradients()
             if is_spike:
                 recorder.begin(record, workers)
                 recorder.write()
@@ -225,10 +228,10 @@ def resume(job: Job, program: Program, group: WorkerGroup) -> Resumed:
     """
     damages: list[str] = []
     for step in reversed(agree_on_checkpoints(job, group)):
-        found = group.wait_for_work(partial(load_part, job, program, step))
+        with program.state.writing() as held:
+            found = group.wait_for_work(partial(load_part, job, held, step))
         problems = [problem for each in group.gather({"problem": found}) if (problem := each["problem"])]
         if not problems:
-            program.update_weights()
             state = open_checkpoint(job.checkpoint_collection, step, verify_sizes).manifest.checkpoint
             logger.info("resuming after step=%d from %s", step, job.checkpoint_address(step).path)
             if damages and group.rank == 0:
@@ -299,12 +302,12 @@ def agree_on_checkpoints(job: Job, group: WorkerGroup) -> list[int]:
     return list(seen[0]["steps"])
 
 
-def load_part(job: Job, program: Program, step: int) -> str:
-    """Load what this worker holds of a checkpoint, verified; what is wrong with it, or nothing."""
+def load_part(job: Job, held: dict[StateSlice, Tensor], step: int) -> str:
+    """Load what this worker holds of a checkpoint into `held`, verified; what is wrong with it, or nothing."""
     try:
         checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
         require_of_run(checkpoint, job.recipe, job.corpus)
-        reader, held = ShardReader(checkpoint, program.shapes()), program.held_state()
+        reader = ShardReader(checkpoint, parameter_shapes(job.recipe.model))
         files = reader.files_of(held)
         logger.info("reading %d of %d shards of %s", len(files), len(checkpoint.manifest.files), checkpoint.path)
         verify_on_node(job, checkpoint, files)
@@ -317,8 +320,8 @@ def load_part(job: Job, program: Program, step: int) -> str:
 
 
 def is_finite(program: Program) -> bool:
-    """See `Program.is_finite`; waits for the device."""
-    return bool(program.backend.defer({"is_finite": program.is_finite()}).read()["is_finite"])
+    """See `ShardedState.is_finite`; waits for the device."""
+    return bool(program.backend.defer({"is_finite": program.state.is_finite()}).read()["is_finite"])
 
 
 def save(
@@ -332,7 +335,7 @@ def save(
     started = time.perf_counter()
     writer.wait()
     require_same_state(program, group, record.step)
-    writer.save(program.begin_snapshot, record.step, record.skipped_steps, started, loss_spikes)
+    writer.save(program.state.begin_snapshot, record.step, record.skipped_steps, started, loss_spikes)
     return time.perf_counter() - started
 
 
@@ -344,7 +347,7 @@ def require_same_state(program: Program, group: WorkerGroup, step: int) -> None:
     if program.backend.mesh.data_parallel_size == 1:
         return
     part = program.backend.mesh.index("tensor")
-    workers = group.gather({"host": socket.gethostname(), "part": part, "digests": program.digests()})
+    workers = group.gather({"host": socket.gethostname(), "part": part, "digests": program.state.digests()})
     holders: dict[tuple[int, str], dict[int, list[str]]] = {}
     for rank, worker in enumerate(workers):
         for what, digest in worker["digests"].items():

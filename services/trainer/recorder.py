@@ -112,7 +112,7 @@ class MetricsRecorder:
             self._writer.log(self._record)
         if self._gauges:
             self._gauges.set({PREFIX + name: value for name, value in known_metrics(self._record).items()})
-        if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu" and not self._backend.is_lazy:
+        if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu":
             self._group.barrier()  # a core's threads share it
             self._gemm_flops_per_second = self._measure_peak()
 

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from services.common.program.activation_checkpointing import run_checkpointed
 from services.common.program.attention import attend
 from services.common.program.backends.protocol import Collectives
 from services.common.program.mesh import Axis, Mesh
 from services.common.program.sharding import HeadKind, Sharding, shard_along
+from services.common.recipe import ActivationCheckpointing
 
 SEQUENCE = 1
 """Dimension of an activation [B, S, D] along which its slices lie."""
@@ -26,7 +28,7 @@ class OneWorker:
     """`Collectives` of a model on one rank of the host's CPU."""
 
     mesh = Mesh(0, data_parallel_size=1)
-    is_lazy = False
+    runs_eagerly = True
 
     def index(self, axis: Axis) -> Tensor:
         return torch.zeros(1, dtype=torch.int32)
@@ -40,11 +42,11 @@ class OneWorker:
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         return x
 
-    def fence(self, *tensors: Tensor, after: Tensor) -> tuple[Tensor, ...]:
-        return tensors
-
     def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor:
         return attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
+
+    def run_checkpointed(self, layer: nn.Module, mode: ActivationCheckpointing, *arguments: Tensor | None) -> Tensor:
+        return run_checkpointed(layer, mode, *arguments)
 
 
 class Linear(nn.Module):

@@ -123,9 +123,9 @@ def resume(gang: Gang, environment: WorkerEnvironment) -> int:
     rank = environment.rank
     group = WorkerGroup.join(rank, gang.fewer.parallel.num_workers, environment.rendezvous + "-again")
     program, share = make_program(gang, gang.fewer, rank)
-    for tensor in program.held_state().values():
-        tensor.copy_(torch.zeros_like(tensor))
-    program.update_weights()
+    with program.state.writing() as held:
+        for tensor in held.values():
+            tensor.copy_(torch.zeros_like(tensor))
     program.train_step(7, share)
     group.barrier()
     missed = program.backend.cache_report().graphs_compiled

@@ -150,7 +150,7 @@ def test_a_worker_reads_and_verifies_only_the_shards_that_it_loads(runs: Runs) -
     for rank in range(4):
         group = WorkerGroup.fake(4, rank)
         program = Program(job.recipe, TorchNative(make_mesh(job.recipe, rank, 4), 1, "exact"))
-        problems.append(load_part(job, program, 8))
+        problems.append(load_part(job, program.state.read(), 8))
         group.leave()
 
     # Rank 3 has a part of the matrices of rank 2's model, and with it the norms, which rank 2 writes.
