@@ -1,4 +1,4 @@
-"""What two workers compute with NxD's layers and with ours, of the same weights and inputs. Starts no worker itself."""
+"""Work of two workers: the same weights and inputs through NxD's layers and through ours."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEED = 7
 
 
 def compare(folder: Path, environment: WorkerEnvironment) -> None:
-    """Leave this worker's results of both, by name."""
+    """Write this worker's results of both to the folder, by name."""
     rank = environment.rank
     os.environ["NXD_CPU_MODE"] = "1"  # NxD's own switch: its collectives are gloo's
     neuron_stand_ins.install()
@@ -49,7 +49,7 @@ _MODULES = ("parallel_state", "layers", "loss_functions", "mappings")
 
 
 def _draw() -> Results:
-    """Full weights and inputs, the same on every worker."""
+    """Draw full weights and inputs, the same on every worker."""
     generator = torch.Generator().manual_seed(SEED)
     shapes = {
         "embedding": (VOCABULARY, HIDDEN),
@@ -83,7 +83,7 @@ def _run_ours(backend: TorchNative) -> Results:
 
 
 def _run_theirs(nxd: dict[str, Any], rank: int) -> Results:
-    """Activations are [S, B, D] where they are split by sequence."""
+    """Run NxD's layers, whose activations are [S, B, D] where the sequence is sharded."""
     drawn, layers, mappings = _draw(), nxd["layers"], nxd["mappings"]
     by_sequence = {"sequence_parallel_enabled": True, "sequence_dimension": 0}
     column = layers.ColumnParallelLinear(HIDDEN, INNER, bias=False, gather_output=False, **by_sequence)
