@@ -21,8 +21,8 @@ from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend, CacheReport
 from services.common.program.mesh import Mesh, make_mesh
 from services.common.program.micro_batch import make_synthetic_micro_batch
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
 
 MAX_MICRO_BATCHES = 2
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 def trace(recipe: Recipe, tell: Callable[[str], None]) -> CacheReport:
     """Run PHASES as rank 0 of all the recipe's workers. `tell` is given the name of each phase when it is done."""
     world_size = recipe.parallel.num_workers
-    group = WorkerGroup.fake(world_size)
+    group = ProcessGroup.fake(world_size)
     backend = make_backend(recipe, make_mesh(recipe, rank=0, world_size=world_size))
     run_phases(recipe, backend, tell)
     group.leave()

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from services.common.errors import RecipeError, WorkersLost
 from services.common.program.micro_batch import MicroBatch
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
 from services.trainer.checkpoint import newest_step
 from services.trainer.events import record_event
 from services.trainer.job import Job
@@ -41,7 +41,7 @@ class SkippedSteps:
 
 
 def find_faulty_worker(
-    job: Job, program: Program, group: WorkerGroup, step: int, batch: int, micro_batches: Sequence[MicroBatch]
+    job: Job, program: Program, group: ProcessGroup, step: int, batch: int, micro_batches: Sequence[MicroBatch]
 ) -> WorkersLost | None:
     """Compute the gradient of step number `step` (from 1) again, which was not finite, and record why it was not.
 

@@ -22,9 +22,9 @@ from services.common.program.fingerprint import explain_difference, program_fact
 from services.common.program.llama import parameter_shapes
 from services.common.program.mesh import make_mesh
 from services.common.program.optimizer import learning_rate
+from services.common.program.process_group import ProcessGroup
 from services.common.program.state import StateSlice
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import fingerprint
 from services.common.telemetry import configure_logging
 from services.trainer.checkpoint import (
@@ -62,7 +62,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     recipe, rank = job.recipe, environment.rank
     configure_logging("trainer", rank=rank, file=job.run_folder / "logs" / f"rank-{rank:05d}.log")
     # The group comes before all work: what may take long is waited for through it.
-    group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
+    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
     group.wait_for_work(lambda: prepare_node(job))
     require_same_program(job, group)
     backend = make_backend(job, environment)
@@ -193,7 +193,7 @@ def make_backend(job: Job, environment: WorkerEnvironment) -> Backend:
     return backend
 
 
-def require_same_program(job: Job, group: WorkerGroup) -> None:
+def require_same_program(job: Job, group: ProcessGroup) -> None:
     """Raise `DeviceError` unless every worker's node gives the bits of the program that the command was started for.
 
     Replicas on unlike CPUs would drift apart, and no checkpoint would be that of the program that it names.
@@ -221,7 +221,7 @@ class Resumed(NamedTuple):
     loss_spikes: LossSpikes | None = None
 
 
-def resume(job: Job, program: Program, group: WorkerGroup) -> Resumed:
+def resume(job: Job, program: Program, group: ProcessGroup) -> Resumed:
     """Load the newest checkpoint of which every worker's part verifies; nothing for a new run.
 
     Raises `ArtifactError` when all checkpoints are damaged, or when the workers see different ones.
@@ -267,7 +267,7 @@ def describe_end(reason: StopReason, has_diverged: bool, fault: MillraceError | 
 
 
 def skip_batch(
-    job: Job, group: WorkerGroup, writer: CheckpointWriter, spikes: SpikeDetector, record: StepRecord, batch: int
+    job: Job, group: ProcessGroup, writer: CheckpointWriter, spikes: SpikeDetector, record: StepRecord, batch: int
 ) -> MillraceError | None:
     """Leave out the batch on which the loss spiked, with what is being written committed; an error where that is of no
     use.
@@ -280,7 +280,7 @@ def skip_batch(
     return None if spikes.skip_batch(batch) else spiked_for_ever(job, record.step, record.loss, limit)
 
 
-def roll_back(job: Job, program: Program, group: WorkerGroup, step: int) -> Resumed:
+def roll_back(job: Job, program: Program, group: ProcessGroup, step: int) -> Resumed:
     """Load the newest checkpoint, in the middle of a run."""
     state = resume(job, program, group)
     if group.rank == 0:
@@ -288,7 +288,7 @@ def roll_back(job: Job, program: Program, group: WorkerGroup, step: int) -> Resu
     return state
 
 
-def agree_on_checkpoints(job: Job, group: WorkerGroup) -> list[int]:
+def agree_on_checkpoints(job: Job, group: ProcessGroup) -> list[int]:
     """Steps of the checkpoints, ascending. Raises `ArtifactError` when the workers see different ones."""
     seen = group.gather({"steps": checkpoint_steps(job.checkpoint_collection)})
     for rank, theirs in enumerate(seen):
@@ -325,7 +325,7 @@ def is_finite(program: Program) -> bool:
 
 
 def save(
-    program: Program, group: WorkerGroup, writer: CheckpointWriter, record: StepRecord, loss_spikes: LossSpikes | None
+    program: Program, group: ProcessGroup, writer: CheckpointWriter, record: StepRecord, loss_spikes: LossSpikes | None
 ) -> float:
     """Begin a checkpoint of the state after a step; the seconds that training stood still for it.
 
@@ -339,7 +339,7 @@ def save(
     return time.perf_counter() - started
 
 
-def require_same_state(program: Program, group: WorkerGroup, step: int) -> None:
+def require_same_state(program: Program, group: ProcessGroup, step: int) -> None:
     """Raise `DeviceError` unless all workers with the same part of the model hold the same bits of it.
 
     It reads the whole state, and from a GPU to the host; where no two workers have the same part it reads nothing.
@@ -377,7 +377,7 @@ def evaluate(program: Program, validation: TokenStream) -> dict[str, float]:
     return program.backend.defer({"validation_loss": loss}).read()
 
 
-def count_compile_misses(job: Job, backend: Backend, group: WorkerGroup) -> dict[str, Any]:
+def count_compile_misses(job: Job, backend: Backend, group: ProcessGroup) -> dict[str, Any]:
     """Graphs compiled, and files added to the published cache: the largest count of any worker."""
     return {
         "graphs_compiled": group.maximum(backend.cache_report().graphs_compiled),

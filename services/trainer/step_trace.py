@@ -28,8 +28,8 @@ from services.common.program.backends.torch_native import GROUP_NAMES, OPS, Torc
 from services.common.program.mesh import AXES, Axis, Mesh, make_mesh
 from services.common.program.micro_batch import MicroBatch, make_synthetic_micro_batch
 from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
 
 RING_PASSES = {  # times that a ring carries (n - 1) / n of the whole tensor past each of n workers
@@ -87,7 +87,7 @@ def trace_step(recipe: Recipe) -> StepTrace:
 @contextmanager
 def _fake_program(recipe: Recipe, rank: int) -> Iterator[tuple[Program, _Watch]]:
     world_size = recipe.parallel.num_workers
-    group = WorkerGroup.fake(world_size, rank)
+    group = ProcessGroup.fake(world_size, rank)
     try:
         mesh = make_mesh(recipe, rank, world_size)
         with FakeTensorMode():

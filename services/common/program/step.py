@@ -17,8 +17,8 @@ from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
+from services.common.program.process_group import naming_workers_lost_in_graphs
 from services.common.program.sharded_state import ShardedState
-from services.common.program.worker_group import naming_workers_lost_in_graphs
 from services.common.recipe import Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

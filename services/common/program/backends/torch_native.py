@@ -21,9 +21,9 @@ from services.common.program.backends.native_device import NATIVE_DEVICES, devic
 from services.common.program.backends.protocol import CacheReport
 from services.common.program.buckets import Bucket
 from services.common.program.mesh import AXES, Axis, Mesh
+from services.common.program.process_group import COLLECTIVE_TIMEOUT, naming_lost_workers
 from services.common.program.reduction import RunningSum, Sum, TreeSum, sum_in_tree
 from services.common.program.snapshot import CudaSnapshots, Snapshots
-from services.common.program.worker_group import COLLECTIVE_TIMEOUT, naming_lost_workers
 from services.common.recipe import ActivationCheckpointing, Device, Recipe
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from services.common.program.layers import gather_sequence, reduce_scatter_seque
 from services.common.program.mesh import AXES, Mesh, make_mesh
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
 from services.common.testing.recipes import make_recipe
 
@@ -39,7 +39,7 @@ def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
     all workers with this worker's slice of it.
     """
     rank = environment.rank
-    group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
+    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
     mesh = mesh_of(rank)
     results: dict[str, torch.Tensor] = {}
     for reduction in ("exact", "fast"):
@@ -104,7 +104,7 @@ def activation_of(rank: int) -> torch.Tensor:
 def sum_activations(folder: Path, environment: WorkerEnvironment) -> None:
     """Write this worker's slice of the sum of activations, and of a gathered activation's gradients, in each type."""
     rank = environment.rank
-    group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
+    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
     backend = TorchNative(Mesh(rank, 1, environment.world_size), 1, "fast")
     results = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -201,7 +201,7 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
     documents. The first two workers then train on MESHES_OF_TWO.
     """
     rank = environment.rank
-    group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
+    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
     own = folder / str(rank)
     own.mkdir()
     meshes = {
@@ -225,7 +225,7 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
     group.barrier()
     group.leave()
     if rank < 2:
-        group = WorkerGroup.join(rank, 2, f"{environment.rendezvous}-two")
+        group = ProcessGroup.join(rank, 2, f"{environment.rendezvous}-two")
         for name, sizes in MESHES_OF_TWO.items():
             mesh = make_mesh(make_recipe(own, **PARALLEL, **degrees(*sizes)), rank, 2)
             results[name + LONG] = train_on(mesh, own, MANY_STEPS)
@@ -241,7 +241,7 @@ def train_on_fewer_and_fewer(folder: Path, environment: WorkerEnvironment) -> No
     own.mkdir()
     for size in SIZES:
         if rank < size:
-            group = WorkerGroup.join(rank, size, f"{environment.rendezvous}-{size}")
+            group = ProcessGroup.join(rank, size, f"{environment.rendezvous}-{size}")
             results[f"data {size}"] = train_on(Mesh(rank, size), own, EIGHT_STEPS, parallel__zero_stage="1", **OF_EIGHT)
             group.barrier()
             group.leave()

@@ -21,7 +21,7 @@ POLL_SECONDS = 1.0
 """Seconds between two exchanges of workers that wait for others in `wait_for_work`."""
 
 
-class WorkerGroup:
+class ProcessGroup:
     """One worker's connection to all other workers of the run.
 
     All workers call every method, in the same order. Methods raise `WorkersLost` where another worker has ended.
