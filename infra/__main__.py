@@ -15,7 +15,8 @@ from typing import Any
 from images.platforms import SERVICES
 from images.versions import describe_build
 from infra.account import Account, explaining_refusals
-from infra.addons.releases import compare_releases, install_releases, read_releases, render_applications
+from infra.addons.installation import compare_releases, install_releases
+from infra.addons.releases import Release, choose_releases, read_releases, render_applications
 from infra.batch_workloads import BatchWorkloads
 from infra.checks import run_checks
 from infra.cluster_workloads import ClusterWorkloads
@@ -33,8 +34,11 @@ from services.common.artifacts.manifest import write_durably
 from services.common.entry_point import exit_code_of
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe import STAGES
+from services.common.recipe_file import load_recipe
 
 HOURS = 24.0
+RECIPE = Path(__file__).parents[1] / "recipes/llama2-7b-trn1.toml"
+"""The recipe that both targets deploy where nobody names one; a test holds it to theirs."""
 OVERLAYS = SETTINGS.parents[1]
 CONFIG = Path(__file__).parents[1] / "batch/config.txt"
 
@@ -59,21 +63,22 @@ def main(argv: list[str]) -> int:
 
 
 def addons() -> None:
-    """DRY_RUN=1 prints the commands."""
-    install_releases(read_releases(), _is_set("DRY_RUN"))
+    """ONLY (all), names of add-ons with commas between; DRY_RUN=1 prints the commands."""
+    install_releases(_chosen_releases(), _is_set("DRY_RUN"))
 
 
 def addons_diff() -> None:
-    compare_releases(read_releases())
+    """ONLY (all)."""
+    compare_releases(_chosen_releases())
 
 
 def addons_argocd() -> None:
-    """PROJECT (default)."""
-    print(render_applications(read_releases(), os.environ.get("PROJECT") or "default"), end="")
+    """ONLY (all), PROJECT (default)."""
+    print(render_applications(_chosen_releases(), os.environ.get("PROJECT") or "default"), end="")
 
 
 def cost() -> None:
-    """NODES (the most that the stack allows), CPU_NODES (0), HOURS (24) and VARS."""
+    """NODES (the most that the stack allows), CPU_NODES (0), HOURS (24), RECIPE (Llama 2 7B) and VARS."""
     # A price needs no place: it is asked for before one is chosen.
     print(_describe_cost(_read_inputs(needs_place=False)))
 
@@ -141,17 +146,26 @@ def _write_config(stack: Stack, inputs: Inputs) -> None:
 
 
 def down() -> None:
-    """KEEP_DATA=false, VARS, YES=1."""
+    """KEEP_DATA=false, KEEP_CLUSTER=true, VARS, YES=1."""
     inputs = _read_inputs()
-    is_data_kept = _keep_data()
+    is_data_kept, is_cluster_kept = _truth("KEEP_DATA", True), _truth("KEEP_CLUSTER", False)
+    if is_cluster_kept and not inputs.has_cluster:
+        raise RecipeError("KEEP_CLUSTER=true: the Batch stack has no cluster that could stay")
+    if is_cluster_kept and not is_data_kept:
+        raise RecipeError("KEEP_CLUSTER=true with KEEP_DATA=false: a cluster that stays keeps its data")
     account = Account(inputs.region)
+    workloads = _workloads(account, inputs)
+    teardown = Teardown(account, _stack(), inputs.name, is_data_kept, is_cluster_kept, workloads)
     print(describe_leftovers(find_leftovers(account, inputs.name), inputs.name, inputs.region))
-    if is_data_kept:
+    teardown.look_around()
+    if is_cluster_kept:
+        question = f"Take down what Millrace made on {workloads.place} in {inputs.region}, and keep the cluster?"
+    elif is_data_kept:
         question = f"Take down {inputs.name} in {inputs.region}, and keep its bucket, file system and images?"
     else:
         question = f"Take down {inputs.name} in {inputs.region} WITH ITS DATA, all checkpoints and images?"
     require_yes(question)
-    Teardown(account, _stack(), inputs.name, is_data_kept, _workloads(account, inputs)).run()
+    teardown.run()
     print(describe_leftovers(find_leftovers(account, inputs.name), inputs.name, inputs.region))
 
 
@@ -170,7 +184,7 @@ def _workloads(account: Account, inputs: Inputs) -> Workloads:
 
 
 def _describe_cost(inputs: Inputs) -> str:
-    return describe_cost(_sizes(inputs), _hours())
+    return describe_cost(_sizes(inputs), _hours(), load_recipe(_recipe()))
 
 
 def _sizes(inputs: Inputs) -> Sizes:
@@ -212,11 +226,20 @@ def _hours() -> float:
     return hours
 
 
-def _keep_data() -> bool:
-    text = (os.environ.get("KEEP_DATA") or "true").lower()
+def _recipe() -> Path:
+    """The recipe, RECIPE=FILE, whose checkpoints the file system is held against."""
+    return Path(os.environ.get("RECIPE") or RECIPE)
+
+
+def _truth(name: str, default: bool) -> bool:
+    text = (os.environ.get(name) or str(default)).lower()
     if text not in ("true", "1", "false", "0"):
-        raise RecipeError(f"KEEP_DATA={text}: expected true or false")
+        raise RecipeError(f"{name}={text}: expected true or false")
     return text in ("true", "1")
+
+
+def _chosen_releases() -> list[Release]:
+    return choose_releases(read_releases(), os.environ.get("ONLY", ""))
 
 
 def _stack() -> Stack:

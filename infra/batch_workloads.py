@@ -7,6 +7,7 @@ from pathlib import Path
 
 from infra.account import Account, explaining_refusals
 from infra.batch_queues import list_definitions, list_job_ids, list_queues
+from infra.neighbours import Neighbour, find_in_account
 from infra.waiting import wait_until_none
 from services.common.input_file import read_file
 
@@ -29,6 +30,10 @@ class BatchWorkloads:
 
     def is_there(self) -> bool:
         return bool(list_queues(self.account, self.stack))
+
+    def find_neighbours(self) -> list[Neighbour]:
+        """What others have in the network that the stack made; in one that was given, nothing is looked at."""
+        return find_in_account(self.account, self.stack, lambda service: False)
 
     def stop(self) -> None:
         """Raises `TryAgain` where a job does not end in time."""

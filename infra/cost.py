@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infra.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
+from services.common.instance_types import GIB
+from services.common.lustre import LustreSize
+from services.common.memory import checkpoint_bytes
+from services.common.recipe import Recipe
+from services.common.stop_notice import CHECKPOINTS_PER_NOTICE, TRAINER_NOTICE_SECONDS, needed_notice_seconds
 
 FSX_THROUGHPUTS = (125, 250, 500, 1000)
 
@@ -32,10 +37,8 @@ class Sizes:
     core_nodes: int
     nat_gateways: int
     interface_endpoints: int
-    fsx_gib: int
-    """0: none."""
-    fsx_throughput: int
-    """MB/s for each TiB."""
+    fsx: LustreSize | None
+    """Size of the file system that the stack makes; None where it makes none."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,13 @@ def list_standing(sizes: Sizes) -> list[Line]:
     lines.append(_priced("NAT gateway", sizes.nat_gateways, "nat_gateway_hour"))
     lines.append(_priced("its public address", sizes.nat_gateways, "public_address_hour"))
     lines.append(_priced("interface endpoint", sizes.interface_endpoints, "interface_endpoint_hour"))
-    if sizes.fsx_gib:
-        if sizes.fsx_throughput not in FSX_THROUGHPUTS:
-            raise RecipeError(
-                f"FSx has {sizes.fsx_throughput} MB/s/TiB, and PERSISTENT_2 comes with one of {FSX_THROUGHPUTS}"
-            )
-        what = f"FSx for Lustre, {sizes.fsx_gib} GiB of {sizes.fsx_throughput} MB/s/TiB"
-        price = read_prices()[fsx_gb_month(sizes.fsx_throughput)]
-        hourly = sizes.fsx_gib * price.dollars / HOURS_OF_A_MONTH
-        lines.append(Line(what, hourly, price_region(), price.dated, price.source))
+    if sizes.fsx:
+        throughput = sizes.fsx.megabytes_per_second_per_tib
+        if throughput not in FSX_THROUGHPUTS:
+            raise RecipeError(f"FSx has {throughput} MB/s/TiB, and PERSISTENT_2 comes with one of {FSX_THROUGHPUTS}")
+        price = read_prices()[fsx_gb_month(throughput)]
+        hourly = sizes.fsx.gib * price.dollars / HOURS_OF_A_MONTH
+        lines.append(Line(f"FSx for Lustre, {sizes.fsx}", hourly, price_region(), price.dated, price.source))
     if sizes.capacity_kind == "reservation":
         lines.append(_nodes("trainium, reserved", sizes.trainium_shape, sizes.reserved_nodes))
     return [line for line in lines if line.dollars_per_hour]
@@ -80,8 +81,8 @@ def list_running(sizes: Sizes) -> list[Line]:
     return [line for line in lines if line.dollars_per_hour]
 
 
-def describe_cost(sizes: Sizes, hours: float) -> str:
-    """Both lists, their sums, and a run of so many hours."""
+def describe_cost(sizes: Sizes, hours: float, recipe: Recipe) -> str:
+    """Both lists, their sums, a run of so many hours, and what a checkpoint of the recipe takes on the file system."""
     standing, running = list_standing(sizes), list_running(sizes)
     hourly, running_hourly = _sum(standing), _sum(running)
     total = (hourly + running_hourly) * hours
@@ -99,6 +100,8 @@ def describe_cost(sizes: Sizes, hours: float) -> str:
     text += _capacity(sizes)
     if sizes.trainium_nodes or sizes.cpu_nodes:
         text.append(f"a run of {hours:g} hours: {_money(total)}")
+    if sizes.fsx:
+        text.append(describe_checkpoints(sizes.fsx, recipe))
     text.append(
         f"Not in it: what goes through a NAT gateway ({_money(dollars('nat_gateway_gb'), 3)}/GB), S3 "
         f"({_money(dollars('bucket_gb_month'), 3)}/GB and month), ECR, logs, CloudWatch's Container Insights (by "
@@ -106,6 +109,38 @@ def describe_cost(sizes: Sizes, hours: float) -> str:
     )
     text += ["Prices are from", *(f"  {line.what}: {line.source}" for line in [*standing, *running])]
     return "\n".join(text)
+
+
+def describe_checkpoints(size: LustreSize, recipe: Recipe) -> str:
+    """How long a checkpoint of the recipe takes on a file system of this size, and whether the notice of a stop holds
+    as many as it should; where not, the throughput that would do.
+    """
+    what = f"{checkpoint_bytes(recipe) / GIB:,.0f} GiB of {recipe.name}"
+    speed = f"{_write_seconds(size, recipe):,.0f} s at the file system's {size.bytes_per_second / 1e6:,.0f} MB/s"
+    if _fits_notice(size, recipe):
+        return (
+            f"a checkpoint, {what}, takes {speed}; {CHECKPOINTS_PER_NOTICE} of them fit the {TRAINER_NOTICE_SECONDS} s "
+            f"between a stop's notice and the end, as they should"
+        )
+    larger = [replace(size, megabytes_per_second_per_tib=each) for each in FSX_THROUGHPUTS]
+    enough = next((each for each in larger if _fits_notice(each, recipe)), None)
+    return (
+        f"A CHECKPOINT, {what}, TAKES {speed}, and the {TRAINER_NOTICE_SECONDS} s between a stop's notice and the end "
+        f"should hold {CHECKPOINTS_PER_NOTICE}: a stop may lose the steps since the checkpoint before. "
+        + (
+            f"Enough is fsx = {{ gib = {enough.gib}, throughput = {enough.megabytes_per_second_per_tib} }}"
+            if enough
+            else f"No throughput of {size.gib:,} GiB is enough: more GiB are faster in proportion (fsx.gib)"
+        )
+    )
+
+
+def _fits_notice(size: LustreSize, recipe: Recipe) -> bool:
+    return needed_notice_seconds(_write_seconds(size, recipe)) <= TRAINER_NOTICE_SECONDS
+
+
+def _write_seconds(size: LustreSize, recipe: Recipe) -> float:
+    return checkpoint_bytes(recipe) / size.bytes_per_second
 
 
 def require_budget(sizes: Sizes, monthly_dollars: float | None) -> None:

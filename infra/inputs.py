@@ -18,6 +18,7 @@ from infra.shapes import find_shape
 from infra.stack import STACK
 from services.common.errors import RecipeError
 from services.common.input_file import read_file
+from services.common.lustre import LustreSize, default_lustre_size
 
 REPOSITORIES = "millrace"  # of both stacks; the contract test holds it to theirs
 VARIABLES_FILE = "terraform.tfvars"  # terraform reads it by itself
@@ -48,8 +49,8 @@ class Inputs:
     """Empty on demand."""
     capacity_ends_at: str
     """RFC 3339; empty: it has no end."""
-    fsx_gib: int
-    fsx_throughput: int
+    fsx: LustreSize | None
+    """Size of the file system that the stack makes; None where it makes none."""
     budget_monthly_dollars: float | None
     """None: there is no budget."""
     interface_endpoints: int
@@ -97,11 +98,11 @@ def read_inputs(variables: Mapping[str, Any], needs_place: bool = True, folder: 
             f"infra/README.md has an example"
         )
     capacity = variables.get("capacity") or {}
-    fsx = variables.get("fsx") or {}
     budget = (variables.get("budget") or {}).get("monthly_dollars")
     endpoints = variables.get("enable_interface_endpoints")
     has_cluster = "core_nodes" in variables
     given = _read_given(variables.get("config"), folder)
+    is_fsx_made = variables.get("enable_fsx", True) and "FSX_DNS_NAME" not in given
     return Inputs(
         region=variables.get("region") or "",
         name=variables.get("name", "millrace"),
@@ -117,12 +118,20 @@ def read_inputs(variables: Mapping[str, Any], needs_place: bool = True, folder: 
         capacity_kind=capacity.get("kind") or "on_demand",
         reservation_id=capacity.get("reservation_id") or "",
         capacity_ends_at=capacity.get("ends_at") or "",
-        fsx_gib=int(fsx.get("gib") or 0) if variables.get("enable_fsx", True) and "FSX_DNS_NAME" not in given else 0,
-        fsx_throughput=int(fsx.get("throughput") or 0),
+        fsx=_read_lustre_size(variables.get("fsx") or {}) if is_fsx_made else None,
         budget_monthly_dollars=None if budget is None else float(budget),
         interface_endpoints=ENDPOINTS if endpoints and "SUBNET" not in given else 0,
         repositories=given.get("ECR_REPO", REPOSITORIES).partition("/")[2] or REPOSITORIES,
         registry_id=given.get("ECR_REPO", "").partition(".")[0],
+    )
+
+
+def _read_lustre_size(chosen: Mapping[str, Any]) -> LustreSize:
+    """The size of the file system as both stacks complete it."""
+    default = default_lustre_size()
+    return LustreSize(
+        gib=int(chosen.get("gib") or default.gib),
+        megabytes_per_second_per_tib=int(chosen.get("throughput") or default.megabytes_per_second_per_tib),
     )
 
 
@@ -150,8 +159,7 @@ def sizes_of(inputs: Inputs, trainium_nodes: int, cpu_nodes: int) -> Sizes:
         core_nodes=inputs.core_nodes,
         nat_gateways=int(inputs.has_network),
         interface_endpoints=inputs.interface_endpoints,
-        fsx_gib=inputs.fsx_gib,
-        fsx_throughput=inputs.fsx_throughput,
+        fsx=inputs.fsx,
     )
 
 

@@ -13,10 +13,12 @@ from botocore.exceptions import ClientError
 
 from infra.account import STACK_TAG, Account, explaining_refusals, is_absent
 from infra.batch_queues import list_definitions, list_environments, list_job_ids, list_queues
+from infra.load_balancers import list_load_balancers
 from infra.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
 from infra.shapes import read_shapes
 
 GONE = ("terminated", "shutting-down")
+CLAIM_TAGS = ("kubernetes.io/created-for/pvc/namespace", "kubernetes.io/created-for/pvc/name")
 # What is before the name in the last part of an ARN.
 IN_ARN = {
     "EKS cluster": "cluster/",
@@ -97,13 +99,13 @@ def list_unused_interfaces(account: Account, stack: str) -> list[str]:
     return list(found)
 
 
-def list_load_balancers(account: Account, cluster: str) -> list[str]:
-    return [each.name for each in _load_balancers(account, cluster)]
-
-
-def list_cluster_volumes(account: Account, cluster: str) -> list[str]:
-    """Volumes that the EBS driver made for claims."""
-    return [each["VolumeId"] for each in _cluster_volumes(account, cluster)]
+def list_claim_volumes(account: Account, cluster: str) -> dict[str, str]:
+    """Volumes that the EBS driver made, each with namespace/name of its claim; empty where no tag tells."""
+    found = {}
+    for each in _cluster_volumes(account, cluster):
+        tags = {pair["Key"]: pair["Value"] for pair in each.get("Tags") or []}
+        found[each["VolumeId"]] = "/".join(tags[key] for key in CLAIM_TAGS if key in tags)
+    return found
 
 
 def list_pool_instances(account: Account, cluster: str, node_group: str) -> list[str]:
@@ -174,23 +176,10 @@ def _interfaces(account: Account, stack: str) -> Iterator[Leftover]:
 
 
 def _load_balancers(account: Account, stack: str) -> Iterator[Leftover]:
-    tag = f"kubernetes.io/cluster/{stack}"
     price = dollars("load_balancer_hour") * HOURS_OF_A_MONTH
-    newer = {
-        each["LoadBalancerArn"]: each["LoadBalancerName"]
-        for each in account.pages("elbv2", "describe_load_balancers", "LoadBalancers")
-    }
-    older = [
-        each["LoadBalancerName"] for each in account.pages("elb", "describe_load_balancers", "LoadBalancerDescriptions")
-    ]
-    for batch in _batches(list(newer)):
-        for each in account.client("elbv2").describe_tags(ResourceArns=batch)["TagDescriptions"]:
-            if tag in {pair["Key"] for pair in each["Tags"]}:
-                yield Leftover("load balancer", newer[each["ResourceArn"]], "of a Service", price)
-    for batch in _batches(older):
-        for each in account.client("elb").describe_tags(LoadBalancerNames=batch)["TagDescriptions"]:
-            if tag in {pair["Key"] for pair in each["Tags"]}:
-                yield Leftover("load balancer", each["LoadBalancerName"], "of a Service, classic", price)
+    for each in list_load_balancers(account):
+        if each.is_of(stack):
+            yield Leftover("load balancer", each.name, f"of a Service{', classic' if each.is_classic else ''}", price)
 
 
 def _gateways(account: Account, stack: str) -> Iterator[Leftover]:
@@ -280,8 +269,3 @@ def _tagged_arns(account: Account, stack: str, types: list[str]) -> Iterator[str
         ResourceTypeFilters=types,
     ):
         yield each["ResourceARN"]
-
-
-def _batches(names: list[str], size: int = 20) -> Iterator[list[str]]:
-    """AWS describes the tags of so many load balancers at once."""
-    yield from (names[start : start + size] for start in range(0, len(names), size))

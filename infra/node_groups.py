@@ -1,4 +1,4 @@
-"""The managed node groups of a cluster, and the pool of each."""
+"""The managed node groups of a cluster: whose they are, and the pool of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from botocore.exceptions import ClientError
 
-from infra.account import Account, is_absent
+from infra.account import STACK_TAG, Account, is_absent
 
 # As the stack and k8s/ spell them; the contract test holds all three together.
 POOL_LABEL = "millrace.dev/pool"
@@ -19,7 +19,9 @@ class NodeGroup:
 
     name: str
     pool: str
-    """Empty: it is none of ours."""
+    """Which stages' pods come here; empty where no label says it."""
+    stack: str
+    """Name of the stack whose terraform made the group, by its tag; empty where somebody else made it."""
     subnet_ids: tuple[str, ...]
     desired_nodes: int
     min_nodes: int
@@ -42,6 +44,7 @@ def _find(account: Account, cluster: str, name: str) -> NodeGroup | None:
     return NodeGroup(
         name=name,
         pool=(found.get("labels") or {}).get(POOL_LABEL, ""),
+        stack=(found.get("tags") or {}).get(STACK_TAG, ""),
         subnet_ids=tuple(found["subnets"]),
         desired_nodes=size["desiredSize"],
         min_nodes=size["minSize"],

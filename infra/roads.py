@@ -62,7 +62,12 @@ ROADS: dict[Target, tuple[Step, ...]] = {
     "batch": (
         Step(
             "cp infra/stacks/batch/terraform.tfvars.example infra/stacks/batch/terraform.tfvars",
-            "region, zone_id, hugging_face_secret",
+            "region, zone_id",
+        ),
+        Step(
+            "aws secretsmanager create-secret --region {region} --name hugging-face --secret-string file:///dev/stdin "
+            "--query ARN",
+            "paste the token, then Ctrl-D; the ARN is hugging_face_secret",
         ),
         Step("make infra-cost STACK=batch NODES=4 HOURS=24", "offline, before anything else"),
         Step("make infra-preflight STACK=batch", "what the account would refuse"),

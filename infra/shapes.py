@@ -5,6 +5,7 @@ services, which know no infrastructure, and everything else through this module.
 DescribeInstanceTypes and DescribeInstanceTypeOfferings, to which a test holds them; the memory of a Trainium2 and the
 peaks of Trainium are those of AWS Neuron's documentation, the peaks of GPUs those of `services/common/gpu_peaks.py`;
 `pod` and the prices are ours. Types with GPUs are there for the trainer's plan alone: no stack makes nodes of them.
+`file_system` in the same file is no shape: see `services/common/lustre.py`.
 """
 
 from __future__ import annotations

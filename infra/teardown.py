@@ -11,6 +11,7 @@ from typing import Protocol
 
 from infra.account import Account, explaining_refusals
 from infra.leftovers import list_unused_interfaces
+from infra.neighbours import Neighbour, Place, describe_neighbours
 from infra.stack import Stack, type_of, without_indices
 from services.common.errors import DeviceError
 
@@ -33,6 +34,9 @@ class Workloads(Protocol):
     def is_there(self) -> bool:
         """Is there still something for it to run on?"""
 
+    def find_neighbours(self) -> list[Neighbour]:
+        """What somebody else has beside it, there or in the stack's network."""
+
     def stop(self) -> None:
         """End all of it, checkpoints committed. Raises `TryAgain` where something does not go in time."""
 
@@ -48,10 +52,32 @@ class Teardown:
     stack: Stack
     name: str
     is_data_kept: bool
+    is_cluster_kept: bool
+    """Does only what Millrace made on the cluster go? Then all that terraform made stays."""
     workloads: Workloads
+
+    def look_around(self) -> None:
+        """Print what others have beside the stack, which stays.
+
+        Raises `DeviceError` where something of theirs would end with the cluster, or would stop terraform halfway.
+        """
+        neighbours = self.workloads.find_neighbours()
+        in_the_way = [each for each in neighbours if self._is_in_the_way(each)]
+        if in_the_way:
+            raise DeviceError(self._describe_refusal(in_the_way))
+        if neighbours:
+            print(
+                f"{len(neighbours)} things are somebody else's, and stay:\n{describe_neighbours(neighbours)}",
+                flush=True,
+            )
 
     def run(self) -> None:
         """Raises `TryAgain` where something does not go in time, `DeviceError` where a tool or a right is lacking."""
+        if self.is_cluster_kept:
+            self.workloads.stop()
+            print(f"kept        {self.workloads.place}, its core nodes and network, and the data", flush=True)
+            print("            make addons and make cluster-up bring the rest back", flush=True)
+            return
         with explaining_refusals("infra-down"):
             is_there = self.workloads.is_there()
         if is_there:
@@ -60,6 +86,28 @@ class Teardown:
         else:
             print(f"gone        {self.workloads.place}, and all that ran there", flush=True)
         self._destroy()
+
+    def _is_in_the_way(self, neighbour: Neighbour) -> bool:
+        """The network stays with the data, and what is in it."""
+        if self.is_cluster_kept:
+            return False
+        return neighbour.place is Place.CLUSTER or not self.is_data_kept
+
+    def _describe_refusal(self, in_the_way: list[Neighbour]) -> str:
+        lines = [f"{len(in_the_way)} things beside {self.name} are somebody else's. Nothing was taken down:"]
+        lines.append(describe_neighbours(in_the_way))
+        if any(each.place is Place.CLUSTER for each in in_the_way):
+            lines.append(
+                f"What is on {self.workloads.place} would end with it, or keep EKS from deleting it. make infra-down "
+                f"KEEP_CLUSTER=true takes down what Millrace made on it, and leaves it to them."
+            )
+        if any(each.place is Place.NETWORK for each in in_the_way):
+            lines.append(
+                "What is in the network would keep EC2 from deleting it, after the data is gone. Without "
+                "KEEP_DATA=false the network stays."
+            )
+        lines.append("Or whoever owns them moves them; each one's command removes it. Then make infra-down again.")
+        return "\n".join(lines)
 
     def _require_state_of_it(self) -> None:
         """Before anything is stopped: what is not in the state would be left, and paid for."""

@@ -18,7 +18,7 @@ def wait_until_none(what: str, find: Callable[[], list[str]], timeout_seconds: f
     deadline = time.monotonic() + timeout_seconds
     said = ""
     while left := find():
-        state = f"waiting     for {what} to go: {', '.join(left[:5])}{' ...' if len(left) > 5 else ''}"
+        state = f"waiting     for {what} to go: {shorten(left)}"
         if state != said:
             print(state, flush=True)
             said = state
@@ -28,3 +28,8 @@ def wait_until_none(what: str, find: Callable[[], list[str]], timeout_seconds: f
                 f"continues"
             )
         time.sleep(POLL_SECONDS)
+
+
+def shorten(names: list[str]) -> str:
+    """The first five of them, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,11 +1,11 @@
-"""The tokenizer beside its alternatives, on the same text, in one run.
+"""Measures the tokenizer and its alternatives on the same text, in one run.
 
     python -m benchmarks.tokenizer                          100 MB of the installed packages, 3 rounds, 2 vocabularies
     python -m benchmarks.tokenizer --text DIR --megabytes 300 --rounds 5 --model llama2.model --only kernel_warm,anchor
 
-Every row runs in a process of its own, the rows of a round one after another, so that what else the machine does meets
-all of them. A rate is text per CPU second (the median of the rounds); of rows that compare processes per second of
-wall time. A program's start is no part of any rate, but of `stage_1` and `stage_2`, which start and check themselves.
+Every row of the table runs in its own process. The rows of a round run one after another, so that other load on the
+machine affects all rows. A rate is the median of the rounds: text per CPU second, or text per second of wall time for
+rows that compare numbers of processes. Only the rates of `stage_1` and `stage_2` include the start of a program.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.package_text import Text, read_text
+from benchmarks.tokenizer.benchmark_folder import BenchmarkFolder
 from benchmarks.tokenizer.encoder_rows import (
     fastokens_batch,
     kernel_cold,
@@ -31,8 +32,8 @@ from benchmarks.tokenizer.encoder_rows import (
     sentencepiece_batch,
     tokenizers_batch,
 )
-from benchmarks.tokenizer.measurement import Measurement, peak_memory_bytes
 from benchmarks.tokenizer.reading_rows import read_anchor, read_memmap, read_ours, read_ours_eight
+from benchmarks.tokenizer.row_measurement import RowMeasurement, peak_memory_bytes
 from benchmarks.tokenizer.stage_rows import (
     anchor,
     cold_1,
@@ -44,7 +45,6 @@ from benchmarks.tokenizer.stage_rows import (
     warm_1,
     warm_2,
 )
-from benchmarks.tokenizer.workbench import Workbench
 from services.tokenizer.vocabulary.training import take_first, train_vocabulary
 
 REPOSITORY = Path(__file__).parents[2]
@@ -54,28 +54,28 @@ ENCODING = (anchor, tokenizers_batch, sentencepiece_batch, fastokens_batch, kern
 PROCESSES = (cold_1, cold_2, warm_1, warm_2, encode_1, encode_2, stage_1, stage_2)
 READING = (read_anchor, read_memmap, read_ours, read_ours_eight)
 ROWS = {row.__name__: row for row in (*ENCODING, *PROCESSES, *READING)}
-# Rayon takes every core; the table compares cores.
+# The table compares single cores, and Rayon would use all of them.
 ONE_CORE = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     if arguments.row:
-        run_row(arguments.row, Workbench(arguments.folder), arguments.result)
+        run_row(arguments.row, BenchmarkFolder(arguments.folder), arguments.result)
         return 0
     text = read_text(arguments.text, arguments.megabytes * 10**6, half=None if arguments.text else 0)
     print(f"machine   {describe_machine()}\ntext      {text.description}")
     with tempfile.TemporaryDirectory(prefix="millrace-benchmark-", dir=arguments.work) as folder:
         for name, model in _vocabularies(arguments.model).items():
             print(f"\nvocabulary {name}")
-            bench = Workbench(Path(folder) / name)
+            bench = BenchmarkFolder(Path(folder) / name)
             bench.fill(text, model)
             print(table(measure(bench, arguments.only or tuple(ROWS), arguments.rounds), text), flush=True)
     return 0
 
 
-def run_row(name: str, bench: Workbench, result: Path) -> None:
-    """Run a row and write its measurement; what it stored is removed."""
+def run_row(name: str, bench: BenchmarkFolder, result: Path) -> None:
+    """Run a row, write its measurement, and remove the files that it stored."""
     try:
         measured = ROWS[name](bench)
     finally:
@@ -84,8 +84,9 @@ def run_row(name: str, bench: Workbench, result: Path) -> None:
     result.write_text(json.dumps(asdict(measured)), encoding="utf-8")
 
 
-def measure(bench: Workbench, rows: Sequence[str], rounds: int) -> dict[str, list[Measurement]]:
-    measured: dict[str, list[Measurement]] = {row: [] for row in rows}
+def measure(bench: BenchmarkFolder, rows: Sequence[str], rounds: int) -> dict[str, list[RowMeasurement]]:
+    """Run every row once a round."""
+    measured: dict[str, list[RowMeasurement]] = {row: [] for row in rows}
     for number in range(rounds):
         for row in rows:
             print(f"round {number + 1} of {rounds}: {row}", file=sys.stderr, flush=True)
@@ -93,15 +94,15 @@ def measure(bench: Workbench, rows: Sequence[str], rounds: int) -> dict[str, lis
     return measured
 
 
-def table(measured: dict[str, list[Measurement]], text: Text) -> str:
-    """Rates and their ratios to the anchor and to the best exact peer, what is stored, memory, and whose ids."""
-    rates = {row: statistics.median(each.rate(text.bytes) for each in all_) for row, all_ in measured.items()}
+def table(measured: dict[str, list[RowMeasurement]], text: Text) -> str:
+    """Format rates, ratios to the anchor and to fastokens, stored bytes, peak memory, and whether ids are equal."""
+    rates = {row: statistics.median(one.rate(text.bytes) for one in rounds) for row, rounds in measured.items()}
     reference = measured.get("sentencepiece_batch")
     reading = [row.__name__ for row in READING]
     lines = [f"{'':<22}{'MB/s':>9}{'x anchor':>10}{'x fastokens':>12}{'B/token':>9}{'peak MB':>9}  ids"]
     for row in [row for row in measured if row not in reading]:
         last = measured[row][-1]
-        # Rates by wall time are compared with each other alone, and what processes of a row need is not measured.
+        # Rates by wall time have no ratio to rates by CPU time, and memory of child processes is not measured.
         is_alone = last.cpu_seconds is not None
         ratios = [_ratio(rates, row, base) if is_alone else "" for base in ("anchor", "fastokens_batch")]
         stored = f"{last.stored_bytes / last.tokens:.3f}" if last.stored_bytes else ""
@@ -139,15 +140,15 @@ def _ratio(rates: dict[str, float], row: str, base: str) -> str:
     return f"{rates[row] / rates[base]:.1f}" if base in rates else ""
 
 
-def _scaling(ones: Sequence[Measurement], twos: Sequence[Measurement]) -> str:
-    """By wall time, round by round."""
+def _scaling(ones: Sequence[RowMeasurement], twos: Sequence[RowMeasurement]) -> str:
+    """Format the ratios of two processes to one by wall time, with the median, minimum and maximum of the rounds."""
     ratios = sorted(
         (two.texts / two.wall_seconds) / (one.texts / one.wall_seconds) for one, two in zip(ones, twos, strict=True)
     )
     return f"{statistics.median(ratios):>9.2f}x  from {ratios[0]:.2f}x to {ratios[-1]:.2f}x in {len(ratios)} rounds"
 
 
-def _run_in_process(bench: Workbench, row: str) -> Measurement:
+def _run_in_process(bench: BenchmarkFolder, row: str) -> RowMeasurement:
     result = bench.folder / "result.json"
     command = [sys.executable, "-m", "benchmarks.tokenizer", "--row", row]
     log = bench.folder / f"{row}.log"
@@ -162,11 +163,11 @@ def _run_in_process(bench: Workbench, row: str) -> Measurement:
         )
     if done.returncode:
         sys.exit(f"{row} ended with {done.returncode}:\n{log.read_text(encoding='utf-8')[-4_000:]}")
-    return Measurement(**json.loads(result.read_text(encoding="utf-8")))
+    return RowMeasurement(**json.loads(result.read_text(encoding="utf-8")))
 
 
 def _vocabularies(given: Path | None) -> dict[str, bytes]:
-    """Two, of which none has seen the text that is measured: of code, or the given one, and of the other files."""
+    """Train vocabularies on text that is not measured: on code, unless a model is given, and on other files."""
     others = read_text(None, 10**9, half=1).documents
 
     def train(is_code: bool) -> bytes:
@@ -180,18 +181,18 @@ def _vocabularies(given: Path | None) -> dict[str, bytes]:
 def _rows(names: str) -> tuple[str, ...]:
     rows = tuple(names.split(","))
     if unknown := [row for row in rows if row not in ROWS]:
-        raise argparse.ArgumentTypeError(f"no row is called {', '.join(unknown)}; there are {', '.join(ROWS)}")
+        raise argparse.ArgumentTypeError(f"unknown rows {', '.join(unknown)}; the rows are {', '.join(ROWS)}")
     return rows
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tokenizer", description=__doc__.split("\n")[0])
-    parser.add_argument("--text", type=Path, help="a folder of text files; default: the installed packages")
-    parser.add_argument("--model", type=Path, help="a SentencePiece model to measure besides a trained one")
-    parser.add_argument("--megabytes", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", type=_rows, help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--work", type=Path, help="where to put temporary files")
+    parser.add_argument("--text", type=Path, help="a folder of text files (default: the installed packages)")
+    parser.add_argument("--model", type=Path, help="a SentencePiece model, which replaces the one trained on code")
+    parser.add_argument("--megabytes", type=int, default=100, help="size of the text (default: 100)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: 3)")
+    parser.add_argument("--only", type=_rows, metavar="ROW,...", help=f"rows to run (default: all): {', '.join(ROWS)}")
+    parser.add_argument("--work", type=Path, help="folder for temporary files")
     for internal in ("--row", "--folder", "--result"):
         parser.add_argument(internal, type=str if internal == "--row" else Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Encoders alone, in memory, one process: text in, ids out."""
+"""Rows that encode text to ids in memory, in one process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from benchmarks.tokenizer.measurement import Measurement, Watch
-from benchmarks.tokenizer.workbench import Workbench
+from benchmarks.tokenizer.benchmark_folder import BenchmarkFolder
+from benchmarks.tokenizer.row_measurement import RowMeasurement, Watch
 
 
-def tokenizers_batch(bench: Workbench) -> Measurement:
+def tokenizers_batch(bench: BenchmarkFolder) -> RowMeasurement:
     """Hugging Face `tokenizers`, encode_batch_fast."""
     import tokenizers  # noqa: PLC0415
 
@@ -22,8 +22,8 @@ def tokenizers_batch(bench: Workbench) -> Measurement:
     return watch.stop().add_ids(ids)
 
 
-def sentencepiece_batch(bench: Workbench) -> Measurement:
-    """SentencePiece itself, to numpy arrays: the reference."""
+def sentencepiece_batch(bench: BenchmarkFolder) -> RowMeasurement:
+    """SentencePiece, which defines the ids, to numpy arrays."""
     from sentencepiece import SentencePieceProcessor  # noqa: PLC0415
 
     processor = SentencePieceProcessor(model_file=str(bench.model))
@@ -33,8 +33,8 @@ def sentencepiece_batch(bench: Workbench) -> Measurement:
     return watch.stop().add_ids(ids)
 
 
-def fastokens_batch(bench: Workbench) -> Measurement:
-    """fastokens, encode_batch_flat: the fastest exact library that we know."""
+def fastokens_batch(bench: BenchmarkFolder) -> RowMeasurement:
+    """fastokens, encode_batch_flat: the fastest exact library that was found."""
     import fastokens  # noqa: PLC0415
 
     tokenizer = fastokens.Tokenizer.from_file(str(bench.hugging_face / "tokenizer.json"))
@@ -46,17 +46,17 @@ def fastokens_batch(bench: Workbench) -> Measurement:
     return measured.add_ids(ids)
 
 
-def kernel_cold(bench: Workbench) -> Measurement:
+def kernel_cold(bench: BenchmarkFolder) -> RowMeasurement:
     """The chunk kernel with an empty table."""
     return _kernel(bench, passes=1)
 
 
-def kernel_warm(bench: Workbench) -> Measurement:
-    """The chunk kernel on text that it has seen."""
+def kernel_warm(bench: BenchmarkFolder) -> RowMeasurement:
+    """The chunk kernel on text that it has encoded before."""
     return _kernel(bench, passes=2)
 
 
-def _kernel(bench: Workbench, passes: int) -> Measurement:
+def _kernel(bench: BenchmarkFolder, passes: int) -> RowMeasurement:
     from services.tokenizer.encoding.chunk_encoder import ChunkEncoder, load_kernels  # noqa: PLC0415
     from services.tokenizer.text_batch import in_batches  # noqa: PLC0415
 
@@ -67,6 +67,6 @@ def _kernel(bench: Workbench, passes: int) -> Measurement:
         watch = Watch()
         encoded = [encoder.encode(batch) for batch in batches]
         measured = watch.stop()
-    # As the others': without BOS and EOS.
+    # The other rows give ids without BOS and EOS.
     ids = [each[begin + 1 : end - 1] for each, offsets in encoded for begin, end in pairwise(offsets.tolist())]
     return measured.add_ids(ids)

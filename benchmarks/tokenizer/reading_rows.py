@@ -1,4 +1,4 @@
-"""How many samples a second come back from the disk, in an order of the trainer's kind: at random."""
+"""Rows that read samples in random order, as the trainer does."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.tokenizer.measurement import Measurement, Watch
-from benchmarks.tokenizer.workbench import SEQUENCE_LENGTH, Workbench
+from benchmarks.tokenizer.benchmark_folder import SEQUENCE_LENGTH, BenchmarkFolder
+from benchmarks.tokenizer.row_measurement import RowMeasurement, Watch
 
 SAMPLES = 20_000
 
 
-def read_anchor(bench: Workbench) -> Measurement:
+def read_anchor(bench: BenchmarkFolder) -> RowMeasurement:
     """`load_from_disk` and transformers' default_data_collator, one sample a batch."""
     import datasets  # noqa: PLC0415
     from transformers import default_data_collator  # noqa: PLC0415
@@ -26,8 +26,8 @@ def read_anchor(bench: Workbench) -> Measurement:
     return _read(lambda index: default_data_collator([stored[index]]), count=1_000)
 
 
-def read_memmap(bench: Workbench) -> Measurement:
-    """As Megatron-LM reads: a flat file of uint16, mapped, widened by a copy."""
+def read_memmap(bench: BenchmarkFolder) -> RowMeasurement:
+    """A memory-mapped flat file of uint16, copied to int64, as Megatron-LM reads."""
     import torch  # noqa: PLC0415
 
     bench.output.mkdir(exist_ok=True)
@@ -42,17 +42,17 @@ def read_memmap(bench: Workbench) -> Measurement:
     return _read(read, count=SAMPLES)
 
 
-def read_ours(bench: Workbench) -> Measurement:
-    """TokenStream, one sample a batch, to a torch int64 tensor [1, 4097]."""
+def read_ours(bench: BenchmarkFolder) -> RowMeasurement:
+    """`TokenStream` to a torch int64 tensor [1, 4097], one sample a batch."""
     return _read_ours(bench, 1)
 
 
-def read_ours_eight(bench: Workbench) -> Measurement:
-    """TokenStream, eight samples a batch."""
+def read_ours_eight(bench: BenchmarkFolder) -> RowMeasurement:
+    """`TokenStream` to a torch int64 tensor [8, 4097], eight samples a batch."""
     return _read_ours(bench, 8)
 
 
-def _read_ours(bench: Workbench, batch_size: int) -> Measurement:
+def _read_ours(bench: BenchmarkFolder, batch_size: int) -> RowMeasurement:
     import torch  # noqa: PLC0415
 
     from services.common.artifacts.corpus import CorpusManifest  # noqa: PLC0415
@@ -78,7 +78,7 @@ def _read_ours(bench: Workbench, batch_size: int) -> Measurement:
     return measured
 
 
-def _read(read: Callable[[int], Any], count: int) -> Measurement:
+def _read(read: Callable[[int], Any], count: int) -> RowMeasurement:
     order = np.random.default_rng(0).permutation(count).tolist()
     for index in order[:200]:
         read(index)

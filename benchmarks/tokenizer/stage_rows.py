@@ -1,4 +1,4 @@
-"""From files of text to files of tokens, and what two processes do of it in the time of one."""
+"""Rows that turn files of text into files of tokens, and rows that compare two processes with one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.tokenizer.measurement import Measurement, Watch, bytes_below
-from benchmarks.tokenizer.workbench import SEQUENCE_LENGTH, Workbench
+from benchmarks.tokenizer.benchmark_folder import SEQUENCE_LENGTH, BenchmarkFolder
+from benchmarks.tokenizer.row_measurement import RowMeasurement, Watch, bytes_below
 
 START_SECONDS = 120
 
 Prepare = Callable[..., Callable[[], None]]
 
 
-def anchor(bench: Workbench) -> Measurement:
+def anchor(bench: BenchmarkFolder) -> RowMeasurement:
     """`datasets.map` with the fast Llama tokenizer, `group_texts`, `save_to_disk`: transformers' run_clm example."""
     import datasets  # noqa: PLC0415
     import transformers  # noqa: PLC0415
@@ -54,49 +54,49 @@ def anchor(bench: Workbench) -> Measurement:
     return measured
 
 
-def stage_1(bench: Workbench) -> Measurement:
-    """The whole stage, from parquet to fsynced and verified shards, self-check included, one process."""
+def stage_1(bench: BenchmarkFolder) -> RowMeasurement:
+    """The whole stage in one process: from Parquet to synced and verified shards, with the self-check."""
     return _stage(bench, num_workers=1)
 
 
-def stage_2(bench: Workbench) -> Measurement:
-    """The whole stage on two processes, their start included."""
+def stage_2(bench: BenchmarkFolder) -> RowMeasurement:
+    """The whole stage in two processes, with their start."""
     measured = _stage(bench, num_workers=2)
     measured.cpu_seconds = None
     return measured
 
 
-def encode_1(bench: Workbench) -> Measurement:
-    """The stage's encode tasks, one process that has started and checked itself."""
+def encode_1(bench: BenchmarkFolder) -> RowMeasurement:
+    """The stage's encode tasks in one process, without its start and its self-check."""
     return _encode_tasks(bench, num_processes=1)
 
 
-def encode_2(bench: Workbench) -> Measurement:
-    """The stage's encode tasks, two processes that have started and checked themselves."""
+def encode_2(bench: BenchmarkFolder) -> RowMeasurement:
+    """The stage's encode tasks in two processes, without their start and their self-checks."""
     return _encode_tasks(bench, num_processes=2)
 
 
-def cold_1(bench: Workbench) -> Measurement:
-    """The kernel from an empty table, one process over all of the text."""
+def cold_1(bench: BenchmarkFolder) -> RowMeasurement:
+    """The kernel with an empty table, one process over the whole text."""
     return _kernel_processes(bench, num_processes=1, is_warm=False)
 
 
-def cold_2(bench: Workbench) -> Measurement:
-    """The kernel from an empty table, two processes, each over all of the text."""
+def cold_2(bench: BenchmarkFolder) -> RowMeasurement:
+    """The kernel with empty tables, two processes, both over the whole text."""
     return _kernel_processes(bench, num_processes=2, is_warm=False)
 
 
-def warm_1(bench: Workbench) -> Measurement:
-    """The kernel on text that it has seen, one process over all of the text."""
+def warm_1(bench: BenchmarkFolder) -> RowMeasurement:
+    """The kernel on text that it has encoded before, one process over the whole text."""
     return _kernel_processes(bench, num_processes=1, is_warm=True)
 
 
-def warm_2(bench: Workbench) -> Measurement:
-    """The kernel on text that it has seen, two processes, each over all of the text."""
+def warm_2(bench: BenchmarkFolder) -> RowMeasurement:
+    """The kernel on text that it has encoded before, two processes, both over the whole text."""
     return _kernel_processes(bench, num_processes=2, is_warm=True)
 
 
-def _stage(bench: Workbench, num_workers: int) -> Measurement:
+def _stage(bench: BenchmarkFolder, num_workers: int) -> RowMeasurement:
     from services.common.artifacts.corpus import CorpusManifest  # noqa: PLC0415
     from services.common.artifacts.store import open_artifact  # noqa: PLC0415
     from services.tokenizer.command import main  # noqa: PLC0415
@@ -116,31 +116,31 @@ def _stage(bench: Workbench, num_workers: int) -> Measurement:
     return measured
 
 
-def _encode_tasks(bench: Workbench, num_processes: int) -> Measurement:
-    """A process that is done with a split takes the next one, as the launchers have it."""
+def _encode_tasks(bench: BenchmarkFolder, num_processes: int) -> RowMeasurement:
+    """Encode partitions in processes. A process that is done takes the next partition, as with the launchers."""
     from services.common.recipe_file import load_recipe  # noqa: PLC0415
     from services.tokenizer.build import make_tasks  # noqa: PLC0415
-    from services.tokenizer.plan import make_plan  # noqa: PLC0415
+    from services.tokenizer.corpus_plan import plan_corpus  # noqa: PLC0415
     from services.tokenizer.vocabulary.provision import provide_vocabulary  # noqa: PLC0415
 
     recipe = load_recipe(bench.write_recipe(num_processes))
-    plan = make_plan(recipe)
+    plan = plan_corpus(recipe)
     bench.output.mkdir(exist_ok=True)
     tasks = make_tasks(recipe, plan, *provide_vocabulary(recipe, plan, bench.output), bench.output)
     num_taken = _CONTEXT.Value("q", 0)
-    measured = _time_processes(_prepare_encoding_splits, (tasks, num_taken), num_processes)
-    measured.notes.append(f"{len(tasks)} splits")
+    measured = _time_processes(_prepare_encoding_partitions, (tasks, num_taken), num_processes)
+    measured.notes.append(f"{len(tasks)} partitions")
     return measured
 
 
-def _prepare_encoding_splits(tasks: Any, num_taken: Any) -> Callable[[], None]:
+def _prepare_encoding_partitions(tasks: Any, num_taken: Any) -> Callable[[], None]:
     from services.tokenizer.encode_task import encode_partition  # noqa: PLC0415
     from services.tokenizer.encoding.encoder_choice import load_encoder  # noqa: PLC0415
     from services.tokenizer.encoding.self_check import SAMPLED_DOCUMENTS  # noqa: PLC0415
     from services.tokenizer.text_batch import TextBatch  # noqa: PLC0415
 
     encoder = load_encoder(tasks[0].vocabulary_path, tasks[0].vocabulary, tasks[0].encoder)
-    encoder.encode(TextBatch.of([b"x"] * SAMPLED_DOCUMENTS))  # instead of the sample that the self-check would take
+    encoder.encode(TextBatch.of([b"x"] * SAMPLED_DOCUMENTS))  # uses up the sample of the self-check
 
     def encode_partitions() -> None:
         while True:
@@ -154,13 +154,13 @@ def _prepare_encoding_splits(tasks: Any, num_taken: Any) -> Callable[[], None]:
     return encode_partitions
 
 
-def _kernel_processes(bench: Workbench, num_processes: int, *, is_warm: bool) -> Measurement:
+def _kernel_processes(bench: BenchmarkFolder, num_processes: int, *, is_warm: bool) -> RowMeasurement:
     measured = _time_processes(_prepare_encoding_text, (bench, is_warm), num_processes)
     measured.texts = num_processes
     return measured
 
 
-def _prepare_encoding_text(bench: Workbench, is_warm: bool) -> Callable[[], None]:
+def _prepare_encoding_text(bench: BenchmarkFolder, is_warm: bool) -> Callable[[], None]:
     from services.tokenizer.encoding.chunk_encoder import ChunkEncoder, load_kernels  # noqa: PLC0415
     from services.tokenizer.text_batch import in_batches  # noqa: PLC0415
 
@@ -180,10 +180,10 @@ def _prepare_encoding_text(bench: Workbench, is_warm: bool) -> Callable[[], None
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
-def _time_processes(prepare: Prepare, arguments: tuple[Any, ...], num_processes: int) -> Measurement:
-    """Wall time from the first process's begin to the last one's end, by their own clocks, which are one on Linux.
+def _time_processes(prepare: Prepare, arguments: tuple[Any, ...], num_processes: int) -> RowMeasurement:
+    """Measure the wall time from the first begin to the last end. Processes on Linux share one monotonic clock.
 
-    `prepare(*arguments)` returns the work; all begin when all are prepared.
+    `prepare(*arguments)` returns the work, and all processes begin it when all are prepared.
     """
     barrier, times = _CONTEXT.Barrier(num_processes), _CONTEXT.SimpleQueue()
     processes = [
@@ -196,7 +196,7 @@ def _time_processes(prepare: Prepare, arguments: tuple[Any, ...], num_processes:
     if any(process.exitcode for process in processes):
         raise RuntimeError(f"processes ended with {[process.exitcode for process in processes]}")
     begins, ends = zip(*(times.get() for _ in processes), strict=True)
-    return Measurement(max(ends) - min(begins), cpu_seconds=None)
+    return RowMeasurement(max(ends) - min(begins), cpu_seconds=None)
 
 
 def _time_work(

@@ -46,7 +46,7 @@ class OutlineBatch(_Outline):
 class OutlineCompile(_Outline):
     enabled: bool = True
     trace_on: str = "device"
-    num_workers: Positive = 1
+    num_workers: Positive = 5
     task_cpus: Positive = 8
     task_memory_gib: Annotated[float, Field(gt=0)] = 32.0
 

@@ -1,29 +1,23 @@
-"""The add-ons' helm releases, from `addons.yaml`: installed, compared with what runs, removed, or written for Argo CD.
-
-helm is the user's: nothing here downloads it, and it talks to the cluster of KUBECONFIG as kubectl does.
-"""
+"""The add-ons of `addons.yaml`: each is a helm release, or an Argo CD application of the same chart and values."""
 
 from __future__ import annotations
 
 import difflib
-import json
-import shlex
-import shutil
-import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from infra.process import run_to_its_end
-from services.common.errors import DeviceError
+from services.common.errors import RecipeError
 
 ADDONS = Path(__file__).parent
+LIST = ADDONS / "addons.yaml"
 TIMEOUT = "10m"
 OCI = "oci://"
-NOT_FOUND = "release: not found"  # helm's words, in versions 3 and 4
+# helm keeps the label on a release's Secret, and `make addons` puts it on the definitions of kinds, too.
+MARK, MARKED = "millrace.dev/installed-by", "make-addons"
+IN_FOLDER, IN_TEMPLATES, NOWHERE = "folder", "templates", ""
 
 
 @dataclass(frozen=True)
@@ -36,28 +30,30 @@ class Release:
     """An address of charts, or of a registry after `oci://`."""
     version: str
     namespace: str
+    images: tuple[str, ...] = ()
+    """Last parts of the names of images that this add-on runs, and no other program."""
+    groups: tuple[str, ...] = ()
+    """API groups of the kinds that this add-on brings."""
+    crds: str = NOWHERE
+    """Where the chart has the definitions of these kinds: `IN_FOLDER`, `IN_TEMPLATES`, or `NOWHERE`."""
 
     @property
     def values(self) -> Path:
         return ADDONS / "values" / f"{self.name}.yaml"
 
     @property
-    def upgrade(self) -> list[str]:
-        """helm's arguments that install the release, or bring the installed one to this version and these values."""
+    def source(self) -> list[str]:
+        """helm's arguments that name the chart and its version."""
         is_oci = self.repository.startswith(OCI)
         chart = [f"{self.repository}/{self.chart}"] if is_oci else [self.chart, "--repo", self.repository]
+        return [*chart, "--version", self.version]
+
+    @property
+    def upgrade(self) -> list[str]:
+        """helm's arguments that install the release, or bring the installed one to this version and these values."""
         where = ["--namespace", self.namespace, "--create-namespace"]
-        return [
-            "upgrade",
-            "--install",
-            self.name,
-            *chart,
-            "--version",
-            self.version,
-            *where,
-            "--values",
-            str(self.values),
-        ]
+        mark = ["--labels", f"{MARK}={MARKED}"]
+        return ["upgrade", "--install", self.name, *self.source, *where, "--values", str(self.values), *mark]
 
     @property
     def install(self) -> list[str]:
@@ -66,55 +62,44 @@ class Release:
 
     @property
     def uninstall(self) -> list[str]:
-        """Also right where the release is gone already."""
+        """helm's arguments that remove the release; they do no harm where it is gone already."""
         where = ["--namespace", self.namespace]
         return ["uninstall", self.name, *where, "--ignore-not-found", "--wait", "--timeout", TIMEOUT]
 
-
-def read_releases(path: Path = ADDONS / "addons.yaml") -> list[Release]:
-    """In the order in which they are installed."""
-    return [Release(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["releases"]]
-
-
-def install_releases(releases: list[Release], is_dry_run: bool) -> None:
-    """Install or upgrade all, in order; stops at the first that fails. A dry run prints the commands alone."""
-    if is_dry_run:
-        for release in releases:
-            print(shlex.join(["helm", *release.install]))
-        return
-    helm = _find_helm()
-    for release in releases:
-        print(f"== {release.name} {release.version} in {release.namespace}", flush=True)
-        if exit_code := run_to_its_end([helm, *release.install]):
-            raise _failure(release, exit_code, "was rolled back, those before it stay")
+    @property
+    def show_crds(self) -> list[str]:
+        """helm's arguments that print the definitions of kinds of the chart's folder crds/."""
+        return ["show", "crds", *self.source]
 
 
-def remove_releases(releases: list[Release]) -> None:
-    """The last one first. One that is gone already is no failure."""
-    helm = _find_helm()
-    for release in reversed(releases):
-        print(f"removing    {release.name} from {release.namespace}", flush=True)
-        if exit_code := run_to_its_end([helm, *release.uninstall]):
-            raise _failure(release, exit_code, "may still be there")
+def read_releases(path: Path = LIST) -> list[Release]:
+    """All of them, in the order in which they are installed."""
+    return [_release(entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["releases"]]
 
 
-def compare_releases(releases: list[Release]) -> bool:
-    """Print what `install_releases` would change, as a diff of manifests; True where that is anything.
+def choose_releases(releases: list[Release], only: str) -> list[Release]:
+    """Those whose names `only` has between commas, in the order of the list; all of them where it is empty.
 
-    The cluster renders both sides, so that what a chart asks of its API is the same.
+    Raises `RecipeError` for a name that no add-on has, with the nearest one that there is.
     """
-    is_changed = False
-    for release in releases:
-        difference = list(_differences(release))
-        print(f"{release.name} {release.version}: {'would change' if difference else 'as it is installed'}")
-        print("".join(f"{line}\n" for line in difference), end="")
-        is_changed = is_changed or bool(difference)
-    return is_changed
+    chosen = [name.strip() for name in only.split(",") if name.strip()]
+    names = [release.name for release in releases]
+    for name in chosen:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+            nearest = f" Did you mean {near[0]}?" if near else ""
+            raise RecipeError(f"ONLY={only}: there is no add-on {name}.{nearest} {LIST.name} has {', '.join(names)}")
+    return [release for release in releases if release.name in chosen or not chosen]
 
 
 def render_applications(releases: list[Release], project: str) -> str:
     """The releases as Argo CD applications, one YAML document each, with the values inside."""
     return yaml.safe_dump_all([_application(release, project) for release in releases], sort_keys=False)
+
+
+def _release(entry: dict[str, Any]) -> Release:
+    lists: dict[str, Any] = {key: tuple(entry.get(key, ())) for key in ("images", "groups")}
+    return Release(**{**entry, **lists})
 
 
 def _application(release: Release, project: str) -> dict[str, Any]:
@@ -138,40 +123,3 @@ def _application(release: Release, project: str) -> dict[str, Any]:
             "syncPolicy": {"syncOptions": ["CreateNamespace=true", "ServerSideApply=true"]},
         },
     }
-
-
-def _differences(release: Release) -> Iterator[str]:
-    helm = _find_helm()
-    installed = _read([helm, "get", "manifest", release.name, "--namespace", release.namespace])
-    if installed.returncode and NOT_FOUND not in installed.stderr:
-        raise _failure(release, installed.returncode, "could not be read", installed.stderr)
-    before = "" if installed.returncode else installed.stdout
-    wanted = _read([helm, *release.upgrade, "--dry-run=server", "--output", "json"])
-    if wanted.returncode:
-        raise _failure(release, wanted.returncode, "could not be rendered", wanted.stderr)
-    after: str = json.loads(wanted.stdout)["manifest"]
-    yield from difflib.unified_diff(
-        before.strip().splitlines(), after.strip().splitlines(), "installed", "addons.yaml", lineterm=""
-    )
-
-
-def _find_helm() -> str:
-    helm = shutil.which("helm")
-    if helm is None:
-        raise DeviceError(
-            "no helm on PATH, and it installs the cluster's add-ons. Get 3.13 or newer from "
-            "https://helm.sh/docs/intro/install, or let Argo CD install them: make -s addons-argocd"
-        )
-    return helm
-
-
-def _read(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def _failure(release: Release, exit_code: int, outcome: str, words: str = "") -> DeviceError:
-    said = f": {words.strip()}" if words else "; its words are above"
-    return DeviceError(
-        f"helm ended with {exit_code}{said}. {release.name} {outcome}. The same command continues; "
-        f"kubectl -n {release.namespace} get pods,events shows what a release waits for"
-    )

@@ -18,6 +18,7 @@ from typing import Any
 import boto3
 import pytest
 
+from infra.account import Account
 from infra.stack import Change, Plan, Stack, read_plan
 from infra.teardown import list_targets_around_data
 
@@ -66,6 +67,13 @@ class Applied:
         """What `infra-down` destroys around the data."""
         targets = list_targets_around_data(Stack(self.folder).resources())
         return self.plan("-destroy", *(f"-target={each}" for each in targets)).changes
+
+    def account(self, monkeypatch: pytest.MonkeyPatch) -> Account:
+        """As the commands of infra reach it."""
+        monkeypatch.setenv("AWS_ENDPOINT_URL", self.endpoint)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        return Account(REGION)
 
     def client(self, service: str) -> Any:
         return boto3.client(

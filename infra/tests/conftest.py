@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import boto3
@@ -17,6 +18,7 @@ from moto.servicequotas.responses import ServiceQuotasResponse
 
 from infra.tests.programs import Programs
 from infra.tests.service_models import share_service_models
+from infra.tests.site import Site, make_cluster
 
 REGION = "us-west-2"
 
@@ -95,3 +97,22 @@ def aws(moto_server: Aws, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aws]:
     moto_server.reset()
     yield moto_server
     moto_server.reset()
+
+
+@pytest.fixture
+def site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Site:
+    programs.add_real("terraform")
+    programs.add_real("sh")
+    site = Site(tmp_path, programs)
+    monkeypatch.setenv("STACK", str(site.stack))
+    monkeypatch.setenv("OVERLAY", str(site.overlay))
+    monkeypatch.setenv("YES", "1")
+    monkeypatch.setenv("SLOW", str(tmp_path / "slow"))
+    monkeypatch.delenv("TF_CLI_CONFIG_FILE", raising=False)
+    return site
+
+
+@pytest.fixture
+def cluster(site: Site, aws: Aws) -> Site:
+    """An EKS cluster with a pool of two nodes in the account."""
+    return make_cluster(site, aws)

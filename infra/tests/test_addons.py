@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -22,8 +17,9 @@ from tests.command import call
 from tests.k8s.rendered import OVERLAYS, of_kind
 
 REPOSITORY = Path(__file__).parents[2]
-WHERE = "--namespace {} --create-namespace --values {} --atomic --timeout 10m"
-NAMES = ["kuberay-operator", "volcano", "neuron", "efa", "monitoring"]
+MARK = "millrace.dev/installed-by=make-addons"
+WHERE = f"--namespace {{}} --create-namespace --values {{}} --labels {MARK} --atomic --timeout 10m"
+NAMES = ["kuberay", "volcano", "neuron", "efa", "monitoring"]
 
 
 def values_of(name: str) -> dict[str, Any]:
@@ -41,9 +37,14 @@ def test_operators_are_the_versions_that_the_test_cluster_runs() -> None:
     modules = (REPOSITORY / "tests/cluster/kit/go.mod").read_text(encoding="utf-8")
     versions = {release.name: release.version for release in read_releases()}
 
-    assert re.search(r"kuberay/ray-operator v(\S+)", modules)[1] == versions["kuberay-operator"]  # type: ignore[index]
+    assert re.search(r"kuberay/ray-operator v(\S+)", modules)[1] == versions["kuberay"]  # type: ignore[index]
     assert re.search(r"volcano.sh/volcano v(\S+)", modules)[1] == versions["volcano"]  # type: ignore[index]
     assert values_of("volcano")["basic"]["image_tag_version"] == f"v{versions['volcano']}"
+
+
+def test_volcano_is_pulled_once_a_node() -> None:
+    """Its chart pulls always, from a public registry: without that registry no scheduler would come up again."""
+    assert values_of("volcano")["basic"]["image_pull_policy"] == "IfNotPresent"
 
 
 def test_the_device_plugin_is_of_the_images_sdk() -> None:
@@ -53,7 +54,7 @@ def test_the_device_plugin_is_of_the_images_sdk() -> None:
 
 
 def test_the_operator_has_no_batch_scheduler_of_its_own() -> None:
-    assert values_of("kuberay-operator")["batchScheduler"] == {"enabled": False, "name": ""}
+    assert values_of("kuberay")["batchScheduler"] == {"enabled": False, "name": ""}
 
 
 @pytest.mark.parametrize("name", ["neuron", "efa"])
@@ -109,7 +110,7 @@ def test_a_dry_run_prints_the_commands(
     done = call(capfd, "infra.__main__", "addons")
 
     repositories = {
-        "kuberay-operator": "kuberay-operator --repo https://ray-project.github.io/kuberay-helm/",
+        "kuberay": "kuberay-operator --repo https://ray-project.github.io/kuberay-helm/",
         "volcano": "volcano --repo https://volcano-sh.github.io/helm-charts",
         "neuron": "oci://public.ecr.aws/neuron/neuron-helm-chart",
         "efa": "aws-efa-k8s-device-plugin --repo https://aws.github.io/eks-charts",
@@ -118,79 +119,19 @@ def test_a_dry_run_prints_the_commands(
     versions = ["1.6.1", "1.14.1", "1.9.0", "v0.5.30", "92.21.2"]
     namespaces = ["kuberay-system", "volcano-system", "kube-system", "kube-system", "monitoring"]
     assert done.returncode == 0
-    assert done.stdout.splitlines() == [
+    installs = [line for line in done.stdout.splitlines() if line.startswith("helm upgrade")]
+    assert installs == [
         f"helm upgrade --install {name} {repositories[name]} --version {version} "
         + WHERE.format(namespace, ADDONS / "values" / f"{name}.yaml")
         for name, version, namespace in zip(NAMES, versions, namespaces, strict=True)
     ]
-
-
-def test_without_helm_it_ends_with_4_and_says_where_to_get_it(
-    capfd: pytest.CaptureFixture[str], programs: Programs
-) -> None:
-    for command in ("addons", "addons-diff"):
-        done = call(capfd, "infra.__main__", command)
-
-        assert done.returncode == 4
-        assert done.stdout == ""
-        assert "https://helm.sh/docs/intro/install" in done.stderr
-
-
-def test_add_ons_are_installed_in_order(capfd: pytest.CaptureFixture[str], programs: Programs) -> None:
-    programs.add("helm")
-
-    assert call(capfd, "infra.__main__", "addons").returncode == 0
-
-    assert [line.split()[3] for line in programs.calls] == NAMES
-    assert all("--atomic" in line and "--version" in line for line in programs.calls)
-
-
-def test_a_release_that_fails_stops_the_rest_and_is_named(
-    capfd: pytest.CaptureFixture[str], programs: Programs
-) -> None:
-    programs.add("helm", '[[ "$*" != *volcano* ]] || { echo "helm: timed out" >&2; exit 1; }')
-
-    done = call(capfd, "infra.__main__", "addons")
-
-    assert done.returncode == 4
-    assert [line.split()[3] for line in programs.calls] == ["kuberay-operator", "volcano"]
-    assert "timed out" in done.stderr
-    assert "volcano was rolled back" in done.stderr
-    assert "kubectl -n volcano-system get pods,events" in done.stderr
-
-
-def test_a_diff_shows_what_would_change(capfd: pytest.CaptureFixture[str], programs: Programs) -> None:
-    programs.add(
-        "helm",
-        """
-case "$*" in
-"get manifest volcano"*) echo "Error: release: not found" >&2; exit 1 ;;
-"get manifest efa"*) echo "image: v0.5.20" ;;
-"get manifest"*) echo "kind: Same" ;;
-*"--install efa"*) echo '{"manifest": "image: v0.5.30\\n"}' ;;
-*) echo '{"manifest": "kind: Same\\n"}' ;;
-esac""",
-    )
-
-    done = call(capfd, "infra.__main__", "addons-diff")
-
-    assert done.returncode == 0, done.stderr
-    assert "kuberay-operator 1.6.1: as it is installed" in done.stdout
-    assert "volcano 1.14.1: would change\n--- installed\n+++ addons.yaml\n" in done.stdout
-    assert "-image: v0.5.20\n+image: v0.5.30\n" in done.stdout
-    assert not any("--atomic" in line for line in programs.calls)
-    assert all("--dry-run=server" in line for line in programs.calls if "upgrade" in line)
-
-
-def test_a_cluster_that_does_not_answer_is_no_new_installation(
-    capfd: pytest.CaptureFixture[str], programs: Programs
-) -> None:
-    programs.add("helm", 'echo "Error: Kubernetes cluster unreachable" >&2; exit 1')
-
-    done = call(capfd, "infra.__main__", "addons-diff")
-
-    assert done.returncode == 4
-    assert "Kubernetes cluster unreachable" in done.stderr
+    crds = "kubectl label --local --filename - --output json millrace.dev/installed-by=make-addons"
+    assert [line for line in done.stdout.splitlines() if line not in installs] == [
+        f"helm show crds {repositories[name]} --version {version} | {crds} | "
+        f"kubectl apply --server-side --force-conflicts --filename -"
+        for name, version in zip(NAMES, versions, strict=True)
+        if name in ("kuberay", "monitoring")
+    ]
 
 
 def test_argo_cd_gets_the_same_list(capfd: pytest.CaptureFixture[str]) -> None:
@@ -204,32 +145,3 @@ def test_argo_cd_gets_the_same_list(capfd: pytest.CaptureFixture[str]) -> None:
         assert source["helm"] == {"releaseName": release.name, "valuesObject": values_of(release.name)}
         assert not source["repoURL"].startswith("oci://")
         assert application["spec"]["destination"]["namespace"] == release.namespace
-
-
-@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_stop_signal_lets_helm_roll_back(
-    programs: Programs, tmp_path: Path, signum: signal.Signals, exit_code: int
-) -> None:
-    """Killed, it would leave a release that no later upgrade may touch."""
-    began, ended = tmp_path / "began", tmp_path / "ended"
-    programs.add(
-        "helm",
-        f"""trap 'echo rolled back >>"{ended}"; exit 1' INT
-echo began >"{began}"
-while :; do sleep 0.05; done""",
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "infra", "addons"], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, env=os.environ
-    )
-    deadline = time.monotonic() + 60
-    while not began.exists():
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signum)
-    _, words = process.communicate(timeout=60)
-
-    assert process.returncode == exit_code
-    assert ended.read_text(encoding="utf-8") == "rolled back\n"
-    assert "the same command continues" in words
-    assert len(programs.calls) == 1

@@ -12,9 +12,12 @@ from collections.abc import Iterator
 import pytest
 from botocore.exceptions import ClientError
 
+from infra.neighbours import find_in_account
+from infra.node_groups import list_node_groups
 from infra.shapes import find_shape
 from infra.stack import type_of
 from infra.tests.applied import APPLIES, REGION, Applied, apply_stack, simulated_aws
+from services.common.lustre import default_lustre_size
 
 VARIABLES = {
     "region": REGION,
@@ -66,6 +69,19 @@ def test_no_node_is_there_that_a_deployment_did_not_ask_for(applied: Applied) ->
     }
 
 
+def test_nothing_that_the_stack_made_is_taken_for_somebody_elses(
+    applied: Applied, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its tags alone, which terraform's provider puts on everything: infra-down would refuse otherwise."""
+    account = applied.account(monkeypatch)
+    assert find_in_account(account, "millrace", lambda service: False) == []
+    assert {group.name: group.stack for group in list_node_groups(account, "millrace")} == {
+        "core": "millrace",
+        "cpu": "millrace",
+        "trainium": "millrace",
+    }
+
+
 def test_a_deployments_nodes_are_not_taken_back_by_the_next_apply(applied: Applied) -> None:
     eks = applied.client("eks")
     eks.update_nodegroup_config(clusterName="millrace", nodegroupName="trainium", scalingConfig={"desiredSize": 3})
@@ -104,6 +120,16 @@ def test_another_zone_is_known_to_lose_the_file_system(applied: Applied) -> None
     """What infra-up refuses a plan by, in a plan of the provider's own."""
     lost = [each.address for each in applied.plan("-var=zone_id=usw2-az1").changes if each.is_loss_of_data]
     assert lost == ["module.storage.aws_fsx_lustre_file_system.this[0]"]
+
+
+def test_the_file_system_has_the_speed_that_the_plan_assumes_and_gets_another_in_place(applied: Applied) -> None:
+    [made] = applied.client("fsx").describe_file_systems()["FileSystems"]
+    default = default_lustre_size()
+    assert made["StorageCapacity"] == default.gib
+    assert made["LustreConfiguration"]["PerUnitStorageThroughput"] == default.megabytes_per_second_per_tib
+
+    changes = {each.address: each for each in applied.plan("-var=fsx={throughput=125}").changes}
+    assert changes["module.storage.aws_fsx_lustre_file_system.this[0]"].actions == ("update",)
 
 
 def test_infra_down_leaves_the_data_and_the_network_that_holds_it(applied: Applied) -> None:

@@ -14,6 +14,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from batch.config import read_config
+from infra.neighbours import find_in_account
 from infra.shapes import find_shape
 from infra.stack import type_of
 from infra.tests.applied import ACCOUNT, APPLIES, REGION, Applied, apply_stack, simulated_aws
@@ -46,6 +47,12 @@ def environments_of(applied: Applied) -> dict[str, dict[str, Any]]:
         queue["jobQueueName"]: made[queue["computeEnvironmentOrder"][0]["computeEnvironment"]]
         for queue in batch.describe_job_queues()["jobQueues"]
     }
+
+
+def test_nothing_that_the_stack_made_is_taken_for_somebody_elses(
+    applied: Applied, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_in_account(applied.account(monkeypatch), "millrace", lambda service: False) == []
 
 
 def test_deployments_read_what_the_stack_writes(applied: Applied, tmp_path: Path) -> None:

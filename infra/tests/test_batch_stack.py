@@ -11,6 +11,7 @@ from infra.stack import STACK
 from infra.tests.conftest import REGION, Aws
 from infra.tests.moto_batch import make_queue
 from infra.tests.programs import Programs
+from services.common.lustre import default_lustre_size
 from services.common.recipe import STAGES
 from tests.command import call
 
@@ -35,7 +36,7 @@ def test_batch_itself_costs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert "EKS control plane" not in done.stdout
     assert "core" not in done.stdout
     assert "1 x NAT gateway" in done.stdout
-    assert "FSx for Lustre, 1200 GiB" in done.stdout
+    assert "FSx for Lustre, 1,200 GiB" in done.stdout
     assert "4 x trn1.32xlarge (trainium)" in done.stdout
 
 
@@ -57,7 +58,7 @@ def test_the_defaults_are_the_stacks() -> None:
 
     assert not inputs.has_cluster
     assert (inputs.trainium_shape, inputs.cpu_shape, inputs.core_nodes) == ("trn1.32xlarge", "m7i.8xlarge", 0)
-    assert (inputs.has_network, inputs.fsx_gib) == (True, 1200)
+    assert (inputs.has_network, inputs.fsx) == (True, default_lustre_size())
 
 
 @pytest.fixture

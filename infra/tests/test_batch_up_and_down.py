@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.account import STACK_TAG
 from infra.teardown import list_targets_around_data
 from infra.tests.conftest import REGION, Aws
 from infra.tests.moto_batch import keep_jobs_still, make_queue, submit_job
@@ -135,6 +136,43 @@ def test_down_ends_jobs_first_and_keeps_the_data_unless_it_is_told_otherwise(
     definitions = aws.client("batch").describe_job_definitions(status="ACTIVE")["jobDefinitions"]
     assert [each["jobDefinitionName"] for each in definitions] == ["other-trainer"]
     assert not site.config.exists()
+
+
+def test_what_others_have_in_the_network_is_named_before_the_data_goes(
+    capfd: pytest.CaptureFixture[str], site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the data the network stays, and what is in it."""
+    make_queue(aws.client, "millrace-cpu", stack="millrace")
+    ec2, tags = aws.client("ec2"), [{"Key": STACK_TAG, "Value": "millrace"}]
+    made = [{"ResourceType": "vpc", "Tags": tags}]
+    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16", TagSpecifications=made)["Vpc"]["VpcId"]
+    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24")["Subnet"]["SubnetId"]
+    assert call(capfd, "infra.__main__", "up").returncode == 0
+    modules = site.modules
+
+    monkeypatch.setenv("KEEP_DATA", "false")
+    refused = call(capfd, "infra.__main__", "down")
+
+    assert refused.returncode == 4
+    assert f"aws ec2 delete-subnet --subnet-id {subnet}" in refused.stderr
+    assert (site.modules, state_of(aws, "millrace-cpu")) == (modules, "ENABLED")
+
+    monkeypatch.delenv("KEEP_DATA")
+    done = call(capfd, "infra.__main__", "down")
+
+    assert done.returncode == 0, done.stderr
+    assert subnet in done.stdout.partition("Take down")[0]
+
+
+def test_there_is_no_cluster_to_keep(
+    capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEP_CLUSTER", "true")
+
+    done = call(capfd, "infra.__main__", "down")
+
+    assert done.returncode == 2
+    assert "KEEP_CLUSTER=true" in done.stderr
 
 
 def test_down_takes_down_nothing_while_a_job_has_not_ended(

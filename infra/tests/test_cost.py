@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +16,13 @@ from infra.inputs import ENDPOINTS, read_inputs, read_variables, sizes_of
 from infra.prices import fsx_gb_month, read_prices
 from infra.stack import STACK
 from services.common.errors import RecipeError
+from services.common.lustre import LustreSize, default_lustre_size
+from services.common.memory import checkpoint_bytes
+from services.common.recipe_file import load_recipe
 from tests.command import call
 
-STANDING = 0.10 + 2 * 0.4032 + 0.045 + 0.005 + 1200 * 0.210 / 730  # of the defaults, by the hour
+STANDING = 0.10 + 2 * 0.4032 + 0.045 + 0.005 + 1200 * 0.600 / 730  # of the defaults, by the hour
+ROOT = Path(__file__).parents[2]
 WriteValues = Callable[[str], None]
 
 
@@ -101,8 +108,8 @@ def test_a_budget_that_is_spent_with_nothing_running_is_refused() -> None:
 
     require_budget(sizes, None)
     require_budget(sizes, STANDING * 730 + 1)
-    with pytest.raises(RecipeError, match=rf"monthly_dollars = 900, and the stack costs about \${STANDING * 730:.2f}"):
-        require_budget(sizes, 900)
+    with pytest.raises(RecipeError, match=rf"monthly_dollars = 1400, .* costs about \${STANDING * 730:,.2f} a month"):
+        require_budget(sizes, 1400)
 
 
 @pytest.mark.parametrize(("name", "value"), [("NODES", "many"), ("HOURS", "-1"), ("HOURS", "inf"), ("CPU_NODES", "a")])
@@ -126,8 +133,63 @@ def test_a_users_values_count(capfd: pytest.CaptureFixture[str], write_values: W
     done = call(capfd, "infra.__main__", "cost")
 
     assert "2 x trn2.48xlarge (trainium)" in done.stdout
-    assert "FSx for Lustre, 4800 GiB of 500 MB/s/TiB" in done.stdout
+    assert "FSx for Lustre, 4,800 GiB at 500 MB/s/TiB" in done.stdout
     assert "10 x interface endpoint" in done.stdout
+
+
+def test_the_default_file_system_is_fast_enough_for_the_default_recipe(capfd: pytest.CaptureFixture[str]) -> None:
+    done = call(capfd, "infra.__main__", "cost")
+
+    assert "a checkpoint, 75 GiB of llama2-7b-trn1, takes 69 s at the file system's 1,172 MB/s" in done.stdout
+    assert "CHECKPOINT" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("fsx", "recipe", "said", "enough"),
+    [
+        ("{ throughput = 250 }", "llama2-7b-trn1", "75 GiB of llama2-7b-trn1, TAKES 276 s", "throughput = 1000 }"),
+        ("{ gib = 2400, throughput = 125 }", "llama2-7b-trn1", "TAKES 276 s", "gib = 2400, throughput = 500 }"),
+        ("{}", "llama2-13b-trn1", "145 GiB of llama2-13b-trn1, TAKES 133 s", "more GiB are faster in proportion"),
+    ],
+)
+def test_a_file_system_that_is_too_slow_for_a_checkpoint_in_the_notice_is_said_to_be(
+    capfd: pytest.CaptureFixture[str],
+    write_values: WriteValues,
+    monkeypatch: pytest.MonkeyPatch,
+    fsx: str,
+    recipe: str,
+    said: str,
+    enough: str,
+) -> None:
+    write_values(f"fsx = {fsx}")
+    monkeypatch.setenv("RECIPE", f"recipes/{recipe}.toml")
+
+    done = call(capfd, "infra.__main__", "cost")
+
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if "CHECKPOINT" in line]
+    assert said in line
+    assert enough in line
+
+
+def test_the_commands_need_nothing_but_what_their_small_lock_has() -> None:
+    """No torch is waited for before the first price is said; `infra-down` runs the deploy tool in that environment."""
+    modules = ("infra.__main__", "deploy.commands.__main__", "k8s.client.__main__", "k8s.client.target", "batch.target")
+
+    done, with_torch = (
+        subprocess.run(
+            [sys.executable, "-m", "infra.tests.locked_environment", "lockfiles/infra.txt", *each],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
+        for each in (modules, ("torch",))
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "List prices" in done.stdout
+    assert "No module named 'torch': the lock does not pin it" in with_torch.stderr
 
 
 def test_the_defaults_are_the_stacks() -> None:
@@ -138,7 +200,7 @@ def test_the_defaults_are_the_stacks() -> None:
 
     assert (inputs.trainium_shape, inputs.trainium_max_nodes) == ("trn1.32xlarge", 4)
     assert (inputs.core_shape, inputs.core_nodes) == ("m7i.2xlarge", 2)
-    assert (inputs.fsx_gib, inputs.fsx_throughput) == (1200, 250)
+    assert inputs.fsx == default_lustre_size()
     assert (inputs.capacity_kind, inputs.reservation_id, inputs.interface_endpoints) == ("on_demand", "", 0)
 
 
@@ -154,6 +216,24 @@ def test_as_many_endpoints_are_paid_for_as_are_made() -> None:
             if "endpoints_of_target" in module
         ]
         assert str(of_all).count('"') // 2 + len(own) == ENDPOINTS, stack
+
+
+def test_the_page_s_table_of_file_systems_is_that_of_the_prices() -> None:
+    """Each row: GiB and MB/s a TiB, and what they cost a month, write in a second and take for a checkpoint."""
+    page, default = (ROOT / "infra/README.md").read_text(encoding="utf-8"), default_lustre_size()
+    checkpoint = checkpoint_bytes(load_recipe(ROOT / "recipes/llama2-7b-trn1.toml"))
+    assert f"{default.gib:,} GiB at {default.megabytes_per_second_per_tib:,} MB/s/TiB" in page
+    rows = re.findall(
+        r"^\| (.*(?:throughput|default|gib).*) \| \$([\d,]+) \| ([\d,]+) \| (\d+) s \|$", page, re.MULTILINE
+    )
+    assert len(rows) > len(FSX_THROUGHPUTS)
+    for chosen, *shown in rows:
+        given = {name: int(value) for name, value in re.findall(r"(gib|throughput) = (\d+)", chosen)}
+        throughput = given.get("throughput", default.megabytes_per_second_per_tib)
+        size = LustreSize(given.get("gib", default.gib), throughput)
+        month = size.gib * read_prices()[fsx_gb_month(throughput)].dollars
+        speed = size.bytes_per_second
+        assert shown == [f"{month:,.0f}", f"{speed / 1e6:,.0f}", f"{checkpoint / speed:.0f}"], chosen
 
 
 def test_every_price_says_where_it_is_from() -> None:

@@ -20,158 +20,15 @@ from infra.addons.releases import read_releases
 from infra.roads import Place, describe_road
 from infra.stack import STACK, Change
 from infra.tests.conftest import REGION, Aws
-from infra.tests.programs import Programs
 from infra.tests.road import read_road
+from infra.tests.site import EKS, MAIN, SETTINGS, Site, make_cluster, thing, volume_for
 from tests.command import call
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("terraform") is None, reason="no terraform on PATH")
 
-VARIABLES = f"""
-variable "region" {{ default = "{REGION}" }}
-variable "name" {{ default = "millrace" }}
-variable "zone_id" {{ default = "usw2-az4" }}
-variable "trainium" {{ default = {{ shape = "trn1.32xlarge", max_nodes = 4 }} }}
-variable "cpu_nodes" {{ default = {{ shape = "m7i.8xlarge", max_nodes = 2 }} }}
-variable "core_nodes" {{ default = {{ shape = "m7i.2xlarge", nodes = 2 }} }}
-variable "fsx" {{ default = {{ gib = 1200, throughput = 250 }} }}
-variable "keep_data" {{ default = true }}
-variable "budget" {{ default = {{}} }}
-"""
-MAIN = """
-module "network" { source = "./network" }
-module "storage" {
-  source    = "./storage"
-  subnet    = module.network.subnet
-  zone_id   = var.zone_id
-  keep_data = var.keep_data
-}
-module "eks" {
-  source = "./eks"
-  bucket = module.storage.bucket
-}
-output "region" { value = var.region }
-output "cluster_name" { value = var.name }
-output "registry" { value = "123456789012.dkr.ecr.us-west-2.amazonaws.com" }
-output "bucket" { value = "millrace-123456789012" }
-output "fsx_id" { value = "fs-0123456789" }
-output "fsx_dns_name" { value = "fs-0123456789.fsx.us-west-2.amazonaws.com" }
-output "fsx_mount_name" { value = "abcdefgh" }
-output "trainium_shape" { value = var.trainium.shape }
-output "trainium_node_group" { value = "trainium" }
-output "trainium_max_nodes" { value = var.trainium.max_nodes }
-output "cpu_shape" { value = var.cpu_nodes.shape }
-output "cpu_node_group" { value = "cpu" }
-output "cpu_max_nodes" { value = var.cpu_nodes.max_nodes }
-output "capacity_ends_at" { value = "" }
-"""
-NETWORK = """
-resource "terraform_data" "subnet" {}
-output "subnet" { value = terraform_data.subnet.id }
-"""
-STORAGE = """
-variable "subnet" {}
-variable "zone_id" {}
-variable "keep_data" {}
-resource "terraform_data" "bucket" {
-  input            = [var.subnet, var.keep_data]
-  triggers_replace = var.zone_id
-}
-output "bucket" { value = terraform_data.bucket.id }
-"""
-EKS = """
-variable "bucket" {}
-resource "terraform_data" "cluster" {
-  input = var.bucket
-  provisioner "local-exec" {
-    command = "[ ! -e \\"$SLOW\\" ] || { echo began >\\"$SLOW\\"; sleep 2; }"
-  }
-}
-"""
-SETTINGS = "# A comment that stays.\nREGION=CHANGE-ME\nFSX_ID=CHANGE-ME\nTRAINIUM_SHAPE=trn1.32xlarge\n"
-KUBECTL = """
-case "$*" in
-"config view"*) echo '{"clusters": [{"cluster": {"server": "SERVER"}}]}' ;;
-"api-resources"*) ;;
-"get services"*) cat OBJECTS/services.json ;;
-"get persistentvolumeclaims"*) cat OBJECTS/claims.json ;;
-esac"""
-
-
 # They need images or a Kubernetes: tests/contract and tests/cluster walk them.
 ELSEWHERE = ("images", "cluster-up", "deploy-stage", "stage-run")
-
-
-class Site:
-    """A stack, an overlay, and the programs that a person has."""
-
-    def __init__(self, folder: Path, programs: Programs) -> None:
-        self.folder, self.programs = folder, programs
-        self.stack, self.overlay = folder / "stack", folder / "overlay"
-        files = {
-            "stack/variables.tf": VARIABLES,
-            "stack/main.tf": MAIN,
-            "stack/network/main.tf": NETWORK,
-            "stack/storage/main.tf": STORAGE,
-            "stack/eks/main.tf": EKS,
-            "overlay/settings.env": SETTINGS,
-            "services.json": '{"items": []}',
-            "claims.json": '{"items": []}',
-        }
-        for name, content in files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(content, encoding="utf-8")
-
-    @property
-    def settings(self) -> dict[str, str]:
-        lines = (self.overlay / "settings.env").read_text(encoding="utf-8").splitlines()
-        return dict(line.split("=", 1) for line in lines if not line.startswith("#"))
-
-    @property
-    def addresses(self) -> list[str]:
-        state = json.loads((self.stack / "terraform.tfstate").read_text(encoding="utf-8"))
-        return sorted(f"{each['module']}.{each['type']}.{each['name']}" for each in state["resources"])
-
-
-@pytest.fixture
-def site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Site:
-    programs.add_real("terraform")
-    programs.add_real("sh")
-    site = Site(tmp_path, programs)
-    monkeypatch.setenv("STACK", str(site.stack))
-    monkeypatch.setenv("OVERLAY", str(site.overlay))
-    monkeypatch.setenv("YES", "1")
-    monkeypatch.setenv("SLOW", str(tmp_path / "slow"))
-    monkeypatch.delenv("TF_CLI_CONFIG_FILE", raising=False)
-    return site
-
-
-@pytest.fixture
-def cluster(site: Site, aws: Aws) -> Site:
-    """An EKS cluster with a pool of two nodes in the account."""
-    return make_cluster(site, aws)
-
-
-def make_cluster(site: Site, aws: Aws) -> Site:
-    eks, ec2 = aws.client("eks"), aws.client("ec2")
-    role = "arn:aws:iam::123456789012:role/any"
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
-    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24")["Subnet"]["SubnetId"]
-    eks.create_cluster(name="millrace", roleArn=role, resourcesVpcConfig={"subnetIds": [subnet]})
-    for pool, size in (("core", 2), ("trainium", 2)):
-        eks.create_nodegroup(
-            clusterName="millrace",
-            nodegroupName=pool,
-            subnets=[subnet],
-            nodeRole=role,
-            labels={"millrace.dev/pool": pool},
-            scalingConfig={"minSize": 0, "desiredSize": size, "maxSize": 4},
-        )
-    endpoint = eks.describe_cluster(name="millrace")["cluster"]["endpoint"]
-    answer = KUBECTL.replace("SERVER", endpoint).replace("OBJECTS", str(site.folder))
-    site.programs.add("kubectl", answer)
-    site.programs.add("helm")
-    return site
 
 
 def run_command(capfd: pytest.CaptureFixture[str], command: str) -> subprocess.CompletedProcess[str]:
@@ -368,11 +225,7 @@ def test_down_keeps_the_data_and_its_network_unless_it_is_told_otherwise(
     assert pool_sizes(aws) == {"core": 2, "trainium": 0}
     assert cluster.addresses == ["module.network.terraform_data.subnet", "module.storage.terraform_data.bucket"]
     assert [line.split()[2] for line in cluster.programs.calls if line.startswith("helm uninstall")] == [
-        "monitoring",
-        "efa",
-        "neuron",
-        "volcano",
-        "kuberay-operator",
+        *("monitoring", "efa", "neuron", "volcano", "kuberay"),
     ]
     assert cluster.settings["FSX_ID"] == "fs-0123456789"
 
@@ -420,7 +273,7 @@ def test_down_takes_back_what_the_budget_attached_before_it_destroys(
 
 
 def test_another_cluster_is_never_touched(capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws) -> None:
-    cluster.programs.add("kubectl", KUBECTL.replace("SERVER", "https://production.example.com"))
+    cluster.answer_as("https://production.example.com")
 
     assert run_command(capfd, "up").returncode == 0
     done = run_command(capfd, "down")
@@ -429,7 +282,7 @@ def test_another_cluster_is_never_touched(capfd: pytest.CaptureFixture[str], clu
     assert "kubectl talks to https://production.example.com, and millrace is at" in done.stderr
     assert "aws eks update-kubeconfig --region us-west-2 --name millrace" in done.stderr
     assert pool_sizes(aws) == {"core": 2, "trainium": 2}
-    assert [line for line in cluster.programs.calls if "delete" in line or "uninstall" in line] == []
+    assert [line for line in cluster.programs.calls if "delete" in line or "helm uninstall" in line] == []
 
 
 def test_an_operator_is_told_that_an_administrator_takes_clusters_down(
@@ -437,8 +290,7 @@ def test_an_operator_is_told_that_an_administrator_takes_clusters_down(
 ) -> None:
     endpoint = aws.client("eks").describe_cluster(name="millrace")["cluster"]["endpoint"]
     refusal = '"get services"*) echo "Error from server (Forbidden): services is forbidden" >&2; exit 1 ;;'
-    answer = KUBECTL.replace("SERVER", endpoint).replace('"get services"*) cat OBJECTS/services.json ;;', refusal)
-    cluster.programs.add("kubectl", answer)
+    cluster.answer_as(endpoint, refusal)
     assert run_command(capfd, "up").returncode == 0
 
     done = run_command(capfd, "down")
@@ -453,10 +305,9 @@ def test_a_stage_that_cannot_be_stopped_keeps_its_nodes(
 ) -> None:
     """The deploy tool finds no cluster here: what it ends with is what infra-down ends with."""
     endpoint = aws.client("eks").describe_cluster(name="millrace")["cluster"]["endpoint"]
-    answer = KUBECTL.replace("SERVER", endpoint).replace(
-        '"api-resources"*) ;;', '"api-resources"*) echo rayclusters.ray.io ;;'
-    )
-    cluster.programs.add("kubectl", answer.replace("esac", "*rayclusters*) echo raycluster.ray.io/millrace ;;\nesac"))
+    cluster.answer_as(endpoint, '"--namespace millrace get rayclusters"*) echo raycluster.ray.io/millrace ;;')
+    (cluster.folder / "kinds.txt").write_text("rayclusters.ray.io\n", encoding="utf-8")
+    (cluster.folder / "namespaces.txt").write_text("millrace\n", encoding="utf-8")
     monkeypatch.setenv("KUBECONFIG", str(cluster.folder / "absent"))
 
     assert run_command(capfd, "up").returncode == 0
@@ -473,20 +324,19 @@ def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
     """A claim's volume is there until its driver has deleted it; nothing after it happens before that."""
     monkeypatch.setattr("infra.cluster_workloads.OBJECTS_SECONDS", 0.0)
     monkeypatch.setattr("infra.waiting.POLL_SECONDS", 0.0)
-    (cluster.folder / "services.json").write_text(
-        json.dumps({"items": [made("a-service", type="LoadBalancer"), made("inside", type="ClusterIP")]}),
-        encoding="utf-8",
+    cluster.put(
+        "services",
+        thing("Service", "a-service", "millrace", type="LoadBalancer"),
+        thing("Service", "inside", "millrace", type="ClusterIP"),
     )
-    (cluster.folder / "claims.json").write_text(
-        json.dumps({"items": [made("grafana", storageClassName="gp3"), made("fsx", storageClassName="")]}),
-        encoding="utf-8",
+    cluster.put(
+        "persistentvolumeclaims",
+        thing("PersistentVolumeClaim", "scratch", "millrace", storageClassName="gp3"),
+        thing("PersistentVolumeClaim", "fsx", "millrace", storageClassName=""),
     )
     ec2 = aws.client("ec2")
-    tags = [{"Key": "kubernetes.io/cluster/millrace", "Value": "owned"}]
     volume = ec2.create_volume(
-        AvailabilityZone="us-west-2a",
-        Size=50,
-        TagSpecifications=[{"ResourceType": "volume", "Tags": tags}],
+        AvailabilityZone="us-west-2a", Size=50, TagSpecifications=volume_for("millrace/scratch")
     )["VolumeId"]
 
     assert run_command(capfd, "up").returncode == 0
@@ -495,16 +345,12 @@ def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
     assert done.returncode == 75
     assert f"volumes and load balancers are still there after 0 s: {volume}" in done.stderr
     deleted = [line.split()[4:6] for line in cluster.programs.calls if " delete " in line]
-    assert deleted == [["service", "a-service"], ["persistentvolumeclaim", "grafana"]]
-    assert not any("uninstall" in line for line in cluster.programs.calls)
+    assert deleted == [["service", "a-service"], ["persistentvolumeclaim", "scratch"]]
+    assert not any("helm uninstall" in line for line in cluster.programs.calls)
     assert pool_sizes(aws) == {"core": 2, "trainium": 0}
 
     ec2.delete_volume(VolumeId=volume)
     assert run_command(capfd, "down").returncode == 0
-
-
-def made(name: str, **spec: str) -> dict[str, object]:
-    return {"metadata": {"namespace": "somewhere", "name": name}, "spec": spec}
 
 
 def test_data_that_stands_on_what_goes_is_not_destroyed(

@@ -22,6 +22,7 @@ from k8s.client.setup_job import run_setup_job
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api, Conflict, KindAbsent, Object
 from k8s.objects.names import CLUSTER, COMPONENT_LABEL, VARIANT_ANNOTATION
+from k8s.objects.operator import explain_batch_scheduler
 from k8s.objects.placement import ask_for_operator, explain_start, heads_of, is_ready, newest_event, pods_of
 from k8s.objects.record import read_running_record
 from k8s.objects.worker_group import WorkerGroup, head_pod_of, image_of, read_cluster, worker_group_of
@@ -74,7 +75,8 @@ def find_kubectl() -> Path:
 def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
     """Apply the overlay and wait for the head. What deployments changed in it (images, replicas) stays theirs.
 
-    Raises `DeviceError` where it would change the head, or a group's pods, under a stage; then nothing is applied.
+    Raises `DeviceError` where it would change the head, or a group's pods, under a stage; then nothing is applied. Also
+    where the operator runs with a batch scheduler, which shows once the RayCluster is there.
     """
     objects = render(overlay)
     require_filled_in(overlay, objects)
@@ -281,11 +283,14 @@ def require_filled_in(overlay: Path, objects: Iterable[Object]) -> None:
 
 def _await_head(api: Api) -> tuple[Object, str]:
     """The ready head's pod, and the image that a new one would run."""
-    image = image_of(head_pod_of(read_cluster(api)))
+    wanted = head_pod_of(read_cluster(api))
+    image = image_of(wanted)
     began = time.monotonic()
     progress = Progress("the Ray head is not ready")
     while True:
         heads = heads_of(api)
+        if why := explain_batch_scheduler(api, wanted):
+            raise DeviceError(why)
         if ready := [head for head in heads if is_ready(head)]:
             return ready[0], image
         if heads and image_of(heads[0]["spec"]) != image and _never_ran(heads[0]):

@@ -19,6 +19,7 @@ from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.capacity import check_nodes, check_queue, check_size
 from k8s.objects.deployment import RECORD_VERSION, UPDATE_CLIENT, UPDATE_HEAD, Deployment
 from k8s.objects.names import CLUSTER, DEPLOYER, NEURON
+from k8s.objects.operator import explain_batch_scheduler
 from k8s.objects.placement import heads_of, is_ready
 from k8s.objects.record import read_running_record
 from k8s.objects.worker_group import WorkerGroup, image_of
@@ -54,7 +55,7 @@ def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment, outline:
         lambda: _check_rights(api),
         lambda: [_check_head(api, group)],
         lambda: [_check_token(api)],
-        lambda: [_check_operator(api)],
+        lambda: [explain_batch_scheduler(api, group.head_pod)],
         lambda: [check_trace(group, outline)],
         lambda: [check_instance_type(group.name, outline, group.instance_type, CHANGE_SHAPE)],
         lambda: [check_size(group, deployment.nodes)],
@@ -170,18 +171,6 @@ def _check_token(api: Api) -> str:
     if api.find("Secret", CLUSTER):
         return ""
     return f"Secret {CLUSTER} (the Ray token) is missing; the operator makes it with the RayCluster: make cluster-up"
-
-
-def _check_operator(api: Api) -> str:
-    """An operator with a batch scheduler makes a PodGroup for every RayCluster."""
-    group = f"ray-{CLUSTER}-pg"
-    if api.find("PodGroup", group) is None:
-        return ""
-    return (
-        f"the KubeRay operator runs with its own batch scheduler (it made PodGroup {group}): a RayJob on this cluster "
-        f"would stay Initializing for ever. Start it without (Helm: batchScheduler.name unset), delete that PodGroup, "
-        f"then: make cluster-down cluster-up"
-    )
 
 
 def _check_claims(api: Api, group: WorkerGroup) -> list[str]:

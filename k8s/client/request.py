@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from k8s.objects.record import Record
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe import Stage as StageName
-from services.common.stop_notice import CHECKPOINTS_PER_NOTICE
+from services.common.stop_notice import needed_notice_seconds
 
 
 @dataclass(frozen=True)
@@ -129,4 +128,4 @@ def complete_from_record(api: Api, group: WorkerGroup, request: DeployRequest, r
 
 def _needed_drain(group: WorkerGroup) -> int:
     """What the manifests say, or three times what the slowest checkpoint took where that is more."""
-    return max(group.drain_seconds, math.ceil(CHECKPOINTS_PER_NOTICE * group.checkpoint_seconds))
+    return max(group.drain_seconds, needed_notice_seconds(group.checkpoint_seconds))

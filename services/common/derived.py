@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from services.common.artifacts.corpus import CorpusPayload
 from services.common.image_platform import BACKENDS
-from services.common.memory import FLOAT32_BYTES, MOMENTS_PER_PARAMETER, memory_of_worker, micro_batches_per_model
+from services.common.memory import checkpoint_bytes, memory_of_worker, micro_batches_per_model
 from services.common.recipe import STAGES, Recipe, Stage, stage_nodes
 
 
-def describe(recipe: Recipe, corpus: CorpusPayload | None) -> str:
-    """The resolved recipe as JSON and a table of derived numbers; those of the data need the corpus."""
+def describe(recipe: Recipe, corpus: CorpusPayload | None, known: Mapping[str, str] | None = None) -> str:
+    """The resolved recipe as JSON and a table: what is `known` besides, and derived numbers. Those of the data need the
+    corpus.
+    """
     resolved = json.dumps(recipe.model_dump(mode="json"), indent=2)
-    rows = derive(recipe, corpus)
+    rows = {**(known or {}), **derive(recipe, corpus)}
     width = max(len(name) for name in rows)
     return "\n".join([resolved, "", *(f"{name:<{width}}  {value}" for name, value in rows.items())])
 
@@ -68,8 +71,3 @@ def flops_per_token(recipe: Recipe) -> float:
 
 def tokens_per_step(recipe: Recipe) -> int:
     return recipe.batch.global_batch_size * recipe.corpus.sequence_length
-
-
-def checkpoint_bytes(recipe: Recipe) -> int:
-    """Of the float32 master weights and both moments."""
-    return recipe.model.num_parameters * FLOAT32_BYTES * (1 + MOMENTS_PER_PARAMETER)

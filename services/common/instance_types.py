@@ -70,6 +70,11 @@ def read_pod_room(instance_type: str) -> tuple[int, float]:
     return pod["cpus"], float(pod["memory_gib"])
 
 
+def read_dollars_per_hour(instance_type: str) -> float:
+    """A hint of what a node of a type in the table costs on demand."""
+    return float(_read_shapes()[instance_type]["price"]["dollars_per_hour"])
+
+
 def family_of(instance_type: str | None) -> str:
     """What is before the dot, which neuronx-cc calls its target: that of trn1 where a recipe names no instance type."""
     return (instance_type or TRN1).partition(".")[0]

@@ -105,6 +105,11 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
     return WorkerMemory(tuple(part for part in parts if any(part.sizes)))
 
 
+def checkpoint_bytes(recipe: Recipe) -> int:
+    """Bytes of a checkpoint: the float32 master weights and both moments of every parameter."""
+    return recipe.model.num_parameters * FLOAT32_BYTES * (1 + MOMENTS_PER_PARAMETER)
+
+
 def micro_batches_per_model(recipe: Recipe) -> int:
     """Micro-batches that a model, and each of its workers, takes in a step."""
     return recipe.batch.num_micro_batches // recipe.parallel.data_parallel_size

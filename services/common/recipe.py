@@ -319,8 +319,9 @@ class Compile(Section):
     """Where Neuron graphs are traced: on a node that has the device, or on any, where both give the same graphs."""
     flags: Annotated[tuple[CompilerFlag, ...], Field(strict=False), Identity(("compile_cache",), is_added=True)] = ()
     """Of neuronx-cc, in their order, such as "--model-type=transformer". Its target follows from the instance type."""
-    num_workers: Positive = 1
-    """Graphs that are compiled for Neuron at the same time, each by a task of its own."""
+    num_workers: Positive = 5
+    """Graphs that are compiled for Neuron at the same time, each by a task of its own. By default as many as a run has:
+    the nodes are paid for until the last graph is compiled."""
     task_cpus: Annotated[int, Field(ge=1, le=1024)] = 8
     """CPUs that a task takes of its node."""
     task_memory_gib: Annotated[float, Field(gt=0, le=16_384)] = 32.0

@@ -27,7 +27,7 @@ from services.common.program.backends.choice import choose_backend
 from services.common.recipe import Recipe, fingerprint
 from services.common.telemetry import show_progress
 from services.compiler import neuron_cache
-from services.compiler.trace import PHASES
+from services.compiler.trace import FOR_PLAN, PHASES
 
 NEARLY_FULL_BYTES = 2**20
 
@@ -78,7 +78,9 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace, 
     return Draft(payload)
 
 
-def trace_in_child(recipe: Recipe, folder: Path, title: str, warm_from: Path | None = None) -> TraceReport:
+def trace_in_child(
+    recipe: Recipe, folder: Path, title: str, warm_from: Path | None = None, is_for_plan: bool = False
+) -> TraceReport:
     """Run `services.compiler.trace` in a process of its own with the cache directory `folder/cache`."""
     cache = folder / "cache"
     cache.mkdir(parents=True)
@@ -87,7 +89,7 @@ def trace_in_child(recipe: Recipe, folder: Path, title: str, warm_from: Path | N
     before = set(list_files(cache))
     (folder / "recipe.json").write_text(recipe.model_dump_json(), encoding="utf-8")
     with (
-        _child(folder, cache, recipe) as child,
+        _child(folder, cache, recipe, is_for_plan) as child,
         show_progress(title, len(PHASES), "phases") as progress,
     ):
         assert child.stdout is not None
@@ -101,9 +103,9 @@ def trace_in_child(recipe: Recipe, folder: Path, title: str, warm_from: Path | N
 
 
 @contextmanager
-def _child(folder: Path, cache: Path, recipe: Recipe) -> Iterator[subprocess.Popen[str]]:
+def _child(folder: Path, cache: Path, recipe: Recipe, is_for_plan: bool) -> Iterator[subprocess.Popen[str]]:
     """The tracing process; it ends when this one does, because its standard input then closes."""
-    command = [sys.executable, "-m", "services.compiler.trace", str(folder)]
+    command = [sys.executable, "-m", "services.compiler.trace", str(folder), *([FOR_PLAN] if is_for_plan else [])]
     with (folder / "log.txt").open("wb") as log, private_folder(new_name("compiler")) as plain:
         # Inductor splits its compiler's command line at spaces, and a root or the usual TMPDIR may have some.
         (plain / "cache").symlink_to(cache)

@@ -15,10 +15,11 @@ from services.common.artifacts.files import listed_file
 from services.common.artifacts.store import Artifact, open_artifact, published_ids
 from services.common.errors import ArtifactError
 from services.common.input_file import read_file
-from services.common.instance_types import GIB, read_pod_room
+from services.common.instance_types import GIB, read_dollars_per_hour, read_pod_room
 from services.common.launch.launcher import TaskDemand
+from services.common.recipe import Recipe
 from services.compiler.neuron_cache import MODULES_FILE
-from services.compiler.neuronx_cc import CompiledModule
+from services.compiler.neuronx_cc import NO_COMPILER, CompiledModule
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +42,35 @@ class Rate:
 class NodeSize:
     cpus: int
     memory_gib: float
+    type_name: str = ""
+    """EC2 instance type of the node; empty where the node is a machine of another kind."""
+    dollars_per_hour: float | None = None
+    """Price of a node for an hour, a hint; None where nobody has said it."""
 
     def tasks(self, task_cpus: int, task_memory_gib: float) -> int:
         """That run on a node at the same time."""
         return TaskDemand(task_cpus, int(task_memory_gib * GIB)).count_on(self.cpus, self.memory_gib * GIB)
 
+    def __str__(self) -> str:
+        return f"{self.cpus} CPUs and {self.memory_gib:g} GiB" + (f" ({self.type_name})" if self.type_name else "")
 
-CLUSTER_NODE_TYPE = "m7i.8xlarge"
-"""The nodes of the compiler's pods on a cluster with Trainium nodes, if its operators chose no other."""
+
+CPU_NODE_TYPE = "m7i.8xlarge"
+"""Type of the nodes on which the compiler's pods run without a device, if a cluster's operators chose no other."""
+DEVICE_NODE_TYPE = "trn1.32xlarge"
+"""Type of the nodes on which the compiler's pods trace on a device, where a recipe names none for the trainer."""
 
 
-def cluster_node() -> NodeSize:
-    """What a pod of the compiler has there; a test in tests/k8s holds it to the manifests."""
-    return NodeSize(*read_pod_room(CLUSTER_NODE_TYPE))
+def node_type_of(recipe: Recipe) -> str:
+    """Type of the nodes on which graphs are compiled: those of their trace, which is on a device or anywhere."""
+    if recipe.compile.trace_on == "cpu":
+        return CPU_NODE_TYPE
+    return recipe.cluster.trainer_instance_type or DEVICE_NODE_TYPE
+
+
+def size_of(node_type: str) -> NodeSize:
+    """What a pod of the compiler has on such a node; a test in tests/k8s holds it to the manifests."""
+    return NodeSize(*read_pod_room(node_type), node_type, read_dollars_per_hour(node_type))
 
 
 def read_records(cache: Artifact[CompileCacheManifest]) -> tuple[CompiledModule, ...]:
@@ -71,7 +88,9 @@ def read_records(cache: Artifact[CompileCacheManifest]) -> tuple[CompiledModule,
 
 
 def find_rate(root: Path, compiler: str, num_cpus: int) -> Rate:
-    """From the caches under `root` that this version of neuronx-cc compiled with as many CPUs a task, else assumed."""
+    """From the caches under `root` that this version of neuronx-cc compiled with as many CPUs a task (any version where
+    there is none here), else assumed.
+    """
     records: list[CompiledModule] = []
     for collection in sorted((root / "compile_cache").glob("*")):
         for found in published_ids(collection):
@@ -79,7 +98,7 @@ def find_rate(root: Path, compiler: str, num_cpus: int) -> Rate:
                 records += read_records(open_artifact(collection / found, CompileCacheManifest))
             except ArtifactError as error:
                 logger.warning("not used for the estimate: %s", error)
-    alike = [record for record in records if (record.compiler, record.num_cpus) == (compiler, num_cpus)]
+    alike = [each for each in records if each.num_cpus == num_cpus and compiler in (each.compiler, NO_COMPILER)]
     megabytes = sum(record.graph_bytes for record in alike) / 1e6
     if not alike:
         return Rate(ASSUMED_SECONDS_PER_MB, f"assumed: no graph was compiled under {root} with such tasks")

@@ -21,7 +21,13 @@ from services.common.launch.launcher import Launcher
 from services.common.recipe import Recipe, fingerprint
 from services.compiler.fan_out import compile_modules, make_tasks
 from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF, Module, find_modules
-from services.compiler.neuronx_cc import TEMPORARY_SUFFIX, CompiledModule, CompileTask, target_of
+from services.compiler.neuronx_cc import (
+    TEMPORARY_SUFFIX,
+    CompiledModule,
+    CompileTask,
+    compiler_version,
+    target_of,
+)
 
 DEVICE: str = "xla"
 """Of `parallel.device`, whose graphs are compiled so."""
@@ -45,8 +51,10 @@ def build_neuron_cache(
 ) -> Draft:
     """Fill `workspace.files` with every graph of the recipe's program, proven complete by a second trace.
 
-    Raises `DeviceError` that names each graph that failed, with the end of its log; `StorageError` when a disk is full.
+    Raises `DeviceError` where there is no neuronx-cc, and one that names each graph that failed, with the end of its
+    log; `StorageError` when a disk is full.
     """
+    compiler_version()  # raises what a task would say after the trace
     scratch, phase_timer = workspace.own_scratch, PhaseTimer()
     with phase_timer.phase("trace"):
         trace(scratch / "trace", "tracing")

@@ -26,7 +26,7 @@ from services.common.program.backends.protocol import CacheReport
 from services.common.program.backends.xla_environment import CACHE_VARIABLE, CPU, NEURON, PJRT_VARIABLE
 from services.common.program.mesh import Mesh
 from services.compiler.modules import COMPILER_PREFIX, DONE, FLAGS, GRAPH, NEFF
-from services.compiler.neuronx_cc import compiler_version
+from services.compiler.neuronx_cc import compiler_version_if_any
 
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 """Says for which platform graphs are made on a node that has none."""
@@ -106,7 +106,8 @@ class TracedXla(NeuronXla):
         if CACHE_VARIABLE not in os.environ:
             return
         flags = hashlib.md5(json.dumps(self._flags).encode(), usedforsecurity=False).hexdigest()[:8]
-        folder = Path(os.environ[CACHE_VARIABLE], f"{COMPILER_PREFIX}{compiler_version()}", f"MODULE_{key}+{flags}")
+        compiler = f"{COMPILER_PREFIX}{compiler_version_if_any()}"
+        folder = Path(os.environ[CACHE_VARIABLE], compiler, f"MODULE_{key}+{flags}")
         if (folder / NEFF).is_file() and (folder / DONE).is_file():
             return
         folder.mkdir(parents=True, exist_ok=True)

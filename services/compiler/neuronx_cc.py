@@ -32,6 +32,8 @@ from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF, Module
 from services.compiler.process_group import run_in_group
 
 COMPILER = "neuronx-cc"
+NO_COMPILER = "absent"
+"""Version that graphs are said to be for which were traced where there is no neuronx-cc."""
 TARGETS = ("trn1", "trn1n", "trn2")
 TEMPORARY_SUFFIX = ".tmp"
 LOG_LINES = 12
@@ -189,6 +191,11 @@ def require_compiler(version: str) -> None:
 def compiler_version() -> str:
     """Of the neuronx-cc on PATH. Raises `DeviceError` where there is none."""
     return _ask_version(os.environ.get("PATH", ""))
+
+
+def compiler_version_if_any() -> str:
+    """Version of the neuronx-cc on PATH; `NO_COMPILER` where there is none: graphs are traced there, not compiled."""
+    return compiler_version() if shutil.which(COMPILER) else NO_COMPILER
 
 
 @functools.cache

@@ -3,53 +3,83 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import SCRATCH_SUFFIX, Artifact, open_artifact
 from services.common.command_line import RecipeParser
-from services.common.errors import RecipeError
+from services.common.errors import DeviceError, RecipeError
 from services.common.private_folder import new_name, private_folder
 from services.common.program.fingerprint import program_facts
-from services.common.recipe import Compile, fingerprint
+from services.common.recipe import Compile, Recipe, fingerprint
 from services.compiler import neuron_cache
 from services.compiler.compile import trace_in_child
-from services.compiler.estimate import NodeSize, Rate, cluster_node, find_rate, makespan, nodes_within, read_records
+from services.compiler.estimate import (
+    NodeSize,
+    Rate,
+    find_rate,
+    makespan,
+    node_type_of,
+    nodes_within,
+    read_records,
+    size_of,
+)
 from services.compiler.fan_out import make_tasks
 from services.compiler.neuronx_cc import CompileTask, find_compiled, target_of
 
 
 def plan(argv: list[str]) -> int:
-    """Print the graphs, the core-hours that they take, and how many nodes would be done in time."""
+    """Print the graphs, the core-hours that they take, and how many nodes would be done in time.
+
+    Needs torch_xla and nothing of Neuron: raises `DeviceError` where that is absent.
+    """
     parser = RecipeParser("compiler", "Say what compiling a recipe's graphs for Neuron would take. Traces them.")
     parser.prog += " plan"
     parser.add_argument("--within-minutes", type=_positive, metavar="N", help="the time in which all are to be done")
-    node = cluster_node()
-    cpus, memory_gib = node.cpus, node.memory_gib
-    parser.add_argument("--node-cpus", type=_positive_int, default=cpus, metavar="N", help=f"of a node ({cpus})")
-    parser.add_argument("--node-memory-gib", type=_positive, default=memory_gib, metavar="N", help=f"({memory_gib:g})")
+    room = "of a node (default: what the nodes that the recipe compiles on leave to a pod)"
+    parser.add_argument("--node-cpus", type=_positive_int, metavar="N", help=f"CPUs {room}")
+    parser.add_argument("--node-memory-gib", type=_positive, metavar="N", help=f"memory {room}")
     arguments, recipe = parser.parse(argv)
     if recipe.parallel.device != neuron_cache.DEVICE:
         raise RecipeError(
             f"parallel.device is {recipe.parallel.device!r}, whose graphs are compiled while they are traced, in one "
             f"process on one node: there is nothing to plan. `--dry-run` names them."
         )
+    _require_torch_xla(arguments.recipe)
     facts = program_facts(recipe)
     address = compile_cache_address(arguments.root, recipe, fingerprint(facts))
     if (address.path / MANIFEST).exists():
         print(describe_published(open_artifact(address.path, CompileCacheManifest)))
         return 0
     with private_folder(new_name("plan")) as folder:
-        trace_in_child(recipe, folder / "trace", "tracing")
+        trace_in_child(recipe, folder / "trace", "tracing", is_for_plan=True)
         modules = neuron_cache.traced_modules(folder / "trace" / "cache")
         compiled = address.beside(SCRATCH_SUFFIX) / neuron_cache.COMPILED
         tasks = make_tasks(modules, compiled, target_of(recipe), recipe.compile)
         rate = find_rate(arguments.root, modules[0].compiler, recipe.compile.task_cpus)
-        node = NodeSize(arguments.node_cpus, arguments.node_memory_gib)
+        node = choose_node(recipe, arguments.node_cpus, arguments.node_memory_gib)
         print(describe_plan(tasks, recipe.compile, rate, node, arguments.within_minutes))
     return 0
+
+
+def _require_torch_xla(recipe_path: Path) -> None:
+    if importlib.util.find_spec("torch_xla") is None:
+        raise DeviceError(
+            f"a plan for Neuron traces the graphs with torch_xla, which is not here; a Trainium or neuronx-cc is not "
+            f"needed. On Linux: `make torch29` makes an environment with it (8 GB), then\n"
+            f"  .venv-torch29/bin/python -m services.compiler plan --recipe {recipe_path}\n"
+            f"or run `plan` in the compiler's neuron image, on any machine: make images STAGE=compiler VARIANT=neuron"
+        )
+
+
+def choose_node(recipe: Recipe, cpus: int | None, memory_gib: float | None) -> NodeSize:
+    """A node of the type that the recipe's compiler takes on a cluster, unless a size is given."""
+    size = size_of(node_type_of(recipe))
+    return size if cpus is memory_gib is None else NodeSize(cpus or size.cpus, memory_gib or size.memory_gib)
 
 
 def describe_published(cache: Artifact[CompileCacheManifest]) -> str:
@@ -81,14 +111,16 @@ def describe_plan(
 def _describe_nodes(
     seconds: Sequence[float], settings: Compile, node: NodeSize, within_minutes: float | None
 ) -> list[str]:
-    size = f"{node.cpus} CPUs and {node.memory_gib:g} GiB"
     per_node = node.tasks(settings.task_cpus, settings.task_memory_gib)
     if per_node == 0:
         return [
-            f"A node of {size} holds no task of compile.task_cpus = {settings.task_cpus} and compile.task_memory_gib = "
+            f"A node of {node} holds no task of compile.task_cpus = {settings.task_cpus} and compile.task_memory_gib = "
             f"{settings.task_memory_gib:g}: take larger nodes, or lower one of them."
         ]
-    one = f"1 node of {size}, with {per_node} tasks at a time: {makespan(seconds, per_node) / 60:,.0f} minutes"
+    at_a_time = min(per_node, settings.num_workers)
+    why = " (compile.num_workers)" if at_a_time < min(per_node, len(seconds)) else ""
+    took = makespan(seconds, at_a_time)
+    one = f"1 node of {node}, with {at_a_time} tasks at a time{why}: {took / 60:,.0f} minutes{_price(node, took)}"
     if within_minutes is None:
         return [one]
     nodes = nodes_within(seconds, per_node, within_minutes * 60)
@@ -96,12 +128,19 @@ def _describe_nodes(
         reason = f"the largest graph alone takes {max(seconds) / 60:,.0f}"
         return [one, f"within {within_minutes:g} minutes: not with any number of nodes; {reason}"]
     workers = min(nodes * per_node, len(seconds))
-    took = makespan(seconds, nodes * per_node) / 60
+    took = makespan(seconds, nodes * per_node)
     return [
         one,
-        f"within {within_minutes:g} minutes: {nodes} nodes of {size}, done in {took:,.0f}: "
-        f"--cluster.compiler_nodes={nodes} --compile.num_workers={workers}",
+        f"within {within_minutes:g} minutes: {nodes} nodes of {node}, done in {took / 60:,.0f}"
+        f"{_price(node, nodes * took)}: --cluster.compiler_nodes={nodes} --compile.num_workers={workers}",
     ]
+
+
+def _price(node: NodeSize, seconds: float) -> str:
+    """The price of so many seconds of a node as the end of a line; empty where nobody has said the node's."""
+    if node.dollars_per_hour is None:
+        return ""
+    return f", ${node.dollars_per_hour * seconds / 3600:,.2f} at ${node.dollars_per_hour:,.2f} for a node-hour"
 
 
 def _table(rows: Sequence[tuple[str, int, str]]) -> list[str]:

@@ -2,7 +2,8 @@
 
 The process is rank 0 of a group whose other ranks are fake: shapes and graphs are real, values are not.
 `python -m services.compiler.trace FOLDER` reads FOLDER/recipe.json, fills the cache directory that
-its environment names, prints the name of each phase when it is done and writes FOLDER/report.json.
+its environment names, prints the name of each phase when it is done and writes FOLDER/report.json. With `--for-plan`
+it needs nothing of Neuron: what it leaves tells what there is to compile, and is compiled by nobody.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from services.common.recipe import Recipe
 
 MAX_MICRO_BATCHES = 2
 """Number of micro-batches of a traced step: every micro-batch after the second has the graphs of the second."""
+FOR_PLAN = "--for-plan"
 PHASES = ("first step", "second step", "third step", "save and resume", "step after resume", "evaluation")
 
 
@@ -34,34 +36,34 @@ def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     recipe = Recipe.model_validate_json((folder / "recipe.json").read_text(encoding="utf-8"))
-    report = trace(recipe, tell=lambda phase: print(phase, flush=True))
+    report = trace(recipe, tell=lambda phase: print(phase, flush=True), is_for_plan=argv[1:] == [FOR_PLAN])
     (folder / "report.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
     return 0
 
 
-def trace(recipe: Recipe, tell: Callable[[str], None]) -> CacheReport:
+def trace(recipe: Recipe, tell: Callable[[str], None], is_for_plan: bool = False) -> CacheReport:
     """Run PHASES as rank 0 of all the recipe's workers. `tell` is given the name of each phase when it is done."""
     world_size = recipe.parallel.num_workers
     group = ProcessGroup.fake(world_size)
-    backend = make_backend(recipe, make_mesh(recipe, rank=0, world_size=world_size))
+    backend = make_backend(recipe, make_mesh(recipe, rank=0, world_size=world_size), is_for_plan)
     run_phases(recipe, backend, tell)
     group.leave()
     return backend.cache_report()
 
 
-def make_backend(recipe: Recipe, mesh: Mesh) -> Backend:
+def make_backend(recipe: Recipe, mesh: Mesh, is_for_plan: bool = False) -> Backend:
     """The recipe's backend as it is traced.
 
-    For Neuron, libneuronxla is told to keep the graphs and to compile none. Where it is absent, torch_xla alone traces
-    them: those tell what there is to compile, and serve no device.
+    For Neuron, libneuronxla is told to keep the graphs and to compile none. Where it is absent, or for a plan,
+    torch_xla alone gives them: those tell what there is to compile, and serve no device.
     """
     threads, device = recipe.parallel.threads_per_worker, recipe.parallel.device
     if device == "xla":
         from services.common.program.backends.xla_environment import compiler_flags  # noqa: PLC0415 - of one device
         from services.compiler.neuron_trace import KEEP_GRAPHS, KeptXla, TracedXla  # noqa: PLC0415
 
-        if recipe.compile.trace_on == "cpu":
-            is_kept = importlib.util.find_spec("libneuronxla") is not None
+        if recipe.compile.trace_on == "cpu" or is_for_plan:
+            is_kept = importlib.util.find_spec("libneuronxla") is not None and not is_for_plan
             return (KeptXla if is_kept else TracedXla)(mesh, threads, compiler_flags(recipe))
         os.environ.update(KEEP_GRAPHS)
     return choose_backend(device)(mesh, threads, recipe.train.reduction, device)

@@ -1,4 +1,4 @@
-"""`python -m services.tokenizer`; what it does is in `command`."""
+"""Entry point of `python -m services.tokenizer`. The commands are in `services.tokenizer.command`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.common.stage_program import run_stage
 
 def main(argv: list[str]) -> int:
     with importing():
-        from services.tokenizer.command import main as command  # noqa: PLC0415 - takes seconds
+        from services.tokenizer.command import main as command  # noqa: PLC0415 - this import takes seconds
 
     return command(argv)
 

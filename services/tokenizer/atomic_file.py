@@ -1,4 +1,4 @@
-"""Files that are whole or absent, also when the process is killed or the disk is full."""
+"""Writes files that are complete or absent, also when the process is killed or the disk is full."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ TEMPORARY_SUFFIX = ".tmp"
 
 @contextmanager
 def write_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that takes the place of `path` when the block ends.
+    """Yield a temporary file, and rename it to `path` when the block ends.
 
-    Not durable: after a power cut its bytes may be wrong. What is in scratch is believed by its checksum alone, and
-    what is published is synced and hashed then; a sync of every file in between took a fifth of the time.
+    The file is not synced, so its bytes may be wrong after a power cut. Files in scratch are checked against their
+    checksums before use, and a corpus's files are synced and hashed when they are published. A sync of every file took
+    a fifth of the stage's time.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
     try:

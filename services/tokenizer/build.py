@@ -1,4 +1,4 @@
-"""What happens between plan and publish: vocabulary -> encode -> pack."""
+"""Builds a planned corpus in a workspace: vocabulary -> encode -> pack."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from services.common.launch.launcher import Launcher
 from services.common.limits import DEFAULT_MAX_MAPS, SPARE_MAPS, maps_to_allow
 from services.common.recipe import Recipe
 from services.common.telemetry import show_progress
+from services.tokenizer.corpus_plan import CorpusPlan
 from services.tokenizer.encode_task import EncodedPartition, EncodeTask, encode_partition
 from services.tokenizer.encoding.encoder import token_dtype
 from services.tokenizer.encoding.encoder_choice import explain_choice, reference_name
-from services.tokenizer.pack import Layout, pack_split
-from services.tokenizer.plan import Plan, begin_encoding
+from services.tokenizer.pack import ShardLayout, pack_split
+from services.tokenizer.scratch import open_partition_folder
 from services.tokenizer.vocabulary.provision import provide_vocabulary
 
 logger = logging.getLogger(__name__)
 
 
 def build_corpus(
-    workspace: Workspace, recipe: Recipe, plan: Plan, launcher: Launcher, phase_timer: PhaseTimer
+    workspace: Workspace, recipe: Recipe, plan: CorpusPlan, launcher: Launcher, phase_timer: PhaseTimer
 ) -> Draft:
-    """Fill the workspace. What an interrupted attempt finished in `scratch` is kept: vocabulary, encoded splits."""
+    """Build the corpus in the workspace, from the vocabulary and the encoded partitions that scratch has already."""
     with phase_timer.phase("vocabulary"):
         vocabulary_path, vocabulary = provide_vocabulary(recipe, plan, workspace.scratch)
     logger.info("%s", explain_choice(read_file(vocabulary_path), vocabulary, recipe.tokenizer.encoder))
-    folder = begin_encoding(workspace, plan, vocabulary, recipe.tokenizer.encoder)
+    folder = open_partition_folder(workspace, plan, vocabulary, recipe.tokenizer.encoder)
     tasks = make_tasks(recipe, plan, vocabulary_path, vocabulary, folder)
     with phase_timer.phase("encode"):
         encoded = _encode(tasks, launcher, recipe.tokenizer.num_workers)
@@ -42,7 +43,7 @@ def build_corpus(
     _require_mappable(encoded, recipe)
     with phase_timer.phase("pack"):
         _copy_vocabulary(vocabulary_path, workspace.files / vocabulary.path)
-        layout = Layout(
+        layout = ShardLayout(
             token_dtype=token_dtype(vocabulary.vocab_size),
             sequence_length=recipe.corpus.sequence_length,
             rows_per_shard=recipe.corpus.rows_per_shard,
@@ -53,10 +54,10 @@ def build_corpus(
         token_dtype=layout.token_dtype,
         sequence_length=layout.sequence_length,
         rows_per_shard=layout.rows_per_shard,
-        encoder=", ".join(sorted({each.encoder for each in encoded})),
+        encoder=", ".join(sorted({partition.encoder for partition in encoded})),
         reference=reference_name(vocabulary),
         control_text=recipe.corpus.control_text,
-        **{count: sum(getattr(each, count) for each in encoded) for count in _SUMMED},
+        **{count: sum(getattr(partition, count) for partition in encoded) for count in _SUMMED},
         sources=_count_sources(recipe, plan, encoded),
         splits=counts,
         phases=tuple(phase_timer.phases),
@@ -65,7 +66,7 @@ def build_corpus(
 
 
 def make_tasks(
-    recipe: Recipe, plan: Plan, vocabulary_path: Path, vocabulary: Vocabulary, scratch: Path
+    recipe: Recipe, plan: CorpusPlan, vocabulary_path: Path, vocabulary: Vocabulary, scratch: Path
 ) -> list[EncodeTask]:
     return [
         EncodeTask(
@@ -84,7 +85,7 @@ def make_tasks(
     ]
 
 
-# Counts of partitions that add up to the corpus's.
+# Counts of a corpus that are sums of its partitions' counts.
 _SUMMED = (
     "documents_checked",
     "documents_read",
@@ -97,7 +98,7 @@ _SUMMED = (
 
 
 def _encode(tasks: Sequence[EncodeTask], launcher: Launcher, num_workers: int) -> list[EncodedPartition]:
-    """Results in the order of the tasks, whichever finishes first."""
+    """Run the tasks, and return their results in the order of the tasks."""
     encoded: dict[int, EncodedPartition] = {}
     done_bytes = tokens = 0
     begin = time.perf_counter()
@@ -113,13 +114,13 @@ def _encode(tasks: Sequence[EncodeTask], launcher: Launcher, num_workers: int) -
     return [encoded[index] for index in range(len(tasks))]
 
 
-def _count_sources(recipe: Recipe, plan: Plan, encoded: Sequence[EncodedPartition]) -> tuple[SourceCounts, ...]:
-    all_tokens = sum(each.tokens for each in encoded)
+def _count_sources(recipe: Recipe, plan: CorpusPlan, encoded: Sequence[EncodedPartition]) -> tuple[SourceCounts, ...]:
+    all_tokens = sum(partition.tokens for partition in encoded)
     counts = []
     for number, source in enumerate(recipe.corpus.sources):
-        mine = [each for split, each in zip(plan.partitions, encoded, strict=True) if split.source == number]
-        tokens = sum(each.tokens for each in mine)
-        documents = sum(part.documents for each in mine for part in each.parts.values())
+        own = [done for planned, done in zip(plan.partitions, encoded, strict=True) if planned.source == number]
+        tokens = sum(partition.tokens for partition in own)
+        documents = sum(part.documents for partition in own for part in partition.parts.values())
         counts.append(
             SourceCounts(
                 uri=source.uri, weight=source.weight, documents=documents, tokens=tokens, share=tokens / all_tokens
@@ -129,8 +130,9 @@ def _count_sources(recipe: Recipe, plan: Plan, encoded: Sequence[EncodedPartitio
 
 
 def _require_a_sample(encoded: Sequence[EncodedPartition], sequence_length: int) -> None:
-    tokens = sum(each.parts["train"].tokens for each in encoded)
-    documents = sum(each.parts["train"].documents for each in encoded)
+    """Raise `ArtifactError` when the training split is too small for one sample."""
+    tokens = sum(partition.parts["train"].tokens for partition in encoded)
+    documents = sum(partition.parts["train"].documents for partition in encoded)
     if tokens <= sequence_length:
         raise ArtifactError(
             f"The corpus is {'too small' if tokens else 'empty'}: its training split has {tokens:,} tokens in "
@@ -140,20 +142,20 @@ def _require_a_sample(encoded: Sequence[EncodedPartition], sequence_length: int)
 
 
 def _require_mappable(encoded: Sequence[EncodedPartition], recipe: Recipe) -> None:
-    """Warn of a corpus whose readers need a higher limit on maps than Linux gives, before its shards are written.
+    """Log a warning when the corpus has more files than Linux lets a process map by default.
 
-    Raises `RecipeError` for one of more files than a manifest lists.
+    Raises `RecipeError` when it has more files than a manifest lists. No shard is written before this.
     """
     corpus = recipe.corpus
-    rows = [sum(each.parts[split].tokens for each in encoded) // corpus.sequence_length for split in SPLITS]
-    num_files = sum(-(-each // corpus.rows_per_shard) + 1 for each in rows)
+    rows = [sum(partition.parts[split].tokens for partition in encoded) // corpus.sequence_length for split in SPLITS]
+    num_files = sum(-(-num_rows // corpus.rows_per_shard) + 1 for num_rows in rows)
     require_listable(num_files + 1)
     if num_files + SPARE_MAPS > DEFAULT_MAX_MAPS:
         few = -(-sum(rows) // (DEFAULT_MAX_MAPS // 4))
         logger.warning(
-            "the corpus gets %s files, which a reader maps all at once: where vm.max_map_count is Linux' default of %s "
-            "that fails. Raise corpus.rows_per_shard, now %s, to %s or more; or run `sysctl -w vm.max_map_count=%d` on "
-            "each node that reads it.",
+            "the corpus will have %s files, and a reader maps all of them, which fails where vm.max_map_count is %s, "
+            "the default of Linux. Raise corpus.rows_per_shard from %s to %s or more, or run "
+            "`sysctl -w vm.max_map_count=%d` on every node that reads the corpus.",
             f"{num_files:,}", f"{DEFAULT_MAX_MAPS:,}", f"{corpus.rows_per_shard:,}", f"{few:,}",
             maps_to_allow(num_files),
         )  # fmt: skip

@@ -1,8 +1,8 @@
-"""`python -m services.tokenizer --recipe FILE`: text -> corpus/2.
+"""The tokenizer's commands. `python -m services.tokenizer --recipe FILE` turns text into a corpus:
 
 plan -> vocabulary -> encode -> pack -> publish
 
-`python -m services.tokenizer inspect|diff|train-vocab|pin` are the stage's tools.
+`python -m services.tokenizer train-vocab` and `python -m services.tokenizer pin` are tools beside it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ from services.common.errors import RecipeError
 from services.common.launch.launcher import choose_launcher
 from services.common.telemetry import configure_logging
 from services.tokenizer.build import build_corpus
-from services.tokenizer.plan import make_plan
-from services.tokenizer.tools.comparison import diff
-from services.tokenizer.tools.inspection import inspect
+from services.tokenizer.corpus_plan import plan_corpus
 from services.tokenizer.tools.pinning import pin
 from services.tokenizer.tools.vocabulary_tool import train_vocab
 
 TOOLS: dict[str, Callable[[list[str]], int]] = {
-    "inspect": inspect,
-    "diff": diff,
     "train-vocab": train_vocab,
     "pin": pin,
 }
@@ -40,13 +36,14 @@ def main(argv: list[str]) -> int:
         return TOOLS[argv[0]](argv[1:])
     if argv and not argv[0].startswith("-"):
         raise RecipeError(
-            f"{argv[0]!r}: no such tool; they are {', '.join(TOOLS)}. Without one, pass --recipe FILE to make a corpus."
+            f"The tokenizer has no tool {argv[0]!r}. Its tools are {', '.join(TOOLS)}. "
+            f"To make a corpus, pass --recipe FILE."
         )
     return make_corpus(argv)
 
 
 def make_corpus(argv: list[str]) -> int:
-    """The stage itself."""
+    """Run the stage: make the recipe's corpus, or find it published."""
     start = time.perf_counter()
     parser = StageParser("tokenizer", "Turn text into a corpus of packed token rows.")
     parser.add_launch()
@@ -58,7 +55,7 @@ def make_corpus(argv: list[str]) -> int:
         return 0
     phase_timer = PhaseTimer()
     with phase_timer.phase("plan"):
-        plan = make_plan(recipe)
+        plan = plan_corpus(recipe)
     corpus, is_new = publish_once(
         Address(arguments.root, "corpus", recipe.corpus.name, plan.artifact_id),
         CorpusManifest,
@@ -71,7 +68,7 @@ def make_corpus(argv: list[str]) -> int:
 
 
 def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) -> str:
-    """What was made, or found, for people and for a glance in a log."""
+    """The lines that the stage prints at its end: folder, sizes, counts, encoder and seconds of each phase."""
     payload, files = corpus.manifest.corpus, corpus.manifest.files
     lines = [
         f"{'published' if is_new else 'already published'}  {corpus.path}",
@@ -111,5 +108,5 @@ def _mention_tools(parser: argparse.ArgumentParser) -> None:
     lines = [f"  {name:<12} {(tool.__doc__ or '').splitlines()[0]}" for name, tool in TOOLS.items()]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(
-        [f"{parser.epilog}\n", f"tools, each with a --help of its own: {parser.prog} TOOL ...", *lines]
+        [f"{parser.epilog}\n", f"tools ({parser.prog} TOOL --help shows the options of one):", *lines]
     )

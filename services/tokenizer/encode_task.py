@@ -1,8 +1,8 @@
-"""The task that a worker runs: the documents of one partition become token files in the scratch folder.
+"""The task of a worker: it encodes the documents of one partition to files in the scratch folder.
 
-For each of train and validation a task writes the tokens and the positions where documents begin, and then, last, a
-marker with counts and checksums. A task whose marker and files agree has been done before a crash, and is not
-done again.
+For train and for validation a task writes a file of tokens and a file of the positions where documents begin. Last it
+writes a marker with counts and checksums. When a command is repeated, a task whose marker fits its files is not run
+again.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from services.tokenizer.split_assignment import are_for_validation, are_sampled
 
 @dataclass(frozen=True)
 class EncodeTask:
+    """The input of `encode_partition`, which is sent to a worker process."""
+
     partition: InputPartition
     scratch: Path
     vocabulary_path: Path
     vocabulary: Vocabulary
     encoder: EncoderChoice
     weight: float
-    """Of the partition's source."""
+    """The weight of the partition's source."""
     validation_fraction: float
     min_document_bytes: int
     max_document_bytes: int
@@ -55,11 +57,11 @@ class EncodeTask:
 
 
 class EncodedPart(ManifestModel):
-    """What a partition adds to the train or the validation stream."""
+    """The part of a partition that belongs to train or to validation."""
 
     documents: int
     document_tokens: int
-    """Without BOS and EOS."""
+    """Number of tokens without BOS and EOS."""
     tokens_xxh3: str
     starts_xxh3: str
 
@@ -69,21 +71,21 @@ class EncodedPart(ManifestModel):
 
 
 class EncodedPartition(ManifestModel):
-    """The result of a task, and its marker."""
+    """The result of a task. Its JSON is the task's marker."""
 
     vocabulary_sha256: str
     choice: EncoderChoice
-    """What the recipe said: partitions of an encoder that was wrong are not believed when it is changed."""
+    """The recipe's `tokenizer.encoder`. A task with another choice does not use this result."""
     encoder: str
     documents_checked: int
-    """By the process that did the task, since it did the one before."""
+    """Documents that the worker compared with the reference during this task."""
     documents_read: int
     documents_empty: int
     documents_too_short: int
     documents_not_sampled: int
     documents_with_invalid_utf8: int
     text_bytes: int
-    """Of the documents that were kept."""
+    """Bytes of text of the documents that are in `parts`."""
     parts: dict[Split, EncodedPart]
 
     @property
@@ -92,11 +94,12 @@ class EncodedPartition(ManifestModel):
 
 
 def encode_partition(task: EncodeTask) -> EncodedPartition:
-    """Do the task unless it is done. Two processes that do the same task write the same files."""
+    """Run the task, unless its files are complete. Two processes that run the same task write the same bytes."""
     return _read_marker(task) or _encode(task)
 
 
 def _read_marker(task: EncodeTask) -> EncodedPartition | None:
+    """Return the result of a task that was run before, or None when its files are incomplete or of other settings."""
     try:
         done = EncodedPartition.model_validate_json(read_file(task.marker_path, task.scratch))
         files = [(task.tokens_path(split), part.tokens_xxh3) for split, part in done.parts.items()]
@@ -104,8 +107,8 @@ def _read_marker(task: EncodeTask) -> EncodedPartition | None:
         is_whole = all(xxh3_of(path) == checksum for path, checksum in files)
     except (FileNotFoundError, ValidationError):
         return None
-    is_mine = (done.vocabulary_sha256, done.choice) == (task.vocabulary.sha256, task.encoder)
-    return done if is_whole and is_mine else None
+    has_same_settings = (done.vocabulary_sha256, done.choice) == (task.vocabulary.sha256, task.encoder)
+    return done if is_whole and has_same_settings else None
 
 
 def _encode(task: EncodeTask) -> EncodedPartition:
@@ -121,7 +124,7 @@ def _encode(task: EncodeTask) -> EncodedPartition:
             is_for_validation = are_for_validation(long_enough, task.validation_fraction)
             is_wanted = are_sampled(long_enough, task.weight, task.partition.pass_number)
             if task.partition.pass_number > 0:
-                is_wanted &= ~is_for_validation  # to see one twice tells nothing more
+                is_wanted &= ~is_for_validation  # a validation document that is there twice tells nothing more
             wanted, is_for_validation = long_enough.select(is_wanted), is_for_validation[is_wanted]
             not_sampled += len(long_enough) - len(wanted)
             ids, offsets = encoder.encode(wanted)
@@ -150,7 +153,7 @@ def _encode(task: EncodeTask) -> EncodedPartition:
 
 @dataclass
 class _PartWriter:
-    """Appends to the two files of a part, counting and hashing what passes."""
+    """Writes the two files of a part, counts its documents and tokens, and hashes the files."""
 
     tokens_file: BinaryIO
     starts_file: BinaryIO
@@ -164,10 +167,10 @@ class _PartWriter:
         tokens_file = stack.enter_context(write_file(task.tokens_path(split)))
         return cls(tokens_file, stack.enter_context(write_file(task.starts_path(split))))
 
-    def append(self, ids: TokenIds, offsets: Offsets, is_mine: npt.NDArray[np.bool_]) -> None:
-        """Add the documents that are marked, each `ids[offsets[i]:offsets[i + 1]]`."""
-        borders = np.flatnonzero(np.diff(is_mine, prepend=False, append=False))
-        for first, last in borders.reshape(-1, 2).tolist():  # runs of documents
+    def append(self, ids: TokenIds, offsets: Offsets, is_wanted: npt.NDArray[np.bool_]) -> None:
+        """Append every document i that `is_wanted` marks. Its ids are `ids[offsets[i]:offsets[i + 1]]`."""
+        borders = np.flatnonzero(np.diff(is_wanted, prepend=False, append=False))
+        for first, last in borders.reshape(-1, 2).tolist():  # consecutive documents are written at once
             run = ids[offsets[first] : offsets[last]]
             self._write(self.tokens_file, self.tokens_hash, run)
             self._write(self.starts_file, self.starts_hash, offsets[first:last] - offsets[first] + self.tokens)

@@ -1,4 +1,4 @@
-"""Token files to the shards of corpus/2: prefix sums over the input splits in plan order, and copies."""
+"""Packs the token files of all partitions into shards: prefix sums over the partitions in plan order, then copies."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from services.tokenizer.encoding.encoder import Offsets, TokenIds
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a stream is cut into rows and files."""
+class ShardLayout:
+    """Token type, row length and shard size of a corpus."""
 
     token_dtype: Literal["uint16", "uint32"]
     sequence_length: int
@@ -29,11 +29,12 @@ class Layout:
 
 
 def pack_split(
-    folder: Path, split: Split, tasks: Sequence[EncodeTask], encoded: Sequence[EncodedPartition], layout: Layout
+    folder: Path, split: Split, tasks: Sequence[EncodeTask], encoded: Sequence[EncodedPartition], layout: ShardLayout
 ) -> SplitCounts:
-    """Write `<split>/shard-*.arrow` and `<split>/tail/tail.arrow` below `folder`.
+    """Write `<split>/shard-*.arrow` and `<split>/tail/tail.arrow` below `folder`, and return the split's counts.
 
-    Of the counts, documents and their tokens are the encoder's; rows and tail are what the token files hold.
+    Documents and their tokens are counted by the encoder, rows and tail by the size of the token files. So a manifest
+    whose counts do not add up shows a lost token.
     """
     stream = _Stream.of(split, tasks, layout.token_dtype)
     rows, tail_tokens = divmod(stream.num_tokens, layout.sequence_length)
@@ -47,10 +48,10 @@ def pack_split(
         shards.append(path)
     tail = stream.read(rows * layout.sequence_length, stream.num_tokens)
     _write_arrow(folder / split / "tail" / "tail.arrow", _tail(*tail, layout))
-    documents = sum(each.parts[split].documents for each in encoded)
+    documents = sum(partition.parts[split].documents for partition in encoded)
     return SplitCounts(
         documents=documents,
-        document_tokens=sum(each.parts[split].document_tokens for each in encoded),
+        document_tokens=sum(partition.parts[split].document_tokens for partition in encoded),
         bos=documents,
         eos=documents,
         rows=rows,
@@ -61,7 +62,7 @@ def pack_split(
 
 @dataclass(frozen=True)
 class _Run:
-    """The tokens that one input split adds to a stream, and where in the stream they begin."""
+    """The tokens of one partition, and the position in the split at which they begin."""
 
     begin: int
     num_tokens: int
@@ -71,7 +72,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Stream:
-    """The tokens of a split, in plan order, read from the token files by position."""
+    """The tokens of a split in plan order, read from the token files by position."""
 
     runs: list[_Run]
     token_dtype: str
@@ -89,7 +90,7 @@ class _Stream:
         return cls(runs, token_dtype, begins[-1])
 
     def read(self, begin: int, end: int) -> tuple[TokenIds, Offsets]:
-        """Tokens [begin, end), and where among them documents begin."""
+        """Return tokens [begin, end) of the split, and the positions among them at which documents begin."""
         tokens: TokenIds = np.empty(end - begin, self.token_dtype)
         starts: list[Offsets] = [np.empty(0, np.int64)]
         first = max(0, bisect_right(self.runs, begin, key=lambda run: run.begin) - 1)
@@ -105,7 +106,8 @@ class _Stream:
         return tokens, np.concatenate(starts)
 
 
-def _rows(tokens: TokenIds, starts: Offsets, layout: Layout) -> pa.RecordBatch:
+def _rows(tokens: TokenIds, starts: Offsets, layout: ShardLayout) -> pa.RecordBatch:
+    """Make the record batch of a shard from its tokens and the positions where documents begin."""
     schema = arrow_schema(layout.token_dtype, layout.sequence_length)
     row_of_start, position = np.divmod(starts, layout.sequence_length)
     starts_per_row = np.bincount(row_of_start, minlength=len(tokens) // layout.sequence_length)
@@ -113,8 +115,8 @@ def _rows(tokens: TokenIds, starts: Offsets, layout: Layout) -> pa.RecordBatch:
     return pa.record_batch([input_ids, _lists(schema, starts_per_row, position)], schema=schema)
 
 
-def _tail(tokens: TokenIds, starts: Offsets, layout: Layout) -> pa.RecordBatch:
-    """A single row whose `input_ids` has the tail's own length."""
+def _tail(tokens: TokenIds, starts: Offsets, layout: ShardLayout) -> pa.RecordBatch:
+    """Make a record batch of one row, whose `input_ids` is as long as the tail."""
     rows = arrow_schema(layout.token_dtype, layout.sequence_length)
     schema = rows.set(0, pa.field("input_ids", pa.list_(rows.field("input_ids").type.value_field), nullable=False))
     offsets = _array(np.array([0, len(tokens)], np.int32))
@@ -131,11 +133,11 @@ def _lists(schema: pa.Schema, lengths: npt.NDArray[np.int64], values: Offsets) -
 
 
 def _array(values: npt.NDArray[Any]) -> pa.Array:
-    # pa.array() does the same and imports pandas, where that is installed, to ask whether `values` is its own.
+    # pa.array() gives the same array, but first imports pandas where it is installed.
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
 def _write_arrow(path: Path, batch: pa.RecordBatch) -> None:
-    # Through a Python file, so that a full disk is an OSError with its errno.
+    # A Python file, because a full disk is then an OSError with its errno.
     with write_file(path) as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)

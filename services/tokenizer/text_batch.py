@@ -1,4 +1,4 @@
-"""Documents as one buffer of bytes: what sources hand to encoders, without a Python object per document."""
+"""Batches of documents in one buffer of bytes, which sources pass to encoders without a Python object a document."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 BATCH_BYTES = 4 * 2**20
-"""Text handed on at a time, or one document when that is larger."""
+"""Bytes of text in a batch. A larger document is a batch of its own."""
 
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Document i is `text[begins[i]:ends[i]]`: UTF-8, once `sources.documents` has passed it on."""
+    """Documents, of which number i is `text[begins[i]:ends[i]]`. Batches of `read_documents` are valid UTF-8."""
 
     text: npt.NDArray[np.uint8]
     begins: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
     num_repaired: int = 0
-    """Documents in which U+FFFD stands where the input was not UTF-8."""
+    """Number of documents in which U+FFFD replaces bytes that were not UTF-8."""
 
     @classmethod
     def of(cls, documents: Sequence[bytes], num_repaired: int = 0) -> TextBatch:
@@ -33,7 +33,7 @@ class TextBatch:
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        """Bytes of each document."""
+        """Size of every document in bytes."""
         return self.ends - self.begins
 
     @property
@@ -41,11 +41,11 @@ class TextBatch:
         return int(self.sizes.sum())
 
     def select(self, is_wanted: npt.NDArray[np.bool_]) -> TextBatch:
-        """Some of the documents; no text is copied."""
+        """Return a batch of the marked documents. The text is not copied."""
         return TextBatch(self.text, self.begins[is_wanted], self.ends[is_wanted], self.num_repaired)
 
     def begins_of_documents(self, max_bytes: int) -> TextBatch:
-        """Each document up to so many bytes, cut between two characters."""
+        """Cut every document to at most `max_bytes`, between two characters. The text is not copied."""
         ends = np.minimum(self.ends, self.begins + max_bytes)
         for index in np.flatnonzero(ends < self.ends).tolist():
             while self.text[ends[index]] & 0xC0 == 0x80:
@@ -53,7 +53,7 @@ class TextBatch:
         return TextBatch(self.text, self.begins, ends)
 
     def views(self) -> Iterator[memoryview]:
-        """The documents one by one, without a copy."""
+        """Yield the documents one by one, without a copy."""
         view = memoryview(self.text.data)
         for begin, end in zip(self.begins.tolist(), self.ends.tolist(), strict=True):
             yield view[begin:end]
@@ -63,6 +63,7 @@ class TextBatch:
 
 
 def in_batches(documents: Iterable[bytes]) -> Iterator[TextBatch]:
+    """Yield the documents in batches of about BATCH_BYTES."""
     batch: list[bytes] = []
     batch_bytes = 0
     for document in documents:
@@ -76,7 +77,7 @@ def in_batches(documents: Iterable[bytes]) -> Iterator[TextBatch]:
 
 
 def join_small(batches: Iterable[TextBatch]) -> Iterator[TextBatch]:
-    """The same documents in batches of about BATCH_BYTES: a folder of small files comes as a batch for each."""
+    """Join small batches into batches of about BATCH_BYTES. A folder of small files gives a batch for each file."""
     waiting: list[TextBatch] = []
     waiting_bytes = 0
     for batch in batches:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from services.common.artifacts.compile_cache import CompileCacheManifest
-from services.common.artifacts.corpus import CorpusPayload
+from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact
 from services.common.artifacts.upstream import open_corpus
@@ -54,6 +54,7 @@ from services.trainer.plan import add_assumptions, describe_plan, describe_trace
 from services.trainer.prometheus import serve_metrics
 from services.trainer.report import read_state, write_report
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
+from services.trainer.run_start import describe_start, explain_new_run
 from services.trainer.sample import TextGenerator, require_drawable
 from services.trainer.step_trace import trace_step
 from services.trainer.supervise import supervise
@@ -75,7 +76,9 @@ def main(argv: list[str]) -> int:
 def train(arguments: Namespace, recipe: Recipe) -> int:
     """Train to the recipe's max_steps, continuing from the newest checkpoint."""
     if arguments.dry_run:
-        print(describe(recipe, _published_corpus(arguments, recipe)))
+        corpus = _published_corpus(arguments, recipe)
+        known = describe_start(arguments.root, recipe, corpus)
+        print(describe(recipe, corpus.manifest.corpus if corpus else None, known))
         return 0
     require_backend(recipe.parallel.device)
     require_trackers(arguments.tracker)
@@ -90,6 +93,8 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
                 f"{job.run}: begins with imported weights (train.initial_weights), which are not there yet. Import "
                 f"them: `python -m services.trainer import --recipe {arguments.recipe} --root {job.root} --from FOLDER`"
             )
+        if checkpoint is None and (before := explain_new_run(job.root, recipe, job.corpus)):
+            logger.info("%s is a new run, and does not continue %s", job.run, before)
         step = completed_step(checkpoint)
         if checkpoint and step < recipe.train.max_steps:
             job = continue_run(job, checkpoint, arguments.allow_changed_program)
@@ -118,7 +123,8 @@ def plan(arguments: Namespace, recipe: Recipe) -> int:
     Raises `RecipeError` where its nodes do not have the memory.
     """
     assumptions = read_assumptions(arguments)
-    print(describe_plan(recipe, _published_corpus(arguments, recipe), assumptions), flush=True)
+    corpus = _published_corpus(arguments, recipe)
+    print(describe_plan(recipe, corpus.manifest.corpus if corpus else None, assumptions), flush=True)
     require_fit(recipe)
     if arguments.dry_run:
         print("\n" + describe_trace(recipe, trace_step(recipe)))
@@ -238,9 +244,9 @@ def _new_job(
     )
 
 
-def _published_corpus(arguments: Namespace, recipe: Recipe) -> CorpusPayload | None:
+def _published_corpus(arguments: Namespace, recipe: Recipe) -> Artifact[CorpusManifest] | None:
     try:
-        return open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus).manifest.corpus
+        return open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
     except ArtifactError:
         return None
 

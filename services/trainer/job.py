@@ -16,7 +16,8 @@ from services.common.artifacts.upstream import find_cache, stage_command
 from services.common.errors import ArtifactError
 from services.common.problem_list import list_problems
 from services.common.program.fingerprint import explain_difference, program_facts
-from services.common.recipe import Recipe, fingerprint, identity
+from services.common.recipe import Recipe, fingerprint
+from services.common.recipe_changes import changed_fields
 
 CONTENT_VERSION = 2
 ALLOW_COLD_COMPILE = "--allow-cold-compile"
@@ -116,8 +117,8 @@ def continue_run(job: Job, checkpoint: Artifact[CheckpointManifest], allow_chang
     waivers = {*job.waivers, *state.waivers}
     if state.program_fingerprint != job.program_fingerprint:
         if not allow_changed_program:
-            changed = _changed_fields(checkpoint.manifest.recipe, job.recipe)
-            what = changed or "torch, Python, the compiler, the CPU or services/common/program changed"
+            changed = changed_fields(checkpoint.manifest.recipe, job.recipe, "compile_cache")
+            what = ", ".join(changed) or "torch, Python, the compiler, the CPU or services/common/program changed"
             raise ArtifactError(
                 f"{checkpoint.path}: made by program {state.program_fingerprint[:12]} (trainer {maker.version}, commit "
                 f"{maker.git_sha[:12]}, image {maker.image}), this one is {job.program_fingerprint[:12]}: {what}, and "
@@ -126,17 +127,6 @@ def continue_run(job: Job, checkpoint: Artifact[CheckpointManifest], allow_chang
             )
         waivers.add(ALLOW_CHANGED_PROGRAM)
     return replace(job, waivers=tuple(sorted(waivers)))
-
-
-def _changed_fields(stored: dict[str, Any], recipe: Recipe) -> str:
-    """The recipe's fields that decide the program, where a stored recipe of the same run has another value."""
-    found = []
-    for name, ours in identity(recipe, "compile_cache").items():
-        section, _, key = name.partition(".")
-        theirs = stored.get(section, {}).get(key, ours)
-        if theirs != ours:
-            found.append(f"{name} was {theirs} and is {ours}")
-    return ", ".join(found)
 
 
 def completed_step(checkpoint: Artifact[CheckpointManifest] | None) -> int:

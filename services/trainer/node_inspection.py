@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from services.common.derived import checkpoint_bytes, flops_per_token, tokens_per_step
+from services.common.derived import flops_per_token, tokens_per_step
 from services.common.errors import DeviceError, LimitError, StorageError
 from services.common.file_system import (
     FileSystemSpeed,
@@ -26,7 +26,7 @@ from services.common.file_system import (
 from services.common.image_platform import require_backend
 from services.common.instance_types import MIB
 from services.common.limits import SPARE_MAPS, maps_to_allow, max_maps
-from services.common.memory import memory_of_worker
+from services.common.memory import checkpoint_bytes, memory_of_worker
 from services.common.private_folder import private_base
 from services.common.program.fingerprint import program_facts
 from services.common.recipe import Recipe, fingerprint

@@ -10,12 +10,14 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 
 from services.common.artifacts.corpus import CorpusPayload
-from services.common.derived import checkpoint_bytes, derive, flops_per_token, tokens_per_step
+from services.common.derived import derive, flops_per_token, tokens_per_step
 from services.common.errors import RecipeError
 from services.common.instance_types import GIB, MIB, Accelerators, InstanceType
-from services.common.memory import memory_of_worker, micro_batches_per_model
+from services.common.lustre import default_lustre_size
+from services.common.memory import checkpoint_bytes, memory_of_worker, micro_batches_per_model
 from services.common.program.mesh import make_mesh
 from services.common.recipe import Recipe, stage_nodes
+from services.common.stop_notice import CHECKPOINTS_PER_NOTICE, TRAINER_NOTICE_SECONDS, needed_notice_seconds
 from services.trainer.checkpoint_interval import NODE_MTBF_HOURS, SECONDS_PER_HOUR, mtbf_seconds, optimal_interval_steps
 from services.trainer.fit import instance_type
 from services.trainer.step_trace import StepTrace
@@ -28,8 +30,6 @@ GPU_MFU = 0.45
 """The share of its dense bfloat16 peak that a plan assumes of a GPU: what this trainer aims at with a compiled Llama of
 a billion parameters on one H100 or H200."""
 MFU_OF_ACCELERATORS: dict[Accelerators, float] = {"NeuronCores": NEURON_MFU, "GPUs": GPU_MFU}
-STORAGE_GB_PER_SECOND = 1.2
-"""FSx for Lustre as AWS's blueprint makes it: 2.4 TiB at 500 MB/s for each TiB."""
 CRAMPED = 0.9
 """Share of a device's memory above which a plan warns: the runtime and the collectives take some, too."""
 
@@ -41,8 +41,9 @@ class Assumptions:
     mfu: float | None
     """Model FLOPs utilization: the share of the peak that the model's own operations reach. None: `MFU_OF_ACCELERATORS`
     says it for the accelerators of the instance type."""
-    storage_gb_per_second: float
-    """At which all workers together write a checkpoint, in 10^9 bytes."""
+    storage_gb_per_second: float | None
+    """Speed at which all workers together write a checkpoint, in 10^9 bytes a second; None stands for the speed of
+    `default_lustre_size`."""
     node_mtbf_hours: float
     dollars_per_node_hour: float | None
     """None: the hint of the instance type."""
@@ -54,8 +55,8 @@ def add_assumptions(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--storage-gb-per-second",
         type=float,
-        default=STORAGE_GB_PER_SECOND,
-        help=f"at which checkpoints are written (default: {STORAGE_GB_PER_SECOND})",
+        help=f"at which checkpoints are written (default: {default_lustre_size().bytes_per_second / 1e9:.3g}, that of "
+        f"the stacks' file system)",
     )
     parser.add_argument(
         "--node-mtbf-hours",
@@ -192,9 +193,7 @@ def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Ass
     hours = seconds * recipe.train.max_steps / SECONDS_PER_HOUR
     node_hours = hours * stage_nodes(recipe, "trainer")
     node_peak = recipe.cluster.trainer_workers_per_node * device.worker_peak_flops_per_second
-    price, source = assumptions.dollars_per_node_hour, "--dollars-per-node-hour"
-    if price is None:
-        price, source = device.dollars_per_hour, f"on demand, {device.price_source}"
+    price, source = _price(device, assumptions)
     return rows | {
         "step": f"{seconds:,.1f} s, {tokens_per_step(recipe) / seconds:,.0f} tokens/s, at {mfu:.0%} of the "
         f"peak of {node_peak / 1e12:,.0f} TFLOP/s a node (--mfu)",
@@ -203,24 +202,79 @@ def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Ass
     }
 
 
+def _price(device: InstanceType, assumptions: Assumptions) -> tuple[float, str]:
+    """Dollars for an hour of a node, and where they are from."""
+    if assumptions.dollars_per_node_hour is not None:
+        return assumptions.dollars_per_node_hour, "--dollars-per-node-hour"
+    return device.dollars_per_hour, f"on demand, {device.price_source}"
+
+
 def _checkpoints(recipe: Recipe, device: InstanceType | None, assumptions: Assumptions) -> dict[str, str]:
-    size, nodes = checkpoint_bytes(recipe), stage_nodes(recipe, "trainer")
-    write_seconds = size / (assumptions.storage_gb_per_second * 1e9)
+    nodes, write_seconds = stage_nodes(recipe, "trainer"), _write_seconds(recipe, assumptions)
     failure_hours = mtbf_seconds(nodes, assumptions.node_mtbf_hours) / SECONDS_PER_HOUR
     rows = {
-        "write": f"{write_seconds:,.1f} s for {_size(size)} at {assumptions.storage_gb_per_second:g} GB/s "
-        f"(--storage-gb-per-second)",
+        "write": f"{write_seconds:,.1f} s in the background for {_size(checkpoint_bytes(recipe))} at "
+        f"{_describe_storage(assumptions)}",
+        "space": _describe_space(recipe),
+        **_describe_notice(recipe, write_seconds),
         "failures": f"one in {failure_hours:,.0f} hours of {nodes:,} nodes, each with one in "
         f"{assumptions.node_mtbf_hours:,.0f} hours (--node-mtbf-hours)",
     }
     if device is None:
         return rows
-    step = _step_seconds(recipe, device, _mfu(device, assumptions))
+    step, interval = _step_seconds(recipe, device, _mfu(device, assumptions)), recipe.checkpoint.interval_steps
     optimum = optimal_interval_steps(write_seconds, step, nodes, assumptions.node_mtbf_hours)
-    return rows | {
+    price, _ = _price(device, assumptions)
+    # Until the next checkpoint is committed, the one before is the newest.
+    lost_hours = (interval * step + write_seconds) / SECONDS_PER_HOUR
+    rows |= {
+        "loss": f"{lost_hours * 60:,.0f} min at most of a failure without notice, ${lost_hours * nodes * price:,.0f}: "
+        f"{interval:,} steps and the write of the next checkpoint",
         "Young's optimum": f"every {optimum:,} steps ({optimum * step / 60:,.0f} min), if training stood still for the "
-        f"whole write; the recipe says {recipe.checkpoint.interval_steps:,} "
-        f"({recipe.checkpoint.interval_steps * step / 60:,.0f} min)"
+        f"whole write; the recipe says {interval:,}. It stands still for a copy to the host alone, which a run's "
+        f"summary measures: short intervals cost less than that",
+    }
+    if write_seconds > interval * step:
+        rows["warning, interval"] = (
+            f"a checkpoint takes longer than the {interval * step:,.1f} s from one to the next, which then waits for "
+            f"it: raise checkpoint.interval_steps"
+        )
+    return rows
+
+
+def _write_seconds(recipe: Recipe, assumptions: Assumptions) -> float:
+    given = assumptions.storage_gb_per_second
+    return checkpoint_bytes(recipe) / (given * 1e9 if given else default_lustre_size().bytes_per_second)
+
+
+def _describe_storage(assumptions: Assumptions) -> str:
+    if assumptions.storage_gb_per_second:
+        return f"{assumptions.storage_gb_per_second:g} GB/s (--storage-gb-per-second)"
+    size = default_lustre_size()
+    return (
+        f"{size.bytes_per_second / 1e9:.3g} GB/s, as the stacks' FSx of {size} has by default (--storage-gb-per-second)"
+    )
+
+
+def _describe_space(recipe: Recipe) -> str:
+    """What checkpoints take of the file system at most: those that are kept, and one that is being written."""
+    policy, size = recipe.checkpoint, checkpoint_bytes(recipe)
+    for_good = recipe.train.max_steps // policy.keep_interval_steps if policy.keep_interval_steps else 0
+    kept = f", and {for_good:,} that stay for good" if for_good else ""
+    return f"{_size((policy.keep_latest + 1 + for_good) * size)} for {policy.keep_latest + 1} checkpoints{kept}"
+
+
+def _describe_notice(recipe: Recipe, write_seconds: float) -> dict[str, str]:
+    """Whether a stop's notice holds as many checkpoints as it should."""
+    needed = needed_notice_seconds(write_seconds)
+    told = f"{CHECKPOINTS_PER_NOTICE} checkpoints take {needed:,} s"
+    if needed <= TRAINER_NOTICE_SECONDS:
+        return {"notice": f"{told}, and a stop gives a container {TRAINER_NOTICE_SECONDS} s: it loses nothing"}
+    enough = math.ceil(CHECKPOINTS_PER_NOTICE * checkpoint_bytes(recipe) / TRAINER_NOTICE_SECONDS / 1e8) / 10
+    return {
+        "warning, notice": f"{told}, and a stop gives a container {TRAINER_NOTICE_SECONDS} s, so that it may lose the "
+        f"steps since the checkpoint before: take a file system of {enough:g} GB/s (fsx in terraform.tfvars), or ask "
+        f"for more notice (on Kubernetes DRAIN={needed})"
     }
 
 

@@ -208,6 +208,7 @@ READ_THEIR_OWN = {
     "services.common.launch.process_family": "asks the kernel",
     "services.common.launch.ray_token": "opens what lies in a folder that it holds open, without waiting for a pipe",
     "services.common.limits": "asks the kernel",
+    "services.common.lustre": "reads a table of this program",
     "services.common.private_folder": "locks in a folder of this user alone",
     "services.common.program.backends.compiler_shim": "reads what its own compiler was asked, in a private folder",
     "services.common.program.source": "reads this program",

@@ -161,17 +161,22 @@ def write_overlay(base: Path, folder: Path, root: Path) -> Path:
     return folder
 
 
-def make_house(api: Api, folder: Path, base: Path) -> Harness:
-    """The RayCluster of an overlay, up, over an empty root with a little text. The head's image must be on the node."""
+def make_site(api: Api, folder: Path, base: Path) -> Harness:
+    """An overlay over an empty root with a little text, of which nothing is on the cluster yet."""
     root = folder / "fsx"
     write_notes(root / "notes")
     give_to_stages(root)
-    harness = Harness(
+    return Harness(
         api,
         write_overlay(base, folder / "overlay", root),
         root,
         write_small_recipe(folder / "small.toml", "/fsx/notes"),
     )
+
+
+def make_house(api: Api, folder: Path, base: Path) -> Harness:
+    """The RayCluster of an overlay, up, over an empty root with a little text. The head's image must be on the node."""
+    harness = make_site(api, folder, base)
     done = harness.run("cluster-up")
     assert done.code == 0, done.said
     return harness

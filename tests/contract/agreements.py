@@ -13,7 +13,7 @@ from typing import Any, get_args
 import hcl2
 import yaml
 
-from infra import cluster_workloads, node_groups
+from infra import cluster_neighbours, cluster_workloads, node_groups
 from k8s.objects.names import DEPLOYER, NAMESPACE, NEURON, POOL_LABEL, SHAPE_LABEL, node_pool_annotation
 from services.common.recipe import Kind
 
@@ -124,7 +124,7 @@ def list_agreements(root: Path, objects: list[Thing], committed: dict[str, str])
     yield from _names(root, own, objects)
     yield from _placement(root, own, defaults, objects)
     yield from _amounts(root, defaults, objects)
-    yield from _volumes(root, defaults, objects)
+    yield from _volumes(root, objects)
     yield from _addons(root, defaults, objects)
     yield Agreement(
         "settings that are outputs",
@@ -144,6 +144,8 @@ def _names(root: Path, own: Thing, objects: list[Thing]) -> Iterator[Agreement]:
     yield Agreement("namespace", own["namespace"], cluster["metadata"]["namespace"])
     yield Agreement("namespace of the commands", own["namespace"], NAMESPACE)
     yield Agreement("namespace that infra-down empties", cluster_workloads.NAMESPACE, cluster["metadata"]["namespace"])
+    namespaces = {each["metadata"]["name"] for each in _all(objects, "Namespace")}
+    yield Agreement("namespaces that infra-down takes for its own", set(cluster_neighbours.NAMESPACES), namespaces)
     identities = (root / "infra/modules/eks/identities.tf").read_text(encoding="utf-8")
     associated = re.findall(r"^  namespace += (.+)$", identities, re.MULTILINE)
     given = [own["namespace"] if each == "var.namespace" else each for each in associated]
@@ -238,8 +240,9 @@ def _amounts(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> It
     yield Agreement("capability of the queue", total, _counted(_one(objects, "Queue")["spec"]["capability"]))
 
 
-def _volumes(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:
+def _volumes(root: Path, objects: list[Thing]) -> Iterator[Agreement]:
     example = example_outputs(root)
+    made_gib = json.loads((root / "infra/shapes.json").read_text(encoding="utf-8"))["file_system"]["gib"]
     claims = {
         (each["metadata"]["namespace"], each["metadata"]["name"]): each
         for each in _all(objects, "PersistentVolumeClaim")
@@ -250,7 +253,7 @@ def _volumes(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> It
         made = [example["fsx_id"], example["fsx_dns_name"], example["fsx_mount_name"]]
         yield Agreement(f"file system of volume {name}", made, facts)
         gib = int(volume["spec"]["capacity"]["storage"].removesuffix("Gi"))
-        yield Agreement(f"GiB of volume {name}", defaults["fsx"]["gib"], gib)
+        yield Agreement(f"GiB of volume {name}", made_gib, gib)
         claim = claims.get((reference["namespace"], reference["name"]), {"spec": {}})
         yield Agreement(f"volume of claim {reference['name']}", name, claim["spec"].get("volumeName"))
     used = {

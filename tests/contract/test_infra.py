@@ -120,7 +120,7 @@ MUTATIONS = {
         "'millrace-fsx'",
         "'fsx'",
     ),
-    "size of the file system, infra": (VARIABLES, "optional(number, 1200)", "optional(number, 2400)", "2400", "1200"),
+    "size of the file system, infra": ("infra/shapes.json", '"gib": 1200', '"gib": 2400', "2400", "1200"),
     "folder in the bucket, infra": (
         "infra/modules/storage/main.tf",
         'toset(["checkpoint"])',

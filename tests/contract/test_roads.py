@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import batch.request
+import infra.__main__
 from batch.target import Batch
 from deploy.client.instance_type import check_instance_type
 from deploy.client.request import DeployRequest
@@ -27,6 +29,7 @@ from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
 from services.common.recipe import STAGES
 from tests.batch.cloud import TAG, simulated_account
+from tests.contract.agreements import read_settings
 from tests.k8s.builders import DIGEST
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
 
@@ -96,6 +99,12 @@ def test_a_stage_of_the_eks_road_fits_its_overlay(eks: Thing, monkeypatch: pytes
     assert check_instance_type(stage, resolved.outline, group.instance_type, "CHANGE") == ""
     assert resolved.deployment.nodes == {"tokenizer": 1, "compiler": 1, "trainer": 4}[stage]
     assert resolved.deployment.nodes <= group.spec["maxReplicas"]
+
+
+def test_the_cost_is_held_against_the_recipe_that_both_targets_deploy() -> None:
+    of_the_overlay = REPOSITORY / read_settings(OVERLAYS["eks"] / "settings.env")["RECIPE"]
+
+    assert of_the_overlay == REPOSITORY / batch.request.DEFAULT_RECIPE == infra.__main__.RECIPE
 
 
 def test_the_stages_of_the_batch_road_are_submitted(

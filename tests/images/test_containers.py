@@ -413,7 +413,7 @@ def test_a_registry_that_refuses_the_push_is_named(checkout: Path, images: dict[
 
 
 def test_sources_that_no_commit_has_are_not_pushed(checkout: Path, images: dict[str, str]) -> None:
-    work = checkout / "services/tokenizer/plan.py"
+    work = checkout / "services/tokenizer/pack.py"
     original = work.read_text(encoding="utf-8")
     work.write_text(original + "\n", encoding="utf-8")
     try:

@@ -144,6 +144,21 @@ def test_the_same_manifests_are_applied_while_a_stage_runs(
     assert server.applied[-1] == "RayCluster"
 
 
+@pytest.mark.parametrize("scheduler", ["volcano", "yunikorn", "kai-scheduler"])
+def test_an_operator_that_gives_the_head_to_a_batch_scheduler_is_refused(
+    overlays: dict[str, list[Thing]], live: Thing, monkeypatch: pytest.MonkeyPatch, scheduler: str
+) -> None:
+    class GivenAway(Server):
+        def find_all(self, kind: str, selector: str = "", fields: str = "") -> list[Thing]:
+            return [
+                each | {"spec": each["spec"] | {"schedulerName": scheduler}}
+                for each in super().find_all(kind, selector, fields)
+            ]
+
+    with pytest.raises(DeviceError, match=f"batch scheduler .*the scheduler {scheduler}"):
+        up(monkeypatch, GivenAway(live, [], []), overlays["local"], HEAD)
+
+
 def test_the_region_does_not_change_under_nodes_that_are_held(
     monkeypatch: pytest.MonkeyPatch, overlays: dict[str, list[Thing]], live: Thing
 ) -> None:

@@ -17,8 +17,9 @@ from k8s.client.request import ResolvedRequest, resolve
 from k8s.objects.pod_group import render_pod_group
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError
+from services.common.image_platform import BACKENDS
 from services.common.recipe import Compile
-from services.compiler.estimate import Rate, cluster_node
+from services.compiler.estimate import CPU_NODE_TYPE, Rate, size_of
 from services.compiler.fan_out import make_tasks
 from services.compiler.modules import Module
 from services.compiler.plan import describe_plan as describe_graphs
@@ -68,7 +69,7 @@ def test_there_are_as_many_pods_as_the_recipe_s_tasks_fill(compiler: WorkerGroup
 
 @pytest.mark.parametrize(
     ("nodes", "arguments"),
-    [(2, ("--compile.num_workers=8",)), (4, ()), (None, ("--cluster.compiler_nodes=2",))],
+    [(2, ("--compile.num_workers=8",)), (4, ()), (None, ("--cluster.compiler_nodes=3",))],
 )
 def test_nodes_decide_how_many_tasks_there_are(
     compiler: WorkerGroup, nodes: int | None, arguments: tuple[str, ...]
@@ -76,7 +77,7 @@ def test_nodes_decide_how_many_tasks_there_are(
     """No node is paid for that has no task, and no task is said to run that waits for a node."""
     found = resolved(compiler, *arguments, nodes=nodes)
 
-    assert found.deployment.nodes == (nodes or 2)
+    assert found.deployment.nodes == (nodes or 3)
     assert found.deployment.arguments == (*arguments, ON_CPU, f"--compile.num_workers={3 * found.deployment.nodes}")
     again = resolved(compiler, *found.deployment.arguments, nodes=found.deployment.nodes)
     assert again.deployment.arguments == found.deployment.arguments
@@ -115,17 +116,19 @@ def test_a_trace_on_a_device_is_refused_where_the_compiler_has_none(compiler: Wo
 
 
 def test_what_a_person_is_shown(compiler: WorkerGroup, compiler_on_trainium: WorkerGroup) -> None:
-    found = resolved(compiler, nodes=2)
+    found = resolved(compiler, nodes=3)
     said = describe_plan(compiler, found.deployment, found.outline)
 
-    assert "tasks       6 graphs at a time, each with 8 CPUs and 32 GiB, 3 on a pod" in said
+    assert "tasks       9 graphs at a time, each with 8 CPUs and 32 GiB, 3 on a pod" in said
     assert "traces      without a device\n" in said
-    assert "arguments   --compile.trace_on=cpu --compile.num_workers=6" in said
-    assert "holds       2 x m7i.8xlarge" in said
+    assert "arguments   --compile.trace_on=cpu --compile.num_workers=9" in said
+    assert "holds       3 x m7i.8xlarge" in said
 
     found = resolved(compiler_on_trainium)
     said = describe_plan(compiler_on_trainium, found.deployment, found.outline)
     assert "cost        1 x trn1.32xlarge x $21.50 = $21.50 an hour" in said
+    graphs = len(BACKENDS["xla"].graphs)  # all of them at a time, where each hour is paid for
+    assert f"tasks       {graphs} graphs at a time, each with 8 CPUs and 32 GiB, 13 on a pod" in said
     assert "traces      on a device of its pods, whose nodes are held and paid for" in said
     assert "COMPILER_POOL=cpu" in said
 
@@ -133,13 +136,13 @@ def test_what_a_person_is_shown(compiler: WorkerGroup, compiler_on_trainium: Wor
 def test_the_compiler_s_own_plan_counts_the_same_nodes(compiler: WorkerGroup, tmp_path: Path) -> None:
     """`services.compiler plan` without options is about the pods that a deployment brings up."""
     asked = compiler.requests
-    node = cluster_node()
+    node = size_of(CPU_NODE_TYPE)
     assert (int(asked["cpu"]), int(asked["memory"])) == (node.cpus, int(node.memory_gib) * GIB)
     settings = Compile()
     modules = [Module(tmp_path, "2.21", f"MODULE_{number}", (), 1_000_000) for number in range(8)]
     tasks = make_tasks(modules, tmp_path / "compiled", "trn1", settings)
-    said = describe_graphs(tasks, settings, Rate(600.0, ""), cluster_node(), within_minutes=10)
-    nodes, workers = said.split("done in 10: ")[1].split()
+    said = describe_graphs(tasks, settings, Rate(600.0, ""), size_of(CPU_NODE_TYPE), within_minutes=10)
+    nodes, workers = said.split()[-2:]
 
     assert (nodes, workers) == ("--cluster.compiler_nodes=3", "--compile.num_workers=8")
     for arguments in ((nodes, workers), (workers,)):

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from images.platforms import REPOSITORY
+from infra.addons.releases import choose_releases, read_releases
 from k8s.client.overlay import OVERLAYS, render, require_filled_in
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import RecipeError
@@ -68,6 +69,17 @@ CLUSTER_WIDE = (
     *("Namespace", "ClusterRole", "ClusterRoleBinding", "PriorityClass", "PersistentVolume", "Queue"),
     *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"),
 )
+
+
+def test_the_page_installs_what_is_tested_beside_an_operator_of_others() -> None:
+    """Of the version of the add-on, and in a namespace whose policies let its pod in."""
+    page = PAGE.read_text(encoding="utf-8")
+    releases = {release.name: release for release in read_releases()}
+    assert f"--version {releases['kuberay'].version} " in page
+    assert f"--repo {releases['kuberay'].repository} " in page
+    assert re.findall(r"--namespace (\S+)", page) == ["millrace-kuberay"]
+    for only in re.findall(r"ONLY=([a-z,]+)", page):
+        assert choose_releases(list(releases.values()), only)
 
 
 def test_the_page_names_the_labels_and_the_taint_that_pods_select(existing: list[Thing]) -> None:

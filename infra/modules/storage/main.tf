@@ -103,7 +103,8 @@ resource "aws_s3_bucket_server_side_encryption_configuration" "this" {
   }
 }
 
-# A checkpoint that is deleted on the file system is deleted here too; its version stays for a month.
+# A checkpoint that is deleted on the file system is deleted here too; its version stays for a week. A run deletes all but
+# its newest: of Llama 2 7B on four nodes 2.7 TB a day, which cost $15 until their versions are gone.
 resource "aws_s3_bucket_versioning" "this" {
   bucket = aws_s3_bucket.this.id
   versioning_configuration {
@@ -118,7 +119,7 @@ resource "aws_s3_bucket_lifecycle_configuration" "this" {
     status = "Enabled"
     filter {}
     noncurrent_version_expiration {
-      noncurrent_days = 30
+      noncurrent_days = 7
     }
     abort_incomplete_multipart_upload {
       days_after_initiation = 7

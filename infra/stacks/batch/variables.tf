@@ -195,21 +195,21 @@ variable "network" {
 }
 
 variable "fsx" {
-  description = "The file system, where one is made: GiB, and MB/s a TiB."
+  description = "The file system, where one is made: GiB, and MB/s a TiB, by default those of file_system in infra/shapes.json. They decide how long a checkpoint takes (make infra-cost says it); the throughput can be changed in place."
   type = object({
-    gib        = optional(number, 1200)
-    throughput = optional(number, 250)
+    gib        = optional(number)
+    throughput = optional(number)
   })
   default = {}
 
   validation {
-    condition     = var.fsx.gib == 1200 || (var.fsx.gib > 0 && var.fsx.gib % 2400 == 0)
-    error_message = "fsx.gib = ${var.fsx.gib}: PERSISTENT_2 comes in 1200, 2400, and steps of 2400 from there."
+    condition     = var.fsx.gib == null ? true : var.fsx.gib == 1200 || (var.fsx.gib > 0 && var.fsx.gib % 2400 == 0)
+    error_message = "fsx.gib = ${coalesce(var.fsx.gib, 0)}: PERSISTENT_2 comes in 1200, 2400, and steps of 2400 from there."
   }
 
   validation {
-    condition     = contains([125, 250, 500, 1000], var.fsx.throughput)
-    error_message = "fsx.throughput = ${var.fsx.throughput}: 125, 250, 500 or 1000 MB/s a TiB."
+    condition     = var.fsx.throughput == null ? true : contains([125, 250, 500, 1000], var.fsx.throughput)
+    error_message = "fsx.throughput = ${coalesce(var.fsx.throughput, 0)}: 125, 250, 500 or 1000 MB/s a TiB."
   }
 }
 

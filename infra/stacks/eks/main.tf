@@ -31,8 +31,15 @@ locals {
 
 # Instance facts, and what follows from them.
 locals {
-  shapes  = jsondecode(file("${path.module}/../../shapes.json")).shapes
+  facts   = jsondecode(file("${path.module}/../../shapes.json"))
+  shapes  = local.facts.shapes
   regions = distinct(sort(flatten([for shape in local.shapes : keys(shape.zone_ids) if shape.neuron_devices > 0])))
+
+  # The trainer's plan and infra-cost go by the same defaults.
+  fsx = {
+    gib        = coalesce(var.fsx.gib, local.facts.file_system.gib)
+    throughput = coalesce(var.fsx.throughput, local.facts.file_system.megabytes_per_second_per_tib)
+  }
 
   # null where validation refuses the shape.
   trainium_shape    = try(merge(local.shapes[var.trainium.shape], { name = var.trainium.shape }), null)
@@ -49,7 +56,7 @@ locals {
 
   # The prefix of the Trainium subnet is three bits longer than the VPC's. AWS keeps 5 addresses of a subnet; a file server
   # takes one, and there is at most one for each 1200 GiB, beside the two that hold metadata.
-  trainium_addresses = try(pow(2, 29 - tonumber(split("/", var.network.cidr)[1])), 0) - 5 - (2 + ceil(var.fsx.gib / 1200))
+  trainium_addresses = try(pow(2, 29 - tonumber(split("/", var.network.cidr)[1])), 0) - 5 - (2 + ceil(local.fsx.gib / 1200))
   own_addresses      = 1 + local.pod_addresses.least + local.pod_addresses.spare
   addresses_per_node = local.own_addresses + local.addresses_per_card * (try(local.trainium_shape.efa_cards, 1) - 1)
   addresses_per_card = var.efa_layout == "efa" ? 1 : 0
@@ -86,8 +93,8 @@ module "storage" {
   enable_data_repository = var.enable_dra
   log_groups             = { control_plane = "/aws/eks/${var.name}/cluster" } # EKS writes there, and would make it without an end
   fsx = var.enable_fsx ? {
-    gib               = var.fsx.gib
-    throughput        = var.fsx.throughput
+    gib               = local.fsx.gib
+    throughput        = local.fsx.throughput
     subnet_id         = module.network.trainium_subnet.id
     security_group_id = module.network.fsx_security_group_id
   } : null

@@ -37,7 +37,7 @@ output "fsx_mount_name" {
 }
 
 output "fsx_gib" {
-  value = var.fsx.gib
+  value = local.fsx.gib
 }
 
 output "trainium_shape" {

@@ -25,6 +25,7 @@ from moto.fsx.responses import FSxResponse
 
 ACCOUNT = "123456789012"  # moto's
 CREATED = 1735689600.0  # a time as AWS' JSON has it
+LUSTRE_VERSION = "2.15"
 Store = dict[str, dict[str, Any]]
 Reply = tuple[int, dict[str, str], str]
 
@@ -70,7 +71,9 @@ def _add_fsx() -> None:
     def to_dict(file_system: FileSystem) -> dict[str, Any]:
         found = as_moto_has_it(file_system)
         lustre = {**(file_system.lustre_configuration or {}), "MountName": "fakemnt"}
-        return {**found, "Lifecycle": "AVAILABLE", "CreationTime": CREATED, "LustreConfiguration": lustre}
+        # moto forgets the version that was asked for, without which each plan would replace the file system.
+        found |= {"Lifecycle": "AVAILABLE", "CreationTime": CREATED, "FileSystemTypeVersion": LUSTRE_VERSION}
+        return {**found, "LustreConfiguration": lustre}
 
     def create(response: FSxResponse) -> str:
         asked = json.loads(response.body)

@@ -5,6 +5,7 @@ What it makes, also after a kill, is tested with the trainer in tests/integratio
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -29,6 +30,25 @@ SMALLER: dict[str, Any] = {
     "parallel__data_parallel_size": 2,
     "batch__global_batch_size": 4,
 }
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is here")
+def test_a_plan_that_cannot_be_traced_says_why_and_what_to_do_on_its_first_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = str(REPOSITORY / "recipes/llama2-7b-trn1.toml")
+
+    assert exit_code_of(lambda: main(["plan", "--recipe", recipe])) == 4
+
+    first, command, _ = capsys.readouterr().err.splitlines()
+    assert "torch_xla, which is not here" in first
+    assert "make torch29" in first
+    assert command.split() == [".venv-torch29/bin/python", "-m", "services.compiler", "plan", "--recipe", recipe]
+
+
+def test_a_plan_for_another_device_has_nothing_to_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(lambda: main(["plan", "--recipe", str(REPOSITORY / "recipes/tiny-cpu.toml")])) == 2
+    assert "there is nothing to plan" in capsys.readouterr().err
 
 
 @pytest.fixture

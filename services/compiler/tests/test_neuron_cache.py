@@ -30,6 +30,7 @@ from services.compiler.estimate import ASSUMED_SECONDS_PER_MB, NodeSize, Rate, f
 from services.compiler.fan_out import make_tasks
 from services.compiler.modules import FLAGS, GRAPH, find_modules
 from services.compiler.neuron_cache import COMPILED
+from services.compiler.neuronx_cc import NO_COMPILER
 from services.compiler.plan import describe_plan, describe_published
 from services.compiler.tests import neuron_stage, neuronx_cc
 from services.compiler.tests.neuron_stage import FLAGS_OF_TRACE, publish_neuron_cache, write_graph
@@ -403,15 +404,17 @@ def test_a_plan_names_each_graph_and_the_nodes_that_are_done_in_time(workplace: 
     recipe = workplace.recipe(compile__task_cpus="7", compile__task_memory_gib="20")
     scratch = next(workplace.root.glob("compile_cache/*/*.scratch"))
     tasks = make_tasks(find_modules(workplace.graphs), scratch / COMPILED, "trn1", recipe.compile)
-    node = NodeSize(cpus=14, memory_gib=48)
+    node = NodeSize(14, 48, "m7i.4xlarge", dollars_per_hour=0.8)
 
     plan = describe_plan(tasks, recipe.compile, Rate(600.0, "measured elsewhere"), node, within_minutes=40)
     states = {line.split("+")[0]: line.split()[-1] for line in plan.splitlines() if line.startswith("MODULE")}
     assert states == {"MODULE_large": "compile", "MODULE_middle": "compile", "MODULE_small": "compiled"}
     assert "2 of 3 graphs to compile: about 3.5 core-hours, the largest graph 30 minutes" in plan
     assert "600 s a MB with compile.task_cpus = 7 (measured elsewhere)" in plan
-    assert "1 node of 14 CPUs and 48 GiB, with 2 tasks at a time: 30 minutes" in plan
+    assert "1 node of 14 CPUs and 48 GiB (m7i.4xlarge), with 2 tasks at a time: 30 minutes, $0.40 at $0.80" in plan
     assert "within 40 minutes: 1 nodes" in plan
+    alone = describe_plan(tasks, workplace.recipe(compile__num_workers="1").compile, Rate(600.0, ""), node, None)
+    assert "with 1 tasks at a time (compile.num_workers): 30 minutes" in alone
     in_vain = describe_plan(tasks, recipe.compile, Rate(600.0, ""), node, within_minutes=10)
     assert "not with any number of nodes; the largest graph alone takes 30" in in_vain
     too_small = describe_plan(tasks, recipe.compile, Rate(600.0, ""), NodeSize(4, 48), within_minutes=10)
@@ -435,5 +438,7 @@ def test_an_estimate_goes_by_what_earlier_graphs_took(workplace: Workplace) -> N
     assert measured.seconds_per_mb == pytest.approx(sum(record.seconds for record in records) / 3.021)
     assert "measured on 3 graphs of 3.0 MB" in measured.source
     assert find_rate(workplace.root, neuronx_cc.VERSION, num_cpus=8) == assumed
+    assert find_rate(workplace.root, "2.1.0", num_cpus=1) == assumed
+    assert find_rate(workplace.root, NO_COMPILER, num_cpus=1) == measured
     assert "already published" in describe_published(cache)
     assert json.loads((cache.path / "modules.json").read_bytes())[0]["name"].startswith("MODULE_large")

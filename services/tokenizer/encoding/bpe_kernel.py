@@ -1,4 +1,8 @@
-"""BPE of one chunk of text, with SentencePiece's order of merges: the highest score first, the leftmost of equals."""
+"""BPE of one chunk of text in SentencePiece's order: the merge of the highest score first, the leftmost of equals.
+
+Two numbers of 32 bits share one of 64. A merge is `rank << 32 | id` of the merged piece. An item of the heap is
+`rank << 32 | position`. A lower rank means a higher score, so the smallest number is the next merge.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,16 @@ import numpy.typing as npt
 from services.tokenizer.encoding.kernel_options import inlined, inner
 
 CACHED_BYTES = 255
-"""The largest chunk that `merge_chunk` takes, and that is remembered once it is encoded."""
+"""Bytes of the longest chunk that `merge_chunk` takes, and that the table of seen chunks holds."""
 
-_MERGED_AWAY = np.int32(-2)  # -1 is a character without a piece
+_MERGED_AWAY = np.int32(-2)  # -1 is NO_SYMBOL
 _NO_MERGE = np.int64(0x7FFFFFFFFFFFFFFF)
+_RANK_SHIFT = 32
+_LOW_BITS = 0xFFFFFFFF
 
 
 class LongChunk(NamedTuple):
-    """The symbols of a chunk of more than CACHED_BYTES: a list with links both ways, and the merges to come."""
+    """Memory for a chunk of more than CACHED_BYTES: its symbols as a doubly linked list, and a heap of merges."""
 
     symbols: npt.NDArray[np.int32]
     begins: npt.NDArray[np.int32]
@@ -27,32 +33,39 @@ class LongChunk(NamedTuple):
 
 
 class Scratch(NamedTuple):
+    """Memory in which the kernels work. It keeps nothing between two documents."""
+
     text: npt.NDArray[np.uint8]
-    """One document: a space, its bytes, PADDING_BYTES."""
+    """A document: a space, the document's bytes, and PADDING_BYTES."""
     borders: npt.NDArray[np.uint32]
-    """[BLOCK_BYTES + 1]"""
+    """[BLOCK_BYTES + 1] positions in a block of the text."""
     symbols: npt.NDArray[np.int32]
+    """[CACHED_BYTES + 2] pieces of the chunk that is encoded."""
     symbol_begins: npt.NDArray[np.int32]
+    """[CACHED_BYTES + 2] positions of the symbols in the chunk."""
     merges: npt.NDArray[np.int64]
-    """[CACHED_BYTES + 2] each: the chunk that is being encoded."""
+    """[CACHED_BYTES + 2] merges of each symbol with the next one."""
     long: LongChunk
 
 
 @inner
 def merge_chunk(begin, end, tables, scratch, ids, count):
-    """BPE of a chunk of up to CACHED_BYTES, by a scan for the next merge."""
+    """Encode the chunk `scratch.text[begin:end]` of at most CACHED_BYTES, and return the new count of ids.
+
+    A scan of all merges finds the next one.
+    """
     text, symbols, begins, merges = scratch.text, scratch.symbols, scratch.symbol_begins, scratch.merges
     num_symbols = _split_characters(begin, end, text, tables, symbols, begins)
     for index in range(num_symbols - 1):
         merges[index] = _find_merge(symbols[index], symbols[index + 1], tables)
     while num_symbols > 1:
-        best, at = _NO_MERGE >> 32, -1
+        best, at = _NO_MERGE >> _RANK_SHIFT, -1
         for index in range(num_symbols - 1):
-            if merges[index] >> 32 < best:
-                best, at = merges[index] >> 32, index
+            if merges[index] >> _RANK_SHIFT < best:
+                best, at = merges[index] >> _RANK_SHIFT, index
         if at < 0:
             break
-        symbols[at] = np.int32(merges[at] & 0xFFFFFFFF)
+        symbols[at] = np.int32(merges[at] & _LOW_BITS)
         num_symbols -= 1
         for index in range(at + 1, num_symbols):
             symbols[index] = symbols[index + 1]
@@ -72,7 +85,11 @@ def merge_chunk(begin, end, tables, scratch, ids, count):
 
 @inner
 def merge_long_chunk(begin, end, tables, scratch, ids, count):
-    """BPE of a chunk of any size, by a heap of merges: n log n, and 32 bytes of memory for each of its bytes."""
+    """Encode the chunk `scratch.text[begin:end]` of any size, and return the new count of ids.
+
+    A heap finds the next merge: the time is n log n, and the memory 32 bytes for each byte of the chunk. Returns `-n`
+    when `scratch.long` is too small for the chunk's n bytes.
+    """
     text, long = scratch.text, scratch.long
     if end - begin >= long.symbols.size:
         return begin - end
@@ -81,8 +98,8 @@ def merge_long_chunk(begin, end, tables, scratch, ids, count):
     for index in range(num_symbols):
         following[index] = index + 1
         preceding[index] = index - 1
-    # An item is `rank << 32 | position`. One whose symbols were merged since is out of date, and is dropped when its
-    # turn comes. Each merge takes an item and adds two at most.
+    # An item whose symbols were merged after it was added is out of date, and is skipped when it is the smallest. Each
+    # merge removes one item and adds at most two.
     heap = long.heap
     size = 0
     for index in range(num_symbols - 1):
@@ -90,14 +107,14 @@ def merge_long_chunk(begin, end, tables, scratch, ids, count):
     while size > 0:
         item = heap[0]
         size = _drop_first(heap, size)
-        at = item & 0xFFFFFFFF
+        at = item & _LOW_BITS
         if symbols[at] == _MERGED_AWAY or following[at] >= num_symbols:
             continue
         right = following[at]
         merge = _find_merge(symbols[at], symbols[right], tables)
-        if merge == _NO_MERGE or merge >> 32 != item >> 32:
+        if merge == _NO_MERGE or merge >> _RANK_SHIFT != item >> _RANK_SHIFT:
             continue
-        symbols[at] = np.int32(merge & 0xFFFFFFFF)
+        symbols[at] = np.int32(merge & _LOW_BITS)
         symbols[right] = _MERGED_AWAY
         following[at] = following[right]
         if following[at] < num_symbols:
@@ -115,10 +132,10 @@ def merge_long_chunk(begin, end, tables, scratch, ids, count):
 
 @inner
 def _offer(heap, size, merge, position):
-    """Push the merge of the symbol at a position with the next one, if there is one; returns the new size."""
+    """Add the merge of a symbol with the next one to the heap, unless it is _NO_MERGE. Return the heap's new size."""
     if merge == _NO_MERGE:
         return size
-    item = (merge >> 32) << 32 | position
+    item = (merge >> _RANK_SHIFT) << _RANK_SHIFT | position
     at = size
     while at > 0 and heap[(at - 1) // 2] > item:
         heap[at] = heap[(at - 1) // 2]
@@ -129,7 +146,7 @@ def _offer(heap, size, merge, position):
 
 @inner
 def _drop_first(heap, size):
-    """Pop the smallest item; returns the new size."""
+    """Remove the smallest item, and return the heap's new size."""
     size -= 1
     item = heap[size]
     at = 0
@@ -149,7 +166,7 @@ def _drop_first(heap, size):
 
 @inner
 def _split_characters(begin, end, text, tables, symbols, begins):
-    """Symbols of the characters of a chunk and where, from its begin, theirs is; returns their number."""
+    """Write a chunk's characters as symbols, and their positions in the chunk. Return the number of symbols."""
     count = 0
     at = begin
     while at < end:
@@ -164,6 +181,7 @@ def _split_characters(begin, end, text, tables, symbols, begins):
 
 @inner
 def _write_symbol(symbol, begin, end, text, tables, ids, count):
+    """Write a symbol's id, or one id a byte for a character without a piece. Return the new count of ids."""
     if symbol >= 0:
         ids[count] = symbol
         return count + 1
@@ -175,7 +193,7 @@ def _write_symbol(symbol, begin, end, text, tables, ids, count):
 
 @inlined
 def code_point_at(text, at):
-    """Code point and number of bytes of the character there, in valid UTF-8."""
+    """Return the code point and the number of bytes of the character at a position of valid UTF-8."""
     byte = np.int64(text[at])
     if byte < 0x80:
         return byte, 1
@@ -190,7 +208,7 @@ def code_point_at(text, at):
 
 @inner
 def _find_merge(left, right, tables):
-    """`rank << 32 | id` of the piece that two symbols make, or _NO_MERGE."""
+    """Return the merge of two symbols, or _NO_MERGE when they make no piece."""
     if left < 0 or right < 0:
         return _NO_MERGE
     slot = _find_slot(np.int64(left) << 32 | np.int64(right), tables.merge_keys, tables)
@@ -199,13 +217,14 @@ def _find_merge(left, right, tables):
 
 @inlined
 def are_in_a_piece(left, right, tables):
+    """Return whether a piece has two characters, of which one is not ASCII, next to each other."""
     pairs = tables.pairs_of_characters
     return pairs[_find_slot(left << 32 | right, pairs, tables)] >= 0
 
 
 @inlined
 def _find_slot(key, keys, tables):
-    """The slot of a key in a table of `chunk_tables`, or the empty one where it would be."""
+    """Return the slot of a key in a hash table of `ChunkTables`, or the empty slot where the key belongs."""
     mask = np.uint64(keys.size - 1)
     slot = ((np.uint64(key) * tables.slot_multiplier) >> tables.slot_shift) & mask
     while keys[slot] != -1 and keys[slot] != key:

@@ -1,6 +1,6 @@
-"""Byte-level BPE such as Llama 3's: a regular expression cuts text into words, bytes are merged within a word.
+"""Encoders for byte-level BPE such as Llama 3's, whose vocabularies are `tokenizer.json` or tiktoken files.
 
-Two kinds of file hold such a vocabulary, a `tokenizer.json` and a tiktoken file.
+A regular expression cuts text into words, and BPE merges bytes within a word.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.tokenizer.text_batch import TextBatch
 
 
 class FastokensEncoder:
-    """fastokens (Apache-2.0): 6 times tiktoken's speed, on all cores of the machine at once."""
+    """The fast encoder for byte-level BPE: fastokens, at 6 times tiktoken's speed. It uses all cores of the machine."""
 
     def __init__(self, tokenizer: fastokens.Tokenizer, bos_id: int, eos_id: int, vocab_size: int) -> None:
         self._tokenizer = tokenizer

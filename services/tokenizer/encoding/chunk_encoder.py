@@ -1,4 +1,4 @@
-"""SentencePiece's ids from the chunk-dictionary kernel, for vocabularies that it may encode for."""
+"""The encoder that runs the chunk-dictionary kernel, for vocabularies without an `obstacle_to_chunks`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from services.common.vocabularies.sentencepiece_model import load_model, read_se
 from services.tokenizer.encoding.bpe_kernel import CACHED_BYTES, LongChunk, Scratch
 from services.tokenizer.encoding.chunk_kernel import (
     BLOCK_BYTES,
+    ENTRY_WORDS,
     PADDING_BYTES,
+    USED_ENTRIES,
     ChunkCache,
     encode_documents,
     rehash,
@@ -21,7 +23,6 @@ from services.tokenizer.encoding.compiled_kernels import compile_once
 from services.tokenizer.encoding.encoder import Offsets, TokenIds, token_dtype
 from services.tokenizer.text_batch import TextBatch
 
-_ENTRY_BYTES = 32
 _FIRST_ENTRIES = 2**17
 _MOST_ENTRIES = 2**22  # 128 MiB
 _LONG_CHUNKS_BYTES = 32 * 2**20
@@ -30,7 +31,7 @@ _FIRST_LONG_CHUNK_BYTES = 2**16
 
 
 class ChunkEncoder:
-    """Keeps the chunks that it has seen, up to a limit, from batch to batch."""
+    """Encodes with SentencePiece's ids. Its table of seen chunks grows from batch to batch, up to a limit."""
 
     name = "chunk kernel"
 
@@ -89,27 +90,28 @@ class ChunkEncoder:
 
 
 def _with_room(cache: ChunkCache) -> ChunkCache:
-    """The cache, doubled when it fills, emptied when it cannot grow and one of its parts is nearly full."""
-    num_entries = cache.entries.nbytes // _ENTRY_BYTES
+    """Return a table with room for a batch: doubled when it fills up, emptied when it cannot grow."""
+    num_entries = len(cache.entries) // ENTRY_WORDS
     used = (cache.used / [num_entries, len(cache.long_chunks), len(cache.long_ids)]).tolist()
-    if used[0] > 0.6 and num_entries < _MOST_ENTRIES:
-        # Doubled, not more: 184 MB took a fifth longer with a table four times as large, which the OS has to clear.
-        entries = np.zeros(2 * num_entries * _ENTRY_BYTES // 8, np.uint64)
+    used_entries = used.pop(USED_ENTRIES)
+    if used_entries > 0.6 and num_entries < _MOST_ENTRIES:
+        # Four times the size is slower: the operating system has to clear the pages, and 184 MB took a fifth longer.
+        entries = np.zeros(2 * num_entries * ENTRY_WORDS, np.uint64)
         rehash(cache.entries, entries)
         return cache._replace(entries=entries)
-    if used[0] > 0.74 or max(used[1:]) > 7 / 8:
+    if used_entries > 0.74 or max(used) > 7 / 8:
         cache.entries[:] = 0
         cache.used[:] = 0
     return cache
 
 
 def compile_kernels(dtype: np.dtype[Any]) -> None:
-    """Have numba compile, and keep, all that an encoder with this type of ids needs, once a machine."""
+    """Compile the kernels for ids of a type, unless numba's folder on this machine has them."""
     compile_once(dtype.name, lambda: load_kernels(dtype))
 
 
 def load_kernels(dtype: np.dtype[Any]) -> None:
-    """Have numba load all that an encoder with this type of ids needs, compiled now where it is not yet."""
+    """Load the kernels for ids of a type into this process. Numba compiles those that its folder lacks."""
     tables = ChunkTables(
         is_soft=np.zeros(0, np.uint8),
         pairs_of_characters=np.zeros(0, np.int64),
@@ -121,11 +123,11 @@ def load_kernels(dtype: np.dtype[Any]) -> None:
         slot_shift=np.uint64(0),
     )
     ChunkEncoder(tables, bos_id=0, eos_id=0, adds_prefix=True, dtype=dtype).encode(TextBatch.of([]))
-    rehash(np.zeros(0, np.uint64), np.zeros(_ENTRY_BYTES // 8, np.uint64))
+    rehash(np.zeros(0, np.uint64), np.zeros(ENTRY_WORDS, np.uint64))
 
 
 def _read_only(values: Any) -> npt.NDArray[Any]:
-    """A view that always has the same type for numba, which compiles for each: some arrays come from Arrow's memory."""
+    """Return a read-only view. Arrays in Arrow's memory are read-only, and numba would compile for both kinds."""
     view = np.ascontiguousarray(values).view()
     view.flags.writeable = False
     return view
@@ -133,7 +135,7 @@ def _read_only(values: Any) -> npt.NDArray[Any]:
 
 def _empty_cache(num_entries: int, dtype: np.dtype[Any]) -> ChunkCache:
     return ChunkCache(
-        entries=np.zeros(num_entries * _ENTRY_BYTES // 8, np.uint64),
+        entries=np.zeros(num_entries * ENTRY_WORDS, np.uint64),
         long_chunks=np.zeros(_LONG_CHUNKS_BYTES, np.uint8),
         long_ids=np.zeros(_LONG_IDS, dtype),
         used=np.zeros(3, np.int64),

@@ -1,11 +1,28 @@
-"""The chunk-dictionary kernel: SentencePiece's ids, most of them copied from a table of chunks seen before.
+"""The chunk-dictionary kernel: it gives SentencePiece's ids, and copies most of them from a table of seen chunks.
 
-Text is cut at hard borders (see `chunk_tables`). A chunk that was seen before costs a hash, a comparison of all its
-bytes and a copy of its ids; an unseen one is encoded by BPE here and remembered. Ids never depend on what the table
-holds, so it may be full, empty or shared.
+Text is cut into chunks at hard borders, which `chunk_tables` defines. A chunk in the table costs a hash, a comparison
+of its bytes and a copy of its ids. An unseen chunk is encoded by BPE and added to the table. Ids never depend on the
+table's content, so the table may be empty or full.
 
-Compiled by numba. Indices are unsigned on purpose: a signed one costs a branch for negative indices, and a loop that
-has it is not vectorised (2.1 GB/s instead of 1.0 for the boundary pass).
+One line as an example, `the cat`, with a vocabulary of 16-bit ids in which no piece has a space behind a letter.
+SentencePiece puts a space before it, so `scratch.text` is " the cat" and padding. The border before byte 4 is hard:
+
+    byte       0    1    2    3    4    5    6    7
+    text      " "  "t"  "h"  "e"  " "  "c"  "a"  "t"
+    borders    0                   4                   8
+
+So the chunks are " the" and " cat". If " the" is the piece 262, its entry in the table has these four words:
+
+    FIRST_KEY    0x65687420    bytes 0 to 7 of the chunk, the first one in the lowest bits
+    SECOND_KEY   0             bytes 8 to 15 of the chunk
+    SIZES        0x104         4 bytes of text, and 1 id in the bits from 8 on
+    IDS          262           ids, the first one in the lowest bits; bits behind the last id have no meaning
+
+A chunk of more than SHORT_BYTES has its hash in FIRST_KEY, and in SECOND_KEY the index of its bytes in `long_chunks`.
+Ids that do not fit into one word are in `long_ids`, and IDS is the index of the first one.
+
+Numba compiles this. Indices are unsigned, because numba adds a branch for negative values to each signed index, and
+does not vectorise such a loop: the search for borders then runs at 1.0 instead of 2.1 GB/s.
 """
 
 from __future__ import annotations
@@ -26,39 +43,47 @@ from services.tokenizer.encoding.kernel_options import inlined, inner, kernel
 from services.tokenizer.encoding.unaligned import load_word, store_word
 
 BLOCK_BYTES = 1 << 16
-"""Text whose boundaries are found before its chunks are looked up."""
+"""Bytes of text in which all borders are found before the chunks are looked up."""
 SHORT_BYTES = 16
-"""A chunk up to this long is its own key, in two words."""
+"""Bytes of the longest chunk that is its own key in the table."""
 PADDING_BYTES = 24
-"""What a word that is loaded or stored at the end of a buffer may reach beyond it."""
+"""Bytes behind a buffer's content that loads and stores of whole words may touch."""
 
-_ENTRY_WORDS = 4  # key, key, size and count, ids
+ENTRY_WORDS = 4
+FIRST_KEY, SECOND_KEY, SIZES, IDS = (np.uint64(word) for word in range(ENTRY_WORDS))
+"""Offsets of an entry's words."""
+USED_ENTRIES, USED_CHUNK_BYTES, USED_IDS = range(3)
+"""Indices of the counts in `ChunkCache.used`."""
+WORD_BYTES = 8
+
+_ENTRY_STRIDE = np.uint64(ENTRY_WORDS)
+_CHUNK_BYTES_MASK = np.uint64(0xFF)
+_NUM_IDS_SHIFT = np.uint64(8)
 _HASH_SHIFT = np.uint64(20)
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _OTHER_MULTIPLIER = np.uint64(0xC2B2AE3D27D4EB4F)
-# Masks for the first and the second word of a chunk of n bytes.
+# Masks by the number of bytes of a chunk: they clear the bytes behind it in its first and its second word.
 _FIRST_WORD = np.array([(1 << 8 * min(size, 8)) - 1 for size in range(SHORT_BYTES + 1)], np.uint64)
 _SECOND_WORD = np.array([(1 << 8 * max(size - 8, 0)) - 1 for size in range(SHORT_BYTES + 1)], np.uint64)
 
 
 class ChunkCache(NamedTuple):
-    """Chunks and their ids. An entry is four words: the chunk (or its hash and its place in `long_chunks`), its size
-    and the number of its ids, and the ids (or their place in `long_ids`). Size 0 is an empty slot.
-    """
+    """A hash table from chunks to their ids, with linear probing. The module's docstring shows an entry."""
 
     entries: npt.NDArray[np.uint64]
+    """ENTRY_WORDS words for each slot. A slot is empty when its word SIZES is 0."""
     long_chunks: npt.NDArray[np.uint8]
     long_ids: npt.NDArray[Any]
     used: npt.NDArray[np.int64]
-    """Entries, bytes of `long_chunks`, items of `long_ids`."""
+    """Numbers of entries, of bytes in `long_chunks` and of items in `long_ids`."""
 
 
 @kernel
 def encode_documents(text, begins, ends, bos_id, eos_id, tables, adds_prefix, cache, scratch, ids, offsets):
-    """Write ids and offsets as `Encoder.encode` returns them; returns the number of ids, or `-n` when a chunk of n
-    bytes does not fit into `scratch.long`: enlarge it and call again.
+    """Write ids and offsets as `Encoder.encode` returns them, and return the number of ids.
 
-    `ids` has room for as many as there are bytes of text, 3 a document more, and PADDING_BYTES.
+    Returns `-n` when a chunk of n bytes does not fit into `scratch.long`: enlarge it and call again. `ids` must have
+    room for one id a byte of text, 3 more a document, and PADDING_BYTES.
     """
     count = np.intp(0)
     for document in range(begins.size):
@@ -79,23 +104,28 @@ def encode_documents(text, begins, ends, bos_id, eos_id, tables, adds_prefix, ca
 
 @kernel
 def rehash(old, new):
-    """Move the entries of one table into an empty one."""
-    mask = np.uint64(new.size // _ENTRY_WORDS - 1)
-    for begin in range(0, old.size, _ENTRY_WORDS):
-        size = old[begin + 2] & np.uint64(0xFF)
-        if size == 0:
+    """Copy all entries of the table `old` into the empty table `new`."""
+    mask = np.uint64(new.size // ENTRY_WORDS - 1)
+    for begin in range(0, old.size, ENTRY_WORDS):
+        entry = np.uint64(begin)
+        chunk_bytes = old[entry + SIZES] & _CHUNK_BYTES_MASK
+        if chunk_bytes == 0:
             continue
-        hashed = _hash_short(old[begin], old[begin + 1], size) if size <= SHORT_BYTES else old[begin]
+        first, second = old[entry + FIRST_KEY], old[entry + SECOND_KEY]
+        hashed = _hash_short(first, second, chunk_bytes) if chunk_bytes <= SHORT_BYTES else first
         slot = (hashed >> _HASH_SHIFT) & mask
-        while new[slot * np.uint64(_ENTRY_WORDS) + np.uint64(2)] != 0:
+        while new[slot * _ENTRY_STRIDE + SIZES] != 0:
             slot = (slot + np.uint64(1)) & mask
-        for word in range(_ENTRY_WORDS):
-            new[slot * np.uint64(_ENTRY_WORDS) + np.uint64(word)] = old[begin + word]
+        for word in range(ENTRY_WORDS):
+            new[slot * _ENTRY_STRIDE + np.uint64(word)] = old[entry + np.uint64(word)]
 
 
 @inlined
 def _copy_document(document, text):
-    """A space and the document, in which U+2581 becomes the space that SentencePiece takes it for; returns the end."""
+    """Write a space and the document to `text`, with spaces instead of U+2581 as SentencePiece has it.
+
+    Returns the end of the written text.
+    """
     text[0] = 0x20
     target = text[1 : 1 + document.size]
     for i in range(document.size):
@@ -122,33 +152,38 @@ def _copy_document(document, text):
 
 @inner
 def _encode_text(begin, end, tables, cache, scratch, ids, count):
-    """Encode `scratch.text[begin:end]` to `ids[count:]`; returns the new count."""
+    """Encode `scratch.text[begin:end]`, write its ids from `ids[count]` on, and return the new count."""
     text, borders = scratch.text, scratch.borders
-    chunk = begin
-    block = begin
-    while block < end:
-        block_end = min(block + BLOCK_BYTES, end)
-        num_borders = _find_borders(text[block:block_end], text[max(block - 1, 0)], tables.is_soft, borders)
+    chunk_begin = begin
+    block_begin = begin
+    while block_begin < end:
+        block_end = min(block_begin + BLOCK_BYTES, end)
+        block = text[block_begin:block_end]
+        num_borders = _find_borders(block, text[max(block_begin - 1, 0)], tables.is_soft, borders)
         if block_end == end:
-            borders[num_borders] = np.uint32(end - block)
+            borders[num_borders] = np.uint32(end - block_begin)
             num_borders += np.uint32(1)
-        first = np.uint32(1) if block == begin and borders[np.uint32(0)] == 0 else np.uint32(0)
+        # A border at the begin of the text would end an empty chunk.
+        first = np.uint32(1) if block_begin == begin and borders[np.uint32(0)] == 0 else np.uint32(0)
         for index in range(first, num_borders):
-            stop = block + np.intp(borders[np.uint32(index)])
-            if stop - chunk <= SHORT_BYTES:
-                count = _encode_short(chunk, stop, tables, cache, scratch, ids, count)
+            chunk_end = block_begin + np.intp(borders[np.uint32(index)])
+            if chunk_end - chunk_begin <= SHORT_BYTES:
+                count = _encode_short(chunk_begin, chunk_end, tables, cache, scratch, ids, count)
             else:
-                count = _encode_long(chunk, stop, tables, cache, scratch, ids, count)
+                count = _encode_long(chunk_begin, chunk_end, tables, cache, scratch, ids, count)
                 if count < 0:
                     return count
-            chunk = stop
-        block = block_end
+            chunk_begin = chunk_end
+        block_begin = block_end
     return count
 
 
 @inlined
 def _find_borders(block, byte_before, is_soft, borders):
-    """Positions in the block at which a chunk begins; returns their number. No branch depends on the text."""
+    """Write the positions in the block at which chunks begin to `borders`, and return their number.
+
+    No branch depends on the text, so that the loop runs at the same speed for all text.
+    """
     count = np.uint32(0)
     before = np.uint32(byte_before)
     for position in range(block.size):
@@ -161,47 +196,53 @@ def _find_borders(block, byte_before, is_soft, borders):
 
 @inlined
 def _encode_short(begin, end, tables, cache, scratch, ids, count):
+    """Encode the chunk `scratch.text[begin:end]` of at most SHORT_BYTES, and return the new count of ids."""
     entries = cache.entries
     size = np.uint64(end - begin)
     first = load_word(scratch.text, begin) & _FIRST_WORD[size]
-    second = load_word(scratch.text, begin + 8) & _SECOND_WORD[size]
-    mask = np.uint64(entries.size // _ENTRY_WORDS - 1)
+    second = load_word(scratch.text, begin + WORD_BYTES) & _SECOND_WORD[size]
+    mask = np.uint64(entries.size // ENTRY_WORDS - 1)
     slot = (_hash_short(first, second, size) >> _HASH_SHIFT) & mask
     while True:
-        entry = slot * np.uint64(_ENTRY_WORDS)
-        sizes = entries[entry + np.uint64(2)]
+        entry = slot * _ENTRY_STRIDE
+        sizes = entries[entry + SIZES]
         if sizes == 0:
             encoded = merge_chunk(begin, end, tables, scratch, ids, count)
             if _has_room(cache, 0, encoded - count, ids.itemsize):
                 _remember(entry, first, second, size, cache, ids, count, encoded)
             return encoded
-        if entries[entry] == first and entries[entry + np.uint64(1)] == second and sizes & np.uint64(0xFF) == size:
+        has_key = entries[entry + FIRST_KEY] == first and entries[entry + SECOND_KEY] == second
+        if has_key and sizes & _CHUNK_BYTES_MASK == size:
             return _copy_ids(entry, cache, ids, count)
         slot = (slot + np.uint64(1)) & mask
 
 
 @inner
 def _encode_long(begin, end, tables, cache, scratch, ids, count):
-    """A chunk that has no hard border by its bytes: cut it by its characters, where it has any beyond ASCII."""
+    """Encode text without a hard border between its bytes, and return the new count of ids.
+
+    Characters beyond ASCII may have hard borders that their bytes do not show: `is_soft` is cautious there.
+    """
     text = scratch.text
-    chunk = begin
+    chunk_begin = begin
     at = begin
     before = np.int64(0)
     while at < end:
         code_point, size = code_point_at(text, at)
-        is_exact = code_point < 0x80 and before < 0x80  # the table of bytes has said that they belong together
-        if at > chunk and not is_exact and not are_in_a_piece(before, code_point, tables):
-            count = _encode_chunk(chunk, at, tables, cache, scratch, ids, count)
+        is_ascii = code_point < 0x80 and before < 0x80  # `is_soft` is exact for these, and has found no border
+        if at > chunk_begin and not is_ascii and not are_in_a_piece(before, code_point, tables):
+            count = _encode_chunk(chunk_begin, at, tables, cache, scratch, ids, count)
             if count < 0:
                 return count
-            chunk = at
+            chunk_begin = at
         before = code_point
         at += size
-    return _encode_chunk(chunk, end, tables, cache, scratch, ids, count)
+    return _encode_chunk(chunk_begin, end, tables, cache, scratch, ids, count)
 
 
 @inner
 def _encode_chunk(begin, end, tables, cache, scratch, ids, count):
+    """Encode the chunk `scratch.text[begin:end]` of any size, and return the new count of ids."""
     if end - begin <= SHORT_BYTES:
         return _encode_short(begin, end, tables, cache, scratch, ids, count)
     if end - begin > CACHED_BYTES:
@@ -209,22 +250,22 @@ def _encode_chunk(begin, end, tables, cache, scratch, ids, count):
     entries = cache.entries
     size = np.uint64(end - begin)
     hashed = _hash_long(scratch.text, begin, end - begin)
-    mask = np.uint64(entries.size // _ENTRY_WORDS - 1)
+    mask = np.uint64(entries.size // ENTRY_WORDS - 1)
     slot = (hashed >> _HASH_SHIFT) & mask
     while True:
-        entry = slot * np.uint64(_ENTRY_WORDS)
-        sizes = entries[entry + np.uint64(2)]
+        entry = slot * _ENTRY_STRIDE
+        sizes = entries[entry + SIZES]
         if sizes == 0:
             encoded = merge_chunk(begin, end, tables, scratch, ids, count)
             if _has_room(cache, end - begin, encoded - count, ids.itemsize):
-                place = cache.used[1]
+                place = cache.used[USED_CHUNK_BYTES]
                 for index in range(end - begin):
                     cache.long_chunks[place + index] = scratch.text[begin + index]
-                cache.used[1] += end - begin
+                cache.used[USED_CHUNK_BYTES] += end - begin
                 _remember(entry, hashed, np.uint64(place), size, cache, ids, count, encoded)
             return encoded
-        if entries[entry] == hashed and sizes & np.uint64(0xFF) == size:
-            place = np.intp(entries[entry + np.uint64(1)])
+        if entries[entry + FIRST_KEY] == hashed and sizes & _CHUNK_BYTES_MASK == size:
+            place = np.intp(entries[entry + SECOND_KEY])
             if _are_equal(scratch.text[begin:end], cache.long_chunks[place : place + end - begin]):
                 return _copy_ids(entry, cache, ids, count)
         slot = (slot + np.uint64(1)) & mask
@@ -232,40 +273,45 @@ def _encode_chunk(begin, end, tables, cache, scratch, ids, count):
 
 @inlined
 def _has_room(cache, chunk_bytes, num_ids, id_bytes):
-    """What is three quarters full takes no more; the next batch finds it enlarged or emptied."""
+    """Return whether the table takes one more chunk: its slots may be three quarters full, its other arrays full.
+
+    `ChunkEncoder` enlarges or empties a full table before the next batch.
+    """
     used = cache.used
-    num_apart = num_ids if num_ids * id_bytes > 8 else 0
+    num_apart = num_ids if num_ids * id_bytes > WORD_BYTES else 0
     return (
-        used[0] * 4 < cache.entries.size // _ENTRY_WORDS * 3
-        and used[1] + chunk_bytes <= cache.long_chunks.size
-        and used[2] + num_apart <= cache.long_ids.size
+        used[USED_ENTRIES] * 4 < cache.entries.size // ENTRY_WORDS * 3
+        and used[USED_CHUNK_BYTES] + chunk_bytes <= cache.long_chunks.size
+        and used[USED_IDS] + num_apart <= cache.long_ids.size
     )
 
 
 @inner
 def _remember(entry, first, second, size, cache, ids, begin, end):
+    """Fill an empty entry with a chunk's keys and size, and with the ids `ids[begin:end]`."""
     num_ids = end - begin
-    cache.entries[entry] = first
-    cache.entries[entry + np.uint64(1)] = second
-    cache.entries[entry + np.uint64(2)] = size | (np.uint64(num_ids) << np.uint64(8))
-    if num_ids * ids.itemsize <= 8:
-        cache.entries[entry + np.uint64(3)] = load_word(ids, begin)
+    cache.entries[entry + FIRST_KEY] = first
+    cache.entries[entry + SECOND_KEY] = second
+    cache.entries[entry + SIZES] = size | (np.uint64(num_ids) << _NUM_IDS_SHIFT)
+    if num_ids * ids.itemsize <= WORD_BYTES:
+        cache.entries[entry + IDS] = load_word(ids, begin)
     else:
-        place = cache.used[2]
+        place = cache.used[USED_IDS]
         for index in range(num_ids):
             cache.long_ids[place + index] = ids[begin + index]
-        cache.used[2] += num_ids
-        cache.entries[entry + np.uint64(3)] = np.uint64(place)
-    cache.used[0] += 1
+        cache.used[USED_IDS] += num_ids
+        cache.entries[entry + IDS] = np.uint64(place)
+    cache.used[USED_ENTRIES] += 1
 
 
 @inlined
 def _copy_ids(entry, cache, ids, count):
-    num_ids = np.intp(cache.entries[entry + np.uint64(2)] >> np.uint64(8))
-    if num_ids * ids.itemsize <= 8:
-        store_word(ids, count, cache.entries[entry + np.uint64(3)])
+    """Copy an entry's ids to `ids[count:]`, and return the new count."""
+    num_ids = np.intp(cache.entries[entry + SIZES] >> _NUM_IDS_SHIFT)
+    if num_ids * ids.itemsize <= WORD_BYTES:
+        store_word(ids, count, cache.entries[entry + IDS])
     else:
-        place = np.intp(cache.entries[entry + np.uint64(3)])
+        place = np.intp(cache.entries[entry + IDS])
         for index in range(num_ids):
             ids[count + index] = cache.long_ids[place + index]
     return count + num_ids

@@ -1,10 +1,10 @@
-"""What the chunk kernel knows about a SentencePiece vocabulary, and whether it may encode for it at all.
+"""The chunk kernel's tables of a SentencePiece vocabulary, and the check whether the kernel may encode for it.
 
-Why cutting text into chunks gives SentencePiece's ids. BPE merges two neighbours when their concatenation is a piece,
-and nothing else. Call the border between two characters *hard* when no piece has these two next to each other: then no
-symbol ever spans it, and because a merge depends on its own two symbols alone (the highest score first, the leftmost
-of equals), the merges left of a hard border and right of it do not influence each other. So
-encode(left + right) = encode(left) + encode(right), and what a chunk between two hard borders becomes can be looked up.
+The proof that encoding chunk by chunk gives SentencePiece's ids: BPE merges two neighbouring symbols only when their
+concatenation is a piece. Call the border between two characters *hard* when no piece has the two next to each other.
+Then no symbol ever spans the border. A merge depends on its own two symbols alone (the highest score first, the
+leftmost of equals), so merges on the left of a hard border do not influence merges on the right. Therefore
+encode(left + right) = encode(left) + encode(right), and the ids of a chunk between two hard borders can be looked up.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import sentencepiece
 from services.common.vocabularies.sentencepiece_model import load_model, read_settings
 
 SPACE_PIECE = "\u2581"
-"""How SentencePiece writes a space. The kernel keeps it as the byte of a space."""
+"""The character that SentencePiece writes for a space in its pieces. The kernel uses a space itself."""
 
 NO_SYMBOL = -1
+"""The symbol of a character or a byte that has no piece."""
 _CODE_POINTS = 0x110000
 _SLOT_MULTIPLIER = 0x9E3779B97F4A7C15
 _SLOT_SHIFT = 40
@@ -30,34 +31,41 @@ _UINT64 = 2**64 - 1
 
 
 class ChunkTables(NamedTuple):
+    """A vocabulary in the form that the kernels read. An empty slot of a hash table has the key -1."""
+
     is_soft: npt.NDArray[np.uint8]
-    """[65,536] by two neighbouring bytes: 1 where text must not be cut between them. Exact for ASCII, cautious beside
-    other characters, of which a byte is a part: `pairs_of_characters` is exact there.
+    """[65,536] by two neighbouring bytes: 1 where text must not be cut between them.
+
+    This is exact for two ASCII characters. Next to other characters it may be 1 at a hard border, because one byte does
+    not tell the character: `pairs_of_characters` is exact there.
     """
     pairs_of_characters: npt.NDArray[np.int64]
-    """Hash set of `code_point << 32 | code_point`: neighbours in a piece of which one is not ASCII; empty slots -1."""
+    """Hash set of `code_point << 32 | code_point`: neighbours in a piece of which one is not ASCII."""
     merge_keys: npt.NDArray[np.int64]
-    """Hash table from `left_id << 32 | right_id` to a merge; empty slots -1."""
+    """Keys of the hash table of merges: `left_id << 32 | right_id`."""
     merge_values: npt.NDArray[np.int64]
-    """`rank << 32 | id` of the merged piece. Equal scores have equal ranks; a lower rank is merged first."""
+    """Values of the hash table of merges: `rank << 32 | id` of the merged piece. Equal scores have equal ranks."""
     id_of_code_point: npt.NDArray[np.int32]
-    """[1,114,112] the piece of a character, or NO_SYMBOL."""
+    """[1,114,112] ids of the pieces of one character, or NO_SYMBOL."""
     id_of_byte: npt.NDArray[np.int32]
-    """[256] the piece of a byte, for characters without a piece."""
+    """[256] ids of the byte pieces, which encode characters without a piece."""
     slot_multiplier: np.uint64
-    slot_shift: np.uint64
-    """The first slot of a key in the hash tables is `(key * multiplier) >> shift`, modulo their size. Fields, because a
-    constant would stay in the kernel that numba compiled before it changed.
+    """Factor of the hash function: the first slot of a key is `(key * slot_multiplier) >> slot_shift`, modulo the size.
+
+    It is a field, because a kernel that was compiled with a constant would keep the constant's old value.
     """
+    slot_shift: np.uint64
+    """Shift of the hash function, in bits."""
 
 
 @lru_cache(maxsize=1)
 def obstacle_to_chunks(model: bytes) -> str | None:
-    """Why the kernel must not encode for this model, in words that finish "because ..."; None when it gives its ids."""
+    """Return why the kernel must not encode for a model, as the end of a sentence with "because", or None if it may."""
     processor, settings = load_model(model), read_settings(model)
     ids = range(processor.vocab_size())
     pieces = {str(processor.id_to_piece(index)) for index in _normal_ids(processor)}
     characters = {character for piece in pieces for character in piece}
+    without_piece = sorted(characters - pieces)
     checks = [
         (settings.is_bpe, "its model type is not BPE"),
         (not settings.changes_characters, "its normaliser replaces characters"),
@@ -69,16 +77,16 @@ def obstacle_to_chunks(model: bytes) -> str | None:
         (SPACE_PIECE in pieces, "it has no piece for a space"),
         (_count_byte_pieces(processor) == 256, "it has no piece for every byte"),
         (" " not in characters, "a piece has a space that is not escaped"),
-        (characters <= pieces, f"{sorted(characters - pieces)[:3]} are in pieces and are no pieces themselves"),
+        (not without_piece, f"the characters {without_piece[:3]} of its pieces are no pieces themselves"),
     ]
     return next((obstacle for holds, obstacle in checks if not holds), None)
 
 
 def build_tables(processor: sentencepiece.SentencePieceProcessor) -> ChunkTables:
-    """Tables of a vocabulary without obstacle. Takes 0.3 s for 32,000 pieces."""
+    """Build the tables of a vocabulary without an obstacle, in 0.3 s for 32,000 pieces."""
     id_of_piece = {str(processor.id_to_piece(index)): index for index in _normal_ids(processor)}
     is_soft = np.zeros((256, 256), np.uint8)
-    is_soft[:, 0x80:0xC0] = 1  # inside a character
+    is_soft[:, 0x80:0xC0] = 1  # bytes 2 to 4 of a character
     pairs_of_characters = set()
     id_of_code_point = np.full(_CODE_POINTS, NO_SYMBOL, np.int32)
     for piece, index in id_of_piece.items():
@@ -103,7 +111,7 @@ def build_tables(processor: sentencepiece.SentencePieceProcessor) -> ChunkTables
 
 
 def _find_merges(processor: sentencepiece.SentencePieceProcessor, id_of_piece: dict[str, int]) -> dict[int, int]:
-    """Every way to put a piece together from two: SentencePiece goes by the concatenation, not by a list of merges."""
+    """Find all pairs of pieces whose concatenation is a piece: SentencePiece merges these and has no list of them."""
     score_of_id = {index: float(processor.get_score(index)) for index in id_of_piece.values()}
     rank_of_score = {score: rank for rank, score in enumerate(sorted(set(score_of_id.values()), reverse=True))}
     merges = {}
@@ -117,7 +125,7 @@ def _find_merges(processor: sentencepiece.SentencePieceProcessor, id_of_piece: d
 
 
 def _hash_table(entries: dict[int, int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Open addressing, at most a third full."""
+    """Make a hash table with linear probing that is at most a third full. Return its keys and its values."""
     size = 1 << max(4, (3 * len(entries)).bit_length())
     keys, values = np.full(size, -1, np.int64), np.zeros(size, np.int64)
     for key, value in entries.items():
@@ -129,7 +137,7 @@ def _hash_table(entries: dict[int, int]) -> tuple[npt.NDArray[np.int64], npt.NDA
 
 
 def _normal_ids(processor: sentencepiece.SentencePieceProcessor) -> list[int]:
-    """Ids of the pieces that text is matched with."""
+    """Return the ids of the pieces that can match text: no control, unknown or byte piece."""
     return [
         index
         for index in range(processor.vocab_size())

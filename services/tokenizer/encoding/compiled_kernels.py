@@ -1,9 +1,9 @@
-"""Where numba keeps compiled kernels. An image ships them (`shipped_kernels`), so that no pod has to compile (6 s).
+"""The folder in which numba keeps compiled kernels. An image contains compiled ones, because compilation takes 6 s.
 
-Numba looks at the one file that a function is in, and would run a kernel of which another file has changed; so the
-folder's name follows from all of them. It also wants a folder that it can write to, and goes by processor, while an
-image is read-only and runs on other processors than the one that built it: what is shipped is compiled for a common
-one, and copied on first use.
+Numba checks only the file that a function is in, and would run an old kernel after a change of another file. So the
+folder's name has a digest of all files. Numba also needs a folder that it can write to, and compiles for the processor
+at hand. An image is read-only and runs on other processors than the one that built it. So the image's kernels are
+compiled for `common_processor`, and are copied to a local folder on first use.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _X86_64_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 
 
 def choose_kernel_folder() -> None:
-    """Tell numba, before it is imported, where it finds and keeps kernels on this machine.
+    """Set NUMBA_CACHE_DIR to the folder of compiled kernels, unless it is set. Call this before numba is imported.
 
-    NUMBA_CACHE_DIR, when it is set, is where that is. Raises `StorageError` when others could change the kernels.
+    Raises `StorageError` when another user could change files in that folder.
     """
     if "NUMBA_CACHE_DIR" in os.environ:
         return
@@ -48,19 +48,19 @@ def choose_kernel_folder() -> None:
             try:
                 made.rename(local)
             except OSError:
-                if not local.exists():  # else another process was faster
+                if not local.exists():  # otherwise another process has made the folder
                     raise
-    require_private(local)  # numba runs what it finds there
+    require_private(local)  # numba runs the code in it
     os.environ |= {"NUMBA_CACHE_DIR": str(local), **(common_processor() if is_shipped else {})}
 
 
 def compile_once(name: str, compile_all: Callable[[], None]) -> None:
-    """Call `compile_all` unless it has left its kernels in numba's folder; who comes meanwhile waits for it.
+    """Call `compile_all` unless numba's folder has its kernels. Processes that call this meanwhile wait.
 
-    Workers start together, and without this each would compile the same.
+    Workers start at the same time, and would otherwise compile the same kernels at the same time.
     """
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or "/nowhere")
-    if not os.access(folder, os.W_OK):  # numba looks for another place, or keeps nothing
+    if not os.access(folder, os.W_OK):  # numba uses another folder, or keeps no compiled code
         compile_all()
         return
     done = folder / f"{name}-{_digest_of_compiler()}.compiled"
@@ -82,8 +82,8 @@ def _digest_of_sources() -> str:
 
 
 def _digest_of_compiler() -> str:
-    """Of what numba tells kernels in the same folder apart by."""
-    import llvmlite.binding  # noqa: PLC0415 - numba has imported it by now
+    """Return a digest of the facts that make numba compile again: Python, numba, processor and sources."""
+    import llvmlite.binding  # noqa: PLC0415 - numba has imported it already
 
     facts = (
         sys.implementation.cache_tag,
@@ -96,12 +96,15 @@ def _digest_of_compiler() -> str:
 
 
 def common_processor() -> dict[str, str]:
-    """What makes numba compile for every x86-64 since 2015: 1 % slower than for the one at hand (Zen 4)."""
+    """Return variables that make numba compile for every x86-64 processor since 2015.
+
+    On a Zen 4 these kernels are 1 % slower than kernels for that processor.
+    """
     return {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": ""}
 
 
 def is_common_processor() -> bool:
-    """Does code that is compiled for `common_processor` run here?"""
+    """Return whether this machine runs code that was compiled for `common_processor`."""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What every encoder does, and what it is made from."""
+"""The interface of all encoders, and functions that encoders share."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ Offsets = npt.NDArray[np.int64]
 TokenDtype = Literal["uint16", "uint32"]
 
 BOS_AND_EOS = 2
-"""Tokens around each document."""
+"""Number of tokens that are stored around a document: one BOS before it and one EOS behind it."""
 
 
 class Encoder(Protocol):
     name: str
-    """For logs and the manifest, with the version of the library behind it, if there is one."""
+    """Name for logs and the manifest, with the library's version where a library encodes."""
 
     def encode(self, batch: TextBatch) -> tuple[TokenIds, Offsets]:
-        """Ids of all documents, one after another, each as BOS + its tokens + EOS.
+        """Return the ids of all documents in one array, each document as BOS + its tokens + EOS.
 
-        Document i is `ids[offsets[i]:offsets[i + 1]]`, and nothing when its text has no token. Text is text: `</s>`
-        typed in a document is not the EOS piece.
+        Document i is `ids[offsets[i]:offsets[i + 1]]`. A document whose text has no token gets no ids, not even BOS and
+        EOS. Special tokens are never found in text: `</s>` that an author typed is encoded as characters.
         """
         ...
 
 
 def token_dtype(vocab_size: int) -> TokenDtype:
-    """The smallest type that holds every id of the vocabulary."""
+    """Return the smallest integer type that holds every id of the vocabulary."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def join_documents(
     encoded: list[npt.NDArray[Any]], bos_id: int, eos_id: int, dtype: np.dtype[Any]
 ) -> tuple[TokenIds, Offsets]:
-    """What `Encoder.encode` returns, from the ids of each document without BOS and EOS."""
+    """Make the result of `Encoder.encode` from one array of ids, without BOS and EOS, for each document."""
     sizes = np.fromiter((len(ids) + BOS_AND_EOS if len(ids) else 0 for ids in encoded), np.int64, len(encoded))
     offsets = np.zeros(len(encoded) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])

@@ -1,4 +1,4 @@
-"""Which encoder a vocabulary gets: the fast one of its kind where its ids are the library's, or the library."""
+"""Chooses a vocabulary's encoder: a fast one where its ids are the reference library's, else that library."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ EncoderChoice = Literal["auto", "reference"]
 
 @lru_cache(maxsize=1)
 def load_encoder(path: Path, vocabulary: Vocabulary, choice: EncoderChoice) -> CheckedEncoder:
-    """The encoder of a vocabulary, checked against its reference; loaded once per process.
+    """Load a vocabulary's encoder, once a process. Its first documents are also encoded by the reference library.
 
-    Raises `DeviceError` with a document and both lists of ids when the two differ.
+    Raises `DeviceError`, with the document and both lists of ids, when the two encode a document differently.
     """
     content = read_file(path)
     reference = _reference(content, vocabulary)
@@ -32,10 +32,10 @@ def load_encoder(path: Path, vocabulary: Vocabulary, choice: EncoderChoice) -> C
 
 
 def explain_choice(content: bytes, vocabulary: Vocabulary, choice: EncoderChoice) -> str:
-    """Which encoder `load_encoder` takes and why, in a line."""
+    """Return a line for the log that names the encoder which `load_encoder` takes, and the reason."""
     if choice == "reference":
-        return 'the reference encodes: tokenizer.encoder = "reference"'
-    if vocabulary.kind == "sentencepiece":  # without numba, which a process that only hands out tasks does not need
+        return 'the reference library encodes, because tokenizer.encoder = "reference"'
+    if vocabulary.kind == "sentencepiece":  # `_try_fast` would import numba, which this process does not need
         obstacle, fast_name = obstacle_to_chunks(content), "chunk kernel"
     else:
         fast = _try_fast(content, vocabulary)
@@ -44,16 +44,16 @@ def explain_choice(content: bytes, vocabulary: Vocabulary, choice: EncoderChoice
 
 
 def reference_name(vocabulary: Vocabulary) -> str:
-    """The library that defines the ids, and its version."""
+    """Return name and version of the library that defines the vocabulary's ids."""
     package = "tokenizers" if vocabulary.kind == "tokenizer_json" else vocabulary.kind
     return f"{package} {importlib.metadata.version(package)}"
 
 
 @lru_cache(maxsize=1)
 def _try_fast(content: bytes, vocabulary: Vocabulary) -> Encoder | str:
-    """The fast encoder of this kind, or why none may be used, in words that follow "because".
+    """Return the vocabulary's fast encoder, or the reason why it has none, as the end of a sentence with "because".
 
-    Each kind loads its own libraries, and no other's.
+    Only the libraries of the vocabulary's kind are imported.
     """
     if vocabulary.kind == "sentencepiece":
         if obstacle := obstacle_to_chunks(content):
@@ -67,7 +67,7 @@ def _try_fast(content: bytes, vocabulary: Vocabulary) -> Encoder | str:
     try:
         return make(content, vocabulary.bos_id, vocabulary.eos_id, vocabulary.vocab_size)
     except ValueError as error:
-        return f"fastokens cannot read it ({error})"
+        return f"fastokens cannot read the vocabulary ({error})"
 
 
 def _reference(content: bytes, vocabulary: Vocabulary) -> Encoder:
@@ -88,7 +88,7 @@ def _reference(content: bytes, vocabulary: Vocabulary) -> Encoder:
 
 
 def _pieces(content: bytes, vocabulary: Vocabulary) -> list[str]:
-    """What fuzz is made of."""
+    """Return the vocabulary's pieces, from which `fuzz_documents` makes text."""
     if vocabulary.kind == "sentencepiece":
         processor = load_model(content)
         return [str(processor.id_to_piece(index)) for index in range(vocabulary.vocab_size)]

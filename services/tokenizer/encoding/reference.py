@@ -1,4 +1,4 @@
-"""The libraries that define the ids: what every faster encoder is compared with, and what encodes where none may."""
+"""Encoders that call the library which defines a vocabulary's ids. They check fast encoders, and replace them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from services.tokenizer.text_batch import TextBatch
 
 
 class SentencePieceEncoder:
+    """The reference for SentencePiece models."""
+
     def __init__(self, model: bytes) -> None:
         self._processor = load_model(model)
         self._dtype = np.dtype(token_dtype(self._processor.vocab_size()))
@@ -26,7 +28,7 @@ class SentencePieceEncoder:
 
 
 class TokenizersEncoder:
-    """Hugging Face `tokenizers`, from a `tokenizer.json`."""
+    """The reference for `tokenizer.json` files: Hugging Face `tokenizers`."""
 
     def __init__(self, tokenizer: bytes, bos_id: int, eos_id: int, vocab_size: int) -> None:
         self._tokenizer = load_tokenizer(tokenizer)
@@ -38,5 +40,5 @@ class TokenizersEncoder:
         """See `Encoder.encode`."""
         texts = [document.decode() for document in batch.documents()]
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ids = [np.array(each.ids, self._dtype) for each in encoded]
+        ids = [np.array(encoding.ids, self._dtype) for encoding in encoded]
         return join_documents(ids, self._bos_id, self._eos_id, self._dtype)

@@ -1,4 +1,4 @@
-"""Is an encoder the same as its reference, on this machine, for this vocabulary? Asked before its ids are used."""
+"""Compares an encoder with its reference, on this machine and for this vocabulary, before its ids are used."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from services.tokenizer.text_batch import TextBatch
 FUZZ_DOCUMENTS = 400
 SAMPLED_DOCUMENTS = 2_000
 SAMPLED_BYTES = 2**20
-"""0.2 s of SentencePiece."""
+"""Bytes of the corpus's text that are compared. SentencePiece takes 0.2 s for them."""
 SAMPLED_BYTES_OF_A_DOCUMENT = 2**16
-"""The begin of a longer one: SentencePiece takes 40 times its size of memory."""
+"""Bytes of one document that are compared. SentencePiece takes 40 times a document's size in memory."""
 
 _SHOWN_IDS = 60
 _CONTROL_TEXT = ("<s>", "</s>", "<unk>", "<pad>", "<0x0A>", "[INST]", "<|begin_of_text|>", "<|end_of_text|>")
 _SPACES = (" ", "  ", "   ", " " * 15, " " * 16, " " * 33)
 _WHITESPACE = (*_SPACES, "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u2581", "\u2581\u2581")
-# Latin with accents, Greek, Cyrillic, Hebrew, Arabic, Devanagari, Thai, kana, Han, Hangul, symbols, emoji, planes
-# beyond the first, combining marks, and what is no character at all.
+# Ranges of code points: Latin with accents, Greek, Cyrillic, Hebrew, Arabic, Devanagari, Thai, kana, Han, Hangul,
+# symbols, emoji, supplementary planes, combining marks, control characters, private use and noncharacters.
 _SCRIPTS = (
     *((0x20, 0x7F), (0xC0, 0x24F), (0x370, 0x3FF), (0x400, 0x4FF), (0x5D0, 0x5EA), (0x621, 0x64A), (0x905, 0x939)),
     *((0xE01, 0xE3A), (0x3041, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x2000, 0x2BFF), (0x1F300, 0x1FAFF)),
@@ -32,8 +32,8 @@ _SCRIPTS = (
 
 
 class CheckedEncoder:
-    """An encoder that is compared with its reference before it is used: on fuzz when it is made, and on the first
-    documents that it meets. One difference raises `DeviceError`.
+    """An encoder that is compared with its reference: on fuzz in the constructor, and on the first documents that
+    `encode` gets. One difference raises `DeviceError`.
     """
 
     def __init__(self, encoder: Encoder, reference: Encoder, pieces: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ class CheckedEncoder:
         return self._encoder.encode(batch)
 
     def take_documents_checked(self) -> int:
-        """How many were compared since this was asked the last time."""
+        """Return how many documents were compared since the last call of this method."""
         checked, self._documents_checked = self._documents_checked, 0
         return checked
 
@@ -70,7 +70,7 @@ class CheckedEncoder:
 
 
 def find_difference(encoder: Encoder, reference: Encoder, batch: TextBatch) -> bytes | None:
-    """The first document of the batch that the two encode differently."""
+    """Return the first document of the batch that the two encode differently, or None."""
     ids, offsets = encoder.encode(batch)
     expected_ids, expected_offsets = reference.encode(batch)
     if np.array_equal(offsets, expected_offsets) and np.array_equal(ids, expected_ids):
@@ -83,8 +83,8 @@ def find_difference(encoder: Encoder, reference: Encoder, batch: TextBatch) -> b
 
 
 def fuzz_documents(pieces: Sequence[str], count: int, seed: int = 0) -> list[bytes]:
-    """Documents of what goes wrong in tokenizers: pieces of the vocabulary put together at random, any script, unknown
-    characters, runs of anything, control text. The same for the same arguments.
+    """Make documents of text on which tokenizers have bugs: random sequences of pieces, characters of all scripts,
+    unknown characters, long repetitions, and the text of special tokens. Equal arguments give equal documents.
     """
     chosen = random.Random(seed)
     return [_fuzz(pieces, chosen).encode() for _ in range(count)]
@@ -117,7 +117,7 @@ def _explain(encoder: Encoder, reference: Encoder, document: bytes) -> str:
     batch = TextBatch.of([document])
     (found, _), (expected, _) = encoder.encode(batch), reference.encode(batch)
     return (
-        f"{encoder.name} gives other ids than {reference.name}, so nothing is published.\n"
+        f"{encoder.name} gives other ids than {reference.name} for a document. Nothing was published.\n"
         f"  document  {document.decode()!r}\n"
         f"  found     {_show(found)}\n"
         f"  expected  {_show(expected)}\n"
@@ -126,7 +126,7 @@ def _explain(encoder: Encoder, reference: Encoder, document: bytes) -> str:
 
 
 def _shrink(encoder: Encoder, reference: Encoder, document: bytes) -> bytes:
-    """A small document that still differs: as long as either half does, or the whole without an end of it."""
+    """Return a smaller document that the two still encode differently: cut it from either end as long as they do."""
     text = document.decode()
     step = len(text) // 2
     while step:

@@ -1,4 +1,4 @@
-"""Compiles the kernels that an image ships: `python -m services.tokenizer.encoding.shipped_kernels DIR`."""
+"""Compiles the kernels that an image contains: `python -m services.tokenizer.encoding.shipped_kernels DIR`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from services.tokenizer.encoding.compiled_kernels import common_processor, is_co
 
 
 def compile_into(folder: Path) -> None:
-    """Compile all kernels for the common processor into `folder`; nothing on a machine that is none."""
+    """Compile all kernels for `common_processor` into `folder`. On a machine that cannot run them, do nothing."""
     if not is_common_processor():
-        print(f"nothing compiled for {platform.machine()}: numba compiles on first use there")
+        print(f"no kernels were compiled: they do not run on {platform.machine()}, where numba compiles on first use")
         return
     folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {"NUMBA_CACHE_DIR": str(folder), **common_processor()}
-    from services.tokenizer.encoding.chunk_encoder import compile_kernels  # noqa: PLC0415 - numba reads these first
+    from services.tokenizer.encoding.chunk_encoder import compile_kernels  # noqa: PLC0415 - numba reads the variables when it is imported
 
     for dtype in (np.uint16, np.uint32):
         compile_kernels(np.dtype(dtype))
@@ -29,5 +29,5 @@ def compile_into(folder: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m services.tokenizer.encoding.shipped_kernels")
-    parser.add_argument("folder", type=Path, help="where to keep what was compiled")
+    parser.add_argument("folder", type=Path, help="folder for the compiled kernels")
     compile_into(parser.parse_args().folder)

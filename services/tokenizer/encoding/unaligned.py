@@ -1,6 +1,6 @@
-"""Eight bytes at any place of an array as one word: what numba cannot say without LLVM's help.
+"""Loads and stores of eight bytes at any index of an array, which numba has no operation for.
 
-Nothing checks the bounds: the caller keeps eight bytes after `index` inside the array.
+Bounds are not checked: the caller must make sure that the array holds eight bytes from `index` on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BYTE = ir.IntType(8)
 
 @intrinsic
 def load_word(typing_context: Any, array: Any, index: Any) -> Any:
-    """The word that begins at item `index`, as uint64."""
+    """Return the eight bytes that begin at item `index`, as uint64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load(_address(context, builder, signature, arguments), align=1)
@@ -27,7 +27,7 @@ def load_word(typing_context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def store_word(typing_context: Any, array: Any, index: Any, word: Any) -> Any:
-    """Write the word over the eight bytes that begin at item `index`."""
+    """Overwrite the eight bytes that begin at item `index` with `word`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store(arguments[2], _address(context, builder, signature, arguments), align=1)

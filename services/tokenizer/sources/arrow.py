@@ -1,4 +1,4 @@
-"""Arrow IPC, the file format and the stream that `datasets` saves: a row is a document, read from one column."""
+"""Reads Arrow IPC files and streams, where a row is a document. `datasets` saves streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _WITHOUT_LIMIT = 2**60
 
 
 def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
-    """One file range a record batch; a stream cannot be entered half-way. Raises `RecipeError` for an unfit column."""
+    """Return a file range for each record batch of a file, or the whole stream, which can only be read from its begin.
+
+    Raises `RecipeError` for a column that is missing or holds no text.
+    """
     with _open_arrow(file.uri, max_document_bytes) as batches:
         check_column(file, batches.schema)
         if not batches.is_file_format:
@@ -32,9 +35,9 @@ def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[File
 
 
 def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
-    """Documents as the column's bytes; a null is an empty document.
+    """Read the column's values as documents. A null is an empty document.
 
-    Raises `ArtifactError` for a record batch that would take more than some `max_document_bytes` to decode.
+    Raises `ArtifactError` for a record batch above `bytes_at_once(max_document_bytes)`.
     """
     with _open_arrow(file_range.file.uri, max_document_bytes) as batches:
         for batch in batches.read(file_range):
@@ -42,10 +45,10 @@ def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
 
 
 def locate(file_range: FileRange, number: int) -> str:
-    """The row of a document, from 1 on."""
+    """Return a document's place for an error: the file and the row, from 1."""
     rows = 0
     if file_range.begin:
-        # Only batches that were read before, within the limit of then.
+        # These record batches were read before, within the limit.
         with _open_arrow(file_range.file.uri, _WITHOUT_LIMIT) as batches:
             before = FileRange(file_range.file, 0, file_range.begin, 0)
             rows = sum(batch.num_rows for batch in batches.read(before))
@@ -53,7 +56,7 @@ def locate(file_range: FileRange, number: int) -> str:
 
 
 class _Batches:
-    """The record batches of a file, each of which is looked at before it is read."""
+    """Reads the record batches of a file or a stream, after a check of the size that each message declares."""
 
     def __init__(self, file: BinaryIO, uri: str, max_document_bytes: int, *, is_file_format: bool) -> None:
         self._file, self._uri, self._max_document_bytes = file, uri, max_document_bytes
@@ -78,10 +81,11 @@ class _Batches:
 
     @property
     def count(self) -> int:
-        """Record batches of a file of the file format."""
+        """Number of record batches of a file. It is 0 for a stream."""
         return len(self._begins)
 
     def read(self, file_range: FileRange) -> Iterator[pa.RecordBatch]:
+        """Yield the record batches of a file range, or all of a stream."""
         if self.is_file_format:
             for index in range(file_range.begin, file_range.end):
                 self._check(self._begins[index])
@@ -89,7 +93,7 @@ class _Batches:
             return
         while True:
             begin = position = self._file.tell()
-            while (end := self._check(position)) is not None:  # dictionaries, up to the next record batch
+            while (end := self._check(position)) is not None:  # the messages before a record batch hold dictionaries
                 position = end
             self._file.seek(begin)
             try:
@@ -99,9 +103,10 @@ class _Batches:
             yield batch
 
     def _check(self, begin: int) -> int | None:
-        """The end of a message that comes before a record batch, None for a record batch, and where a stream ends.
+        """Check the size of the message at a position, and return the message's end.
 
-        Raises `ArtifactError` for a message that is too large to be read as a whole.
+        Returns None for a record batch, and at the end of a stream. Raises `ArtifactError` for a message above the
+        limit.
         """
         message = read_message(self._file, begin)
         if message is None:
@@ -120,13 +125,13 @@ def _open_arrow(uri: str, max_document_bytes: int) -> Iterator[_Batches]:
 
 
 def _begins_with_continuation(file: BinaryIO) -> bool:
-    """Is it a stream as Arrow writes them since 0.15, with an end?"""
+    """Return whether the stream is of Arrow 0.15 or later, whose streams have a mark at their end."""
     file.seek(0)
     return file.read(len(CONTINUATION)) == CONTINUATION
 
 
 def _require_end(file: BinaryIO, uri: str) -> None:
-    """Arrow takes a stream that was cut off between two batches for a whole one; every writer marks the end."""
+    """Raise `ArtifactError` for a stream without the mark of its end. Arrow reads such a stream without an error."""
     file.seek(-len(_END_OF_STREAM), os.SEEK_END)
     if file.read() != _END_OF_STREAM:
-        raise ArtifactError(f"{uri}: an Arrow stream without its end: it is cut off, or still being written.")
+        raise ArtifactError(f"{uri}: the Arrow stream has no end: it is cut off, or still being written.")

@@ -1,8 +1,8 @@
-"""The sizes of Arrow's messages, which say what reading one takes, before any of it is read or decompressed.
+"""Reads the sizes that Arrow's messages declare, before Arrow reads or decompresses a message.
 
-Arrow reads a message as a whole, of any length that it declares, and decompresses buffers to any length that they
-declare. Both are in its metadata, a flatbuffer:
-https://github.com/apache/arrow/blob/main/format/Message.fbs (`Message`, `RecordBatch`), and File.fbs (`Footer`).
+Arrow reads a message of any declared length as a whole, and decompresses buffers to any declared length. The lengths
+are in a message's metadata, which is a flatbuffer: `Message` and `RecordBatch` of
+https://github.com/apache/arrow/blob/main/format/Message.fbs, and `Footer` of File.fbs.
 """
 
 from __future__ import annotations
@@ -21,34 +21,40 @@ _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
 
 @dataclass(frozen=True)
 class Message:
+    """The place of a message in a file, and the sizes that it declares."""
+
     begin: int
-    """The message's first byte in the file."""
+    """Position of the message's first byte in the file."""
     end: int
+    """Position behind the message's last byte in the file."""
     metadata_bytes: int
     decoded_bytes: int
-    """Bytes of the message's body once each buffer is decompressed."""
+    """Bytes of the message's body after all buffers are decompressed."""
     is_record_batch: bool
 
 
 def read_message(file: BinaryIO, begin: int) -> Message | None:
-    """The message at a position; None where a stream ends. Raises `pa.ArrowInvalid` for what is no message."""
+    """Read the metadata of the message at a position. Return None at the end of a stream.
+
+    Raises `pa.ArrowInvalid` when no message is there.
+    """
     file.seek(begin)
     prefix = file.read(8)
     if len(prefix) < 4:
         return None
     metadata_begin, length = begin + 8, _integer("<i", prefix, 4) if prefix[:4] == CONTINUATION else -1
-    if prefix[:4] != CONTINUATION:  # as before Arrow 0.15
+    if prefix[:4] != CONTINUATION:  # the format before Arrow 0.15
         metadata_begin, length = begin + 4, _integer("<i", prefix, 0)
     if length == 0:
         return None
     if length < 0 or length > file.seek(0, os.SEEK_END) - metadata_begin:
-        raise pa.ArrowInvalid(f"at byte {begin:,}: a message whose metadata has {length:,} bytes")
+        raise pa.ArrowInvalid(f"at byte {begin:,}: the message declares {length:,} bytes of metadata")
     file.seek(metadata_begin)
     table = _Table.root(file.read(length))
     body_bytes, kind = table.integer(3, "<q"), table.integer(1, "<B")
     body_begin = metadata_begin + length
     if body_bytes < 0:
-        raise pa.ArrowInvalid(f"at byte {begin:,}: a message of {body_bytes:,} bytes")
+        raise pa.ArrowInvalid(f"at byte {begin:,}: the message declares {body_bytes:,} bytes")
     header = table.table(2)
     if header is not None and kind == _DICTIONARY_BATCH:
         header = header.table(1)
@@ -59,7 +65,7 @@ def read_message(file: BinaryIO, begin: int) -> Message | None:
 
 
 def read_blocks(file: BinaryIO) -> tuple[list[int], list[int]]:
-    """The places of the messages of dictionaries and of record batches begin in a file of the file format.
+    """Return the positions of a file's dictionaries, and those of its record batches, from the footer.
 
     Raises `pa.ArrowInvalid` for a damaged footer.
     """
@@ -69,25 +75,28 @@ def read_blocks(file: BinaryIO) -> tuple[list[int], list[int]]:
     tail = file.read(tail_bytes)
     length = _integer("<i", tail, 0)
     if not tail.endswith(FILE_FORMAT) or not 0 < length <= size - tail_bytes:
-        raise pa.ArrowInvalid("it has no footer: it is cut off, or still being written")
+        raise pa.ArrowInvalid("the file has no footer: it is cut off, or still being written")
     file.seek(size - tail_bytes - length)
     footer = _Table.root(file.read(length))
-    # Block: offset, 64 bits; length of the metadata, 32, and 32 of padding; length of the body, 64.
+    # A block is an offset of 64 bits, the metadata's length of 32, 32 bits of padding, and the body's length of 64.
     begins = [[_integer("<q", block, 0) for block in footer.structs(field, 24)] for field in (2, 3)]
     if any(begin < 0 for field in begins for begin in field):
-        raise pa.ArrowInvalid("its footer has a record batch before its begin")
+        raise pa.ArrowInvalid("the footer has a record batch at a negative position")
     return begins[0], begins[1]
 
 
 def _decoded_bytes(file: BinaryIO, batch: _Table, body_begin: int) -> int:
-    """A buffer begins with its length when decompressed, or -1 where it is stored as it is."""
+    """Add up the decompressed sizes of a record batch's buffers.
+
+    A buffer begins with its decompressed length, or with -1 when it is not compressed.
+    """
     total = 0
     for buffer in batch.structs(2, 16):
         offset, length = _integer("<q", buffer, 0), _integer("<q", buffer, 8)
         if length <= 0:
             continue
         if offset < 0:
-            raise pa.ArrowInvalid(f"at byte {body_begin:,}: a buffer before its message")
+            raise pa.ArrowInvalid(f"at byte {body_begin:,}: a buffer begins before its message")
         file.seek(body_begin + offset)
         declared = _integer("<q", file.read(8), 0)
         total += length if declared < 0 else declared
@@ -95,7 +104,7 @@ def _decoded_bytes(file: BinaryIO, batch: _Table, body_begin: int) -> int:
 
 
 class _Table:
-    """A table of a flatbuffer. Raises `pa.ArrowInvalid` where what it points to is outside of the buffer."""
+    """A table of a flatbuffer. Its methods raise `pa.ArrowInvalid` for an offset that points outside of the buffer."""
 
     def __init__(self, content: bytes, begin: int) -> None:
         self._content, self._begin = content, begin
@@ -107,7 +116,7 @@ class _Table:
         return cls(content, _integer("<I", content, 0))
 
     def integer(self, field: int, kind: str) -> int:
-        """0 where the field is not there, as in all of Arrow's tables."""
+        """Return the integer in a field. A missing field is 0, the default in all of Arrow's tables."""
         place = self._place(field)
         return 0 if place is None else _integer(kind, self._content, place)
 
@@ -122,7 +131,7 @@ class _Table:
         begin = place + _integer("<I", self._content, place)
         count = _integer("<I", self._content, begin)
         if begin + 4 + count * size > len(self._content):
-            raise pa.ArrowInvalid("metadata that points behind its end")
+            raise pa.ArrowInvalid("an offset in the metadata points behind the metadata's end")
         return [self._content[at : at + size] for at in range(begin + 4, begin + 4 + count * size, size)]
 
     def _place(self, field: int) -> int | None:
@@ -133,5 +142,5 @@ class _Table:
 
 def _integer(kind: str, content: bytes, begin: int) -> int:
     if begin < 0 or begin + struct.calcsize(kind) > len(content):
-        raise pa.ArrowInvalid("metadata that points behind its end")
+        raise pa.ArrowInvalid("an offset in the metadata points behind the metadata's end")
     return int(struct.unpack_from(kind, content, begin)[0])

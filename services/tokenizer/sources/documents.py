@@ -1,4 +1,4 @@
-"""Every kind of source behind two questions: which files are there, and which documents are in this file range?"""
+"""The common interface of all sources: list the files, cut them into file ranges, and read documents."""
 
 from __future__ import annotations
 
@@ -20,13 +20,21 @@ from services.tokenizer.text_batch import TextBatch, join_small
 
 @dataclass(frozen=True)
 class DocumentFormat:
+    """The functions that read one file format."""
+
     cut: Callable[[InputFile, int, int], list[FileRange]]
-    """Pieces of about so many bytes, in the file's order; the second number is `corpus.max_document_bytes`."""
+    """Cuts a file into file ranges of about `split_bytes`, in the file's order.
+
+    The arguments are the file, `split_bytes` and `max_document_bytes`.
+    """
     read: Callable[[FileRange, int], Iterator[TextBatch]]
-    """The documents of a file range, in the file's order, as UTF-8 unless the input is broken. The number is
-    `corpus.max_document_bytes`: memory stays within a small multiple of it, whatever the file claims."""
+    """Reads the documents of a file range, in the file's order. They are UTF-8, unless the input is not.
+
+    The arguments are the file range and `max_document_bytes`. Memory stays within a small multiple of the limit,
+    whatever size the file declares.
+    """
     locate: Callable[[FileRange, int], str] = text.locate
-    """Where a document of a file range is, for somebody who has to look at it; they are counted from 0."""
+    """Returns a document's place for an error. The arguments are the file range and the document's number, from 0."""
 
 
 FORMATS: dict[Format, DocumentFormat] = {
@@ -41,14 +49,14 @@ FORMATS: dict[Format, DocumentFormat] = {
 
 
 def list_inputs(source: Source, max_document_bytes: int | None = None) -> list[InputFile]:
-    """The files of a source, in the order in which their documents enter the corpus.
+    """List the files of a source, in the order in which their documents enter the corpus.
 
-    With `max_document_bytes` a large file is cut before it is hashed, which takes minutes for a terabyte: what cutting
-    finds, such as a first line without an end, raises `ArtifactError` or `RecipeError` at once.
+    With `max_document_bytes`, a large file is cut before it is hashed, because hashing a terabyte takes minutes. Errors
+    that cutting finds, such as a first line without an end, are raised before that.
     """
     if source.uri.startswith(python_docs.URI):
         if source.uri != python_docs.URI or source.format != "auto":
-            raise RecipeError(f"{source.uri}: {python_docs.URI} takes no path and no format.")
+            raise RecipeError(f"{source.uri}: a source {python_docs.URI} takes no path and no format.")
         return python_docs.list_modules()
     if source.uri.startswith(hub.DATASETS):
         return hub.list_dataset(source)
@@ -61,8 +69,9 @@ def list_inputs(source: Source, max_document_bytes: int | None = None) -> list[I
 
 
 def cut_file(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
-    """Pieces of a file of about `split_bytes`, in its order. Raises `RecipeError` where the recipe does not fit the
-    file, `ArtifactError` where that is damaged.
+    """Cut a file into file ranges of about `split_bytes`, in the file's order.
+
+    Raises `RecipeError` when the recipe does not fit the file, and `ArtifactError` when the file is damaged.
     """
     return FORMATS[file.format].cut(file, split_bytes, max_document_bytes)
 
@@ -70,10 +79,10 @@ def cut_file(file: InputFile, split_bytes: int, max_document_bytes: int) -> list
 def read_documents(
     file_ranges: Iterable[FileRange], invalid_utf8: Literal["replace", "reject"], max_document_bytes: int
 ) -> Iterator[TextBatch]:
-    """The documents of some file ranges, in order, as valid UTF-8.
+    """Read the documents of file ranges, in order, as valid UTF-8.
 
-    Raises `ArtifactError` for what is not UTF-8 under "reject", for a document of more than `max_document_bytes`, and
-    for a file that is damaged, or no longer the one that was listed.
+    Raises `ArtifactError` for bytes that are not UTF-8 under "reject", for a document of more than
+    `max_document_bytes`, and for a file that is damaged or has changed since it was listed.
     """
     return join_small(_read_file_ranges(file_ranges, invalid_utf8, max_document_bytes))
 
@@ -100,10 +109,10 @@ def _read_file_ranges(
 
 
 def _is_utf8(batch: TextBatch) -> bool:
-    """Arrow's check, at 15 GB/s."""
+    """Return whether all documents are UTF-8. Arrow checks 15 GB a second."""
     offsets = np.append(batch.begins, batch.ends[-1:])
     if not np.array_equal(offsets[1:], batch.ends):
-        raise ValueError("documents of a source lie one after another")
+        raise ValueError("the documents of a batch must be adjacent in its text")
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(batch.text)]
     try:
         pa.Array.from_buffers(pa.large_binary(), len(batch), buffers).cast(pa.large_string())
@@ -126,7 +135,7 @@ def _explain_invalid(file_range: FileRange, number: int, batch: TextBatch) -> st
         except UnicodeDecodeError as error:
             return (
                 f"{FORMATS[file_range.file.format].locate(file_range, index)} is not UTF-8: byte "
-                f"0x{document[error.start]:02x} "
-                f'at {error.start:,} ({error.reason}). Repair it, or set corpus.invalid_utf8 = "replace".'
+                f"0x{document[error.start]:02x} at {error.start:,} ({error.reason}). "
+                f'Repair the file, or set corpus.invalid_utf8 = "replace".'
             )
-    raise AssertionError("only asked about a batch that is not UTF-8")
+    raise AssertionError("all documents of the batch are UTF-8")

@@ -1,4 +1,4 @@
-"""What an encode task reads: input files, and the file ranges that they are cut into."""
+"""Input files, and the file ranges that encode tasks read."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ Format = Literal["text", "jsonl", "parquet", "arrow", "wikicorpus", "python_modu
 
 @dataclass(frozen=True)
 class InputFile:
+    """A file of a source, as it was when the corpus was planned."""
+
     uri: str
     name: str
-    """Relative to the source that it was listed by."""
+    """Path relative to the source's folder."""
     format: Format
     column: str
-    """The jsonl key, or the parquet or arrow column, that holds the document."""
+    """The JSON key, or the Parquet or Arrow column, that holds the document."""
     bytes: int
     digest: str
-    """Changes when the file's content does."""
+    """A value that changes when the file's content changes."""
     stamp: str
-    """Changes when the file is written, and costs no reading."""
+    """A value that changes when the file is written, and that is known without reading the file."""
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """The part of a file that holds the documents from `begin` on and before `end`.
+    """A part of a file: the documents that begin in [begin, end).
 
-    The unit is the format's own: row groups in parquet, record batches in arrow, bytes elsewhere.
+    `begin` and `end` count row groups in Parquet, record batches in Arrow, and bytes in other formats.
     """
 
     file: InputFile
@@ -38,13 +40,13 @@ class FileRange:
 
 @dataclass(frozen=True)
 class InputPartition:
-    """The file ranges of one source that one encode task reads, in the corpus's order."""
+    """The file ranges of a source that one encode task reads, in the order of the corpus."""
 
     index: int
     source: int
-    """Its number in the recipe."""
+    """Index of the source in `corpus.sources`."""
     pass_number: int
-    """0, or how often the source's weight has had these file ranges read before."""
+    """Number of earlier partitions with the same file ranges. It is 0 unless the source's weight is above 1."""
     file_ranges: tuple[FileRange, ...]
 
     @property
@@ -53,4 +55,5 @@ class InputPartition:
 
 
 def whole(file: InputFile) -> FileRange:
+    """Return the file range that is the whole file, in bytes."""
     return FileRange(file, begin=0, end=file.bytes, bytes=file.bytes)

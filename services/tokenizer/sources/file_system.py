@@ -1,4 +1,4 @@
-"""Files on any file system that fsspec knows: find them, tell whether they changed, open them."""
+"""Lists and opens files on all file systems of fsspec, and finds out whether a file has changed."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ FORMAT_BY_ENDING: dict[str, Format] = {
     ".arrow": "arrow",
 }
 _KNOWN_ENDINGS = " ".join(FORMAT_BY_ENDING)
-# Arrow's decompression says when a file is cut off, which Python's zstandard does not, and is three times gzip's speed.
+# Arrow decompresses these, because it notices a file that is cut off, as zstandard does not, at 3 times gzip's speed.
 _ARROW_CODEC_BY_ENDING = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
 _RECORDS_OF_DATASETS = ("dataset_info.json", "state.json")
 _BUFFER_BYTES = 2**20
 MAX_VOCABULARY_BYTES = 2**28
-"""Bytes of the largest vocabulary that is read. The largest that are published, with 260,000 pieces, have 35 MB."""
+"""Bytes of the largest vocabulary that is read. Vocabularies of 260,000 pieces have 35 MB."""
 _HASHING_THREADS = 4
 _LARGE_FILE_BYTES = 2**30
-"""Hashing takes a second for each 5 to 10 of these."""
-# What file systems call a checksum, a version or a time of change in the facts they give about a file.
+"""Bytes above which a file is examined before it is hashed. Hashing runs at 5 to 10 GB a second."""
+# Parts of the names that file systems give to a checksum, a version or a modification time in `info`.
 _VERSION_FACTS = (
     "etag",
     "md5",
@@ -67,8 +67,8 @@ _VERSION_FACTS = (
     "mtime",
     "blob_id",
 )
-# Whose errors are of the network, the store or the account, and in no common class: botocore's and httpx's are
-# plain `Exception`s, and fsspec's are `ValueError`s where a server serves whole files alone.
+# Libraries whose errors are about the network, the store or the account. The errors have no common class: botocore and
+# httpx raise plain `Exception`s, and fsspec raises a `ValueError` when a server does not support range requests.
 _REMOTE_LIBRARIES = frozenset(
     {"adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "httpcore", "httpx"}
     | {"huggingface_hub", "requests", "s3fs", "urllib3"}
@@ -76,10 +76,10 @@ _REMOTE_LIBRARIES = frozenset(
 
 
 def list_files(source: Source, examine: Callable[[InputFile], None]) -> list[InputFile]:
-    """The files that a path, folder or glob stands for, sorted by path, each with its format and digest. Large ones of
-    this machine are handed to `examine` before that.
+    """List the files of a path, folder or glob, sorted by path, with format and digest.
 
-    Raises `ArtifactError` when there are none and `RecipeError` when a format cannot be told.
+    `examine` is called with a large local file before the file is hashed. Raises `ArtifactError` when there is no file,
+    and `RecipeError` when no format is known for the files' names.
     """
     file_system, path = find_file_system(source.uri)
     with explain_read_errors(source.uri):
@@ -89,7 +89,7 @@ def list_files(source: Source, examine: Callable[[InputFile], None]) -> list[Inp
 
 
 def list_paths(uris: list[str], file_format: Format, column: str) -> list[InputFile]:
-    """Files of one file system that are known already, in the order given."""
+    """Describe files of one file system, in the given order."""
     file_system, _ = find_file_system(uris[0])
     paths = [find_file_system(uri)[1] for uri in uris]
     base = os.path.commonpath([PurePosixPath(path).parent for path in paths])
@@ -101,13 +101,11 @@ def find_file_system(uri: str) -> tuple[Any, str]:
     """The fsspec file system of a URI, and the path in it. Raises `DeviceError` when its package is missing."""
     protocol = uri.partition("://")[0]
     if "::" in uri:
-        raise RecipeError(
-            f"{uri}: fsspec's chains of file systems are not read here. Unpack the archive into a folder."
-        )
+        raise RecipeError(f"{uri}: chained file systems (`::`) are not supported. Unpack the archive into a folder.")
     try:
         file_system, path = fsspec.core.url_to_fs(uri, **_options_of(uri))
     except ImportError as error:
-        raise DeviceError(f"{uri}: a package that reads {protocol}:// is missing: {error}.") from error
+        raise DeviceError(f"{uri}: the Python package that reads {protocol}:// is missing: {error}.") from error
     except ValueError as error:
         raise DeviceError(
             f"{uri}: no file system called {protocol!r}. Install the fsspec package that provides it, or "
@@ -118,42 +116,43 @@ def find_file_system(uri: str) -> tuple[Any, str]:
 
 @contextmanager
 def open_file(uri: str) -> Iterator[BinaryIO]:
-    """Open a file for reading bytes from its begin on; what its ending says is compressed is decompressed."""
+    """Open a file for reading from its begin. Its name's extension decides whether it is decompressed."""
     _require_regular(uri)
     codec = _ARROW_CODEC_BY_ENDING.get(PurePosixPath(uri).suffix.lower())
     try:
         opened = fsspec.open(uri, mode="rb", compression=None if codec else "infer", **_options_of(uri))
     except ValueError as error:
-        raise DeviceError(f"{uri}: this Python cannot decompress it ({error}).") from error
+        raise DeviceError(f"{uri}: this Python cannot decompress the file ({error}).") from error
     with explain_read_errors(uri), opened as file:
         if codec is None:
             _require_one_member(uri)
-            # fsspec's own readline takes a block of 5 MB for each line of a remote file.
+            # fsspec's own readline reads a block of 5 MB for every line of a remote file.
             yield io.BufferedReader(file, _BUFFER_BYTES)
             return
         with pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec) as stream:
             reader = io.BufferedReader(stream, _BUFFER_BYTES)
             if not reader.peek(1) and not file.tell():
-                raise ArtifactError(f"{uri}: has no bytes, which no {codec} file is: it is cut off.")
+                raise ArtifactError(f"{uri}: the file is empty, and a {codec} file never is: it is cut off.")
             yield reader
 
 
 def read_vocabulary(uri: str) -> bytes:
-    """The content of the file that tokenizer.model names. Raises `ArtifactError` for one that no vocabulary is as
-    large as, decompressed.
+    """Read the vocabulary that `tokenizer.model` names.
+
+    Raises `ArtifactError` for a file of more than MAX_VOCABULARY_BYTES after decompression.
     """
     with open_file(uri) as file:
         content = file.read(MAX_VOCABULARY_BYTES + 1)
     if len(content) > MAX_VOCABULARY_BYTES:
         raise ArtifactError(
-            f"{uri}: no vocabulary: it has more than {MAX_VOCABULARY_BYTES:,} bytes. tokenizer.model names the file of "
-            f"one, such as tokenizer.model or tokenizer.json."
+            f"{uri}: the file has more than {MAX_VOCABULARY_BYTES:,} bytes, so it is no vocabulary. "
+            f"Set tokenizer.model to a vocabulary's file, such as tokenizer.model or tokenizer.json."
         )
     return content
 
 
 def _require_regular(uri: str) -> None:
-    """Raise `ArtifactError` for a local path at which something else than a file is: a pipe would be waited for."""
+    """Raise `ArtifactError` for a local path that is no regular file. Opening a pipe would wait without end."""
     file_system, path = find_file_system(uri)
     if _is_local(file_system):
         with explain_read_errors(uri):
@@ -162,9 +161,9 @@ def _require_regular(uri: str) -> None:
 
 @contextmanager
 def open_seekable_file(uri: str) -> Iterator[BinaryIO]:
-    """Open a file that is read by position. Raises `ArtifactError` where that is compressed from begin to end."""
+    """Open a file for reading at any position. Raises `ArtifactError` for a compressed file."""
     if is_compressed(uri):
-        raise ArtifactError(f"{uri}: files of this format are read by position, and it is compressed. Decompress it.")
+        raise ArtifactError(f"{uri}: the file is compressed, and this format is read by position. Decompress the file.")
     _require_regular(uri)
     with explain_read_errors(uri), fsspec.open(uri, mode="rb", **_options_of(uri)) as file:
         yield file
@@ -172,14 +171,14 @@ def open_seekable_file(uri: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def require_unchanged(file: InputFile) -> Iterator[None]:
-    """Raise `ArtifactError` when the file is written between its listing and the end of this block.
+    """Raise `ArtifactError` when the file changes between its listing and the end of this block.
 
-    What was published under a digest that was taken before would else be other text. A file that is the same all
-    through the block and has another stamp than the one listed, such as another machine's copy, goes by its content.
+    Otherwise a corpus could hold other text than its digest says. A file that has another stamp than the listed one
+    during the whole block, such as a copy on another machine, is compared by its digest.
     """
     changed = ArtifactError(
-        f"{file.uri}: changed while the corpus was made from it, so nothing was published. "
-        f"Run the same command again when it is complete: it takes the file as it is then."
+        f"{file.uri}: the file changed while the corpus was made from it. Nothing was published. "
+        f"Run the same command again when the file is complete."
     )
     before = _stamp(file.uri)
     try:
@@ -193,13 +192,14 @@ def require_unchanged(file: InputFile) -> Iterator[None]:
 
 
 def stamp_of_file(path: Path) -> str:
+    """Return a value that changes when a local file is written or replaced."""
     status = path.stat()
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
 
 
 @contextmanager
 def explain_read_errors(uri: str) -> Iterator[None]:
-    """An input that cannot be read is a bad input, not a full disk: raise it as `ArtifactError`."""
+    """Raise errors of reading an input as `ArtifactError`. Outside of this block an `OSError` is a full disk."""
     try:
         yield
     except MillraceError:
@@ -213,17 +213,18 @@ def explain_read_errors(uri: str) -> Iterator[None]:
 
 
 def is_local(uri: str) -> bool:
-    """Is it a file of this machine, of which any part is read at no cost?"""
+    """Return whether a URI is a path on this machine."""
     return _is_local(find_file_system(uri)[0])
 
 
 def is_compressed(uri: str) -> bool:
+    """Return whether `open_file` decompresses a file, by its name's extension."""
     suffix = PurePosixPath(uri).suffix.lower()
     return suffix in _ARROW_CODEC_BY_ENDING or fsspec.utils.infer_compression(uri) is not None
 
 
 def _options_of(uri: str) -> dict[str, Any]:
-    """How fsspec opens it: of web servers with the credentials of `.netrc`, through the proxies of the environment."""
+    """Return options of fsspec. `trust_env` makes aiohttp use `.netrc` and the proxies of the environment."""
     protocol = uri.partition("://")[0].lower()
     return {"client_kwargs": {"trust_env": True}} if protocol in ("http", "https") else {}
 
@@ -238,43 +239,43 @@ def _has_passed_a_remote_library(error: Exception) -> bool:
 
 
 def _require_one_member(uri: str) -> None:
-    """fsspec reads the first file of a zip archive, and would leave out the others."""
+    """Raise `ArtifactError` for a zip archive of several files. fsspec would read the first one alone."""
     if PurePosixPath(uri).suffix.lower() != ".zip":
         return
     with fsspec.open(uri, mode="rb", **_options_of(uri)) as file, zipfile.ZipFile(file) as archive:
         if len(archive.filelist) != 1:
             raise ArtifactError(
-                f"{uri}: a zip archive of {len(archive.filelist)} files, and one is read. Unpack it into a folder."
+                f"{uri}: the zip archive has {len(archive.filelist)} files, and must have one. Unpack it into a folder."
             )
 
 
 def _expand(file_system: Any, path: str, uri: str) -> tuple[str, list[str]]:
-    """The files behind a path, sorted, and the folder that their names are relative to."""
-    # Of a web server's folder every file system says that it is a file: its index page.
+    """Return the folder that the files' names are relative to, and the files' paths, sorted."""
+    # `isfile` is true for a folder of a web server, because its index page can be read.
     if not path.endswith("/") and file_system.isfile(path):
         return path.rpartition("/")[0], [path]
     if file_system.isdir(path):
-        found = [each for each in file_system.find(path) if not _is_hidden(each.removeprefix(path))]
+        found = [file for file in file_system.find(path) if not _is_hidden(file.removeprefix(path))]
         base = path
     elif glob.has_magic(path):
-        found = [each for each in file_system.glob(path) if file_system.isfile(each)]
+        found = [file for file in file_system.glob(path) if file_system.isfile(file)]
         base = path[: next(index for index, char in enumerate(path) if char in "*?[")].rpartition("/")[0]
     else:
         _require_reachable(file_system, path)
         raise ArtifactError(
-            f"{uri}: no such file or folder. corpus.sources names it; relative paths start at {Path.cwd()}."
+            f"{uri}: the file or folder does not exist. Correct corpus.sources; relative paths start at {Path.cwd()}."
         )
     if _is_local(file_system):
-        with reading_inputs(Path(path)):  # links and pipes that a folder was given
-            for each in found:
-                require_regular_file(Path(each), within=Path(base or "/"))
+        with reading_inputs(Path(path)):  # a folder or a glob may hold links and pipes
+            for file in found:
+                require_regular_file(Path(file), within=Path(base or "/"))
     if not found:
-        raise ArtifactError(f"{uri}: no file there. corpus.sources names it; relative paths start at {Path.cwd()}.")
+        raise ArtifactError(f"{uri}: no file was found. Correct corpus.sources; relative paths start at {Path.cwd()}.")
     return base, sorted(found)
 
 
 def _require_reachable(file_system: Any, path: str) -> None:
-    """Raise what `isfile` and `isdir` have taken for a no: that there are no credentials, no network, or a pipe."""
+    """Raise the error for which `isfile` and `isdir` returned False: no credentials, no network, or a pipe."""
     with suppress(FileNotFoundError):
         if _is_local(file_system):
             require_regular_file(Path(path))
@@ -293,19 +294,19 @@ def _choose_formats(source: Source, paths: list[str]) -> dict[str, Format]:
     skipped = [path for path in paths if path not in chosen]
     if not chosen:
         raise RecipeError(
-            f"{source.uri}: format 'auto' knows the endings {_KNOWN_ENDINGS}; found {_count_endings(skipped)}. "
-            f'Say format = "text", "jsonl", "parquet", "arrow" or "wikicorpus" for this source.'
+            f"{source.uri}: format 'auto' knows the extensions {_KNOWN_ENDINGS}; found {_count_endings(skipped)}. "
+            f'Set format = "text", "jsonl", "parquet", "arrow" or "wikicorpus" for this source.'
         )
     if skipped:
         logger.warning(
-            "%s: %d files skipped whose endings format 'auto' does not know: %s",
+            "%s: %d files are skipped, because format 'auto' does not know their extensions: %s",
             source.uri, len(skipped), _count_endings(skipped),
         )  # fmt: skip
     return chosen
 
 
 def _without_records_of_datasets(paths: list[str]) -> list[str]:
-    """What `Dataset.save_to_disk` writes about its Arrow files holds no documents."""
+    """Drop the JSON files that `Dataset.save_to_disk` writes beside its Arrow files: they hold no documents."""
     folders = {path.rpartition("/")[0] for path in paths if path.endswith(".arrow")}
     records = {f"{folder}/{name}" for folder in folders for name in _RECORDS_OF_DATASETS}
     return [path for path in paths if path not in records]
@@ -332,10 +333,10 @@ def _describe(
 ) -> list[InputFile]:
     def describe(path: str) -> InputFile:
         uri = _uri_of(file_system, path)
-        if holds_secret(uri):  # which the card of a data set, or a web server's list of files, has named so
+        if holds_secret(uri):  # the address is from a data set's card or from a web server's list of files
             raise ArtifactError(
-                f"{uri}: the address of a file holds credentials, and a corpus stores what it was made from. Download "
-                f"the file first, and name it in corpus.sources."
+                f"{uri}: the file's address holds credentials, and a corpus stores the addresses of its inputs. "
+                f"Download the file, and name the local copy in corpus.sources."
             )
         name = path.removeprefix(base).lstrip("/")
         if _is_local(file_system) and (size := Path(path).stat().st_size) > _LARGE_FILE_BYTES:
@@ -349,12 +350,12 @@ def _describe(
 
 
 def _identify(file_system: Any, path: str) -> tuple[int, str, str]:
-    """Size, digest and stamp of a file: of its content where that is local, else of what the store says."""
+    """Return size, digest and stamp of a file. A remote file's digest is of the facts that its store gives, if any."""
     if _is_local(file_system):
         _require_regular(path)
         stamp, size, digest = stamp_of_file(Path(path)), Path(path).stat().st_size, xxh3_of(Path(path))
         if stamp_of_file(Path(path)) != stamp:
-            raise ArtifactError(f"{path}: is being written. Run the same command again when it is complete.")
+            raise ArtifactError(f"{path}: the file is being written. Run the same command again when it is complete.")
         return size, digest, stamp
     size, facts, stamp = _ask_store(file_system, path)
     if facts:
@@ -364,7 +365,7 @@ def _identify(file_system: Any, path: str) -> tuple[int, str, str]:
 
 
 def _ask_store(file_system: Any, path: str) -> tuple[int, dict[str, str], str]:
-    """Size, facts about the version, and both together as a stamp."""
+    """Return a remote file's size, the facts about its version, and a stamp made from both."""
     info = file_system.info(path)
     facts = {key: str(info[key]) for key in info if any(fact in key.lower() for fact in _VERSION_FACTS)}
     size = int(info.get("size") or 0)
@@ -394,7 +395,7 @@ def _is_as_listed(file: InputFile, stamp_before: str) -> bool:
 
 @lru_cache(maxsize=1_000)
 def _digest_at(uri: str, stamp: str) -> str:
-    """The digest of a file while it has this stamp, so that the tasks that share a file read it once for all."""
+    """Return a file's digest while it has this stamp. The cache spares the tasks that share a file a second read."""
     file_system, path = find_file_system(uri)
     with explain_read_errors(uri):
         return _identify(file_system, path)[1]

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: revisions of `hf://` paths, and `datasets://NAME` for what `load_dataset(NAME)` would read."""
+"""Sources on the Hugging Face hub: `hf://` paths with a revision, and `datasets://NAME` for data sets."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ _FORMAT_OF_BUILDER: dict[str, Format] = {"parquet": "parquet", "json": "jsonl", 
 
 
 def with_revision(uri: str, revision: str | None) -> str:
-    """The URI of the same files at a revision, as huggingface_hub's file system spells it."""
+    """Return the URI of the same files at a revision, as huggingface_hub's file system spells it."""
     if revision is None:
         return uri
     warn_of_branch(uri, revision)
     repository = _REPOSITORY.match(uri)
     if repository is None:
         raise RecipeError(
-            f"{uri}: `revision` needs a path like hf://datasets/OWNER/NAME/FOLDER, without a revision of its own."
+            f"{uri}: `revision` needs a URI like hf://datasets/OWNER/NAME/FOLDER, and the URI must not hold a revision."
         )
     return f"{repository[0]}@{quote(revision, safe='')}{uri.removeprefix(repository[0])}"
 
 
 def list_dataset(source: Source) -> list[InputFile]:
-    """The files that `datasets.load_dataset` would read for this source, in its order.
+    """List the files that `datasets.load_dataset` would read for a source, in the same order.
 
-    `datasets` resolves names, subsets, splits and revisions to files; the files are read here, without its cache.
-    Raises `ArtifactError` for a name, subset or split that is not there, `RecipeError` for a format not read here.
+    `datasets` finds the files of a name, subset, split and revision. This program reads them, without a cache of
+    `datasets`. Raises `ArtifactError` for a name, subset or split that does not exist, and `RecipeError` for files of a
+    format that is not supported.
     """
     builder = _load_builder(source)
     if source.revision is not None:
@@ -47,13 +48,14 @@ def list_dataset(source: Source) -> list[InputFile]:
     file_format = _FORMAT_OF_BUILDER.get(type(builder).__module__.rpartition(".")[2])
     if file_format is None:
         raise RecipeError(
-            f"{source.uri}: its files are of a format that is not read here ({type(builder).__name__}). "
-            f"Read are: {', '.join(_FORMAT_OF_BUILDER)}."
+            f"{source.uri}: the format of its files is not supported ({type(builder).__name__}). "
+            f"Supported are {', '.join(_FORMAT_OF_BUILDER)}."
         )
     files = builder.config.data_files or {}
     if source.split not in files:
         raise ArtifactError(
-            f"{source.uri}: no split {source.split!r}; it has {', '.join(map(str, files)) or 'none'}. Set `split`."
+            f"{source.uri}: the data set has no split {source.split!r}; its splits are "
+            f"{', '.join(map(str, files)) or 'none'}. Set `split` of this source to one of them."
         )
     paths = [str(path) for path in files[source.split]]
     return list_paths(paths, file_format, source.column)
@@ -66,7 +68,7 @@ def is_commit(revision: str) -> bool:
 def warn_of_branch(uri: str, revision: str) -> None:
     if not is_commit(revision):
         logger.warning(
-            "%s: revision %r is a branch or a tag, which may move: `make pin` writes the commit into the recipe",
+            "%s: the revision %r is a branch or a tag, which may change. `make pin` writes the commit into the recipe",
             uri,
             revision,
         )
@@ -74,18 +76,18 @@ def warn_of_branch(uri: str, revision: str) -> None:
 
 def _load_builder(source: Source) -> Any:
     try:
-        import datasets  # noqa: PLC0415 - takes two seconds, and only these sources need it
+        import datasets  # noqa: PLC0415 - the import takes two seconds
     except ImportError as error:
         raise DeviceError(
-            f"{source.uri}: the package `datasets` is missing, which reads {DATASETS}: {error}."
+            f"{source.uri}: the Python package `datasets`, which reads {DATASETS}, is missing: {error}."
         ) from error
     name = source.uri.removeprefix(DATASETS)
     if source.revision is not None and Path(name).exists():
-        raise RecipeError(f"{source.uri}: `revision` is of a repository on the Hugging Face hub, and this is a folder.")
+        raise RecipeError(f"{source.uri}: `revision` applies to repositories of the hub, and this is a folder.")
     try:
-        with tempfile.TemporaryDirectory(prefix="millrace-") as unused:  # or the home folder has to be writable
+        with tempfile.TemporaryDirectory(prefix="millrace-") as unused:  # the home folder may be read-only
             return datasets.load_dataset_builder(name, source.subset, revision=source.revision, cache_dir=unused)
     except MillraceError:
         raise
-    except Exception as error:  # of the network, of the account, or of whatever the data set's own files hold
+    except Exception as error:  # errors of the network, the account and the data set's files have no common class
         raise ArtifactError(f"{source.uri}: {str(error).strip() or type(error).__name__}") from error

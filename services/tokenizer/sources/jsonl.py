@@ -1,4 +1,4 @@
-"""JSON lines: a line is an object, and one of its keys holds the document."""
+"""Reads JSON lines, where each line is an object and one of its keys holds the document."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SURROGATE_ESCAPED_IN_JSON = re.compile("[\ud800-\udfff]")
 
 
 def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
-    """Byte ranges of about `split_bytes`: a file range holds the lines that begin in it.
+    """Cut a file into byte ranges of about `split_bytes`. A file range holds the lines that begin in it.
 
-    Raises `RecipeError` when the file's first line has no such key, `ArtifactError` when that is too long to be read.
+    Raises `RecipeError` when the first line lacks the key, and `ArtifactError` when it is above the limit.
     """
     _check_first_line(file, max_document_bytes)
     if is_compressed(file.uri) or file.bytes <= split_bytes:
@@ -33,16 +33,16 @@ def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[File
 
 
 def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
-    """Documents as UTF-8, or with the bytes that are not; `null` is an empty document, a blank line is none.
+    """Read the documents, whose bytes may be invalid UTF-8. `null` is an empty document, and a blank line is none.
 
-    Raises `ArtifactError` once more than `max_document_bytes` of a line were read: JSON is parsed line by line.
+    Raises `ArtifactError` after more than `max_document_bytes` of a line, because JSON is parsed line by line.
     """
     return in_batches(_read_documents(file_range, max_document_bytes))
 
 
 def locate(file_range: FileRange, number: int) -> str:
-    """The line of a document, from 1 on."""
-    # Only of a line that was read before, within the limit of then.
+    """Return a document's place for an error: the file and the line, from 1."""
+    # These lines were read before, within the limit.
     position, _ = next(islice(_read_filled_lines(file_range, sys.maxsize // 2), number, None))
     return _place(file_range.file.uri, position)
 
@@ -55,13 +55,14 @@ def _read_documents(file_range: FileRange, max_document_bytes: int) -> Iterator[
 
 
 def _read_filled_lines(file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not blank, with their positions in the file."""
     lines = _read_lines(file_range, max_document_bytes)
     return ((position, line) for position, line in lines if not line.isspace())
 
 
 def _read_lines(file_range: FileRange, max_document_bytes: int) -> Iterator[tuple[int, bytes]]:
-    # The last one ends where the file does: the size of a compressed file is not its text's, and a web server may not
-    # know it.
+    # The last file range ends with the file, not at `file.bytes`: a compressed file has more text than bytes, and a web
+    # server may not tell a file's size.
     end = float("inf") if file_range.end == file_range.file.bytes else file_range.end
     with open_file(file_range.file.uri) as file:
         position = 0
@@ -83,12 +84,13 @@ def _read_lines(file_range: FileRange, max_document_bytes: int) -> Iterator[tupl
 
 
 def _require_few_values(line: bytes, uri: str, position: int, max_document_bytes: int) -> None:
-    """Raise `ArtifactError` for a line whose values would take a multiple of its bytes: 64 for the 3 of `[],`."""
+    """Raise `ArtifactError` for a line whose parsed values would need a multiple of its bytes: `[],` needs 64."""
     most = max(_LEAST_BYTES_OF_VALUES, max_document_bytes // 8)
     if len(line) > most and (found := len(_STRING.sub(b"", line))) > most:
         raise ArtifactError(
-            f"{_place(uri, position)} (at byte {position:,}): {found:,} bytes beside its strings, at most {most:,} are "
-            f"read at corpus.max_document_bytes = {max_document_bytes:,}. Leave out what is no text, or raise that."
+            f"{_place(uri, position)} (at byte {position:,}): the line has {found:,} bytes outside of its strings. "
+            f"The limit is {most:,} with corpus.max_document_bytes = {max_document_bytes:,}. Remove keys that hold no "
+            f"text, or raise corpus.max_document_bytes."
         )
 
 
@@ -104,36 +106,37 @@ def _parse(line: bytes, column: str, uri: str, position: int) -> str:
 
 def _parse_object(line: bytes, uri: str, position: int) -> dict[str, object]:
     try:
-        # Bytes that are not UTF-8 pass here, as lone surrogates: what becomes of them is the recipe's policy.
+        # Bytes that are not UTF-8 become lone surrogates here. `corpus.invalid_utf8` decides about them later.
         record = json.loads(line.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError) as error:
-        # What is no syntax error is a number of 5,000 digits, or 1,000 brackets.
+        # Errors other than JSONDecodeError are for numbers of 5,000 digits and for 1,000 nested brackets.
         reason = str(error)
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         raise ArtifactError(
-            f"{_place(uri, position)}: not JSON: {reason}. A jsonl file holds one JSON object a line."
+            f"{_place(uri, position)}: the line is not JSON: {reason}. A jsonl file holds a JSON object on each line."
         ) from error
     if not isinstance(record, dict):
         raise ArtifactError(
-            f"{_place(uri, position)}: a JSON {type(record).__name__}, expected an object. "
-            f"A jsonl file holds one JSON object a line."
+            f"{_place(uri, position)}: the line is a JSON {type(record).__name__}, expected an object. "
+            f"A jsonl file holds a JSON object on each line."
         )
     return record
 
 
 def _to_bytes(text: str) -> bytes:
+    """Encode a JSON string. Its lone surrogates become bytes that are not UTF-8."""
     try:
         return text.encode()
     except UnicodeEncodeError:
-        # "\ud800" in JSON is a character that UTF-8 cannot hold; the byte 0xFF stands for it, which UTF-8 never has.
+        # UTF-8 has no bytes for an escape such as "\ud800". The byte 0xFF replaces it, which is never in UTF-8.
         escaped = _SURROGATE_ESCAPED_IN_JSON.sub(lambda match: _as_escaped_byte(match[0]), text)
         content = escaped.encode("utf-8", "surrogateescape")
         try:
             content.decode()
         except UnicodeDecodeError:
             return content
-        # "\udcc3\udca9" stood for two bytes that are a character together.
+        # The escapes "\udcc3\udca9" gave two bytes that are a character in UTF-8. They become two bytes 0xFF.
         return _SURROGATE_ESCAPED_IN_JSON.sub("\udcff", text).encode("utf-8", "surrogateescape")
 
 
@@ -146,14 +149,14 @@ def _check_first_line(file: InputFile, max_document_bytes: int) -> None:
         record = _parse_object(line, file.uri, position)
         if file.column not in record:
             raise RecipeError(
-                f"{file.uri}: its first line has no key {file.column!r}; its keys are {', '.join(record) or 'none'}. "
-                f"Set `column` of this source to the one that holds the text."
+                f"{file.uri}: the first line has no key {file.column!r}; its keys are {', '.join(record) or 'none'}. "
+                f"Set `column` of this source to the key that holds the text."
             )
         return
 
 
 def _place(uri: str, position: int) -> str:
-    """The line's number, counted only now that somebody has to look at it."""
+    """Return a line's place for an error: the file and the line's number, which is counted here."""
     with open_file(uri) as file:
         number, remaining = 1, position
         while remaining > 0 and (block := file.read(min(remaining, 2**20))):

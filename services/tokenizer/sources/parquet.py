@@ -1,4 +1,4 @@
-"""Parquet: a row is a document, read from one column; files are cut by row groups."""
+"""Reads Parquet, where a row is a document. Files are cut by row groups."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from services.tokenizer.text_batch import BATCH_BYTES, TextBatch
 
 _LARGE_ROW_BYTES = 2**18
 _BUFFER_BYTES = 2**20
-# What a value has beside its text, such as its length, and a page beside its values.
+# Bytes that a value has beside its text, such as its length, and bytes that a page has beside its values.
 _VALUE_BYTES, _PAGE_BYTES = 16, 4_096
 
 
 def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
-    """One file range per row group. Raises `RecipeError` when the column is absent or holds no text."""
+    """Return a file range for each row group. Raises `RecipeError` when the column is missing or holds no text."""
     with _open_parquet(file.uri) as (parquet, _):
         check_column(file, parquet.schema_arrow)
         metadata = parquet.metadata
@@ -36,9 +36,9 @@ def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[File
 
 
 def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
-    """Documents as the column's bytes; a null is an empty document.
+    """Read the column's values as documents. A null is an empty document.
 
-    Raises `ArtifactError` for a page that would take more than some `max_document_bytes` to decode.
+    Raises `ArtifactError` for a page above `bytes_at_once(max_document_bytes)`.
     """
     with _open_parquet(file_range.file.uri) as (parquet, file):
         groups = range(file_range.begin, file_range.end)
@@ -47,7 +47,7 @@ def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
         batches = parquet.iter_batches(
             batch_size=min(
                 _rows_at_a_time(rows, file_range.bytes),
-                # No row is longer than the text that it shares with others.
+                # A row is at most as long as the text that it may share with others.
                 max(1, bytes_at_once(max_document_bytes) // max(1, shared_bytes)),
             ),
             row_groups=list(groups),
@@ -59,16 +59,16 @@ def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
 
 
 def _rows_at_a_time(rows: int, total_bytes: int) -> int:
-    """About a batch; where rows are large on average, one, because some may be several times larger."""
+    """Return the number of rows of about BATCH_BYTES. It is 1 for large rows, because some may be much larger."""
     mean_bytes = total_bytes / max(rows, 1)
     return 1 if mean_bytes > _LARGE_ROW_BYTES else max(1, int(BATCH_BYTES / max(mean_bytes, 1)))
 
 
 def _check_pages(file_range: FileRange, metadata: pq.FileMetaData, file: BinaryIO, max_document_bytes: int) -> int:
-    """Bytes of the largest page from which values may share text. Raises `ArtifactError` for a page that is too large.
+    """Check the sizes of pages, and return the bytes of the largest page whose values may share text.
 
-    Of a file elsewhere the headers of all pages are read only where the footer says that they are large: they lie apart
-    in what is downloaded anyway, and would be asked for one by one.
+    In a remote file only the first page of a column chunk is checked, unless the footer says that the chunk is large:
+    every page header would be a request of its own. Raises `ArtifactError` for a page above a limit.
     """
     source = file_range.file
     leaf = _leaf(metadata, source)
@@ -89,17 +89,17 @@ def _check_pages(file_range: FileRange, metadata: pq.FileMetaData, file: BinaryI
 
 
 def _leaf(metadata: pq.FileMetaData, file: InputFile) -> int:
-    """The number of the column among those that hold values. Raises `ArtifactError` where Arrow's schema lies."""
+    """Return the index of the file's column in the Parquet schema. Raises `ArtifactError` when it is missing there."""
     paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
     if file.column not in paths:
         raise ArtifactError(
-            f"{file.uri}: damaged: its Arrow schema has a column {file.column!r} of text, and its parquet schema none."
+            f"{file.uri}: the file is damaged: its Arrow schema has the column {file.column!r}, its Parquet schema not."
         )
     return paths.index(file.column)
 
 
 def locate(file_range: FileRange, number: int) -> str:
-    """The row of a document, from 1 on."""
+    """Return a document's place for an error: the file and the row, from 1."""
     with _open_parquet(file_range.file.uri) as (parquet, _):
         return row_of_file(
             file_range, sum(parquet.metadata.row_group(group).num_rows for group in range(file_range.begin)) + number
@@ -111,7 +111,7 @@ def _open_parquet(uri: str) -> Iterator[tuple[pq.ParquetFile, BinaryIO]]:
     with (
         open_seekable_file(uri) as file,
         explaining_damage(uri, "parquet"),
-        # Buffered: what is compressed is read piece by piece, and not a row group at a time.
+        # With a buffer size, compressed pages are read one by one instead of a whole row group at once.
         pq.ParquetFile(file, page_checksum_verification=True, buffer_size=_BUFFER_BYTES) as parquet,
     ):
         yield parquet, file

@@ -1,7 +1,7 @@
-"""The headers of parquet's pages, which say what decoding a page takes, before any of it is decompressed.
+"""Reads the sizes in the headers of Parquet's pages, before a page is decompressed.
 
-A footer may claim anything about its pages; a page's own header is what the decoder goes by. It is Thrift in the
-compact protocol: https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift (`PageHeader`).
+A decoder uses the page's header, and a footer may say something else. The header is `PageHeader` of
+https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift in Thrift's compact protocol.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 MAX_HEADER_BYTES = 16 * 2**20
-"""Bytes of the largest page header that is read, as in Arrow's reader. The page's least and greatest value are in it,
-which may be long."""
+"""Bytes of the largest page header that is read, as in Arrow's reader. It holds the page's minimum and maximum."""
 _FIRST_BYTES = 2**14
 _MAX_DEPTH = 8
 
@@ -26,22 +25,26 @@ _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _ST
 
 @dataclass(frozen=True)
 class Page:
+    """The place of a page in a file, and what its header says."""
+
     begin: int
-    """First byte of the page's header in the file."""
+    """Position of the header's first byte in the file."""
     compressed_bytes: int
     decoded_bytes: int
     num_values: int
-    """Also of nulls. 0 in a page that holds none."""
+    """Number of values, with nulls. It is 0 in a page without values."""
     is_dictionary: bool
     repeats_text: bool
-    """A value may be made of what other values have, so that all together are larger than the page: a dictionary's,
-    and those that are encoded as what differs from the one before."""
+    """Whether values may share text, so that all values together are larger than the page.
+
+    Values of a dictionary do, and so do values that are encoded as a difference to the one before.
+    """
 
 
 def read_pages(file: BinaryIO, begin: int, num_bytes: int, num_values: int) -> Iterator[Page]:
-    """The pages of a column chunk, up to the one that has its last value.
+    """Yield the pages of a column chunk, up to the page with its last value.
 
-    Raises `pa.ArrowInvalid` for what is no page.
+    Raises `pa.ArrowInvalid` for a header that cannot be read.
     """
     position, values_left = begin, num_values
     while values_left > 0 and position < begin + num_bytes:
@@ -58,9 +61,9 @@ def _read_page(file: BinaryIO, begin: int) -> tuple[Page, int]:
         parser = _Thrift(file.read(window))
         try:
             return _to_page(parser.read_struct(), begin), parser.position
-        except IndexError as error:  # the header goes on behind the window
+        except IndexError as error:  # the header is longer than the window
             if len(parser.content) < window or window >= MAX_HEADER_BYTES:
-                raise pa.ArrowInvalid(f"at byte {begin:,}: a page's header without its end") from error
+                raise pa.ArrowInvalid(f"at byte {begin:,}: the page's header has no end") from error
             window *= 8
 
 
@@ -71,7 +74,7 @@ def _to_page(header: dict[int, Any], begin: int) -> Page:
     values = values if isinstance(values, dict) else {}
     sizes: list[Any] = [header.get(2), header.get(3), values.get(1, 0)]
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise pa.ArrowInvalid(f"at byte {begin:,}: not the header of a page: its sizes are {sizes}")
+        raise pa.ArrowInvalid(f"at byte {begin:,}: the page's header has the sizes {sizes}")
     is_dictionary = kind == _DICTIONARY_PAGE
     encoding = values.get(4 if kind == _DATA_PAGE_V2 else 2)
     return Page(
@@ -85,18 +88,18 @@ def _to_page(header: dict[int, Any], begin: int) -> Page:
 
 
 class _Thrift:
-    """Reads one struct of the compact protocol.
+    """A reader of one struct in Thrift's compact protocol.
 
-    Raises `IndexError` where `content` ends, and `pa.ArrowInvalid` for what is no Thrift.
+    It raises `IndexError` when `content` ends too early, and `pa.ArrowInvalid` for bytes that are no Thrift.
     """
 
     def __init__(self, content: bytes) -> None:
         self.content, self.position = content, 0
 
     def read_struct(self, depth: int = 0) -> dict[int, Any]:
-        """Values by the number of their field; those of texts, lists and maps are left out."""
+        """Return the struct's integers, booleans and structs by field number. Values of other types are None."""
         if depth > _MAX_DEPTH:
-            raise pa.ArrowInvalid("a page's header is nested too deep")
+            raise pa.ArrowInvalid("the page's header has too many nested structs")
         fields: dict[int, Any] = {}
         number = 0
         while (byte := self._byte()) != 0:
@@ -116,12 +119,12 @@ class _Thrift:
             byte = self._byte()
             count = byte >> 4 if byte >> 4 < 15 else self._varint()
             for _ in range(count):
-                # A boolean in a list has a byte of its own, and in a field none.
+                # A boolean in a list has its own byte. A boolean in a field is in the field's type.
                 self._skip(1) if byte & 0x0F in (_TRUE, _FALSE) else self._value(byte & 0x0F, depth + 1)
             return None
         if kind == _STRUCT:
             return self.read_struct(depth + 1)
-        raise pa.ArrowInvalid(f"a page's header has a field of the unknown type {kind}")
+        raise pa.ArrowInvalid(f"the page's header has a field of the unknown type {kind}")
 
     def _byte(self) -> int:
         byte = self.content[self.position]
@@ -142,7 +145,7 @@ class _Thrift:
                 return value
             shift += 7
             if shift > 63:
-                raise pa.ArrowInvalid("a page's header has a number of more than 64 bits")
+                raise pa.ArrowInvalid("the page's header has a number of more than 64 bits")
 
     def _zigzag(self) -> int:
         value = self._varint()

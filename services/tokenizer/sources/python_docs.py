@@ -1,7 +1,7 @@
-"""`pydoc://`: the documentation that ships with CPython. Everything is parsed with `ast`; nothing is imported.
+"""The source `pydoc://`: the documentation of the running CPython, parsed with `ast` and never imported.
 
-Two kinds of documents: the language reference that `help("if")` shows, a document per topic, and the
-standard library's docstrings, a document per module.
+A topic of the language reference, such as `help("if")` shows, is a document. So are the docstrings of a module of the
+standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.tokenizer.text_batch import TextBatch, in_batches
 URI = "pydoc://"
 TOPICS = "pydoc_data/topics.py"
 
-# Not documentation of the language: other people's packages, tests, programs, and files that do not parse on purpose.
+# Folders of other packages, of tests, of programs, and of files that do not parse on purpose.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
 )
@@ -30,9 +30,9 @@ _INDENT = "    "
 
 
 def list_modules(library: Path | None = None) -> list[InputFile]:
-    """The reference's file, then the standard library's modules by path.
+    """List the file of the language reference, then the modules of the standard library by path.
 
-    Raises `DeviceError` when this Python came without them.
+    Raises `DeviceError` when this Python has no language reference.
     """
     library = library or Path(sysconfig.get_path("stdlib"))
     names = sorted(
@@ -43,7 +43,7 @@ def list_modules(library: Path | None = None) -> list[InputFile]:
     if TOPICS not in names:
         raise DeviceError(
             f"{URI}: {library / TOPICS} is missing: this Python was installed without its documentation. "
-            f"Use another Python, or name text of your own in corpus.sources."
+            f"Use another Python, or name other text in corpus.sources."
         )
     names.remove(TOPICS)
     return [
@@ -53,10 +53,12 @@ def list_modules(library: Path | None = None) -> list[InputFile]:
 
 
 def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
+    """Return the whole file."""
     return [whole(file)]
 
 
 def read_topics(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
+    """Read the language reference, with a document for each topic."""
     for statement in _parse(file_range.file).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id="topics")], value=ast.Dict(values=values)):
@@ -64,7 +66,7 @@ def read_topics(file_range: FileRange, max_document_bytes: int) -> Iterator[Text
 
 
 def read_module(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
-    """One document, or none when nothing in the module has a docstring."""
+    """Read a module's docstrings as one document, or as none when there are no docstrings."""
     name = _module_name(file_range.file.name)
     entries = list(_describe(_parse(file_range.file), name))
     if entries:
@@ -86,12 +88,12 @@ def _input_file(library: Path, name: str, file_format: Format) -> InputFile:
 
 def _parse(file: InputFile) -> ast.Module:
     with open_file(file.uri) as opened, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in old modules
+        warnings.simplefilter("ignore")  # old modules have invalid escapes
         try:
             return ast.parse(opened.read())
         except (SyntaxError, ValueError) as error:
             raise ArtifactError(
-                f"{file.uri}: does not parse as Python, and {URI} reads all of the library: {error}"
+                f"{file.uri}: the module does not parse, and {URI} reads the whole standard library: {error}"
             ) from error
 
 
@@ -101,7 +103,7 @@ def _module_name(path: str) -> str:
 
 
 def _describe(node: ast.Module | ast.ClassDef, name: str) -> Iterator[str]:
-    """The docstring of a module or class, then those of what it defines, in source order."""
+    """Yield the docstring of a module or class, then headings and docstrings of its classes and functions, in order."""
     own = ast.get_docstring(node)
     if own:
         yield own
@@ -117,7 +119,7 @@ def _describe(node: ast.Module | ast.ClassDef, name: str) -> Iterator[str]:
 
 
 def _definitions(body: Sequence[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Classes and functions of a body, also those behind `if` and `try`."""
+    """Yield classes and functions of a body, also those in `if` and `try` statements."""
     for statement in body:
         match statement:
             case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():

@@ -1,13 +1,13 @@
-"""The original wikicorpus archive, `raw.en.tgz` (Reese et al., LREC 2010; cs.upc.edu/~nlp/wikicorpus).
+"""Reads the original archive of wikicorpus, `raw.en.tgz` (Reese et al., LREC 2010; cs.upc.edu/~nlp/wikicorpus).
 
-A gzipped tar of files in latin-1, in which an article is
+It is a gzipped tar archive of files in latin-1, in which an article is
 
     <doc id="12" title="Anarchism" nonfiltered="1" processed="1" dbindex="0">
     text
     ENDOFARTICLE.
     </doc>
 
-The data set on the Hugging Face hub holds the same articles with a blank line after each line of text.
+The data set on the Hugging Face hub has the same articles, with a blank line after every line of text.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ _BEGIN, _END, _MARK = b"<doc ", b"</doc>", b"ENDOFARTICLE."
 
 
 def cut(file: InputFile, split_bytes: int, max_document_bytes: int) -> list[FileRange]:
-    """The archive. Raises `ArtifactError` where its first article cannot be read."""
+    """Return the whole archive. Raises `ArtifactError` when its first article cannot be read."""
     next(_read_articles(file.uri, max_document_bytes), None)
     return [whole(file)]
 
 
 def read(file_range: FileRange, max_document_bytes: int) -> Iterator[TextBatch]:
-    """The text of each article, without the line breaks around it, in the archive's order.
+    """Read the articles in the archive's order, without the line breaks around their text.
 
-    Raises `ArtifactError` for an archive that is damaged, and once more than `max_document_bytes` of an article, or of
-    a line, were read.
+    Raises `ArtifactError` for a damaged archive, and after more than `max_document_bytes` of an article or a line.
     """
     return in_batches(_read_articles(file_range.file.uri, max_document_bytes))
 
@@ -57,7 +56,7 @@ def _parse(archive: TarArchive, place: str, max_document_bytes: int) -> Iterator
             raise too_large(_place(place, number, archive), "a line", None, max_document_bytes)
         if line.startswith(_BEGIN):
             if article is not None:
-                raise ArtifactError(f"{place}:{number}: an article begins in another, which has no {_END.decode()}.")
+                raise ArtifactError(f"{place}:{number}: the article before this line has no {_END.decode()}.")
             article, article_bytes = [], 0
         elif article is not None and line.startswith(_END):
             yield b"".join(article).strip(b"\r\n").decode("latin-1").encode()
@@ -69,9 +68,9 @@ def _parse(archive: TarArchive, place: str, max_document_bytes: int) -> Iterator
                 if article_bytes > max_document_bytes:
                     raise too_large(_place(place, number, archive), "an article", None, max_document_bytes)
         elif line.strip():
-            raise ArtifactError(f"{place}:{number}: text outside of an article: {line[:60]!r}.")
+            raise ArtifactError(f"{place}:{number}: the line is outside of an article: {line[:60]!r}.")
     if article is not None:
-        raise ArtifactError(f"{place}:{number}: ends within an article: the archive is cut off.")
+        raise ArtifactError(f"{place}:{number}: the file ends within an article: the archive is cut off.")
 
 
 def _place(member: str, number: int, archive: TarArchive) -> str:

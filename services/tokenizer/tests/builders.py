@@ -1,12 +1,13 @@
-"""Small real inputs, recipes and runs for the tests of this stage."""
+"""Makes small inputs and recipes, runs the stage, and reads its corpora."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from services.tokenizer.vocabulary.training import train_vocabulary
 REPOSITORY = Path(__file__).parents[3]
 VOCAB_SIZE = 400
 MAX_DOCUMENT_BYTES = 128 * 2**20
-"""As in a recipe that does not say."""
+"""The default of `corpus.max_document_bytes`."""
 _WORDS = (
     *("the", "stream", "of", "tokens", "continues", "in", "every", "row", "while", "nothing", "gets", "lost"),
     *("shards", "follow", "documents", "because", "training", "needs", "whole", "sequences", "and", "their", "targets"),
@@ -45,7 +46,7 @@ SMALL: dict[str, Any] = {
 
 
 def write_recipe(folder: Path, *uris: str | Path, sources: str = "", **changes: Any) -> Path:
-    """A recipe over `uris`, or over literal `[[corpus.sources]]` tables; changes as `corpus__split_bytes=1`."""
+    """Write a recipe with sources `uris` or literal `[[corpus.sources]]` tables. `corpus__split_bytes=1` sets a key."""
     settings = SMALL | changes | {"corpus__sources": None if sources else [{"uri": str(uri)} for uri in uris]}
     if "tokenizer__model" in changes:
         settings["tokenizer__train"] = None
@@ -55,14 +56,14 @@ def write_recipe(folder: Path, *uris: str | Path, sources: str = "", **changes: 
 
 
 def write_model(folder: Path, vocab_size: int) -> Path:
-    """A SentencePiece model trained on made-up documents, for recipes that name one."""
+    """Write a SentencePiece model that is trained on generated documents."""
     path = folder / "given.model"
     path.write_bytes(train_vocabulary(make_documents(60), vocab_size))
     return path
 
 
 def write_documents(folder: Path, documents: Sequence[bytes]) -> Path:
-    """One .txt file per document, in order."""
+    """Write every document to a .txt file."""
     folder.mkdir(parents=True, exist_ok=True)
     for index, document in enumerate(documents):
         (folder / f"{index:05d}.txt").write_bytes(document)
@@ -70,13 +71,13 @@ def write_documents(folder: Path, documents: Sequence[bytes]) -> Path:
 
 
 def make_documents(count: int, *, mean_bytes: int = 400, seed: int = 0) -> list[bytes]:
-    """Distinct documents of varied length."""
+    """Make distinct documents of random lengths."""
     chosen = random.Random(seed)
     return [make_text(chosen.randint(1, 2 * mean_bytes), seed=seed * 1_000_003 + index) for index in range(count)]
 
 
 def make_text(size: int, *, seed: int = 0) -> bytes:
-    """`size` bytes of words with numbers and line ends in between, the same for the same seed."""
+    """Make `size` bytes of words, numbers and line ends. Equal seeds give equal text."""
     chosen = random.Random(seed)
     parts: list[str] = [f"{seed} "]
     length = len(parts[0])
@@ -88,12 +89,28 @@ def make_text(size: int, *, seed: int = 0) -> bytes:
 
 
 def run(recipe: Path, root: Path, *arguments: str) -> int:
-    """The stage in this process, without Ray; its exit code."""
+    """Run the stage in this process without Ray, and return its exit code."""
     return exit_code_of(lambda: main(["--recipe", str(recipe), "--root", str(root), "--launch", "inline", *arguments]))
 
 
+@dataclass(frozen=True)
+class ToolResult:
+    """The exit code and the output of a command."""
+
+    exit_code: int
+    output: str
+    errors: str
+
+    def value(self, name: str) -> str:
+        """The text after `name` on its line of the output."""
+        return re.search(rf"^ *{name} +(.*)$", self.output, re.MULTILINE)[1]  # type: ignore[index]
+
+
+Tool = Callable[..., ToolResult]
+
+
 def start(recipe: Path, root: Path, *arguments: str, launch: str = "inline") -> subprocess.Popen[str]:
-    """The stage as a user starts it, in a process of its own."""
+    """Start the stage in its own process, as a user does."""
     command = [sys.executable, "-m", "services.tokenizer", "--recipe", str(recipe), "--root", str(root)]
     return subprocess.Popen(
         [*command, "--launch", launch, *arguments],
@@ -107,7 +124,7 @@ def start(recipe: Path, root: Path, *arguments: str, launch: str = "inline") -> 
 
 
 def published(root: Path) -> Artifact[CorpusManifest]:
-    """The one corpus below `root`."""
+    """Open the only corpus below `root`."""
     manifests = [path for path in root.glob("corpus/*/*/manifest.json") if ".partial" not in path.parent.name]
     assert len(manifests) == 1, manifests
     return open_artifact(manifests[0].parent, CorpusManifest)
@@ -119,7 +136,7 @@ def is_anything_published(root: Path) -> bool:
 
 @dataclass(frozen=True)
 class StoredStream:
-    """A split as pyarrow alone reads it: all tokens, and the positions where documents begin."""
+    """The tokens of a split and the positions where documents begin, read by pyarrow alone."""
 
     tokens: npt.NDArray[np.int64]
     starts: list[int]
@@ -146,7 +163,7 @@ def read_stream(folder: Path, split: Split) -> StoredStream:
 
 
 def decode_documents(folder: Path, split: Split) -> list[bytes]:
-    """The text of the stored documents, as SentencePiece alone decodes it, without BOS and EOS."""
+    """Decode all documents of a split with SentencePiece, without BOS and EOS."""
     model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer" / "tokenizer.model"))
     documents = read_stream(folder, split).documents
     assert all(ids[0] == model.bos_id() and ids[-1] == model.eos_id() for ids in documents)

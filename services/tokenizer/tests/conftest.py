@@ -1,18 +1,34 @@
-"""How these tests start workers."""
+"""Workers and tools of the tokenizer's tests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from services.common.entry_point import exit_code_of
 from services.common.testing import fork_server
+from services.tokenizer.__main__ import main
+from services.tokenizer.tests.builders import Tool, ToolResult
 
 fork_server.preload("services.tokenizer.encode_task")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forked_workers() -> Iterator[None]:
-    """Of commands that a test calls; commands that it starts by themselves start theirs as they are."""
+    """Fork the workers of commands that a test calls in its own process."""
     with fork_server.forking_workers():
         yield
+
+
+@pytest.fixture
+def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
+    """Calls `python -m services.tokenizer` with arguments, in this process."""
+
+    def call(*arguments: str | Path) -> ToolResult:
+        capsys.readouterr()
+        exit_code = exit_code_of(lambda: main([str(argument) for argument in arguments]))
+        return ToolResult(exit_code, *capsys.readouterr())
+
+    return call

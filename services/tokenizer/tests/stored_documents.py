@@ -1,4 +1,4 @@
-"""The same documents in files of several formats."""
+"""Writes and reads the same documents in several file formats."""
 
 from __future__ import annotations
 

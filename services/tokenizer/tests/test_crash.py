@@ -1,4 +1,4 @@
-"""Whatever ends the stage half-way, the same command gives the corpus that an undisturbed run gives."""
+"""The same command after any crash gives the corpus of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from services.common.recipe_file import load_recipe
 from services.common.testing.seeds import draw_seed
 from services.common.testing.waiting import wait_until
 from services.tokenizer.build import make_tasks
+from services.tokenizer.corpus_plan import plan_corpus
 from services.tokenizer.encode_task import EncodeTask, encode_partition
-from services.tokenizer.plan import begin_encoding, make_plan
+from services.tokenizer.scratch import open_partition_folder
 from services.tokenizer.tests.builders import (
     is_anything_published,
     make_documents,
@@ -52,7 +53,7 @@ def recipe(tmp_path: Path, text: Path) -> Path:
 
 
 def recipe_over(text: Path, folder: Path) -> Path:
-    """Of a corpus of 900 kB in 12 splits."""
+    """Write the recipe of a corpus of 900 kB in 12 partitions."""
     return write_recipe(
         folder,
         text,
@@ -65,19 +66,19 @@ def recipe_over(text: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> str:
-    """The content digest of the corpus that one command makes, alone and to the end."""
+    """Return the content digest of the corpus that one command makes without a crash."""
     folder = tmp_path_factory.mktemp("undisturbed")
     assert run(recipe_over(text, folder), folder / "fsx", ALONE) == 0
     return published(folder / "fsx").manifest.content_digest
 
 
 def find_files(root: Path, pattern: str) -> list[Path]:
-    """Files below with such names. Unlike `rglob` it goes on where a folder is removed while this looks into it."""
+    """Find files below a folder. Unlike `rglob`, this works while other processes remove folders."""
     return [Path(folder) / name for folder, _, files in os.walk(root) for name in fnmatch.filter(files, pattern)]
 
 
 def kill_when(condition: Callable[[], object], process: subprocess.Popen[str]) -> bool:
-    """SIGKILL the stage, and the processes it started, once the condition holds; was it still running?"""
+    """Kill the stage and its processes as soon as the condition holds. Return whether the stage was still running."""
     wait_until(lambda: condition() or process.poll() is not None)
     was_running = process.poll() is None
     with suppress(ProcessLookupError):
@@ -111,7 +112,7 @@ def test_kill_at_every_stage_then_the_same_command_gives_the_same_corpus(
 def test_twenty_kills_at_random_moments_give_the_same_corpus(
     tmp_path: Path, recipe: Path, undisturbed: str, launch: str
 ) -> None:
-    """Each kill comes some time after the stage has begun to make something; what it left is continued."""
+    """A kill comes at a random time after the stage has written its plan, and the next run continues."""
     chosen = random.Random(draw_seed())
     root = tmp_path / "fsx"
     for _ in range(20):
@@ -125,7 +126,7 @@ def test_twenty_kills_at_random_moments_give_the_same_corpus(
     assert published(root).manifest.content_digest == undisturbed
 
 
-def test_a_finished_split_is_not_encoded_again_and_a_damaged_one_is(
+def test_a_finished_partition_is_not_encoded_again_and_a_damaged_one_is(
     tmp_path: Path, recipe: Path, undisturbed: str
 ) -> None:
     root = tmp_path / "fsx"
@@ -149,10 +150,10 @@ def test_a_finished_split_is_not_encoded_again_and_a_damaged_one_is(
     assert published(root).manifest.content_digest == undisturbed
 
 
-def test_splits_of_another_encoder_are_not_believed(tmp_path: Path, recipe: Path) -> None:
-    """Who changes to the reference has found the other one to be wrong."""
+def test_partitions_of_another_encoder_are_encoded_again(tmp_path: Path, recipe: Path) -> None:
+    """A user changes to the reference because the fast encoder was wrong."""
     loaded = load_recipe(recipe)
-    plan = make_plan(loaded)
+    plan = plan_corpus(loaded)
     task = make_tasks(loaded, plan, *provide_vocabulary(loaded, plan, tmp_path), tmp_path)[0]
 
     assert encode_partition(task).encoder == "chunk kernel"
@@ -165,7 +166,7 @@ def test_splits_of_another_encoder_are_not_believed(tmp_path: Path, recipe: Path
 def test_a_writer_that_wakes_up_does_not_change_what_its_successor_has_encoded(
     tmp_path: Path, recipe: Path, changed: str
 ) -> None:
-    """The same corpus, cut into other splits or encoded by another encoder, has files of the same names."""
+    """Partitions of other sizes or of another encoder have files of the same names."""
     override = {"corpus.split_bytes": "250000"} if changed == "plan" else {"tokenizer.encoder": "reference"}
     with hold_lease(tmp_path / "lock") as held:
         workspace = Workspace(tmp_path / "files", tmp_path / "scratch", tmp_path / "scratch" / "own", held.lease)
@@ -174,7 +175,7 @@ def test_a_writer_that_wakes_up_does_not_change_what_its_successor_has_encoded(
 
         done = encode_partition(new[0])
         before = new[0].marker_path.stat().st_ino, new[0].tokens_path("train").read_bytes()
-        old[0].marker_path.parent.mkdir()  # it was moved away under its feet; a writer may make it again
+        old[0].marker_path.parent.mkdir()  # the folder was discarded, and the old writer makes it again
         encode_partition(old[0])
 
         assert encode_partition(new[0]) == done
@@ -182,14 +183,14 @@ def test_a_writer_that_wakes_up_does_not_change_what_its_successor_has_encoded(
 
 
 def begin_tasks(recipe: Recipe, workspace: Workspace) -> list[EncodeTask]:
-    plan = make_plan(recipe)
+    plan = plan_corpus(recipe)
     path, vocabulary = provide_vocabulary(recipe, plan, workspace.scratch)
-    folder = begin_encoding(workspace, plan, vocabulary, recipe.tokenizer.encoder)
+    folder = open_partition_folder(workspace, plan, vocabulary, recipe.tokenizer.encoder)
     return make_tasks(recipe, plan, path, vocabulary, folder)
 
 
 def test_work_for_another_plan_is_discarded(tmp_path: Path, recipe: Path, undisturbed: str) -> None:
-    """With other splits, a marker's number stands for other documents."""
+    """A partition has other documents when `split_bytes` changes, but its files have the same names."""
     root = tmp_path / "fsx"
     kill_when(lambda: find_files(root, "000003.json"), start(recipe, root))
     assert run(recipe, root, "--corpus.split_bytes=250000", ALONE) == 0
@@ -215,7 +216,7 @@ def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_stopped_stage_says_so_and_publishes_nothing(
     tmp_path: Path, long_text: Path, number: signal.Signals, exit_code: int, milestone: str
 ) -> None:
-    """While the vocabulary is trained, and while workers encode."""
+    """The signal comes after the plan is written, or while workers encode."""
     recipe = write_recipe(
         tmp_path, long_text, corpus__split_bytes=1, tokenizer__train__max_bytes=6_000_000, tokenizer__num_workers=2
     )

@@ -1,14 +1,11 @@
-"""What a user reads, and the exit code a scheduler sees, when the recipe or its data are wrong."""
+"""Wrong recipes and wrong inputs end with their exit code and a message that names the cause."""
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from services.tokenizer.tests.builders import (
@@ -41,38 +38,24 @@ def file(name: str, content: bytes) -> Callable[[Path], Path]:
     return write
 
 
-def parquet(name: str, **columns: list[object]) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        pq.write_table(pa.table(columns), folder / name)
-        return folder / name
-
-    return write
-
-
 @pytest.mark.parametrize(
     ("write", "exit_code", "expected"),
     [
-        (lambda folder: folder / "missing", 3, ["missing: no such file or folder", "corpus.sources"]),
-        (lambda folder: folder / "*.nothing", 3, ["*.nothing: no file there"]),
-        (empty_folder, 3, ["empty: no file there"]),
-        (empty_files, 3, ["The corpus is empty"]),
-        (file("tiny.txt", b"tiny"), 3, ["too small", "5 tokens", "needs 17", "corpus.sequence_length"]),
+        (lambda folder: folder / "missing", 3, ["missing", "corpus.sources"]),
+        (lambda folder: folder / "*.nothing", 3, ["*.nothing", "corpus.sources"]),
+        (empty_folder, 3, ["empty", "corpus.sources"]),
+        (empty_files, 3, ["0 tokens", "0 documents"]),
+        (file("tiny.txt", b"tiny"), 3, ["5 tokens", "17", "corpus.sequence_length"]),
         (file("a.bin", b"x"), 2, ["a.bin", ".bin (1)", 'format = "text"']),
-        (file("a.jsonl", GOOD_LINE * 3 + b'{"text": \n'), 3, ["a.jsonl:4: not JSON", "one JSON object a line"]),
-        (file("a.jsonl", GOOD_LINE * 2 + b'["text"]\n'), 3, ["a.jsonl:3: a JSON list"]),
-        (file("a.jsonl", GOOD_LINE + b'{"text": 5}\n'), 3, ["a.jsonl:2: 'text' is int, expected a string"]),
-        (file("a.jsonl", GOOD_LINE + b'{"body": "x"}\n'), 3, ["a.jsonl:2: no key 'text'; its keys are body"]),
-        (file("a.jsonl", b'{"id": 1, "body": "x"}\n'), 2, ["no key 'text'", "id, body", "`column`"]),
-        (file("a.json", b"[\n1]"), 3, ["a.json:1: not JSON", "one JSON object a line"]),
-        (file("a.jsonl.gz", gzip.compress(GOOD_LINE * 1_000)[:-20]), 3, ["a.jsonl.gz: cannot be read"]),
-        (file("a.jsonl.gz", GOOD_LINE), 3, ["a.jsonl.gz: cannot be read"]),
-        (file("a.parquet", b"PAR1 but not really"), 3, ["a.parquet: not a readable parquet file"]),
-        (parquet("a.parquet", title=["x"], body=["y"]), 2, ["no column 'text'", "title, body", "`column`"]),
-        (parquet("a.parquet", text=[1, 2]), 2, ["column 'text' is int64, expected text"]),
-        (lambda _: "floppy://a/text", 4, ["floppy", "Install"]),
-        (lambda _: "dropbox://a/text", 4, ["dropbox", "install"]),
-        (lambda folder: f"zip://*.txt::{folder}/a.zip", 2, ["a.zip: fsspec's chains of file systems", "Unpack"]),
-        (lambda _: "pydoc://json", 2, ["pydoc:// takes no path"]),
+        (file("a.jsonl", GOOD_LINE * 3 + b'{"text": \n'), 3, ["a.jsonl:4"]),
+        (file("a.jsonl", GOOD_LINE * 2 + b'["text"]\n'), 3, ["a.jsonl:3", "list"]),
+        (file("a.jsonl", GOOD_LINE + b'{"body": "x"}\n'), 3, ["a.jsonl:2", "'text'", "body"]),
+        (file("a.jsonl", b'{"id": 1, "body": "x"}\n'), 2, ["'text'", "id, body", "`column`"]),
+        (file("a.json", b"[\n1]"), 3, ["a.json:1"]),
+        (lambda _: "floppy://a/text", 4, ["floppy://a/text"]),
+        (lambda _: "dropbox://a/text", 4, ["dropbox://a/text"]),
+        (lambda folder: f"zip://*.txt::{folder}/a.zip", 2, ["a.zip"]),
+        (lambda _: "pydoc://json", 2, ["pydoc://json"]),
     ],
 )
 def test_wrong_inputs(
@@ -100,10 +83,10 @@ def test_wrong_inputs(
 @pytest.mark.parametrize(
     ("overrides", "exit_code", "expected"),
     [
-        ({"tokenizer__train__vocab_size": 9_000, "model__vocab_size": 9_000}, 2, ["9,000", "too large", "at most"]),
+        ({"tokenizer__train__vocab_size": 9_000, "model__vocab_size": 9_000}, 2, ["9,000", "model.vocab_size"]),
         ({"tokenizer__model": "missing.model"}, 3, ["missing.model"]),
-        ({"tokenizer__model": __file__}, 3, ["test_errors.py", "neither a SentencePiece model"]),
-        ({"tokenizer__model": "given.model", "model__vocab_size": 500}, 2, ["400 pieces", "500"]),
+        ({"tokenizer__model": __file__}, 3, ["test_errors.py", "tokenizer.model"]),
+        ({"tokenizer__model": "given.model", "model__vocab_size": 500}, 2, ["400", "500"]),
     ],
 )
 def test_wrong_vocabularies(
@@ -128,12 +111,12 @@ def test_wrong_vocabularies(
 def test_a_text_with_more_characters_than_pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = write_documents(tmp_path / "text", ["".join(map(chr, range(0x4E00, 0x5000))).encode()])
     assert run(write_recipe(tmp_path, text), tmp_path / "fsx") == 2
-    assert "400 is too small for this text" in capsys.readouterr().err
+    assert "tokenizer.train.vocab_size 400" in capsys.readouterr().err
 
 
 def test_no_training_text_is_an_empty_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(write_recipe(tmp_path, empty_files(tmp_path)), tmp_path / "fsx") == 3
-    assert "The corpus is empty: no training text in 2 files" in capsys.readouterr().err
+    assert "2 files of corpus.sources" in capsys.readouterr().err
 
 
 def test_an_error_in_a_worker_process_is_the_stages_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +126,7 @@ def test_an_error_in_a_worker_process_is_the_stages_error(tmp_path: Path, capsys
         tokenizer__train__max_bytes=9_000,
     )  # fmt: skip
     assert run(recipe, tmp_path / "fsx") == 3
-    assert "00006.txt: document 1 is not UTF-8" in capsys.readouterr().err
+    assert "00006.txt: document 1 " in capsys.readouterr().err
 
 
 def test_dry_run_computes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,4 +141,4 @@ def test_dry_run_computes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_an_unknown_recipe_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, tmp_path)
     assert run(recipe, tmp_path / "fsx", "--corpus.sequence_lenght=16") == 2
-    assert "Did you mean 'corpus.sequence_length'?" in capsys.readouterr().err
+    assert "'corpus.sequence_length'" in capsys.readouterr().err

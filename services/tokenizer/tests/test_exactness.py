@@ -1,4 +1,4 @@
-"""Ids are those of the library that defines the vocabulary, whatever the text; `make test-slow` has 100 MB of it."""
+"""Ids are those of the library that defines the vocabulary, for any text. `make test-slow` compares 100 MB of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,15 @@ from services.tokenizer.encoding import chunk_encoder
 from services.tokenizer.encoding.bpe_kernel import CACHED_BYTES
 from services.tokenizer.encoding.byte_level import FastokensEncoder, TiktokenEncoder
 from services.tokenizer.encoding.chunk_encoder import ChunkEncoder
-from services.tokenizer.encoding.chunk_kernel import BLOCK_BYTES, SHORT_BYTES
+from services.tokenizer.encoding.chunk_kernel import (
+    BLOCK_BYTES,
+    ENTRY_WORDS,
+    FIRST_KEY,
+    IDS,
+    SECOND_KEY,
+    SHORT_BYTES,
+    SIZES,
+)
 from services.tokenizer.encoding.chunk_tables import SPACE_PIECE, obstacle_to_chunks
 from services.tokenizer.encoding.compiled_kernels import compile_once
 from services.tokenizer.encoding.reference import SentencePieceEncoder, TokenizersEncoder
@@ -55,7 +63,7 @@ GREEK_AND_KANA = [("αβγδ εζη " * 30 + "かな カナ 漢字かな " * 30 
 
 @pytest.fixture(scope="module", params=["documentation", "words"])
 def model(request: pytest.FixtureRequest) -> bytes:
-    """Two vocabularies: 4,096 pieces of Python's documentation, 500 of generated words and other scripts."""
+    """Two models: 4,096 pieces of Python's documentation, and 500 pieces of generated words and other scripts."""
     if request.param == "words":
         return train_vocabulary([*make_documents(200), *GREEK_AND_KANA], 500)
     return train_vocabulary(python_documentation()[:300], 4_096)
@@ -93,7 +101,7 @@ def test_fuzz_has_sentencepieces_ids(model: bytes) -> None:
 
 @pytest.mark.parametrize("size", [SHORT_BYTES, SHORT_BYTES + 1, CACHED_BYTES, CACHED_BYTES + 1, 5_000, 200_000])
 def test_long_runs_without_a_border_have_sentencepieces_ids(model: bytes, size: int) -> None:
-    """Each has its own way of being encoded, by its size; the largest outgrows what is set aside."""
+    """The kernel has a way for each range of sizes. The largest runs do not fit into its first buffer."""
     chosen = random.Random(size)
     letters = "".join(chosen.choice("theinatr") for _ in range(size))
     scripts = "".join(chosen.choice("αβγかなカ漢字é") for _ in range(size))
@@ -109,7 +117,7 @@ def test_text_around_the_end_of_a_block_has_sentencepieces_ids(model: bytes) -> 
 
 
 def test_ids_do_not_depend_on_what_was_encoded_before(model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the table of chunks is enlarged, full and emptied, or what is beside it is full."""
+    """The table of seen chunks is enlarged, full and emptied meanwhile, and the arrays beside it are full."""
     monkeypatch.setattr(chunk_encoder, "_FIRST_ENTRIES", 128)
     monkeypatch.setattr(chunk_encoder, "_MOST_ENTRIES", 1_024)
     monkeypatch.setattr(chunk_encoder, "_LONG_IDS", 500)
@@ -125,8 +133,21 @@ def test_ids_do_not_depend_on_what_was_encoded_before(model: bytes, monkeypatch:
     assert encoder._cache.used[0] <= 1_024
 
 
+def test_an_entry_of_the_table_is_the_one_of_the_example() -> None:
+    """The docstring of `chunk_kernel` shows the entry of the chunk " the"."""
+    model = train_vocabulary(make_documents(200), 500)
+    encoder = ChunkEncoder.from_model(model)
+    ids, _ = encoder.encode(TextBatch.of([b"the cat"]))
+    entries = encoder._cache.entries.reshape(-1, ENTRY_WORDS)
+    [entry] = entries[entries[:, FIRST_KEY] == 0x65687420]
+
+    num_ids = len(load_model(model).encode("the"))
+    assert (entry[SECOND_KEY], entry[SIZES]) == (0, 4 | num_ids << 8)
+    assert entry[IDS : IDS + np.uint64(1)].view(np.uint16)[:num_ids].tolist() == ids[1 : 1 + num_ids].tolist()
+
+
 def change(model: bytes, **settings: Any) -> bytes:
-    """The model with other settings, as `trainer_spec__model_type=1`."""
+    """Return the model with other settings, such as `trainer_spec__model_type=1`."""
     proto: Any = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
     for dotted, value in settings.items():
         section, _, key = dotted.partition("__")
@@ -135,7 +156,7 @@ def change(model: bytes, **settings: Any) -> bytes:
 
 
 def change_pieces(model: bytes, *pieces: tuple[int, str, int]) -> bytes:
-    """The model with pieces replaced: (index, piece, type)."""
+    """Return the model with some pieces replaced. Each is an (index, piece, type)."""
     proto: Any = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
     for index, piece, kind in pieces:
         proto.pieces[index].piece, proto.pieces[index].type = piece, kind
@@ -151,7 +172,7 @@ def without_spaces(model: bytes) -> list[tuple[int, str, int]]:
 
 
 def train_plainly(**settings: Any) -> bytes:
-    """A model with SentencePiece's own defaults: NFKC, runs of spaces become one, no bytes."""
+    """Train a model with SentencePiece's own defaults: NFKC, no repeated spaces, no byte pieces."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["words and more words to learn from"]),
@@ -170,16 +191,16 @@ NORMAL, USER_DEFINED, UNUSED = 1, 4, 5
 @pytest.mark.parametrize(
     ("changed", "obstacle"),
     [
-        (lambda model: change(model, trainer_spec__model_type=1), "not BPE"),
-        (lambda model: change(model, normalizer_spec__remove_extra_whitespaces=True), "removes extra spaces"),
-        (lambda model: change(model, normalizer_spec__escape_whitespaces=False), "does not escape"),
-        (lambda model: train_plainly(), "replaces characters"),
+        (lambda model: change(model, trainer_spec__model_type=1), "BPE"),
+        (lambda model: change(model, normalizer_spec__remove_extra_whitespaces=True), "extra spaces"),
+        (lambda model: change(model, normalizer_spec__escape_whitespaces=False), "escape"),
+        (lambda model: train_plainly(), "normaliser"),
         (lambda model: change(model, trainer_spec__treat_whitespace_as_suffix=True), "end of words"),
         (lambda model: change_pieces(model, (490, "hello", USER_DEFINED)), "user-defined"),
         (lambda model: change_pieces(model, (490, "hello", UNUSED)), "unused"),
-        (lambda model: change_pieces(model, (490, "ΩΩ", NORMAL)), "are no pieces themselves"),
-        (lambda model: change_pieces(model, (490, "a b", NORMAL)), "not escaped"),
-        (lambda model: change_pieces(model, *without_spaces(model)), "no piece for a space"),
+        (lambda model: change_pieces(model, (490, "ΩΩ", NORMAL)), "Ω"),
+        (lambda model: change_pieces(model, (490, "a b", NORMAL)), "space that is"),
+        (lambda model: change_pieces(model, *without_spaces(model)), "for a space"),
         (
             lambda model: train_plainly(normalization_rule_name="identity", remove_extra_whitespaces=False),
             "every byte",
@@ -204,7 +225,7 @@ def test_a_vocabulary_that_the_kernel_must_not_encode_for_goes_to_sentencepiece(
 
     assert run(recipe, tmp_path / "fsx") == 0
 
-    assert "itself encodes, because it has user-defined pieces" in capsys.readouterr().err
+    assert "user-defined pieces" in capsys.readouterr().err
     corpus = published(tmp_path / "fsx")
     assert corpus.manifest.corpus.encoder.startswith("sentencepiece ")
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -213,7 +234,7 @@ def test_a_vocabulary_that_the_kernel_must_not_encode_for_goes_to_sentencepiece(
 
 
 def test_one_difference_stops_the_stage_with_the_document_and_both_lists_of_ids() -> None:
-    """A kernel for another vocabulary than the reference's stands in for one with a bug."""
+    """A kernel for another vocabulary stands for a kernel with a bug."""
     model = train_vocabulary(make_documents(200), 500)
     other = ChunkEncoder.from_model(change_pieces(model, (490, "qq", NORMAL)))
     reference = SentencePieceEncoder(model)
@@ -234,7 +255,7 @@ def test_one_difference_stops_the_stage_with_the_document_and_both_lists_of_ids(
 
 
 def test_the_documents_that_come_first_are_compared_too() -> None:
-    """Fuzz alone would not notice a difference in a word that it never makes."""
+    """Fuzz alone does not find a difference in a word that it never makes."""
     model = train_vocabulary([*make_documents(200), b"zyx zyxwvu zyxwvu " * 400], 500)
     index = pieces_of(model).index("zyxwvu") if "zyxwvu" in pieces_of(model) else pieces_of(model).index("\u2581zyxwvu")
     checked = CheckedEncoder(
@@ -282,7 +303,7 @@ def test_the_reference_needs_no_compiler(tmp_path: Path) -> None:
 
 
 def make_ranks(documents: list[bytes], count: int) -> bytes:
-    """A tiktoken file with a rank for every byte and for words of the documents, each of which two others make."""
+    """Make a tiktoken file with ranks for all bytes and for prefixes of the documents' words."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     for word in sorted({word for document in documents for word in document.split()}):
         for piece in (word, b" " + word):
@@ -293,7 +314,7 @@ def make_ranks(documents: list[bytes], count: int) -> bytes:
 
 
 def test_a_tiktoken_file_gives_tiktokens_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Byte-level BPE with Llama 3's regular expression; special tokens in the text stay text."""
+    """The text holds special tokens, which are encoded as characters."""
     documents = [*make_documents(100), "It's 12345 naïve\r\n\n  かな <|begin_of_text|></s>".encode(), b" ", b"\t\n"]
     ranks = make_ranks(documents, 900)
     (tmp_path / "ranks.tiktoken").write_bytes(ranks)
@@ -354,7 +375,7 @@ def test_a_tokenizer_json_gives_the_ids_of_tokenizers(tmp_path: Path) -> None:
 def test_a_tokenizer_json_that_fastokens_cannot_read_goes_to_tokenizers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Words split at spaces, a few of them, with ids beyond 16 bits."""
+    """The vocabulary has a few whole words, with ids of more than 16 bits."""
     words = {"<unk>": 0, "<s>": 1, "</s>": 2, "the": 70_000, "stream": 70_001}
     special = [
         {"id": index, "content": token, "special": True, "normalized": False}
@@ -376,6 +397,8 @@ def test_a_tokenizer_json_that_fastokens_cannot_read_goes_to_tokenizers(
 
     assert run(recipe, tmp_path / "fsx") == 0
 
-    assert "itself encodes, because fastokens cannot read it" in capsys.readouterr().err
-    stored = read_stream(published(tmp_path / "fsx").path, "train")
+    assert "fastokens" in capsys.readouterr().err
+    corpus = published(tmp_path / "fsx")
+    assert corpus.manifest.corpus.encoder.startswith("tokenizers ")
+    stored = read_stream(corpus.path, "train")
     assert stored.documents[0] == [1, 70_000, 70_001, 70_000, 0, 2]

@@ -1,4 +1,4 @@
-"""A worker needs less than a gigabyte, also for a document of 64 MB and for many of them."""
+"""A worker needs less than a gigabyte of memory, also for documents of 64 MB."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ print(code, int(peak.split()[1]) * 1024)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_documents_of_64_megabytes_fit_into_a_gigabyte(tmp_path: Path) -> None:
-    """One row group of two, between small ones; encoded by the process itself.
+    """A row group has two of them between small ones. The command encodes in its own process.
 
-    Without a dictionary, which parquet's reader holds in memory as a whole: one as large as that is no use to anybody.
+    The column has no dictionary, because a reader of Parquet holds a dictionary in memory as a whole.
     """
     large = (make_text(2**20) * 64).decode()
     texts = ["small"] * 100 + [large, large[1:]] + ["small"] * 100

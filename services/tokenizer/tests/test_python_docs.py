@@ -1,7 +1,8 @@
-"""`pydoc://` is documentation to read, made without importing what it documents."""
+"""`pydoc://` gives the documentation of modules without importing them."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -108,10 +109,10 @@ def test_packages_and_tests_are_not_the_library(tmp_path: Path) -> None:
 
 def test_a_module_that_does_not_parse_is_an_error(tmp_path: Path) -> None:
     library = write_library(tmp_path / "lib", broken="def f(:\n")
-    with pytest.raises(ArtifactError, match=r"broken\.py: does not parse"):
+    with pytest.raises(ArtifactError, match=r"broken\.py"):
         read_library(library)
 
 
 def test_a_python_without_documentation_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match="without its documentation"):
+    with pytest.raises(DeviceError, match=re.escape(python_docs.TOPICS)):
         python_docs.list_modules(tmp_path)

@@ -1,4 +1,4 @@
-"""Documents on web servers, in stores, on the Hugging Face hub and in its data sets."""
+"""Documents are read from web servers, stores, the Hugging Face hub and its data sets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 
 class HandlerWithoutSizes(QuietHandler):
-    """A server that makes its answers while it sends them."""
+    """A web server that does not tell the sizes of its files."""
 
     def send_header(self, keyword: str, value: str) -> None:
         if keyword not in ("Content-Length", "Last-Modified"):
@@ -55,7 +55,7 @@ def serve(folder: Path, handler: type[QuietHandler] = QuietHandler) -> Iterator[
 
 
 def test_a_web_server_gives_the_corpus_of_the_files_on_it(tmp_path: Path) -> None:
-    """By the address of a file, by a glob and by a folder."""
+    """A source is the address of a file, a glob or a folder."""
     site = tmp_path / "site"
     (site / "texts").mkdir(parents=True)
     write_parquet(site / "texts" / "a.parquet")
@@ -87,19 +87,19 @@ def test_a_web_server_that_does_not_tell_sizes_loses_no_document(tmp_path: Path)
 
         (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes().replace(b"first", b"FIRST"))
         [after] = list_inputs(source)
-        assert before.digest != after.digest  # by its content, for want of anything else
+        assert before.digest != after.digest  # the digest is of the content, because the server gives no facts
 
 
 def test_a_web_server_that_serves_whole_files_alone_is_named_where_a_part_is_needed(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl")
-    with serve(tmp_path) as address, pytest.raises(ArtifactError, match=r"a\.jsonl: cannot be read: .*range requests"):
+    with serve(tmp_path) as address, pytest.raises(ArtifactError, match=r"a\.jsonl: .*range requests"):
         read_all(Source(uri=f"{address}/a.jsonl"), split_bytes=1_000)
 
 
 def test_a_web_server_that_is_down_or_lacks_the_file(tmp_path: Path) -> None:
-    with serve(tmp_path) as address, pytest.raises(ArtifactError, match=r"a\.jsonl: no such file or folder"):
+    with serve(tmp_path) as address, pytest.raises(ArtifactError, match=r"a\.jsonl: "):
         list_inputs(Source(uri=f"{address}/a.jsonl"))
-    with pytest.raises(ArtifactError, match=r"a\.jsonl: cannot be read: .*onnect"):
+    with pytest.raises(ArtifactError, match=r"a\.jsonl: .*onnect"):
         list_inputs(Source(uri=f"{address}/a.jsonl"))
 
 
@@ -119,7 +119,7 @@ class HandlerWithPassword(QuietHandler):
 
 
 class HandlerThatRedirects(QuietHandler):
-    """To an address with a signature, as the stores behind the hub do."""
+    """A web server that redirects to a signed address, as the stores behind the hub do."""
 
     def do_GET(self) -> None:
         if "Signature" in self.path:
@@ -193,9 +193,9 @@ def test_a_source_with_a_password_ends_the_stage_before_anything_is_asked_or_wri
 
 
 def test_a_card_that_names_a_signed_address_is_refused() -> None:
-    """By its files' addresses, which a corpus would store."""
+    """A corpus would store the addresses of its files."""
     address = f"https://127.0.0.1:1/a.parquet?X-Amz-Signature={MARKER}"
-    with pytest.raises(ArtifactError, match="holds credentials") as caught:
+    with pytest.raises(ArtifactError, match=r"a\.parquet") as caught:
         list_paths([address], "parquet", "text")
     assert MARKER not in str(caught.value)
 
@@ -215,8 +215,8 @@ def test_s3_without_credentials_says_so_at_once(
     assert run(write_recipe(tmp_path, "s3://bucket/texts/*.jsonl"), tmp_path / "fsx") == 3
 
     assert time.monotonic() - begin < 20
-    message = "s3://bucket/texts/*.jsonl: cannot be read: Unable to locate credentials."
-    assert message in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert all(part in message for part in ("s3://bucket/texts/*.jsonl: ", "Unable to locate credentials"))
 
 
 # The Hugging Face hub
@@ -251,7 +251,7 @@ def test_a_revision_goes_where_the_hubs_file_system_looks_for_it(uri: str, revis
 
 @pytest.mark.parametrize("uri", ["hf://datasets/owner/name@main/x", "hf://datasets/name", "hf://datasets", "hf://name"])
 def test_a_revision_needs_a_repository_without_one(uri: str) -> None:
-    with pytest.raises(RecipeError, match="`revision` needs a path like hf://datasets/OWNER/NAME/FOLDER"):
+    with pytest.raises(RecipeError, match="`revision`"):
         hub.with_revision(uri, "main")
 
 
@@ -260,14 +260,15 @@ def test_a_branch_is_warned_about_and_a_commit_is_not(caplog: pytest.LogCaptureF
         hub.with_revision("hf://datasets/owner/name/x", COMMIT)
         assert not caplog.records
         hub.with_revision("hf://datasets/owner/name/x", "main")
-    assert "revision 'main' is a branch or a tag, which may move" in caplog.text
+    assert "'main'" in caplog.text
 
 
 @pytest.mark.parametrize("uri", ["some/folder", "pydoc://", "http://host/a.jsonl", "s3://bucket/a.jsonl"])
 def test_a_revision_of_what_has_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], uri: str) -> None:
     source = f'[[corpus.sources]]\nuri = "{uri}"\nrevision = "main"\n'
     assert run(write_recipe(tmp_path, sources=source), tmp_path / "fsx") == 2
-    assert f"revision is a key of hf:// and datasets:// sources, and this one is {uri}" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert all(part in message for part in ("revision", "hf://", "datasets://", uri))
 
 
 CARD = """---
@@ -287,7 +288,7 @@ configs:
 
 @pytest.fixture
 def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as it is on the hub: a card, two subsets, and files in several folders."""
+    """A folder like a data set on the hub: a card, two subsets, and files in several folders."""
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
@@ -328,10 +329,10 @@ def test_files_of_several_folders_keep_the_names_that_tell_them_apart(data_set: 
 @pytest.mark.parametrize(
     ("keys", "exit_code", "expected"),
     [
-        ('subset = "english"\nsplit = "validation"', 3, "no split 'validation'; it has train, test. Set `split`."),
-        ('subset = "french"', 3, "BuilderConfig 'french' not found. Available: ['english', 'german']"),
-        ("", 3, "Please pick one among the available configs: ['english', 'german']"),
-        ('subset = "english"\nrevision = "main"', 2, "`revision` is of a repository on the Hugging Face hub"),
+        ('subset = "english"\nsplit = "validation"', 3, "train, test"),
+        ('subset = "french"', 3, "['english', 'german']"),
+        ("", 3, "['english', 'german']"),
+        ('subset = "english"\nrevision = "main"', 2, "`revision`"),
     ],
 )
 def test_what_a_data_set_does_not_have(
@@ -345,21 +346,20 @@ def test_what_a_data_set_does_not_have(
 
 
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("files", "exit_code"),
     [
-        ({"a.csv": "text\nhello\n"}, "its files are of a format that is not read here (Csv"),
-        ({"README.md": "---\nconfigs: [a: b\n---\n", "a.jsonl": '{"text": "x"}\n'}, "while parsing a flow sequence"),
-        ({}, "doesn't contain any data files"),
+        ({"a.csv": "text\nhello\n"}, 2),
+        ({"README.md": "---\nconfigs: [a: b\n---\n", "a.jsonl": '{"text": "x"}\n'}, 3),
+        ({}, 3),
     ],
+    ids=["another format", "a card that is no YAML", "no files"],
 )
 def test_a_folder_that_is_no_data_set(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, str], expected: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, str], exit_code: int
 ) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "folder").mkdir()
     for name, content in files.items():
         (tmp_path / "folder" / name).write_text(content, encoding="utf-8")
-    assert run(write_recipe(tmp_path, f"datasets://{tmp_path / 'folder'}"), tmp_path / "fsx") in (2, 3)
-    message = capsys.readouterr().err
-    assert f"millrace: datasets://{tmp_path / 'folder'}: " in message
-    assert expected in message
+    assert run(write_recipe(tmp_path, f"datasets://{tmp_path / 'folder'}"), tmp_path / "fsx") == exit_code
+    assert f"millrace: datasets://{tmp_path / 'folder'}: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What other programs see in a published folder."""
+"""Other programs open a published corpus, and a trainer reads the tokens that were stored."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pyarrow as pa
 import pytest
 
 from services.common.artifacts import manifest
-from services.common.artifacts.corpus import arrow_schema
+from services.common.artifacts.corpus import CorpusManifest, arrow_schema
+from services.common.artifacts.store import Artifact
 from services.common.artifacts.token_stream import TokenFile, TokenStream
+from services.common.errors import ArtifactError
 from services.common.limits import SPARE_MAPS
 from services.tokenizer import build
 from services.tokenizer.tests.builders import (
@@ -27,7 +29,7 @@ from services.tokenizer.tests.builders import (
 
 
 def make_corpus(folder: Path, **overrides: Any) -> Path:
-    """A recipe over 90 documents, 30 kB, whose corpus has several shards in both splits."""
+    """Write a recipe over 90 documents of 30 kB. Both splits of its corpus have several shards."""
     text = write_documents(folder / "text", make_documents(90, mean_bytes=350))
     return write_recipe(folder, text, corpus__validation_fraction=0.2, corpus__split_bytes=2_000, **overrides)
 
@@ -68,7 +70,7 @@ def test_shards_open_with_datasets_without_our_code(tmp_path: Path, monkeypatch:
 
 
 def test_doc_starts_are_where_documents_begin(tmp_path: Path) -> None:
-    """Positions are stored, because an author's text may look like anything; here they are checked against BOS."""
+    """This text has no BOS in its documents, so every BOS is the begin of a document."""
     assert run(make_corpus(tmp_path), tmp_path / "fsx") == 0
     stream = read_stream(published(tmp_path / "fsx").path, "train")
     assert stream.starts == np.flatnonzero(stream.tokens == 1).tolist()
@@ -102,8 +104,8 @@ def test_ray_writes_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokens_beyond", [1, 2, 15, 16, 17, 33, 16 * 8, 16 * 8 + 1, 400])
 def test_the_reader_gives_the_samples_of_a_plain_concatenation(tmp_path: Path, tokens_beyond: int) -> None:
-    """Also where a sample's last target lies in the next row, the next shard, the tail, or nowhere."""
-    # A digit is a token, and the space in front of the first is one more: 16 + tokens_beyond with BOS and EOS.
+    """The last target of a sample may be in the next row, the next shard or the tail, or may be missing."""
+    # With a token for each digit, for the space before the first one, BOS and EOS these are 16 + tokens_beyond tokens.
     digits = "".join(str(index % 7) for index in range(16 + tokens_beyond - 3)).encode()
     text = write_documents(tmp_path / "text", [digits])
     recipe = write_recipe(tmp_path, text, tokenizer__model=make_digit_model(tmp_path), model__vocab_size=300)
@@ -119,6 +121,7 @@ def test_the_reader_gives_the_samples_of_a_plain_concatenation(tmp_path: Path, t
     np.testing.assert_array_equal(stream.read(range(len(expected))), np.stack(expected))
     backwards = np.arange(len(expected))[::-1]
     np.testing.assert_array_equal(stream.read(backwards), np.stack(expected)[::-1])
+    assert stream.read([]).shape == (0, 17)
 
 
 def test_a_split_without_documents_has_a_tail_and_no_shards(tmp_path: Path) -> None:
@@ -152,8 +155,8 @@ def test_a_corpus_of_more_shards_than_linux_maps_is_warned_of_with_what_to_do(
     corpus = published(tmp_path / "fsx").manifest.corpus
     files = sum(len(counts.shards) + 1 for counts in corpus.splits.values())
     said = capsys.readouterr().err
-    assert f"the corpus gets {files:,} files" in said
-    assert "Raise corpus.rows_per_shard, now 8, to " in said
+    assert f"{files:,} files" in said
+    assert "corpus.rows_per_shard from 8 to " in said
     assert "sysctl -w vm.max_map_count=16384" in said
 
 
@@ -165,5 +168,51 @@ def test_a_corpus_of_more_shards_than_a_manifest_lists_is_refused_before_they_ar
 
     assert run(recipe, tmp_path / "fsx") == 2
 
-    assert "a manifest lists at most 10. Of a corpus, raise corpus.rows_per_shard" in capsys.readouterr().err
+    assert "corpus.rows_per_shard" in capsys.readouterr().err
     assert not list((tmp_path / "fsx").rglob("*.arrow"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact[CorpusManifest]:
+    """A corpus of 200 documents in about 200 shards of 8 rows of 16 tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    text = write_documents(folder / "text", [*make_documents(200, mean_bytes=200), b"a", b"b", b"c"])
+    assert run(write_recipe(folder, text, corpus__validation_fraction=0.2), folder / "fsx") == 0
+    return published(folder / "fsx")
+
+
+def copy_of(corpus: Artifact[CorpusManifest], folder: Path) -> Artifact[CorpusManifest]:
+    for entry in corpus.manifest.files:
+        target = folder / entry.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((corpus.path / entry.path).read_bytes())
+    return Artifact(folder, corpus.manifest)
+
+
+def test_documents_in_samples_are_where_the_tokenizer_began_them(corpus: Artifact[CorpusManifest]) -> None:
+    stored = read_stream(corpus.path, "train")
+    stream = TokenStream.open(corpus, "train")
+    batch = stream.read_documents(np.arange(stream.num_samples))
+
+    document_of_token = np.searchsorted(stored.starts, np.arange(len(stored.tokens)), side="right")
+    begins = np.array([0, *stored.starts])[document_of_token]
+    for index in range(stream.num_samples):
+        places = np.arange(index * 16, (index + 1) * 16)
+        documents = document_of_token[places]
+        assert batch.segment_ids[index].tolist() == (documents - documents[0]).tolist()
+        assert batch.positions[index].tolist() == (places - np.maximum(begins[places], places[0])).tolist()
+    assert batch.segment_ids.max() > 1
+    assert np.array_equal(batch.tokens, stream.read(np.arange(stream.num_samples)))
+
+
+def test_a_flipped_bit_is_found_at_open(corpus: Artifact[CorpusManifest], tmp_path: Path) -> None:
+    damaged = copy_of(corpus, tmp_path)
+    shard = tmp_path / corpus.manifest.corpus.splits["train"].shards[3]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+    with pytest.raises(ArtifactError, match=r"train/shard-00003\.arrow: "):
+        TokenStream.open(damaged, "train")
+    assert TokenStream.open(damaged, "train", verify="size").num_samples  # sizes alone do not tell
+    assert TokenStream.open(damaged, "validation").num_samples

@@ -1,4 +1,4 @@
-"""Where documents come from: the same documents give the same tokens, however they are stored and cut."""
+"""The same documents give the same tokens in all file formats, and for all sizes of partitions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from services.common.recipe import Source
 from services.common.recipe_file import load_recipe
-from services.tokenizer.plan import make_plan
+from services.tokenizer.corpus_plan import plan_corpus
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tests.builders import (
     MAX_DOCUMENT_BYTES,
@@ -33,7 +33,7 @@ from services.tokenizer.tests.stored_documents import DOCUMENTS, read_all, write
 
 
 def write_raw_jsonl(path: Path) -> None:
-    """Characters as themselves, no line end after the last line, and lines with nothing on them."""
+    """Write characters without escapes, blank lines, and no line end behind the last line."""
     lines = "\n\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in DOCUMENTS)
     path.write_text(lines, encoding="utf-8")
 
@@ -45,7 +45,7 @@ def write_compressed(path: Path, codec: str) -> None:
 
 
 def write_two_bzip2_streams(path: Path) -> None:
-    """As pbzip2 writes them."""
+    """Write two streams in one file, as pbzip2 does."""
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in DOCUMENTS]
     path.write_bytes(bz2.compress(b"".join(lines[:30])) + bz2.compress(b"".join(lines[30:])))
 
@@ -57,7 +57,7 @@ def write_arrow(path: Path, column: pa.Array, writer: Callable[..., Any]) -> Non
 
 
 def write_wikicorpus(path: Path, articles: Sequence[str]) -> None:
-    """Two members, of which the first has an article more, in a folder of the archive."""
+    """Write an archive with a folder of two files."""
     half = (len(articles) + 1) // 2
     with tarfile.open(path, "w:gz" if path.suffix == ".tgz" else "w") as archive:
         folder = tarfile.TarInfo("raw.en")
@@ -126,7 +126,7 @@ def test_a_column_whose_name_has_a_dot_or_begins_like_another(tmp_path: Path) ->
 
 
 def test_what_datasets_saves_to_disk_is_read(tmp_path: Path) -> None:
-    """Arrow streams, beside which are records in JSON that hold no documents."""
+    """The folder has Arrow streams, and JSON files that hold no documents."""
     datasets = pytest.importorskip("datasets")
     saved = datasets.Dataset.from_dict({"id": range(len(DOCUMENTS)), "text": DOCUMENTS})
     saved.save_to_disk(str(tmp_path / "saved"), num_shards=3)
@@ -151,14 +151,14 @@ def test_a_wikicorpus_archive_gives_its_articles(tmp_path: Path, name: str) -> N
     assert read_all(Source(uri=str(tmp_path / name), format="wikicorpus")) == articles
 
 
-def test_a_large_jsonl_is_cut_and_small_files_share_a_split(tmp_path: Path) -> None:
+def test_a_large_jsonl_is_cut_and_small_files_share_a_partition(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "large.jsonl")
     write_documents(tmp_path / "small", make_documents(20, mean_bytes=20))
     recipe = load_recipe(
         write_recipe(tmp_path, tmp_path / "large.jsonl", tmp_path / "small", corpus__split_bytes=2_000)
     )
 
-    partitions = make_plan(recipe).partitions
+    partitions = plan_corpus(recipe).partitions
 
     files_per_partition = [len({each.file.name for each in partition.file_ranges}) for partition in partitions]
     assert max(files_per_partition) > 5
@@ -185,11 +185,11 @@ def test_files_folders_and_globs_are_read_in_the_order_of_the_recipe(tmp_path: P
 
 
 def test_neighbouring_row_groups_are_read_at_once(tmp_path: Path) -> None:
-    """A file on the hub has hundreds of them, and would be asked for that often."""
+    """A file on the hub has hundreds of row groups, and would be requested as often."""
     table = pa.table({"text": DOCUMENTS})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
     recipe = load_recipe(write_recipe(tmp_path, tmp_path / "a.parquet", corpus__split_bytes=2_000))
-    partitions = make_plan(recipe).partitions
+    partitions = plan_corpus(recipe).partitions
     assert [len(partition.file_ranges) for partition in partitions] == [1] * len(partitions)
     assert [partition.file_ranges[0].begin for partition in partitions[1:]] == [
         partition.file_ranges[0].end for partition in partitions[:-1]
@@ -197,7 +197,7 @@ def test_neighbouring_row_groups_are_read_at_once(tmp_path: Path) -> None:
     assert 2 < len(partitions) < partitions[-1].file_ranges[0].end == 15
 
 
-def test_a_folder_says_what_it_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_of_unknown_formats_are_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a.txt", "b.png", "c.pyc", "d.pyc", "README", ".hidden.txt", ".git/e.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
@@ -205,7 +205,7 @@ def test_a_folder_says_what_it_left_out(tmp_path: Path, caplog: pytest.LogCaptur
         files = list_inputs(Source(uri=str(tmp_path)))
 
     assert [file.name for file in files] == ["a.txt"]
-    assert "4 files skipped" in caplog.text
+    assert "4 files" in caplog.text
     assert ".pyc (2)" in caplog.text
     assert len(list_inputs(Source(uri=str(tmp_path), format="text"))) == 5
 
@@ -228,9 +228,9 @@ def test_other_file_systems_are_read_through_fsspec(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe("/texts/a.txt", make_documents(1, mean_bytes=3_000)[0])
     recipe = write_recipe(tmp_path, "memory://texts/*.txt", tokenizer__train__vocab_size=300, model__vocab_size=300)
-    before = make_plan(load_recipe(recipe)).artifact_id
+    before = plan_corpus(load_recipe(recipe)).artifact_id
     assert run(recipe, tmp_path / "fsx") == 0
     assert decode_documents(published(tmp_path / "fsx").path, "train") == make_documents(1, mean_bytes=3_000)
 
     memory.pipe("/texts/a.txt", b"something else")
-    assert make_plan(load_recipe(recipe)).artifact_id != before
+    assert plan_corpus(load_recipe(recipe)).artifact_id != before

@@ -1,4 +1,4 @@
-"""A file system that is full or read-only: the stage says so, publishes nothing, and finishes once it can."""
+"""The stage ends with 5 on a full or read-only file system, and the same command continues later."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_stops_the_stage_and_space_lets_it_finish(
     tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str], workers: int, size: str, phase: str
 ) -> None:
-    """2.2 MB of tokens, written once as token files and once as shards."""
+    """The corpus has 2.2 MB of tokens, in token files and then in shards."""
     text = write_documents(tmp_path / "text", [make_text(300_000, seed=seed) for seed in range(7)])
     recipe = write_recipe(
         tmp_path, text, corpus__split_bytes=300_000, corpus__rows_per_shard=10_000, tokenizer__num_workers=workers
@@ -43,7 +43,9 @@ def test_a_full_disk_stops_the_stage_and_space_lets_it_finish(
     assert "No space left on device" in message
     assert str(small_disk) in message
     assert not is_anything_published(small_disk / "fsx")
-    assert workers > 1 or not list(small_disk.rglob("*.tmp"))  # others are killed, and the next run cleans up
+    assert workers > 1 or not list(
+        small_disk.rglob("*.tmp")
+    )  # killed workers leave temporary files, which the next run removes
     assert any(small_disk.rglob("*.partial/train")) == (phase == "pack")
 
     remount(small_disk, "size=64m")

@@ -1,4 +1,4 @@
-"""The vocabulary: trained on the text that training sees, reproducibly, or given."""
+"""A vocabulary is given, or is trained on the training split with reproducible bytes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_same_text_gives_the_same_bytes() -> None:
 
 @pytest.mark.parametrize("line", [b"xylophone " * 500_000, b"\xe2\x96\x85 xylophone \xe2\x96\x85", b"\0 xylophone \0"])
 def test_no_line_is_left_out(line: bytes) -> None:
-    """SentencePiece leaves out lines that are long or hold a certain character, and says nothing."""
+    """SentencePiece ignores long lines, and lines with a certain character, without a message."""
     documents = [*make_documents(60), *[line] * (1 if len(line) > 1_000 else 200)]
     assert "xylophone" in "".join(pieces_of(train_vocabulary(documents, VOCAB_SIZE))).replace("▁", "")
 

@@ -1,4 +1,4 @@
-"""`pin`: the commit behind a branch of the Hugging Face hub, written into recipes."""
+"""`pin` replaces branches of the Hugging Face hub in recipes by the commits that they point to now."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ _REVISION = re.compile(r'(\brevision\s*=\s*")([^"]*)(")')
 
 
 def pin(argv: list[str]) -> int:
-    """Write the commit behind each source's branch into recipes."""
-    parser = ToolParser(
-        "pin", "Replace the branches and tags that sources name as revision by the commits behind them."
-    )
-    parser.add_argument("recipes", nargs="+", type=Path, metavar="RECIPE")
+    """Replace each branch or tag in a recipe's `revision` keys by the commit that it points to now."""
+    parser = ToolParser("pin", f"{pin.__doc__} A recipe is rewritten only when all of its revisions are found.")
+    parser.add_argument("recipes", nargs="+", type=Path, metavar="RECIPE", help="a TOML file, which is rewritten")
     arguments = parser.parse(argv)
     for path in arguments.recipes:
         pin_recipe(path)
@@ -30,9 +28,10 @@ def pin(argv: list[str]) -> int:
 
 
 def pin_recipe(path: Path) -> None:
-    """Resolve all revisions of a recipe and then write it; all of them or none.
+    """Resolve every revision of a recipe, then write the recipe once.
 
-    Raises `DeviceError` when the hub does not answer, `RecipeError` when a repository or a revision is not there.
+    Raises `DeviceError` when the hub does not answer, and `RecipeError` when the hub has no such repository or
+    revision. The file is unchanged then.
     """
     sources = [source for source in load_recipe(path).corpus.sources if source.revision is not None]
     moving = [source for source in sources if not is_commit(str(source.revision))]
@@ -46,11 +45,13 @@ def pin_recipe(path: Path) -> None:
 
 
 def _replace(path: Path, sources: Sequence[Source], commits: dict[tuple[str, str | None], str]) -> str:
-    """The recipe's text, comments and all, with the commits in the place of what they were resolved from."""
+    """Return the recipe's text, comments included, with commits instead of branches and tags."""
     text = read_file(path, max_bytes=MAX_RECIPE_BYTES).decode()
     uncommented = [match for match in _REVISION.finditer(text) if "#" not in text[: match.start()].rpartition("\n")[2]]
     if [match[2] for match in uncommented] != [source.revision for source in sources]:
-        raise RecipeError(f'{path}: its revisions are not written as `revision = "..."` each: pin them by hand.')
+        raise RecipeError(
+            f'{path}: a revision is not written as `revision = "..."`. Write the commits into the recipe by hand.'
+        )
     for match, source in reversed(list(zip(uncommented, sources, strict=True))):
         commit = commits.get((source.uri, source.revision), match[2])
         text = text[: match.start(2)] + commit + text[match.end(2) :]
@@ -65,14 +66,14 @@ def _resolve(source: Source) -> str:
     try:
         found = huggingface_hub.HfApi().repo_info(repository, repo_type=kind, revision=source.revision)
     except (huggingface_hub.errors.RepositoryNotFoundError, huggingface_hub.errors.RevisionNotFoundError) as error:
-        raise RecipeError(f"{source.uri}: no {source.revision!r} on the hub: {error}") from error
-    except Exception as error:  # of the network or the account, from libraries below huggingface_hub
-        raise DeviceError(f"{source.uri}: the hub does not answer, so nothing was pinned: {error}") from error
+        raise RecipeError(f"{source.uri}: the hub has no revision {source.revision!r}: {error}") from error
+    except Exception as error:  # errors of the network and the account have no common class
+        raise DeviceError(f"{source.uri}: the hub does not answer, and the recipe is unchanged: {error}") from error
     return str(found.sha)
 
 
 def _repository_of(source: Source) -> tuple[str, str]:
-    """Kind and name, as the hub's interface wants them."""
+    """Return the repository's kind and name as arguments of `HfApi.repo_info`."""
     if source.uri.startswith(DATASETS):
         return "dataset", source.uri.removeprefix(DATASETS)
     parts = source.uri.removeprefix("hf://").split("/")

@@ -1,4 +1,4 @@
-"""The command line of a tool: what is wrong on it is a `RecipeError`, as it is on a stage's."""
+"""Command lines of the tools."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from services.common.errors import RecipeError
 
 
 class ToolParser(argparse.ArgumentParser):
+    """An argument parser that raises `RecipeError` for a wrong command line, as the stage's parser does."""
+
     def __init__(self, tool: str, description: str) -> None:
         super().__init__(prog=f"python -m services.tokenizer {tool}", description=description, allow_abbrev=False)
 

@@ -1,4 +1,4 @@
-"""`train-vocab`: a vocabulary on its own, for recipes that name one instead of training one each."""
+"""`train-vocab` trains a vocabulary that several recipes can name, instead of one vocabulary for each recipe."""
 
 from __future__ import annotations
 
@@ -25,14 +25,20 @@ logger = logging.getLogger(__name__)
 
 
 def train_vocab(argv: list[str]) -> int:
-    """Train a SentencePiece model on text, as the stage does for a recipe with [tokenizer.train]."""
+    """Train a SentencePiece model on text, with the settings of [tokenizer.train]."""
     parser = ToolParser("train-vocab", f"{train_vocab.__doc__} The same text gives the same bytes.")
-    parser.add_argument("uris", nargs="+", metavar="SOURCE", help="a uri as in a recipe's [[corpus.sources]]")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="to write; it must not exist")
-    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="pieces")
-    parser.add_argument("--max-bytes", type=int, metavar="B", help=f"text read at most (default: {_max_bytes():,})")
-    parser.add_argument("--column", help="the jsonl key, or the parquet or arrow column (default: text)")
-    parser.add_argument("--format", choices=_formats(), help="of all sources (default: auto, by the files' endings)")
+    parser.add_argument("uris", nargs="+", metavar="SOURCE", help="a source, written as `uri` is in [[corpus.sources]]")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="path of the new model; the file must not exist"
+    )
+    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="number of pieces in the vocabulary")
+    parser.add_argument(
+        "--max-bytes", type=int, metavar="B", help=f"read at most B bytes of text (default: {_max_bytes():,})"
+    )
+    parser.add_argument("--column", help="JSON key, or Parquet or Arrow column, that holds the text (default: text)")
+    parser.add_argument(
+        "--format", choices=_formats(), help="file format of all sources (default: auto, chosen by file name extension)"
+    )
     arguments = parser.parse(argv)
     try:
         sources = [
@@ -48,7 +54,7 @@ def train_vocab(argv: list[str]) -> int:
     _require_free(path)
     documents = list(take_first(_read_text(sources), training.max_bytes))
     model = _train(documents, training.vocab_size, sources)
-    _require_free(path)  # it took minutes
+    _require_free(path)  # training takes minutes, and another command may have written the file
     with naming_the_place(path.parent):
         write_durably(path, model)
     print(_describe(path, model, documents))
@@ -56,8 +62,8 @@ def train_vocab(argv: list[str]) -> int:
 
 
 def _read_text(sources: Sequence[Source]) -> Iterator[memoryview]:
-    """The documents of the sources, in their order."""
-    split_bytes, max_document_bytes = _of_corpus("split_bytes"), _of_corpus("max_document_bytes")
+    """Yield the documents of all sources, source by source."""
+    split_bytes, max_document_bytes = _default_of_corpus("split_bytes"), _default_of_corpus("max_document_bytes")
     for source in sources:
         files = list_inputs(source, max_document_bytes)
         pieces = (piece for file in files for piece in cut_file(file, split_bytes, max_document_bytes))
@@ -69,13 +75,13 @@ def _train(documents: Sequence[bytes], vocab_size: int, sources: Sequence[Source
     text_bytes = sum(map(len, documents))
     if not text_bytes:
         raise ArtifactError(
-            f"No text in {', '.join(source.uri for source in sources)}: no vocabulary can be made of it."
+            f"{', '.join(source.uri for source in sources)}: the sources hold no text to train a vocabulary on."
         )
     logger.info("training a vocabulary of %s pieces on %s bytes of text", f"{vocab_size:,}", f"{text_bytes:,}")
     try:
         return train_vocabulary(documents, vocab_size)
     except RecipeError as error:
-        raise RecipeError(f"{error} On this command line it is --vocab-size.") from error
+        raise RecipeError(f"{error} On the command line of train-vocab this value is --vocab-size.") from error
 
 
 def _describe(path: Path, model: bytes, documents: Sequence[bytes]) -> str:
@@ -97,20 +103,20 @@ vocab_size = {processor.vocab_size()}"""
 
 
 def _require_free(path: Path) -> None:
-    """Raises `RecipeError` where no new file can be made."""
+    """Raise `RecipeError` unless a new file can be written at `path`."""
     if path.exists():
         raise RecipeError(
-            f"{path}: exists already and is not overwritten: a recipe may name it. "
+            f"{path}: the file exists. It is not overwritten, because a recipe may name it. "
             f"Pass another --output, or move the file away."
         )
     if not path.parent.is_dir():
-        raise RecipeError(f"{path.parent}: no such folder. Make it, or pass another --output.")
+        raise RecipeError(f"{path.parent}: the folder does not exist. Make it, or pass another --output.")
     if not os.access(path.parent, os.W_OK):
-        raise RecipeError(f"{path.parent}: this user cannot write there. Pass another --output.")
+        raise RecipeError(f"{path.parent}: this user cannot write to the folder. Pass another --output.")
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """What is on the command line; the recipe's model has the defaults."""
+    """Return the options that the command line sets; `Source` and `VocabularyTraining` have the defaults."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -122,6 +128,6 @@ def _max_bytes() -> int:
     return int(VocabularyTraining.model_fields["max_bytes"].default)
 
 
-def _of_corpus(field: str) -> int:
-    """What a recipe has where it does not say."""
+def _default_of_corpus(field: str) -> int:
+    """Return the default of an integer key of the recipe's [corpus] table."""
     return int(Corpus.model_fields[field].default)

@@ -1,4 +1,4 @@
-"""What a vocabulary's file is: one of three kinds, told apart by their content, with its size and its borders."""
+"""Describes a vocabulary's file: its kind, its size, and the ids of BOS and EOS."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ PATH_IN_CORPUS: dict[VocabularyKind, str] = {
     "tokenizer_json": "tokenizer/tokenizer.json",
     "tiktoken": "tokenizer/tokenizer.tiktoken",
 }
-# The special tokens around a document, where a tokenizer.json does not say which they are: Llama 3's and Llama 2's.
+# BOS and EOS of Llama 3 and of Llama 2, for a tokenizer.json: the file does not name them.
 _KNOWN_BORDERS = (("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"))
 
 
 def describe_vocabulary(content: bytes, settings: Tokenizer) -> Vocabulary:
-    """Raises `ArtifactError` for what is no vocabulary, or has no tokens to put around a document."""
+    """Describe the vocabulary in a file. The file's content decides its kind.
+
+    Raises `ArtifactError` when the content is no vocabulary, or has no BOS or no EOS.
+    """
     kind: VocabularyKind
     if content.lstrip()[:1] == b"{":
         kind = "tokenizer_json"
@@ -46,19 +49,19 @@ def describe_vocabulary(content: bytes, settings: Tokenizer) -> Vocabulary:
 
 def _describe_sentencepiece(content: bytes) -> tuple[int, int, int]:
     explanation = (
-        "no vocabulary: neither a SentencePiece model, nor a tokenizer.json, nor a tiktoken file. "
-        "tokenizer.model names one of the three."
+        "the file is no vocabulary: it is no SentencePiece model, no tokenizer.json and no tiktoken file. "
+        "Set tokenizer.model to one of the three."
     )
-    if not content:  # SentencePiece takes it for a model without pieces
+    if not content:  # SentencePiece reads an empty file as a model without pieces
         raise ArtifactError(explanation)
     try:
         processor = load_model(content)
     except ArtifactError as error:
         raise ArtifactError(explanation) from error
     if min(processor.bos_id(), processor.eos_id()) < 0:
-        raise ArtifactError("has no BOS or no EOS piece, and every document is stored between the two.")
+        raise ArtifactError("the model has no BOS or no EOS piece, and a corpus stores every document between the two.")
     if not any(processor.is_byte(piece) for piece in range(processor.vocab_size())):
-        logger.warning("the vocabulary has no byte pieces: characters it does not know become <unk> and are lost")
+        logger.warning("the vocabulary has no byte pieces: a character without a piece becomes <unk>, and is lost")
     return processor.vocab_size(), processor.bos_id(), processor.eos_id()
 
 
@@ -70,7 +73,7 @@ def _describe_json(content: bytes, settings: Tokenizer) -> tuple[int, int, int]:
         in_text = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
         largest = max([*in_text, *(token["id"] for token in added), -1])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ArtifactError(f"JSON, but not a tokenizer.json of Hugging Face ({error!r}).") from error
+        raise ArtifactError(f"the file is JSON, but no tokenizer.json of Hugging Face ({error!r}).") from error
     known = [pair for pair in _KNOWN_BORDERS if ids.keys() >= set(pair)]
     bos, eos = (
         (settings.bos_token, settings.eos_token)
@@ -79,8 +82,8 @@ def _describe_json(content: bytes, settings: Tokenizer) -> tuple[int, int, int]:
     )
     if bos not in ids or eos not in ids:
         raise ArtifactError(
-            f"every document is stored between two special tokens, and which is not known here. "
-            f"Set tokenizer.bos_token and tokenizer.eos_token to two of its special tokens: "
+            f"the file does not say which special tokens are BOS and EOS, and a corpus stores every document between "
+            f"the two. Set tokenizer.bos_token and tokenizer.eos_token to two of the file's special tokens: "
             f"{', '.join(list(ids)[:20]) or 'it has none'}."
         )
     _require_tokenizer(content)
@@ -94,7 +97,7 @@ def _require_tokenizer(content: bytes) -> None:
         tokenizers.Tokenizer.from_buffer(content)
     except ValueError as error:
         raise ArtifactError(
-            f"JSON, but not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}."
+            f"the file is JSON, but no tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The corpus's vocabulary: a file that the recipe names, or a SentencePiece model that is trained on the text."""
+"""Provides the corpus's vocabulary: the file that the recipe names, or a SentencePiece model trained on the text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from services.common.artifacts.manifest import write_durably
 from services.common.errors import ArtifactError, RecipeError
 from services.common.input_file import read_file
 from services.common.recipe import Recipe, VocabularyTraining
-from services.tokenizer.plan import VOCABULARY, Plan
+from services.tokenizer.corpus_plan import CorpusPlan
+from services.tokenizer.scratch import VOCABULARY
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.file_system import read_vocabulary
 from services.tokenizer.split_assignment import are_for_validation, are_sampled
@@ -23,10 +24,11 @@ from services.tokenizer.vocabulary.training import take_first, train_vocabulary
 logger = logging.getLogger(__name__)
 
 
-def provide_vocabulary(recipe: Recipe, plan: Plan, scratch: Path) -> tuple[Path, Vocabulary]:
-    """The vocabulary's file in `scratch`, made unless an earlier attempt left it there, and its description.
+def provide_vocabulary(recipe: Recipe, plan: CorpusPlan, scratch: Path) -> tuple[Path, Vocabulary]:
+    """Return the path of the vocabulary in `scratch`, and its description. A file that is there already is used.
 
-    Raises `ArtifactError` for a file that is no usable vocabulary, `RecipeError` when the recipe asks for another size.
+    Raises `ArtifactError` for a file that is no usable vocabulary, and `RecipeError` when its size is not
+    `model.vocab_size`.
     """
     path = scratch / VOCABULARY
     if path.exists():
@@ -49,26 +51,26 @@ def _describe(content: bytes, recipe: Recipe) -> Vocabulary:
         raise ArtifactError(f"{uri}: {error}") from error
     if vocabulary.vocab_size != recipe.model.vocab_size:
         raise RecipeError(
-            f"{uri} has {vocabulary.vocab_size:,} pieces, model.vocab_size is {recipe.model.vocab_size:,}. "
+            f"{uri} has {vocabulary.vocab_size:,} pieces, but model.vocab_size is {recipe.model.vocab_size:,}. "
             f"Set model.vocab_size = {vocabulary.vocab_size}, or name another tokenizer.model."
         )
     return vocabulary
 
 
-def _train_on_corpus(recipe: Recipe, training: VocabularyTraining, plan: Plan) -> bytes:
+def _train_on_corpus(recipe: Recipe, training: VocabularyTraining, plan: CorpusPlan) -> bytes:
     documents = list(take_first(_read_training_text(recipe, plan), training.max_bytes))
     text_bytes = sum(map(len, documents))
     if not text_bytes:
         raise ArtifactError(
-            f"The corpus is empty: no training text in {plan.input_files:,} files of corpus.sources, "
-            f"so no vocabulary can be made from it."
+            f"The corpus is empty: the {plan.num_input_files:,} files of corpus.sources hold no training text, and a "
+            f"vocabulary is trained on it. Add text to corpus.sources."
         )
     logger.info("training a vocabulary of %s pieces on %s bytes of text", f"{training.vocab_size:,}", f"{text_bytes:,}")
     return train_vocabulary(documents, training.vocab_size)
 
 
-def _read_training_text(recipe: Recipe, plan: Plan) -> Iterator[memoryview]:
-    """The documents of the training split."""
+def _read_training_text(recipe: Recipe, plan: CorpusPlan) -> Iterator[memoryview]:
+    """Yield the documents of the training split."""
     for partition in plan.partitions:
         for batch in read_documents(
             partition.file_ranges, recipe.corpus.invalid_utf8, recipe.corpus.max_document_bytes
@@ -79,9 +81,9 @@ def _read_training_text(recipe: Recipe, plan: Plan) -> Iterator[memoryview]:
             yield from batch.select(is_for_training).views()
 
 
-def _read_given(recipe: Recipe, plan: Plan) -> bytes:
+def _read_given(recipe: Recipe, plan: CorpusPlan) -> bytes:
     uri = str(recipe.tokenizer.model)
     content = read_vocabulary(uri)
     if xxhash.xxh3_128_hexdigest(content) != plan.links[-1].content_digest:
-        raise ArtifactError(f"{uri}: changed since the corpus was planned. Run the same command again.")
+        raise ArtifactError(f"{uri}: the file has changed since the corpus was planned. Run the same command again.")
     return content

@@ -1,4 +1,4 @@
-"""Training a SentencePiece vocabulary on documents, with Llama 2's settings."""
+"""Trains a SentencePiece vocabulary on documents, with Llama 2's settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sentencepiece
 
 from services.common.errors import MillraceError, RecipeError
 
-# Llama 2's: nothing is normalised away, and bytes stand in for characters without a piece.
+# Llama 2's settings: text is not normalised, and byte pieces encode characters without a piece.
 _LLAMA2_SETTINGS: dict[str, Any] = {
     "model_type": "bpe",
     "byte_fallback": True,
@@ -28,13 +28,13 @@ _LLAMA2_SETTINGS: dict[str, Any] = {
 }
 _LINE_CHARACTERS = 2**20
 _LINE_BYTES = 4 * _LINE_CHARACTERS
-# SentencePiece writes this character for what it does not know, and leaves out whole lines that contain it.
+# SentencePiece uses this character for unknown pieces, and ignores lines of text that contain it.
 _RESERVED_CHARACTER = "\u2585"
 _LOG_ERRORS_ONLY = 2
 
 
 def take_first(documents: Iterable[bytes | memoryview], max_bytes: int) -> Iterator[bytes]:
-    """The first so many bytes of text; the document at the end is cut, between two characters."""
+    """Yield the first `max_bytes` of text. The last document is cut between two characters."""
     for document in documents:
         yield bytes(document[:max_bytes]).decode("utf-8", "ignore").encode()
         max_bytes -= len(document)
@@ -43,9 +43,9 @@ def take_first(documents: Iterable[bytes | memoryview], max_bytes: int) -> Itera
 
 
 def train_vocabulary(documents: Iterable[bytes], vocab_size: int) -> bytes:
-    """A SentencePiece BPE model trained on documents. The same documents give the same bytes.
+    """Train a SentencePiece BPE model on documents. The same documents give the same bytes.
 
-    Raises `RecipeError` when the text is too small for so many pieces, or has more characters than pieces.
+    Raises `RecipeError` when the text is too small for `vocab_size` pieces, or has more characters than that.
     """
     model = io.BytesIO()
     failures: list[RuntimeError] = []
@@ -64,7 +64,7 @@ def train_vocabulary(documents: Iterable[bytes], vocab_size: int) -> bytes:
                 model_writer=model,
                 vocab_size=vocab_size,
                 max_sentence_length=_LINE_BYTES,
-                num_threads=1,  # the model's bytes depend on it
+                num_threads=1,  # the model's bytes depend on the number of threads
                 minloglevel=_LOG_ERRORS_ONLY,
                 **_LLAMA2_SETTINGS,
             )
@@ -73,14 +73,14 @@ def train_vocabulary(documents: Iterable[bytes], vocab_size: int) -> bytes:
         finally:
             is_done.set()
 
-    # Minutes of C++ for a large text: in a thread, so that Ctrl-C and SIGTERM still reach this one.
+    # C++ trains for minutes on a large text. It runs in a thread, so that this one handles Ctrl-C and SIGTERM.
     threading.Thread(target=train, name="train-vocabulary", daemon=True).start()
     try:
-        # Not join: interrupted by a signal, Python 3.11's takes the thread for ended.
+        # No join(): in Python 3.11 a join that a signal interrupts marks the running thread as ended.
         while not is_done.wait(0.1):
             pass
     finally:
-        # While C++ asks for lines it runs Python below it, and a Python that ends then aborts the process (SIGABRT).
+        # C++ calls `read_lines`. If Python ended during such a call, the process would abort (SIGABRT).
         is_abandoned.set()
         is_done.wait(1)
     if failures:
@@ -100,12 +100,12 @@ def _explain_failure(error: RuntimeError, vocab_size: int) -> MillraceError | Ru
     wanted = f"tokenizer.train.vocab_size {vocab_size:,}"
     if most := re.search(r"set it to a value <= (\d+)", message):
         return RecipeError(
-            f"{wanted} is too large for this text, which has pieces for {int(most[1]):,} at most. "
-            f"Lower it (and model.vocab_size), or add text."
+            f"{wanted} is too large for this text, which gives at most {int(most[1]):,} pieces. "
+            f"Lower it and model.vocab_size, or add text."
         )
     if least := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return RecipeError(
-            f"{wanted} is too small for this text, whose characters and bytes alone need {int(least[1]):,}. "
-            f"Raise it (and model.vocab_size)."
+            f"{wanted} is too small for this text, whose characters and bytes need {int(least[1]):,} pieces. "
+            f"Raise it and model.vocab_size."
         )
     return error

@@ -66,6 +66,7 @@ PREREQUISITES = {
 }
 
 KUBERNETES = "v1.34.4"
+KUBERAY = "kuberay-operator"
 STILL_SECONDS = 30.0
 """Seconds between two lines about a program that is still being compiled."""
 PACKAGES = {  # binary -> package of the module in go.mod
@@ -310,10 +311,11 @@ def start_operators() -> None:
     wait("Volcano's default queue", lambda: bool(kubectl(*queues, quiet=True)))
 
 
-def start_kuberay(*flags: str) -> None:
-    start("kuberay-operator", BIN / "kuberay-operator", f"-kubeconfig={KUBECONFIG}", "-enable-leader-election=false",
-          "-use-kubernetes-proxy", "-metrics-addr=127.0.0.1:18080", "-health-probe-bind-address=127.0.0.1:18082",
-          *flags)  # fmt: skip
+def start_kuberay(*flags: str, name: str = KUBERAY, first_port: int = 18080) -> None:
+    """One operator, of which there may be several under other names, each with two ports from the first on."""
+    start(name, BIN / "kuberay-operator", f"-kubeconfig={KUBECONFIG}", "-enable-leader-election=false",
+          "-use-kubernetes-proxy", f"-metrics-addr=127.0.0.1:{first_port}",
+          f"-health-probe-bind-address=127.0.0.1:{first_port + 1}", *flags)  # fmt: skip
 
 
 def is_up() -> bool:
@@ -361,7 +363,7 @@ def down() -> None:
     if not HOME.exists():
         return
     # Controllers first: they would start again what is stopped after them.
-    operators = ("kuberay-operator", "volcano-controller", "volcano-scheduler")
+    operators = (KUBERAY, "volcano-controller", "volcano-scheduler")
     for name in (*operators, "kube-controller-manager", "kwok", "kubelet", "kube-proxy"):
         stop(name)
     for task in ctr("tasks", "ls", "-q", quiet=True).split():

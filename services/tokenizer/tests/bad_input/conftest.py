@@ -1,4 +1,4 @@
-"""The stage with a vocabulary that is given."""
+"""Fixtures that run the stage with a given vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage over one source that is bad, and good files to make bad ones of."""
+"""Runs the stage over bad sources, and writes good files for tests to damage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECES = 300
 
 
 class Stage:
-    """The stage over one source, with a vocabulary that is given."""
+    """Runs the stage with a given vocabulary, so that errors come from the sources."""
 
     def __init__(self, folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.root = folder, folder / "fsx"
@@ -32,7 +32,7 @@ class Stage:
         return run(recipe, self.root)
 
     def refuse(self, exit_code: int, *uris: Path, **settings: Any) -> str:
-        """The message with which it ends."""
+        """Run the stage, check that it publishes nothing and ends with `exit_code`, and return its error message."""
         assert self.run(*uris, **settings) == exit_code
         assert not is_anything_published(self.root)
         errors = self._capsys.readouterr().err

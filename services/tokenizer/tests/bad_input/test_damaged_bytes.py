@@ -1,4 +1,4 @@
-"""A file of any format with bytes that were flipped, overwritten or cut off is read, or refused by its name."""
+"""Files of all formats with flipped, overwritten or missing bytes are read, or refused by name."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ FORMATS: dict[str, Callable[[Path], object]] = {
 
 
 def damage(content: bytes, chosen: random.Random) -> bytes:
-    """What a disk, a broken copy or somebody hostile makes of a file: begin and end, which say most, as often."""
+    """Damage a file at random. Its begin, its end and the rest are damaged equally often."""
     begin, end = chosen.choice([(0, len(content)), (0, min(len(content), 600)), (max(0, len(content) - 1_500), None)])
     at = chosen.randrange(begin, len(content) if end is None else end)
     match chosen.randrange(4):

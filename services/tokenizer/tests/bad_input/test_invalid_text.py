@@ -1,4 +1,4 @@
-"""Text that is not UTF-8 is replaced and counted, or rejected with its place."""
+"""Text that is not UTF-8 is replaced and counted, or refused with its place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, jsonl, write_
 from services.tokenizer.tests.builders import decode_documents, published
 
 SURROGATES = [r"\ud800", r"\udfff and \udc80", r"\udcc3\udca9"]
-"""The last would be the bytes of an é, had they been bytes."""
+"""Escapes in JSON. The last two would be the bytes of an é."""
 
 
 def test_lone_surrogates_are_replaced_and_counted(stage: Stage, tmp_path: Path) -> None:
@@ -31,13 +31,11 @@ def test_lone_surrogates_are_replaced_and_counted(stage: Stage, tmp_path: Path) 
 def test_a_lone_surrogate_is_rejected_with_its_line(stage: Stage, tmp_path: Path, text: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS) + b'\n{"text": "lone %s"}\n' % text.encode())
     message = stage.refuse(3, tmp_path / "a.jsonl", corpus__invalid_utf8="reject", corpus__split_bytes=3_000)
-    assert "a.jsonl:62 is not UTF-8: byte 0x" in message
-    assert "at 5" in message
-    assert 'corpus.invalid_utf8 = "replace"' in message
+    assert all(part in message for part in ("a.jsonl:62 ", "0x", "at 5 ", 'corpus.invalid_utf8 = "replace"'))
 
 
 def write_binary_column(folder: Path, ending: str) -> Path:
-    """60 rows in groups of 20, of which two are broken."""
+    """Write 60 rows in groups of 20. Rows 48 and 51 are not UTF-8."""
     values = [text.encode() for text in TEXTS]
     values[47] = b"latin-1 caf\xe9"
     values[50] = "cut off €".encode()[:-1]
@@ -70,4 +68,4 @@ def test_a_broken_value_of_a_binary_column_is_rejected_with_its_row(
 ) -> None:
     path = write_binary_column(tmp_path, ending)
     message = stage.refuse(3, path, corpus__invalid_utf8="reject", corpus__split_bytes=split_bytes)
-    assert f"{path.name}: row 48, column 'text' is not UTF-8: byte 0xe9 at 11" in message
+    assert all(part in message for part in (f"{path.name}: row 48, column 'text' ", "0xe9 at 11"))

@@ -1,4 +1,4 @@
-"""Files that are no vocabulary are refused with what was expected."""
+"""Files that are no vocabulary are refused by name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from services.tokenizer.tests.bad_input.stage import Stage, write_parquet
 def test_a_vocabulary_file_without_a_byte_is_refused(stage: Stage, tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet")
     (tmp_path / "empty.model").touch()
-    message = stage.refuse(3, tmp_path / "a.parquet", tokenizer__model=str(tmp_path / "empty.model"))
-    assert "empty.model: no vocabulary: neither a SentencePiece model" in message
+    assert "empty.model: " in stage.refuse(3, tmp_path / "a.parquet", tokenizer__model=str(tmp_path / "empty.model"))
 
 
 def test_a_sentencepiece_model_that_is_cut_off_is_refused(stage: Stage, tmp_path: Path, model: Path) -> None:
@@ -24,8 +23,7 @@ def test_a_sentencepiece_model_that_is_cut_off_is_refused(stage: Stage, tmp_path
     content = model.read_bytes()
     for size in (1, 10, len(content) // 2, len(content) - 1):
         (tmp_path / "cut.model").write_bytes(content[:size])
-        message = stage.refuse(3, tmp_path / "a.parquet", tokenizer__model=str(tmp_path / "cut.model"))
-        assert "cut.model: no vocabulary: neither a SentencePiece model" in message
+        assert "cut.model: " in stage.refuse(3, tmp_path / "a.parquet", tokenizer__model=str(tmp_path / "cut.model"))
 
 
 BORDERS = [{"id": 1, "content": "<s>"}, {"id": 2, "content": "</s>"}]
@@ -34,11 +32,11 @@ BORDERS = [{"id": 1, "content": "<s>"}, {"id": 2, "content": "</s>"}]
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({}, "not a tokenizer.json of Hugging Face (KeyError('model'))"),
-        ({"model": {"vocab": {"a": "x"}}}, "not a tokenizer.json of Hugging Face (TypeError"),
-        ({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1}]}, "not a tokenizer.json of Hugging Face (KeyError"),
-        ({"model": {"vocab": {}}}, "it has none"),
-        ({"model": {"vocab": {"a": 0}}, "added_tokens": BORDERS}, "not a tokenizer.json that tokenizers"),
+        ({}, "KeyError('model')"),
+        ({"model": {"vocab": {"a": "x"}}}, "TypeError"),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1}]}, "KeyError('content')"),
+        ({"model": {"vocab": {}}}, "tokenizer.bos_token"),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": BORDERS}, "tokenizers "),
     ],
 )
 def test_json_that_is_no_vocabulary_is_refused(
@@ -54,8 +52,8 @@ def test_json_that_is_no_vocabulary_is_refused(
 def test_a_tokenizer_json_that_is_cut_off_is_refused(stage: Stage, tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet")
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b"')
-    message = stage.refuse(3, tmp_path / "a.parquet", tokenizer__model=str(tmp_path / "tokenizer.json"))
-    assert "tokenizer.json: JSON, but not a tokenizer.json of Hugging Face" in message
+    model = tmp_path / "tokenizer.json"
+    assert f"{model}: " in stage.refuse(3, tmp_path / "a.parquet", tokenizer__model=str(model))
 
 
 def test_a_tokenizer_json_whose_borders_are_not_known_says_which_there_are(stage: Stage, tmp_path: Path) -> None:
@@ -66,10 +64,10 @@ def test_a_tokenizer_json_whose_borders_are_not_known_says_which_there_are(stage
 
     message = stage.refuse(3, tmp_path / "a.parquet", **settings)
 
-    assert "tokenizer.json: " in message
-    assert "Set tokenizer.bos_token and tokenizer.eos_token to two of its special tokens: [CLS], [SEP]." in message
+    named = ("tokenizer.json: ", "tokenizer.bos_token", "tokenizer.eos_token", "[CLS], [SEP]")
+    assert all(part in message for part in named)
     wrong = {"tokenizer__bos_token": "[CLS]", "tokenizer__eos_token": "[END]"}
-    assert "two of its special tokens" in stage.refuse(3, tmp_path / "a.parquet", **settings, **wrong)
+    assert "[CLS], [SEP]" in stage.refuse(3, tmp_path / "a.parquet", **settings, **wrong)
 
 
 def tiktoken_lines(ranks: Sequence[int]) -> bytes:
@@ -89,5 +87,4 @@ def tiktoken_lines(ranks: Sequence[int]) -> bytes:
 def test_a_tiktoken_file_that_is_not_whole_is_refused(stage: Stage, tmp_path: Path, content: bytes) -> None:
     write_parquet(tmp_path / "a.parquet")
     (tmp_path / "a.tiktoken").write_bytes(content)
-    message = stage.refuse(3, tmp_path / "a.parquet", tokenizer__model=str(tmp_path / "a.tiktoken"))
-    assert "a.tiktoken: Not a whole tiktoken file: its ranks have gaps, or a byte is no token." in message
+    assert "a.tiktoken: " in stage.refuse(3, tmp_path / "a.parquet", tokenizer__model=str(tmp_path / "a.tiktoken"))

@@ -1,4 +1,4 @@
-"""A vocabulary on its own is the one that the stage would have made."""
+"""`train-vocab` makes the vocabulary that the stage would have trained."""
 
 from __future__ import annotations
 
@@ -11,25 +11,47 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.tokenizer.tests.builders import VOCAB_SIZE, make_text, write_documents
-from services.tokenizer.tests.tools.corpora import MODEL, Tool, make_corpus
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.store import Artifact
+from services.tokenizer.tests.builders import (
+    VOCAB_SIZE,
+    Tool,
+    make_documents,
+    make_text,
+    published,
+    run,
+    write_documents,
+    write_recipe,
+)
 from services.tokenizer.vocabulary.training import train_vocabulary
+
+
+@pytest.fixture
+def documents() -> list[bytes]:
+    return [*make_documents(50), "größe </s> <s> 漢字 and 🎉".encode()]
+
+
+def make_corpus(folder: Path, documents: list[bytes], **overrides: Any) -> Artifact[CorpusManifest]:
+    folder.mkdir()
+    recipe = write_recipe(folder, write_documents(folder / "text", documents), **overrides)
+    assert run(recipe, folder / "fsx") == 0
+    return published(folder / "fsx")
 
 
 def test_a_vocabulary_made_alone_is_the_stages_own(tmp_path: Path, documents: list[bytes], tool: Tool) -> None:
     made = make_corpus(tmp_path / "stage", documents)
     path = tmp_path / "alone.model"
-    said = tool("train-vocab", "--output", path, "--vocab-size", VOCAB_SIZE, tmp_path / "stage" / "text")
+    result = tool("train-vocab", "--output", path, "--vocab-size", VOCAB_SIZE, tmp_path / "stage" / "text")
 
-    assert said.exit_code == 0
-    assert path.read_bytes() == (made.path / MODEL).read_bytes()
-    assert said.value("sha256") == made.manifest.corpus.vocabulary.sha256
-    assert said.value("pieces").startswith(f"{VOCAB_SIZE},")
-    assert said.value("size") == f"{path.stat().st_size:,} bytes"
-    assert said.value("text") == f"{sum(map(len, documents)):,} bytes of {len(documents)} documents"
+    assert result.exit_code == 0
+    assert path.read_bytes() == (made.path / "tokenizer" / "tokenizer.model").read_bytes()
+    assert result.value("sha256") == made.manifest.corpus.vocabulary.sha256
+    assert result.value("pieces").startswith(f"{VOCAB_SIZE},")
+    assert result.value("size") == f"{path.stat().st_size:,} bytes"
+    assert result.value("text") == f"{sum(map(len, documents)):,} bytes of {len(documents)} documents"
     assert [each.name for each in tmp_path.iterdir() if each.is_file()] == ["alone.model"]
 
-    recipe = tomllib.loads(said.output[said.output.index("[tokenizer]\n") :])
+    recipe = tomllib.loads(result.output[result.output.index("[tokenizer]\n") :])
     assert recipe == {"tokenizer": {"model": str(path)}, "model": {"vocab_size": VOCAB_SIZE}}
     again = make_corpus(tmp_path / "again", documents, tokenizer__model=recipe["tokenizer"]["model"])
     assert again.manifest.content_digest == made.manifest.content_digest
@@ -44,9 +66,11 @@ def test_a_vocabulary_is_made_from_the_first_bytes_of_several_sources(
     pieces = [*documents[:-1], documents[-1][:-500]]
     limit = sum(map(len, pieces))
     options = ("--vocab-size", VOCAB_SIZE, "--max-bytes", limit, "--column", "body")
-    said = tool("train-vocab", "--output", tmp_path / "a.model", *options, tmp_path / "a.parquet", tmp_path / "b.jsonl")
+    result = tool(
+        "train-vocab", "--output", tmp_path / "a.model", *options, tmp_path / "a.parquet", tmp_path / "b.jsonl"
+    )
 
-    assert said.value("text").startswith(f"{limit:,} bytes of ")
+    assert result.value("text").startswith(f"{limit:,} bytes of ")
     assert (tmp_path / "a.model").read_bytes() == train_vocabulary(pieces, VOCAB_SIZE)
 
 
@@ -54,10 +78,10 @@ def test_a_vocabulary_that_is_there_is_never_overwritten(tmp_path: Path, documen
     text = write_documents(tmp_path / "text", documents)
     path = tmp_path / "mine.model"
     path.write_bytes(b"mine")
-    said = tool("train-vocab", "--output", path, "--vocab-size", VOCAB_SIZE, text)
+    result = tool("train-vocab", "--output", path, "--vocab-size", VOCAB_SIZE, text)
 
-    assert said.exit_code == 2
-    assert "mine.model: exists already and is not overwritten" in said.errors
+    assert result.exit_code == 2
+    assert "mine.model" in result.errors
     assert path.read_bytes() == b"mine"
 
 
@@ -80,13 +104,13 @@ def test_a_vocabulary_that_appears_meanwhile_is_not_overwritten(
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "expected"),
     [
-        (["--vocab-size", "90000", "TEXT"], 2, ["90,000 is too large for this text", "it is --vocab-size"]),
+        (["--vocab-size", "90000", "TEXT"], 2, ["90,000", "--vocab-size"]),
         (["--vocab-size", "299", "TEXT"], 2, ["vocab-size", "300", "usage: python -m services.tokenizer train-vocab"]),
         (["--vocab-size", "400", "--max-bytes", "0", "TEXT"], 2, ["max-bytes", "usage"]),
         (["--vocab-size", "400", "--format", "word", "TEXT"], 2, ["--format", "wikicorpus"]),
         (["--vocab-size", "400"], 2, ["SOURCE", "usage"]),
-        (["--vocab-size", "400", "missing.txt"], 3, ["missing.txt: no such file or folder"]),
-        (["--vocab-size", "400", "EMPTY"], 3, ["No text in", "empty.txt"]),
+        (["--vocab-size", "400", "missing.txt"], 3, ["missing.txt"]),
+        (["--vocab-size", "400", "EMPTY"], 3, ["empty.txt"]),
     ],
 )
 def test_a_vocabulary_that_cannot_be_made_leaves_nothing(
@@ -97,15 +121,15 @@ def test_a_vocabulary_that_cannot_be_made_leaves_nothing(
     (tmp_path / "text.txt").write_bytes(make_text(20_000))
     (tmp_path / "empty.txt").touch()
     files = {"TEXT": tmp_path / "text.txt", "EMPTY": tmp_path / "empty.txt"}
-    said = tool("train-vocab", "--output", folder / "a.model", *(files.get(each, each) for each in arguments))
+    result = tool("train-vocab", "--output", folder / "a.model", *(files.get(each, each) for each in arguments))
 
-    assert said.exit_code == exit_code, said.errors
-    assert all(part in said.errors for part in expected), said.errors
+    assert result.exit_code == exit_code, result.errors
+    assert all(part in result.errors for part in expected), result.errors
     assert list(folder.iterdir()) == []
 
 
 def test_a_vocabulary_needs_a_folder_that_is_there(tmp_path: Path, tool: Tool) -> None:
-    said = tool("train-vocab", "--output", tmp_path / "missing" / "a.model", "--vocab-size", "400", "pydoc://")
+    result = tool("train-vocab", "--output", tmp_path / "missing" / "a.model", "--vocab-size", "400", "pydoc://")
 
-    assert said.exit_code == 2
-    assert "missing: no such folder" in said.errors
+    assert result.exit_code == 2
+    assert str(tmp_path / "missing") in result.errors

@@ -1,50 +1,42 @@
-"""The plan of a corpus: its inputs, the splits that encode tasks read, and the id of what will come out."""
+"""The plan of a corpus: its inputs, the partitions that encode tasks read, and the corpus's id."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import xxhash
 
-from services.common.artifacts.corpus import Vocabulary
-from services.common.artifacts.manifest import InputLink, write_durably
-from services.common.artifacts.store import Workspace, artifact_id, discard
+from services.common.artifacts.manifest import InputLink
+from services.common.artifacts.store import artifact_id
 from services.common.recipe import Recipe, fingerprint
-from services.tokenizer.atomic_file import TEMPORARY_SUFFIX
-from services.tokenizer.encoding.encoder_choice import EncoderChoice
 from services.tokenizer.sources.documents import cut_file, list_inputs
 from services.tokenizer.sources.file_range import FileRange, InputFile, InputPartition
 from services.tokenizer.sources.file_system import read_vocabulary
 
 CONTENT_VERSION = 1
-"""Raised when the same recipe and inputs give other bytes."""
-
-PLAN = "plan.json"
-VOCABULARY = "vocabulary"
-"""The vocabulary's name in scratch; in the corpus it has the name that programs expect."""
+"""A part of every corpus's id. A release that gives other bytes for the same recipe and inputs raises it."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class CorpusPlan:
+    """The work of one corpus, before any text is read."""
+
     artifact_id: str
     partitions: tuple[InputPartition, ...]
     links: tuple[InputLink, ...]
-    """Provenance: a line per source, and at the end one for a given vocabulary."""
+    """The inputs that the manifest names: one link for each source, then one for a vocabulary that the recipe names."""
 
     @property
-    def input_files(self) -> int:
+    def num_input_files(self) -> int:
         return len({file_range.file.uri for partition in self.partitions for file_range in partition.file_ranges})
 
 
-def make_plan(recipe: Recipe) -> Plan:
-    """List and digest the inputs and cut them into partitions of about `corpus.split_bytes`.
+def plan_corpus(recipe: Recipe) -> CorpusPlan:
+    """List the inputs, take their digests and cut them into partitions of about `corpus.split_bytes`.
 
-    Sources with a weight above 1 are read again after all sources were read once, so that a training sequence does not
-    hold a document twice.
+    A source with a weight above 1 is read again only after all sources were read once. So the copies of a document are
+    far apart, and no training sequence holds two of them.
     """
     listed = [(source, list_inputs(source, recipe.corpus.max_document_bytes)) for source in recipe.corpus.sources]
     links = [_link("text/1", source.uri, files) for source, files in listed]
@@ -66,7 +58,7 @@ def make_plan(recipe: Recipe) -> Plan:
         if pass_number < passes[number]
         for group in source_groups
     ]
-    return Plan(
+    return CorpusPlan(
         artifact_id=artifact_id(recipe, "corpus", CONTENT_VERSION, [link.content_digest for link in links]),
         partitions=tuple(
             InputPartition(index, source=number, pass_number=pass_number, file_ranges=group)
@@ -76,26 +68,8 @@ def make_plan(recipe: Recipe) -> Plan:
     )
 
 
-def begin_encoding(workspace: Workspace, plan: Plan, vocabulary: Vocabulary, encoder: EncoderChoice) -> Path:
-    """The folder for the partitions of this plan, encoded so: whoever writes a file of it writes the same bytes.
-
-    What belongs to another plan, vocabulary or encoder is discarded, and what killed writers left. It is listed before
-    the lease is checked: names that a newer holder has thought of since are not among it.
-    """
-    partitions = [dataclasses.asdict(partition) for partition in plan.partitions]
-    folder = workspace.scratch / fingerprint([partitions, vocabulary.sha256, encoder])[:16]
-    kept = {folder, workspace.scratch / VOCABULARY}
-    stale = [path for path in workspace.scratch.iterdir() if path not in kept]
-    for path in [*stale, *folder.glob(f"*{TEMPORARY_SUFFIX}")]:
-        discard(path, workspace.lease)
-    folder.mkdir(exist_ok=True)
-    if not (folder / PLAN).exists():
-        write_durably(folder / PLAN, json.dumps(partitions, indent=1).encode())
-    return folder
-
-
 def _group(file_ranges: list[FileRange], split_bytes: int) -> list[tuple[FileRange, ...]]:
-    """Consecutive file ranges, together no larger than `split_bytes` unless one alone is."""
+    """Group consecutive file ranges into groups of at most `split_bytes`. A larger file range is alone in its group."""
     groups: list[list[FileRange]] = []
     room = 0
     for file_range in file_ranges:
@@ -108,7 +82,7 @@ def _group(file_ranges: list[FileRange], split_bytes: int) -> list[tuple[FileRan
 
 
 def _join_neighbours(file_ranges: list[FileRange]) -> tuple[FileRange, ...]:
-    """Ranges of a file that follow each other as one, for which the file is opened once."""
+    """Join adjacent ranges of the same file, so that the file is opened once for all of them."""
     joined: list[FileRange] = []
     for file_range in file_ranges:
         if joined and (joined[-1].file, joined[-1].end) == (file_range.file, file_range.begin):
@@ -120,7 +94,7 @@ def _join_neighbours(file_ranges: list[FileRange]) -> tuple[FileRange, ...]:
 
 
 def _link(schema: str, uri: str, files: list[InputFile]) -> InputLink:
-    # A name decides the format, and in documentation the text too; so a renamed file is another input.
+    # The name decides a file's format, and is a part of the text that `pydoc://` makes. So a renamed file is new input.
     digest = fingerprint([[file.name, file.format, file.digest] for file in files])
     return InputLink(schema_id=schema, path=uri, id=digest[:16], content_digest=digest)
 

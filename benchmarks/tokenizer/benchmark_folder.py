@@ -1,4 +1,4 @@
-"""The folder that all rows read: text as parquet, a vocabulary in the forms that libraries want, a recipe."""
+"""The folder that all rows read: text in Parquet, a vocabulary in the formats of all libraries, and a recipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ SEQUENCE_LENGTH = 4096
 
 
 @dataclass(frozen=True)
-class Workbench:
+class BenchmarkFolder:
+    """Paths of the text, the vocabulary and the output of a benchmark."""
+
     folder: Path
 
     @property
@@ -30,7 +32,7 @@ class Workbench:
 
     @property
     def hugging_face(self) -> Path:
-        """A folder for AutoTokenizer, with the tokenizer.json that encodes like the model."""
+        """A folder for `AutoTokenizer`, whose tokenizer.json gives the ids of `model`."""
         return self.folder / "hugging-face"
 
     @property
@@ -42,6 +44,7 @@ class Workbench:
         return [document.encode() for document in column.to_pylist()]
 
     def fill(self, text: Text, model: bytes) -> None:
+        """Write the text and the vocabulary."""
         self.hugging_face.mkdir(parents=True)
         self.model.write_bytes(model)
         (self.hugging_face / "tokenizer.model").write_bytes(model)
@@ -52,7 +55,7 @@ class Workbench:
         pq.write_table(pa.table({"text": column}), self.parquet, compression="zstd", row_group_size=100)
 
     def write_recipe(self, num_workers: int) -> Path:
-        """A recipe for the stage; its trainer's sections are never read."""
+        """Write a recipe for the tokenizer. Its tables for the trainer are not used."""
         path = self.folder / f"recipe-{os.getpid()}.toml"
         path.write_text(
             f"""
@@ -86,7 +89,7 @@ max_steps = 2
 
 
 def _tokenizer_json(model: bytes) -> dict[str, object]:
-    """The tokenizer.json that gives SentencePiece's ids: merges by score, a space for each space, none added twice."""
+    """Make a tokenizer.json that gives SentencePiece's ids, with merges in the order of scores."""
     processor = load_model(model)
     pieces = [str(processor.id_to_piece(index)) for index in range(processor.vocab_size())]
     id_of_piece = {piece: index for index, piece in enumerate(pieces)}

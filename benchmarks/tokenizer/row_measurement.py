@@ -1,4 +1,4 @@
-"""How long a row took, what it left behind, and what its ids were."""
+"""The measurement of one row of the table: time, memory, stored bytes and a digest of the ids."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ import numpy.typing as npt
 
 
 @dataclass
-class Measurement:
+class RowMeasurement:
+    """The result of one run of a row."""
+
     wall_seconds: float
     cpu_seconds: float | None
-    """None where a rate is per second of wall time, because processes are compared."""
+    """CPU time, or None for a row whose rate is per second of wall time."""
     texts: int = 1
-    """How many times the text was encoded."""
+    """Number of times that the text was encoded."""
     tokens: int = 0
     stored_bytes: int = 0
-    """All files that the row leaves behind, caches too."""
+    """Bytes of all files that the row leaves, with caches."""
     ids_digest: str = ""
-    """Of every document's ids without BOS and EOS, when the row keeps documents apart."""
+    """Digest of all documents' ids without BOS and EOS, for rows that keep documents apart."""
     samples: int = 0
     notes: list[str] = field(default_factory=list)
     peak_memory_bytes: int = 0
 
     def rate(self, text_bytes: int) -> float:
-        """Samples, or MB of text, a second."""
+        """Return samples, or MB of text, a second."""
         seconds = self.wall_seconds if self.cpu_seconds is None else self.cpu_seconds
         return (self.samples or self.texts * text_bytes / 1e6) / seconds
 
-    def add_ids(self, documents: Iterable[npt.NDArray[np.integer] | list[int]]) -> Measurement:
-        """Count and hash ids; a document whose ids are not SentencePiece's changes the hash."""
+    def add_ids(self, documents: Iterable[npt.NDArray[np.integer] | list[int]]) -> RowMeasurement:
+        """Count and hash the documents' ids. Equal hashes mean equal ids of all documents."""
         digest = hashlib.sha256()
         for ids in documents:
             digest.update(len(ids).to_bytes(8, "little"))
@@ -46,17 +48,17 @@ class Measurement:
 
 
 class Watch:
-    """Wall and CPU time of this process and of the ones that it started and that have ended."""
+    """Measures wall time, and CPU time of this process and of its children that have ended."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), _cpu_seconds()
 
-    def stop(self) -> Measurement:
-        return Measurement(time.perf_counter() - self._wall, _cpu_seconds() - self._cpu)
+    def stop(self) -> RowMeasurement:
+        return RowMeasurement(time.perf_counter() - self._wall, _cpu_seconds() - self._cpu)
 
 
 def peak_memory_bytes() -> int:
-    """Of this process. Not `ru_maxrss`: a new program begins with its parent's."""
+    """Return the peak memory of this process. `ru_maxrss` is wrong here: a program inherits the value of its parent."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
 

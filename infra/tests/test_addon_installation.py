@@ -1,0 +1,315 @@
+"""make addons and make addons-diff: how helm and kubectl are called, and that what others installed is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.addons.releases import read_releases
+from infra.tests.programs import Programs
+from tests.command import call
+
+REPOSITORY = Path(__file__).parents[2]
+NAMES = [release.name for release in read_releases()]
+MARK = "millrace.dev/installed-by=make-addons"
+KUBECTL = """
+case "$*" in
+"get "*) if [ -e "OBJECTS/$2.json" ]; then cat "OBJECTS/$2.json"; fi ;;
+"label "*) while read -r line; do echo "$line, marked"; done ;;
+"apply "*) cat >>OBJECTS/applied.txt ;;
+"diff "*) echo "+++ /tmp/MERGED-1/group.v1.Kind..a.ray.io 2026-11-24"; echo "+a line"; exit DIFFERS ;;
+esac"""
+HELM = """
+case "$*" in
+"list"*"--selector MARK"*) cat OBJECTS/own.json ;;
+"list"*) cat OBJECTS/releases.json ;;
+"show crds "*) echo "definitions of $3" ;;
+esac
+"""
+
+
+class Cluster:
+    """What kubectl and helm find on a cluster, on which nobody has installed anything at first."""
+
+    def __init__(self, folder: Path, programs: Programs) -> None:
+        self.folder, self.programs = folder, programs
+        self.install()
+        self.answer()
+
+    def answer(self, helm: str = "", difference: int = 0) -> None:
+        """`helm`: more of its body, in bash. `difference`: what kubectl diff ends with."""
+        answer = KUBECTL.replace("OBJECTS", str(self.folder)).replace("DIFFERS", str(difference))
+        self.programs.add("kubectl", answer)
+        self.programs.add("helm", HELM.replace("OBJECTS", str(self.folder)).replace("MARK", MARK) + helm)
+
+    def install(self, *releases: tuple[str, str, str], ours: tuple[tuple[str, str, str], ...] = ()) -> None:
+        """The helm releases, as name, namespace and chart: somebody else's, and those of `make addons`."""
+        for file, found in (("releases.json", [*releases, *ours]), ("own.json", list(ours))):
+            listed = [dict(zip(("name", "namespace", "chart"), each, strict=True)) for each in found]
+            (self.folder / file).write_text(json.dumps(listed), encoding="utf-8")
+
+    def put(self, kinds: str, *things: dict[str, Any]) -> None:
+        (self.folder / f"{kinds}.json").write_text(json.dumps({"items": things}), encoding="utf-8")
+
+    @property
+    def applied(self) -> str:
+        """What kubectl was given to apply."""
+        file = self.folder / "applied.txt"
+        return file.read_text(encoding="utf-8") if file.exists() else ""
+
+    @property
+    def upgraded(self) -> list[str]:
+        """The releases that helm was told to install or upgrade, in order."""
+        return [line.split()[3] for line in self.programs.calls if line.startswith("helm upgrade --install")]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, programs: Programs) -> Cluster:
+    return Cluster(tmp_path, programs)
+
+
+def program(name: str, namespace: str, image: str, release: str = "") -> dict[str, Any]:
+    """A Deployment of one container, of a helm release in its own namespace."""
+    annotations = {"meta.helm.sh/release-name": release, "meta.helm.sh/release-namespace": namespace}
+    return {
+        "kind": "Deployment",
+        "metadata": {"name": name, "namespace": namespace, "annotations": annotations if release else {}},
+        "spec": {"template": {"spec": {"containers": [{"image": image}]}}},
+    }
+
+
+def definition(name: str, labels: dict[str, str] | None = None) -> dict[str, Any]:
+    return {
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": name, "labels": labels or {}},
+        "spec": {"group": name.partition(".")[2]},
+    }
+
+
+def test_without_helm_it_ends_with_4_and_says_where_to_get_it(
+    capfd: pytest.CaptureFixture[str], programs: Programs
+) -> None:
+    for command in ("addons", "addons-diff"):
+        done = call(capfd, "infra.__main__", command)
+
+        assert done.returncode == 4
+        assert done.stdout == ""
+        assert "https://helm.sh/docs/intro/install" in done.stderr
+
+
+def test_add_ons_are_installed_in_order_and_marked(capfd: pytest.CaptureFixture[str], cluster: Cluster) -> None:
+    done = call(capfd, "infra.__main__", "addons")
+
+    assert done.returncode == 0, done.stderr
+    assert cluster.upgraded == NAMES
+    upgrades = [line for line in cluster.programs.calls if "upgrade" in line]
+    assert all("--atomic" in line and "--version" in line and f"--labels {MARK}" in line for line in upgrades)
+
+
+def test_definitions_that_helm_leaves_out_are_applied_before_the_release_of_their_version(
+    capfd: pytest.CaptureFixture[str], cluster: Cluster
+) -> None:
+    """Server-side, from the chart of the very version: an older one of the cluster would keep its fields."""
+    [kuberay] = [release for release in read_releases() if release.name == "kuberay"]
+    cluster.install(ours=(("kuberay", kuberay.namespace, "kuberay-operator-1.5.0"),))
+
+    done = call(capfd, "infra.__main__", "addons")
+
+    assert done.returncode == 0, done.stderr
+    assert cluster.applied == (
+        "definitions of kuberay-operator, marked\ndefinitions of kube-prometheus-stack, marked\n"
+    )
+    calls = cluster.programs.calls
+    shown = f"helm show crds kuberay-operator --repo {kuberay.repository} --version {kuberay.version}"
+    first = calls.index(shown)
+    assert calls[first + 1 : first + 3] == [
+        f"kubectl label --local --filename - --output json {MARK}",
+        "kubectl apply --server-side --force-conflicts --filename -",
+    ]
+    assert calls[first + 3].startswith("helm upgrade --install kuberay ")
+
+
+def test_a_release_is_not_upgraded_where_its_definitions_cannot_be(
+    capfd: pytest.CaptureFixture[str], cluster: Cluster
+) -> None:
+    refusal = '[ "$1" != apply ] || { echo "Error from server (Forbidden)" >&2; exit 1; }\n'
+    cluster.programs.add("kubectl", refusal + KUBECTL.replace("OBJECTS", str(cluster.folder)))
+
+    done = call(capfd, "infra.__main__", "addons")
+
+    assert done.returncode == 4
+    assert "Forbidden" in done.stderr
+    assert cluster.upgraded == []
+
+
+def test_only_those_that_are_named_are_installed(
+    capfd: pytest.CaptureFixture[str], cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the list, however they are named."""
+    monkeypatch.setenv("ONLY", "volcano, kuberay")
+
+    assert call(capfd, "infra.__main__", "addons").returncode == 0
+    assert cluster.upgraded == ["kuberay", "volcano"]
+
+
+@pytest.mark.parametrize("command", ["addons", "addons-diff", "addons-argocd"])
+@pytest.mark.parametrize(("only", "said"), [("kubray", "kuberay"), ("volcano,volcanoo", "volcano"), ("x", "")])
+def test_an_add_on_that_there_is_not_names_the_nearest_one(
+    capfd: pytest.CaptureFixture[str],
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    only: str,
+    said: str,
+) -> None:
+    monkeypatch.setenv("ONLY", only)
+
+    done = call(capfd, "infra.__main__", command)
+
+    assert done.returncode == 2
+    assert f"ONLY={only}" in done.stderr
+    assert (f"mean {said}?" in done.stderr) == bool(said)
+    assert ", ".join(NAMES) in done.stderr
+    assert cluster.programs.calls == []
+
+
+THEIRS: dict[str, dict[str, list[Any]]] = {
+    "a release of its name": {"releases": [("volcano", "batch", "volcano-1.12.0")]},
+    "a release of its chart": {"releases": [("scheduling", "batch", "volcano-v1.12.0")]},
+    "a release of its name and namespace": {"releases": [("volcano", "volcano-system", "volcano-1.14.1")]},
+    "a program without a release": {"programs": [program("scheduler", "batch", "here:5000/vc-scheduler:v1@sha256:00")]},
+    "definitions of its kinds alone": {"definitions": [definition("queues.scheduling.volcano.sh")]},
+}
+
+
+@pytest.mark.parametrize("case", THEIRS)
+def test_what_somebody_else_installed_is_named_and_left(
+    capfd: pytest.CaptureFixture[str], cluster: Cluster, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    found = THEIRS[case]
+    cluster.install(*found.get("releases", []))
+    cluster.put("deployments,daemonsets", program("other", "batch", "volcano:1"), *found.get("programs", []))
+    cluster.put("customresourcedefinitions", definition("queues.other.example"), *found.get("definitions", []))
+
+    refused = call(capfd, "infra.__main__", "addons")
+
+    assert refused.returncode == 4
+    assert refused.stderr.count("  - ") == 1
+    assert "  - volcano: " in refused.stderr
+    assert cluster.upgraded == []
+    assert cluster.applied == ""
+    rest = "kuberay,neuron,efa,monitoring"
+    assert f"make addons ONLY={rest}" in refused.stderr
+
+    monkeypatch.setenv("ONLY", rest)
+
+    assert call(capfd, "infra.__main__", "addons").returncode == 0
+    assert cluster.upgraded == rest.split(",")
+
+
+def test_what_make_addons_installed_is_upgraded(capfd: pytest.CaptureFixture[str], cluster: Cluster) -> None:
+    """Also where an earlier make infra-down removed the release, and left the definitions."""
+    [volcano] = [release for release in read_releases() if release.name == "volcano"]
+    cluster.install(ours=((volcano.name, volcano.namespace, "volcano-1.13.0"),))
+    image = "docker.io/volcanosh/vc-scheduler:v1.13.0"
+    cluster.put("deployments,daemonsets", program("scheduler", volcano.namespace, image, volcano.name))
+    own = dict([MARK.split("=")])
+    cluster.put(
+        "customresourcedefinitions", definition("rayclusters.ray.io", own), definition("queues.scheduling.volcano.sh")
+    )
+
+    done = call(capfd, "infra.__main__", "addons")
+
+    assert done.returncode == 0, done.stderr
+    assert cluster.upgraded == NAMES
+
+
+def test_a_release_that_fails_stops_the_rest_and_is_named(capfd: pytest.CaptureFixture[str], cluster: Cluster) -> None:
+    cluster.answer('[[ "$*" != *"--install volcano"* ]] || { echo "helm: timed out" >&2; exit 1; }')
+
+    done = call(capfd, "infra.__main__", "addons")
+
+    assert done.returncode == 4
+    assert cluster.upgraded == ["kuberay", "volcano"]
+    assert "timed out" in done.stderr
+    assert "volcano was rolled back" in done.stderr
+    assert "kubectl -n volcano-system get pods,events" in done.stderr
+
+
+def test_a_diff_shows_what_would_change(capfd: pytest.CaptureFixture[str], cluster: Cluster) -> None:
+    cluster.answer(
+        """
+case "$*" in
+"list"*|"show"*) ;;
+"get manifest volcano"*) echo "Error: release: not found" >&2; exit 1 ;;
+"get manifest efa"*) echo "image: v0.5.20" ;;
+"get manifest"*) echo "kind: Same" ;;
+*"--install efa"*) echo '{"manifest": "image: v0.5.30\\n"}' ;;
+*) echo '{"manifest": "kind: Same\\n"}' ;;
+esac""",
+        difference=1,
+    )
+    cluster.install(("prometheus", "metrics", "kube-prometheus-stack-80.0.0"))
+
+    done = call(capfd, "infra.__main__", "addons-diff")
+
+    assert done.returncode == 0, done.stderr
+    assert "helm release prometheus in metrics (kube-prometheus-stack-80.0.0)" in done.stdout
+    assert "monitoring 92.21.2: make addons leaves it out" in done.stdout
+    assert "neuron 1.9.0: as it is installed" in done.stdout
+    assert "kuberay 1.6.1: would change\ndefinition a.ray.io: 1 lines come, 0 go\n" in done.stdout
+    assert "volcano 1.14.1: would change\n--- installed\n+++ addons.yaml\n" in done.stdout
+    assert "-image: v0.5.20\n+image: v0.5.30\n" in done.stdout
+    assert not any("--atomic" in line or "kubectl apply" in line for line in cluster.programs.calls)
+    assert all("--dry-run=server" in line for line in cluster.programs.calls if "upgrade" in line)
+
+
+@pytest.mark.parametrize(
+    ("command", "question"), [("addons", "list"), ("addons-diff", "list"), ("addons-diff", "get manifest")]
+)
+def test_a_cluster_that_does_not_answer_is_no_new_installation(
+    capfd: pytest.CaptureFixture[str], cluster: Cluster, command: str, question: str
+) -> None:
+    cluster.answer(f'[[ "$*" != "{question}"* ]] || {{ echo "Error: Kubernetes cluster unreachable" >&2; exit 1; }}')
+
+    done = call(capfd, "infra.__main__", command)
+
+    assert done.returncode == 4
+    assert "Kubernetes cluster unreachable" in done.stderr
+
+
+@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_stop_signal_lets_helm_roll_back(
+    programs: Programs, cluster: Cluster, tmp_path: Path, signum: signal.Signals, exit_code: int
+) -> None:
+    """Killed, it would leave a release that no later upgrade may touch."""
+    began, ended = tmp_path / "began", tmp_path / "ended"
+    cluster.answer(
+        f"""[ "$1" = upgrade ] || exit 0
+trap 'echo rolled back >>"{ended}"; exit 1' INT
+echo began >"{began}"
+while :; do sleep 0.05; done""",
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infra", "addons"], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, env=os.environ
+    )
+    deadline = time.monotonic() + 60
+    while not began.exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signum)
+    _, words = process.communicate(timeout=60)
+
+    assert process.returncode == exit_code
+    assert ended.read_text(encoding="utf-8") == "rolled back\n"
+    assert "the same command continues" in words
+    assert cluster.upgraded == ["kuberay"]

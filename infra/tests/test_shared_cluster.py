@@ -1,0 +1,256 @@
+"""infra-down on a cluster that others use, too: it takes down what Millrace made, and what it did not make it names."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from infra.account import STACK_TAG
+from infra.tests.conftest import Aws
+from infra.tests.site import ADDONS, Site, thing, volume_for
+from tests.command import call
+
+pytestmark = pytest.mark.skipif(shutil.which("terraform") is None, reason="no terraform on PATH")
+
+
+@pytest.fixture
+def shared(capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws) -> Site:
+    """The cluster is up, and a team called research works on it, too."""
+    cluster.put(
+        "namespaces", *(thing("Namespace", name) for name in ("default", "kube-system", "millrace", "research"))
+    )
+    cluster.put(
+        "pods",
+        thing("Pod", "coredns", "kube-system", nodeName="node-core"),
+        thing("Pod", "notebook", "research", nodeName="node-cpu"),
+        thing("Pod", "ended", "research", nodeName="node-trainium") | {"status": {"phase": "Succeeded"}},
+    )
+    cluster.put("nodes", *(node(pool) for pool in ("core", "cpu", "trainium")))
+    cluster.put(
+        "services",
+        thing("Service", "shown", "millrace", type="LoadBalancer"),
+        thing("Service", "notebook", "research", type="LoadBalancer"),
+    )
+    cluster.put(
+        "persistentvolumeclaims",
+        thing("PersistentVolumeClaim", "scratch", "millrace", storageClassName="gp3"),
+        thing("PersistentVolumeClaim", "notes", "research"),
+    )
+    cluster.install(("karpenter", "kube-system", "karpenter-1.8.1"), ("tools", "research", "tools-1.0.0"), ours=ADDONS)
+    group = aws.client("eks").describe_nodegroup(clusterName="millrace", nodegroupName="trainium")["nodegroup"]
+    for name, tags in (("cpu", {STACK_TAG: "millrace"}), ("research", {})):
+        aws.client("eks").create_nodegroup(
+            clusterName="millrace",
+            nodegroupName=name,
+            subnets=group["subnets"],
+            nodeRole=group["nodeRole"],
+            tags=tags,
+            scalingConfig={"minSize": 0, "desiredSize": 3, "maxSize": 4},
+        )
+    volume = volume_for("research/notes")
+    aws.client("ec2").create_volume(AvailabilityZone="us-west-2a", Size=50, TagSpecifications=volume)
+    assert call(capfd, "infra.__main__", "up").returncode == 0
+    cluster.programs.forget_calls()
+    return cluster
+
+
+def node(pool: str) -> dict[str, Any]:
+    found = thing("Node", f"node-{pool}")
+    found["metadata"]["labels"] = {"eks.amazonaws.com/nodegroup": pool}
+    return found
+
+
+def group_sizes(aws: Aws) -> dict[str, int]:
+    eks = aws.client("eks")
+    names = eks.list_nodegroups(clusterName="millrace")["nodegroups"]
+    groups = [eks.describe_nodegroup(clusterName="millrace", nodegroupName=name)["nodegroup"] for name in names]
+    return {group["nodegroupName"]: group["scalingConfig"]["desiredSize"] for group in groups}
+
+
+def network_of(aws: Aws) -> str:
+    [vpc] = aws.client("ec2").describe_vpcs(Filters=[{"Name": f"tag:{STACK_TAG}", "Values": ["millrace"]}])["Vpcs"]
+    return str(vpc["VpcId"])
+
+
+def changes(site: Site) -> list[str]:
+    """What kubectl and helm were told to remove."""
+    words = (" delete ", "helm uninstall ", "helm upgrade ", " apply ")
+    return [line for line in site.programs.calls if any(word in line for word in words)]
+
+
+def test_it_is_refused_before_anything_is_taken_down(capfd: pytest.CaptureFixture[str], shared: Site, aws: Aws) -> None:
+    sizes, addresses = group_sizes(aws), shared.addresses
+
+    done = call(capfd, "infra.__main__", "down")
+
+    assert done.returncode == 4
+    assert "Take down" not in done.stdout
+    named = {
+        "namespace": "kubectl delete namespace research",
+        "helm release": "helm --namespace kube-system uninstall karpenter",
+        "node group": "aws eks delete-nodegroup --cluster-name millrace --nodegroup-name research",
+        "service": "kubectl --namespace research delete service notebook",
+        "persistentvolumeclaim": "kubectl --namespace research delete persistentvolumeclaim notes",
+    }
+    for kind, removal in named.items():
+        assert kind in done.stderr
+        assert removal in done.stderr
+    assert done.stderr.count(" delete ") + done.stderr.count(" uninstall ") + done.stderr.count(" delete-") == len(
+        named
+    )
+    assert "2 pods, helm releases tools" in done.stderr
+    assert "KEEP_CLUSTER=true" in done.stderr
+    assert (group_sizes(aws), shared.addresses, changes(shared)) == (sizes, addresses, [])
+
+
+def test_what_millrace_made_goes_and_the_cluster_stays_with_all_that_is_others(
+    capfd: pytest.CaptureFixture[str], shared: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod of theirs keeps the node group that it is on, and objects of theirs the add-on whose kinds they are."""
+    monkeypatch.setenv("KEEP_CLUSTER", "true")
+    (shared.folder / "kinds.txt").write_text(
+        "rayclusters.ray.io\npodgroups.scheduling.volcano.sh\nqueues.scheduling.volcano.sh\n", encoding="utf-8"
+    )
+    own = thing("RayCluster", "millrace", "millrace")
+    shared.put("rayclusters.ray.io", own)
+    shared.put(
+        "podgroups.scheduling.volcano.sh,queues.scheduling.volcano.sh",
+        *(thing("Queue", name) for name in ("default", "root", "research")),
+    )
+    addresses = shared.addresses
+
+    done = call(capfd, "infra.__main__", "down")
+
+    assert done.returncode == 0, done.stderr
+    assert "what Millrace made on cluster millrace in us-west-2, and keep the cluster? yes (YES=1)" in done.stdout
+    assert group_sizes(aws) == {"core": 2, "cpu": 3, "research": 3, "trainium": 0}
+    assert "nodes of cpu, with pods of others: research/notebook" in done.stdout
+    removed = [line for line in changes(shared) if "uninstall" not in line]
+    assert [line.split()[4:6] for line in removed] == [["service", "shown"], ["persistentvolumeclaim", "scratch"]]
+    uninstalled = [line.split()[2] for line in changes(shared) if "uninstall" in line]
+    assert uninstalled == ["monitoring", "efa", "neuron", "kuberay"]
+    for left in (
+        "node group research: somebody else's",
+        "service research/notebook: somebody else's",
+        "persistentvolumeclaim research/notes: somebody else's",
+        "helm release karpenter in kube-system (karpenter-1.8.1): somebody else's",
+        "add-on volcano, which others use: Queue research",
+    ):
+        assert f"left        {left}" in done.stdout
+    assert shared.addresses == addresses
+
+
+def test_an_addon_that_somebody_else_installed_stays(
+    capfd: pytest.CaptureFixture[str], cluster: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the very name and namespace that make addons gives it."""
+    theirs, *ours = ADDONS
+    cluster.install(theirs, ours=tuple(ours))
+    assert call(capfd, "infra.__main__", "up").returncode == 0
+
+    refused = call(capfd, "infra.__main__", "down")
+    monkeypatch.setenv("KEEP_CLUSTER", "true")
+    done = call(capfd, "infra.__main__", "down")
+
+    assert refused.returncode == 4
+    assert "helm --namespace kuberay-system uninstall kuberay" in refused.stderr
+    assert done.returncode == 0, done.stderr
+    assert "left        helm release kuberay in kuberay-system (kuberay-operator-1.6.1)" in done.stdout
+    assert [line.split()[2] for line in changes(cluster)] == ["monitoring", "efa", "neuron", "volcano"]
+
+
+def test_a_volume_that_is_kept_on_purpose_is_not_waited_for(
+    capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its claim is gone, as the namespace, and its reclaim policy is Retain."""
+    monkeypatch.setattr("infra.cluster_workloads.OBJECTS_SECONDS", 0.0)
+    volume = volume_for("gone/notes")
+    made = aws.client("ec2").create_volume(AvailabilityZone="us-west-2a", Size=50, TagSpecifications=volume)
+    assert call(capfd, "infra.__main__", "up").returncode == 0
+
+    done = call(capfd, "infra.__main__", "down")
+
+    assert done.returncode == 0, done.stderr
+    assert made["VolumeId"] in done.stdout.rpartition("things of millrace are in")[2]
+
+
+def test_what_others_have_in_the_network_stays_with_it_and_is_in_the_way_without(
+    capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ec2, vpc = aws.client("ec2"), network_of(aws)
+    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.9.0/24")["Subnet"]["SubnetId"]
+    group = ec2.create_security_group(VpcId=vpc, GroupName="research", Description="any")["GroupId"]
+    endpoint = ec2.create_vpc_endpoint(
+        VpcId=vpc, ServiceName="com.amazonaws.us-west-2.guardduty-data", VpcEndpointType="Interface", SubnetIds=[subnet]
+    )["VpcEndpoint"]["VpcEndpointId"]
+    balancer = aws.client("elbv2").create_load_balancer(Name="research", Subnets=[subnet], Type="network")
+    arn = balancer["LoadBalancers"][0]["LoadBalancerArn"]
+    aws.client("elb").create_load_balancer(
+        LoadBalancerName="classic",
+        Listeners=[{"Protocol": "TCP", "LoadBalancerPort": 80, "InstancePort": 80}],
+        Subnets=[subnet],
+        SecurityGroups=[group],
+    )
+    instance = ec2.run_instances(ImageId="ami-12c6146b", MinCount=1, MaxCount=1, SubnetId=subnet)["Instances"][0]
+    elsewhere = ec2.create_vpc(CidrBlock="10.1.0.0/16")["Vpc"]["VpcId"]
+    ec2.create_subnet(VpcId=elsewhere, CidrBlock="10.1.0.0/24")
+    found = (subnet, group, endpoint, arn, "classic", instance["InstanceId"])
+    assert call(capfd, "infra.__main__", "up").returncode == 0
+
+    monkeypatch.setenv("KEEP_DATA", "false")
+    refused = call(capfd, "infra.__main__", "down")
+    monkeypatch.delenv("KEEP_DATA")
+    done = call(capfd, "infra.__main__", "down")
+
+    assert refused.returncode == 4
+    assert "6 things beside millrace" in refused.stderr
+    assert "KEEP_CLUSTER" not in refused.stderr
+    assert "Take down" not in refused.stdout
+    assert done.returncode == 0, done.stderr
+    asked = done.stdout.partition("Take down")[0]
+    for name in found:
+        assert name in refused.stderr
+        assert name in asked
+
+
+def test_a_node_that_karpenter_made_would_outlive_the_cluster(
+    capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws
+) -> None:
+    ec2 = aws.client("ec2")
+    [subnet] = ec2.describe_subnets(Filters=[{"Name": "vpc-id", "Values": [network_of(aws)]}])["Subnets"]
+    tags = [{"Key": "kubernetes.io/cluster/millrace", "Value": "owned"}]
+    instance = ec2.run_instances(
+        ImageId="ami-12c6146b",
+        MinCount=1,
+        MaxCount=1,
+        SubnetId=subnet["SubnetId"],
+        TagSpecifications=[{"ResourceType": "instance", "Tags": tags}],
+    )["Instances"][0]["InstanceId"]
+    assert call(capfd, "infra.__main__", "up").returncode == 0
+
+    done = call(capfd, "infra.__main__", "down")
+
+    assert done.returncode == 4
+    assert f"aws ec2 terminate-instances --instance-ids {instance}" in done.stderr
+    assert "KEEP_CLUSTER=true" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "what"),
+    [
+        ({"KEEP_CLUSTER": "true", "KEEP_DATA": "false"}, "KEEP_DATA=false"),
+        ({"KEEP_CLUSTER": "some"}, "KEEP_CLUSTER=some"),
+    ],
+)
+def test_what_cannot_be_kept_alone_is_refused(
+    capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], what: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    done = call(capfd, "infra.__main__", "down")
+
+    assert done.returncode == 2
+    assert what in done.stderr

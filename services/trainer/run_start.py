@@ -1,0 +1,73 @@
+"""Where the trainer's command begins: the run's name, its step, and what makes it another run than the one before."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.store import Address, Artifact
+from services.common.errors import ArtifactError
+from services.common.input_file import parse_json, read_file
+from services.common.problem_list import list_problems
+from services.common.recipe import Recipe
+from services.common.recipe_changes import changed_fields
+from services.trainer.checkpoint import newest_checkpoint, verify_sizes
+from services.trainer.job import completed_step, run_folder, run_name
+from services.trainer.run import RUN_FILE
+
+_RUN_ID = r"-[0-9a-f]{8}"
+
+
+def describe_start(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest] | None) -> dict[str, str]:
+    """The rows of `--dry-run` that say which run this is and where it begins. Manifests are read, and of the newest
+    checkpoint the sizes of its files.
+    """
+    if corpus is None:
+        return {"run": f"{recipe.name}-..., the rest of its name is known once the tokenizer has published the corpus"}
+    rows, last = {"run": run_name(recipe, corpus)}, f"{recipe.train.max_steps:,}"
+    try:
+        checkpoint = newest_checkpoint(Address(root, "checkpoint", rows["run"], "").collection, verify_sizes)
+    except ArtifactError as error:
+        return rows | {"begins at step": f"unknown: {error}"}
+    if checkpoint is None:
+        before = explain_new_run(root, recipe, corpus)
+        return rows | {"begins at step": f"0 of {last}: a new run"} | ({"differs from": before} if before else {})
+    step = completed_step(checkpoint)
+    if step >= recipe.train.max_steps:
+        return rows | {"begins at step": f"none: the run is complete, {step:,} of {last}"}
+    return rows | {"begins at step": f"{step:,} of {last}, from {checkpoint.path}"}
+
+
+def explain_new_run(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> str:
+    """The newest other run of the recipe's name, and what makes the recipe's run another; empty where there is none."""
+    before = _newest_other_run(root, recipe.name, run_name(recipe, corpus))
+    if before is None:
+        return ""
+    try:
+        described = parse_json(read_file(before / RUN_FILE, root))
+        changed = _changes(described, recipe, corpus)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{before.name}, whose {RUN_FILE} cannot be read: {error}"
+    return f"{before.name}: {', '.join(list_problems(changed, 'fields that differ'))}"
+
+
+def _newest_other_run(root: Path, name: str, run: str) -> Path | None:
+    """The folder of the run of this name that a command was started for last."""
+    is_of_name = re.compile(re.escape(name) + _RUN_ID)
+    found = [
+        path.parent
+        for path in run_folder(root, "").glob(f"{name}-*/{RUN_FILE}")
+        if is_of_name.fullmatch(path.parent.name) and path.parent.name != run
+    ]
+    return max(found, key=lambda folder: (folder / RUN_FILE).stat().st_mtime, default=None)
+
+
+def _changes(described: dict[str, Any], recipe: Recipe, corpus: Artifact[CorpusManifest]) -> list[str]:
+    """What makes the recipe's run another than one that is described by its file."""
+    stored, before = described["recipe"], described["artifacts"]["corpus"]
+    changed = [*changed_fields(stored, recipe, "checkpoint"), *changed_fields(stored, recipe, "corpus")]
+    if not changed and before != corpus.manifest.id:
+        changed.append(f"the corpus was {before} and is {corpus.manifest.id}")
+    return list(dict.fromkeys(changed)) or ["no field of the recipe, but the trainer's version or the corpus' bytes"]

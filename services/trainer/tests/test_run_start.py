@@ -1,0 +1,109 @@
+"""Before anything is computed, a person sees which run a command would begin or continue, and at which step."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from services.common.entry_point import exit_code_of
+from services.trainer.__main__ import main
+from services.trainer.run import RUN_FILE
+from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
+from services.trainer.tests.runs import checkpoints
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe, and a root with 2 steps of its run."""
+    folder = tmp_path_factory.mktemp("trained")
+    make_corpus(folder / "fsx", make_recipe(folder))
+    write_recipe(folder)
+    assert train(folder, "--train.max_steps=2", "--checkpoint.interval_steps=2") == 0
+    return folder
+
+
+def train(folder: Path, *options: str) -> int:
+    recipe = next(folder.glob("*.toml"))
+    arguments = ["--recipe", str(recipe), "--root", str(folder / "fsx"), "--parallel.data_parallel_size=1", *options]
+    return exit_code_of(lambda: main(["train", "--launch=inline", *arguments]))
+
+
+def dry_run(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, str]:
+    """The rows of the table by name."""
+    capsys.readouterr()
+    assert train(folder, "--dry-run", *options) == 0
+    table = capsys.readouterr().out.rpartition("\n}\n")[2]
+    return dict(re.findall(r"^(\S+(?: \S+)*)  +(.*)$", table, re.MULTILINE))
+
+
+def test_the_same_recipe_continues_its_run_and_a_longer_one_too(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [checkpoint] = checkpoints(trained / "fsx").values()
+    run = checkpoint.parent.name
+
+    complete = dry_run(trained, capsys, "--train.max_steps=2")
+    assert (complete["run"], complete["begins at step"]) == (run, "none: the run is complete, 2 of 2")
+    longer = dry_run(
+        trained, capsys, "--train.max_steps=4000", "--checkpoint.interval_steps=7", "--compile.num_workers=3"
+    )
+    assert (longer["run"], longer["begins at step"]) == (run, f"2 of 4,000, from {checkpoint}")
+    assert "differs from" not in longer
+
+
+def test_another_learning_rate_is_said_to_be_a_new_run_and_what_differs(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [checkpoint] = checkpoints(trained / "fsx").values()
+    before = json.loads((trained / "fsx/run" / checkpoint.parent.name / RUN_FILE).read_text())["recipe"]
+    changed = ("--optimizer.learning_rate=0.5", "--model.hidden_size=64", "--train.z_loss=0.0001")
+
+    shown = dry_run(trained, capsys, *changed)
+
+    assert shown["run"] != checkpoint.parent.name
+    assert shown["begins at step"].startswith("0 of ")
+    assert "a new run" in shown["begins at step"]
+    assert shown["differs from"].startswith(f"{checkpoint.parent.name}: ")
+    assert f"optimizer.learning_rate was {before['optimizer']['learning_rate']} and is 0.5" in shown["differs from"]
+    assert f"model.hidden_size was {before['model']['hidden_size']} and is 64" in shown["differs from"]
+    assert "train.z_loss was 0.0 and is 0.0001" in shown["differs from"]
+
+
+def test_a_command_that_begins_a_new_run_says_so(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    [checkpoint] = checkpoints(folder / "fsx").values()
+
+    assert train(folder, "--optimizer.learning_rate=0.5", "--train.max_steps=1") == 0
+
+    said = capsys.readouterr().err
+    assert f"is a new run, and does not continue {checkpoint.parent.name}: optimizer.learning_rate was" in said
+
+
+def test_a_run_s_file_that_cannot_be_read_is_no_obstacle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path)
+    make_corpus(tmp_path / "fsx", recipe)
+    write_recipe(tmp_path)
+    damaged = tmp_path / "fsx/run" / f"{recipe.name}-01234567"
+    damaged.mkdir(parents=True)
+    (damaged / RUN_FILE).write_text("{")
+    (tmp_path / "fsx/run" / f"{recipe.name}-and-another-01234567").mkdir()
+
+    shown = dry_run(tmp_path, capsys)
+
+    assert shown["differs from"].startswith(f"{damaged.name}, whose {RUN_FILE} cannot be read")
+
+
+def test_without_a_corpus_the_run_has_no_name_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_recipe(tmp_path)
+
+    shown = dry_run(tmp_path, capsys)
+
+    assert "tokenizer" in shown["run"]
+    assert "begins at step" not in shown
