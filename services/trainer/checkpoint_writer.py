@@ -24,8 +24,8 @@ from services.common.artifacts.lease import Lease, naming_a_lost_lease
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.store import Draft, begin_partial, commit, discard, partial_of
 from services.common.program.mesh import Mesh
+from services.common.program.process_group import ProcessGroup
 from services.common.program.state import StateSlice
-from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Checkpoint, Recipe
 from services.common.stop_notice import explain_short_notice
 from services.trainer.checkpoint import Verify, checkpoint_steps, is_intact, verify_state
@@ -64,7 +64,7 @@ class CheckpointWriter:
     worker where it did.
     """
 
-    def __init__(self, job: Job, mesh: Mesh, group: WorkerGroup) -> None:
+    def __init__(self, job: Job, mesh: Mesh, group: ProcessGroup) -> None:
         assert job.lease is not None
         self._job, self._mesh, self._group, self._lease = job, mesh, group, job.lease
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")

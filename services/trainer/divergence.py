@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from services.common.errors import RecipeError, WorkersLost
 from services.common.program.micro_batch import MicroBatch
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
 from services.trainer.checkpoint import newest_step
 from services.trainer.events import record_event
 from services.trainer.job import Job
@@ -41,21 +41,21 @@ class SkippedSteps:
 
 
 def find_faulty_worker(
-    job: Job, program: Program, group: WorkerGroup, step: int, batch: int, micro_batches: Sequence[MicroBatch]
+    job: Job, program: Program, group: ProcessGroup, step: int, batch: int, micro_batches: Sequence[MicroBatch]
 ) -> WorkersLost | None:
     """Compute the gradient of step number `step` (from 1) again, which was not finite, and record why it was not.
 
     All workers call it. The error is for a worker whose own gradient is finite in one of the two computations alone:
-    what it computed before may be wrong too, so the group starts again from the newest checkpoint. Where the device is
-    lazy nothing is computed again, for what is kept of a step would change its graph.
+    what it computed before may be wrong too, so the group starts again from the newest checkpoint. A lazy device
+    computes nothing again, because keeping a step's gradients would change its graph.
     """
     facts = {"step": step, "batch": batch}
-    if program.backend.is_lazy:
+    again = program.compute_again(micro_batches)
+    if again is None:
         if group.rank == 0:
             record_event(job, "nan", cause="unknown", **facts)
         return None
-    first, second = program.compute_again(micro_batches)
-    workers = group.gather({"host": socket.gethostname(), "first": first, "second": second})
+    workers = group.gather({"host": socket.gethostname(), "first": again.was_finite, "second": again.is_finite})
     faulty = [rank for rank, worker in enumerate(workers) if worker["first"] != worker["second"]]
     ranks = faulty or [rank for rank, worker in enumerate(workers) if not worker["second"]]
     if group.rank == 0:

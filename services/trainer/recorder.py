@@ -18,8 +18,8 @@ import torch
 from services.common.derived import flops_per_token, tokens_per_step
 from services.common.gpu_peaks import sum_peaks
 from services.common.program.backends.protocol import Backend
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
 from services.trainer.fit import instance_type
 from services.trainer.gemm_peak import measure_gemm_peak
@@ -38,7 +38,7 @@ RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 class MetricsRecorder:
     """Every worker has one, and those of other ranks than 0 write nothing. All workers make it at the same time."""
 
-    def __init__(self, job: Job, group: WorkerGroup, backend: Backend, first_step: int) -> None:
+    def __init__(self, job: Job, group: ProcessGroup, backend: Backend, first_step: int) -> None:
         self._recipe, self._backend, self._group = job.recipe, backend, group
         self._step_tokens = tokens_per_step(job.recipe)
         self._step_flops = flops_per_token(job.recipe) * self._step_tokens
@@ -112,7 +112,7 @@ class MetricsRecorder:
             self._writer.log(self._record)
         if self._gauges:
             self._gauges.set({PREFIX + name: value for name, value in known_metrics(self._record).items()})
-        if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu" and not self._backend.is_lazy:
+        if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu":
             self._group.barrier()  # a core's threads share it
             self._gemm_flops_per_second = self._measure_peak()
 

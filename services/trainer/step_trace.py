@@ -28,8 +28,8 @@ from services.common.program.backends.torch_native import GROUP_NAMES, OPS, Torc
 from services.common.program.mesh import AXES, Axis, Mesh, make_mesh
 from services.common.program.micro_batch import MicroBatch, make_synthetic_micro_batch
 from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
 from services.common.recipe import Recipe
 
 RING_PASSES = {  # times that a ring carries (n - 1) / n of the whole tensor past each of n workers
@@ -87,7 +87,7 @@ def trace_step(recipe: Recipe) -> StepTrace:
 @contextmanager
 def _fake_program(recipe: Recipe, rank: int) -> Iterator[tuple[Program, _Watch]]:
     world_size = recipe.parallel.num_workers
-    group = WorkerGroup.fake(world_size, rank)
+    group = ProcessGroup.fake(world_size, rank)
     try:
         mesh = make_mesh(recipe, rank, world_size)
         with FakeTensorMode():
@@ -119,13 +119,13 @@ class _InPieces(TorchNative):
 
 def _require_whole_model(program: Program) -> dict[str, torch.Size]:
     """Shapes of the parts that the worker holds, by name. Of the whole, each has to be as many as there are parts."""
-    recipe, layouts, mesh = program.recipe, program.model.layouts(), program.backend.mesh
+    recipe, shardings, mesh = program.recipe, program.model.shardings(), program.backend.mesh
     shapes = {name: parameter.shape for name, parameter in program.model.named_parameters()}
-    whole = sum(layouts[name].full_shape(shape).numel() for name, shape in shapes.items())
+    whole = sum(shardings[name].full_shape(shape).numel() for name, shape in shapes.items())
     assert whole == recipe.model.num_parameters, f"rank {mesh.rank} holds parts of {whole:,} parameters"
-    for name, layout in layouts.items():
-        share = mesh.tensor_parallel_size // layout.num_parts
-        assert layout.part == (mesh.index("tensor") // share if layout.num_parts > 1 else 0), name
+    for name, sharding in shardings.items():
+        share = mesh.tensor_parallel_size // sharding.num_shards
+        assert sharding.shard == (mesh.index("tensor") // share if sharding.num_shards > 1 else 0), name
     return shapes
 
 

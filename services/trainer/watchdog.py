@@ -25,8 +25,8 @@ from typing import Any, Self
 
 from services.common.errors import StorageError, WorkersLost
 from services.common.input_file import open_for_append, read_file
-from services.common.program import worker_group
-from services.common.program.worker_group import WorkerGroup
+from services.common.program import process_group
+from services.common.program.process_group import ProcessGroup
 from services.common.telemetry import parse_json_line
 from services.trainer.events import find_watchdog_event, record_event
 from services.trainer.job import Job
@@ -62,12 +62,12 @@ class Watchdog:
     Evaluation and checkpoints are not; there the collectives' timeout has to do.
     """
 
-    def __init__(self, job: Job, group: WorkerGroup) -> None:
+    def __init__(self, job: Job, group: ProcessGroup) -> None:
         self._job, self._group, self._train = job, group, job.recipe.train
         self._activity = _Activity("start", 0, is_limited=False)
         self._step_seconds: deque[float] = deque(maxlen=STEPS_IN_MEDIAN)
         self._limit_seconds: float | None = None
-        self._timeout = self._longest_timeout = worker_group.COLLECTIVE_TIMEOUT
+        self._timeout = self._longest_timeout = process_group.COLLECTIVE_TIMEOUT
         self._beats = 0
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

@@ -81,12 +81,12 @@ def test_a_checkpoint_that_was_verified_is_verified_again_when_workers_were_lost
     job = new_job(train__max_steps="10")
     train(job, ALONE)
     program = make_program(job.recipe)
-    assert load_part(job, program, 10) == ""
+    assert load_part(job, program.state.read(), 10) == ""
 
     flip_a_bit(checkpoints(job.root)["step-00000010"] / shard_name(0))
 
-    assert load_part(job, program, 10) == ""  # as this command has found it
-    assert "shard-00000.safetensors: xxh3-128 is" in load_part(replace(job, start_number=1), program, 10)
+    assert load_part(job, program.state.read(), 10) == ""  # as this command has found it
+    assert "shard-00000.safetensors: xxh3-128 is" in load_part(replace(job, start_number=1), program.state.read(), 10)
 
 
 @pytest.mark.parametrize("damage", ["flipped bit", "truncated", "file removed", "manifest torn"])

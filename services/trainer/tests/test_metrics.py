@@ -25,7 +25,7 @@ from services.common.artifacts.lease import hold_lease
 from services.common.errors import RecipeError, TryAgain
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
-from services.common.program.worker_group import WorkerGroup
+from services.common.program.process_group import ProcessGroup
 from services.common.testing.strange_files import replace_by
 from services.common.testing.waiting import wait_until
 from services.trainer import tensorboard
@@ -238,7 +238,7 @@ def test_no_value_of_a_line_fails_a_view_of_the_run(
     for record in run.metrics:
         board.add(record["step"], known_metrics(record))
     board.close()
-    with MetricsRecorder(job, WorkerGroup(0, 1), make_program(job.recipe).backend, first_step=len(names)) as recorder:
+    with MetricsRecorder(job, ProcessGroup(0, 1), make_program(job.recipe).backend, first_step=len(names)) as recorder:
         recorder.begin(replace(LAST_STEP, step=len(names) + 1), [FAST])
         recorder.write()
     assert "Traceback" not in capfd.readouterr().err

@@ -172,7 +172,7 @@ def test_values_that_no_training_leaves_end_with_3_and_a_run_continues_from_the_
     expected = state_hash(job.checkpoint_address(2).path)
     rewrite(job.checkpoint_address(2).path, set_one(key, value))
 
-    problem = load_part(job, make_program(job.recipe), step=2)
+    problem = load_part(job, make_program(job.recipe).state.read(), step=2)
     options = ["--recipe", str(write_recipe(tmp_path)), "--root", str(job.root)]
     assert exit_code_of(lambda: main(["inspect-checkpoint", *options])) == 3
     printed = capfd.readouterr().err
@@ -185,7 +185,7 @@ def test_values_that_no_training_leaves_end_with_3_and_a_run_continues_from_the_
 def require_unread(job: Job, tmp_path: Path, *said: str) -> None:
     """Resume, inspection, export, sampling and doctor refuse the newest checkpoint, and say this of it."""
     run = open_run(job.root, job.run)
-    told = [load_part(job, make_program(job.recipe), step=2)]
+    told = [load_part(job, make_program(job.recipe).state.read(), step=2)]
     for work in (
         lambda: verify_state(job.recipe, job.corpus, "size")(run.checkpoint),
         lambda: list(inspect(run.checkpoint, job.recipe)),
@@ -317,7 +317,7 @@ def test_a_resealed_manifest_that_contradicts_its_run_or_its_files_is_refused(
 ) -> None:
     reseal(job.checkpoint_address(2).path, change)
 
-    assert said in load_part(job, make_program(job.recipe), step=2)
+    assert said in load_part(job, make_program(job.recipe).state.read(), step=2)
     with pytest.raises(ArtifactError):
         verify_state(job.recipe, job.corpus)(open_artifact(job.checkpoint_address(2).path, CheckpointManifest))
 

@@ -19,7 +19,7 @@ from services.common.artifacts.checkpoint import ShardOrigin, shard_name
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.token_stream import TokenStream
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.program import worker_group
+from services.common.program import process_group
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.state import StateSlice
@@ -43,7 +43,7 @@ AUDIT = "audit.jsonl"
 
 def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
     """Train where collectives end after COLLECTIVE_SECONDS. What a worker does besides steps takes longer."""
-    worker_group.COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
+    process_group.COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
     write, loss, patch = CheckpointWriter._write, Program._micro_loss, pytest.MonkeyPatch()
 
     def prepare_slowly(job: Job) -> None:

@@ -1,4 +1,4 @@
-"""Which backend runs the program here. Its libraries are imported when it is chosen, and those of no other."""
+"""The choice of the backend. Only the chosen backend's libraries are imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.common.recipe import Device
 
 
 def choose_backend(device: Device) -> type[Backend]:
-    """The backend of the recipe's device. Raises `DeviceError` where this image or this node is for another."""
+    """Return the backend of the recipe's device. Raises `DeviceError` where this image or node is for another."""
     entry = require_backend(device)
     module = importlib.import_module(f"services.common.program.backends.{entry.module}")
     return cast(type[Backend], getattr(module, entry.class_name))

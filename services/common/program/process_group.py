@@ -1,4 +1,4 @@
-"""The workers of a run as processes: what they tell each other on the host, whatever their devices are."""
+"""The process group of all workers on their hosts, over gloo whatever their devices are."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from services.common.errors import WorkersLost
 
 R = TypeVar("R")
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # longer than the slowest compilation that a peer may be busy with
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""Limit of one collective. A worker that waits for another worker's slowest compilation stays below it."""
 POLL_SECONDS = 1.0
+"""Seconds between two exchanges of workers that wait for others in `wait_for_work`."""
 
 
-class WorkerGroup:
-    """One worker's connection to the others. Every method is called by all of them, in the same order.
+class ProcessGroup:
+    """One worker's connection to all other workers of the run.
 
-    All raise `WorkersLost` when another worker has ended.
+    All workers call every method, in the same order. Methods raise `WorkersLost` where another worker has ended.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -30,9 +32,9 @@ class WorkerGroup:
 
     @classmethod
     def join(cls, rank: int, world_size: int, rendezvous: str) -> Self:
-        """Meet the others where the launcher says: at `tcp://HOST:PORT`, or in a file that all of them see."""
+        """Form the group at the launcher's rendezvous: `tcp://HOST:PORT`, or the path of a file on a shared disk."""
         if world_size > 1:
-            # No file:// URL, in which characters of a path mean something else.
+            # A path is not passed as a file:// URL, in which some of its characters have other meanings.
             place: dict[str, Any] = (
                 {"init_method": rendezvous}
                 if rendezvous.startswith("tcp://")
@@ -44,8 +46,8 @@ class WorkerGroup:
 
     @classmethod
     def fake(cls, world_size: int, rank: int = 0) -> Self:
-        """A rank of a group whose other ranks do not exist: right shapes, meaningless values. For tracing."""
-        from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - test module, slow import
+        """Form a group whose other ranks do not exist, to trace graphs: shapes are right, values are meaningless."""
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - a test module that is slow to import
 
         if world_size > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -56,7 +58,7 @@ class WorkerGroup:
             dist.destroy_process_group()
 
     def maximum(self, value: int) -> int:
-        """The largest of the workers' integers, on every worker: how they all decide the same thing."""
+        """Return the largest of the workers' integers on every worker, so that all decide alike."""
         if self.world_size == 1:
             return value
         tensor = torch.tensor(value)
@@ -65,10 +67,10 @@ class WorkerGroup:
         return int(tensor.item())
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """As `gather`, of equally many numbers from each worker: cheap enough for every step."""
+        """Return all workers' numbers in the order of their ranks, fast enough for each step. All give equally many."""
         if self.world_size == 1:
             return [list(numbers)]
-        # A sum with zeros: gloo's all_gather takes up to twice as long.
+        # Summing with zeros is up to twice as fast as gloo's all_gather.
         gathered = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
         gathered[self.rank] = torch.tensor(numbers, dtype=torch.float64)
         with naming_lost_workers():
@@ -76,18 +78,18 @@ class WorkerGroup:
         return [list(theirs) for theirs in gathered.tolist()]
 
     def limit_collectives(self, timeout: timedelta) -> None:
-        """Let collectives that this worker begins from now on end after `timeout`, also those along the mesh's axes.
+        """Limit the collectives that this worker begins from now on to `timeout`, also those along the mesh's axes.
 
-        Nothing is exchanged for it: a worker's timeout is its own.
+        The workers exchange nothing for it: each worker has a timeout of its own.
         """
         c10d = dist.distributed_c10d
         for group in [each for each in c10d._world.pg_map if isinstance(each, dist.ProcessGroup)]:
-            # Torch can set it for these; it warns for others and does nothing.
+            # For other device types torch logs a warning and sets no timeout.
             if {device.type for device in group._device_types} & {"cpu", "cuda"}:
                 c10d._set_pg_timeout(timeout, group)
 
     def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each worker says of itself, in the order of their ranks, on every worker."""
+        """Return every worker's facts in the order of their ranks, on every worker."""
         if self.world_size == 1:
             return [facts]
         gathered: list[Any] = [None] * self.world_size
@@ -96,21 +98,21 @@ class WorkerGroup:
         return gathered
 
     def barrier(self) -> None:
-        """Return once every worker has come here."""
+        """Return once every worker has called this."""
         self.maximum(0)
 
     def wait_for_work(self, work: Callable[[], R]) -> R:
-        """Run `work`, which may take hours on some of the workers, and return once all of them have finished theirs.
+        """Run `work`, which may take hours on some workers, and return its result once all have finished theirs.
 
-        Workers that wait hear from the others every POLL_SECONDS: work that outlasts the collectives' timeout would
-        else end the group, and each of its restarts again. `work` runs in a thread of its own; what it raises is raised
-        here, and ends the group as any worker's error does.
+        Waiting workers exchange a message every POLL_SECONDS: otherwise work that takes longer than a collective's
+        timeout would end the group, and each of its restarts again. `work` runs in a thread of its own. What it raises
+        is raised here, and ends the group as any worker's error does.
         """
         if self.world_size == 1:
             return work()
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="work")
         future = thread.submit(work)
-        thread.shutdown(wait=False)  # takes no more work; a worker that loses its peers must not wait for its own
+        thread.shutdown(wait=False)  # a worker that loses its peers must not wait for its own work
         while self.maximum(not future.done()):
             wait([future], POLL_SECONDS)
             if future.done():
@@ -120,7 +122,7 @@ class WorkerGroup:
 
 @contextmanager
 def naming_lost_workers() -> Iterator[None]:
-    """Raise `WorkersLost` for what a collective raises."""
+    """Raise `WorkersLost` in place of the error of a collective."""
     try:
         yield
     except RuntimeError as error:
@@ -129,14 +131,14 @@ def naming_lost_workers() -> Iterator[None]:
 
 @contextmanager
 def naming_workers_lost_in_graphs() -> Iterator[None]:
-    """Raise `WorkersLost` for what the collectives in compiled graphs raise, in the forward and the backward pass.
+    """Raise `WorkersLost` in place of the errors of collectives in compiled graphs, of forward and backward passes.
 
-    A graph raises `RuntimeError` for much else, which passes: memory that is out, an operation that is a bug.
+    Other errors of a graph pass unchanged, such as running out of memory: they are `RuntimeError` too.
     """
     try:
         yield
     except RuntimeError as error:
-        # Gloo's errors have no type of their own; they begin with the file of its source that raised them.
+        # Gloo's errors have no type of their own, but their text begins with the path of the source that raised them.
         if isinstance(error, dist.DistError) or "/gloo/" in str(error):
             raise _name_loss(error) from error
         raise
