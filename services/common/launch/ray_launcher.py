@@ -27,6 +27,7 @@ from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from services.common.errors import MillraceError, NoRoomForWorkers, WorkersLost
+from services.common.input_file import read_file
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.fork_server import import_modules
 from services.common.launch.launcher import (
@@ -313,7 +314,7 @@ class _WorkerFunction:
         import ray.train  # noqa: PLC0415
 
         import_modules(self._preload, can_fork=False)
-        function, argument = pickle.loads(self._work_file.read_bytes() if self._work_file else self._work)
+        function, argument = pickle.loads(read_file(self._work_file) if self._work_file else self._work)
 
         context = ray.train.get_context()
         rank = context.get_world_rank()
