@@ -17,7 +17,7 @@ from batch.request import Prepared, complete_from_definition, prepare
 from batch.watch import follow
 from deploy.client.one_off import OneOffRequest
 from deploy.client.request import DeployRequest, require_stage_name, user_name
-from infra.account import Account
+from infra.account.session import Account
 from services.common.errors import DeviceError
 from services.common.recipe import STAGES, Stage
 

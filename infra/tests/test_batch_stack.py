@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from infra.inputs import read_inputs, read_variables
-from infra.stack import STACK
+from infra.apply.inputs import read_inputs, read_variables
+from infra.apply.terraform import STACK
 from infra.tests.conftest import REGION, Aws
 from infra.tests.moto_batch import make_queue
 from infra.tests.programs import Programs

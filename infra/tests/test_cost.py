@@ -11,10 +11,10 @@ from pathlib import Path
 import hcl2
 import pytest
 
-from infra.cost import FSX_THROUGHPUTS, require_budget
-from infra.inputs import ENDPOINTS, read_inputs, read_variables, sizes_of
-from infra.prices import fsx_gb_month, read_prices
-from infra.stack import STACK
+from infra.apply.inputs import ENDPOINTS, read_inputs, read_variables, sizes_of
+from infra.apply.terraform import STACK
+from infra.cost.estimate import FSX_THROUGHPUTS, require_budget
+from infra.cost.prices import fsx_gb_month, read_prices
 from services.common.errors import RecipeError
 from services.common.lustre import LustreSize, default_lustre_size
 from services.common.memory import checkpoint_bytes

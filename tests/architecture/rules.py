@@ -33,8 +33,8 @@ DEPLOY_ROOMS = {
         "deploy",
         "images",
         "infra.shapes",
-        "infra.account",
-        "infra.batch_queues",
+        "infra.account.session",
+        "infra.account.batch_queues",
         "services.common",
     ),
     "k8s.client": ("k8s.objects", "deploy.client", "deploy", "images", "infra.shapes", "services.common"),
@@ -227,7 +227,7 @@ READ_THEIR_OWN = {
     "services.trainer.shards": "lets safetensors open a path after `require_regular_file`",
     "infra.addons.releases": "reads files of this repository",
     "infra.checks": "reads files of this repository",
-    "infra.prices": "reads a table of this repository",
+    "infra.cost.prices": "reads a table of this repository",
     "infra.shapes": "reads a table of this repository",
 }
 """Modules that open files by themselves, and why that is none that somebody else supplied."""

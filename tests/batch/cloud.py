@@ -15,8 +15,8 @@ from moto.batch.models import batch_backends
 
 from batch.config import Config
 from batch.jobs import Jobs
-from infra.account import Account
-from infra.batch_queues import ACTIVE_STATUSES
+from infra.account.batch_queues import ACTIVE_STATUSES
+from infra.account.session import Account
 from infra.tests.moto_batch import keep_jobs_still, make_queue
 from services.common.recipe import STAGES
 from tests.batch.builders import config_of

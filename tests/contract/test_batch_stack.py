@@ -16,7 +16,7 @@ from deploy.stage_contract import DRAIN_SECONDS, ROOT, SCRATCH, find_contract
 from images.demo import IMAGE_USER
 from images.platforms import REPOSITORY
 from infra import __main__ as infra_commands
-from infra.inputs import read_variables
+from infra.apply.inputs import read_variables
 from services.common.errors import RecipeError
 from services.common.launch.batch_node import ROOT_MARKER
 from services.common.recipe import STAGES

@@ -21,7 +21,7 @@ from deploy.client.request import DeployRequest
 from deploy.client.variables import require_taken
 from deploy.commands import __main__ as deploy_commands
 from images.platforms import REPOSITORY
-from infra.roads import ROADS, Target, describe_road
+from infra.apply.roads import ROADS, Target, describe_road
 from infra.tests.road import Typed, read_lines, read_road
 from infra.tests.service_models import share_service_models
 from k8s.client.compile_tasks import check_trace

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from botocore.exceptions import ClientError
 
-from infra.account import STACK_TAG, Account, is_absent
+from infra.account.session import STACK_TAG, Account, is_absent
 
 # As the stack and k8s/ spell them; the contract test holds all three together.
 POOL_LABEL = "millrace.dev/pool"

@@ -10,7 +10,7 @@ from services.common.artifacts.manifest import write_durably
 from services.common.errors import DeviceError
 from services.common.input_file import read_file
 
-SETTINGS = Path(__file__).parents[1] / "k8s/overlays/eks/settings.env"
+SETTINGS = Path(__file__).parents[2] / "k8s/overlays/eks/settings.env"
 PLACEHOLDER = "CHANGE-ME"
 # Each is terraform's output of that name in lower case.
 OF_THE_ACCOUNT = ("REGION", "CLUSTER_NAME", "REGISTRY", "FSX_ID", "FSX_DNS_NAME", "FSX_MOUNT_NAME")

@@ -15,10 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from infra.process import run_to_its_end
+from infra.child_process import run_to_its_end
 from services.common.errors import DeviceError, RecipeError
 
-STACK = Path(__file__).parent / "stacks/eks"
+STACK = Path(__file__).parents[1] / "stacks/eks"
 PLAN = ".terraform/millrace.tfplan"  # git ignores the folder; a plan may hold secrets
 DATA = ("aws_s3_bucket", "aws_fsx_lustre_file_system", "aws_ecr_repository", "aws_kms_key")
 MIRROR_CONFIG = """\

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from infra.account import Account, explaining_refusals
-from infra.leftovers import list_unused_interfaces
-from infra.neighbours import Neighbour, Place, describe_neighbours
-from infra.stack import Stack, type_of, without_indices
+from infra.account.session import Account, explaining_refusals
+from infra.apply.terraform import Stack, type_of, without_indices
+from infra.teardown.leftovers import list_unused_interfaces
+from infra.teardown.neighbours import Neighbour, Place, describe_neighbours
 from services.common.errors import DeviceError
 
 STOP_POLICY = "{name}-{region}-over-budget"  # of modules/guardrails, to which a test holds it

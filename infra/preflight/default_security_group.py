@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from infra.account import Account
-from infra.findings import Finding, Look
-from infra.inputs import Inputs
+from infra.account.session import Account
+from infra.apply.inputs import Inputs
+from infra.preflight.requirement import Finding, Look
 
 EVERYTHING, EVERYWHERE = "-1", "0.0.0.0/0"
 HTTPS = 443

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from infra.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
+from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
 from services.common.instance_types import GIB

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from infra.account import STACK_TAG, Account
+from infra.account.session import STACK_TAG, Account
 from services.common.recipe import STAGES
 
 ACTIVE_STATUSES = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING")

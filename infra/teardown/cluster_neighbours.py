@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from infra.addons.installed import Installed, list_installed
 from infra.addons.releases import read_releases
-from infra.kubernetes_cluster import Maker, list_makers, list_things
-from infra.neighbours import Neighbour, Place
+from infra.teardown.neighbours import Neighbour, Place
+from infra.workloads.kubernetes_cluster import Maker, list_makers, list_things
 
 NAMESPACES = ("millrace", "millrace-setup")  # that k8s/ makes; the contract test holds them together
 # Kubernetes' own, and those of EKS' add-ons.

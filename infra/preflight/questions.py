@@ -10,19 +10,19 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from infra.account import Account, explaining_refusals, is_absent
-from infra.batch_queues import environments_of, find_queue, list_queues
-from infra.default_groups import look_at_default_group
-from infra.device import judge_device
-from infra.findings import Finding, Look
-from infra.inputs import Inputs
-from infra.kubernetes_cluster import find_endpoint
-from infra.kubernetes_versions import look_at_addons, look_at_kubernetes
-from infra.leftovers import has_stack_tag
-from infra.machine_images import look_at_machine_images
-from infra.node_groups import TRAINIUM, list_node_groups
-from infra.reservations import judge_reservation
+from infra.account.batch_queues import environments_of, find_queue, list_queues
+from infra.account.managed_node_groups import TRAINIUM, list_node_groups
+from infra.account.session import Account, explaining_refusals, is_absent
+from infra.apply.inputs import Inputs
+from infra.preflight.capacity_reservation import judge_reservation
+from infra.preflight.default_security_group import look_at_default_group
+from infra.preflight.instance_device import judge_device
+from infra.preflight.kubernetes_versions import look_at_addons, look_at_kubernetes
+from infra.preflight.machine_images import look_at_machine_images
+from infra.preflight.requirement import Finding, Look
 from infra.shapes import Shape, find_shape, read_shapes
+from infra.teardown.leftovers import has_stack_tag
+from infra.workloads.kubernetes_cluster import find_endpoint
 
 RUNNING = ("pending", "running")
 

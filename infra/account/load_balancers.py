@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from infra.account import Account
+from infra.account.session import Account
 
 # Kubernetes' own controller tags with the first of each pair, the AWS Load Balancer Controller with the second.
 CLUSTER_TAGS = {"kubernetes.io/cluster/{cluster}": None, "elbv2.k8s.aws/cluster": "{cluster}"}

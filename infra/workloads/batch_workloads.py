@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.account import Account, explaining_refusals
-from infra.batch_queues import list_definitions, list_job_ids, list_queues
-from infra.neighbours import Neighbour, find_in_account
-from infra.waiting import wait_until_none
+from infra.account.batch_queues import list_definitions, list_job_ids, list_queues
+from infra.account.polling import wait_until_none
+from infra.account.session import Account, explaining_refusals
+from infra.teardown.neighbours import Neighbour, find_in_account
 from services.common.input_file import read_file
 
 # A trainer commits a checkpoint within its stop timeout; a job that is being placed is ended once it has been.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from images.platforms import explain_no_image
-from infra.findings import Finding
-from infra.inputs import Inputs
+from infra.apply.inputs import Inputs
+from infra.preflight.requirement import Finding
 from infra.shapes import read_shapes
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from infra.account import Account, is_absent
+from infra.account.session import Account, is_absent
 from services.common.errors import DeviceError
 
 Thing = dict[str, Any]

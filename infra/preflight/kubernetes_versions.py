@@ -7,10 +7,10 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from infra.account import Account, is_absent
+from infra.account.session import Account, is_absent
+from infra.apply.inputs import Inputs
 from infra.aws_releases import read_addon_pins, read_eks_machine_images
-from infra.findings import Finding, Look
-from infra.inputs import Inputs
+from infra.preflight.requirement import Finding, Look
 
 # Of the stack; a test holds the two together.
 ADDONS = (

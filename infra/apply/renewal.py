@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from infra.account import Account
-from infra.batch_queues import list_job_ids, list_queues
-from infra.findings import Finding
-from infra.inputs import Inputs
-from infra.kubernetes_cluster import find_endpoint
-from infra.leftovers import list_pool_instances
-from infra.node_groups import CORE, list_node_groups
-from infra.stack import Change, Plan, type_of
+from infra.account.batch_queues import list_job_ids, list_queues
+from infra.account.managed_node_groups import CORE, list_node_groups
+from infra.account.session import Account
+from infra.apply.inputs import Inputs
+from infra.apply.terraform import Change, Plan, type_of
+from infra.preflight.requirement import Finding
+from infra.teardown.leftovers import list_pool_instances
+from infra.workloads.kubernetes_cluster import find_endpoint
 
 # What of a group, or of an environment, its nodes have from their start.
 OF_NODES = {

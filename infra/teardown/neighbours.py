@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from infra.account import STACK_TAG, Account, explaining_refusals
-from infra.leftovers import GONE, has_stack_tag
-from infra.load_balancers import list_load_balancers
-from infra.node_groups import list_node_groups
+from infra.account.load_balancers import list_load_balancers
+from infra.account.managed_node_groups import list_node_groups
+from infra.account.session import STACK_TAG, Account, explaining_refusals
+from infra.teardown.leftovers import GONE, has_stack_tag
 
 # EKS' own, on its security group and the nodes of managed node groups; controllers of the cluster tag with it, too.
 CLUSTER_TAG = "kubernetes.io/cluster/{name}"

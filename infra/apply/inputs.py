@@ -13,9 +13,9 @@ from typing import Any
 import hcl2
 from lark.exceptions import LarkError
 
-from infra.cost import Sizes
+from infra.apply.terraform import STACK
+from infra.cost.estimate import Sizes
 from infra.shapes import find_shape
-from infra.stack import STACK
 from services.common.errors import RecipeError
 from services.common.input_file import read_file
 from services.common.lustre import LustreSize, default_lustre_size

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra import kubernetes_cluster
-from infra.account import Account, explaining_refusals
+from infra.account.load_balancers import list_load_balancers
+from infra.account.managed_node_groups import CORE, NodeGroup, list_node_groups
+from infra.account.polling import shorten, wait_until_none
+from infra.account.session import Account, explaining_refusals
 from infra.addons.installation import remove_releases
 from infra.addons.releases import read_releases
-from infra.cluster_neighbours import Owners, find_on_cluster, find_pods_by_node_group, read_owners
-from infra.leftovers import list_claim_volumes, list_pool_instances
-from infra.load_balancers import list_load_balancers
-from infra.neighbours import Neighbour, find_in_account
-from infra.node_groups import CORE, NodeGroup, list_node_groups
-from infra.settings import forget_settings
-from infra.waiting import shorten, wait_until_none
+from infra.apply.overlay_settings import forget_settings
+from infra.teardown.cluster_neighbours import Owners, find_on_cluster, find_pods_by_node_group, read_owners
+from infra.teardown.leftovers import list_claim_volumes, list_pool_instances
+from infra.teardown.neighbours import Neighbour, find_in_account
+from infra.workloads import kubernetes_cluster
 from services.common.errors import MillraceError
 from services.common.recipe import STAGES
 

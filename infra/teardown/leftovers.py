@@ -11,10 +11,10 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from infra.account import STACK_TAG, Account, explaining_refusals, is_absent
-from infra.batch_queues import list_definitions, list_environments, list_job_ids, list_queues
-from infra.load_balancers import list_load_balancers
-from infra.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
+from infra.account.batch_queues import list_definitions, list_environments, list_job_ids, list_queues
+from infra.account.load_balancers import list_load_balancers
+from infra.account.session import STACK_TAG, Account, explaining_refusals, is_absent
+from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
 from infra.shapes import read_shapes
 
 GONE = ("terminated", "shutting-down")

@@ -7,7 +7,10 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from infra.account import Account, is_absent
+from infra.account.batch_queues import environments_of, find_queue
+from infra.account.managed_node_groups import TRAINIUM, list_node_groups
+from infra.account.session import Account, is_absent
+from infra.apply.inputs import Inputs
 from infra.aws_releases import (
     AWS_RELEASES_JSON,
     MachineImages,
@@ -16,10 +19,7 @@ from infra.aws_releases import (
     read_ecs_machine_images,
     read_eks_machine_images,
 )
-from infra.batch_queues import environments_of, find_queue
-from infra.findings import Finding, Look
-from infra.inputs import Inputs
-from infra.node_groups import TRAINIUM, list_node_groups
+from infra.preflight.requirement import Finding, Look
 
 TABLE = f"infra/{AWS_RELEASES_JSON.name}"
 

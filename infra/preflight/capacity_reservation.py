@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import Any
 
-from infra.findings import Finding
-from infra.inputs import Inputs
+from infra.apply.inputs import Inputs
+from infra.preflight.requirement import Finding
 from infra.shapes import Shape
 from services.common.errors import RecipeError
 
