@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
-from batch.config import read_config
+from deploy.batch.config import read_config
 from infra.neighbours import find_in_account
 from infra.shapes import find_shape
 from infra.stack import type_of
