@@ -88,7 +88,7 @@ def _target() -> Target:
         from k8s.objects.api import connect  # noqa: PLC0415
 
         return KubeRay(connect())
-    from batch.target import connect_batch  # noqa: PLC0415
+    from deploy.batch.target import connect_batch  # noqa: PLC0415
 
     return connect_batch(Path(os.environ["CONFIG"]) if os.environ.get("CONFIG") else None)
 

@@ -174,7 +174,13 @@ def test_a_file_system_that_is_too_slow_for_a_checkpoint_in_the_notice_is_said_t
 
 def test_the_commands_need_nothing_but_what_their_small_lock_has() -> None:
     """No torch is waited for before the first price is said; `infra-down` runs the deploy tool in that environment."""
-    modules = ("infra.__main__", "deploy.commands.__main__", "k8s.client.__main__", "k8s.client.target", "batch.target")
+    modules = (
+        "infra.__main__",
+        "deploy.commands.__main__",
+        "k8s.client.__main__",
+        "k8s.client.target",
+        "deploy.batch.target",
+    )
 
     done, with_torch = (
         subprocess.run(

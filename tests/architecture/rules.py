@@ -18,17 +18,17 @@ from tests.architecture.imports import (
 
 STAGES = ("tokenizer", "compiler", "trainer")
 SERVICES = (*STAGES, "head")
-FIRST_PARTIES = ("services", "images", "deploy", "k8s", "batch", "infra", "tests", "benchmarks")
+FIRST_PARTIES = ("services", "images", "deploy", "k8s", "infra", "tests", "benchmarks")
 # What deploys stages, and what of ours each part may import besides itself. The head's image has all but the client,
 # and no `images`.
 DEPLOY_ROOMS = {
     "deploy": ("services.common",),
     "deploy.client": ("deploy", "images", "services.common"),
-    "deploy.commands": ("deploy.client", "k8s.client", "k8s.objects", "batch", "services.common"),
+    "deploy.commands": ("deploy.client", "k8s.client", "k8s.objects", "deploy.batch", "services.common"),
     "k8s.objects": ("deploy", "services.common"),
     "k8s.controller": ("k8s.objects", "deploy", "services.common"),
     "k8s.deploy": ("k8s.controller", "services.common"),
-    "batch": (
+    "deploy.batch": (
         "deploy.client",
         "deploy",
         "images",
@@ -70,7 +70,7 @@ def deploy_rooms_import_what_is_below_them(root: Path) -> list[str]:
     """The client and the controller ignore each other, and what runs in the cluster never imports `images`."""
     return [
         f"{module} imports {name}"
-        for module, path in modules_of(root, "k8s", "batch", "deploy").items()
+        for module, path in modules_of(root, "k8s", "deploy").items()
         if (room := _room_of(module))
         for name in sorted(imports_of(path))
         if name.partition(".")[0] in FIRST_PARTIES and not _may_import(room, name)
@@ -88,10 +88,10 @@ def _may_import(room: str, name: str) -> bool:
 
 
 def deploy_rooms_are_all_there_is(root: Path) -> list[str]:
-    """A module of k8s, batch or deploy that is in no room is bound by no rule."""
+    """A module of k8s or deploy that is in no room is bound by no rule."""
     return [
         f"{module} is in none of {', '.join(DEPLOY_ROOMS)}"
-        for module in modules_of(root, "k8s", "batch", "deploy")
+        for module in modules_of(root, "k8s", "deploy")
         if not _is_in(module, tuple(DEPLOY_ROOMS))
     ]
 
@@ -237,7 +237,7 @@ def supplied_files_are_opened_in_one_way(root: Path) -> list[str]:
     """A pipe would be waited for, a device has no end, and a link may lead anywhere: `input_file` refuses them."""
     return [
         f"{module}: {call}; use services.common.input_file"
-        for module, path in modules_of(root, "services", "deploy", "k8s", "batch", "infra").items()
+        for module, path in modules_of(root, "services", "deploy", "k8s", "infra").items()
         if module not in READ_THEIR_OWN and not module.startswith("services.common.testing.")
         for call in reads_of(path)
     ]

@@ -111,9 +111,9 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
     ),
     (
         rules.deploy_rooms_import_what_is_below_them,
-        "batch/target.py",
+        "deploy/batch/target.py",
         "from k8s.objects.api import Api",
-        "batch.target imports k8s.objects.api.Api",
+        "deploy.batch.target imports k8s.objects.api.Api",
     ),
     (
         rules.deploy_rooms_are_all_there_is,

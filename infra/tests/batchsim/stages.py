@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from batch.job_definition import OneOff, read_container, render_job_definition, render_one_off_definition
+from deploy.batch.job_definition import OneOff, read_container, render_job_definition, render_one_off_definition
 from infra.tests.batchsim.job import EvaluateOnExit, JobDefinition
 from services.common.launch.batch_node import ROOT_MARKER
 from services.common.recipe import Stage
 from services.common.stage_program import ON_BATCH
-from tests.batch.builders import DIGEST, REGISTRY, config_of, job_deployment_of
+from tests.deploy.batch.builders import DIGEST, REGISTRY, config_of, job_deployment_of
 
 # As many as one trainer takes; torch spins where there are more threads than cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "60"}

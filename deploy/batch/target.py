@@ -8,13 +8,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TextIO
 
-from batch.config import CONFIG, Config, read_config
-from batch.job_definition import read_container
-from batch.jobs import Definition, Job, Jobs
-from batch.one_off import run_one_off
-from batch.plan import describe_definition, describe_plan, write_definition
-from batch.request import Prepared, complete_from_definition, prepare
-from batch.watch import follow
+from deploy.batch.config import CONFIG, Config, read_config
+from deploy.batch.job_definition import read_container
+from deploy.batch.jobs import Definition, Job, Jobs
+from deploy.batch.one_off import run_one_off
+from deploy.batch.plan import describe_definition, describe_plan, write_definition
+from deploy.batch.request import Prepared, complete_from_definition, prepare
+from deploy.batch.watch import follow
 from deploy.client.one_off import OneOffRequest
 from deploy.client.request import DeployRequest, require_stage_name, user_name
 from infra.account.session import Account

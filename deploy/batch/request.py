@@ -6,9 +6,16 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from batch.config import Config, Pool
-from batch.job_definition import DEPLOYMENT_TAG, Deployment, Request, pool_of, read_container, render_job_definition
-from batch.jobs import Definition, Jobs
+from deploy.batch.config import Config, Pool
+from deploy.batch.job_definition import (
+    DEPLOYMENT_TAG,
+    Deployment,
+    Request,
+    pool_of,
+    read_container,
+    render_job_definition,
+)
+from deploy.batch.jobs import Definition, Jobs
 from deploy.client.instance_type import check_instance_type
 from deploy.client.outline import Outline
 from deploy.client.request import (

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from batch.target import Batch
+from deploy.batch.target import Batch
 from deploy.client.request import DeployRequest
 from infra.tests.service_models import share_service_models
 from services.common.testing.recipes import recipe_text
-from tests.batch.builders import Ask, Script
-from tests.batch.cloud import TAG, Cloud, simulated_account
+from tests.deploy.batch.builders import Ask, Script
+from tests.deploy.batch.cloud import TAG, Cloud, simulated_account
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from batch.config import Config
-from batch.job_definition import DEPLOYMENT_TAG, MAIN_NODE, Request, one_off_name
+from deploy.batch.config import Config
+from deploy.batch.job_definition import DEPLOYMENT_TAG, MAIN_NODE, Request, one_off_name
 from deploy.exit_codes import EXIT_AGAIN, resolve_exit_code
 from infra.account.batch_queues import ACTIVE_STATUSES, explain_queue, list_job_ids
 from infra.account.session import Account, explaining_refusals, is_absent

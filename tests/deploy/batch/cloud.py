@@ -13,13 +13,13 @@ import pytest
 from moto import mock_aws
 from moto.batch.models import batch_backends
 
-from batch.config import Config
-from batch.jobs import Jobs
+from deploy.batch.config import Config
+from deploy.batch.jobs import Jobs
 from infra.account.batch_queues import ACTIVE_STATUSES
 from infra.account.session import Account
 from infra.tests.moto_batch import keep_jobs_still, make_queue
 from services.common.recipe import STAGES
-from tests.batch.builders import config_of
+from tests.deploy.batch.builders import config_of
 
 ACCOUNT, REGION = "123456789012", "us-west-2"
 TAG = "0.1.0-gabc-neuron"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from batch.config import Pool
-from batch.job_definition import Deployment, Request, read_container
-from batch.jobs import Definition
+from deploy.batch.config import Pool
+from deploy.batch.job_definition import Deployment, Request, read_container
+from deploy.batch.jobs import Definition
 from deploy.client.outline import Outline
 from services.common.launch.batch_node import RECIPE_VARIABLE
 

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from batch.config import Config, Pool
+from deploy.batch.config import Config, Pool
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.stage_contract import (
     ONE_OFF_DRAIN_SECONDS,

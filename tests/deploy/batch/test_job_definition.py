@@ -9,12 +9,12 @@ import boto3
 import pytest
 from botocore.stub import Stubber
 
-from batch.job_definition import DEPLOYMENT_TAG, Request, pool_of, read_container, render_job_definition
+from deploy.batch.job_definition import DEPLOYMENT_TAG, Request, pool_of, read_container, render_job_definition
 from deploy.stage_contract import DRAIN_SECONDS
 from services.common.errors import RecipeError
 from services.common.launch.batch_node import MOST_RECIPE_CHARACTERS, RECIPE_VARIABLE, deliver_recipe, read_command
 from services.common.recipe import STAGES, Stage
-from tests.batch.builders import config_of, job_deployment_of
+from tests.deploy.batch.builders import config_of, job_deployment_of
 
 
 def definition_of(stage: Stage = "trainer", is_compiler_on_trainium: bool = False, **changes: Any) -> Request:
@@ -142,6 +142,6 @@ def test_a_definition_with_the_longest_recipe_is_no_longer_than_batch_takes(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """24 KiB, by its service quotas; a node of trn2 has the most devices to name."""
-    monkeypatch.setattr("batch.job_definition.pack_recipe", lambda content: "x" * MOST_RECIPE_CHARACTERS)
+    monkeypatch.setattr("deploy.batch.job_definition.pack_recipe", lambda content: "x" * MOST_RECIPE_CHARACTERS)
     definition = definition_of(stage, config={"TRAINIUM_SHAPE": "trn2.48xlarge"}, nodes=4)
     assert len(json.dumps(definition)) <= 24 * 1024

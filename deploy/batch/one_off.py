@@ -6,12 +6,12 @@ import shlex
 from dataclasses import dataclass
 from typing import TextIO
 
-from batch.config import Config
-from batch.job_definition import DEPLOYMENT_TAG, OneOff, Request, read_container, render_one_off_definition
-from batch.jobs import Definition, Job, Jobs
-from batch.plan import write_definition
-from batch.request import DEFAULT_RECIPE, find_image, read_settings
-from batch.watch import follow
+from deploy.batch.config import Config
+from deploy.batch.job_definition import DEPLOYMENT_TAG, OneOff, Request, read_container, render_one_off_definition
+from deploy.batch.jobs import Definition, Job, Jobs
+from deploy.batch.plan import write_definition
+from deploy.batch.request import DEFAULT_RECIPE, find_image, read_settings
+from deploy.batch.watch import follow
 from deploy.client.one_off import (
     OneOffRecipe,
     OneOffRequest,

@@ -13,9 +13,9 @@ import boto3
 import pytest
 from botocore.stub import Stubber
 
-from batch import one_off as one_off_module
-from batch.job_definition import OneOff, Request, read_container, render_one_off_definition
-from batch.target import Batch
+from deploy.batch import one_off as one_off_module
+from deploy.batch.job_definition import OneOff, Request, read_container, render_one_off_definition
+from deploy.batch.target import Batch
 from deploy.client.one_off import OneOffRequest
 from services.common.brought_files import pack_file
 from services.common.entry_point import exit_code_of
@@ -24,8 +24,8 @@ from services.common.launch.batch_node import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe import STAGES, Stage
 from services.common.subcommands import LABEL
 from services.common.testing.recipes import recipe_text
-from tests.batch.builders import DIGEST, Ask, Script, config_of
-from tests.batch.cloud import TAG, Cloud
+from tests.deploy.batch.builders import DIGEST, Ask, Script, config_of
+from tests.deploy.batch.cloud import TAG, Cloud
 
 AskOneOff = Callable[..., OneOffRequest]
 

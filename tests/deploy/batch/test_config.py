@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from batch.config import PLACES, read_config
+from deploy.batch.config import PLACES, read_config
 from services.common.errors import RecipeError
-from tests.batch.builders import VALUES, write_config
+from tests.deploy.batch.builders import VALUES, write_config
 
 
 def test_a_file_says_queues_roles_and_images(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from batch import request as request_module
-from batch.target import Batch
+from deploy.batch import request as request_module
+from deploy.batch.target import Batch
 from images.versions import Build
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe import STAGES
 from services.common.testing.recipes import recipe_text
-from tests.batch.builders import Ask, Script
-from tests.batch.cloud import TAG, Cloud
+from tests.deploy.batch.builders import Ask, Script
+from tests.deploy.batch.cloud import TAG, Cloud
 
 
 @pytest.mark.parametrize(

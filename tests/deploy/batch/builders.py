@@ -7,8 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from batch.config import Config, read_config
-from batch.job_definition import Deployment
+from deploy.batch.config import Config, read_config
+from deploy.batch.job_definition import Deployment
 from deploy.client.request import DeployRequest
 from services.common.recipe import Stage
 from services.common.testing.recipes import recipe_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from batch.jobs import Job, Jobs
+from deploy.batch.jobs import Job, Jobs
 from deploy.exit_codes import find_error_line
 from deploy.progress import Progress
 from services.common.errors import DeviceError, TryAgain
