@@ -56,7 +56,6 @@ COPY services/head /app/services/head
 COPY deploy /app/deploy
 COPY k8s/objects /app/k8s/objects
 COPY k8s/controller /app/k8s/controller
-COPY k8s/deploy /app/k8s/deploy
 # The image's user must be able to read files of a checkout that was made under a strict umask.
 RUN chmod -R a+rX /app
 

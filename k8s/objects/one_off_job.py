@@ -127,7 +127,7 @@ def render_one_off_nodes_job(cpu_group: WorkerGroup, one_off: OneOff) -> Object:
     pod = render_head_program(
         cpu_group,
         name="nodes",
-        program="k8s.deploy.one_off_nodes",
+        program="k8s.controller.one_off_nodes",
         argument=one_off.name,
         variables=[],
         volumes=(SCRATCH.name,),

@@ -27,7 +27,6 @@ DEPLOY_ROOMS = {
     "deploy.commands": ("deploy.client", "k8s.client", "k8s.objects", "deploy.batch", "services.common"),
     "k8s.objects": ("deploy", "services.common"),
     "k8s.controller": ("k8s.objects", "deploy", "services.common"),
-    "k8s.deploy": ("k8s.controller", "services.common"),
     "deploy.batch": (
         "deploy.client",
         "deploy",

@@ -105,9 +105,9 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
     ),
     (
         rules.deploy_rooms_import_what_is_below_them,
-        "k8s/deploy/job.py",
+        "k8s/controller/job.py",
         "from services.trainer import loop",
-        "k8s.deploy.job imports services.trainer.loop",
+        "k8s.controller.job imports services.trainer.loop",
     ),
     (
         rules.deploy_rooms_import_what_is_below_them,
@@ -250,7 +250,6 @@ def repository(tmp_path: Path) -> Path:
         "deploy/history.py": "from services.common.near import something",
         "k8s/objects/api.py": "import kubernetes\nfrom deploy import history",
         "k8s/controller/reaper.py": "from k8s.objects.api import Api",
-        "k8s/deploy/job.py": "from k8s.controller.reaper import main",
         "k8s/client/commands.py": "import images.versions, infra.shapes\nfrom k8s.objects.api import Api",
         "infra/shapes.py": "from services.common.near import something",
         "infra/cost.py": "import images.platforms\nfrom infra.shapes import find_shape",

@@ -229,7 +229,7 @@ def test_what_holds_the_node_has_the_deployer_s_account_and_no_shared_file_syste
     assert job["metadata"]["name"] == "one-off-nodes-trainer-abc123"
     assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("deployer", {"millrace.dev/pool": "core"})
     assert [*container["command"], *container["args"]] == [
-        *("python", "-m", "k8s.deploy.one_off_nodes"),
+        *("python", "-m", "k8s.controller.one_off_nodes"),
         "one-off-trainer-abc123",
     ]
     assert [volume["name"] for volume in pod["volumes"]] == ["scratch"]
