@@ -33,10 +33,10 @@ from infra.teardown.sequence import Teardown, Workloads
 from infra.workloads.batch_workloads import BatchWorkloads
 from infra.workloads.cluster_workloads import ClusterWorkloads
 from services.common.artifacts.manifest import write_durably
-from services.common.entry_point import exit_code_of
 from services.common.errors import DeviceError, RecipeError
-from services.common.recipe import STAGES
-from services.common.recipe_file import load_recipe
+from services.common.process.entry_point import exit_code_of
+from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import STAGES
 
 HOURS = 24.0
 RECIPE = Path(__file__).parents[1] / "recipes/llama2-7b-trn1.toml"

@@ -16,7 +16,7 @@ from services.common.program.mesh import Mesh, make_mesh
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 
 Seconds = dict[str, list[float]]
 """By row, of each round."""

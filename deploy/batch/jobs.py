@@ -16,7 +16,7 @@ from deploy.batch.job_definition import DEPLOYMENT_TAG, MAIN_NODE, Request, one_
 from deploy.exit_codes import EXIT_AGAIN, resolve_exit_code
 from infra.account.batch_queues import ACTIVE_STATUSES, explain_queue, list_job_ids
 from infra.account.session import Account, explaining_refusals, is_absent
-from services.common.recipe import STAGES, Stage
+from services.common.recipe.schema import STAGES, Stage
 
 ALL_STATUSES = (*ACTIVE_STATUSES, "SUCCEEDED", "FAILED")
 ENDED_WELL_TAG = "millrace.dev/ended-well"

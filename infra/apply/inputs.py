@@ -17,8 +17,8 @@ from infra.apply.terraform import STACK
 from infra.cost.estimate import Sizes
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
-from services.common.input_file import read_file
-from services.common.lustre import LustreSize, default_lustre_size
+from services.common.hardware.lustre import LustreSize, default_lustre_size
+from services.common.input.files import read_file
 
 REPOSITORIES = "millrace"  # of both stacks; the contract test holds it to theirs
 VARIABLES_FILE = "terraform.tfvars"  # terraform reads it by itself

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from services.common.credentials import mask
+from services.common.input.credentials import mask
 
 MAX_MESSAGE_CHARACTERS = 100_000
 """Characters of a message that are shown, half of them from its begin and half from its end: what a file names, such as

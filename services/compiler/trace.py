@@ -17,14 +17,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from services.common.entry_point import run_program
+from services.common.process.entry_point import run_program
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend, CacheReport
 from services.common.program.mesh import Mesh, make_mesh
 from services.common.program.micro_batch import make_synthetic_micro_batch
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 
 MAX_MICRO_BATCHES = 2
 """Number of micro-batches of a traced step: every micro-batch after the second has the graphs of the second."""

@@ -16,6 +16,7 @@ from services.common.artifacts.checkpoint import LossSpikes, checkpoint_id
 from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError, UnreadableError, WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.process.telemetry import configure_logging
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend
 from services.common.program.fingerprint import explain_difference, program_facts
@@ -25,29 +26,28 @@ from services.common.program.optimizer import learning_rate
 from services.common.program.process_group import ProcessGroup
 from services.common.program.state import StateSlice
 from services.common.program.step import Program
-from services.common.recipe import fingerprint
-from services.common.telemetry import configure_logging
-from services.trainer.checkpoint import (
+from services.common.recipe.schema import fingerprint
+from services.trainer.checkpoints.lookup import (
     all_damaged,
     checkpoint_steps,
     open_checkpoint,
     require_of_run,
     verify_sizes,
 )
-from services.trainer.checkpoint_writer import CheckpointSchedule, CheckpointWriter
+from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.checkpoints.writer import CheckpointSchedule, CheckpointWriter
 from services.trainer.data import evaluation_batch, micro_batches, num_evaluation_batches
-from services.trainer.divergence import ENDED_BY, SkippedSteps, diverged, find_faulty_worker
-from services.trainer.events import record_event
+from services.trainer.health.divergence import ENDED_BY, SkippedSteps, diverged, find_faulty_worker
+from services.trainer.health.loss_spikes import SpikeDetector, spiked_for_ever
+from services.trainer.health.straggler import Stragglers
+from services.trainer.health.watchdog import Watchdog
 from services.trainer.job import Job
-from services.trainer.loss_spikes import SpikeDetector, spiked_for_ever
-from services.trainer.metric_table import WorkerNumbers
-from services.trainer.metrics import StepRecord
+from services.trainer.metrics.events import record_event
+from services.trainer.metrics.metric_table import WorkerNumbers
+from services.trainer.metrics.recorder import MetricsRecorder
+from services.trainer.metrics.records import StepRecord
 from services.trainer.node_staging import compile_cache_folder, new_cache_files, prepare_node, verify_on_node
-from services.trainer.recorder import MetricsRecorder
-from services.trainer.shards import ShardReader
 from services.trainer.stop import StopConditions, StopReason, clear_stop, stopped
-from services.trainer.straggler import Stragglers
-from services.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

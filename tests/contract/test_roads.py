@@ -30,7 +30,7 @@ from k8s.client.overlay import find_kubectl, render
 from k8s.client.request import resolve
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 from tests.contract.agreements import read_settings
 from tests.deploy.batch.cloud import TAG, simulated_account
 from tests.k8s.builders import DIGEST

@@ -25,7 +25,7 @@ from services.common.program.step import Program
 from services.common.program.tests.work import micro_batches_of
 from services.common.testing.recipes import make_recipe
 from services.trainer.job import Job
-from services.trainer.metrics import read_attempts, read_metrics
+from services.trainer.metrics.records import read_attempts, read_metrics
 from services.trainer.tests.numbers import read_numbers
 from services.trainer.tests.runs import REPOSITORY, checkpoints, run_trainer, start_trainer, state_hash
 from tests.hardware.conftest import train_with_workers

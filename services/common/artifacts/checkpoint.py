@@ -24,8 +24,8 @@ from pydantic import (
 )
 
 from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, RelativePath, Sha256, Text
-from services.common.problem_list import list_names
-from services.common.recipe import fingerprint
+from services.common.input.problem_list import list_names
+from services.common.recipe.schema import fingerprint
 
 
 class LossSpikes(ManifestModel):

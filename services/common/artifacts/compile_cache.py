@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, Phase, Sha256
 from services.common.artifacts.store import Address
-from services.common.recipe import Device, Recipe, fingerprint
+from services.common.recipe.schema import Device, Recipe, fingerprint
 
 GRAPHS = "graphs"
 """Subfolder that holds the compiler's cache directory."""

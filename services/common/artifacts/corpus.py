@@ -17,7 +17,7 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, Phase, RelativePath, Sha256, Text
-from services.common.problem_list import list_names
+from services.common.input.problem_list import list_names
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")

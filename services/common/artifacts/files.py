@@ -16,8 +16,8 @@ import xxhash
 
 from services.common.artifacts.manifest import MANIFEST, FileEntry, Manifest, sync_folder
 from services.common.errors import ArtifactError
-from services.common.input_file import is_damage, open_regular_file, stat_within, unreadable
-from services.common.problem_list import ProblemList
+from services.common.input.files import is_damage, open_regular_file, stat_within, unreadable
+from services.common.input.problem_list import ProblemList
 
 Level = Literal["provenance", "full", "size"]
 """What is checked of a file: its size, its size and the checksum that readers go by, or these and its SHA-256."""

@@ -28,11 +28,11 @@ from pydantic import (
     field_validator,
 )
 
-from services.common.credentials import mask
 from services.common.errors import ArtifactError, RecipeError
-from services.common.input_file import parse_json, read_file, unreadable
-from services.common.problem_list import ProblemList, list_names, shorten
-from services.common.recipe import fingerprint
+from services.common.input.credentials import mask
+from services.common.input.files import parse_json, read_file, unreadable
+from services.common.input.problem_list import ProblemList, list_names, shorten
+from services.common.recipe.schema import fingerprint
 
 MANIFEST = "manifest.json"
 MAX_FILES = 300_000

@@ -15,7 +15,7 @@ from services.common.artifacts.manifest import Manifest
 from services.common.artifacts.store import identity_key, is_id
 from services.common.artifacts.token_stream import verify_ids
 from services.common.errors import ArtifactError, DeviceError
-from services.common.recipe import Kind, Recipe, fingerprint
+from services.common.recipe.schema import Kind, Recipe, fingerprint
 
 
 def verify_artifact(folder: Path, manifest: Manifest) -> None:

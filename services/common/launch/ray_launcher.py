@@ -27,7 +27,7 @@ from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from services.common.errors import MillraceError, NoRoomForWorkers, WorkersLost
-from services.common.input_file import read_file
+from services.common.input.files import read_file
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.fork_server import import_modules
 from services.common.launch.launcher import (
@@ -45,7 +45,7 @@ from services.common.launch.launcher import (
 )
 from services.common.launch.neuron_environment import NEURON_DEVICES, require_every_core
 from services.common.launch.ray_cluster import begin_start, call_in_thread, calling_ray, connect, is_lost
-from services.common.private_folder import new_name, private_folder
+from services.common.process.private_folder import new_name, private_folder
 
 logger = logging.getLogger(__name__)
 

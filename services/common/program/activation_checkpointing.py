@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from services.common.recipe import ActivationCheckpointing
+from services.common.recipe.schema import ActivationCheckpointing
 
 KEPT = {
     torch.ops.aten.mm.default,

@@ -13,7 +13,7 @@ import torch
 
 from services.common.program.backends.choice import choose_backend
 from services.common.program.source import source_digest
-from services.common.recipe import Recipe, identity
+from services.common.recipe.schema import Recipe, identity
 
 CONTENT_VERSION = 1
 """Number to raise when the compiler stage stores other bytes for the same program."""

@@ -18,7 +18,7 @@ from services.common.program.attention import attend
 from services.common.program.backends.protocol import Collectives
 from services.common.program.mesh import Axis, Mesh
 from services.common.program.sharding import HeadKind, Sharding, shard_along
-from services.common.recipe import ActivationCheckpointing
+from services.common.recipe.schema import ActivationCheckpointing
 
 SEQUENCE = 1
 """Dimension of an activation [B, S, D] along which its slices lie."""

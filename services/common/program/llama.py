@@ -30,7 +30,7 @@ from services.common.program.layers import (
     reduce_scatter_sequence,
 )
 from services.common.program.sharding import Sharding
-from services.common.recipe import ActivationCheckpointing, Model, RopeScaling
+from services.common.recipe.schema import ActivationCheckpointing, Model, RopeScaling
 
 
 class Llama(nn.Module):

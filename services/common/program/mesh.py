@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from services.common.instance_types import TRN1, family_of
-from services.common.recipe import Recipe, key_value_copies
+from services.common.hardware.instance_types import TRN1, family_of
+from services.common.recipe.schema import Recipe, key_value_copies
 
 Axis = Literal["data", "tensor", "key_value"]
 AXES: tuple[Axis, ...] = ("data", "tensor", "key_value")

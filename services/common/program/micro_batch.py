@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 
 
 class MicroBatch(NamedTuple):

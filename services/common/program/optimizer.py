@@ -15,7 +15,7 @@ from torch import Tensor
 from services.common.program.backends.protocol import Backend
 from services.common.program.buckets import Bucket
 from services.common.program.state import StateKind
-from services.common.recipe import Optimizer
+from services.common.recipe.schema import Optimizer
 
 
 def learning_rate(optimizer: Optimizer, step: int) -> float:

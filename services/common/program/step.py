@@ -19,7 +19,7 @@ from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
 from services.common.program.process_group import naming_workers_lost_in_graphs
 from services.common.program.sharded_state import ShardedState
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -15,7 +15,7 @@ from services.common.artifacts.checkpoint import (
 from services.common.artifacts.compile_cache import CompileCacheManifest, CompileCachePayload
 from services.common.artifacts.manifest import InputLink
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
-from services.common.recipe import Recipe, fingerprint, identity
+from services.common.recipe.schema import Recipe, fingerprint, identity
 
 ID = "0123456789abcdef"
 CORPUS = InputLink(schema_id="corpus/2", path="/corpus/small", id="fedcba9876543210", content_digest="0" * 64)

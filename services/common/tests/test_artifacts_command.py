@@ -32,8 +32,8 @@ from services.common.artifacts.store import (
     Workspace,
     find_artifact,
 )
-from services.common.entry_point import exit_code_of
-from services.common.recipe import Recipe, fingerprint
+from services.common.process.entry_point import exit_code_of
+from services.common.recipe.schema import Recipe, fingerprint
 from services.common.testing.artifacts import ID, address_in, fill, publish, publish_checkpoint
 from services.common.testing.fork_server import start_process
 from services.common.testing.manifests import Fields, reseal

@@ -20,7 +20,7 @@ import pytest
 from services.common.launch import fork_server
 from services.common.launch.guard import semaphore_prefix
 from services.common.launch.process_family import MARK, STOPPED_SECONDS, find_family, is_stopped
-from services.common.stop_signals import REPEAT_SECONDS, say_if_heard
+from services.common.process.stop_signals import REPEAT_SECONDS, say_if_heard
 from services.common.testing.waiting import wait_until
 from services.common.tests.builders import REPOSITORY
 

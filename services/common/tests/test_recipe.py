@@ -12,12 +12,12 @@ from pydantic import BaseModel
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import LOCK_SUFFIX, Address, artifact_id, find_artifact, publish_once
-from services.common.command_line import StageParser
-from services.common.derived import derive, describe
 from services.common.errors import RecipeError
-from services.common.presets import MODEL_PRESETS
-from services.common.recipe import MAX_NAME_LENGTH, Cluster, Identity, Kind, Model, Recipe, identity, stage_nodes
-from services.common.recipe_file import load_recipe
+from services.common.process.command_line import StageParser
+from services.common.recipe.derived import derive, describe
+from services.common.recipe.file import load_recipe
+from services.common.recipe.presets import MODEL_PRESETS
+from services.common.recipe.schema import MAX_NAME_LENGTH, Cluster, Identity, Kind, Model, Recipe, identity, stage_nodes
 from services.common.testing.artifacts import fill
 from services.common.testing.recipes import make_recipe, write_recipe
 

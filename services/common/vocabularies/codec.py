@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from services.common.artifacts.corpus import Vocabulary, VocabularyKind
 from services.common.errors import ArtifactError
-from services.common.input_file import read_file, unreadable
+from services.common.input.files import read_file, unreadable
 
 
 class Codec(NamedTuple):

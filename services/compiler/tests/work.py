@@ -24,7 +24,7 @@ from services.common.program.mesh import make_mesh
 from services.common.program.micro_batch import MicroBatch, make_synthetic_micro_batch
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 from services.common.testing.waiting import wait_until
 from services.compiler import trace
 

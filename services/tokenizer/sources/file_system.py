@@ -26,11 +26,11 @@ import pyarrow as pa
 import xxhash
 
 from services.common.artifacts.files import xxh3_of
-from services.common.credentials import holds_secret
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
-from services.common.input_file import reading_inputs, require_regular_file
-from services.common.limits import explain_lack
-from services.common.recipe import Source, fingerprint
+from services.common.input.credentials import holds_secret
+from services.common.input.files import reading_inputs, require_regular_file
+from services.common.process.limits import explain_lack
+from services.common.recipe.schema import Source, fingerprint
 from services.tokenizer.sources.file_range import Format, InputFile
 
 logger = logging.getLogger(__name__)

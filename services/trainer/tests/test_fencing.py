@@ -16,8 +16,8 @@ from services.common.errors import TryAgain
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.trainer.checkpoint import newest_checkpoint
-from services.trainer.checkpoint_writer import CheckpointWriter
+from services.trainer.checkpoints.lookup import newest_checkpoint
+from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import train
 from services.trainer.tests.builders import make_program

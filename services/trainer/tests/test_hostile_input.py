@@ -27,22 +27,22 @@ from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import CURRENT, Artifact, open_artifact
 from services.common.artifacts.token_stream import TokenStream
 from services.common.artifacts.upstream import open_corpus
-from services.common.entry_point import exit_code_of
 from services.common.errors import ArtifactError, UnreadableError
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.recipe import Checkpoint
+from services.common.process.entry_point import exit_code_of
+from services.common.recipe.schema import Checkpoint
 from services.common.testing.artifacts import publish, publish_checkpoint
 from services.common.testing.manifests import forge, in_all_of_state
 from services.trainer.__main__ import main
-from services.trainer.checkpoint import newest_checkpoint, verify_checkpoint
-from services.trainer.checkpoint_writer import discard_old
-from services.trainer.export import export
+from services.trainer.checkpoints.lookup import newest_checkpoint, verify_checkpoint
+from services.trainer.checkpoints.writer import discard_old
+from services.trainer.conversion.export import export
+from services.trainer.conversion.nxd.layout import NxdLayout
+from services.trainer.inspection.sample import TextGenerator, load_model
 from services.trainer.job import Job
 from services.trainer.loop import load_part, train
 from services.trainer.node_staging import compile_cache_folder, prepare_node
-from services.trainer.nxd.layout import NxdLayout
 from services.trainer.run import RUN_FILE, open_run
-from services.trainer.sample import TextGenerator, load_model
 from services.trainer.tests.builders import DOCUMENT_TOKENS, make_corpus, make_program, make_recipe, write_recipe
 from services.trainer.tests.runs import checkpoints
 

@@ -13,15 +13,15 @@ from services.common.artifacts.checkpoint import shard_name
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import ArtifactError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.process.termination_notice import NOTICE_VARIABLE
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.step import Program
-from services.common.stop_notice import NOTICE_VARIABLE
-from services.trainer.checkpoint import newest_checkpoint, verify_checkpoint
-from services.trainer.checkpoint_writer import discard_old
-from services.trainer.events import NewWarnings, count_events
+from services.trainer.checkpoints.lookup import newest_checkpoint, verify_checkpoint
+from services.trainer.checkpoints.writer import discard_old
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import load_part, train
-from services.trainer.metrics import read_metrics
+from services.trainer.metrics.events import NewWarnings, count_events
+from services.trainer.metrics.records import read_metrics
 from services.trainer.stop import STOP_FILE
 from services.trainer.tests import work
 from services.trainer.tests.builders import make_program

@@ -28,13 +28,16 @@ from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.common.program.process_group import ProcessGroup
 from services.common.testing.strange_files import replace_by
 from services.common.testing.waiting import wait_until
-from services.trainer import tensorboard
-from services.trainer.doctor import _look_at_run_folder as look_at_run_folder
-from services.trainer.events import EVENTS_FILE, NewWarnings, explain_loss
+from services.trainer.inspection.doctor import _look_at_run_folder as look_at_run_folder
+from services.trainer.inspection.report import write_report
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.metric_table import METRICS, PREFIX, WorkerNumbers, reduce_over_ranks
-from services.trainer.metrics import (
+from services.trainer.metrics import tensorboard
+from services.trainer.metrics.events import EVENTS_FILE, NewWarnings, explain_loss
+from services.trainer.metrics.metric_table import METRICS, PREFIX, WorkerNumbers, reduce_over_ranks
+from services.trainer.metrics.prometheus import NewestMetrics, format_metrics, serve_metrics
+from services.trainer.metrics.recorder import MetricsRecorder
+from services.trainer.metrics.records import (
     ATTEMPTS_FILE,
     METRICS_FILE,
     MetricsWriter,
@@ -43,16 +46,13 @@ from services.trainer.metrics import (
     read_attempts,
     read_metrics,
 )
-from services.trainer.prometheus import NewestMetrics, format_metrics, serve_metrics
-from services.trainer.recorder import MetricsRecorder
-from services.trainer.report import write_report
+from services.trainer.metrics.tensorboard import TensorBoard
+from services.trainer.metrics.trackers import TRACKERS, tracking
 from services.trainer.run import open_run, summarize
 from services.trainer.stop import StopReason, request_stop
 from services.trainer.supervise import supervise
-from services.trainer.tensorboard import TensorBoard
 from services.trainer.tests.builders import make_program, write_recipe
 from services.trainer.tests.runs import call_trainer
-from services.trainer.trackers import TRACKERS, tracking
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 

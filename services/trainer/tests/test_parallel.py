@@ -17,11 +17,11 @@ from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import make_mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.trainer.events import read_events
-from services.trainer.export import export
+from services.trainer.conversion.export import export
 from services.trainer.job import Job
 from services.trainer.loop import load_part, train
-from services.trainer.metrics import read_metrics
+from services.trainer.metrics.events import read_events
+from services.trainer.metrics.records import read_metrics
 from services.trainer.run import open_run
 from services.trainer.tests import work
 from services.trainer.tests.runs import checkpoints, flip_a_bit, read_run, state_hash

@@ -17,20 +17,20 @@ import torch
 
 from services.common.artifacts.checkpoint import CheckpointManifest, shard_name
 from services.common.artifacts.store import open_artifact
-from services.common.entry_point import exit_code_of
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.process.entry_point import exit_code_of
 from services.common.program.llama import parameter_shapes
 from services.common.testing.manifests import Fields, forge, in_all_of_state, reseal
 from services.trainer.__main__ import main
-from services.trainer.checkpoint import verify_state
-from services.trainer.export import export
-from services.trainer.inspection import inspect
+from services.trainer.checkpoints.lookup import verify_state
+from services.trainer.checkpoints.shards import ORIGIN, ShardReader
+from services.trainer.conversion.export import export
+from services.trainer.inspection.checkpoint_content import inspect
+from services.trainer.inspection.sample import load_weights
 from services.trainer.job import Job
 from services.trainer.loop import load_part, train
 from services.trainer.run import open_run
-from services.trainer.sample import load_weights
-from services.trainer.shards import ORIGIN, ShardReader
 from services.trainer.tests.builders import make_program, write_recipe
 from services.trainer.tests.runs import checkpoints, state_hash
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import cast
 
-from services.common.image_platform import require_backend
+from services.common.hardware.image_platform import require_backend
 from services.common.program.backends.protocol import Backend
-from services.common.recipe import Device
+from services.common.recipe.schema import Device
 
 
 def choose_backend(device: Device) -> type[Backend]:

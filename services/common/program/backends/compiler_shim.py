@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from services.common.errors import DeviceError
-from services.common.private_folder import new_name, private_folder
+from services.common.process.private_folder import new_name, private_folder
 
 COMPILER = "neuronx-cc"
 EXIT_CODE = DeviceError.exit_code

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from services.common.program.activation_checkpointing import KEPT, choose_policy
-from services.common.recipe import ActivationCheckpointing
+from services.common.recipe.schema import ActivationCheckpointing
 
 
 class Fence(Protocol):

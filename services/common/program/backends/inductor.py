@@ -15,8 +15,8 @@ import torch._inductor.config
 import torch._inductor.cpu_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from services.common.credentials import is_secret
 from services.common.errors import DeviceError
+from services.common.input.credentials import is_secret
 from services.common.program.backends.inductor_facts import CACHE_VARIABLE
 
 R = TypeVar("R")

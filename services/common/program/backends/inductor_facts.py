@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from services.common.credentials import is_secret
 from services.common.errors import DeviceError
+from services.common.input.credentials import is_secret
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"

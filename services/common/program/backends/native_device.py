@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 
 from services.common.errors import DeviceError
-from services.common.nvidia_smi import describe_kinds
-from services.common.recipe import Device
+from services.common.hardware.nvidia_smi import describe_kinds
+from services.common.recipe.schema import Device
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from services.common.program.mesh import AXES, Axis, Mesh
 from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
 from services.common.program.reduction import HeldSum
 from services.common.program.snapshot import Snapshots
-from services.common.recipe import ActivationCheckpointing, Device, Recipe
+from services.common.recipe.schema import ActivationCheckpointing, Device, Recipe
 
 R = TypeVar("R")
 

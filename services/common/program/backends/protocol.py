@@ -15,7 +15,7 @@ from services.common.program.buckets import Bucket
 from services.common.program.mesh import Axis, Mesh
 from services.common.program.reduction import Sum
 from services.common.program.snapshot import Snapshots
-from services.common.recipe import ActivationCheckpointing, Device, Recipe
+from services.common.recipe.schema import ActivationCheckpointing, Device, Recipe
 
 R = TypeVar("R")
 

@@ -24,7 +24,7 @@ from services.common.program.mesh import AXES, Axis, Mesh
 from services.common.program.process_group import COLLECTIVE_TIMEOUT, naming_lost_workers
 from services.common.program.reduction import RunningSum, Sum, TreeSum, sum_in_tree
 from services.common.program.snapshot import CudaSnapshots, Snapshots
-from services.common.recipe import ActivationCheckpointing, Device, Recipe
+from services.common.recipe.schema import ActivationCheckpointing, Device, Recipe
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from services.common.credentials import is_secret
 from services.common.errors import DeviceError
-from services.common.image_platform import neuron_chips
-from services.common.instance_types import family_of
+from services.common.hardware.image_platform import neuron_chips
+from services.common.hardware.instance_types import family_of
+from services.common.input.credentials import is_secret
 from services.common.program.backends import neuron_distributed
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 
 CACHE_VARIABLE = "NEURON_COMPILE_CACHE_URL"
 FLAGS_VARIABLE = "NEURON_CC_FLAGS"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
-from services.common.recipe import ActivationCheckpointing, Recipe
+from services.common.recipe.schema import ActivationCheckpointing, Recipe
 from services.common.testing.recipes import recipe_text
 
 LENGTH = 64

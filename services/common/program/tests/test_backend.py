@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common import image_platform
 from services.common.errors import DeviceError
+from services.common.hardware import image_platform
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec
 from services.common.program.backends.choice import choose_backend

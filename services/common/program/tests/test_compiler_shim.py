@@ -19,7 +19,7 @@ OTHER = "MODULE_13537832482499839909+e30acd3a"
 # This does what libneuronxla does for a graph that its cache does not hold, and then what a backend does.
 RUN = f"""
 import subprocess
-from services.common.entry_point import run_program
+from services.common.process.entry_point import run_program
 from services.common.program.backends.compiler_shim import forbid_compiler
 
 def main(argv):

@@ -10,7 +10,7 @@ import torch
 from services.common.program.layers import OneWorker
 from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
-from services.common.recipe import Model, RopeScaling
+from services.common.recipe.schema import Model, RopeScaling
 
 LENGTH = 96
 

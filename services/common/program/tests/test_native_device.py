@@ -22,7 +22,7 @@ from services.common.program.fingerprint import program_facts
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import make_synthetic_micro_batch
 from services.common.program.step import Program
-from services.common.recipe import Device
+from services.common.recipe.schema import Device
 from services.common.testing.recipes import make_recipe
 
 EAGER = {"compile__enabled": "false", "train__attention_mask": "block_causal", "train__z_loss": "1e-4"}

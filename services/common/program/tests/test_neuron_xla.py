@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common import image_platform
 from services.common.errors import DeviceError
+from services.common.hardware import image_platform
 from services.common.program.backends import neuron_xla
 from services.common.program.backends.neuron_distributed import FlashAttention
 from services.common.program.backends.neuron_xla import NeuronXla
@@ -26,7 +26,7 @@ from services.common.program.backends.xla_environment import require_pinned, req
 from services.common.program.mesh import Mesh
 from services.common.program.step import Program
 from services.common.program.tests.work import micro_batches_of
-from services.common.recipe import ActivationCheckpointing, Recipe
+from services.common.recipe.schema import ActivationCheckpointing, Recipe
 from services.common.testing.recipes import make_recipe
 
 needs_torch_xla = pytest.mark.skipif(

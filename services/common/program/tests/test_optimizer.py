@@ -14,7 +14,7 @@ from services.common.program.buckets import Bucket, choose_num_blocks, make_buck
 from services.common.program.mesh import Mesh
 from services.common.program.optimizer import AdamW, learning_rate, step_scalars
 from services.common.program.sharding import Sharding
-from services.common.recipe import Optimizer
+from services.common.recipe.schema import Optimizer
 
 SETTINGS = Optimizer(learning_rate=1e-2, min_learning_rate=1e-3, warmup_steps=4, decay_steps=20, max_grad_norm=0.5)
 MATRIX, VECTOR = "layers.0.weight", "norm.weight"

@@ -18,7 +18,7 @@ from services.common.program.micro_batch import MicroBatch
 from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 from services.common.testing.recipes import make_recipe
 
 WORKERS = 4
