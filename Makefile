@@ -16,7 +16,7 @@ images = ./bootstrap python -m images
 	cluster-local cluster-local-down load-images cluster-up cluster-down deploy-stage stage-status stage-logs stop-stage \
 	rollback-stage stage-run pipeline base-image images demo-images pin platforms release sbom benchmark-tokenizer benchmark-parallel \
 	benchmark-compiler benchmark-trainer infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons \
-	addons-diff addons-argocd check-infra test-infra cluster-manifests infra-environment
+	addons-diff addons-argocd check-infra test-infra cluster-manifests infra-environment docs docs-environment picture
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -187,6 +187,17 @@ release: setup ## Release a stage: STAGE=trainer BUMP=major|minor|patch.
 sbom: ## Write a CycloneDX bill of materials per image into dist/sbom.
 	@$(images) sbom
 
+docs: setup docs-environment ## Build the documents, with a reference made from the code, as a site in dist/site.
+	@.venv-docs/bin/mkdocs build --quiet
+	@echo "dist/site/index.html"
+
+docs-environment: # mkdocs alone: the pages that need the services' packages are made in .venv.
+	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-docs
+	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-docs/bin/python --require-hashes lockfiles/docs.txt
+
+picture: setup ## Take the README's picture, docs/report.png, of the newest report under ROOT; needs Chromium.
+	@$(python) -m docs.site.picture "$(ROOT)/run" docs/report.png
+
 check: setup ## Lint, check the format and the types.
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
@@ -201,5 +212,5 @@ lock: ## Resolve the requirements into lockfiles/, keeping pins that fit. UPGRAD
 	$(images) lock
 
 clean: ## Remove .venv, .uv and caches; never ROOT, never images.
-	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
-	find $(wildcard services tests images deploy k8s benchmarks infra) -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .venv-docs .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
+	find $(wildcard services tests images deploy k8s benchmarks infra docs) -name __pycache__ -type d -prune -exec rm -rf {} +
