@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from services.common.artifacts.checkpoint import CheckpointManifest
+from services.common.artifacts.compile_cache import CompileCacheManifest
+from services.common.artifacts.corpus import CorpusManifest
 from tests.architecture.documents import Document, read_documents
 from tests.architecture.imports import REPOSITORY
 from tests.architecture.rules import DEPLOY_ROOMS
@@ -42,6 +45,12 @@ def test_paths_in_code_exist(document: Document) -> None:
 def test_modules_that_are_named_exist(document: Document) -> None:
     """A module without its folder, such as `loop.py`, is one of the repository's modules."""
     assert missing_modules(document) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_schemas_that_are_named_are_those_of_the_code(document: Document) -> None:
+    schemas = {CorpusManifest.SCHEMA, CompileCacheManifest.SCHEMA, CheckpointManifest.SCHEMA}
+    assert set(re.findall(r"\b(?:corpus|compile_cache|checkpoint)/\d+\b", document.text)) <= schemas
 
 
 def test_a_wrong_link_path_or_module_is_noticed(tmp_path: Path) -> None:
