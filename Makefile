@@ -188,8 +188,7 @@ sbom: ## Write a CycloneDX bill of materials per image into dist/sbom.
 	@$(images) sbom
 
 docs: setup docs-environment ## Build the documents, with a reference made from the code, as a site in dist/site.
-	@.venv-docs/bin/mkdocs build --quiet
-	@echo "dist/site/index.html"
+	@.venv-docs/bin/mkdocs build # with --quiet it would pass over broken links
 
 docs-environment: # mkdocs alone: the pages that need the services' packages are made in .venv.
 	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-docs

@@ -69,7 +69,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             name += "/README.md"
         uri = name.removeprefix(DOCS)
         if files.get_file_from_path(uri) is None:
-            return text
+            return text if (REPOSITORY / name).exists() else link[0]  # mkdocs reports what leads nowhere
         here = posixpath.dirname(page.file.src_uri)
         return f"{image}[{text}]({posixpath.relpath(uri, here or '.')}{sharp}{anchor})"
 

@@ -18,7 +18,7 @@ from tests.architecture.imports import (
 
 STAGES = ("tokenizer", "compiler", "trainer")
 SERVICES = (*STAGES, "head")
-FIRST_PARTIES = ("services", "images", "deploy", "k8s", "infra", "tests", "benchmarks", "docs")
+FIRST_PARTIES = ("services", "images", "deploy", "k8s", "infra", "tests", "benchmarks")
 # What deploys stages, and what of ours each part may import besides itself. The head's image has all but the client,
 # and no `images`.
 DEPLOY_ROOMS = {
