@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from deploy.client.variables import COMMANDS, TARGETS, VARIABLES
 from docs.site.commands import list_commands, read_help
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
@@ -95,11 +96,18 @@ def metrics() -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    """The help of `make`, and of each program."""
+    """The help of `make`, the variables of the deploy commands, and the help of each program."""
     yield "# Commands"
     yield "\n## make\n"
     listed = subprocess.run(["make", "--silent", "help"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     yield f"```text\n{listed.stdout}```"
+    yield "\n## Variables of the deploy commands\n"
+    yield "The commands that take each variable, on each target; any other command refuses it.\n"
+    yield f"| variable | {' | '.join(f'`TARGET={target}`' for target in TARGETS)} |"
+    yield f"|---|{'---|' * len(TARGETS)}"
+    for name, variable in VARIABLES.items():
+        takers = [", ".join(each for each in COMMANDS if variable.is_taken(each, target)) for target in TARGETS]
+        yield f"| `{name}` | {' | '.join(takers)} |"
     for command in list_commands():
         yield f"\n## {command}\n"
         yield f"```text\n{read_help(command)}```"
