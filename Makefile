@@ -16,7 +16,7 @@ images = ./bootstrap python -m images
 	cluster-local cluster-local-down load-images cluster-up cluster-down deploy-stage stage-status stage-logs stop-stage \
 	rollback-stage stage-run pipeline base-image images demo-images pin platforms release sbom benchmark-tokenizer benchmark-parallel \
 	benchmark-compiler benchmark-trainer infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons \
-	addons-diff addons-argocd check-infra test-infra cluster-manifests infra-environment docs docs-environment picture
+	addons-diff addons-argocd check-infra test-infra cluster-manifests infra-environment
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -153,6 +153,17 @@ check-infra: infra-environment ## Terraform's checks and tests, checkov, shellch
 test-infra: setup ## Apply and destroy the stack against a simulated AWS: minutes. TF_PLUGIN_MIRROR=FOLDER.
 	$(python) -m pytest -m slow infra
 
+.PHONY: docs docs-environment picture
+docs: setup docs-environment ## Build the documents, with a reference made from the code, as a site in dist/site.
+	@.venv-docs/bin/mkdocs build # with --quiet it would pass over broken links
+
+docs-environment: # mkdocs alone: the pages that need the services' packages are made in .venv.
+	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-docs
+	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-docs/bin/python --require-hashes lockfiles/docs.txt
+
+picture: setup ## Take the README's picture, docs/report.png, of the newest report under ROOT; needs Chromium.
+	@$(python) -m docs.site.picture "$(ROOT)/run" docs/report.png
+
 base-image: ## Make a slim Python base image with debootstrap, without a registry. AGAIN=1: replace it.
 	@$(images) base
 
@@ -186,16 +197,6 @@ release: setup ## Release a stage: STAGE=trainer BUMP=major|minor|patch.
 
 sbom: ## Write a CycloneDX bill of materials per image into dist/sbom.
 	@$(images) sbom
-
-docs: setup docs-environment ## Build the documents, with a reference made from the code, as a site in dist/site.
-	@.venv-docs/bin/mkdocs build # with --quiet it would pass over broken links
-
-docs-environment: # mkdocs alone: the pages that need the services' packages are made in .venv.
-	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-docs
-	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-docs/bin/python --require-hashes lockfiles/docs.txt
-
-picture: setup ## Take the README's picture, docs/report.png, of the newest report under ROOT; needs Chromium.
-	@$(python) -m docs.site.picture "$(ROOT)/run" docs/report.png
 
 check: setup ## Lint, check the format and the types.
 	$(python) -m ruff check .
