@@ -56,8 +56,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Translate the links of a page to the site's tree."""
     if page.file.src_uri.startswith(REFERENCE):
         return markdown
-    is_of_docs = files.get_file_from_path(page.file.src_uri) and not page.file.generated_by
-    place = posixpath.dirname((DOCS if is_of_docs else "") + page.file.src_uri)
+    source = page.file.src_uri if page.file.generated_by else DOCS + page.file.src_uri
+    place = posixpath.dirname(source)
 
     def translate(link: re.Match[str]) -> str:
         image, text, target = link.groups()
