@@ -1,6 +1,6 @@
 """The contract of a stage: what every target gives to the stage's container, and what the container may rely on.
 
-A target renders it in its own words: for KubeRay `k8s/client/settings.py` puts it into the worker groups, for AWS Batch
+A target renders it in its own words: for KubeRay `k8s/client/overlay_settings.py` puts it into the worker groups, for AWS Batch
 `deploy/batch/job_definition.py` makes a job definition of it.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, TextIO
 
-from deploy.client.one_off import OneOffRequest
+from deploy.client.one_off_request import OneOffRequest
 from deploy.client.request import DeployRequest
 from services.common.recipe import Stage
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TextIO, cast
 
-from deploy.client.one_off import read_one_off, split_words
+from deploy.client.one_off_request import read_one_off, split_words
 from deploy.client.request import LOSS_TIMEOUT_SECONDS, DeployRequest, Mode, require_stage_name
 from deploy.client.target import Target
 from deploy.client.variables import read_hours, read_number, read_switch, read_target, require_taken
@@ -84,11 +84,11 @@ def run() -> int:
 
 def _target() -> Target:
     if read_target(os.environ) == "kuberay":
-        from k8s.client.target import KubeRay  # noqa: PLC0415 - each needs libraries that the other does without
+        from k8s.client.kuberay_target import KubeRay  # noqa: PLC0415 - each needs libraries that the other does without
         from k8s.objects.api import connect  # noqa: PLC0415
 
         return KubeRay(connect())
-    from deploy.batch.target import connect_batch  # noqa: PLC0415
+    from deploy.batch.batch_target import connect_batch  # noqa: PLC0415
 
     return connect_batch(Path(os.environ["CONFIG"]) if os.environ.get("CONFIG") else None)
 

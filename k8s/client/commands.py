@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import TextIO
 
 from deploy.client.request import DeployRequest, user_name
-from deploy.history import find_image_before
+from deploy.good_images import find_image_before
 from k8s.client.manifests import write_manifests
-from k8s.client.plan import describe_plan
-from k8s.client.preflight import Problem, check_cluster, check_in_pods
+from k8s.client.deployment_plan import describe_plan
+from k8s.client.stage_preflight import Problem, check_cluster, check_in_pods
 from k8s.client.reaper_job import start_reaper
-from k8s.client.request import ResolvedRequest, complete_from_record, resolve
-from k8s.client.watch import follow
+from k8s.client.resolved_deployment import ResolvedRequest, complete_from_record, resolve
+from k8s.client.deployment_watch import follow
 from k8s.objects.api import Api, Conflict
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import Deployment

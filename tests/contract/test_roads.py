@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import infra.__main__
-from deploy.batch.request import DEFAULT_RECIPE as NEURON_RECIPE
-from deploy.batch.target import Batch
+from deploy.batch.resolved_job import DEFAULT_RECIPE as NEURON_RECIPE
+from deploy.batch.batch_target import Batch
 from deploy.client.instance_type import check_instance_type
-from deploy.client.one_off import OneOffRequest, read_one_off
+from deploy.client.one_off_request import OneOffRequest, read_one_off
 from deploy.client.request import DeployRequest
 from deploy.client.variables import require_taken
 from deploy.commands import __main__ as deploy_commands
@@ -25,9 +25,9 @@ from infra.roads import ROADS, Target, describe_road
 from infra.tests.road import Typed, read_lines, read_road
 from infra.tests.service_models import share_service_models
 from k8s.client.compile_tasks import check_trace
-from k8s.client.one_off import run_one_off
+from k8s.client.kuberay_one_off import run_one_off
 from k8s.client.overlay import find_kubectl, render
-from k8s.client.request import resolve
+from k8s.client.resolved_deployment import resolve
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
 from services.common.recipe import STAGES
@@ -100,7 +100,7 @@ def test_the_eks_road_ends_in_a_model_on_the_shared_file_system(
     eks: Thing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By a pod of a CPU node, whose node comes for it, with the overlay's recipe."""
-    monkeypatch.setattr("k8s.client.one_off.find_image_labels", lambda group, image: {})
+    monkeypatch.setattr("k8s.client.kuberay_one_off.find_image_labels", lambda group, image: {})
     request = replace(read_export("eks"), tag=f"millrace/trainer@sha256:{DIGEST}", is_followed=False)
     api = MemoryApi(eks)
     assert run_one_off(api, request) == 0  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def test_the_stages_of_the_batch_road_are_submitted(
             assert Batch(cloud.config, cloud.jobs).deploy(request, None) == 0
             cloud.move("SUCCEEDED", 0)
         with monkeypatch.context() as patch:
-            patch.setattr("deploy.batch.one_off.find_labels", lambda image: {})
+            patch.setattr("deploy.batch.batch_one_off.find_labels", lambda image: {})
             assert (
                 Batch(cloud.config, cloud.jobs).run_one_off(replace(read_export("batch"), is_followed=False), None) == 0
             )

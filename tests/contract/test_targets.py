@@ -21,7 +21,7 @@ from deploy.exit_codes import is_tried_again
 from deploy.stage_contract import ROOT, SCRATCH
 from images.platforms import REPOSITORY
 from k8s.client.overlay import find_kubectl
-from k8s.client.settings import fill_in
+from k8s.client.overlay_settings import fill_in
 from k8s.client.stage_image import repository_of
 from k8s.objects.rayjob import render_rayjob
 from k8s.objects.worker_group import WorkerGroup, worker_group_of

@@ -9,7 +9,7 @@ import pytest
 from deploy.batch.config import read_config
 from deploy.client.outline import read_outline
 from images.build import repository_of
-from k8s.client.settings import CONFIG_MAP, fill_in
+from k8s.client.overlay_settings import CONFIG_MAP, fill_in
 from services.common.errors import RecipeError
 from services.common.program.backends.inductor_facts import inductor_facts
 from tests.command import call

@@ -12,8 +12,8 @@ from deploy.client.outline import OutlineCompile, read_outline
 from deploy.client.request import DeployRequest
 from images.platforms import REPOSITORY
 from k8s.client.compile_tasks import check_trace
-from k8s.client.plan import describe_plan
-from k8s.client.request import ResolvedRequest, resolve
+from k8s.client.deployment_plan import describe_plan
+from k8s.client.resolved_deployment import ResolvedRequest, resolve
 from k8s.objects.pod_group import render_pod_group
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError

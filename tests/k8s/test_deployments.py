@@ -19,8 +19,8 @@ from deploy.client.instance_type import check_instance_type
 from deploy.client.outline import read_outline
 from deploy.client.request import DEFAULT_RECIPE, DeployRequest
 from k8s.client.manifests import write_manifests
-from k8s.client.plan import describe_plan
-from k8s.client.request import resolve
+from k8s.client.deployment_plan import describe_plan
+from k8s.client.resolved_deployment import resolve
 from k8s.client.stage_image import repository_of
 from k8s.controller import job
 from k8s.controller.driver_log import Readable

@@ -14,7 +14,7 @@ from moto import mock_aws
 from ray.job_submission import JobStatus
 
 from k8s.client.commands import stop_stage
-from k8s.client.node_pool import require_nodes_given_back, tell_left_nodes
+from k8s.client.node_pool_checks import require_nodes_given_back, tell_left_nodes
 from k8s.client.status import describe_status
 from k8s.controller import node_pool, reaper, reconciler
 from k8s.controller.node_pool import LOOK_SECONDS, RELEASE_SECONDS, NodeRelease, open_node_pool

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.client.one_off import OneOffRequest
+from deploy.client.one_off_request import OneOffRequest
 from k8s.client import one_off as one_off_module
 from k8s.client import pull_watch, watch
-from k8s.client.one_off import run_one_off
+from k8s.client.kuberay_one_off import run_one_off
 from k8s.client.status import describe_status
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.names import OUTCOME_ANNOTATION, good_images_annotation, node_pool_annotation
@@ -352,7 +352,7 @@ def test_the_same_of_the_same_person_is_followed_and_its_unseen_end_is_shown(
     assert f"{first} goes on: the same command without FOLLOW=0 shows it" in capsys.readouterr().out
     assert run(api, ask("export", is_followed=False)) == 0
     assert len(api.sent) == 2, "another command is another Job"
-    monkeypatch.setattr("deploy.client.one_off.user_name", lambda: "somebody else")
+    monkeypatch.setattr("deploy.client.one_off_request.user_name", lambda: "somebody else")
     assert run(api, ask(is_followed=False)) == 0
     assert len(api.sent) == 3
     monkeypatch.undo()

@@ -16,9 +16,9 @@ from deploy.client.instance_type import check_instance_type
 from deploy.client.outline import read_outline
 from deploy.client.request import DEFAULT_RECIPE
 from k8s.client import preflight, probe
-from k8s.client.node_pool import check_pool, check_reservation
-from k8s.client.plan import describe_plan
-from k8s.client.preflight import check_in_pods
+from k8s.client.node_pool_checks import check_pool, check_reservation
+from k8s.client.deployment_plan import describe_plan
+from k8s.client.stage_preflight import check_in_pods
 from k8s.controller import head_facts
 from k8s.controller.node_pool import write_share
 from k8s.objects import eks

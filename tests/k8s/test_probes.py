@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from k8s.client import preflight, probe, pull_watch
-from k8s.client.preflight import Findings, check_in_pods
+from k8s.client.stage_preflight import Findings, check_in_pods
 from k8s.objects.deployment import RECORD_VERSION, Deployment
 from k8s.objects.names import node_pool_annotation
 from k8s.objects.worker_group import WorkerGroup, worker_group_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.batch.target import Batch
+from deploy.batch.batch_target import Batch
 from deploy.client.request import DeployRequest
 from infra.tests.service_models import share_service_models
 from services.common.testing.recipes import recipe_text

@@ -15,8 +15,8 @@ from botocore.stub import Stubber
 
 from deploy.batch import one_off as one_off_module
 from deploy.batch.job_definition import OneOff, Request, read_container, render_one_off_definition
-from deploy.batch.target import Batch
-from deploy.client.one_off import OneOffRequest
+from deploy.batch.batch_target import Batch
+from deploy.client.one_off_request import OneOffRequest
 from services.common.brought_files import pack_file
 from services.common.entry_point import exit_code_of
 from services.common.errors import DeviceError, MillraceError, RecipeError
@@ -203,7 +203,7 @@ def test_the_same_of_the_same_person_that_goes_on_is_followed(
     assert "is just the same, and submitted: following it" in capsys.readouterr().out
     assert len(cloud.submitted) == 1
     assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0, "what has ended is run again"
-    monkeypatch.setattr("deploy.client.one_off.user_name", lambda: "somebody else")
+    monkeypatch.setattr("deploy.client.one_off_request.user_name", lambda: "somebody else")
     assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0
     assert [each["jobDefinition"][-2:] for each in cloud.submitted] == [":1", ":1", ":2"]
 

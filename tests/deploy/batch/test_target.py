@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deploy.batch import request as request_module
-from deploy.batch.target import Batch
+from deploy.batch.batch_target import Batch
 from images.versions import Build
 from services.common.errors import DeviceError, RecipeError
 from services.common.recipe import STAGES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from deploy.client.outline import Outline
 from deploy.stage_contract import RECIPE
 from k8s.client.compile_tasks import tasks_of_a_pod
-from k8s.client.node_pool import describe_cost, describe_reservation, describe_source, hours_limit
+from k8s.client.node_pool_checks import describe_cost, describe_reservation, describe_source, hours_limit
 from k8s.objects.api import Object
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import NEURON

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from deploy.client.one_off import (
+from deploy.client.one_off_request import (
     OneOffRecipe,
     OneOffRequest,
     Reception,
@@ -31,7 +31,7 @@ from deploy.client.request import DEFAULT_RECIPE, user_name
 from k8s.client.manifests import write_documents
 from k8s.client.pull_watch import PullWatch, explain_wait
 from k8s.client.stage_image import choose_image, find_image_labels
-from k8s.client.watch import PodOutput
+from k8s.client.deployment_watch import PodOutput
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.capacity import check_nodes
 from k8s.objects.deployment import UPDATE_HEAD

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TextIO
 
-from deploy.client.one_off import OneOffRequest
+from deploy.client.one_off_request import OneOffRequest
 from deploy.client.request import DeployRequest
 from k8s.client.commands import deploy_stage, rollback_stage, run_pipeline, show_log, stop_stage
-from k8s.client.one_off import run_one_off
+from k8s.client.kuberay_one_off import run_one_off
 from k8s.client.status import describe_status
 from k8s.objects.api import Api
 from services.common.recipe import Stage

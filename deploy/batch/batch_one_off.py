@@ -9,10 +9,10 @@ from typing import TextIO
 from deploy.batch.config import Config
 from deploy.batch.job_definition import DEPLOYMENT_TAG, OneOff, Request, read_container, render_one_off_definition
 from deploy.batch.jobs import Definition, Job, Jobs
-from deploy.batch.plan import write_definition
-from deploy.batch.request import DEFAULT_RECIPE, find_image, read_settings
-from deploy.batch.watch import follow
-from deploy.client.one_off import (
+from deploy.batch.job_plan import write_definition
+from deploy.batch.resolved_job import DEFAULT_RECIPE, find_image, read_settings
+from deploy.batch.job_watch import follow
+from deploy.client.one_off_request import (
     OneOffRecipe,
     OneOffRequest,
     Reception,

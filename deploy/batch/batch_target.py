@@ -11,11 +11,11 @@ from typing import TextIO
 from deploy.batch.config import CONFIG, Config, read_config
 from deploy.batch.job_definition import read_container
 from deploy.batch.jobs import Definition, Job, Jobs
-from deploy.batch.one_off import run_one_off
-from deploy.batch.plan import describe_definition, describe_plan, write_definition
-from deploy.batch.request import Prepared, complete_from_definition, prepare
-from deploy.batch.watch import follow
-from deploy.client.one_off import OneOffRequest
+from deploy.batch.batch_one_off import run_one_off
+from deploy.batch.job_plan import describe_definition, describe_plan, write_definition
+from deploy.batch.resolved_job import Prepared, complete_from_definition, prepare
+from deploy.batch.job_watch import follow
+from deploy.client.one_off_request import OneOffRequest
 from deploy.client.request import DeployRequest, require_stage_name, user_name
 from infra.account import Account
 from services.common.errors import DeviceError

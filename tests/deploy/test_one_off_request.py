@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deploy.client import one_off
-from deploy.client.one_off import (
+from deploy.client.one_off_request import (
     OneOffRecipe,
     OneOffRequest,
     Reception,

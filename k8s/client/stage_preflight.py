@@ -11,7 +11,7 @@ from typing import Any
 from deploy.client.instance_type import check_instance_type
 from deploy.client.outline import Outline
 from k8s.client.compile_tasks import check_trace
-from k8s.client.node_pool import check_pool, check_reservation
+from k8s.client.node_pool_checks import check_pool, check_reservation
 from k8s.client.probe import Answer, probe_head, probe_stage
 from k8s.client.rights import IN_THE_CLUSTER, IN_THE_NAMESPACE, TO_ASK
 from k8s.client.stage_image import read_platform_labels
