@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from services.common.recipe import Stage
-from services.common.stop_notice import NOTICE_VARIABLE, TRAINER_NOTICE_SECONDS
-from services.common.subcommands import ONE_OFF
+from services.common.process.subcommands import ONE_OFF
+from services.common.process.termination_notice import NOTICE_VARIABLE, TRAINER_NOTICE_SECONDS
+from services.common.recipe.schema import Stage
 
 MountKind = Literal["temporary", "memory", "shared", "recipe"]
 

@@ -28,9 +28,9 @@ from deploy.client.request import user_name
 from deploy.exit_codes import EXIT_AGAIN
 from images.registry import find_labels
 from services.common.errors import DeviceError, LimitError
-from services.common.launch.batch_node import pack_recipe
-from services.common.recipe import Stage
-from services.common.subcommands import ONE_OFF
+from services.common.launch.batch.node import pack_recipe
+from services.common.process.subcommands import ONE_OFF
+from services.common.recipe.schema import Stage
 
 
 @dataclass(frozen=True)

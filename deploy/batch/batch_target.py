@@ -17,9 +17,9 @@ from deploy.batch.resolved_job import Prepared, complete_from_definition, prepar
 from deploy.batch.job_watch import follow
 from deploy.client.one_off_request import OneOffRequest
 from deploy.client.request import DeployRequest, require_stage_name, user_name
-from infra.account import Account
+from infra.account.session import Account
 from services.common.errors import DeviceError
-from services.common.recipe import STAGES, Stage
+from services.common.recipe.schema import STAGES, Stage
 
 STOP_SECONDS = 900.0
 """Seconds in which a job is gone that was told to end, where its machines allow no more."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.shapes import Shape, find_shape
-from services.common.credentials import mask
 from services.common.errors import RecipeError
-from services.common.input_file import read_file
-from services.common.recipe import STAGES, Stage
+from services.common.input.credentials import mask
+from services.common.input.files import read_file
+from services.common.recipe.schema import STAGES, Stage
 
 CONFIG = Path(__file__).parent / "config.txt"
 PLACES = ("REGION", "SUBNET", "SG", "ECR_REPO", "INSTANCE_ROLE", "FSX_DNS_NAME", "MOUNT_NAME")

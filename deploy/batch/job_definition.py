@@ -23,10 +23,10 @@ from deploy.stage_contract import (
     make_command,
     make_one_off_command,
 )
-from services.common.launch.batch_node import RECIPE_VARIABLE, RECIPES, pack_recipe
-from services.common.recipe import Stage
-from services.common.stage_program import ON_BATCH
-from services.common.subcommands import ONE_OFF
+from services.common.launch.batch.node import RECIPE_VARIABLE, RECIPES, pack_recipe
+from services.common.process.stage_program import ON_BATCH
+from services.common.process.subcommands import ONE_OFF
+from services.common.recipe.schema import Stage
 
 Request = dict[str, Any]
 

@@ -9,7 +9,7 @@ from deploy.batch.config import Pool
 from deploy.batch.job_definition import Deployment, Request, read_container
 from deploy.batch.jobs import Definition
 from deploy.client.outline import Outline
-from services.common.launch.batch_node import RECIPE_VARIABLE
+from services.common.launch.batch.node import RECIPE_VARIABLE
 
 ABSENT = "nothing"
 SET_BY_BATCH = ("jobDefinitionArn", "revision", "status", "containerOrchestrationType", "parameters", "tags")

@@ -14,9 +14,9 @@ from typing import Any
 from deploy.batch.config import Config
 from deploy.batch.job_definition import DEPLOYMENT_TAG, MAIN_NODE, Request, one_off_name
 from deploy.exit_codes import EXIT_AGAIN, resolve_exit_code
-from infra.account import Account, explaining_refusals, is_absent
-from infra.batch_queues import ACTIVE_STATUSES, explain_queue, list_job_ids
-from services.common.recipe import STAGES, Stage
+from infra.account.batch_queues import ACTIVE_STATUSES, explain_queue, list_job_ids
+from infra.account.session import Account, explaining_refusals, is_absent
+from services.common.recipe.schema import STAGES, Stage
 
 ALL_STATUSES = (*ACTIVE_STATUSES, "SUCCEEDED", "FAILED")
 ENDED_WELL_TAG = "millrace.dev/ended-well"

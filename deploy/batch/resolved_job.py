@@ -28,8 +28,8 @@ from deploy.client.request import (
 from deploy.reservation import explain_end
 from images.versions import describe_build
 from services.common.errors import DeviceError, RecipeError
-from services.common.launch.batch_node import RECIPE_VARIABLE, unpack_recipe
-from services.common.recipe import Stage
+from services.common.launch.batch.node import RECIPE_VARIABLE, unpack_recipe
+from services.common.recipe.schema import Stage
 
 VARIANT = "neuron"
 DEFAULT_RECIPE = Path("recipes/llama2-7b-trn1.toml")

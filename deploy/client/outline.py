@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.common.errors import RecipeError
-from services.common.memory import checkpoint_bytes_of
-from services.common.recipe import Cluster, Compile, Model, Parallel, Positive, Section, Stage, Train
+from services.common.recipe.memory_estimate import checkpoint_bytes_of
+from services.common.recipe.schema import Cluster, Compile, Model, Parallel, Positive, Section, Stage, Train
 
 
 def _default(section: type[Section], key: str) -> Any:

@@ -13,7 +13,7 @@ from deploy.client.requested_recipe import RequestedRecipe, read_requested_recip
 from deploy.client.variables import read_hours, read_number, read_switch, read_words
 from deploy.stage_contract import ClusterMode
 from services.common.errors import RecipeError
-from services.common.recipe import STAGES, Stage
+from services.common.recipe.schema import STAGES, Stage
 
 RESERVED_OPTIONS = ("--recipe", "--root", "--launch", "--dry-run")
 RETRIES = 3

@@ -11,9 +11,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from deploy.client.outline import Outline
-from services.common.command_line import read_override
+from services.common.process.command_line import read_override
 from services.common.errors import RecipeError
-from services.common.recipe_file import RecipeSource, parse_recipe_source, read_recipe_source
+from services.common.recipe.file import RecipeSource, parse_recipe_source, read_recipe_source
 
 
 @dataclass(frozen=True)

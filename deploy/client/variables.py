@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.common.credentials import WHERE_THEY_BELONG, mask
+from services.common.input.credentials import WHERE_THEY_BELONG, mask
 from services.common.errors import RecipeError
 
 TARGETS = ("kuberay", "batch")

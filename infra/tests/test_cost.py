@@ -11,14 +11,14 @@ from pathlib import Path
 import hcl2
 import pytest
 
-from infra.cost import FSX_THROUGHPUTS, require_budget
-from infra.inputs import ENDPOINTS, read_inputs, read_variables, sizes_of
-from infra.prices import fsx_gb_month, read_prices
-from infra.stack import STACK
+from infra.apply.inputs import ENDPOINTS, read_inputs, read_variables, sizes_of
+from infra.apply.terraform import STACK
+from infra.cost.estimate import FSX_THROUGHPUTS, require_budget
+from infra.cost.prices import fsx_gb_month, read_prices
 from services.common.errors import RecipeError
-from services.common.lustre import LustreSize, default_lustre_size
-from services.common.memory import checkpoint_bytes
-from services.common.recipe_file import load_recipe
+from services.common.hardware.lustre import LustreSize, default_lustre_size
+from services.common.recipe.file import load_recipe
+from services.common.recipe.memory_estimate import checkpoint_bytes
 from tests.command import call
 
 STANDING = 0.10 + 2 * 0.4032 + 0.045 + 0.005 + 1200 * 0.600 / 730  # of the defaults, by the hour

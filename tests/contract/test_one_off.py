@@ -14,8 +14,8 @@ from k8s.client.stage_image import repository_of
 from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
-from services.common.recipe import STAGES, Stage
-from services.common.subcommands import ARTIFACTS, LABEL, names_of
+from services.common.process.subcommands import ARTIFACTS, LABEL, names_of
+from services.common.recipe.schema import STAGES, Stage
 from services.compiler.command import main as compile_graphs
 from services.tokenizer.command import TOOLS
 from services.trainer.command import COMMANDS

@@ -21,7 +21,7 @@ from deploy.client.request import DeployRequest
 from deploy.client.variables import require_taken
 from deploy.commands import __main__ as deploy_commands
 from images.platforms import REPOSITORY
-from infra.roads import ROADS, Target, describe_road
+from infra.apply.roads import ROADS, Target, describe_road
 from infra.tests.road import Typed, read_lines, read_road
 from infra.tests.service_models import share_service_models
 from k8s.client.compile_tasks import check_trace
@@ -30,7 +30,7 @@ from k8s.client.overlay import find_kubectl, render
 from k8s.client.resolved_deployment import resolve
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 from tests.contract.agreements import read_settings
 from tests.deploy.batch.cloud import TAG, simulated_account
 from tests.k8s.builders import DIGEST

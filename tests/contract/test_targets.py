@@ -26,8 +26,8 @@ from k8s.client.stage_image import repository_of
 from k8s.objects.rayjob import render_rayjob
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import DeviceError
-from services.common.launch.batch_node import RECIPE_VARIABLE
-from services.common.recipe import STAGES, Stage
+from services.common.launch.batch.node import RECIPE_VARIABLE
+from services.common.recipe.schema import STAGES, Stage
 from tests.deploy.batch.builders import config_of, job_deployment_of
 from tests.k8s.builders import deployment_of
 

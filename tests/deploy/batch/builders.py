@@ -10,7 +10,7 @@ from typing import Any
 from deploy.batch.config import Config, read_config
 from deploy.batch.job_definition import Deployment
 from deploy.client.request import DeployRequest
-from services.common.recipe import Stage
+from services.common.recipe.schema import Stage
 from services.common.testing.recipes import recipe_text
 
 Ask = Callable[..., DeployRequest]

@@ -15,10 +15,10 @@ from moto.batch.models import batch_backends
 
 from deploy.batch.config import Config
 from deploy.batch.jobs import Jobs
-from infra.account import Account
-from infra.batch_queues import ACTIVE_STATUSES
+from infra.account.batch_queues import ACTIVE_STATUSES
+from infra.account.session import Account
 from infra.tests.moto_batch import keep_jobs_still, make_queue
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 from tests.deploy.batch.builders import config_of
 
 ACCOUNT, REGION = "123456789012", "us-west-2"

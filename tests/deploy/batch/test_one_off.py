@@ -17,12 +17,14 @@ from deploy.batch import one_off as one_off_module
 from deploy.batch.job_definition import OneOff, Request, read_container, render_one_off_definition
 from deploy.batch.batch_target import Batch
 from deploy.client.one_off_request import OneOffRequest
-from services.common.brought_files import pack_file
-from services.common.entry_point import exit_code_of
+from services.common.launch.brought_files import pack_file
+from services.common.process.entry_point import exit_code_of
 from services.common.errors import DeviceError, MillraceError, RecipeError
-from services.common.launch.batch_node import RECIPE_VARIABLE, unpack_recipe
-from services.common.recipe import STAGES, Stage
-from services.common.subcommands import LABEL
+from services.common.launch.batch.node import RECIPE_VARIABLE, unpack_recipe
+from services.common.launch.brought_files import pack_file
+from services.common.process.entry_point import exit_code_of
+from services.common.process.subcommands import LABEL
+from services.common.recipe.schema import STAGES, Stage
 from services.common.testing.recipes import recipe_text
 from tests.deploy.batch.builders import DIGEST, Ask, Script, config_of
 from tests.deploy.batch.cloud import TAG, Cloud

@@ -14,7 +14,7 @@ from deploy.batch import request as request_module
 from deploy.batch.batch_target import Batch
 from images.versions import Build
 from services.common.errors import DeviceError, RecipeError
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 from services.common.testing.recipes import recipe_text
 from tests.deploy.batch.builders import Ask, Script
 from tests.deploy.batch.cloud import TAG, Cloud
