@@ -1,7 +1,7 @@
-"""The contract of a stage: what every target gives to the stage's container, and what the container may rely on.
+"""The contract of a stage: the command, resources, mounts and environment that its container gets on every target.
 
-A target renders it in its own words: for KubeRay `k8s/client/overlay_settings.py` puts it into the worker groups, for AWS Batch
-`deploy/batch/job_definition.py` makes a job definition of it.
+KubeRay's worker groups are rendered from it by `k8s/client/settings_env.py`, and AWS Batch's job definitions by
+`deploy/batch/job_definition.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from services.common.process.subcommands import ONE_OFF
 from services.common.process.termination_notice import NOTICE_VARIABLE, TRAINER_NOTICE_SECONDS
 from services.common.recipe.schema import Stage
 
+ClusterMode = Literal["shared", "isolated"]
+"""The Ray cluster of a deployment on KubeRay: the RayCluster that all stages share, or one of its own."""
 MountKind = Literal["temporary", "memory", "shared", "recipe"]
 
 RECIPE_FILE = "recipe.toml"

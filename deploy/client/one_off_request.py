@@ -11,10 +11,10 @@ from pathlib import Path
 from deploy.client.request import require_stage_name, user_name
 from deploy.client.requested_recipe import RequestedRecipe, read_requested_recipe
 from deploy.client.variables import read_hours, read_number, read_switch, read_words
-from services.common.launch.brought_files import FileReceiver
 from services.common.errors import DeviceError, RecipeError, TryAgain
-from services.common.recipe.schema import Stage
+from services.common.launch.brought_files import FileReceiver
 from services.common.process.subcommands import LABEL, SUBCOMMANDS, names_of, require_subcommand
+from services.common.recipe.schema import Stage
 
 HOURS = 6.0
 """Limit of a one-off whose request has none, in hours."""
@@ -72,7 +72,7 @@ def read_one_off_request(environment: Mapping[str, str]) -> OneOffRequest:
         bring=read_words("BRING", environment.get("BRING", "")),
         folder=Path(folder) if folder else None,
         hours=hours,
-        memory_gib=read_number(environment, "MEMORY"),
+        memory_gib=read_number(environment, "MEMORY", least=1),
         start_timeout_seconds=read_number(environment, "WAIT"),
         is_dry_run=read_switch(environment, "DRY_RUN"),
         is_followed=read_switch(environment, "FOLLOW", "1"),
@@ -82,9 +82,9 @@ def read_one_off_request(environment: Mapping[str, str]) -> OneOffRequest:
 def require_known(request: OneOffRequest, image: str, labels: Mapping[str, str]) -> None:
     """Raise `RecipeError` unless the image has the subcommand.
 
-    The image's label lists its subcommands. Where no labels can be read, as for an image that was loaded onto the nodes,
-    this checkout decides; the image itself checks again before anything begins. Raises `DeviceError` for an image of a
-    version without one-offs.
+    A label of the image lists its subcommands. Where no labels can be read, as for an image that was loaded onto the
+    nodes, this checkout decides, and the image checks again at its start. Raises `DeviceError` for an image that is too
+    old for one-offs.
     """
     known = labels.get(LABEL, "").split()
     if labels and not known:

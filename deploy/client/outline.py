@@ -6,7 +6,7 @@ The client's checkout and the image may know different recipes: a key that is ne
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,7 +16,7 @@ from services.common.recipe.schema import Cluster, Compile, Model, Parallel, Pos
 
 
 def _default(section: type[Section], key: str) -> Any:
-    """The default of a recipe's key, which the outline shares."""
+    """The default that a key has in `Recipe`."""
     return section.model_fields[key].default
 
 
@@ -51,7 +51,7 @@ class OutlineCompile(_Outline):
     trace_on: str = _default(Compile, "trace_on")
     num_workers: Positive = _default(Compile, "num_workers")
     task_cpus: Positive = _default(Compile, "task_cpus")
-    task_memory_gib: float = Field(_default(Compile, "task_memory_gib"), gt=0)
+    task_memory_gib: Annotated[float, Field(gt=0)] = _default(Compile, "task_memory_gib")
 
 
 class OutlineModel(Model, extra="ignore"):

@@ -48,6 +48,10 @@ class DeployRequest:
     is_again: bool = False
     """AGAIN=1: deploy although the identical deployment has ended well before."""
 
+    def find_recipe(self, default: Path) -> RequestedRecipe:
+        """The request's recipe, or that of the file `default`, with ARGS. Raises `RecipeError`."""
+        return (self.recipe or read_requested_recipe(default)).with_arguments(*(self.arguments or ()))
+
 
 def read_deploy_request(environment: Mapping[str, str], stage: Stage) -> DeployRequest:
     """The request that these variables make. Raises `RecipeError` for a value that cannot be used."""
@@ -58,13 +62,13 @@ def read_deploy_request(environment: Mapping[str, str], stage: Stage) -> DeployR
         stage=stage,
         recipe=read_requested_recipe(Path(recipe)) if recipe else None,
         tag=environment.get("TAG", ""),
-        nodes=read_number(environment, "NODES"),
+        nodes=read_number(environment, "NODES", least=1),
         mode=cast(ClusterMode, mode) if mode else None,
         arguments=read_words("ARGS", arguments) if arguments is not None else None,
         retries=read_number(environment, "RETRIES"),
         start_timeout_seconds=read_number(environment, "WAIT"),
         loss_timeout_seconds=read_number(environment, "WAIT_AFTER_LOSS"),
-        drain_seconds=read_number(environment, "DRAIN"),
+        drain_seconds=read_number(environment, "DRAIN", least=1),
         is_kept=read_switch(environment, "KEEP"),
         is_dry_run=read_switch(environment, "DRY_RUN"),
         is_followed=read_switch(environment, "FOLLOW", "1"),

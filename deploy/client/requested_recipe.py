@@ -11,8 +11,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from deploy.client.outline import Outline
-from services.common.process.command_line import read_override
 from services.common.errors import RecipeError
+from services.common.process.command_line import read_override
 from services.common.recipe.file import RecipeSource, parse_recipe_source, read_recipe_source
 
 
@@ -42,7 +42,9 @@ class RequestedRecipe:
         try:
             return Outline.model_validate(self.source.values(recipe_overrides(self.arguments)))
         except ValidationError as error:
-            wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}, got {each['input']!r}" for each in error.errors()]
+            wrong = [
+                f"{'.'.join(map(str, each['loc']))}: {each['msg']}, got {each['input']!r}" for each in error.errors()
+            ]
             raise RecipeError(
                 f"{self.source.origin}: the nodes of a stage cannot be read from this recipe: {'; '.join(wrong)}"
             ) from error
@@ -50,6 +52,10 @@ class RequestedRecipe:
     def with_arguments(self, *arguments: str) -> RequestedRecipe:
         """The recipe with further options, which win over earlier ones."""
         return replace(self, arguments=(*self.arguments, *arguments))
+
+    def with_overrides_only(self) -> RequestedRecipe:
+        """The recipe with only those options that override it: subcommands take no others."""
+        return replace(self, arguments=tuple(each for each in self.arguments if read_override(each)))
 
     def require_known(self) -> None:
         """Raise `RecipeError` for a key or a value that this checkout's stages do not take."""
@@ -73,8 +79,3 @@ def parse_requested_recipe(text: str, origin: str) -> RequestedRecipe:
 def recipe_overrides(arguments: Sequence[str]) -> dict[str, str]:
     """Keys and values of those options that override the recipe, such as `--train.max_steps=500`."""
     return dict(filter(None, map(read_override, arguments)))
-
-
-def select_overrides(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Those options that override the recipe, as they were typed."""
-    return tuple(each for each in arguments if read_override(each))

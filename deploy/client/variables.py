@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.common.input.credentials import WHERE_THEY_BELONG, mask
 from services.common.errors import RecipeError
+from services.common.input.credentials import WHERE_THEY_BELONG, mask
 
 TARGETS = ("kuberay", "batch")
 DEPLOYING = ("deploy-stage", "rollback-stage", "pipeline")
@@ -192,7 +192,8 @@ def require_taken(command: str, environment: Mapping[str, str]) -> None:
         if name not in taken and _is_given(environment, name):
             advice = f": {variable.advice}" if variable.advice else ""
             raise RecipeError(
-                f"{name}={_shorten(environment[name])} does not apply to {command} with TARGET={target}{advice}. {known}"
+                f"{name}={_shorten(environment[name])} does not apply to {command} with TARGET={target}{advice}. "
+                f"{known}"
             )
     for name in environment.get(NAMED_IN_MAKE, "").split():
         if name not in VARIABLES and not OTHER_PROGRAMS.fullmatch(name):
@@ -217,13 +218,13 @@ def read_switch(environment: Mapping[str, str], name: str, default: str = "0") -
     return text == "1"
 
 
-def read_number(environment: Mapping[str, str], name: str) -> int | None:
+def read_number(environment: Mapping[str, str], name: str, least: int = 0) -> int | None:
     """A whole number below 10^9; None where the variable was not given. Raises `RecipeError` for any other value."""
     text = environment.get(name)
     if not text:
         return None
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise RecipeError(f"{name}={_shorten(text)}: expected a whole number of at most nine digits")
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+        raise RecipeError(f"{name}={_shorten(text)}: expected a whole number from {least} on, of at most nine digits")
     return int(text)
 
 

@@ -13,7 +13,7 @@ from k8s.objects.api import Api
 from services.common.recipe.schema import Stage
 
 
-class KubeRay:
+class KubeRayTarget:
     """The RayCluster of a namespace."""
 
     def __init__(self, api: Api) -> None:

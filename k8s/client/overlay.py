@@ -17,7 +17,7 @@ from deploy.progress import Progress
 from deploy.stage_contract import DRAIN_VARIABLES, RECIPE
 from k8s.client.network_probe import require_network_policies
 from k8s.client.node_pool_checks import require_nodes_given_back, require_same_region, tell_left_nodes
-from k8s.client.overlay_settings import fill_in
+from k8s.client.settings_env import fill_in
 from k8s.client.setup_job import run_setup_job
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api, Conflict, KindAbsent, Object

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from k8s.client.node_pool_checks import describe_pool
 from k8s.client.kuberay_one_off import describe_one_offs
+from k8s.client.node_pool_checks import describe_pool
 from k8s.objects.api import Api, Object
 from k8s.objects.deployment import Deployment, UnknownRecord
 from k8s.objects.node_shares import ShareBook, read_share_book

@@ -13,11 +13,9 @@ import pytest
 from moto import mock_aws
 
 from deploy.client.instance_type import check_instance_type
-from deploy.client.outline import read_outline
-from deploy.client.request import DEFAULT_RECIPE
-from k8s.client import preflight, probe
-from k8s.client.node_pool_checks import check_pool, check_reservation
+from k8s.client import probe, stage_preflight
 from k8s.client.deployment_plan import describe_plan
+from k8s.client.node_pool_checks import check_pool, check_reservation
 from k8s.client.stage_preflight import check_in_pods
 from k8s.controller import head_facts
 from k8s.controller.node_pool import write_share
@@ -32,7 +30,7 @@ from k8s.objects.names import (
 from k8s.objects.node_shares import read_share_book
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import DeviceError
-from tests.k8s.builders import deployment_of
+from tests.k8s.builders import deployment_of, outline_of
 from tests.k8s.cloud import POOL, REGION, Cloud, Refusal
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing, cluster_of
@@ -129,12 +127,12 @@ def test_a_pool_that_does_not_fit_is_named(trainer: WorkerGroup, changes: dict[s
         (
             "trainer",
             {"cluster.trainer_instance_type": "trn1n.32xlarge"},
-            "cluster.trainer_instance_type is trn1n.32xlarge, and the trainer's nodes are trn1.32xlarge. Another",
+            "cluster.trainer_instance_type is trn1n.32xlarge, but the trainer's nodes are trn1.32xlarge",
         ),
         (
             "trainer",
             {"cluster.trainer_workers_per_node": "64"},
-            "trainer_workers_per_node is 64, and a trn1.32xlarge has 32 NeuronCores, one for each worker: ARGS=",
+            "trainer_workers_per_node is 64, but a trn1.32xlarge has 32 NeuronCores",
         ),
         ("compiler", {"cluster.trainer_instance_type": "trn1n.32xlarge"}, ""),
         ("trainer", {"cluster.trainer_instance_type": "trn2.48xlarge"}, "no image computes on trn2.48xlarge yet"),
@@ -147,7 +145,7 @@ def test_a_recipe_for_other_nodes_is_named(
 ) -> None:
     """The compiler's CPU nodes compile for whatever the recipe says."""
     group = worker_group_of(cluster_of(compiler_on_cpus), stage)
-    found = check_instance_type(stage, read_outline(DEFAULT_RECIPE, overrides), group.instance_type, "CHANGE")
+    found = check_instance_type(stage, outline_of(**overrides), group.instance_type, "CHANGE")
     assert said in found
     assert bool(said) == bool(found)
 
@@ -174,7 +172,7 @@ def test_the_head_s_image_looks_at_the_pool_with_the_deployer_s_account(
 ) -> None:
     """The stage's own image looks beside the head: the pool has no nodes yet."""
     monkeypatch.setattr(probe, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(preflight, "read_platform_labels", lambda stage, image: {})
+    monkeypatch.setattr(stage_preflight, "read_platform_labels", lambda stage, image: {})
     logs = {"stage": json.dumps(READY), "head": json.dumps(HEAD | {"node_pool": SEEN | {"most": 1}})}
     api: Any = Lookout({"stage": [ended(0)], "head": [ended(0)]}, logs)
     [problem] = check_in_pods(api, trainer, deployment_of(node_pool=POOL), "").problems
@@ -195,7 +193,7 @@ def test_an_eks_that_does_not_answer_is_asked_again_later(
     trainer: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(preflight, "read_platform_labels", lambda stage, image: {})
+    monkeypatch.setattr(stage_preflight, "read_platform_labels", lambda stage, image: {})
     seen = {"problem": "describe node group: ThrottlingException", "exit_code": 75}
     logs = {"stage": json.dumps(READY), "head": json.dumps(HEAD | {"node_pool": seen})}
     api: Any = Lookout({"stage": [ended(0)], "head": [ended(0)]}, logs)
@@ -263,7 +261,7 @@ def test_an_account_without_a_role_is_told_what_is_missing(monkeypatch: pytest.M
 def test_hours_times_price_come_first(overlays: dict[str, list[Thing]]) -> None:
     end = datetime.now(UTC) + timedelta(hours=2)
     group = with_annotations(overlays, end=f"{end:%Y-%m-%dT%H:%M:%SZ}")
-    limited, unlimited = (read_outline(DEFAULT_RECIPE, each) for each in ({"train.time_limit_seconds": "7200"}, {}))
+    limited, unlimited = outline_of(**{"train.time_limit_seconds": "7200"}), outline_of()
     lines = describe_plan(group, deployment_of(nodes=4), limited).split("\n")
     cost = "4 x trn1.32xlarge x $21.50 = $86.00 an hour; 2 h by the recipe's time limit: $172.00 an attempt at most"
     assert lines[0] == f"cost        {cost}"

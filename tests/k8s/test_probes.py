@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from k8s.client import preflight, probe, pull_watch
+from k8s.client import probe, pull_watch, stage_preflight
 from k8s.client.stage_preflight import Findings, check_in_pods
 from k8s.objects.deployment import RECORD_VERSION, Deployment
 from k8s.objects.names import node_pool_annotation
@@ -70,7 +70,7 @@ class Pods:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(preflight, "read_platform_labels", lambda stage, image: {})
+    monkeypatch.setattr(stage_preflight, "read_platform_labels", lambda stage, image: {})
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_platform_that_does_not_fit_the_head_s(trainer: WorkerGroup) -> None:
 
 
 def test_labels_that_do_not_fit_spare_the_pull(trainer: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "read_platform_labels", lambda stage, image: PLATFORM | {"python": "3.11.2"})
+    monkeypatch.setattr(stage_preflight, "read_platform_labels", lambda stage, image: PLATFORM | {"python": "3.11.2"})
     api = Pods({"stage": [waiting("ContainerCreating")], "head": [ended(0)]}, {"head": json.dumps(HEAD)})
     [problem] = look(api, trainer).problems
     assert "has python 3.11.2, the Ray head has 3.12.11" in problem.text
