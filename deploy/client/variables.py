@@ -31,11 +31,8 @@ The Makefile's own variables begin with a lower-case letter."""
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable, and the commands and targets that take it."""
+    """The commands and targets that take one variable. The Makefile's comments explain it."""
 
-    values: str
-    """What may stand after `NAME=`, for people."""
-    meaning: str
     commands: tuple[str, ...]
     targets: tuple[str, ...] = TARGETS
     advice: str = ""
@@ -49,79 +46,34 @@ class Variable:
 
 VARIABLES = {
     "STAGE": Variable(
-        "tokenizer|compiler|trainer",
-        "The stage. Required.",
         ("deploy-stage", "rollback-stage", ONE_OFF, "stage-logs", "stop-stage"),
         advice="pipeline and stage-status cover all stages; make deploy-stage STAGE=... deploys one",
     ),
-    "TARGET": Variable("kuberay|batch", "Where the stage runs. Default: kuberay.", COMMANDS),
-    "COMMAND": Variable(
-        '"WORD ..."',
-        "The subcommand and its options, without --recipe and --root. Required.",
-        (ONE_OFF,),
-        advice="a deployment runs the stage itself; ARGS= are its options",
-    ),
-    "BRING": Variable(
-        '"FILE ..."',
-        "Files below the root to copy to this machine.",
-        (ONE_OFF,),
-        advice="only a subcommand copies files home: make stage-run",
-    ),
-    "TO": Variable(
-        "FOLDER",
-        "Folder for these files. Default: brought/NAME-OF-THE-JOB.",
-        (ONE_OFF,),
-        advice="only a subcommand copies files home: make stage-run",
-    ),
+    "TARGET": Variable(COMMANDS),
+    "COMMAND": Variable((ONE_OFF,), advice="a deployment runs the stage itself; ARGS= are its options"),
+    "BRING": Variable((ONE_OFF,), advice="only a subcommand copies files to this machine: make stage-run"),
+    "TO": Variable((ONE_OFF,), advice="only a subcommand copies files to this machine: make stage-run"),
     "MEMORY": Variable(
-        "GIB",
-        "Memory of the subcommand. Default: all of a CPU node.",
         (ONE_OFF,),
         ("kuberay",),
         "on Batch a subcommand has a whole node of CPU_QUEUE, and a deployment has whole nodes everywhere",
     ),
-    "RECIPE": Variable(
-        "FILE",
-        "The recipe. Default: the target's, or the last deployment's for rollback-stage and stage-run.",
-        (*DEPLOYING, ONE_OFF),
-    ),
+    "RECIPE": Variable((*DEPLOYING, ONE_OFF)),
     "TAG": Variable(
-        "TAG|DIGEST|IMAGE",
-        "The stage's image. Default: the one that make images builds of this checkout.",
         ("deploy-stage", ONE_OFF),
         advice="it names the image of one stage: make deploy-stage STAGE=... TAG=...",
     ),
     "NODES": Variable(
-        "NUMBER",
-        "Nodes of the stage; for the trainer it sets the data-parallel degree. Default: the recipe's.",
         ("deploy-stage", "rollback-stage"),
         advice="it sets the nodes of one stage: make deploy-stage STAGE=... NODES=..., or set them in the recipe",
     ),
-    "ARGS": Variable(
-        '"--section.key=value ..."',
-        "Recipe overrides, and other options of the stage.",
-        DEPLOYING,
-        advice="the options of a subcommand are part of COMMAND=",
-    ),
-    "RETRIES": Variable(
-        "NUMBER",
-        "Further attempts after exit code 75 or a lost head. Default: 3.",
-        DEPLOYING,
-        advice="repeat the command for a subcommand that ended with 75",
-    ),
-    "DRY_RUN": Variable("1", "Show the plan and change nothing.", (*DEPLOYING, ONE_OFF)),
-    "OUTPUT": Variable("yaml", "With DRY_RUN=1: write what would be applied to stdout.", (*DEPLOYING, ONE_OFF)),
-    "FOLLOW": Variable("0", "Return at once instead of following the stage to its end.", (*DEPLOYING, ONE_OFF)),
-    "MODE": Variable(
-        "shared|isolated",
-        "isolated: a Ray cluster of the stage's own, for another Ray or Python than the head's.",
-        DEPLOYING,
-        ("kuberay",),
-        "on Batch each job has a Ray cluster of its own",
-    ),
+    "ARGS": Variable(DEPLOYING, advice="the options of a subcommand are part of COMMAND="),
+    "RETRIES": Variable(DEPLOYING, advice="repeat the command for a subcommand that ended with 75"),
+    "DRY_RUN": Variable((*DEPLOYING, ONE_OFF)),
+    "OUTPUT": Variable((*DEPLOYING, ONE_OFF)),
+    "FOLLOW": Variable((*DEPLOYING, ONE_OFF)),
+    "MODE": Variable(DEPLOYING, ("kuberay",), "on Batch each job has a Ray cluster of its own"),
     "WAIT": Variable(
-        "SECONDS",
-        "Limit for the placement of the nodes before the first attempt. Default: 1800.",
         (*DEPLOYING, ONE_OFF),
         ("kuberay",),
         "on Batch the job's queue limits the wait for nodes (2 hours without capacity), and an attempt whose nodes "
@@ -129,46 +81,30 @@ VARIABLES = {
         "of an attempt",
     ),
     "WAIT_AFTER_LOSS": Variable(
-        "SECONDS",
-        "Limit for the replacement of lost nodes; the others are held and paid for. Default: 21600.",
         DEPLOYING,
         ("kuberay",),
         "on Batch a job that lost a host returns all of its hosts, and its next attempt waits in the queue as the "
         "first one did; the queue cancels it after 2 hours without capacity. Deploy it again then: it continues from "
         "its checkpoint",
     ),
-    "DRAIN": Variable(
-        "SECONDS",
-        "Notice before a pod ends, in which a checkpoint must fit. Default: measured.",
-        DEPLOYING,
-        ("kuberay",),
-        "on Batch the stop timeout of the machines is the notice",
-    ),
+    "DRAIN": Variable(DEPLOYING, ("kuberay",), "on Batch the stop timeout of the machines is the notice"),
     "KEEP": Variable(
-        "1",
-        "Leave the pods and their nodes up after the stage.",
         ("deploy-stage", "rollback-stage"),
         ("kuberay",),
-        "on Batch a job's nodes go some minutes after the job, and a pipeline takes each stage down before the next",
+        "on Batch a job's nodes stop some minutes after the job, and a pipeline ends each stage before the next",
     ),
     "HOURS": Variable(
-        "NUMBER",
-        "Limit of an attempt on Batch (default: 24), or of a subcommand (default: 6, at most 48).",
         DEPLOYING,
         ("batch",),
         "it applies to TARGET=batch only; on KubeRay the recipe's train.time_limit_seconds limits the trainer",
         everywhere=(ONE_OFF,),
     ),
     "AGAIN": Variable(
-        "1",
-        "Deploy although the identical deployment has ended well before.",
         DEPLOYING,
         ("batch",),
-        "it applies to TARGET=batch only; on KubeRay the stage itself finds out whether there is anything to do",
+        "it applies to TARGET=batch only; on KubeRay the stage itself ends at once where its artifact is published",
     ),
     "CONFIG": Variable(
-        "FILE",
-        "The account's queues and roles. Default: deploy/batch/config.txt.",
         COMMANDS,
         ("batch",),
         "it applies to TARGET=batch only; on KubeRay KUBECONFIG names the cluster",

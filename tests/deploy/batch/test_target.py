@@ -187,8 +187,9 @@ def test_a_pipeline_parses_its_recipe_once(batch: BatchTarget, ask: Ask, monkeyp
         parsed.append(origin)
         return parse_recipe_source(content, origin)
 
+    request = ask(tag="", recipe=None, is_dry_run=True)
     monkeypatch.setattr("services.common.recipe.file.parse_recipe_source", parse)
-    assert batch.run_pipeline(ask(tag="", recipe=None, is_dry_run=True), None) == 0
+    assert batch.run_pipeline(request, None) == 0
     assert parsed == [str(DEFAULT_RECIPE)]
 
 
