@@ -261,6 +261,6 @@ def _find_present(resolved: ResolvedJob, jobs: list[BatchJob], definitions: list
 
 
 def _describe_done(resolved: ResolvedJob, definitions: list[Definition]) -> str:
-    """When the identical deployment was seen to have ended well; empty where it was not."""
+    """The time at which the identical deployment was seen to have ended well; empty where it was not."""
     ends = [each.ended_well for each in definitions if each.deployment == resolved.identity and each.ended_well]
     return f"seen at {ends[0]}" if ends else ""

@@ -49,7 +49,7 @@ RETRY_RULES: list[Request] = [
 
 @dataclass(frozen=True)
 class BatchDeployment:
-    """One deployment of a stage on AWS Batch."""
+    """A deployment of a stage on AWS Batch."""
 
     stage: Stage
     image: str

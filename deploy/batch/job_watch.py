@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from deploy.batch.jobs import BatchJob, Jobs
 from deploy.exit_codes import find_error_line
-from deploy.progress import Progress
+from deploy.progress import ProgressPrinter
 from services.common.errors import DeviceError, TryAgain
 
 POLL_SECONDS = 5.0
@@ -24,7 +24,7 @@ def follow(jobs: Jobs, job_id: str, is_log_whole: bool = False, take: Callable[[
     `take` receives every line of the log; `is_log_whole` includes the logs of earlier attempts. A poll that Batch does
     not answer is repeated. Raises `DeviceError` for a job that Batch does not know.
     """
-    report, log = Progress(f"job {job_id}").report, _Log(jobs, take)
+    report, log = ProgressPrinter(f"job {job_id}").report, _Log(jobs, take)
     while True:
         try:
             job = jobs.find(job_id)

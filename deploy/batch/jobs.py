@@ -169,7 +169,7 @@ class Jobs:
         return [each["message"] for each in answer["events"]], str(answer["nextForwardToken"])
 
     def explain_queue(self, queue: str) -> str:
-        """Why the queue starts no jobs; empty while it does."""
+        """The reason why the queue starts no jobs; empty while it does."""
         with explaining_refusals(f"job queue {queue}"):
             return explain_queue(self._account, queue)
 

@@ -146,7 +146,7 @@ def _require_capacity(config: Config, queue: JobQueue, stage: Stage, nodes: int,
 
 
 def _explain_large_checkpoint(config: Config, outline: Outline) -> str:
-    """Why a trainer that is stopped would be killed before its checkpoint is committed; empty where it is not."""
+    """The reason why a stopped trainer would be killed before it commits its checkpoint; empty where it is not."""
     size = outline.checkpoint_gb
     if size is None or config.checkpoint_gb is None or size <= config.checkpoint_gb:
         return ""

@@ -10,7 +10,7 @@ RECIPE_KEY = "cluster.trainer_instance_type"
 
 
 def check_instance_type(stage: str, outline: Outline, present: str, how_to_change: str) -> str:
-    """Why the recipe does not suit the stage's nodes, which have type `present`; empty where it does.
+    """The reason why the recipe does not suit the stage's nodes, which have type `present`; empty where it does.
 
     The trainer's nodes must have exactly the recipe's type: its plan uses their memory, peak and price, and its workers
     are placed by their cores. A compiler on Trainium nodes traces for a family. `how_to_change` says where the type of
@@ -38,6 +38,6 @@ def check_instance_type(stage: str, outline: Outline, present: str, how_to_chang
 
 
 def _explain_no_image(instance_type: str) -> str:
-    """Why no image can use the type's NeuronCores; empty for a type that images support, or that has none."""
+    """The reason why no image can use the type's NeuronCores; empty for a type that images support, or without any."""
     found = read_instance_types().get(instance_type)
     return explain_no_image(instance_type) if found and found.accelerators == "NeuronCores" else ""

@@ -128,7 +128,7 @@ class Reception:
         self._receiver = FileReceiver()
 
     def take(self, line: str) -> None:
-        """One line, without its end."""
+        """Print or collect a line, which is given without its line end."""
         if not self._receiver.take(line):
             print(line, flush=True)
 

@@ -1,6 +1,7 @@
-"""The outline of a recipe: the few values that the client reads. The stage's own image judges the rest.
+"""The outline of a recipe: the few values that the client needs. The stage's image checks all the others.
 
-The client's checkout and the image may know different recipes: a key that is new in the image is unknown here.
+The client's checkout and the image may be of different versions: a key that is new in the image is unknown here. Keys
+that both know have their defaults from `Recipe`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def _default(section: type[Section], key: str) -> Any:
 
 
 class _Outline(BaseModel):
-    """Some keys of a section; all others are ignored."""
+    """A section of which only some keys are read."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -42,7 +43,7 @@ class OutlineBatch(_Outline):
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of one optimizer step: 1, which no two workers share, where the recipe has no sizes."""
+        """Micro-batches of one optimizer step; 1 where the recipe has no batch sizes."""
         return self.global_batch_size // self.micro_batch_size
 
 
@@ -55,7 +56,7 @@ class OutlineCompile(_Outline):
 
 
 class OutlineModel(Model, extra="ignore"):
-    """The whole section: the size of a checkpoint follows from it."""
+    """The section `model`, from which the size of a checkpoint follows."""
 
 
 class OutlineTrain(_Outline):
@@ -63,11 +64,11 @@ class OutlineTrain(_Outline):
 
 
 class OutlineCluster(Cluster, extra="ignore"):
-    """The whole section: all of it is about nodes."""
+    """The section `cluster`, which describes the nodes."""
 
 
 class Outline(_Outline):
-    """A recipe's name, and the values from which its nodes and their time follow."""
+    """A recipe's name, and the values that decide how many nodes it needs, and for how long."""
 
     name: str
     parallel: OutlineParallel = OutlineParallel()
@@ -76,7 +77,7 @@ class Outline(_Outline):
     train: OutlineTrain = OutlineTrain()
     cluster: OutlineCluster = OutlineCluster()
     model: dict[str, Any] = {}
-    """The section as it is written: this checkout may not know a preset that the image knows."""
+    """The unchecked section `model`: the image may know a preset that this checkout does not."""
 
     @property
     def checkpoint_gb(self) -> float | None:
@@ -88,7 +89,7 @@ class Outline(_Outline):
 
     @property
     def has_compile_tasks(self) -> bool:
-        """Are the recipe's graphs compiled for Neuron, by one task each?"""
+        """Whether the recipe's graphs are compiled for Neuron, each by its own task."""
         return self.compile.enabled and self.parallel.device == "xla"
 
     def nodes_of(self, stage: Stage) -> int:
@@ -96,7 +97,7 @@ class Outline(_Outline):
         return self.cluster.nodes_of(stage, self.parallel.num_workers)
 
     def describe_topology(self, stage: str, nodes: int, unit: str) -> str:
-        """How the stage's workers share so many nodes; `unit` is the target's word for one node's part."""
+        """Describe the stage's workers on so many nodes; `unit` is the target's word for nodes, such as `pods`."""
         if stage != "trainer":
             return f"{nodes} {unit}"
         models = self.parallel.data_parallel_size

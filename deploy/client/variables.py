@@ -147,7 +147,7 @@ def read_target(environment: Mapping[str, str]) -> str:
 
 
 def read_switch(environment: Mapping[str, str], name: str, default: str = "0") -> bool:
-    """Is the variable 1? Raises `RecipeError` for a value that is neither 0 nor 1."""
+    """Whether the variable is 1. Raises `RecipeError` for a value that is neither 0 nor 1."""
     text = environment.get(name) or default
     if text not in ("0", "1"):
         raise RecipeError(f"{name}={_shorten(text)}: expected 0 or 1")

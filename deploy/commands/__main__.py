@@ -91,7 +91,7 @@ def _connect() -> Target:
 
 @contextmanager
 def _open_output(is_dry_run: bool) -> Iterator[TextIO | None]:
-    """With OUTPUT=yaml, the file for what would be applied: stdout, while all messages go to stderr. Otherwise None."""
+    """Open stdout for the manifests of OUTPUT=yaml, while messages go to stderr; None without OUTPUT=yaml."""
     output = os.environ.get("OUTPUT", "")
     if output not in ("", "yaml"):
         raise RecipeError(f"OUTPUT={output}: expected yaml")

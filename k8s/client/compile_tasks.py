@@ -44,7 +44,7 @@ def choose_trace_option(group: WorkerGroup, outline: Outline) -> str:
 
 
 def check_trace(group: WorkerGroup, outline: Outline) -> str:
-    """Why the recipe's graphs cannot be traced on the compiler's pods; empty where they can."""
+    """The reason why the recipe's graphs cannot be traced on the compiler's pods; empty where they can."""
     is_on_device = outline.has_compile_tasks and outline.compile.trace_on == "device"
     if group.name != "compiler" or not is_on_device or NEURON in group.requests:
         return ""

@@ -1,4 +1,4 @@
-"""KubeRay as a target of deployments."""
+"""Deploys stages on KubeRay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.common.recipe.schema import Stage
 
 
 class KubeRayTarget:
-    """The RayCluster of a namespace."""
+    """The RayCluster of a namespace, as a target of the deploy commands."""
 
     def __init__(self, api: Api) -> None:
         self._api = api

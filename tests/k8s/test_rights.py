@@ -32,8 +32,8 @@ KINDS = {
     "render_recipe_config_map": ["ConfigMap"],
     "render_deploy_job": ["Job"],
     "_job": ["Job"],
-    "prepared.job": ["Job"],
-    "prepared.nodes_job": ["Job"],
+    "resolved.job": ["Job"],
+    "resolved.nodes_job": ["Job"],
     "review": ["SelfSubjectAccessReview", "SubjectAccessReview"],
 }
 
