@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -99,8 +100,13 @@ def commands() -> Iterator[str]:
     """The help of `make`, the variables of the deploy commands, and the help of each program."""
     yield "# Commands"
     yield "\n## make\n"
-    listed = subprocess.run(["make", "--silent", "help"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    yield f"```text\n{listed.stdout}```"
+    listed = _read_make_help()
+    yield f"```text\n{listed}```"
+    yield "\n## Variables of make\n"
+    targets = re.findall(r"^  make ([\w-]+)", listed, re.MULTILINE)
+    explained = [_read_make_help(f"TARGET={target}") for target in targets]
+    variables = "\n".join(text for text in explained if text.count("\n") > 1)
+    yield f"```text\n{variables}```"
     yield "\n## Variables of the deploy commands\n"
     yield "The commands that take each variable, on each target; any other command refuses it.\n"
     yield f"| variable | {' | '.join(f'`TARGET={target}`' for target in TARGETS)} |"
@@ -111,6 +117,11 @@ def commands() -> Iterator[str]:
     for command in list_commands():
         yield f"\n## {command}\n"
         yield f"```text\n{read_help(command)}```"
+
+
+def _read_make_help(*variables: str) -> str:
+    words = ["make", "--silent", "help", *variables]
+    return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {

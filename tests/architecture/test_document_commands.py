@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from deploy.client.variables import COMMANDS, TARGETS, VARIABLES
 from docs.site.commands import list_commands
 from services.common.process.command_line import read_override
 from tests.architecture.documents import Document, read_documents
 from tests.architecture.imports import REPOSITORY
-from tests.architecture.makefile import rules, takes
+from tests.makefile import read_rules, read_variables
 
 DOCUMENTS = read_documents()
+RULES = read_rules()
 STAGES = re.compile(r"services\.(tokenizer|compiler|trainer)")
 
 
@@ -104,7 +106,7 @@ def programs_in(words: list[str]) -> Iterator[list[str]]:
     if stage and "COMMAND" in variables:
         yield [f"services.{stage}", *shlex.split(variables["COMMAND"])]
     elif "ARGS" in variables:
-        module = re.search(r"-m (benchmarks\.\w+)", rules()[words[1]][1])
+        module = re.search(r"-m (benchmarks\.\w+)", RULES[words[1]][1])
         yield [module[1] if module else f"services.{stage or 'trainer'}", *shlex.split(variables["ARGS"])]
 
 
@@ -113,14 +115,21 @@ def problems_of_make(words: list[str]) -> list[str]:
     variables = [word.partition("=")[0] for word in words[1:] if re.match(r"[A-Z_]+=", word)]
     given = next((word.removeprefix("TARGET=") for word in words if word.startswith("TARGET=")), "")
     deploy_target = given if given in ("kuberay", "batch") else ""
-    problems = [f"make {name}: no such target" for name in names if name not in rules()]
-    known = [name for name in names if name in rules()]
+    problems = [f"make {name}: no such target" for name in names if name not in RULES]
+    known = [name for name in names if name in RULES]
     return problems + [
         f"make {name}: takes no {variable}"
         for variable in variables
         for name in known
         if not takes(name, variable, deploy_target)
     ]
+
+
+def takes(target: str, variable: str, deploy_target: str) -> bool:
+    """Does the target's help explain the variable, and does a deploy command take it on the named deploy target?"""
+    if target in COMMANDS and variable in VARIABLES:
+        return VARIABLES[variable].is_taken(target, deploy_target or TARGETS[0])
+    return variable in read_variables(target)
 
 
 def problems_of_program(words: list[str], helps: dict[str, str], recipe_keys: set[str]) -> list[str]:

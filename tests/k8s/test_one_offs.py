@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.client.one_off import OneOffRequest
-from k8s.client import one_off as one_off_module
-from k8s.client import pull_watch, watch
-from k8s.client.one_off import run_one_off
+from deploy.client.one_off_request import OneOffRequest
+from deploy.client.requested_recipe import read_requested_recipe
+from k8s.client import deployment_watch, kuberay_one_off, pull_watch
+from k8s.client.kuberay_one_off import run_one_off
 from k8s.client.status import describe_status
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.names import OUTCOME_ANNOTATION, good_images_annotation, node_pool_annotation
@@ -116,14 +116,14 @@ def pooled(api: Cluster) -> Cluster:
 def labels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Of the image, as its registry tells them."""
     told: dict[str, str] = {LABEL: "summary report export artifacts"}
-    monkeypatch.setattr(one_off_module, "find_image_labels", lambda group, image: told)
+    monkeypatch.setattr(kuberay_one_off, "find_image_labels", lambda group, image: told)
     return told
 
 
 @pytest.fixture
 def while_waiting(monkeypatch: pytest.MonkeyPatch) -> Steps:
     """What happens in the cluster, one step a poll. Without a step left a poll is one too many."""
-    monkeypatch.setattr(watch, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(deployment_watch, "POLL_SECONDS", 0.01)
 
     def script(*steps: Callable[[], object]) -> None:
         left = list(steps)
@@ -144,7 +144,7 @@ def ask(tmp_path: Path) -> Ask:
     recipe.write_text(recipe_text())
 
     def request(*words: str, stage: Stage = "trainer", **changes: Any) -> OneOffRequest:
-        fields: dict[str, Any] = {"recipe": recipe, "folder": tmp_path / "home"}
+        fields: dict[str, Any] = {"recipe": read_requested_recipe(recipe), "folder": tmp_path / "home"}
         return OneOffRequest(stage, words or ("summary",), **fields | changes)
 
     return request
@@ -216,7 +216,7 @@ def test_memory_brings_its_share_of_a_node(overlays: dict[str, list[Thing]]) -> 
     amounts = {"cpu": "7500m", "memory": str(28 * 2**30), "ephemeral-storage": str(25 * 2**30)}
     assert job["spec"]["template"]["spec"]["containers"][0]["resources"] == {"requests": amounts, "limits": amounts}
     for wrong in (0, 113):
-        with pytest.raises(LimitError, match=f"MEMORY={wrong}: a one-off takes from 1 to 112 GiB"):
+        with pytest.raises(LimitError, match=f"MEMORY={wrong}: .*112 GiB"):
             render_one_off_job(group, cpu_group, one_off_of(memory_gib=wrong))
 
 
@@ -243,7 +243,6 @@ def test_what_holds_the_node_has_the_deployer_s_account_and_no_shared_file_syste
         (("train",), {}, RecipeError, "make deploy-stage STAGE=trainer"),
         (("plan",), {}, RecipeError, "'plan' is no subcommand of the trainer, which has summary"),
         (("summary",), {"memory_gib": 500}, LimitError, "MEMORY=500"),
-        (("summary",), {"recipe": Path("absent.toml")}, RecipeError, "absent.toml"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_created(
@@ -257,7 +256,7 @@ def test_what_cannot_be_is_refused_before_anything_is_created(
 def test_an_image_that_is_older_than_one_offs_is_named(api: Cluster, ask: Ask, labels: dict[str, str]) -> None:
     labels.clear()
     labels["millrace.python"] = "3.12.11"
-    with pytest.raises(DeviceError, match=f"image {IMAGE} is older than stage-run"):
+    with pytest.raises(DeviceError, match=f"{IMAGE} .*stage-run"):
         run(api, ask())
     assert api.sent == []
 
@@ -349,22 +348,22 @@ def test_the_same_of_the_same_person_is_followed_and_its_unseen_end_is_shown(
 ) -> None:
     assert run(api, ask(is_followed=False)) == 0
     [first] = api.one_offs
-    assert f"{first} goes on: the same command without FOLLOW=0 shows it" in capsys.readouterr().out
+    assert f"{first} continues" in capsys.readouterr().out
     assert run(api, ask("export", is_followed=False)) == 0
     assert len(api.sent) == 2, "another command is another Job"
-    monkeypatch.setattr("deploy.client.one_off.user_name", lambda: "somebody else")
+    monkeypatch.setattr("deploy.client.one_off_request.user_name", lambda: "somebody else")
     assert run(api, ask(is_followed=False)) == 0
     assert len(api.sent) == 3
     monkeypatch.undo()
-    monkeypatch.setattr(one_off_module, "find_image_labels", lambda group, image: {})
-    monkeypatch.setattr(watch, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(kuberay_one_off, "find_image_labels", lambda group, image: {})
+    monkeypatch.setattr(deployment_watch, "POLL_SECONDS", 0.01)
     for name in [each for each in api.one_offs if each != first]:
         api.delete("Job", name)
     api.begin_pod()
     api.end_pod(3, "Error", "it said this before")
     assert run(api, ask()) == 3
     told = capsys.readouterr().out
-    assert re.search(rf"{first} of .* is just the same, and has ended, which nobody saw: following it", told)
+    assert re.search(rf"{first} of .* has already run this request", told)
     assert "it said this before\n" in told
     assert api.one_offs == []
 
@@ -374,7 +373,7 @@ def test_a_node_comes_for_it_from_the_group_of_cpu_nodes(
 ) -> None:
     while_waiting(pooled.begin_pod, lambda: pooled.end_pod(0))
     assert run(pooled, ask()) == 0
-    assert f"nodes       node group {POOL}: one node comes for it and goes after it" in capsys.readouterr().out
+    assert f"nodes       node group {POOL}: one node" in capsys.readouterr().out
     assert [job["metadata"]["labels"]["millrace.dev/component"] for job in pooled.sent] == ["one-off-nodes", "one-off"]
 
 
@@ -388,9 +387,9 @@ def test_a_node_comes_for_it_from_the_group_of_cpu_nodes(
                 }
             },
             75,
-            "no node comes for one-off-trainer-.*there is no capacity",
+            "one-off-trainer-.*there is no capacity",
         ),
-        ({"status": {"conditions": [{"type": "Failed", "status": "True"}]}}, 4, "has no such program: update the head"),
+        ({"status": {"conditions": [{"type": "Failed", "status": "True"}]}}, 4, "one-off-trainer-.*HEAD_TAG="),
     ],
 )
 def test_a_node_that_does_not_come_ends_it(
@@ -421,7 +420,7 @@ def test_one_that_does_not_begin_in_time_is_deleted(
     assert exit_code_of(lambda: run(api, ask())) == 75
     told = capsys.readouterr()
     assert "no node has the labels that tokenizer pods select (millrace.dev/pool=cpu)" in told.out
-    assert "did not begin within 1800 s (WAIT=), and is deleted" in told.err
+    assert "did not start within 1800 s (WAIT=)" in told.err
     assert api.one_offs == []
 
 
@@ -466,7 +465,7 @@ def test_the_image_is_that_of_the_newest_deployment_or_the_newest_good_one(
     api.merge("RayCluster", "millrace", {"metadata": {"annotations": {good_images_annotation("trainer"): good}}})
     assert image_of_the_newest() == "millrace/trainer@sha256:b"
     api.merge("RayCluster", "millrace", {"metadata": {"annotations": {good_images_annotation("trainer"): None}}})
-    monkeypatch.setattr(one_off_module, "choose_image", lambda api, stage, *rest: f"{stage} of the working tree")
+    monkeypatch.setattr(kuberay_one_off, "choose_image", lambda api, stage, *rest: f"{stage} of the working tree")
     assert image_of_the_newest() == "trainer of the working tree"
 
 
@@ -533,4 +532,4 @@ def test_a_status_lists_them(api: Cluster, ask: Ask, capsys: pytest.CaptureFixtu
     assert "one-offs" not in describe_status(api)  # type: ignore[arg-type]
     run(api, ask("export", "--output", "a b", is_followed=False))
     [name] = api.one_offs
-    assert f"one-offs\n  {name}  goes on, since now: export --output 'a b'" in describe_status(api)  # type: ignore[arg-type]
+    assert f"one-offs\n  {name}  runs, since now: export --output 'a b'" in describe_status(api)  # type: ignore[arg-type]
