@@ -45,7 +45,7 @@ from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, job_name
 from k8s.objects.placement import addresses_of, explain_placement, newest_event, pods_of
 from k8s.objects.pod_group import placed_size, render_pod_group
-from k8s.objects.rayjob import is_over, nodes_of, rayjobs_of, render_isolated_rayjob, render_rayjob
+from k8s.objects.rayjob import blocks_next_attempt, nodes_of, rayjobs_of, render_isolated_rayjob, render_rayjob
 from k8s.objects.record import Outcome, Record, no_more_failures, read_record, write_attempt, write_outcome
 from k8s.objects.teardown import delete_rayjobs, release_pods, stop_rayjobs
 from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_worker_group, replace_group, scale_down
@@ -140,7 +140,7 @@ class Reconciler:
         if not seen.is_start_due:
             return seen
         ended = [self._deployment.rayjob_name(number) for number, _ in enumerate(record.attempts, start=1)]
-        older = [job for job in rayjobs_of(self._api, self._stage) if not is_over(job, ended)]
+        older = [job for job in rayjobs_of(self._api, self._stage) if blocks_next_attempt(job, ended)]
         if older:
             return replace(seen, older_rayjobs=len(older))
         return replace(seen, gang=self._observe_gang(seen))
@@ -182,7 +182,7 @@ class Reconciler:
             seen = replace(seen, ray_error=str(error))
         if seen.phase is Phase.PENDING:
             group = read_worker_group(self._api, self._stage)
-            return replace(seen, missing=explain_placement(self._api, group, nodes_of(rayjob, self._deployment)))
+            return replace(seen, missing=explain_placement(self._api, group, nodes_of(rayjob)))
         if seen.phase is Phase.ISOLATED_START:
             group = read_worker_group(self._api, self._stage)
             name = (rayjob.get("status") or {}).get("rayClusterName")

@@ -359,7 +359,7 @@ def test_a_record_that_the_head_cannot_read_ends_its_job_at_once(training: Place
         assert len(harness.api.find_all("Pod", f"{DEPLOYMENT_LABEL}=a1b2c3")) == 1
         done = harness.run("stage-status")
         assert done.code == 0
-        assert f"Job deploy-compiler: its record is of version {RECORD_VERSION + 1}" in done.said
+        assert f"Job deploy-compiler: its record has version {RECORD_VERSION + 1}" in done.said
         assert "git pull" in done.said
         told = (harness.api.find("Job", job_name("compiler")) or {})["metadata"]["annotations"]["millrace.dev/outcome"]
         assert json.loads(told)["exit_code"] == 4
