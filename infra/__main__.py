@@ -14,35 +14,35 @@ from typing import Any
 
 from images.platforms import SERVICES
 from images.versions import describe_build
-from infra.account import Account, explaining_refusals
+from infra.account.session import Account, explaining_refusals
 from infra.addons.installation import compare_releases, install_releases
 from infra.addons.releases import Release, choose_releases, read_releases, render_applications
-from infra.batch_workloads import BatchWorkloads
+from infra.apply.inputs import Inputs, complete_variables, read_inputs, read_variables, sizes_of
+from infra.apply.overlay_settings import SETTINGS, write_settings
+from infra.apply.renewal import judge_renewal, list_renewed_pools
+from infra.apply.roads import Place, Target, describe_road, describe_vocabulary
+from infra.apply.terraform import STACK, Stack, describe_plan
 from infra.checks import run_checks
-from infra.cluster_workloads import ClusterWorkloads
-from infra.cost import Sizes, describe_cost, require_budget
-from infra.device import judge_device
-from infra.findings import require_fit
-from infra.inputs import Inputs, complete_variables, read_inputs, read_variables, sizes_of
-from infra.leftovers import describe_leftovers, find_leftovers
-from infra.preflight import run_preflight
-from infra.question import require_yes
-from infra.renewal import judge_renewal, list_renewed_pools
-from infra.roads import Place, Target, describe_road, describe_vocabulary
-from infra.settings import SETTINGS, write_settings
-from infra.stack import STACK, Stack, describe_plan
-from infra.teardown import Teardown, Workloads
+from infra.confirmation import require_yes
+from infra.cost.estimate import Sizes, describe_cost, require_budget
+from infra.preflight.instance_device import judge_device
+from infra.preflight.questions import run_preflight
+from infra.preflight.requirement import require_fit
+from infra.teardown.leftovers import describe_leftovers, find_leftovers
+from infra.teardown.sequence import Teardown, Workloads
+from infra.workloads.batch_workloads import BatchWorkloads
+from infra.workloads.cluster_workloads import ClusterWorkloads
 from services.common.artifacts.manifest import write_durably
-from services.common.entry_point import exit_code_of
 from services.common.errors import DeviceError, RecipeError
-from services.common.recipe import STAGES
-from services.common.recipe_file import load_recipe
+from services.common.process.entry_point import exit_code_of
+from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import STAGES
 
 HOURS = 24.0
 RECIPE = Path(__file__).parents[1] / "recipes/llama2-7b-trn1.toml"
 """The recipe that both targets deploy where nobody names one; a test holds it to theirs."""
 OVERLAYS = SETTINGS.parents[1]
-CONFIG = Path(__file__).parents[1] / "batch/config.txt"
+CONFIG = Path(__file__).parents[1] / "deploy/batch/config.txt"
 
 
 def main(argv: list[str]) -> int:
@@ -143,7 +143,7 @@ def _print_rest_of_road(target: Target, place: Place) -> None:
 
 
 def _write_config(stack: Stack, inputs: Inputs) -> None:
-    """`batch/config.txt`, or CONFIG=FILE, which deployments on AWS Batch read."""
+    """`deploy/batch/config.txt`, or CONFIG=FILE, which deployments on AWS Batch read."""
     path, outputs = _config(), stack.outputs()
     config = str(outputs["config"])
     write_durably(path, config.encode())

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from images.versions import git
-from infra.stack import provider_mirror
+from infra.apply.terraform import provider_mirror
 from services.common.errors import DeviceError, RecipeError
 
 REPOSITORY = Path(__file__).parents[1]

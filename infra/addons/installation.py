@@ -8,11 +8,11 @@ import shlex
 import subprocess
 from collections.abc import Collection, Iterator
 
+from infra.account.polling import shorten
 from infra.addons.installed import Installed, find_helm, find_others, find_users, list_installed
 from infra.addons.releases import IN_FOLDER, MARK, MARKED, Release
-from infra.kubernetes_cluster import run_kubectl
-from infra.process import run_to_its_end
-from infra.waiting import shorten
+from infra.child_process import run_to_its_end
+from infra.workloads.kubernetes_cluster import run_kubectl
 from services.common.errors import DeviceError
 
 REVISION = "rollme/helm-revision:"

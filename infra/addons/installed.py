@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infra.addons.releases import MARK, MARKED, Release
-from infra.kubernetes_cluster import list_kinds, list_things, release_of
+from infra.workloads.kubernetes_cluster import list_kinds, list_things, release_of
 from services.common.errors import DeviceError
 
 Thing = dict[str, Any]

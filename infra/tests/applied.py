@@ -18,9 +18,9 @@ from typing import Any
 import boto3
 import pytest
 
-from infra.account import Account
-from infra.stack import Change, Plan, Stack, read_plan
-from infra.teardown import list_targets_around_data
+from infra.account.session import Account
+from infra.apply.terraform import Change, Plan, Stack, read_plan
+from infra.teardown.sequence import list_targets_around_data
 
 INFRA = Path(__file__).parents[1]
 REPOSITORY = INFRA.parent

@@ -21,7 +21,7 @@ from moto.server import ThreadedMotoServer
 from moto.servicequotas.responses import ServiceQuotasResponse
 
 from infra.aws_releases import name_of_eks_release, read_addon_pins, read_ecs_machine_images
-from infra.kubernetes_versions import ADDONS
+from infra.preflight.kubernetes_versions import ADDONS
 from infra.tests.programs import Programs
 from infra.tests.service_models import share_service_models
 from infra.tests.site import Site, make_cluster

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from moto.batch.models import Job
 
-from infra.account import STACK_TAG
+from infra.account.session import STACK_TAG
 
 
 def keep_jobs_still(patch: pytest.MonkeyPatch) -> None:

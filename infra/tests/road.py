@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass, field
 
 from images.platforms import REPOSITORY
-from infra.roads import Target
+from infra.apply.roads import Target
 
 PAGES = {"eks": REPOSITORY / "infra/README.md", "batch": REPOSITORY / "docs/operations/batch.md"}
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infra.account import STACK_TAG
+from infra.account.session import STACK_TAG
 from infra.addons.releases import read_releases
 from infra.tests.programs import Programs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from botocore.exceptions import ClientError, SSOTokenLoadError, TokenRetrievalError, UnauthorizedSSOTokenError
 
-from infra.account import Account, explaining_refusals
+from infra.account.session import Account, explaining_refusals
 from services.common.errors import DeviceError, TryAgain
 
 

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import pytest
 from botocore.exceptions import ClientError
 
-from infra.neighbours import find_in_account
-from infra.node_groups import list_node_groups
+from infra.account.managed_node_groups import list_node_groups
+from infra.apply.terraform import type_of
 from infra.shapes import find_shape
-from infra.stack import type_of
+from infra.teardown.neighbours import find_in_account
 from infra.tests.applied import APPLIES, REGION, Applied, apply_stack, simulated_aws
-from services.common.lustre import default_lustre_size
+from services.common.hardware.lustre import default_lustre_size
 
 VARIABLES = {
     "region": REGION,

@@ -7,6 +7,8 @@ import re
 import pytest
 
 from images.platforms import NeuronNode, read_platforms
+from infra.apply.inputs import read_variables
+from infra.apply.terraform import STACK
 from infra.aws_releases import (
     MachineImages,
     name_of_eks_release,
@@ -14,8 +16,6 @@ from infra.aws_releases import (
     read_ecs_machine_images,
     read_eks_machine_images,
 )
-from infra.inputs import read_variables
-from infra.stack import STACK
 
 TABLES = {**read_eks_machine_images(), "ECS": read_ecs_machine_images()}
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
-from batch.config import read_config
-from infra.neighbours import find_in_account
+from deploy.batch.config import read_config
+from infra.apply.terraform import type_of
 from infra.shapes import find_shape
-from infra.stack import type_of
+from infra.teardown.neighbours import find_in_account
 from infra.tests.applied import ACCOUNT, APPLIES, REGION, Applied, apply_stack, simulated_aws
 from infra.tests.fakeaws.shim import TRAINIUM_AMI
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.account import STACK_TAG
-from infra.teardown import list_targets_around_data
+from infra.account.session import STACK_TAG
+from infra.teardown.sequence import list_targets_around_data
 from infra.tests.conftest import REGION, Aws
 from infra.tests.moto_batch import keep_jobs_still, make_queue, submit_job
 from infra.tests.programs import Programs
@@ -76,7 +76,7 @@ class Site:
 def site(tmp_path: Path, programs: Programs, aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Site:
     programs.add_real("terraform")
     keep_jobs_still(monkeypatch)
-    monkeypatch.setattr("infra.waiting.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("infra.account.polling.POLL_SECONDS", 0.0)
     monkeypatch.delenv("TF_CLI_CONFIG_FILE", raising=False)
     site = Site(tmp_path)
     for name, value in (("STACK", str(site.stack)), ("CONFIG", str(site.config)), ("YES", "1")):
@@ -179,7 +179,7 @@ def test_down_takes_down_nothing_while_a_job_has_not_ended(
     capfd: pytest.CaptureFixture[str], site: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer that commits its checkpoint."""
-    monkeypatch.setattr("infra.batch_workloads.JOBS_SECONDS", 0.0)
+    monkeypatch.setattr("infra.workloads.batch_workloads.JOBS_SECONDS", 0.0)
     make_queue(aws.client, "millrace-trainium")
     job = submit_job(aws.client, "millrace-trainium", "millrace-trainer")
     assert call(capfd, "infra.__main__", "up").returncode == 0

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from infra.stack import STACK
-from infra.teardown import STOP_POLICY
+from infra.apply.terraform import STACK
+from infra.teardown.sequence import STOP_POLICY
 
 INFRA = STACK.parents[1]
 

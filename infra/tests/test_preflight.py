@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from images.platforms import SERVICES
-from infra.inputs import read_inputs
-from infra.reservations import judge_reservation
+from infra.apply.inputs import read_inputs
+from infra.preflight.capacity_reservation import judge_reservation
 from infra.shapes import find_shape
 from infra.tests.conftest import REGION, Aws
 from infra.tests.programs import Programs

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from infra.renewal import list_renewed_pools
-from infra.stack import read_plan
+from infra.apply.renewal import list_renewed_pools
+from infra.apply.terraform import read_plan
 from infra.tests.conftest import REGION, Aws
 from infra.tests.moto_batch import keep_jobs_still, make_queue, submit_job
 from infra.tests.programs import Programs

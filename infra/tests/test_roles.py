@@ -8,7 +8,7 @@ from typing import Any
 import hcl2
 import pytest
 
-from infra.stack import STACK
+from infra.apply.terraform import STACK
 
 INFRA = STACK.parents[1]
 BOUNDARY = "${var.permissions_boundary}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infra.account import STACK_TAG
+from infra.account.session import STACK_TAG
 from infra.tests.conftest import Aws
 from infra.tests.site import ADDONS, Site, thing, volume_for
 from tests.command import call
@@ -165,7 +165,7 @@ def test_a_volume_that_is_kept_on_purpose_is_not_waited_for(
     capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its claim is gone, as the namespace, and its reclaim policy is Retain."""
-    monkeypatch.setattr("infra.cluster_workloads.OBJECTS_SECONDS", 0.0)
+    monkeypatch.setattr("infra.workloads.cluster_workloads.OBJECTS_SECONDS", 0.0)
     volume = volume_for("gone/notes")
     made = aws.client("ec2").create_volume(AvailabilityZone="us-west-2a", Size=50, TagSpecifications=volume)
     assert call(capfd, "infra.__main__", "up").returncode == 0

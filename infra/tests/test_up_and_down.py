@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from infra.addons.releases import read_releases
-from infra.roads import Place, describe_road
-from infra.stack import STACK, Change
+from infra.apply.roads import Place, describe_road
+from infra.apply.terraform import STACK, Change
 from infra.tests.conftest import REGION, Aws
 from infra.tests.road import read_road
 from infra.tests.site import EKS, MAIN, SETTINGS, Site, make_cluster, thing, volume_for
@@ -135,7 +135,7 @@ def test_up_loses_no_data_whoever_says_yes(
     capfd: pytest.CaptureFixture[str], site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another zone replaces the file system, whose content is there alone."""
-    monkeypatch.setattr("infra.stack.DATA", ("terraform_data",))
+    monkeypatch.setattr("infra.apply.terraform.DATA", ("terraform_data",))
     assert run_command(capfd, "up").returncode == 0
     before = (site.stack / "terraform.tfstate").read_text(encoding="utf-8")
     values = site.folder / "elsewhere.tfvars"
@@ -323,8 +323,8 @@ def test_down_waits_for_volumes_and_goes_on_where_it_was_cut(
     capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A claim's volume is there until its driver has deleted it; nothing after it happens before that."""
-    monkeypatch.setattr("infra.cluster_workloads.OBJECTS_SECONDS", 0.0)
-    monkeypatch.setattr("infra.waiting.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("infra.workloads.cluster_workloads.OBJECTS_SECONDS", 0.0)
+    monkeypatch.setattr("infra.account.polling.POLL_SECONDS", 0.0)
     cluster.put(
         "services",
         thing("Service", "a-service", "millrace", type="LoadBalancer"),
@@ -367,7 +367,7 @@ def test_data_that_stands_on_what_goes_is_not_destroyed(
     (site.stack / "eks/main.tf").write_text(
         EKS + 'output "cluster" { value = terraform_data.cluster.id }\n', encoding="utf-8"
     )
-    monkeypatch.setattr("infra.stack.DATA", ("terraform_data",))
+    monkeypatch.setattr("infra.apply.terraform.DATA", ("terraform_data",))
     assert run_command(capfd, "up").returncode == 0
     before = site.addresses
 

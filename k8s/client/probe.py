@@ -143,7 +143,7 @@ def probe_stage(
 ) -> Probe:
     """Asks a stage's image whether it takes the recipe, and finds what it needs."""
     script = (
-        'printf %s "$RECIPE" > "$TMPDIR/recipe.toml" && exec python -m services.common.readiness '
+        'printf %s "$RECIPE" > "$TMPDIR/recipe.toml" && exec python -m services.common.process.readiness '
         f"--stage {group.name} --recipe $TMPDIR/recipe.toml --root {group.root} {shlex.join(arguments)}"
     )
     seconds = max(timeout_seconds, LEAST_SECONDS)

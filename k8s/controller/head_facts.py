@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 from k8s.objects.deployment import RECORDS_READ
 from k8s.objects.eks import NodeGroupError, describe_node_group
-from services.common.image_platform import describe_platform
+from services.common.hardware.image_platform import describe_platform
 
 
 def describe_head() -> dict[str, object]:

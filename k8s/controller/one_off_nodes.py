@@ -22,8 +22,8 @@ from k8s.objects.names import OUTCOME_ANNOTATION, one_off_nodes_name
 from k8s.objects.one_off_job import cpu_group_of, is_active
 from k8s.objects.record import Outcome
 from k8s.objects.worker_group import read_cluster
-from services.common.entry_point import exit_code_of
 from services.common.errors import MillraceError
+from services.common.process.entry_point import exit_code_of
 
 POLL_SECONDS = 2.0
 APPEAR_SECONDS = 120.0

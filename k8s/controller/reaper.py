@@ -27,9 +27,9 @@ from k8s.objects.rayjob import has_ended, rayjobs_of
 from k8s.objects.record import read_record
 from k8s.objects.teardown import release_pods, stop_rayjobs
 from k8s.objects.worker_group import worker_group_of
-from services.common.entry_point import exit_code_of
 from services.common.errors import MillraceError
-from services.common.recipe import STAGES
+from services.common.process.entry_point import exit_code_of
+from services.common.recipe.schema import STAGES
 
 POLL_SECONDS = 2.0
 ORPHAN_SECONDS = 120.0  # four times as long as a Lease holds

@@ -16,8 +16,8 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from images.platforms import REPOSITORY
-from infra import kubernetes_cluster
-from infra.account import STACK_TAG
+from infra.account.session import STACK_TAG
+from infra.workloads import kubernetes_cluster
 from k8s.objects.api import Api, Object
 from k8s.objects.operator import POD_GROUP
 from services.common.testing.waiting import wait_until

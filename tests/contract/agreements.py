@@ -13,9 +13,12 @@ from typing import Any, get_args
 import hcl2
 import yaml
 
-from infra import cluster_neighbours, cluster_workloads, kubernetes_versions, node_groups
+from infra.account import managed_node_groups
+from infra.preflight import kubernetes_versions
+from infra.teardown import cluster_neighbours
+from infra.workloads import cluster_workloads
 from k8s.objects.names import DEPLOYER, NAMESPACE, NEURON, POOL_LABEL, SHAPE_LABEL, node_pool_annotation
-from services.common.recipe import Kind
+from services.common.recipe.schema import Kind
 
 Thing = dict[str, Any]
 
@@ -188,8 +191,8 @@ def _placement(root: Path, own: Thing, defaults: dict[str, Thing], objects: list
     zones = {key for pod in pods.values() for key in pod.get("nodeSelector", {}) if "zone" in key}
     yield Agreement("zones that pods select (the pool is in one)", set(), zones)
     yield Agreement("label of the pools, in the commands", label, POOL_LABEL)
-    yield Agreement("label of the pools, in the commands of infra", node_groups.POOL_LABEL, POOL_LABEL)
-    groups = {node_groups.CORE: used["head"], node_groups.TRAINIUM: used["trainer"]}
+    yield Agreement("label of the pools, in the commands of infra", managed_node_groups.POOL_LABEL, POOL_LABEL)
+    groups = {managed_node_groups.CORE: used["head"], managed_node_groups.TRAINIUM: used["trainer"]}
     yield Agreement("pools, in the commands of infra", set(groups), set(groups.values()))
     yield Agreement("taint of Trainium nodes, in the commands", taint["key"], NEURON)
     yield Agreement("label of node groups' shapes, in the commands", own["shape_label"], SHAPE_LABEL)

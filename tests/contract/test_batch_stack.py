@@ -9,19 +9,19 @@ from typing import Any
 import hcl2
 import pytest
 
-from batch.config import CONFIG, KEYS, PLACES, read_config
-from batch.job_definition import HOST_FOLDERS, pool_of, read_container, render_job_definition
+from deploy.batch.config import CONFIG, KEYS, PLACES, read_config
+from deploy.batch.job_definition import HOST_FOLDERS, pool_of, read_container, render_job_definition
 from deploy.client.outline import read_outline
 from deploy.stage_contract import DRAIN_SECONDS, ROOT, SCRATCH, find_contract
 from images.demo import IMAGE_USER
 from images.platforms import REPOSITORY
 from infra import __main__ as infra_commands
-from infra.inputs import read_variables
+from infra.apply.inputs import read_variables
 from services.common.errors import RecipeError
-from services.common.launch.batch_node import ROOT_MARKER
-from services.common.recipe import STAGES
-from services.common.stop_notice import CHECKPOINTS_PER_NOTICE
-from tests.batch.builders import job_deployment_of
+from services.common.launch.batch.node import ROOT_MARKER
+from services.common.process.termination_notice import CHECKPOINTS_PER_NOTICE
+from services.common.recipe.schema import STAGES
+from tests.deploy.batch.builders import job_deployment_of
 
 STACK = REPOSITORY / "infra/stacks/batch"
 MODULE = REPOSITORY / "infra/modules/batch"

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from images.platforms import REPOSITORY
-from infra import cluster_workloads, node_groups
-from infra.settings import write_settings
+from infra.account import managed_node_groups
+from infra.apply.overlay_settings import write_settings
+from infra.workloads import cluster_workloads
 from k8s.client.overlay import find_kubectl, render
 from services.common.errors import DeviceError
 from tests.contract.agreements import example_outputs, list_agreements, read_settings
@@ -344,9 +345,9 @@ def test_both_sides_say_the_same(rendered: list[Thing]) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "what"),
     [
-        (node_groups, "POOL_LABEL", "label of the pools"),
-        (node_groups, "CORE", "pools"),
-        (node_groups, "TRAINIUM", "pools"),
+        (managed_node_groups, "POOL_LABEL", "label of the pools"),
+        (managed_node_groups, "CORE", "pools"),
+        (managed_node_groups, "TRAINIUM", "pools"),
         (cluster_workloads, "NAMESPACE", "namespace that infra-down empties"),
     ],
 )

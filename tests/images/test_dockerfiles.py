@@ -11,7 +11,7 @@ import pytest
 from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, VARIANTS
 from images.versions import CONTROLLER_FOLDERS, sources_of
 from services.common.artifacts.__main__ import MANIFEST_TYPES
-from services.common.instance_types import SHAPES_JSON
+from services.common.hardware.instance_types import SHAPES_JSON
 from services.trainer.run import SCHEMA as RUN_SCHEMA
 from tests.architecture.imports import closure_of, modules_of
 from tests.images.dockerfiles import (
@@ -150,9 +150,9 @@ def test_an_image_gets_its_code_after_its_libraries_were_found(service: str) -> 
     text = read_dockerfile(service)
     code = instructions_of(text[text.index("FROM packages AS code") :])
     check = next(number for number, (name, _) in enumerate(code) if name == "RUN")
-    assert "services.common.image_platform --without-device" in code[check][1]
+    assert "services.common.hardware.image_platform --without-device" in code[check][1]
     copied = [word for name, rest in code[:check] if name == "COPY" for word in rest.split()[:-1]]
-    checked = closure_of(modules_of(REPOSITORY), {"services.common.image_platform"})
+    checked = closure_of(modules_of(REPOSITORY), {"services.common.hardware.image_platform"})
     assert {f"{module.replace('.', '/')}.py" for module in checked} == set(copied)
     assert "code" not in stages_of_image(text)
 

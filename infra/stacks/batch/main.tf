@@ -1,6 +1,6 @@
 # AWS Batch for the three stages: two queues, and nodes that Batch brings for a job and takes away after it. What is there
 # all the time is NAT and the file system, where they are not given. Job definitions are not here: an image is part of one,
-# so a deployment registers its own (batch/job_definition.py).
+# so a deployment registers its own (deploy/batch/job_definition.py).
 
 locals {
   tags = { "millrace.dev/stack" = var.name }
@@ -11,7 +11,7 @@ locals {
     region    = var.region
   }
 
-  # Names that batch/ and deploy/ have too; tests/contract/test_batch_stack.py holds them together.
+  # Names that deploy/ has too; tests/contract/test_batch_stack.py holds them together.
   repository_prefix = "millrace"
   stages            = ["tokenizer", "compiler", "trainer"]
   bucket_users      = ["tokenizer"] # the one stage that reads elsewhere than on the file system

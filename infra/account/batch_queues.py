@@ -1,0 +1,123 @@
+"""What AWS Batch has of a stack: job queues, the compute environments behind them, their jobs, and job definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from infra.account.session import STACK_TAG, Account
+from services.common.recipe.schema import STAGES
+
+ACTIVE_STATUSES = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING")
+
+
+@dataclass(frozen=True)
+class ComputeEnvironment:
+    """Where Batch starts the nodes of a queue."""
+
+    name: str
+    subnet_ids: tuple[str, ...]
+    ami_ids: tuple[str, ...]
+    """Machine images that were chosen for its nodes; none: Batch takes its own."""
+    problem: str
+    """Why it takes no job, in Batch's words; empty while it does."""
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A job queue."""
+
+    name: str
+    is_enabled: bool
+    """Does it take new jobs?"""
+    environment_arns: tuple[str, ...]
+    problem: str
+    """Why it gives no job to nodes, in Batch's words; empty while it does."""
+
+
+def list_queues(account: Account, stack: str) -> list[Queue]:
+    """Those that a stack made, by its tag."""
+    found = account.pages("batch", "describe_job_queues", "jobQueues")
+    return sorted((_read_queue(each) for each in found if _is_of(each, stack)), key=lambda queue: queue.name)
+
+
+def find_queue(account: Account, name: str) -> Queue | None:
+    found = account.client("batch").describe_job_queues(jobQueues=[name])["jobQueues"]
+    return _read_queue(found[0]) if found else None
+
+
+def list_environments(account: Account, stack: str) -> list[ComputeEnvironment]:
+    """Those that a stack made, by its tag."""
+    found = account.pages("batch", "describe_compute_environments", "computeEnvironments")
+    return [_read_environment(each) for each in found if _is_of(each, stack)]
+
+
+def environments_of(account: Account, queue: Queue) -> list[ComputeEnvironment]:
+    found = account.client("batch").describe_compute_environments(computeEnvironments=list(queue.environment_arns))
+    return [_read_environment(each) for each in found["computeEnvironments"]]
+
+
+def explain_queue(account: Account, name: str) -> str:
+    """Why a queue takes no job to its nodes; empty while it does."""
+    queue = find_queue(account, name)
+    if queue is None:
+        return f"job queue {name} does not exist in {account.region}: make infra-up STACK=batch makes it"
+    if queue.problem:
+        return queue.problem
+    return "; ".join(each.problem for each in environments_of(account, queue) if each.problem)
+
+
+def list_job_ids(
+    account: Account, queue: str, statuses: tuple[str, ...] = ACTIVE_STATUSES
+) -> Iterator[tuple[str, str]]:
+    """Id and name of each job of a queue that Batch knows."""
+    for status in statuses:
+        for each in account.pages("batch", "list_jobs", "jobSummaryList", jobQueue=queue, jobStatus=status):
+            yield each["jobId"], each["jobName"]
+
+
+def list_definitions(account: Account, stack: str) -> list[str]:
+    """ARNs of the revisions that deployments registered, and that can still be run."""
+    return [
+        each["jobDefinitionArn"]
+        for stage in STAGES
+        for each in account.pages(
+            "batch",
+            "describe_job_definitions",
+            "jobDefinitions",
+            jobDefinitionName=f"{stack}-{stage}",
+            status="ACTIVE",
+        )
+    ]
+
+
+def _is_of(found: dict[str, Any], stack: str) -> bool:
+    return bool((found.get("tags") or {}).get(STACK_TAG) == stack)
+
+
+def _read_queue(found: dict[str, Any]) -> Queue:
+    return Queue(
+        name=found["jobQueueName"],
+        is_enabled=found["state"] == "ENABLED",
+        environment_arns=tuple(each["computeEnvironment"] for each in found["computeEnvironmentOrder"]),
+        problem=_explain_state("job queue", found["jobQueueName"], found),
+    )
+
+
+def _read_environment(found: dict[str, Any]) -> ComputeEnvironment:
+    name = found["computeEnvironmentName"]
+    resources = found.get("computeResources") or {}
+    subnets = tuple(resources.get("subnets") or ())
+    chosen = [each.get("imageIdOverride") for each in resources.get("ec2Configuration") or ()]
+    return ComputeEnvironment(
+        name, subnets, tuple(each for each in chosen if each), _explain_state("compute environment", name, found)
+    )
+
+
+def _explain_state(what: str, name: str, found: dict[str, Any]) -> str:
+    """The words for it are ENABLED and VALID, in full: INVALID has VALID in it, too."""
+    if (found["state"], found["status"]) == ("ENABLED", "VALID"):
+        return ""
+    reason = found.get("statusReason") or "Batch says no more"
+    return f"{what} {name} is {found['state']} and {found['status']}: {reason}"

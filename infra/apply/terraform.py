@@ -1,0 +1,226 @@
+"""The Terraform stack: planned, applied, destroyed and asked for its outputs, with the user's own terraform."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from infra.child_process import run_to_its_end
+from services.common.errors import DeviceError, RecipeError
+
+STACK = Path(__file__).parents[1] / "stacks/eks"
+PLAN = ".terraform/millrace.tfplan"  # git ignores the folder; a plan may hold secrets
+DATA = ("aws_s3_bucket", "aws_fsx_lustre_file_system", "aws_ecr_repository", "aws_kms_key")
+MIRROR_CONFIG = """\
+provider_installation {{
+  filesystem_mirror {{
+    path    = {path}
+    include = ["registry.terraform.io/hashicorp/*"]
+  }}
+  direct {{
+    exclude = ["registry.terraform.io/hashicorp/*"]
+  }}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One resource of a plan that does not stay as it is."""
+
+    address: str
+    actions: tuple[str, ...]
+    changed: frozenset[str] = frozenset()
+    """Arguments that get another value, or one that is not known yet, such as `launch_template.version`."""
+
+    @property
+    def is_replacement(self) -> bool:
+        return set(self.actions) == {"create", "delete"}
+
+    @property
+    def is_loss(self) -> bool:
+        return "delete" in self.actions
+
+    @property
+    def is_loss_of_data(self) -> bool:
+        """What is in it is there alone; everything else can be made again."""
+        return self.is_loss and type_of(self.address) in DATA
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `terraform show -json` says of a plan's file."""
+
+    variables: dict[str, Any]
+    changes: tuple[Change, ...]
+    has_new_outputs: bool
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.changes and not self.has_new_outputs
+
+
+class Stack:
+    """One root module and its state. A user's values are in its `terraform.tfvars`, or in the file that VARS names."""
+
+    def __init__(self, folder: Path = STACK, variables: Path | None = None) -> None:
+        if not (folder / "main.tf").is_file():
+            raise RecipeError(f"{folder} has no main.tf, so it is no stack of ours")
+        if variables and not variables.is_file():
+            raise RecipeError(f"VARS={variables}: no such file; it is a .tfvars with values for {folder}/variables.tf")
+        self._folder = folder
+        self._variables = [f"-var-file={variables.resolve()}"] if variables else []
+        self._terraform = find_terraform()
+
+    def init(self) -> None:
+        with provider_mirror() as environment:
+            self._run(["init", "-input=false"], "could not be initialised", environment)
+
+    def plan(self, *options: str, is_quiet: bool = False) -> Plan:
+        """Make the plan that `apply` will carry out; unless quiet, terraform prints all of it."""
+        command = ["plan", "-input=false", f"-out={PLAN}", *self._variables, *options]
+        if is_quiet:
+            self._read(command, "could not be planned")
+        else:
+            self._run(command, "could not be planned")
+        return read_plan(json.loads(self._read(["show", "-json", PLAN], "has a plan that cannot be read")))
+
+    def apply(self) -> None:
+        """Carry out the plan, which is then used up."""
+        self._run(["apply", "-input=false", PLAN], "was applied in part: terraform's state has what is there")
+        (self._folder / PLAN).unlink(missing_ok=True)
+
+    def destroy(self, *options: str) -> None:
+        command = ["destroy", "-input=false", "-auto-approve", *self._variables, *options]
+        self._run(command, "was destroyed in part: terraform's state has what is left")
+
+    def outputs(self) -> dict[str, Any]:
+        """Empty where nothing is applied."""
+        answer = json.loads(self._read(["output", "-json"], "could not be asked for its outputs"))
+        return {name: output["value"] for name, output in answer.items()}
+
+    def resources(self) -> list[str]:
+        """Addresses of what terraform's state holds, data sources aside; empty where there is no state yet.
+
+        Raises `DeviceError` where it cannot be read: nothing would then be taken for everything.
+        """
+        command = [self._terraform, f"-chdir={self._folder}", "state", "list"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode and "No state file was found" not in done.stderr:
+            raise DeviceError(f"terraform's state in {self._folder} could not be read: {done.stderr.strip()}")
+        addresses = done.stdout.splitlines() if done.returncode == 0 else []
+        return [address for address in addresses if not f".{address}".count(".data.")]
+
+    def _run(self, arguments: list[str], outcome: str, environment: dict[str, str] | None = None) -> None:
+        command, *options = arguments
+        colour = [] if sys.stdout.isatty() else ["-no-color"]
+        exit_code = run_to_its_end(
+            [self._terraform, f"-chdir={self._folder}", command, *colour, *options], environment=environment
+        )
+        if exit_code:
+            raise DeviceError(
+                f"terraform {arguments[0]} ended with {exit_code}; its words are above. {self._folder} {outcome}. "
+                f"The same command continues from there."
+            )
+
+    def _read(self, arguments: list[str], outcome: str) -> str:
+        command = [self._terraform, f"-chdir={self._folder}", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise DeviceError(
+                f"{self._folder} {outcome}: terraform {arguments[0]} ended with {done.returncode}:\n"
+                f"{done.stderr.strip()}"
+            )
+        return done.stdout
+
+
+def find_terraform() -> str:
+    terraform = shutil.which("terraform")
+    if terraform is None:
+        raise DeviceError(
+            "no terraform on PATH, and it makes what is in the account. Get 1.10 or newer from "
+            "https://developer.hashicorp.com/terraform/install"
+        )
+    return terraform
+
+
+def type_of(address: str) -> str:
+    """`aws_s3_bucket` of `module.storage[0].aws_s3_bucket.this["a"]`."""
+    return without_indices(address).split(".")[-2]
+
+
+def without_indices(address: str) -> str:
+    """`module.storage.aws_s3_bucket.this` of `module.storage[0].aws_s3_bucket.this["a"]`."""
+    return re.sub(r"\[[^]]*]", "", address)
+
+
+@contextmanager
+def provider_mirror() -> Iterator[dict[str, str]]:
+    """The environment in which `terraform init` takes providers from the folder TF_PLUGIN_MIRROR, where that is set."""
+    mirror = os.environ.get("TF_PLUGIN_MIRROR", "")
+    if not mirror:
+        yield dict(os.environ)
+        return
+    if not Path(mirror).is_dir():
+        raise RecipeError(f"TF_PLUGIN_MIRROR={mirror}: no such folder; `terraform providers mirror` fills one")
+    with TemporaryDirectory(prefix="millrace-terraform-") as folder:
+        config = Path(folder) / "terraform.rc"
+        config.write_text(MIRROR_CONFIG.format(path=json.dumps(str(Path(mirror).resolve()))), encoding="utf-8")
+        yield os.environ | {"TF_CLI_CONFIG_FILE": str(config)}
+
+
+def read_plan(shown: dict[str, Any]) -> Plan:
+    """From the JSON of `terraform show`."""
+    changes = [
+        Change(each["address"], tuple(each["change"]["actions"]), frozenset(_list_changed(each["change"])))
+        for each in shown.get("resource_changes", [])
+        if each["mode"] == "managed" and each["change"]["actions"] != ["no-op"]
+    ]
+    variables = {name: each.get("value") for name, each in shown.get("variables", {}).items()}
+    outputs = shown.get("output_changes", {}).values()
+    return Plan(variables, tuple(changes), any(each["actions"] != ["no-op"] for each in outputs))
+
+
+def _list_changed(change: dict[str, Any]) -> Iterator[str]:
+    """Paths of the arguments that differ, without the indices of blocks."""
+    before, after, unknown = (_flatten(change.get(key)) for key in ("before", "after", "after_unknown"))
+    for path in before.keys() | after.keys() | unknown.keys():
+        if before.get(path) != after.get(path) or True in unknown.get(path, ()):
+            yield path
+
+
+def _flatten(value: Any, path: str = "") -> dict[str, list[Any]]:
+    """Values by their path; those of repeated blocks are together below one."""
+    if isinstance(value, dict):
+        parts = [(f"{path}.{key}" if path else key, each) for key, each in value.items()]
+    elif isinstance(value, list):
+        parts = [(path, each) for each in value]
+    else:
+        return {} if value is None else {path: [value]}
+    found: dict[str, list[Any]] = {}
+    for key, part in parts:
+        for place, values in _flatten(part, key).items():
+            found.setdefault(place, []).extend(values)
+    return found
+
+
+def describe_plan(plan: Plan) -> str:
+    """How many resources come, change and go, and by name those that go."""
+    replaced = [each for each in plan.changes if each.is_replacement]
+    gone = [each for each in plan.changes if each.is_loss and not each.is_replacement]
+    made = sum(each.actions == ("create",) for each in plan.changes)
+    changed = sum(each.actions == ("update",) for each in plan.changes)
+    lines = [f"terraform would make {made}, change {changed}, replace {len(replaced)} and destroy {len(gone)}"]
+    lines += [f"  replace {each.address}" for each in replaced]
+    lines += [f"  destroy {each.address}" for each in gone]
+    return "\n".join(lines)

@@ -1,0 +1,25 @@
+"""Whether any image computes on the Trainium nodes that were chosen: others would be paid for and train nothing."""
+
+from __future__ import annotations
+
+from images.platforms import explain_no_image
+from infra.apply.inputs import Inputs
+from infra.preflight.requirement import Finding
+from infra.shapes import read_shapes
+
+
+def judge_device(inputs: Inputs) -> list[Finding]:
+    """What does not fit; nothing where an image computes on nodes of that type."""
+    problem = explain_no_image(inputs.trainium_shape)
+    if not problem:
+        return []
+    fitting = [name for name, shape in read_shapes().items() if shape.neuron_devices and not explain_no_image(name)]
+    return [
+        Finding(
+            what=problem,
+            where="variable trainium",
+            got=inputs.trainium_shape,
+            expected=f"one of {', '.join(fitting)}",
+            command="write one of them into trainium.shape of terraform.tfvars, and a region and zone that offer it",
+        )
+    ]

@@ -1,0 +1,143 @@
+"""Whether Trainium nodes start from a machine image whose Neuron driver the stages' images take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from infra.account.batch_queues import environments_of, find_queue
+from infra.account.managed_node_groups import TRAINIUM, list_node_groups
+from infra.account.session import Account, is_absent
+from infra.apply.inputs import Inputs
+from infra.aws_releases import (
+    AWS_RELEASES_JSON,
+    MachineImages,
+    describe_drivers,
+    name_of_eks_release,
+    read_ecs_machine_images,
+    read_eks_machine_images,
+)
+from infra.preflight.requirement import Finding, Look
+
+TABLE = f"infra/{AWS_RELEASES_JSON.name}"
+
+
+def look_at_machine_images(account: Account, inputs: Inputs, is_up: bool) -> list[Look]:
+    """The one that is chosen, and with `is_up` the one that nodes really start from.
+
+    Nothing for a cluster of a stack that has no variable kubernetes_version: it chooses its nodes' image otherwise.
+    """
+    if inputs.has_cluster and not inputs.kubernetes_version:
+        return []
+    if inputs.has_cluster:
+        chosen = _look_at_release(account, inputs)
+        return [chosen, *(_look_at_node_groups(account, inputs) if is_up else ())]
+    images = read_ecs_machine_images()
+    found = _find_image(account, inputs.ami_id or images.default)
+    if found is None:
+        return [_describe_absent(account, images, inputs.ami_id or images.default, "ami_id")]
+    chosen = _look_at_image(found, images, "variable ami_id", "leave ami_id out, for the default")
+    return [chosen, *(_look_at_environments(account, inputs, images, found) if is_up else ())]
+
+
+def _look_at_release(account: Account, inputs: Inputs) -> Look:
+    images = read_eks_machine_images().get(inputs.kubernetes_version)
+    if images is None:
+        known = ", ".join(read_eks_machine_images())
+        return f"nothing is known of Kubernetes {inputs.kubernetes_version}", [
+            Finding(
+                what=f"no release of EKS' Neuron AMI is known for Kubernetes {inputs.kubernetes_version}",
+                where=f"{TABLE}, variable kubernetes_version",
+                got=inputs.kubernetes_version,
+                expected=f"one of {known}, whose releases have {describe_drivers()}",
+                command=f"choose one of them, or look up its releases in {_any_page()} and add them there",
+            )
+        ]
+    release = inputs.ami_release or images.default
+    if release not in images.drivers:
+        return _describe_unknown(release, images, "variable ami_release", "leave ami_release out, for the default")
+    if _find_image(account, name_of_eks_release(release)) is None:
+        return _describe_absent(account, images, release, "ami_release")
+    return f"{release} has Neuron driver {images.drivers[release]}, which the images take", []
+
+
+def _look_at_node_groups(account: Account, inputs: Inputs) -> Iterator[Look]:
+    """A group keeps the release that it was made with until `infra-up` gives it another."""
+    versions = read_eks_machine_images()
+    for group in list_node_groups(account, inputs.name):
+        if group.pool != TRAINIUM or not group.ami_release:
+            continue
+        images = versions.get(group.ami_release.rpartition(".")[0])
+        if images is None or group.ami_release not in images.drivers:
+            known = images or versions.get(inputs.kubernetes_version) or next(iter(versions.values()))
+            yield _describe_unknown(group.ami_release, known, f"node group {group.name}", "make infra-up, with no job")
+        else:
+            yield f"node group {group.name} has {group.ami_release}", []
+
+
+def _look_at_environments(
+    account: Account, inputs: Inputs, images: MachineImages, chosen: dict[str, Any]
+) -> Iterator[Look]:
+    queue = find_queue(account, f"{inputs.name}-{TRAINIUM}")
+    for environment in environments_of(account, queue) if queue else ():
+        for ami_id in environment.ami_ids:
+            if ami_id == chosen["ImageId"]:
+                continue
+            found = _find_image(account, ami_id) or {"ImageId": ami_id, "Name": "an image that is gone"}
+            where = f"compute environment {environment.name}"
+            yield _look_at_image(found, images, where, "make infra-up STACK=batch, with no job")
+
+
+def _look_at_image(found: dict[str, Any], images: MachineImages, where: str, command: str) -> Look:
+    name = found["Name"]
+    if name not in images.drivers:
+        return _describe_unknown(f"{name} ({found['ImageId']})", images, where, command)
+    return f"{name} ({found['ImageId']}) has Neuron driver {images.drivers[name]}, which the images take", []
+
+
+def _find_image(account: Account, name_or_id: str) -> dict[str, Any] | None:
+    """A release of AWS by its name, any image by its id. None where the region has no such image."""
+    is_id = name_or_id.startswith("ami-")
+    asked: dict[str, Any] = (
+        {"ImageIds": [name_or_id]}
+        if is_id
+        else {"Owners": ["amazon"], "Filters": [{"Name": "name", "Values": [name_or_id]}]}
+    )
+    try:
+        found = account.client("ec2").describe_images(IncludeDeprecated=True, **asked)["Images"]
+    except ClientError as error:
+        if is_absent(error):
+            return None
+        raise
+    return dict(found[0]) if found else None
+
+
+def _describe_unknown(release: str, images: MachineImages, where: str, command: str) -> Look:
+    return f"{release} is not in {TABLE}", [
+        Finding(
+            what=f"the Neuron driver of {release} is not known to be one that the images take",
+            where=where,
+            got=release,
+            expected=f"one of {', '.join(images.drivers)}, which have {describe_drivers()}",
+            command=f"{command}; or look up its aws-neuronx-dkms in {images.look_up}, and add it to {TABLE} if it fits",
+        )
+    ]
+
+
+def _describe_absent(account: Account, images: MachineImages, release: str, variable: str) -> Look:
+    others = ", ".join(each for each in images.drivers if each != release) or "none"
+    return f"{account.region} has no {release}", [
+        Finding(
+            what=f"no machine image {release}",
+            where=f"EC2, images of amazon, {account.region}; variable {variable}",
+            got="none",
+            expected=f"{release}, or another whose driver the images take: {others}",
+            command=f"write another of {TABLE} into {variable}; AWS may have withdrawn this one",
+        )
+    ]
+
+
+def _any_page() -> str:
+    return next(iter(read_eks_machine_images().values())).look_up

@@ -1,0 +1,271 @@
+"""What is in the account of one stack, found by tags and by the names that EKS, its controllers and deployments give.
+
+Terraform's state is not asked: what it has forgotten costs as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from infra.account.batch_queues import list_definitions, list_environments, list_job_ids, list_queues
+from infra.account.load_balancers import list_load_balancers
+from infra.account.session import STACK_TAG, Account, explaining_refusals, is_absent
+from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
+from infra.shapes import read_shapes
+
+GONE = ("terminated", "shutting-down")
+CLAIM_TAGS = ("kubernetes.io/created-for/pvc/namespace", "kubernetes.io/created-for/pvc/name")
+# What is before the name in the last part of an ARN.
+IN_ARN = {
+    "EKS cluster": "cluster/",
+    "job queue": "job-queue/",
+    "compute environment": "compute-environment/",
+    "instance": "instance/",
+    "volume": "volume/",
+    "interface": "network-interface/",
+    "NAT gateway": "natgateway/",
+    "FSx": "file-system/",
+    "ECR": "repository/",
+    "log group": "log-group:",
+    "bucket": "",
+    "IAM role": "role/",
+    "IAM policy": "policy/",
+    "budget": "budget/",
+}
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """One thing in the account."""
+
+    kind: str
+    name: str
+    detail: str
+    dollars_per_month: float | None
+    """By list price; None where that hangs on use, 0 where it is free."""
+    is_data: bool = False
+    """What `infra-down` keeps unless KEEP_DATA=false."""
+
+
+def find_leftovers(account: Account, stack: str) -> list[Leftover]:
+    """Everything of the stack that is there, what is tagged and nothing else knows last."""
+    found: list[Leftover] = []
+    for find in (_clusters, _queues, _environments, _definitions):
+        with explaining_refusals(f"leftovers, {find.__name__.strip('_').replace('_', ' ')}"):
+            found += find(account, stack)
+    for find in (_instances, _volumes, _interfaces, _load_balancers, _gateways, _file_systems):
+        with explaining_refusals(f"leftovers, {find.__name__.strip('_').replace('_', ' ')}"):
+            found += find(account, stack)
+    for find in (_repositories, _log_groups, _buckets, _roles, _policies, _budgets):
+        with explaining_refusals(f"leftovers, {find.__name__.strip('_').replace('_', ' ')}"):
+            found += find(account, stack)
+    with explaining_refusals("leftovers, tags"):
+        known = {f"{IN_ARN[each.kind]}{each.name}" for each in found if each.kind in IN_ARN}
+        found += _tagged(account, stack, known)
+    return found
+
+
+def describe_leftovers(leftovers: list[Leftover], stack: str, region: str) -> str:
+    if not leftovers:
+        return f"nothing of {stack} is left in {region}"
+    kind_width, width = (max(len(getattr(each, field)) for each in leftovers) for field in ("kind", "name"))
+    elsewhere = "" if region == price_region() else ", not this region's"
+    lines = [
+        f"{len(leftovers)} things of {stack} are in {region}; prices are list prices of {price_region()}{elsewhere}"
+    ]
+    for each in leftovers:
+        price = "by use" if each.dollars_per_month is None else f"${each.dollars_per_month:,.2f}/month"
+        kept = "  data" if each.is_data else ""
+        lines.append(f"  {each.kind:{kind_width}}  {each.name:{width}}  {price:>14}  {each.detail}{kept}")
+    lines.append(f"in sum ${sum(each.dollars_per_month or 0 for each in leftovers):,.2f}/month, and what is by use")
+    return "\n".join(lines)
+
+
+def has_stack_tag(tags: list[dict[str, str]] | None, stack: str) -> bool:
+    return any(pair["Key"] == STACK_TAG and pair["Value"] == stack for pair in tags or [])
+
+
+def list_unused_interfaces(account: Account, stack: str) -> list[str]:
+    """Network interfaces that nodes or a cluster's CNI left behind: they hold subnets and security groups in place."""
+    found: dict[str, None] = {}
+    for tag in (STACK_TAG, "cluster.k8s.amazonaws.com/name"):
+        filters = [{"Name": f"tag:{tag}", "Values": [stack]}, {"Name": "status", "Values": ["available"]}]
+        pages = account.pages("ec2", "describe_network_interfaces", "NetworkInterfaces", Filters=filters)
+        found |= dict.fromkeys(each["NetworkInterfaceId"] for each in pages)
+    return list(found)
+
+
+def list_claim_volumes(account: Account, cluster: str) -> dict[str, str]:
+    """Volumes that the EBS driver made, each with namespace/name of its claim; empty where no tag tells."""
+    found = {}
+    for each in _cluster_volumes(account, cluster):
+        tags = {pair["Key"]: pair["Value"] for pair in each.get("Tags") or []}
+        found[each["VolumeId"]] = "/".join(tags[key] for key in CLAIM_TAGS if key in tags)
+    return found
+
+
+def list_pool_instances(account: Account, cluster: str, node_group: str) -> list[str]:
+    """Instances of a managed node group that are still paid for."""
+    filters = [
+        {"Name": "tag:eks:cluster-name", "Values": [cluster]},
+        {"Name": "tag:eks:nodegroup-name", "Values": [node_group]},
+    ]
+    return [each["InstanceId"] for each in _living(account, filters)]
+
+
+def _clusters(account: Account, stack: str) -> Iterator[Leftover]:
+    if stack in account.pages("eks", "list_clusters", "clusters"):
+        hourly = dollars("eks_cluster_hour")
+        yield Leftover("EKS cluster", stack, "control plane", hourly * HOURS_OF_A_MONTH)
+
+
+def _queues(account: Account, stack: str) -> Iterator[Leftover]:
+    for queue in list_queues(account, stack):
+        jobs = len(list(list_job_ids(account, queue.name)))
+        yield Leftover("job queue", queue.name, f"jobs that have not ended: {jobs}", 0)
+
+
+def _environments(account: Account, stack: str) -> Iterator[Leftover]:
+    for each in list_environments(account, stack):
+        yield Leftover("compute environment", each.name, "", 0)
+
+
+def _definitions(account: Account, stack: str) -> Iterator[Leftover]:
+    names = [arn.rpartition("/")[2].rpartition(":")[0] for arn in list_definitions(account, stack)]
+    for name in sorted(set(names)):
+        yield Leftover("job definition", name, f"revisions: {names.count(name)}", 0, is_data=True)
+
+
+def _instances(account: Account, stack: str) -> Iterator[Leftover]:
+    shapes = read_shapes()
+    # EKS tags its nodes even where a launch template of a user's own tags none.
+    living = {
+        each["InstanceId"]: each
+        for tag in (STACK_TAG, "eks:cluster-name")
+        for each in _living(account, [{"Name": f"tag:{tag}", "Values": [stack]}])
+    }
+    for name, each in living.items():
+        shape = shapes.get(each["InstanceType"])
+        price = shape.price.dollars_per_hour * HOURS_OF_A_MONTH if shape else None
+        yield Leftover("instance", name, f"{each['InstanceType']}, {each['State']['Name']}", price)
+
+
+def _living(account: Account, filters: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for reservation in account.pages("ec2", "describe_instances", "Reservations", Filters=filters):
+        yield from (each for each in reservation["Instances"] if each["State"]["Name"] not in GONE)
+
+
+def _volumes(account: Account, stack: str) -> Iterator[Leftover]:
+    for each in _cluster_volumes(account, stack):
+        detail = f"{each['Size']} GiB, {each['State']}, made for a claim"
+        yield Leftover("volume", each["VolumeId"], detail, each["Size"] * dollars("volume_gb_month"))
+
+
+def _cluster_volumes(account: Account, cluster: str) -> Iterator[dict[str, Any]]:
+    filters = [{"Name": "tag-key", "Values": [f"kubernetes.io/cluster/{cluster}"]}]
+    yield from account.pages("ec2", "describe_volumes", "Volumes", Filters=filters)
+
+
+def _interfaces(account: Account, stack: str) -> Iterator[Leftover]:
+    for name in list_unused_interfaces(account, stack):
+        yield Leftover("interface", name, "unused; holds its subnet in place", 0)
+
+
+def _load_balancers(account: Account, stack: str) -> Iterator[Leftover]:
+    price = dollars("load_balancer_hour") * HOURS_OF_A_MONTH
+    for each in list_load_balancers(account):
+        if each.is_of(stack):
+            yield Leftover("load balancer", each.name, f"of a Service{', classic' if each.is_classic else ''}", price)
+
+
+def _gateways(account: Account, stack: str) -> Iterator[Leftover]:
+    filters = [{"Name": f"tag:{STACK_TAG}", "Values": [stack]}]
+    hourly = dollars("nat_gateway_hour") + dollars("public_address_hour")
+    for each in account.pages("ec2", "describe_nat_gateways", "NatGateways", Filters=filters):
+        if each["State"] not in ("deleted", "deleting"):
+            yield Leftover("NAT gateway", each["NatGatewayId"], each["State"], hourly * HOURS_OF_A_MONTH)
+
+
+def _file_systems(account: Account, stack: str) -> Iterator[Leftover]:
+    for each in account.pages("fsx", "describe_file_systems", "FileSystems"):
+        if not has_stack_tag(each.get("Tags"), stack):
+            continue
+        throughput = (each.get("LustreConfiguration") or {}).get("PerUnitStorageThroughput") or 0
+        price = read_prices().get(fsx_gb_month(throughput))
+        monthly = each["StorageCapacity"] * price.dollars if price else None
+        yield Leftover("FSx", each["FileSystemId"], f"{each['StorageCapacity']} GiB", monthly, is_data=True)
+
+
+def _repositories(account: Account, stack: str) -> Iterator[Leftover]:
+    for each in account.pages("ecr", "describe_repositories", "repositories"):
+        tags = account.client("ecr").list_tags_for_resource(resourceArn=each["repositoryArn"])["tags"]
+        if has_stack_tag(tags, stack):
+            yield Leftover("ECR", each["repositoryName"], "images", None, is_data=True)
+
+
+def _log_groups(account: Account, stack: str) -> Iterator[Leftover]:
+    for prefix in (f"/aws/eks/{stack}/", f"/aws/containerinsights/{stack}/", f"/aws/fsx/{stack}", f"/{stack}/"):
+        for each in account.pages("logs", "describe_log_groups", "logGroups", logGroupNamePrefix=prefix):
+            gigabytes = each.get("storedBytes", 0) / 1e9
+            price = gigabytes * dollars("log_gb_month")
+            yield Leftover("log group", each["logGroupName"], f"{gigabytes:.1f} GB", price)
+
+
+def _buckets(account: Account, stack: str) -> Iterator[Leftover]:
+    for arn in _tagged_arns(account, stack, ["s3"]):
+        yield Leftover("bucket", arn.rpartition(":")[2], "objects", None, is_data=True)
+
+
+def _roles(account: Account, stack: str) -> Iterator[Leftover]:
+    """By name, as the tagging API names nothing of IAM."""
+    for each in account.pages("iam", "list_roles", "Roles"):
+        if each["RoleName"].startswith(f"{stack}-{account.region}-"):
+            yield Leftover("IAM role", each["RoleName"], "", 0.0)
+
+
+def _policies(account: Account, stack: str) -> Iterator[Leftover]:
+    for each in account.pages("iam", "list_policies", "Policies", Scope="Local"):
+        if each["PolicyName"].startswith(f"{stack}-{account.region}-"):
+            detail = f"attached to {each['AttachmentCount']}" if each["AttachmentCount"] else ""
+            yield Leftover("IAM policy", each["PolicyName"], detail, 0.0)
+
+
+def _budgets(account: Account, stack: str) -> Iterator[Leftover]:
+    owner, name = account.client("sts").get_caller_identity()["Account"], f"{stack}-{account.region}"
+    try:
+        account.client("budgets").describe_budget(AccountId=owner, BudgetName=name)
+    except ClientError as error:
+        if is_absent(error):
+            return
+        raise
+    yield Leftover("budget", name, "of the whole account", 0.0)
+
+
+def _tagged(account: Account, stack: str, known: set[str]) -> Iterator[Leftover]:
+    """What has the stack's tag and is none of the above: a VPC and its parts, keys, alarms."""
+    for arn in _tagged_arns(account, stack, []):
+        _, _, service, _, _, resource = arn.split(":", 5)
+        # A NAT gateway that is deleted keeps its tags for an hour; one that is not is known by its state.
+        if resource.removesuffix(":*") in known or resource.startswith("natgateway/"):
+            continue
+        detail, price = "", 0.0
+        if resource.startswith("key/"):
+            is_going = account.client("kms").describe_key(KeyId=arn)["KeyMetadata"]["KeyState"] == "PendingDeletion"
+            detail, price = ("AWS deletes it within 30 days", 0.0) if is_going else ("", dollars("key_month"))
+        yield Leftover(service, resource, detail, price)
+
+
+def _tagged_arns(account: Account, stack: str, types: list[str]) -> Iterator[str]:
+    filters = [{"Key": STACK_TAG, "Values": [stack]}]
+    for each in account.pages(
+        "resourcegroupstaggingapi",
+        "get_resources",
+        "ResourceTagMappingList",
+        TagFilters=filters,
+        ResourceTypeFilters=types,
+    ):
+        yield each["ResourceARN"]

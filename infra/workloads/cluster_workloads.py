@@ -1,0 +1,171 @@
+"""What runs on the EKS stack, stopped in the order in which nothing that it made in the account is orphaned."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.account.load_balancers import list_load_balancers
+from infra.account.managed_node_groups import CORE, NodeGroup, list_node_groups
+from infra.account.polling import shorten, wait_until_none
+from infra.account.session import Account, explaining_refusals
+from infra.addons.installation import remove_releases
+from infra.addons.releases import read_releases
+from infra.apply.overlay_settings import forget_settings
+from infra.teardown.cluster_neighbours import Owners, find_on_cluster, find_pods_by_node_group, read_owners
+from infra.teardown.leftovers import list_claim_volumes, list_pool_instances
+from infra.teardown.neighbours import Neighbour, find_in_account
+from infra.workloads import kubernetes_cluster
+from services.common.errors import MillraceError
+from services.common.recipe.schema import STAGES
+
+NAMESPACE = "millrace"  # of the stages; the contract test holds it to the stack's
+NODES_SECONDS = 1800.0  # a node group answers to its new size within minutes, a Trainium node takes some more to end
+OBJECTS_SECONDS = 900.0
+
+
+@dataclass(frozen=True)
+class ClusterWorkloads:
+    """Deployments, their nodes, and what controllers made."""
+
+    account: Account
+    cluster: str
+    settings: Path
+    """Of the overlay, which names what terraform made."""
+
+    @property
+    def place(self) -> str:
+        return f"cluster {self.cluster}"
+
+    def is_there(self) -> bool:
+        return kubernetes_cluster.find_endpoint(self.account, self.cluster) is not None
+
+    def find_neighbours(self) -> list[Neighbour]:
+        """What others have on the cluster, or in the network that the stack made; where it is gone, in the network."""
+        with explaining_refusals("infra-down"):
+            is_there = self.is_there()
+        if not is_there:
+            return find_in_account(self.account, self.cluster, lambda service: False)
+        self._require_cluster()
+        owners = read_owners()
+        services = {f"{each.namespace}/{each.name}" for each in kubernetes_cluster.list_makers()}
+        in_account = find_in_account(
+            self.account,
+            self.cluster,
+            lambda service: service in services or service.partition("/")[0] in owners.namespaces,
+        )
+        return [*find_on_cluster(owners), *in_account]
+
+    def stop(self) -> None:
+        """Raises `DeploymentStays`; `DeviceError` for another cluster; `TryAgain` where something stays too long.
+
+        What others made is left: their node groups, Services, claims and releases, and what of ours they use: a node
+        group that their pods are on, an add-on whose kinds they have objects of.
+        """
+        self._require_cluster()
+        owners = read_owners()
+        self._stop_deployments()
+        self._empty_pools(find_pods_by_node_group(owners))
+        self._delete_makers(owners)
+        self._remove_addons(owners)
+
+    def forget(self) -> None:
+        forget_settings(self.settings)
+
+    def _stop_deployments(self) -> None:
+        """The trainer commits a checkpoint before its nodes go."""
+        if not kubernetes_cluster.has_kind("rayclusters.ray.io") or not kubernetes_cluster.has_namespace(NAMESPACE):
+            print(f"deployments none: there is no namespace {NAMESPACE}, or no KubeRay", flush=True)
+            return
+        if kubernetes_cluster.has_raycluster(NAMESPACE):
+            for stage in STAGES:
+                self._run("deploy.commands", "stop-stage", STAGE=stage, TARGET="kuberay")
+        # By force: nodes that KEEP=1 left do not hinder it, as the pools are emptied next.
+        self._run("k8s.client", "cluster-down", OVERLAY=os.environ.get("OVERLAY") or "eks", FORCE="1")
+
+    def _run(self, module: str, command: str, **variables: str) -> None:
+        done = subprocess.run([sys.executable, "-m", module, command], env=os.environ | variables, check=False)
+        if done.returncode:
+            shown = " ".join(f"{name}={value}" for name, value in variables.items())
+            raise DeploymentStays(f"make {command} {shown} failed; its words are above", done.returncode)
+
+    def _require_cluster(self) -> None:
+        with explaining_refusals("infra-down"):
+            endpoint = kubernetes_cluster.find_endpoint(self.account, self.cluster) or ""
+        kubernetes_cluster.require_context(self.account, self.cluster, endpoint)
+
+    def _empty_pools(self, pods_of_others: dict[str, list[str]]) -> None:
+        """The stack's managed node groups but the core's to 0: that one holds the drivers that the next steps need."""
+        with explaining_refusals("infra-down, node groups"):
+            groups = list_node_groups(self.account, self.cluster)
+            pools = [group for group in groups if group.stack == self.cluster and group.pool != CORE]
+            for group in groups:
+                if group.stack != self.cluster:
+                    print(f"left        node group {group.name}: somebody else's", flush=True)
+            for group in pools:
+                if pods := pods_of_others.get(group.name):
+                    print(f"left        nodes of {group.name}, with pods of others: {shorten(pods)}", flush=True)
+                else:
+                    self._empty(group)
+            names = [group.name for group in pools if not pods_of_others.get(group.name)]
+            wait_until_none(
+                "nodes",
+                lambda: [each for name in names for each in list_pool_instances(self.account, self.cluster, name)],
+                NODES_SECONDS,
+                f"aws eks describe-nodegroup --cluster-name {self.cluster} --nodegroup-name ... says what holds them",
+            )
+        print(f"nodes       0 in {', '.join(names) or 'no pool'}", flush=True)
+
+    def _empty(self, group: NodeGroup) -> None:
+        if group.desired_nodes or group.min_nodes:
+            print(f"nodes       {group.name}: {group.desired_nodes} -> 0", flush=True)
+            # maxSize stays what it was: it may not be 0.
+            self.account.client("eks").update_nodegroup_config(
+                clusterName=self.cluster, nodegroupName=group.name, scalingConfig={"minSize": 0, "desiredSize": 0}
+            )
+
+    def _delete_makers(self, owners: Owners) -> None:
+        """While the controllers run that turn a deleted object into a deleted volume or load balancer."""
+        left = []
+        for maker in kubernetes_cluster.list_makers():
+            if owners.has_made(maker):
+                print(f"deleting    {maker}", flush=True)
+                kubernetes_cluster.delete(maker)
+            else:
+                print(f"left        {maker}: somebody else's", flush=True)
+                left.append(f"{maker.namespace}/{maker.name}")
+        with explaining_refusals("infra-down, volumes and load balancers"):
+            wait_until_none(
+                "volumes and load balancers",
+                lambda: list(self._list_made(owners, left)),
+                OBJECTS_SECONDS,
+                "a claim stays while a pod uses it: kubectl get persistentvolumeclaims,services -A shows which",
+            )
+        print("volumes     none of a claim, and no load balancer of a Service, that Millrace made", flush=True)
+
+    def _list_made(self, owners: Owners, left: list[str]) -> Iterator[str]:
+        """Load balancers and volumes that controllers made for Services and claims of the namespaces that are ours."""
+        made = {each.name: each.service for each in list_load_balancers(self.account) if each.is_of(self.cluster)}
+        made |= list_claim_volumes(self.account, self.cluster)
+        for name, maker in made.items():
+            if maker not in left and maker.partition("/")[0] in owners.namespaces:
+                yield name
+
+    def _remove_addons(self, owners: Owners) -> None:
+        if shutil.which("helm"):
+            remove_releases(read_releases(), list(owners.releases), owners.namespaces)
+        else:
+            print("add-ons     no helm here: they stay on the cluster, and none of them makes anything outside of it")
+
+
+class DeploymentStays(MillraceError):
+    """The deploy tool could not stop a stage; nothing below it was touched."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -1,0 +1,133 @@
+"""The EKS cluster as `kubectl` reaches it: that it is the right one, and what on it made things in the account."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from infra.account.session import Account, is_absent
+from services.common.errors import DeviceError
+
+Thing = dict[str, Any]
+# What helm writes on each object of a release.
+RELEASE_NAME, RELEASE_NAMESPACE = "meta.helm.sh/release-name", "meta.helm.sh/release-namespace"
+
+
+@dataclass(frozen=True)
+class Maker:
+    """An object for which a controller made something in the account, and deletes it with the object."""
+
+    kind: str
+    namespace: str
+    name: str
+    release: tuple[str, str] | None
+    """Namespace and name of the helm release that has it."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.namespace}/{self.name}"
+
+
+def find_endpoint(account: Account, cluster: str) -> str | None:
+    """Address of the cluster's API; None where there is no such cluster."""
+    try:
+        found = account.client("eks").describe_cluster(name=cluster)["cluster"]
+    except ClientError as error:
+        if is_absent(error):
+            return None
+        raise
+    endpoint: str = found.get("endpoint") or ""
+    return endpoint
+
+
+def require_context(account: Account, cluster: str, endpoint: str) -> None:
+    """Raises `DeviceError` unless KUBECONFIG's current context is that cluster: everything below would hit another."""
+    configured = run_kubectl(["config", "view", "--minify", "--output", "json"])
+    clusters = json.loads(configured)["clusters"] if configured.strip() else []
+    server = clusters[0]["cluster"]["server"] if clusters else "none"
+    if server.rstrip("/") != endpoint.rstrip("/"):
+        raise DeviceError(
+            f"kubectl talks to {server}, and {cluster} is at {endpoint}. "
+            f"aws eks update-kubeconfig --region {account.region} --name {cluster}, then the same command again"
+        )
+
+
+def has_kind(kind: str) -> bool:
+    """Does the cluster know this kind, spelled as in `rayclusters.ray.io`?"""
+    return kind in list_kinds(kind.partition(".")[2])
+
+
+def has_namespace(name: str) -> bool:
+    return bool(run_kubectl(["get", "namespace", name, "--ignore-not-found", "--output", "name"]).strip())
+
+
+def has_raycluster(namespace: str) -> bool:
+    return bool(run_kubectl(["--namespace", namespace, "get", "rayclusters", "--output", "name"]).strip())
+
+
+def list_kinds(group: str) -> list[str]:
+    """The kinds of an API group that can be listed, as kubectl spells them: `rayclusters.ray.io`."""
+    return run_kubectl(["api-resources", f"--api-group={group}", "--verbs=list", "--output=name"]).split()
+
+
+def list_things(*kinds: str) -> list[Thing]:
+    """All objects of these kinds, in every namespace."""
+    if not kinds:
+        return []
+    answer = run_kubectl(["get", ",".join(kinds), "--all-namespaces", "--output", "json"])
+    items: list[Thing] = json.loads(answer)["items"] if answer.strip() else []
+    return items
+
+
+def list_makers() -> list[Maker]:
+    """Services with a load balancer, and claims whose volume a driver made; no claims on a volume that was given."""
+    services = [
+        _maker("service", each) for each in list_things("services") if each["spec"].get("type") == "LoadBalancer"
+    ]
+    claims = [
+        _maker("persistentvolumeclaim", each)
+        for each in list_things("persistentvolumeclaims")
+        if each["spec"].get("storageClassName") != ""
+    ]
+    return [*services, *claims]
+
+
+def delete(maker: Maker) -> None:
+    """Ask for it; a claim stays until its pods are gone."""
+    run_kubectl(
+        ["--namespace", maker.namespace, "delete", maker.kind, maker.name, "--ignore-not-found", "--wait=false"]
+    )
+
+
+def release_of(thing: Thing) -> tuple[str, str] | None:
+    """Namespace and name of the helm release that an object is of."""
+    annotations = thing["metadata"].get("annotations") or {}
+    if RELEASE_NAME not in annotations:
+        return None
+    return annotations.get(RELEASE_NAMESPACE, ""), annotations[RELEASE_NAME]
+
+
+def run_kubectl(arguments: list[str], written: str = "", good_codes: tuple[int, ...] = (0,)) -> str:
+    """What kubectl prints, `written` being its standard input.
+
+    Raises `DeviceError` with its words where it ends with a code that is not among the good ones.
+    """
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        raise DeviceError("no kubectl on PATH. Get 1.27 or newer from https://kubernetes.io/docs/tasks/tools")
+    done = subprocess.run([kubectl, *arguments], input=written, capture_output=True, text=True, check=False)
+    if done.returncode not in good_codes:
+        raise DeviceError(
+            f"kubectl {' '.join(arguments[:4])} ended with {done.returncode}: {done.stderr.strip()}. Is the cluster's "
+            f"API reached from here (api_public_cidrs), and are you an administrator of the cluster? Who ran infra-up "
+            f"first is one, and who is among the stack's administrators; operators may not look into every namespace"
+        )
+    return done.stdout
+
+
+def _maker(kind: str, thing: Thing) -> Maker:
+    return Maker(kind, thing["metadata"]["namespace"], thing["metadata"]["name"], release_of(thing))
