@@ -34,6 +34,7 @@ from k8s.client.stage_image import choose_image, find_image_labels
 from k8s.client.watch import PodOutput
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.capacity import check_nodes
+from k8s.objects.conditions import is_job_over
 from k8s.objects.deployment import UPDATE_HEAD
 from k8s.objects.names import (
     COMPONENT_LABEL,
@@ -47,7 +48,6 @@ from k8s.objects.one_off_job import (
     OneOff,
     cpu_group_of,
     describe_words,
-    is_over,
     read_end,
     render_one_off_job,
     render_one_off_nodes_job,
@@ -99,7 +99,7 @@ def run_one_off(api: Api, request: OneOffRequest, manifests: TextIO | None = Non
     found = _find(api, prepared.one_off.digest)
     name = str(found["metadata"]["name"]) if found else prepared.one_off.name
     if found:
-        went = "has ended, which nobody saw" if is_over(found) else "goes on"
+        went = "has ended, which nobody saw" if is_job_over(found) else "goes on"
         print(
             f"{name} of {found['metadata']['creationTimestamp']} is just the same, and {went}: following it", flush=True
         )
@@ -119,7 +119,7 @@ def run_one_off(api: Api, request: OneOffRequest, manifests: TextIO | None = Non
 def describe_one_offs(api: Api) -> list[str]:
     """A line for each one-off that there is."""
     return [
-        f"  {job['metadata']['name']}  {'ended, unseen' if is_over(job) else 'goes on'}, since "
+        f"  {job['metadata']['name']}  {'ended, unseen' if is_job_over(job) else 'goes on'}, since "
         f"{job['metadata']['creationTimestamp']}: {describe_words(job)}"
         for job in api.find_all("Job", f"{COMPONENT_LABEL}={ONE_OFF}")
     ]
@@ -249,7 +249,7 @@ def _await_end(api: Api, name: str, request: OneOffRequest) -> tuple[Object, lis
             job, pods = api.find("Job", name), api.find_all("Pod", f"job-name={name}")
             if job is None:
                 raise DeviceError(f"Job {name} is gone: somebody deleted it. The same command begins again")
-            if is_over(job):
+            if is_job_over(job):
                 return job, pods
             wait.look(job, pods)
         except ApiUnreachable as error:
@@ -297,7 +297,7 @@ class _Wait:
         if outcome:
             told = Outcome.from_fields(json.loads(outcome))
             raise NoNode(f"no node comes for {self._name}, and it is deleted: {told.message}", told.exit_code)
-        if nodes_job and is_over(nodes_job):
+        if nodes_job and is_job_over(nodes_job):
             raise NoNode(
                 f"no node comes for {self._name}, and it is deleted: the Job that was to bring one has ended, with the "
                 f"words above. A head that is older than this checkout has no such program: {UPDATE_HEAD}",

@@ -13,14 +13,14 @@ import json
 import sys
 from dataclasses import asdict
 
-from k8s.objects.deployment import RECORDS_READ
+from k8s.objects.deployment import RECORD_VERSION
 from k8s.objects.eks import NodeGroupError, describe_node_group
 from services.common.hardware.image_platform import describe_platform
 
 
 def describe_head() -> dict[str, object]:
     found = describe_platform()
-    return {"platform": {name: found[name] for name in ("variant", "python", "ray")}, "records": RECORDS_READ}
+    return {"platform": {name: found[name] for name in ("variant", "python", "ray")}, "records": [RECORD_VERSION]}
 
 
 def describe_pool(name: str) -> dict[str, object]:

@@ -8,7 +8,7 @@ from ray.job_submission import JobStatus
 
 from k8s.controller.ray_jobs import DriverState
 from k8s.objects.api import Object
-from k8s.objects.deployment import Mode
+from k8s.objects.deployment import ClusterMode
 from k8s.objects.rayjob import has_ended, has_run
 
 
@@ -29,7 +29,7 @@ class Phase(enum.Enum):
     """Ray does not know the job: not yet, or not any more, since the operator submits it again to a new head."""
 
 
-def phase_of(job: Object, driver: DriverState | None, is_ray_there: bool, stop: str, mode: Mode) -> Phase:
+def phase_of(job: Object, driver: DriverState | None, is_ray_there: bool, stop: str, mode: ClusterMode) -> Phase:
     """From the RayJob, from what Ray says of it (None: nothing), and from the request that it stop."""
     if driver:
         if driver.status.is_terminal():

@@ -164,13 +164,13 @@ def _explain(call: str, name: str, response: dict[str, Any]) -> NodeGroupError:
         make = NodeGroupBusy
     elif code == "ResourceNotFoundException":
         make = NodeGroupAbsent
-        advice = ". CLUSTER_NAME and the names of node groups in the overlay's settings.env must be the infrastructure's"
+        advice = ". Correct CLUSTER_NAME and the names of the node groups in the overlay's settings.env"
     elif code in DENIED:
         make = NodeGroupDenied
         advice = (
             ". The roles of the service accounts deployer and reaper must allow eks:DescribeNodegroup and "
-            "eks:UpdateNodegroupConfig on it (infra/modules/eks). If they do, the budget is spent and its action has "
-            f"attached the IAM policy {split_name(name)[0]}-{os.environ.get('AWS_REGION', 'REGION')}-over-budget, which "
+            "eks:UpdateNodegroupConfig on it (infra/modules/eks). If they do, the budget is spent, and its action has "
+            f"attached the IAM policy {split_name(name)[0]}-{os.environ.get('AWS_REGION', 'REGION')}-over-budget. It "
             "stays on the roles until somebody resets the action in the console of AWS Budgets"
         )
     elif status >= 500 or "Throttl" in code or code == "TooManyRequestsException":

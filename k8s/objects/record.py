@@ -7,7 +7,8 @@ everything else.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Self
 
 from deploy.exit_codes import shorten_line
 from k8s.objects.api import Api, Conflict, Object
@@ -35,6 +36,14 @@ class Outcome:
     message: str
     progressed: bool = False
     """Whether an attempt left a newer committed checkpoint than the attempt before it."""
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any]) -> Self:
+        """Read what a head of another version may have written when it refused a deployment: unknown fields are
+        ignored.
+        """
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
 
 
 @dataclass(frozen=True)
@@ -79,9 +88,9 @@ def record_of(job: Object) -> Record:
         deployment=deployment,
         uid=metadata["uid"],
         version=metadata.get("resourceVersion", ""),
-        attempts=tuple(Outcome(**each) for each in json.loads(annotations.get(ATTEMPTS_ANNOTATION, "[]"))),
+        attempts=tuple(Outcome.from_fields(each) for each in json.loads(annotations.get(ATTEMPTS_ANNOTATION, "[]"))),
         checkpoints=json.loads(annotations.get(CHECKPOINTS_ANNOTATION, "{}")),
-        outcome=Outcome(**json.loads(outcome)) if outcome else None,
+        outcome=Outcome.from_fields(json.loads(outcome)) if outcome else None,
         stop=annotations.get(STOP_ANNOTATION, ""),
         is_over=is_job_over(job),
         is_deleted="deletionTimestamp" in metadata,

@@ -364,7 +364,7 @@ def test_an_account_that_may_not_resize_is_told_at_once(
     refusal.end()
     assert outcome.exit_code == 4
     assert "eks:UpdateNodegroupConfig on it" in outcome.message
-    assert f"the budget's action denies it: IAM policy millrace-{REGION}-over-budget" in outcome.message
+    assert f"millrace-{REGION}-over-budget" in outcome.message
     assert world.clock.now - began < 60
     assert is_down(world)
 
@@ -381,7 +381,7 @@ def test_a_group_that_is_gone_is_told_and_holds_nothing(
     assert is_down(world)
     outcome = reconcile(id="def456")
     assert outcome.exit_code == 4
-    assert "CLUSTER_NAME and the groups' names" in outcome.message
+    assert "CLUSTER_NAME" in outcome.message
 
 
 def test_a_group_that_is_looked_for_in_another_region_keeps_its_share(
@@ -448,10 +448,10 @@ def test_a_process_that_slept_before_it_raised_the_group_lowers_it_again(
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"millrace/trainium": 3}', '{"a/b": {"size_before": 0, "nodes": {"x": "1"}}}']
 )
-def test_a_damaged_book_of_shares_is_told(world: World, cloud: Cloud, text: str) -> None:
+def test_damaged_shares_are_an_error(world: World, cloud: Cloud, text: str) -> None:
     hold(world, "trainer", 2)
     world.api.merge("Lease", "node-pools", {"metadata": {"annotations": {"millrace.dev/node-pools": text}}})
-    with pytest.raises(DeviceError, match=r"is no book of shares: .* delete lease node-pools"):
+    with pytest.raises(DeviceError, match=r"millrace.dev/node-pools.* delete lease node-pools"):
         describe_status(world.api)  # type: ignore[arg-type]
 
 

@@ -231,11 +231,11 @@ def test_a_head_s_image_says_what_eks_says(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("pool", "refusal", "said"),
     [
-        (POOL, (403, "AccessDeniedException"), "must allow eks:DescribeNodegroup and eks:UpdateNodegroupConfig on it"),
+        (POOL, (403, "AccessDeniedException"), "eks:UpdateNodegroupConfig"),
         (POOL, (429, "ThrottlingException"), "describe node group millrace/trainium: ThrottlingException: said by"),
-        ("millrace/trn2", None, "No node group found for name: trn2. CLUSTER_NAME and the groups' names"),
+        ("millrace/trn2", None, "CLUSTER_NAME"),
         ("other/trainium", None, "other"),
-        ("trainium", None, "'trainium' names no node pool (expected: EKS cluster/managed node group"),
+        ("trainium", None, "'trainium' names no node pool"),
     ],
 )
 def test_what_eks_refuses_is_a_problem_of_preflight(
