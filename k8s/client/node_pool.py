@@ -16,7 +16,7 @@ from infra.shapes import Shape, read_shapes
 from k8s.objects.api import Api, Object
 from k8s.objects.capacity import check_fit
 from k8s.objects.deployment import UPDATE_HEAD, Deployment
-from k8s.objects.eks import USABLE, NodeGroup, describe_resize
+from k8s.objects.eks import USABLE, EksNodeGroup, describe_resize
 from k8s.objects.names import EFA, INSTANCE_TYPE_LABEL, NAMESPACE, NEURON, REGION_ANNOTATION, SHAPE_LABEL
 from k8s.objects.node_shares import (
     PoolShares,
@@ -42,7 +42,7 @@ def check_pool(api: Api, group: WorkerGroup, nodes: int, seen: dict[str, Any] | 
     if "problem" in seen:
         return [str(seen["problem"])]
     lists = {name: tuple(value) for name, value in seen.items() if isinstance(value, list)}
-    pool = NodeGroup(**seen | lists)
+    pool = EksNodeGroup(**seen | lists)
     if pool.status not in USABLE:
         return [f"node group {pool.name} is {pool.status}, not ACTIVE: {'; '.join(pool.issues) or 'EKS says no more'}"]
     shares = read_share_book(api).pools.get(pool.name)
@@ -143,7 +143,7 @@ def tell_left_nodes(api: Api) -> None:
         )
 
 
-def _check_size(group: WorkerGroup, nodes: int, pool: NodeGroup, shares: PoolShares | None) -> str:
+def _check_size(group: WorkerGroup, nodes: int, pool: EksNodeGroup, shares: PoolShares | None) -> str:
     """The sum that the deploy Job will ask for."""
     wanted = with_share(shares, group.name, nodes, pool.desired)
     if wanted.size <= pool.most:
@@ -160,7 +160,7 @@ def _variable_of(group: WorkerGroup) -> str:
     return "trainium" if NEURON in group.requests else "cpu_nodes"
 
 
-def _check_subnets(group: WorkerGroup, pool: NodeGroup) -> str:
+def _check_subnets(group: WorkerGroup, pool: EksNodeGroup) -> str:
     """EFA does not leave a subnet, and a gang in two of them may be in two zones."""
     if EFA not in group.requests or len(pool.subnets) <= 1:
         return ""
@@ -170,7 +170,7 @@ def _check_subnets(group: WorkerGroup, pool: NodeGroup) -> str:
     )
 
 
-def _check_fit(group: WorkerGroup, pool: NodeGroup) -> list[str]:
+def _check_fit(group: WorkerGroup, pool: EksNodeGroup) -> list[str]:
     """Would a pod of the stage go to a node of the pool, whatever type of its instances that is?
 
     EKS tells no type of a group whose launch template sets it, as ours; then the group's label does. A group with
@@ -188,7 +188,7 @@ def _check_fit(group: WorkerGroup, pool: NodeGroup) -> list[str]:
     return [problem for each in types if (problem := check_fit(_node_of(pool, each, shapes.get(each)), group))]
 
 
-def _node_of(pool: NodeGroup, instance_type: str, shape: Shape | None) -> Object:
+def _node_of(pool: EksNodeGroup, instance_type: str, shape: Shape | None) -> Object:
     """A node as the pool would make it. What a type leaves to pods is known of those in the table alone."""
     labels = pool.labels | {INSTANCE_TYPE_LABEL: instance_type}
     node: Object = {"metadata": {"name": pool.name, "labels": labels}, "spec": {"taints": list(pool.taints)}}

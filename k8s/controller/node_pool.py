@@ -19,7 +19,7 @@ from deploy.exit_codes import EXIT_AGAIN
 from deploy.reservation import explain_end
 from k8s.objects.api import Api, Object
 from k8s.objects.eks import (
-    NodeGroup,
+    EksNodeGroup,
     NodeGroupAbsent,
     NodeGroupBusy,
     NodeGroupDenied,
@@ -92,7 +92,7 @@ class EksNodePool:
     def __init__(self, api: Api, stage: str, name: str, ends_at: str = "") -> None:
         self._api, self._stage, self._name = api, stage, name
         self._ends_at = ends_at
-        self._seen: tuple[NodeGroup | None, float] = (None, 0.0)  # as EKS described it, and when
+        self._seen: tuple[EksNodeGroup | None, float] = (None, 0.0)  # as EKS described it, and when
         self._denied: NodeGroupDenied | None = None
         self._is_busy = False
         self._rests_until = 0.0  # after an answer that EKS has other things to do
@@ -168,7 +168,7 @@ class EksNodePool:
         remove_share(self._api, book, self._name, self._stage)
         return ""
 
-    def _describe(self, is_fresh: bool = False) -> NodeGroup:
+    def _describe(self, is_fresh: bool = False) -> EksNodeGroup:
         group, since = self._seen
         if group is None or is_fresh or time.monotonic() - since > LOOK_SECONDS:
             group = describe_node_group(self._name)
@@ -187,12 +187,12 @@ class EksNodePool:
     def _is_resting(self) -> bool:
         return time.monotonic() < self._rests_until
 
-    def _explain_room(self, group: NodeGroup, wanted: PoolShares) -> str:
+    def _explain_room(self, group: EksNodeGroup, wanted: PoolShares) -> str:
         others = describe_holders(replace(wanted, nodes=wanted.others_of(self._stage)))
         held = f"; {others}" if others else ""
         return f"node group {self._name} would have {wanted.size} nodes, and may have {group.most}{held}"
 
-    def _explain_size(self, group: NodeGroup, shares: PoolShares) -> str:
+    def _explain_size(self, group: EksNodeGroup, shares: PoolShares) -> str:
         change = f"node group {self._name}: {group.desired} -> {shares.size} nodes"
         if shares.size > group.most:
             return f"{change}, of which it may have {group.most}; {describe_holders(shares)}"
@@ -201,7 +201,7 @@ class EksNodePool:
     def _busy_note(self) -> str:
         return ", when the update that EKS makes of it has ended" if self._is_busy else ""
 
-    def _explain_nodes(self, group: NodeGroup, shares: PoolShares) -> str:
+    def _explain_nodes(self, group: EksNodeGroup, shares: PoolShares) -> str:
         ready = count_ready_nodes(self._api, self._name)
         if ready >= shares.size:
             return ""
@@ -298,6 +298,6 @@ def _to_json(pools: dict[str, PoolShares]) -> str:
     return json.dumps({name: asdict(shares) for name, shares in pools.items()}, sort_keys=True)
 
 
-def _describe_issues(group: NodeGroup) -> str:
+def _describe_issues(group: EksNodeGroup) -> str:
     """EKS's own words on why nodes do not come."""
     return "".join(f"; {issue}" for issue in group.issues)

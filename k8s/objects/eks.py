@@ -49,7 +49,7 @@ class NodeGroupDenied(NodeGroupError):
 
 
 @dataclass(frozen=True)
-class NodeGroup:
+class EksNodeGroup:
     """A managed node group as EKS describes it."""
 
     name: str
@@ -68,13 +68,13 @@ class NodeGroup:
     """Health issues, which say why the group has fewer nodes than desired."""
 
 
-def describe_node_group(name: str) -> NodeGroup:
+def describe_node_group(name: str) -> EksNodeGroup:
     """Describe the node group CLUSTER/GROUP. Raises `NodeGroupError`."""
     cluster, group = split_name(name)
     with _explained("describe", name):
         found = _connect().describe_nodegroup(clusterName=cluster, nodegroupName=group)["nodegroup"]
     scaling, health = found["scalingConfig"], found.get("health") or {}
-    return NodeGroup(
+    return EksNodeGroup(
         name=name,
         status=found["status"],
         desired=scaling["desiredSize"],

@@ -1,36 +1,39 @@
-"""The reconciler's decision as a table: what is observed, and the one thing that is done."""
+"""The controller's decision as a table: an observation, the state that follows from it, and the action."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from ray.job_submission import JobStatus
 
-from k8s.controller.decision import (
-    HEAD_LOST_SECONDS,
-    PENDING_SECONDS,
-    SETTLE_SECONDS,
-    SUBMIT_SECONDS,
-    WHOLE_GANG_SECONDS,
+from k8s.controller.action import (
     Action,
     DeleteOlderRayJobs,
     EmptyGroup,
     EndAttempt,
     EndDeployment,
-    Gang,
     HoldNodes,
-    Observation,
     PlaceGang,
     ShrinkGang,
     StartAttempt,
     StopDriver,
     TakeDown,
     Wait,
+)
+from k8s.controller.decision import (
+    HEAD_LOST_SECONDS,
+    PENDING_SECONDS,
+    SETTLE_SECONDS,
+    SUBMIT_SECONDS,
+    WHOLE_GANG_SECONDS,
+    choose_size,
     decide,
 )
 from k8s.controller.node_pool import PoolState
+from k8s.controller.observation import Gang, Observation
 from k8s.controller.ray_jobs import DriverState
+from k8s.controller.state import Awaited, State
 from k8s.objects.placement import OPERATOR_SECONDS
 from k8s.objects.record import Outcome, Record
 from tests.k8s.builders import deployment_of
@@ -38,15 +41,17 @@ from tests.k8s.builders import deployment_of
 IMAGE = deployment_of().image
 PATIENCE = 1_800.0
 LOSS_PATIENCE = 20_000.0
+LONG = WHOLE_GANG_SECONDS + 1
 LOST = Outcome(75, "the driver was lost")
 DONE = Outcome(0, "done")
 RAYJOBS = frozenset({"trainer-abc123-1"})
+UNRAISED = PoolState(is_raised=False, report="node group: 0 -> 8")
 
 
 def seen(
     attempts: tuple[Outcome, ...] = (), outcome: Outcome | None = None, stop: str = "", **observed: Any
 ) -> Observation:
-    """Of a deployment of 8 nodes that may go on with 4."""
+    """An observation of a deployment of 8 nodes that may continue on 4."""
     wanted: dict[str, Any] = {"nodes": 8, "fewer_nodes": (4,), "start_timeout_seconds": int(PATIENCE), "retries": 1}
     wanted |= {"loss_timeout_seconds": int(LOSS_PATIENCE)}
     wanted |= {name: observed.pop(name) for name in ("mode", "keep") if name in observed}
@@ -55,13 +60,13 @@ def seen(
 
 
 def gang(nodes: int = 8, **changes: Any) -> Gang:
-    """One that stands."""
+    """A gang whose pods have all joined Ray, with changes."""
     standing: dict[str, Any] = {"replicas": nodes, "pods": nodes, "is_up_to_date": True, "joined": nodes}
     return Gang(nodes, **standing | changes)
 
 
-def waited(what: str, seconds: float) -> dict[str, Any]:
-    return {"waiting_for": what, "waited_seconds": seconds}
+def waited(awaited: Awaited, seconds: float) -> dict[str, Any]:
+    return {"waiting_for": awaited, "waited_seconds": seconds}
 
 
 def placed(**status: str) -> dict[str, Any]:
@@ -72,343 +77,442 @@ def driver(status: JobStatus, exit_code: int | None = None, message: str = "") -
     return placed(jobStatus="RUNNING") | {"driver": DriverState(status, exit_code, message, 1)}
 
 
-PENDING = driver(JobStatus.PENDING)
+class Case(NamedTuple):
+    """An observation with the decision that follows from it."""
 
-# (what it is, what is observed, what is done)
-PLACING: list[tuple[str, Observation, Action]] = [
-    (
-        "another deployment's pods",
-        seen(gang=gang(replicas=2, pods=2, is_up_to_date=False)),
-        EmptyGroup(report="waiting for trainer pods that were there before to leave", waits_for="a gang of 8"),
-    ),
-    (
-        "pods that still leave",
+    observation: Observation
+    state: State
+    kind: type[Action]
+    waits_for: Awaited | None
+    values: dict[str, Any]
+    """Attributes of the action, such as `nodes`; `exit_code` also of an outcome."""
+    mentions: tuple[str, ...]
+    """Names and values that the report or the message contains."""
+
+
+def case(
+    name: str,
+    observation: Observation,
+    state: State,
+    kind: type[Action],
+    *mentions: str,
+    waits_for: Awaited | None = None,
+    **values: Any,
+) -> Any:
+    return pytest.param(Case(observation, state, kind, waits_for, values, mentions), id=name)
+
+
+OTHER_PODS = {"replicas": 2, "pods": 2, "is_up_to_date": False}
+NO_PODS = {"replicas": 0, "pods": 0, "is_up_to_date": False, "joined": 0}
+PLACING, GANG = State.PLACING, {"waits_for": Awaited.GANG}
+WITHOUT_RAYJOB = [
+    case("another deployment's pods", seen(gang=gang(**OTHER_PODS)), PLACING, EmptyGroup, "trainer", **GANG),
+    case(
+        "terminating pods",
         seen(gang=gang(replicas=0, pods=2, is_up_to_date=False)),
-        EmptyGroup(report="waiting for trainer pods that were there before to leave", waits_for="a gang of 8"),
+        PLACING,
+        EmptyGroup,
+        "trainer",
+        **GANG,
     ),
-    (
-        "more pods than the attempt may have",
-        seen((LOST,), gang=gang(nodes=4, replicas=8)),
-        EmptyGroup(report="waiting for trainer pods that were there before to leave", waits_for="a gang of 4"),
-    ),
-    (
-        "an empty group",
-        seen(gang=gang(replicas=0, pods=0, is_up_to_date=False)),
-        PlaceGang(nodes=8, report=f"trainer: 0 -> 8 pods of {IMAGE}", waits_for="a gang of 8"),
-    ),
-    (
-        "fewer pods of the same kind",
-        seen(gang=gang(replicas=4, pods=4)),
-        PlaceGang(nodes=8, report=f"trainer: 4 -> 8 pods of {IMAGE}", waits_for="a gang of 8"),
-    ),
-    (
-        "pods that are not ready",
-        seen(gang=gang(missing="7 of 8 trainer pods are ready: why")),
-        PlaceGang(nodes=8, report="7 of 8 trainer pods are ready: why", waits_for="a gang of 8"),
-    ),
-    (
+    case("more pods than nodes", seen((LOST,), gang=gang(4, replicas=8)), PLACING, EmptyGroup, "trainer", **GANG),
+    case("an empty group", seen(gang=gang(**NO_PODS)), PLACING, PlaceGang, "0 -> 8", IMAGE, nodes=8, **GANG),
+    case("too few pods", seen(gang=gang(replicas=4, pods=4)), PLACING, PlaceGang, "4 -> 8", nodes=8, **GANG),
+    case("pods that are not ready", seen(gang=gang(missing="7 of 8")), PLACING, PlaceGang, "7 of 8", nodes=8, **GANG),
+    case(
         "a head that does not answer",
         seen(gang=gang(joined=0, ray_error="refused")),
-        PlaceGang(nodes=8, report="waiting for the Ray head: refused", waits_for="a gang of 8"),
+        PLACING,
+        PlaceGang,
+        "refused",
+        nodes=8,
+        **GANG,
     ),
-    (
-        "pods that have not joined",
-        seen(gang=gang(joined=7)),
-        PlaceGang(nodes=8, report="7 of 8 trainer pods have joined Ray", waits_for="a gang of 8"),
+    case("pods that have not joined", seen(gang=gang(joined=7)), PLACING, PlaceGang, "7 of 8", nodes=8, **GANG),
+    case("a whole gang", seen(gang=gang()), PLACING, StartAttempt, "trainer-abc123-1", IMAGE, nodes=8),
+    case("a smaller gang", seen((LOST,), gang=gang(4)), PLACING, StartAttempt, "trainer-abc123-2", nodes=4),
+    case(
+        "an isolated attempt",
+        seen(mode="isolated", gang=gang(**NO_PODS)),
+        PLACING,
+        StartAttempt,
+        "trainer-abc123-1",
+        nodes=8,
     ),
-    (
-        "a gang that stands",
-        seen(gang=gang()),
-        StartAttempt(nodes=8, report=f"attempt 1: RayJob trainer-abc123-1 runs {IMAGE} on 8 nodes"),
+    case(
+        "an isolated attempt beside kept pods",
+        seen(mode="isolated", gang=gang(**OTHER_PODS)),
+        PLACING,
+        EmptyGroup,
+        **GANG,
     ),
-    (
-        "a gang that stands after a loss",
-        seen((LOST,), gang=gang(4)),
-        StartAttempt(nodes=4, report=f"attempt 2: RayJob trainer-abc123-2 runs {IMAGE} on 4 nodes"),
+    case(
+        "a lost node without a spare",
+        seen((LOST,), gang=gang(missing="7 of 8", room=7), **waited(Awaited.GANG, LONG)),
+        PLACING,
+        ShrinkGang,
+        "8 nodes",
+        "301 s",
+        "room for 7",
+        waits_for=Awaited.NOTHING,
+        nodes=4,
     ),
-    (
-        "a cluster of its own, which the RayJob brings",
-        seen(mode="isolated", gang=gang(replicas=0, pods=0, is_up_to_date=False, joined=0)),
-        StartAttempt(nodes=8, report=f"attempt 1: RayJob trainer-abc123-1 runs {IMAGE} on 8 nodes"),
+    case(
+        "a missing node before the first attempt",
+        seen(gang=gang(missing="7 of 8", room=7), **waited(Awaited.GANG, LONG)),
+        PLACING,
+        PlaceGang,
+        "7 of 8",
+        nodes=8,
+        **GANG,
     ),
-    (
-        "a cluster of its own beside pods that were left up",
-        seen(mode="isolated", gang=gang(replicas=2, pods=2, is_up_to_date=False)),
-        EmptyGroup(report="waiting for trainer pods that were there before to leave", waits_for="a gang of 8"),
+    case(
+        "the end of the wait",
+        seen(gang=gang(missing="7 of 8"), **waited(Awaited.GANG, PATIENCE + 1)),
+        PLACING,
+        EndDeployment,
+        "1800 s",
+        "7 of 8",
+        exit_code=75,
     ),
-    (
-        "no node for one pod, after a loss",
-        seen((LOST,), gang=gang(missing="7 of 8", room=7), **waited("a gang of 8", WHOLE_GANG_SECONDS + 1)),
-        ShrinkGang(
-            nodes=4,
-            report="no 8 nodes after 301 s, room for 7: this attempt goes on with 4",
-            waits_for="a gang of 8",
-        ),
+    case(
+        "a longer wait after a loss",
+        seen((LOST,), gang=gang(missing="7 of 8"), **waited(Awaited.GANG, PATIENCE + 1)),
+        PLACING,
+        PlaceGang,
+        "7 of 8",
+        nodes=8,
+        **GANG,
     ),
-    (
-        "no node for one pod, at first",
-        seen(gang=gang(missing="7 of 8", room=7), **waited("a gang of 8", WHOLE_GANG_SECONDS + 1)),
-        PlaceGang(nodes=8, report="7 of 8", waits_for="a gang of 8"),
+    case(
+        "the end of the wait after a loss",
+        seen((LOST,), gang=gang(missing="7 of 8"), **waited(Awaited.GANG, LOSS_PATIENCE + 1)),
+        PLACING,
+        EndDeployment,
+        "20000 s",
+        "7 of 8",
+        exit_code=75,
     ),
-    (
-        "a gang that cannot be had",
-        seen(gang=gang(missing="7 of 8"), **waited("a gang of 8", PATIENCE + 1)),
-        EndDeployment(outcome=Outcome(75, "not up after 1800 s: 7 of 8")),
+    case(
+        "a shrunk gang, with a wait of its own",
+        seen((LOST,), gang=gang(4, missing="3 of 4"), **waited(Awaited.NOTHING, PATIENCE + 1)),
+        PLACING,
+        PlaceGang,
+        "3 of 4",
+        nodes=4,
+        **GANG,
     ),
-    (
-        "a gang that cannot be had again for a while",
-        seen((LOST,), gang=gang(missing="7 of 8"), **waited("a gang of 8", PATIENCE + 1)),
-        PlaceGang(nodes=8, report="7 of 8", waits_for="a gang of 8"),
+    case("a pool to raise", seen(gang=gang(**NO_PODS, pool=UNRAISED)), PLACING, HoldNodes, UNRAISED.report, **GANG),
+    case(
+        "a pool to raise for an isolated attempt",
+        seen(mode="isolated", gang=gang(**NO_PODS, pool=UNRAISED)),
+        PLACING,
+        HoldNodes,
+        UNRAISED.report,
+        **GANG,
     ),
-    (
-        "a gang that cannot be had again",
-        seen((LOST,), gang=gang(missing="7 of 8"), **waited("a gang of 8", LOSS_PATIENCE + 1)),
-        EndDeployment(outcome=Outcome(75, "not up after 20000 s: 7 of 8")),
+    case(
+        "nodes that start for an isolated attempt",
+        seen(mode="isolated", gang=gang(**NO_PODS, pool=PoolState(report="2 of 8"))),
+        PLACING,
+        Wait,
+        "2 of 8",
+        **GANG,
     ),
-    (
-        "a gang that is waited for anew",
-        seen((LOST,), gang=gang(nodes=4, missing="3 of 4"), **waited("a gang of 8", PATIENCE + 1)),
-        PlaceGang(nodes=4, report="3 of 4", waits_for="a gang of 4"),
-    ),
-    (
-        "nodes that are still to come",
-        seen(gang=gang(replicas=0, pods=0, is_up_to_date=False, pool=PoolState(is_raised=False, report="0 -> 8"))),
-        HoldNodes(report="0 -> 8", waits_for="a gang of 8"),
-    ),
-    (
-        "nodes that are still to come, for a cluster of its own",
-        seen(mode="isolated", gang=gang(replicas=0, pods=0, pool=PoolState(is_raised=False, report="0 -> 8"))),
-        HoldNodes(report="0 -> 8", waits_for="a gang of 8"),
-    ),
-    (
-        "nodes that start, for a cluster of its own, which comes after them",
-        seen(mode="isolated", gang=gang(replicas=0, pods=0, is_up_to_date=False, pool=PoolState(report="2 of 8"))),
-        Wait(report="2 of 8", waits_for="a gang of 8"),
-    ),
-    (
+    case(
         "nodes that start",
         seen(gang=gang(missing="7 of 8", pool=PoolState(report="7 nodes are ready"))),
-        PlaceGang(nodes=8, report="7 of 8; 7 nodes are ready", waits_for="a gang of 8"),
+        PLACING,
+        PlaceGang,
+        "7 of 8",
+        "7 nodes are ready",
+        nodes=8,
+        **GANG,
     ),
-    (
+    case(
         "nodes that do not come",
-        seen(gang=gang(missing="7 of 8", pool=PoolState(report="7 are ready")), **waited("a gang of 8", PATIENCE + 1)),
-        EndDeployment(outcome=Outcome(75, "not up after 1800 s: 7 of 8; 7 are ready")),
+        seen(gang=gang(missing="7 of 8", pool=PoolState(report="no room")), **waited(Awaited.GANG, PATIENCE + 1)),
+        PLACING,
+        EndDeployment,
+        "1800 s",
+        "7 of 8",
+        "no room",
+        exit_code=75,
     ),
-    (
+    case(
         "a pool that EKS does not raise",
-        seen(gang=gang(pool=PoolState(is_raised=False, report="busy")), **waited("a gang of 8", PATIENCE + 1)),
-        EndDeployment(outcome=Outcome(75, "not up after 1800 s: busy")),
+        seen(gang=gang(pool=UNRAISED), **waited(Awaited.GANG, PATIENCE + 1)),
+        PLACING,
+        EndDeployment,
+        "1800 s",
+        UNRAISED.report,
+        exit_code=75,
     ),
-    (
+    case(
         "a pool that may not be raised",
         seen(gang=gang(pool=PoolState(is_raised=False, refusal="denied"))),
-        EndDeployment(outcome=Outcome(4, "denied")),
+        PLACING,
+        EndDeployment,
+        "denied",
+        exit_code=4,
     ),
-    (
-        "nodes of another stage that start while the gang stands",
+    case(
+        "another stage's nodes that start beside a whole gang",
         seen(gang=gang(pool=PoolState(report="9 of 10 nodes are ready"))),
-        StartAttempt(nodes=8, report=f"attempt 1: RayJob trainer-abc123-1 runs {IMAGE} on 8 nodes"),
+        PLACING,
+        StartAttempt,
+        nodes=8,
     ),
-    (
+    case(
         "a RayJob of an earlier deployment",
         seen(older_rayjobs=1),
-        DeleteOlderRayJobs(
-            report="waiting for the KubeRay operator to end and remove an earlier attempt's RayJob",
-            waits_for="a RayJob to go",
-        ),
+        State.CLEARING,
+        DeleteOlderRayJobs,
+        "RayJob",
+        waits_for=Awaited.OLDER_RAYJOBS,
     ),
-    (
-        "one that takes longer than the operator needs",
-        seen(older_rayjobs=1, **waited("a RayJob to go", OPERATOR_SECONDS + 1)),
-        DeleteOlderRayJobs(
-            report="waiting for the KubeRay operator to end and remove an earlier attempt's RayJob for more than "
-            "60 s. Does the KubeRay operator run? kubectl get pods -A | grep kuberay",
-            waits_for="a RayJob to go",
-        ),
+    case(
+        "an older RayJob that the operator does not remove",
+        seen(older_rayjobs=1, **waited(Awaited.OLDER_RAYJOBS, OPERATOR_SECONDS + 1)),
+        State.CLEARING,
+        DeleteOlderRayJobs,
+        "60 s",
+        "grep kuberay",
+        waits_for=Awaited.OLDER_RAYJOBS,
     ),
-    (
-        "pods that the operator has still to make",
-        seen(gang=gang(pods=7, joined=7, missing="7 of 8"), **waited("a gang of 8", OPERATOR_SECONDS)),
-        PlaceGang(nodes=8, report="7 of 8", waits_for="a gang of 8"),
+    case(
+        "an older RayJob that stays",
+        seen(older_rayjobs=1, **waited(Awaited.OLDER_RAYJOBS, PATIENCE + 1)),
+        State.CLEARING,
+        EndDeployment,
+        "RayJob",
+        "1800 s",
+        exit_code=75,
     ),
-    (
+    case(
         "pods that the operator does not make",
-        seen(gang=gang(pods=7, joined=7, missing="7 of 8"), **waited("a gang of 8", OPERATOR_SECONDS + 1)),
-        PlaceGang(
-            nodes=8,
-            report="7 of 8; waited for more than 60 s. Does the KubeRay operator run? kubectl get pods -A | grep "
-            "kuberay",
-            waits_for="a gang of 8",
-        ),
-    ),
-    (
-        "one that does not go",
-        seen(older_rayjobs=1, **waited("a RayJob to go", PATIENCE + 1)),
-        EndDeployment(outcome=Outcome(75, "an earlier attempt's RayJob does not go")),
-    ),
-    (
-        "a stop request before the gang stands",
-        seen(stop="ann", gang=gang(missing="7 of 8")),
-        EndDeployment(outcome=Outcome(75, "stopped by ann; the same command continues")),
+        seen(gang=gang(pods=7, joined=7, missing="7 of 8"), **waited(Awaited.GANG, OPERATOR_SECONDS + 1)),
+        PLACING,
+        PlaceGang,
+        "7 of 8",
+        "60 s",
+        "grep kuberay",
+        nodes=8,
+        **GANG,
     ),
 ]
-
-FOLLOWING: list[tuple[str, Observation, Action]] = [
-    (
-        "a driver that runs",
-        seen(**driver(JobStatus.RUNNING)),
-        Wait(report="attempt 1 is running", waits_for=""),
+ENDED = {"waits_for": Awaited.NOTHING}
+WITH_RAYJOB = [
+    case("a running driver", seen(**driver(JobStatus.RUNNING)), State.RUNNING, Wait, "attempt 1", **ENDED),
+    case(
+        "a pending driver",
+        seen(**driver(JobStatus.PENDING), missing="7 of 8"),
+        State.PENDING,
+        Wait,
+        "7 of 8",
+        waits_for=Awaited.DRIVER_RESOURCE,
     ),
-    (
-        "a driver without a resource",
-        seen(**PENDING, missing="7 of 8"),
-        Wait(report="the job is pending; 7 of 8", waits_for="a resource"),
+    case(
+        "a driver that stays pending",
+        seen(**driver(JobStatus.PENDING), **waited(Awaited.DRIVER_RESOURCE, PENDING_SECONDS + 1)),
+        State.PENDING,
+        EndAttempt,
+        "300 s",
+        "stage_trainer",
+        exit_code=75,
+        is_driver_stopped=True,
+        is_rayjob_kept=False,
+        **ENDED,
     ),
-    (
-        "a driver that never gets one",
-        seen(**PENDING, **waited("a resource", PENDING_SECONDS + 1)),
-        EndAttempt(
-            exit_code=75,
-            message="the job was pending for 300 s: no live Ray node has stage_trainer to give; all pods are ready",
-            is_driver_stopped=True,
-            waits_for="",
-        ),
-    ),
-    (
-        "a driver that is to stop",
-        seen(stop="ann", **driver(JobStatus.RUNNING)),
-        StopDriver(report="stopping for ann: the driver has its notice"),
-    ),
-    (
-        "a driver that ended well",
+    case("a driver to stop", seen(stop="ann", **driver(JobStatus.RUNNING)), State.STOPPING, StopDriver, "ann"),
+    case(
+        "a driver that succeeded",
         seen(**driver(JobStatus.SUCCEEDED, 0)),
-        EndAttempt(exit_code=0, message="done", is_rayjob_kept=True, waits_for=""),
+        State.DRIVER_ENDED,
+        EndAttempt,
+        exit_code=0,
+        is_driver_stopped=False,
+        is_rayjob_kept=True,
+        **ENDED,
     ),
-    (
+    case(
         "a driver that was stopped",
         seen(stop="ann", **driver(JobStatus.STOPPED)),
-        EndAttempt(
-            exit_code=75, message="stopped by ann; the same command continues", is_rayjob_kept=True, waits_for=""
-        ),
+        State.DRIVER_ENDED,
+        EndAttempt,
+        "ann",
+        exit_code=75,
+        is_rayjob_kept=True,
+        **ENDED,
     ),
-    (
-        "a driver that found an error",
+    case(
+        "a driver with an error",
         seen(**driver(JobStatus.FAILED, 3, "millrace: no corpus")),
-        EndAttempt(exit_code=3, message="no corpus", is_rayjob_kept=True, waits_for=""),
+        State.DRIVER_ENDED,
+        EndAttempt,
+        "no corpus",
+        exit_code=3,
+        is_rayjob_kept=True,
+        **ENDED,
     ),
-    (
+    case(
         "a driver that was lost with its node",
         seen(**driver(JobStatus.FAILED, None, "died")),
-        EndAttempt(exit_code=75, message="the driver was lost: died", is_rayjob_kept=True, waits_for=""),
+        State.DRIVER_ENDED,
+        EndAttempt,
+        "died",
+        exit_code=75,
+        is_rayjob_kept=True,
+        **ENDED,
     ),
-    (
-        "a RayJob that ended while Ray does not answer",
+    case(
+        "an ended RayJob while Ray does not answer",
         seen(**placed(jobDeploymentStatus="Complete", jobStatus="SUCCEEDED"), ray_error="refused"),
-        EndAttempt(exit_code=0, message="done", is_rayjob_kept=True, waits_for=""),
+        State.RAYJOB_ENDED,
+        EndAttempt,
+        exit_code=0,
+        is_rayjob_kept=True,
+        **ENDED,
     ),
-    (
-        "a RayJob that is to stop before Ray knows it",
+    case(
+        "a stop before Ray knows the job",
         seen(stop="ann", **placed()),
-        EndAttempt(exit_code=75, message="stopped by ann before its driver ran", waits_for=""),
+        State.STOPPED_BEFORE_RUN,
+        EndAttempt,
+        "ann",
+        exit_code=75,
+        is_rayjob_kept=False,
+        **ENDED,
     ),
-    (
-        "a RayJob that is not submitted yet",
-        seen(**placed()),
-        Wait(report="waiting for the operator to submit the job", waits_for="submission"),
+    case("a job to submit", seen(**placed()), State.SUBMITTING, Wait, "operator", waits_for=Awaited.SUBMISSION),
+    case(
+        "a job that is not submitted",
+        seen(**placed(jobDeploymentStatus="Initializing"), **waited(Awaited.SUBMISSION, SUBMIT_SECONDS + 1)),
+        State.SUBMITTING,
+        EndAttempt,
+        "300 s",
+        "Initializing",
+        "k8s/README.md",
+        exit_code=75,
+        is_rayjob_kept=False,
+        **ENDED,
     ),
-    (
-        "a RayJob that is never submitted",
-        seen(**placed(jobDeploymentStatus="Initializing"), **waited("submission", SUBMIT_SECONDS + 1)),
-        EndAttempt(
-            exit_code=75,
-            message="the operator did not submit the job within 300 s; its RayJob says Initializing. Does the operator "
-            "run, without a batch scheduler of its own (k8s/README.md)?",
-            waits_for="",
-        ),
-    ),
-    (
-        "a head that is lost",
+    case(
+        "a lost head",
         seen(**placed(jobStatus="RUNNING"), ray_error="refused"),
-        Wait(report="the Ray head does not answer; a new one runs this attempt again by itself", waits_for="the head"),
+        State.HEAD_LOST,
+        Wait,
+        "head",
+        waits_for=Awaited.HEAD,
     ),
-    (
+    case(
         "a head that does not come back",
-        seen(**placed(jobStatus="RUNNING"), ray_error="refused", **waited("the head", HEAD_LOST_SECONDS + 1)),
-        EndAttempt(exit_code=75, message="the Ray head was lost: refused", waits_for=""),
+        seen(**placed(jobStatus="RUNNING"), ray_error="refused", **waited(Awaited.HEAD, HEAD_LOST_SECONDS + 1)),
+        State.HEAD_LOST,
+        EndAttempt,
+        "refused",
+        exit_code=75,
+        is_rayjob_kept=False,
+        **ENDED,
     ),
-    (
-        "a cluster of its own that starts",
+    case(
+        "a starting cluster of an isolated attempt",
         seen(mode="isolated", **placed(), cluster_event="FailedMount: no claim"),
-        Wait(report="its Ray head is starting (FailedMount: no claim)", waits_for="its cluster"),
+        State.CLUSTER_STARTING,
+        Wait,
+        "FailedMount: no claim",
+        waits_for=Awaited.OWN_CLUSTER,
     ),
-    (
-        "a cluster of its own that never stands",
-        seen(mode="isolated", **placed(), missing="0 of 8", **waited("its cluster", PATIENCE + 1)),
-        EndAttempt(exit_code=75, message="not up after 1800 s: 0 of 8", waits_for=""),
+    case(
+        "a cluster of an isolated attempt that does not start",
+        seen(mode="isolated", **placed(), missing="0 of 8", **waited(Awaited.OWN_CLUSTER, PATIENCE + 1)),
+        State.CLUSTER_STARTING,
+        EndAttempt,
+        "1800 s",
+        "0 of 8",
+        exit_code=75,
+        is_rayjob_kept=False,
+        **ENDED,
     ),
 ]
-
-SETTLING = "the operator to see the end"
-ENDING: list[tuple[str, Observation, Action]] = [
-    ("an attempt that ended well", seen((DONE,)), EndDeployment(outcome=DONE)),
-    (
-        "one disturbance too many",
-        seen((LOST, LOST)),
-        EndDeployment(outcome=Outcome(75, "the driver was lost after 2 attempts")),
+LEFT, DOWN, OPERATOR = State.NO_ATTEMPT_LEFT, State.TAKING_DOWN, {"waits_for": Awaited.OPERATOR}
+ENDING = [
+    case("success", seen((DONE,)), LEFT, EndDeployment, "done", exit_code=0),
+    case("no retry left", seen((LOST, LOST)), LEFT, EndDeployment, "2 attempts", exit_code=75),
+    case("an error", seen((LOST, Outcome(3, "no corpus"))), LEFT, EndDeployment, "no corpus", exit_code=3),
+    case("a stop before the first attempt", seen(stop="ann"), LEFT, EndDeployment, "ann", exit_code=75),
+    case("a stop after an attempt", seen((LOST,), stop="ann"), LEFT, EndDeployment, LOST.message, exit_code=75),
+    case("an outcome", seen((DONE,), DONE), DOWN, TakeDown, ended_rayjobs=RAYJOBS, are_pods_kept=False, **OPERATOR),
+    case(
+        "an outcome that the operator does not see",
+        seen((DONE,), DONE, **waited(Awaited.OPERATOR, SETTLE_SECONDS)),
+        DOWN,
+        TakeDown,
+        ended_rayjobs=frozenset(),
+        are_pods_kept=False,
+        **OPERATOR,
     ),
-    (
-        "an error that no attempt mends",
-        seen((LOST, Outcome(3, "no corpus"))),
-        EndDeployment(outcome=Outcome(3, "no corpus after 2 attempts")),
-    ),
-    ("a stop request after an attempt", seen((LOST,), stop="ann"), EndDeployment(outcome=LOST)),
-    (
-        "an outcome",
-        seen((DONE,), DONE),
-        TakeDown(ended_rayjobs=RAYJOBS, are_pods_kept=False, waits_for=SETTLING),
-    ),
-    (
-        "an outcome whose RayJob the operator does not see",
-        seen((DONE,), DONE, **waited(SETTLING, SETTLE_SECONDS)),
-        TakeDown(ended_rayjobs=frozenset(), are_pods_kept=False, waits_for=SETTLING),
-    ),
-    (
-        "an outcome with KEEP=1",
+    case(
+        "KEEP=1",
         seen((DONE,), DONE, keep=True),
-        TakeDown(ended_rayjobs=RAYJOBS, are_pods_kept=True, waits_for=SETTLING),
+        DOWN,
+        TakeDown,
+        ended_rayjobs=RAYJOBS,
+        are_pods_kept=True,
+        **OPERATOR,
     ),
-    (
-        "an outcome with KEEP=1 of pods that never stood",
+    case(
+        "KEEP=1 without an attempt",
         seen((), LOST, keep=True),
-        TakeDown(ended_rayjobs=frozenset(), are_pods_kept=False, waits_for=SETTLING),
+        DOWN,
+        TakeDown,
+        ended_rayjobs=frozenset(),
+        are_pods_kept=False,
+        **OPERATOR,
     ),
 ]
+ALL = [*WITHOUT_RAYJOB, *WITH_RAYJOB, *ENDING]
 
 
-@pytest.mark.parametrize(
-    ("observation", "action"),
-    [pytest.param(observation, action, id=what) for what, observation, action in [*PLACING, *FOLLOWING, *ENDING]],
-)
-def test_what_is_observed_decides_what_is_done(observation: Observation, action: Action) -> None:
-    assert decide(observation) == action
+@pytest.mark.parametrize("case", ALL)
+def test_an_observation_decides_the_action(case: Case) -> None:
+    action = decide(case.observation)
+    assert (case.observation.state, type(action), action.waits_for) == (case.state, case.kind, case.waits_for)
+    source = action.outcome if isinstance(action, EndDeployment) else action
+    assert {name: getattr(source, name) for name in case.values} == case.values
+    text = f"{action.report} {getattr(source, 'message', '')}"
+    assert [each for each in case.mentions if each not in text] == []
 
 
-@pytest.mark.parametrize("observation", [each for _, each, _ in PLACING if not each.record.stop])
-def test_whoever_places_a_gang_has_looked_for_it(observation: Observation) -> None:
-    assert observation.is_start_due
+def test_every_state_and_every_action_is_in_the_table() -> None:
+    cases = [each.values[0] for each in ALL]
+    assert {each.state for each in cases} == set(State)
+    assert {each.kind for each in cases} == set(Action.__subclasses__())
 
 
-@pytest.mark.parametrize("observation", [each for _, each, _ in [*FOLLOWING, *ENDING]])
-def test_nobody_looks_for_a_gang_that_is_not_to_be_placed(observation: Observation) -> None:
-    assert not observation.is_start_due
-
-
-def test_a_look_that_is_missing_is_a_bug() -> None:
-    with pytest.raises(ValueError, match="without a look at its gang"):
+def test_a_gang_that_was_not_observed_is_a_bug() -> None:
+    with pytest.raises(ValueError, match="gang"):
         decide(seen())
 
 
-def test_every_action_is_decided_on_somewhere() -> None:
-    decided = {type(action) for _, _, action in [*PLACING, *FOLLOWING, *ENDING]}
-    assert decided == set(Action.__subclasses__())
+@pytest.mark.parametrize(
+    ("nodes", "attempts", "room", "waited", "expected"),
+    [
+        (8, 1, 7, 10.0, 8),
+        (8, 1, 7, LONG, 4),
+        (8, 1, 3, LONG, 2),
+        (8, 1, 8, LONG, 4),  # there should be room for all, and Volcano places none
+        (4, 1, 8, LONG, 2),
+        (8, 1, 1, LONG, 8),  # fewer than the recipe allows: wait for nodes
+        (2, 1, 2, LONG, 2),
+        (8, 1, 1, 1_801.0, 8),  # the nodes that are left are held for hours
+        (8, 1, 1, 21_601.0, 0),
+        (8, 0, 7, LONG, 8),  # the first attempt has the nodes that preflight saw
+        (8, 0, 7, 1_801.0, 0),
+    ],
+)
+def test_a_gang_without_a_spare_node_continues_on_fewer(
+    nodes: int, attempts: int, room: int, waited: float, expected: int
+) -> None:
+    deployment = deployment_of(nodes=8, fewer_nodes=(4, 2), start_timeout_seconds=1_800, loss_timeout_seconds=21_600)
+    assert choose_size(deployment, nodes, attempts, room, waited) == expected

@@ -274,7 +274,7 @@ def test_without_a_spare_node_it_goes_on_with_fewer_and_takes_all_again(
         ("1", "--parallel.data_parallel_size=4", ["n0"]),
         ("2", root, ["n0", "n1"]),
     ]
-    assert "room for 1: this attempt goes on with 1" in capsys.readouterr().out
+    assert "room for 1: this attempt runs on 1" in capsys.readouterr().out
     assert "attempt 2 on 1 of 2 nodes" in statuses[1]
     assert "attempt 3:" in statuses[2]
 
@@ -464,4 +464,4 @@ def test_a_root_that_keeps_no_history_fails_no_stage(
     (tmp_path / "deploy").touch()
     assert reconcile(image="a@sha256:1") == Outcome(0, "done")
     assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1"]  # type: ignore[arg-type]
-    assert "the root does not keep the image" in capsys.readouterr().out
+    assert "the image is not kept under the root" in capsys.readouterr().out
