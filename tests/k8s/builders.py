@@ -8,6 +8,7 @@ from k8s.objects.deployment import Deployment
 from tests.k8s.rendered import Thing
 
 DIGEST = "0" * 64
+REGION = "us-west-2"
 READY = {"type": "Ready", "status": "True"}
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from moto import mock_aws
 
 from deploy.client.instance_type import check_instance_type
 from deploy.client.outline import read_outline
@@ -32,8 +30,8 @@ from k8s.objects.names import (
 from k8s.objects.node_shares import read_share_book
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import DeviceError
-from tests.k8s.builders import deployment_of
-from tests.k8s.cloud import POOL, REGION, Cloud, Refusal
+from tests.k8s.builders import REGION, deployment_of
+from tests.k8s.cloud import POOL, Cloud, Refusal
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing, cluster_of
 from tests.k8s.test_probes import HEAD, IMAGE, READY, Pods, ended
@@ -56,13 +54,7 @@ SEEN: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def account() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, mock_aws():
-        patch.setenv("AWS_REGION", REGION)
-        eks._connect.cache_clear()
-        yield
-    eks._connect.cache_clear()
+pytestmark = pytest.mark.usefixtures("account")
 
 
 @pytest.fixture
