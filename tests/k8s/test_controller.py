@@ -1,4 +1,4 @@
-"""The parts of the controller, as tables: retries, phases, sizes of a gang, lost pods, the Lease, orphans."""
+"""Tables for the parts of the controller: retries, states, sizes of a gang, lost pods, the Lease, orphans."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ray.job_submission import JobStatus
 
+from k8s.controller.decision import WHOLE_GANG_SECONDS, choose_size
 from k8s.controller.history import find_newest_checkpoints
 from k8s.controller.lease import LEASE_SECONDS, LeaseHeld, StageLease
 from k8s.controller.outcome import count_disturbances, has_progressed, may_try_again
@@ -125,6 +126,32 @@ def test_the_state_of_an_attempt(
     assert state_of_attempt({"status": status}, seen, is_ray_there, stop, mode) is expected
 
 
+LONG = WHOLE_GANG_SECONDS + 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "attempts", "room", "waited", "expected"),
+    [
+        (8, 1, 7, 10.0, 8),
+        (8, 1, 7, LONG, 4),
+        (8, 1, 3, LONG, 2),
+        (8, 1, 8, LONG, 4),  # there should be room for all, and Volcano places none
+        (4, 1, 8, LONG, 2),
+        (8, 1, 1, LONG, 8),  # fewer than the recipe allows: wait for nodes
+        (2, 1, 2, LONG, 2),
+        (8, 1, 1, 1_801.0, 8),  # the nodes that are left are held for hours
+        (8, 1, 1, 21_601.0, 0),
+        (8, 0, 7, LONG, 8),  # the first attempt has the nodes that preflight saw
+        (8, 0, 7, 1_801.0, 0),
+    ],
+)
+def test_a_gang_without_a_spare_node_continues_on_fewer(
+    nodes: int, attempts: int, room: int, waited: float, expected: int
+) -> None:
+    deployment = deployment_of(nodes=8, fewer_nodes=(4, 2), start_timeout_seconds=1_800, loss_timeout_seconds=21_600)
+    assert choose_size(deployment, nodes, attempts, room, waited) == expected
+
+
 def test_fewer_nodes_are_another_data_parallel_degree() -> None:
     deployment = deployment_of(
         nodes=8, fewer_nodes=(4,), workers_per_node=4, arguments=("--parallel.data_parallel_size=32", "--train.seed=1")
@@ -192,7 +219,7 @@ def nodes_and_pods() -> MemoryApi:
 
 
 def test_pods_of_lost_nodes_go_after_their_grace_period(clock: Clock, nodes_and_pods: MemoryApi) -> None:
-    """By this process's own clock: what another machine wrote as the time of deletion does not count."""
+    """The grace period is measured by this process's clock, not from the time that another machine wrote."""
     said: list[str] = []
     lost = LostPods(nodes_and_pods, "trainer", said.append)  # type: ignore[arg-type]
 
@@ -214,7 +241,7 @@ def test_pods_of_lost_nodes_go_after_their_grace_period(clock: Clock, nodes_and_
 
 
 def test_an_idle_stage_s_pods_on_lost_nodes_need_no_notice(clock: Clock, nodes_and_pods: MemoryApi) -> None:
-    """Between attempts: KubeRay makes no other in their place as long as they are there."""
+    """Between attempts such pods are deleted, because KubeRay makes no others while they exist."""
     lost = LostPods(nodes_and_pods, "trainer", print)  # type: ignore[arg-type]
     lost.remove(is_idle=True)
     clock.now += 331

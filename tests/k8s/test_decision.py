@@ -27,7 +27,6 @@ from k8s.controller.decision import (
     SETTLE_SECONDS,
     SUBMIT_SECONDS,
     WHOLE_GANG_SECONDS,
-    choose_size,
     decide,
 )
 from k8s.controller.node_pool import PoolState
@@ -493,26 +492,3 @@ def test_every_state_and_every_action_is_in_the_table() -> None:
 def test_a_gang_that_was_not_observed_is_a_bug() -> None:
     with pytest.raises(ValueError, match="gang"):
         decide(seen())
-
-
-@pytest.mark.parametrize(
-    ("nodes", "attempts", "room", "waited", "expected"),
-    [
-        (8, 1, 7, 10.0, 8),
-        (8, 1, 7, LONG, 4),
-        (8, 1, 3, LONG, 2),
-        (8, 1, 8, LONG, 4),  # there should be room for all, and Volcano places none
-        (4, 1, 8, LONG, 2),
-        (8, 1, 1, LONG, 8),  # fewer than the recipe allows: wait for nodes
-        (2, 1, 2, LONG, 2),
-        (8, 1, 1, 1_801.0, 8),  # the nodes that are left are held for hours
-        (8, 1, 1, 21_601.0, 0),
-        (8, 0, 7, LONG, 8),  # the first attempt has the nodes that preflight saw
-        (8, 0, 7, 1_801.0, 0),
-    ],
-)
-def test_a_gang_without_a_spare_node_continues_on_fewer(
-    nodes: int, attempts: int, room: int, waited: float, expected: int
-) -> None:
-    deployment = deployment_of(nodes=8, fewer_nodes=(4, 2), start_timeout_seconds=1_800, loss_timeout_seconds=21_600)
-    assert choose_size(deployment, nodes, attempts, room, waited) == expected

@@ -168,7 +168,7 @@ def test_a_refusal_is_written_down_for_the_client(
 def test_what_holds_it_may_be_killed_after_any_write(
     make_world: Callable[[], World], cloud: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its Job's next pod goes on, and in the end no node is left."""
+    """The process is killed after every single write in turn; the Job's next pod continues, and no node is left."""
     resize = eks.resize_node_group
     for writes in itertools.count(1):
         world = make_world()

@@ -1,4 +1,4 @@
-"""What a person is told of a node pool before anything is deployed: cost, reservation, and what does not fit."""
+"""Preflight reports on a node pool before anything is deployed: cost, reservation, and every misfit."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_an_eks_that_does_not_answer_is_asked_again_later(
 
 
 class Lookout(Pods):
-    """With no Lease: nobody ever held a node."""
+    """An API without a Lease of shares, as before the first deployment with a pool."""
 
     def find(self, kind: str, name: str) -> None:
         return None
@@ -268,7 +268,7 @@ def test_hours_times_price_come_first(overlays: dict[str, list[Thing]]) -> None:
 
 
 def test_a_reservation_that_is_over_is_refused(overlays: dict[str, list[Thing]]) -> None:
-    """From 40 minutes before its end on, when EKS takes the nodes away."""
+    """A reservation is unusable from 40 minutes before its end, when EKS takes the nodes away."""
     for minutes, is_refused in ((45, False), (35, True)):
         end = datetime.now(UTC) + timedelta(minutes=minutes)
         said = check_reservation(with_annotations(overlays, end=end.isoformat()))

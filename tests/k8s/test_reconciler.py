@@ -81,9 +81,7 @@ def test_a_run_that_commits_checkpoints_outlives_any_number_of_evictions(
 def test_the_next_attempt_begins_in_the_pass_that_sees_the_end_of_the_one_before(
     world: World, reconcile: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, does_operator_see: bool
 ) -> None:
-    """Where its gang stands. The operator may take its time to see the end that Ray has told, and to remove the RayJob
-    that is over.
-    """
+    """The gang is whole. The operator may be slow to see the end that Ray reported, and to remove the ended RayJob."""
     passes: list[int] = []
     world.watch = lambda: passes.append(len(passes))
     delete = world.api.delete
@@ -180,7 +178,7 @@ def test_a_lost_driver_s_log_is_not_waited_for(
     state: DriverState,
     seconds: float,
 ) -> None:
-    """Its stream comes from a node that is gone, and breaks off after minutes, if ever."""
+    """The log stream of a node that is gone breaks after minutes, if ever."""
     closed: list[float] = []
     monkeypatch.setattr(NoLog, "close", lambda self, timeout_seconds: closed.append(timeout_seconds))
     world.attempt = lambda number: state if number == 1 else ended(0)
@@ -205,7 +203,7 @@ def test_four_disturbances_without_a_checkpoint_end_it(
 def test_another_stage_s_retries_count_attempts(
     world: World, reconcile: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    """It has no checkpoints, and those of a run of the same recipe are none of its doing."""
+    """A stage without checkpoints does not count those of a trainer with the same recipe as its progress."""
 
     def attempt(number: int) -> DriverState:
         commit(tmp_path, number)
@@ -217,7 +215,7 @@ def test_another_stage_s_retries_count_attempts(
 
 
 def test_a_job_that_ended_badly_gets_no_further_pod(world: World, reconcile: Callable[..., Outcome]) -> None:
-    """Its pod's exit code is the failure that is one too many; before that, it comes back however often it fails."""
+    """The Job's limit is lowered to its failures so far; before that its pod is replaced however often it fails."""
     limit = world.api.find("Job", world.deploy().stage and "deploy-trainer")["spec"]["backoffLimit"]  # type: ignore[index]
     assert limit >= 1_000
     world.attempt = lambda number: ended(3, "millrace: no corpus")

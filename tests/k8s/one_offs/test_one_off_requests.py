@@ -150,7 +150,7 @@ def recipe_of(job: Thing) -> str:
 def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(
     api: Cluster, ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So that a run is found again which was deployed with other values than its recipe file has."""
+    """With the deployment's changes a one-off finds a run whose values differ from its recipe file."""
     text = recipe_text(name="deployed")
     deployment = replace(
         deployment_of(), arguments=("--optimizer.learning_rate=0.1", "--corpus=/fsx/c", "--train.seed=1")
