@@ -1,4 +1,7 @@
-# `make` alone lists the targets. Variables: make demo RECIPE=recipes/other.toml ROOT=/data
+# `make` lists the targets, and `make help TARGET=demo` explains one and its variables, from these comments:
+#   ##@ a heading; ## a target's text; #? its variables: names that are explained at the end of this file, the name of a
+#   target that has the same variables, or NAME=VALUES, two spaces and the meaning.
+# Variables are given as in: make demo RECIPE=recipes/other.toml ROOT=/data
 
 RECIPE ?= recipes/tiny-cpu.toml
 ROOT ?= ./fsx
@@ -11,62 +14,32 @@ cluster = $(python) -m k8s.client
 infra = .venv-infra/bin/python -m infra
 images = ./bootstrap python -m images
 
-.PHONY: help setup demo test test-slow torch29 test-torch29 test-nxd-parity test-images test-cluster test-cluster-smoke test-batch \
-	test-cuda check format lock clean \
-	cluster-local cluster-local-down load-images cluster-up cluster-down deploy-stage stage-status stage-logs stop-stage \
-	rollback-stage stage-run pipeline base-image images demo-images pin platforms release sbom benchmark-tokenizer benchmark-parallel \
-	benchmark-compiler benchmark-trainer infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons \
-	addons-diff addons-argocd check-infra test-infra cluster-manifests infra-environment
+.PHONY: help setup demo cluster-local cluster-local-down load-images clean cluster-up cluster-manifests cluster-down \
+	deploy-stage pipeline stage-status stage-logs stop-stage rollback-stage stage-run infra-environment \
+	infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons addons-diff addons-argocd \
+	base-image images demo-images platforms pin lock release sbom check format test test-slow torch29 \
+	test-torch29 test-nxd-parity test-images test-cluster test-cluster-smoke test-cuda test-batch check-infra \
+	test-infra benchmark-tokenizer benchmark-parallel benchmark-compiler benchmark-trainer
 
-help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+##@ On this machine
 
-setup: ## Make .venv from the lockfile. TORCH=cpu: with a torch without CUDA; TORCH=locked: with CUDA again.
+help: ## List the targets, or explain one target and its variables.
+#? TARGET=NAME  The target to explain.
+	@awk -v target="$(if $(filter command,$(firstword $(origin TARGET))),$(TARGET))" -f make-help.awk $(firstword $(MAKEFILE_LIST))
+
+setup: ## Make .venv from the lockfile.
+#? TORCH=cpu|locked  cpu installs torch without CUDA, also for later runs; locked restores the lockfile's.
 	@./bootstrap
 
-demo: setup ## Tokenize, compile and train RECIPE under ROOT, then show the run.
+demo: setup ## Tokenize, compile and train a recipe on this machine, and show the run.
+#? RECIPE=FILE  The recipe. Default: recipes/tiny-cpu.toml.
+#? ROOT=FOLDER  The folder for all artifacts. Default: ./fsx.
 	$(python) -m services.tokenizer --recipe "$(RECIPE)" --root "$(ROOT)"
 	$(python) -m services.compiler --recipe "$(RECIPE)" --root "$(ROOT)"
 	$(python) -m services.trainer --recipe "$(RECIPE)" --root "$(ROOT)"
 	@$(python) -m services.trainer summary --recipe "$(RECIPE)" --root "$(ROOT)"
 
-test: setup ## Run the quick tests, two files at a time.
-	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-
-test-slow: setup ## Run the slow tests.
-	$(python) -m pytest -m slow
-
-torch29: ## Make .venv-torch29, with torch_xla and the Neuron variant's torch: 8 GB. `services.compiler plan` needs it.
-	./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-torch29
-	./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-torch29/bin/python --require-hashes lockfiles/dev-neuron.txt
-
-test-torch29: torch29 ## Run the program's tests in it.
-	.venv-torch29/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder services/common services/compiler services/trainer
-
-test-nxd-parity: ## Compare our layers with neuronx-distributed's own, in .venv-nxd-parity: NXD_SOURCE=, a checkout of it.
-	@test -d "$(NXD_SOURCE)/src/neuronx_distributed" || { echo "make test-nxd-parity NXD_SOURCE=FOLDER: expected a checkout of github.com/aws-neuron/neuronx-distributed, got '$(NXD_SOURCE)', which has no src/neuronx_distributed" >&2; exit 2; }
-	./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-nxd-parity
-	./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-nxd-parity/bin/python --require-hashes lockfiles/nxd-parity.txt
-	NXD_SOURCE="$(abspath $(NXD_SOURCE))" PJRT_DEVICE=CPU .venv-nxd-parity/bin/python -m pytest -rs services/common/program/tests/test_nxd_parity.py
-
-test-images: setup ## Run the tests that build and run images; they need Docker, root and debootstrap.
-	$(python) -m pytest -m images tests/images
-
-test-cluster: setup ## Run the tests on a real Kubernetes that is started here; they need root, Go and Debian's packages.
-	@$(images) base
-	$(python) -m pytest -m cluster tests/cluster
-
-test-cluster-smoke: setup ## The part of it that runs in CI: the kit itself, and one real stage on it.
-	@$(images) base
-	$(python) -m pytest -m cluster tests/cluster/test_kit.py tests/cluster/test_smoke.py
-
-test-cuda: setup ## Run the tests on this machine's NVIDIA GPUs.
-	$(python) -m pytest -m cuda -rs tests/hardware services/common/program/tests/test_native_device.py
-
-test-batch: setup ## Run the tests on simulated nodes of AWS Batch; they need root, iproute2 and tini.
-	$(python) -m pytest -m batch infra/tests/batchsim
-
-cluster-local: setup ## Start a Kubernetes with Volcano and KubeRay on this machine, with images and a Ray head; it stays up.
+cluster-local: setup ## Start Kubernetes, Volcano, KubeRay and a Ray head on this machine.
 	@echo "cluster-local, 1 of 5: the base image; all of it takes 15 to 30 minutes the first time, then 5"
 	@$(images) base
 	@echo "cluster-local, 2 of 5: Kubernetes, Volcano and KubeRay"
@@ -78,128 +51,271 @@ cluster-local: setup ## Start a Kubernetes with Volcano and KubeRay on this mach
 	@echo "cluster-local, 5 of 5: the RayCluster"
 	@KUBECONFIG=.cluster/kubeconfig OVERLAY=local $(cluster) cluster-up
 
-cluster-local-down: setup ## Stop it and remove what it made; the artifacts in /var/lib/millrace/fsx stay.
+cluster-local-down: setup ## Stop the local cluster; keep its artifacts in /var/lib/millrace/fsx.
 	@$(python) -m tests.cluster.kit down
 
-load-images: setup ## Bring the working tree's images to the node of cluster-local: STAGE= (all).
+load-images: setup ## Copy this checkout's images to the node of the local cluster.
+#? STAGE=head|tokenizer|compiler|trainer  The image. Default: all four.
 	@$(python) -m tests.cluster.kit load $$($(images) names)
 
-cluster-up: setup ## Make the RayCluster and all around it: OVERLAY=local|eks|FOLDER, HEAD_TAG=.
+clean: ## Remove virtual environments and caches; keep artifacts and images.
+	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
+	find $(wildcard services tests images deploy k8s benchmarks infra) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+##@ Deploy on KubeRay or AWS Batch
+
+cluster-up: setup ## Create or update the RayCluster in an existing Kubernetes.
+#? OVERLAY
+#? HEAD_TAG
 	@$(cluster) cluster-up
 
-cluster-manifests: setup ## Print what cluster-up applies: OVERLAY=, HEAD_TAG=. With `make -s` stdout is YAML alone.
+cluster-manifests: setup ## Print the manifests that cluster-up applies; `make -s` prints YAML only.
+#? OVERLAY
+#? HEAD_TAG=TAG|DIGEST|IMAGE  The head's image. Default: the manifests leave it unset.
 	@$(cluster) cluster-manifests
 
-cluster-down: setup ## Delete it; artifacts stay. OVERLAY=, FORCE=1 while a stage is deployed.
+cluster-down: setup ## Delete the RayCluster and its namespace; keep the artifacts.
+#? OVERLAY
+#? FORCE=1  Delete although a stage is deployed, or holds nodes of a node group.
 	@$(cluster) cluster-down
 
-deploy-stage: setup ## Run a stage: STAGE= [TARGET=kuberay|batch RECIPE= TAG= NODES= ARGS= MODE= RETRIES= HOURS= KEEP=1 DRY_RUN=1 FOLLOW=0].
+deploy-stage: setup ## Deploy a stage, and follow it to its end.
+#? STAGE TARGET RECIPE TAG NODES ARGS RETRIES DRY_RUN OUTPUT FOLLOW MODE WAIT WAIT_AFTER_LOSS DRAIN KEEP
+#? HOURS AGAIN CONFIG
 	@$(deploy) deploy-stage
 
-stage-status: setup ## What is deployed, where it stands, how it ended.
+pipeline: setup ## Deploy the three stages, one after the other.
+#? TARGET RECIPE ARGS RETRIES DRY_RUN OUTPUT FOLLOW MODE WAIT WAIT_AFTER_LOSS DRAIN HOURS AGAIN CONFIG
+	@$(deploy) pipeline
+
+stage-status: setup ## Show which stages are deployed, their progress, and how the last ended.
+#? TARGET CONFIG
 	@$(deploy) stage-status
 
-stage-logs: setup ## Follow a stage that is deployed: STAGE=.
+stage-logs: setup ## Follow a stage that is deployed.
+#? STAGE TARGET CONFIG
 	@$(deploy) stage-logs
 
-stop-stage: setup ## Let a stage commit a checkpoint, and take it down: STAGE=.
+stop-stage: setup ## Let a stage commit a checkpoint, then end its deployment.
+#? STAGE TARGET CONFIG
 	@$(deploy) stop-stage
 
-rollback-stage: setup ## Deploy the last image with which a stage ended well: STAGE=.
+rollback-stage: setup ## Deploy the previous image with which a stage ended well.
+#? STAGE TARGET NODES RETRIES DRY_RUN OUTPUT FOLLOW MODE WAIT WAIT_AFTER_LOSS DRAIN KEEP HOURS AGAIN CONFIG
+#? RECIPE=FILE  The recipe. Default: that of the stage's last deployment.
+#? ARGS="--section.key=value ..."  Recipe overrides and other options. Default: those of the last deployment.
 	@$(deploy) rollback-stage
 
-stage-run: setup ## Run a subcommand of a stage in a short Job: STAGE= COMMAND="export ..." [TARGET= RECIPE= TAG= BRING= TO= HOURS= MEMORY= DRY_RUN=1].
+stage-run: setup ## Run a subcommand of a stage in a short job on a CPU node.
+#? STAGE TARGET COMMAND TAG BRING TO MEMORY DRY_RUN OUTPUT FOLLOW WAIT CONFIG
+#? RECIPE=FILE  The recipe. Default: that of the stage's last deployment.
+#? HOURS=NUMBER  Limit of the subcommand, at most 48. Default: 6.
 	@$(deploy) stage-run
 
-pipeline: setup ## Deploy the three stages, one after the other.
-	@$(deploy) pipeline
+##@ Infrastructure on AWS
 
 infra-environment: # The little that the infrastructure's commands need: a price should not wait for torch.
 	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-infra
 	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-infra/bin/python --require-hashes lockfiles/infra.txt
 
-infra-cost: infra-environment ## What a target costs, by list prices: [STACK=eks|batch] NODES= HOURS= CPU_NODES= RECIPE= VARS=FILE.tfvars.
+infra-cost: infra-environment ## Show what the infrastructure costs, by list prices.
+#? STACK VARS
+#? NODES=NUMBER  Trainium nodes of the estimate. Default: the most that the stack allows.
+#? CPU_NODES=NUMBER  CPU nodes of the estimate. Default: 0.
+#? HOURS=NUMBER  Hours of the estimate. Default: 24.
+#? RECIPE=FILE  The recipe whose checkpoints must fit. Default: recipes/llama2-7b-trn1.toml.
 	@$(infra) cost
 
-infra-preflight: infra-environment ## Look in the account for what would stop it: zone, quota, addresses, reservation, images. [STACK=eks|batch] NODES= TAG= VARS=.
+infra-preflight: infra-environment ## Check AWS zone, quota, addresses, reservation and images before infra-up.
+#? STACK VARS
+#? NODES=NUMBER  Trainium nodes to check for. Default: the most that the stack allows.
+#? TAG=TAG  Tag of the images to look for. Default: the tag that make images gives them.
 	@$(infra) preflight
 
-infra-plan: infra-environment ## What infra-up would make: terraform's plan, and the cost. [STACK=eks|batch] VARS=.
+infra-plan: infra-environment ## Show Terraform's plan and the cost.
+#? infra-cost
 	@$(infra) plan
 
-infra-up: infra-environment ## Make a target and all around it, after showing the cost and asking: [STACK=eks|batch] VARS= YES=1.
+infra-up: infra-environment ## Create or update the infrastructure, after showing the cost and asking.
+#? infra-cost YES
+#? OVERLAY=eks|FOLDER  With STACK=eks: the overlay whose settings.env is written. Default: eks.
+#? CONFIG=FILE  With STACK=batch: the file that is written. Default: deploy/batch/config.txt.
 	@$(infra) up
 
-infra-down: infra-environment ## Take it down in order, after asking; it can be cut and run again. [STACK=eks|batch] VARS= YES=1 KEEP_DATA=false KEEP_CLUSTER=true.
+infra-down: infra-environment ## Destroy the infrastructure in order, after asking; may be repeated.
+#? STACK VARS YES
+#? OVERLAY=eks|FOLDER  With STACK=eks: the overlay of the cluster. Default: eks.
+#? CONFIG=FILE  With STACK=batch: the file that infra-up wrote. Default: deploy/batch/config.txt.
+#? KEEP_DATA=true|false  false also deletes bucket, file system and images. Default: true.
+#? KEEP_CLUSTER=true|false  true keeps the EKS cluster that Millrace shares with others. Default: false.
 	@$(infra) down
 
-infra-leftovers: infra-environment ## What of it is in the account, with prices. [STACK=eks|batch] VARS=.
+infra-leftovers: infra-environment ## List the infrastructure's resources in the account, with prices.
+#? STACK VARS
 	@$(infra) leftovers
 
-addons: infra-environment ## Install the cluster's add-ons with helm: ONLY=kuberay,volcano (all) DRY_RUN=1.
+addons: infra-environment ## Install the cluster's add-ons with helm.
+#? ONLY
+#? DRY_RUN=1  Print the commands, and change nothing.
 	@$(infra) addons
 
-addons-diff: infra-environment ## What make addons would change on the cluster: ONLY=.
+addons-diff: infra-environment ## Show what make addons would change on the cluster.
+#? ONLY
 	@$(infra) addons-diff
 
-addons-argocd: infra-environment ## The same add-ons as Argo CD applications, on stdout: ONLY= PROJECT=.
+addons-argocd: infra-environment ## Print the add-ons as Argo CD applications.
+#? ONLY
+#? PROJECT=NAME  The Argo CD project. Default: default.
 	@$(infra) addons-argocd
 
-check-infra: infra-environment ## Terraform's checks and tests, checkov, shellcheck, yamllint; offline. TF_PLUGIN_MIRROR=FOLDER for Terraform's.
-	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-infra-checks
-	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-infra-checks/bin/python --require-hashes lockfiles/infra-checks.txt
-	@$(infra) check
+##@ Images and releases
 
-test-infra: setup ## Apply and destroy the stack against a simulated AWS: minutes. TF_PLUGIN_MIRROR=FOLDER.
-	$(python) -m pytest -m slow infra
-
-base-image: ## Make a slim Python base image with debootstrap, without a registry. AGAIN=1: replace it.
+base-image: ## Make a Python base image with debootstrap, without a registry.
+#? VARIANT
+#? AGAIN=1  Replace a base image that exists.
 	@$(images) base
 
-images: ## Build the images: STAGE= (all), VARIANT=cpu|cuda|neuron, TORCH=cpu, PUSH=REGISTRY.
+images: ## Build the images of this checkout.
+#? STAGE=head|tokenizer|compiler|trainer  The image. Default: all four.
+#? VARIANT
+#? TORCH=cpu  Install torch without CUDA.
+#? PUSH=REGISTRY  Push the images to this registry.
 	@$(images) build
 
-demo-images: ## Run the demo with each stage in its container: STAGE= (all), TRAINER_TAG= for another image.
+demo-images: ## Run the demo with each stage in its container.
+#? STAGE=tokenizer|compiler|trainer  The stage. Default: all three.
+#? VARIANT
+#? demo
+#? OPTIONS="--section.key=value ..."  Options of the stages.
+#? TOKENIZER_TAG=TAG  The tokenizer's image. Default: the one that make images builds.
+#? COMPILER_TAG=TAG  The compiler's image. Default: the one that make images builds.
+#? TRAINER_TAG=TAG  The trainer's image. Default: the one that make images builds.
 	@$(images) demo
 
-platforms: ## Print the versions that all images of a variant have, and the requirements on a node.
+platforms: ## Print the pinned versions of each variant, and what a node needs.
 	@$(images) platforms
 
-pin: setup ## Write the digests behind base images into images/platforms.toml, the commits behind data sets into recipes.
+pin: setup ## Write digests of base images, and commits of data sets, into their files.
 	@$(images) pin
 	@$(python) -m services.tokenizer pin recipes/*.toml
 
-benchmark-tokenizer: setup ## Measure the tokenizer beside its alternatives; ARGS= options, such as "--megabytes 300".
-	@$(python) -m benchmarks.tokenizer $(ARGS)
+lock: ## Resolve the requirements into lockfiles/, and keep pins that still fit.
+#? UPGRADE=1  Take the newest versions.
+	$(images) lock
 
-benchmark-parallel: setup ## Measure split models, exact sums and checkpoints; ARGS= options, such as "--rounds 9".
-	@$(python) -m benchmarks.parallel $(ARGS)
-
-benchmark-compiler: setup ## Measure the fan-out of Neuron's graphs with a stand-in compiler; ARGS= options.
-	@$(python) -m benchmarks.compiler $(ARGS)
-
-benchmark-trainer: setup ## Measure the trainer beside its alternatives; ARGS= options, such as "--install-peers --rounds 5".
-	@$(python) -m benchmarks.trainer $(ARGS)
-
-release: setup ## Release a stage: STAGE=trainer BUMP=major|minor|patch.
+release: setup ## Release a stage with a new version.
+#? STAGE=head|tokenizer|compiler|trainer  The stage. Required.
+#? BUMP=major|minor|patch  The part of the version that is raised. Required.
 	@$(python) -m images release
 
-sbom: ## Write a CycloneDX bill of materials per image into dist/sbom.
+sbom: ## Write a CycloneDX bill of materials for each image into dist/sbom.
+#? STAGE=head|tokenizer|compiler|trainer  The image. Default: all four.
+#? VARIANT
 	@$(images) sbom
 
-check: setup ## Lint, check the format and the types.
+##@ Checks, tests and benchmarks
+
+check: setup ## Run the linter, the format check and the type checker.
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
 	$(python) -m images check
 
-format: setup ## Fix what ruff can fix.
+format: setup ## Fix the format and the lint errors that ruff can fix.
 	$(python) -m ruff check --fix-only .
 	$(python) -m ruff format .
 
-lock: ## Resolve the requirements into lockfiles/, keeping pins that fit. UPGRADE=1: take the newest.
-	$(images) lock
+test: setup ## Run the quick tests, two files at a time.
+	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-clean: ## Remove .venv, .uv and caches; never ROOT, never images.
-	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
-	find $(wildcard services tests images deploy k8s benchmarks infra) -name __pycache__ -type d -prune -exec rm -rf {} +
+test-slow: setup ## Run the slow tests.
+	$(python) -m pytest -m slow
+
+torch29: ## Make .venv-torch29 with torch_xla, which the compiler's plan needs; 8 GB.
+	./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-torch29
+	./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-torch29/bin/python --require-hashes lockfiles/dev-neuron.txt
+
+test-torch29: torch29 ## Run the program's tests in .venv-torch29.
+	.venv-torch29/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder services/common services/compiler services/trainer
+
+test-nxd-parity: ## Compare our layers with those of neuronx-distributed.
+#? NXD_SOURCE=FOLDER  A checkout of github.com/aws-neuron/neuronx-distributed. Required.
+	@test -d "$(NXD_SOURCE)/src/neuronx_distributed" || { echo "make test-nxd-parity NXD_SOURCE=FOLDER: expected a checkout of github.com/aws-neuron/neuronx-distributed, got '$(NXD_SOURCE)', which has no src/neuronx_distributed" >&2; exit 2; }
+	./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-nxd-parity
+	./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-nxd-parity/bin/python --require-hashes lockfiles/nxd-parity.txt
+	NXD_SOURCE="$(abspath $(NXD_SOURCE))" PJRT_DEVICE=CPU .venv-nxd-parity/bin/python -m pytest -rs services/common/program/tests/test_nxd_parity.py
+
+test-images: setup ## Run the tests of the images; needs Docker, root and debootstrap.
+	$(python) -m pytest -m images tests/images
+
+test-cluster: setup ## Run the tests on a Kubernetes that is started here; needs root and Go.
+	@$(images) base
+	$(python) -m pytest -m cluster tests/cluster
+
+test-cluster-smoke: setup ## Run the part of test-cluster that CI runs: one real stage.
+	@$(images) base
+	$(python) -m pytest -m cluster tests/cluster/test_kit.py tests/cluster/test_smoke.py
+
+test-cuda: setup ## Run the tests on this machine's NVIDIA GPUs.
+	$(python) -m pytest -m cuda -rs tests/hardware services/common/program/tests/test_native_device.py
+
+test-batch: setup ## Run the tests on simulated AWS Batch nodes; needs root, iproute2, tini.
+	$(python) -m pytest -m batch infra/tests/batchsim
+
+check-infra: infra-environment ## Run Terraform's own tests, checkov, shellcheck and yamllint, offline.
+#? TF_PLUGIN_MIRROR
+	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-infra-checks
+	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-infra-checks/bin/python --require-hashes lockfiles/infra-checks.txt
+	@$(infra) check
+
+test-infra: setup ## Apply and destroy the infrastructure in a simulated AWS; takes minutes.
+#? TF_PLUGIN_MIRROR
+	$(python) -m pytest -m slow infra
+
+benchmark-tokenizer: setup ## Measure the tokenizer and its alternatives.
+#? ARGS="--megabytes 300 ..."  Options of the benchmark.
+	@$(python) -m benchmarks.tokenizer $(ARGS)
+
+benchmark-parallel: setup ## Measure split models, exact sums and checkpoints.
+#? ARGS="--rounds 9 ..."  Options of the benchmark.
+	@$(python) -m benchmarks.parallel $(ARGS)
+
+benchmark-compiler: setup ## Measure the compiler's fan-out with a stand-in for neuronx-cc.
+#? ARGS="--OPTION ..."  Options of the benchmark.
+	@$(python) -m benchmarks.compiler $(ARGS)
+
+benchmark-trainer: setup ## Measure the trainer and its alternatives.
+#? ARGS="--rounds 5 ..."  Options of the benchmark.
+	@$(python) -m benchmarks.trainer $(ARGS)
+
+# Variables that several targets have.
+#? STAGE=tokenizer|compiler|trainer  The stage. Required.
+#? TARGET=kuberay|batch  Where stages run. Default: kuberay.
+#? COMMAND="WORD ..."  The subcommand and its options, without --recipe and --root. Required.
+#? RECIPE=FILE  The recipe. Default: the overlay's, or on Batch recipes/llama2-7b-trn1.toml.
+#? TAG=TAG|DIGEST|IMAGE  The stage's image. Default: the one that make images builds.
+#? NODES=NUMBER  Nodes of the stage; they set the trainer's data-parallel degree. Default: the recipe's.
+#? ARGS="--section.key=value ..."  Recipe overrides, and other options of the stage.
+#? RETRIES=NUMBER  Further attempts after exit code 75 or a lost head. Default: 3.
+#? DRY_RUN=1  Show the plan, and change nothing.
+#? OUTPUT=yaml  With DRY_RUN=1: write what would be applied to stdout.
+#? FOLLOW=0  Return at once instead of following the stage to its end.
+#? BRING="FILE ..."  Files below the root to copy to this machine.
+#? TO=FOLDER  The folder for these files. Default: brought/NAME-OF-THE-JOB.
+#? MEMORY=GIB  Memory of the subcommand. Default: all of a CPU node. TARGET=kuberay only.
+#? MODE=shared|isolated  isolated: a Ray cluster for this stage alone. TARGET=kuberay only.
+#? WAIT=SECONDS  Limit for placing the nodes at first. Default: 1800. TARGET=kuberay only.
+#? WAIT_AFTER_LOSS=SECONDS  Limit for replacing lost nodes. Default: 21600. TARGET=kuberay only.
+#? DRAIN=SECONDS  Notice before a pod ends, for a checkpoint. Default: measured. TARGET=kuberay only.
+#? KEEP=1  Leave the pods and their nodes up after the stage. TARGET=kuberay only.
+#? HOURS=NUMBER  Limit of an attempt. Default: 24, or the recipe's limit. TARGET=batch only.
+#? AGAIN=1  Deploy although the identical deployment has ended well. TARGET=batch only.
+#? CONFIG=FILE  The account's queues and roles. Default: deploy/batch/config.txt. TARGET=batch only.
+#? OVERLAY=local|eks|FOLDER  The manifests, in k8s/overlays. Default: local.
+#? HEAD_TAG=TAG|DIGEST|IMAGE  The head's image. Default: the one that make images builds.
+#? STACK=eks|batch|FOLDER  The Terraform stack. Default: eks.
+#? VARS=FILE.tfvars  Variables of the Terraform stack. Default: the stack's own.
+#? YES=1  Do not ask.
+#? ONLY=NAME,NAME  The add-ons. Default: all.
+#? VARIANT=cpu|cuda|neuron  The devices of the images. Default: cpu.
+#? TF_PLUGIN_MIRROR=FOLDER  A folder with Terraform's providers, for use without a network.

@@ -1,4 +1,4 @@
-"""The exit codes of a stage's command, on any target: which is tried again, and which line says why it ended."""
+"""Interprets the end of a stage's command on any target: its exit code, and the line of its log that says why."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ MESSAGE_CHARACTERS = 500
 ERROR_PREFIX = "millrace: "
 CUT = " ..."
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-# Lines of other processes, which Ray and loggers mix in between an error and the end of a log.
-_OF_OTHERS = re.compile(r"\(\w+ pid=|\[?\d{4}-\d\d-\d\d[ T]|[IWEF]\d{4} ")
+# Lines of other processes, which Ray and loggers write between an error and the end of a log.
+_FOREIGN_LINE = re.compile(r"\(\w+ pid=|\[?\d{4}-\d\d-\d\d[ T]|[IWEF]\d{4} ")
 
 
 def resolve_exit_code(exit_code: int | None) -> int:
-    """A command without an exit code, or that a signal ended, was lost with its node: it is tried again."""
+    """The exit code of a command; 75 where it has none, or a signal ended it, since it was lost with its node."""
     return exit_code if exit_code is not None and exit_code >= 0 else EXIT_AGAIN
 
 
 def is_tried_again(exit_code: int) -> bool:
-    """No other code is: nothing that a further attempt meets would be different."""
+    """Whether a further attempt may help: only after exit code 75."""
     return exit_code == EXIT_AGAIN
 
 
 def find_error_line(message: str) -> str:
-    """A stage's own error where there is one, else the last line of what was said; on one line, and cut at a word."""
+    """The stage's own error message, or else the last line of its log; on one line, shortened after a word."""
     lines = [line for line in _ESCAPES.sub("", message).strip().splitlines() if line.strip()]
     for number in range(len(lines) - 1, -1, -1):
         if lines[number].startswith(ERROR_PREFIX):
             said = [lines[number].removeprefix(ERROR_PREFIX)]
             for line in lines[number + 1 :]:
-                if _OF_OTHERS.match(line):
+                if _FOREIGN_LINE.match(line):
                     break
                 said.append(line)
             return shorten_line(" ".join(said), MESSAGE_CHARACTERS)
@@ -40,7 +40,7 @@ def find_error_line(message: str) -> str:
 
 
 def shorten_line(text: str, most_characters: int) -> str:
-    """The text with single blanks in place of tabs and line ends; one that is too long ends after a word, in ` ...`."""
+    """The text on one line, with single spaces. A text that is too long ends after a word, in ` ...`."""
     text = " ".join(text.split())
     if len(text) <= most_characters:
         return text

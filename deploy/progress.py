@@ -1,10 +1,10 @@
-"""Progress for people: a line that is reported twice in a row is printed once."""
+"""Prints progress for people: a report that is equal to the last one is not printed again."""
 
 from __future__ import annotations
 
 
-class Progress:
-    """Lines with one prefix, of which only a change is printed."""
+class ProgressPrinter:
+    """Prints lines that begin with one prefix, and of equal consecutive lines only the first."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix

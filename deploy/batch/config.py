@@ -1,7 +1,7 @@
-"""`config.txt`: what a deployment on AWS Batch has to know of the account, a line of KEY=VALUE each.
+"""Reads `config.txt`: the queues, roles and log groups of an AWS account, one KEY=VALUE a line.
 
-Its first seven keys are those of the older scripts for AWS Batch. `make infra-up STACK=batch` writes the file, and who
-made queues and roles in another way writes it by hand.
+`make infra-up STACK=batch` writes the file; for queues and roles of another origin it is written by hand. The first
+seven keys are those of AWS's own scripts for pre-training on AWS Batch.
 """
 
 from __future__ import annotations
@@ -21,64 +21,63 @@ from services.common.recipe.schema import STAGES, Stage
 CONFIG = Path(__file__).parent / "config.txt"
 PLACES = ("REGION", "SUBNET", "SG", "ECR_REPO", "INSTANCE_ROLE", "FSX_DNS_NAME", "MOUNT_NAME")
 POOLS = ("TRAINIUM", "CPU")
-OF_A_POOL = ("QUEUE", "SHAPE", "MAX_NODES")
-OF_A_STAGE = ("JOB_ROLE", "LOG_GROUP")
+POOL_KEYS = ("QUEUE", "SHAPE", "MAX_NODES")
+STAGE_KEYS = ("JOB_ROLE", "LOG_GROUP")
 OPTIONAL = ("CAPACITY_ENDS_AT", "CHECKPOINT_GB", "NOTICE_SECONDS", "EXECUTION_ROLE", "HF_TOKEN_SECRET")
-NEEDED = (
+REQUIRED = (
     *("NAME", "REGION", "ECR_REPO"),
-    *(f"{pool}_{key}" for pool in POOLS for key in OF_A_POOL),
-    *(f"{key}_{stage.upper()}" for key in OF_A_STAGE for stage in STAGES),
+    *(f"{pool}_{key}" for pool in POOLS for key in POOL_KEYS),
+    *(f"{key}_{stage.upper()}" for key in STAGE_KEYS for stage in STAGES),
 )
-KEYS = (*PLACES, *(key for key in NEEDED if key not in PLACES), *OPTIONAL)
+KEYS = (*PLACES, *(key for key in REQUIRED if key not in PLACES), *OPTIONAL)
 
 
 @dataclass(frozen=True)
-class Pool:
-    """A queue, and the nodes behind it, each of which holds one container of a stage."""
+class JobQueue:
+    """A job queue and its nodes. Each node runs one container of a stage."""
 
-    queue: str
+    name: str
     shape: Shape
     max_nodes: int
 
 
 @dataclass(frozen=True)
 class Config:
-    """The account as deployments see it."""
+    """The values of `config.txt`."""
 
     name: str
-    """Job definitions begin with it."""
+    """Prefix of the names of job definitions and jobs."""
     region: str
     repository: str
     """Registry and prefix of the images' repositories."""
-    trainium: Pool
-    cpu: Pool
+    trainium: JobQueue
+    cpu: JobQueue
     job_roles: dict[Stage, str]
     log_groups: dict[Stage, str]
     capacity_ends_at: str
-    """Of the reservation behind Trainium's nodes, RFC 3339; empty: it has no end."""
+    """End of the capacity reservation for Trainium nodes (RFC 3339); empty where there is none."""
     checkpoint_gb: float | None
     """Size of the largest checkpoint, in 10^9 bytes, that a trainer commits within the machines' stop timeout; None
-    where nobody has said it."""
+    where it is unknown."""
     notice_seconds: int
-    """Seconds between a trainer's notice and the end of its container that the machines allow; 0 where nobody has said
-    it."""
+    """Termination notice of the machines, in seconds before a container is killed; 0 where it is unknown."""
     execution_role: str
-    """That gives secrets to containers; empty: there are none."""
+    """Role that reads secrets for containers; empty where there are no secrets."""
     hugging_face_secret: str
-    """ARN in Secrets Manager; empty: there is none."""
+    """ARN of the Hugging Face token in Secrets Manager; empty where there is none."""
 
     def image_of(self, stage: Stage) -> str:
-        """Without a version."""
+        """The name of the stage's image, without tag and digest."""
         return f"{self.repository}/{stage}"
 
 
 def read_config(path: Path = CONFIG) -> Config:
-    """Raises `RecipeError` for a file that is absent, keys that are unknown or lacking, and values that cannot be."""
+    """Raises `RecipeError` for a missing file, unknown or missing keys, and wrong values."""
     values = read_values(path)
-    if lacking := [key for key in NEEDED if not values.get(key)]:
+    if missing := [key for key in REQUIRED if not values.get(key)]:
         raise RecipeError(
-            f"{path} does not say {', '.join(lacking)}: make infra-up STACK=batch writes all, or write what your "
-            f"account has (docs/operations/batch.md tells what each is)"
+            f"{path} has no value for {', '.join(missing)}: make infra-up STACK=batch writes all keys, or write those "
+            f"of your account (docs/operations/batch.md explains them)"
         )
     pools = {pool: _read_pool(path, values, pool) for pool in POOLS}
     for pool, has_devices in (("TRAINIUM", True), ("CPU", False)):
@@ -86,11 +85,11 @@ def read_config(path: Path = CONFIG) -> Config:
         if bool(shape.neuron_devices) != has_devices or shape.gpus:
             raise RecipeError(
                 f"{path}: {pool}_SHAPE={shape.name} has {shape.neuron_devices} Neuron devices and {shape.gpus} GPUs: "
-                f"TRAINIUM_SHAPE is a type with Neuron devices, CPU_SHAPE one with neither. Types with GPUs are for "
-                f"plans alone"
+                f"TRAINIUM_SHAPE must have Neuron devices and CPU_SHAPE must have neither. Types with GPUs serve only "
+                f"for plans"
             )
     if values.get("HF_TOKEN_SECRET") and not values.get("EXECUTION_ROLE"):
-        raise RecipeError(f"{path}: HF_TOKEN_SECRET needs EXECUTION_ROLE, which may read that secret for a container")
+        raise RecipeError(f"{path}: HF_TOKEN_SECRET needs EXECUTION_ROLE, a role that may read the secret")
     return Config(
         name=values["NAME"],
         region=values["REGION"],
@@ -108,13 +107,13 @@ def read_config(path: Path = CONFIG) -> Config:
 
 
 def read_values(path: Path) -> dict[str, str]:
-    """The lines of a config.txt; blank ones and comments aside. Raises `RecipeError`."""
+    """Keys and values of a config.txt. Raises `RecipeError` for a file or a line that cannot be read."""
     try:
         text = read_file(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(
-            f"{path} cannot be read: {error}. It says where jobs run: make infra-up STACK=batch writes it, CONFIG=FILE "
-            f"names another"
+            f"{path} cannot be read: {error}. It names the account's job queues: make infra-up STACK=batch writes it, "
+            f"CONFIG=FILE names another file"
         ) from error
     values: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -122,33 +121,33 @@ def read_values(path: Path) -> dict[str, str]:
             continue
         key, equals, value = line.partition("=")
         if not equals or not re.fullmatch(r"[A-Z_]+", key) or re.search(r"[\s\"']", value):
-            raise RecipeError(f"{path}, line {number}: {line!r}; expected KEY=VALUE, without quotes and blanks")
+            raise RecipeError(f"{path}, line {number}: {line!r}; expected KEY=VALUE, without quotes and spaces")
         if mask(value) != value:
             raise RecipeError(
-                f"{path}, line {number}: {key} holds a user or a password, which job definitions would show"
+                f"{path}, line {number}: {key} holds a user or a password, which job definitions would publish"
             )
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1)
-            meant = f"do you mean {near[0]}?" if near else f"known: {', '.join(KEYS)}"
+            meant = f"do you mean {near[0]}?" if near else f"known keys: {', '.join(KEYS)}"
             raise RecipeError(f"{path}, line {number}: unknown key {key}; {meant}")
         values[key] = value
     return values
 
 
 def _read_number(path: Path, values: dict[str, str], key: str) -> float:
-    """0 for a key without a value."""
+    """The number of a key; 0 where it has no value. Raises `RecipeError` for a negative one."""
     text = values.get(key) or "0"
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise RecipeError(f"{path}: {key}={text}: a number is expected, such as {key}=157")
+        raise RecipeError(f"{path}: {key}={text}: expected a number from 0 on, such as {key}=157")
     return number
 
 
-def _read_pool(path: Path, values: dict[str, str], pool: str) -> Pool:
+def _read_pool(path: Path, values: dict[str, str], pool: str) -> JobQueue:
     most = values[f"{pool}_MAX_NODES"]
     if not (most.isascii() and most.isdigit() and int(most)):
-        raise RecipeError(f"{path}: {pool}_MAX_NODES={most}: a whole number from 1 on is expected")
-    return Pool(values[f"{pool}_QUEUE"], find_shape(values[f"{pool}_SHAPE"]), int(most))
+        raise RecipeError(f"{path}: {pool}_MAX_NODES={most}: expected a whole number from 1 on")
+    return JobQueue(values[f"{pool}_QUEUE"], find_shape(values[f"{pool}_SHAPE"]), int(most))

@@ -1,7 +1,7 @@
-"""The job definition of a stage: the stage's contract in the words of AWS Batch's RegisterJobDefinition.
+"""Renders a stage's contract as a request to AWS Batch's RegisterJobDefinition.
 
-Every deployment and every one-off has one of its own, because Batch overrides no image, and what a job ran must stay
-readable. What is set here and why is in docs/operations/batch.md.
+Every deployment and every one-off has its own job definition: Batch cannot override the image of one, and a job
+definition records what its job ran. docs/operations/batch.md gives the reason for every setting.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.batch.config import Config, Pool
+from deploy.batch.config import Config, JobQueue
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.stage_contract import (
     ONE_OFF_DRAIN_SECONDS,
@@ -37,26 +37,32 @@ OPEN_FILES = 1_048_576
 STACK_BYTES = 64 * 2**20
 DEVICE_PERMISSIONS = ["READ", "WRITE", "MKNOD"]
 HOST_FOLDERS = {ROOT.name: ROOT.path, SCRATCH.name: SCRATCH.path}
-"""On the nodes, as the launch template prepares them: the mounted file system, and a folder on their own disks."""
+"""Folders of a node, by their volume: the mounted file system, and scratch space on the node's disks. The launch
+template prepares both."""
 DEPLOYMENT_TAG = "millrace.dev/deployment"
+RETRY_RULES: list[Request] = [
+    {"onStatusReason": "Host EC2*", "action": "RETRY"},
+    {"onExitCode": str(EXIT_AGAIN), "action": "RETRY"},
+    {"onExitCode": "*", "action": "EXIT"},  # Batch retries where no rule matches
+]
 
 
 @dataclass(frozen=True)
-class Deployment:
-    """What one deployment runs."""
+class BatchDeployment:
+    """A deployment of a stage on AWS Batch."""
 
     stage: Stage
     image: str
-    """With its digest."""
+    """The image's name, with its digest."""
     nodes: int
     recipe: str
-    """Its name."""
+    """The recipe's name."""
     recipe_text: str
     arguments: tuple[str, ...]
     attempts: int
-    """At most, counting the first."""
+    """Largest number of attempts, the first one included."""
     attempt_seconds: int
-    """At most; Batch then ends it, and does not try again."""
+    """Limit of an attempt, in seconds. Batch ends the job then, and makes no further attempt."""
 
     @property
     def recipe_digest(self) -> str:
@@ -64,41 +70,43 @@ class Deployment:
 
 
 @dataclass(frozen=True)
-class OneOff:
-    """What a one-off runs: a subcommand of a stage, on one CPU node."""
+class BatchOneOff:
+    """A subcommand of a stage as a job on one CPU node."""
 
     stage: Stage
     digest: str
-    """The same for the same request of the same person."""
+    """Digest of the request and its user."""
     image: str
-    """With its digest."""
+    """The image's name, with its digest."""
     words: tuple[str, ...]
     """The subcommand and its arguments."""
     bring: tuple[str, ...]
+    """Files below the root that are copied to the user's machine."""
     recipe: str
-    """Packed; empty where the subcommand takes none."""
+    """The packed recipe; empty where the subcommand takes none."""
     seconds: int
-    """After which Batch ends it."""
+    """Limit of the job, in seconds, after which Batch ends it."""
 
 
-def pool_of(config: Config, stage: Stage, is_compiler_on_trainium: bool) -> Pool:
-    """Where a stage's nodes come from. The tokenizer has no use for a device, and a compiler mostly none."""
+def queue_of(config: Config, stage: Stage, is_compiler_on_trainium: bool) -> JobQueue:
+    """The queue for a stage's jobs. The tokenizer needs no device, and the compiler only where it traces on one."""
     is_on_trainium = stage == "trainer" or (stage == "compiler" and is_compiler_on_trainium)
     return config.trainium if is_on_trainium else config.cpu
 
 
-def render_job_definition(config: Config, pool: Pool, deployment: Deployment) -> Request:
-    """The request that registers it. Raises `RecipeError` for a recipe that is too long to travel in it.
+def render_job_definition(config: Config, queue: JobQueue, deployment: BatchDeployment) -> Request:
+    """The request that registers a deployment's job definition.
 
-    All are multi-node parallel jobs, of one node as well: a plain job shares its machine's network, and with that the
-    machine's role. Nodes are one range, `0:`: a range with an end would fix their number.
+    All jobs are multi-node parallel jobs, also those of one node: a plain job shares its machine's network, and with it
+    the machine's role. The nodes are one range, `0:`, because a range with an end would fix their number. Raises
+    `RecipeError` for a recipe that exceeds the size of a job definition.
     """
-    contract = find_contract(deployment.stage, pool.shape.pod_resources)
+    contract = find_contract(deployment.stage, queue.shape.pod_resources)
     if deployment.stage == "trainer":
         contract = contract.with_drain(max(contract.drain_seconds, config.notice_seconds))
     body = _render_body(
         f"{config.name}-{deployment.stage}",
-        pool,
+        queue,
         _render_container(config, contract, deployment),
         deployment.nodes,
         deployment.attempt_seconds,
@@ -107,13 +115,13 @@ def render_job_definition(config: Config, pool: Pool, deployment: Deployment) ->
     return body | {"tags": {"millrace.dev/stage": deployment.stage, DEPLOYMENT_TAG: identify(body)}}
 
 
-def render_one_off_definition(config: Config, one_off: OneOff) -> Request:
-    """The request that registers the job of a one-off: one attempt on one CPU node.
+def render_one_off_definition(config: Config, one_off: BatchOneOff) -> Request:
+    """The request that registers a one-off's job definition: one attempt on one CPU node.
 
-    It is multi-node as well, for the same reason as a deployment.
+    The job is a multi-node parallel job, for the same reason as a deployment's.
     """
     contract = find_contract(one_off.stage, config.cpu.shape.pod_resources).with_drain(ONE_OFF_DRAIN_SECONDS)
-    assert contract.resources is not None  # every shape that has a queue leaves a container room
+    assert contract.resources is not None  # every shape with a queue has room for a container
     command = make_one_off_command(one_off.stage, ROOT.path, one_off.words, one_off.bring, requires_mount=True)
     container = _render_contract(
         config,
@@ -129,12 +137,14 @@ def render_one_off_definition(config: Config, one_off: OneOff) -> Request:
 
 
 def one_off_name(config: Config, stage: Stage) -> str:
-    """The name of the job definitions of a stage's one-offs, which are none of its deployments."""
+    """Name of the job definitions of a stage's one-offs, which keeps them apart from its deployments'."""
     return f"{config.name}-{stage}-{ONE_OFF}"
 
 
-def _render_body(name: str, pool: Pool, container: Request, nodes: int, attempt_seconds: int, attempts: int) -> Request:
-    group = {"targetNodes": "0:", "container": container, "instanceTypes": [pool.shape.name]}
+def _render_body(
+    name: str, queue: JobQueue, container: Request, nodes: int, attempt_seconds: int, attempts: int
+) -> Request:
+    group = {"targetNodes": "0:", "container": container, "instanceTypes": [queue.shape.name]}
     return {
         "jobDefinitionName": name,
         "type": "multinode",
@@ -142,24 +152,24 @@ def _render_body(name: str, pool: Pool, container: Request, nodes: int, attempt_
         "platformCapabilities": ["EC2"],
         "propagateTags": True,
         "timeout": {"attemptDurationSeconds": attempt_seconds},
-        "retryStrategy": {"attempts": attempts, "evaluateOnExit": _rules()},
+        "retryStrategy": {"attempts": attempts, "evaluateOnExit": RETRY_RULES},
     }
 
 
 def identify(body: Request) -> str:
-    """The same for what runs the same."""
-    told = {key: value for key, value in body.items() if key != "tags"}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    """The digest that identical job definitions share."""
+    untagged = {key: value for key, value in body.items() if key != "tags"}
+    return hashlib.sha256(json.dumps(untagged, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_container(body: Request) -> Request:
-    """The one container of all nodes."""
+    """The container of a job definition, which is the same on all nodes."""
     return dict(body["nodeProperties"]["nodeRangeProperties"][0]["container"])
 
 
-def _render_container(config: Config, contract: StageContract, deployment: Deployment) -> Request:
+def _render_container(config: Config, contract: StageContract, deployment: BatchDeployment) -> Request:
     resources = contract.resources
-    assert resources is not None  # every shape that has a queue leaves a container room
+    assert resources is not None  # every shape with a queue has room for a container
     recipe = f"{ROOT.path}/{RECIPES}/{deployment.recipe_digest}.toml"
     command = make_command(contract.stage, recipe, ROOT.path, deployment.arguments)
     cores = ["--neuron-cores", str(resources.neuron_cores)] if resources.neuron_cores else []
@@ -176,7 +186,7 @@ def _render_container(config: Config, contract: StageContract, deployment: Deplo
 def _render_contract(
     config: Config, contract: StageContract, resources: Resources, *, image: str, command: list[str], recipe: str
 ) -> Request:
-    """A container with all that the stage's contract promises. `recipe` is packed, or empty where it reads none."""
+    """A container that keeps the stage's contract. `recipe` is packed, or empty where the command reads none."""
     variables = contract.variables | ({RECIPE_VARIABLE: recipe} if recipe else {})
     group = config.log_groups[contract.stage]
     container: Request = {
@@ -220,7 +230,7 @@ def _render_contract(
 
 
 def _render_linux_parameters(resources: Resources) -> Request:
-    parameters: Request = {"initProcessEnabled": True}  # reaps what dies, and hands on SIGTERM
+    parameters: Request = {"initProcessEnabled": True}  # reaps orphaned processes and passes SIGTERM on
     if resources.shared_memory_gib:
         parameters["sharedMemorySize"] = resources.shared_memory_gib * MIB_PER_GIB
     paths = [f"/dev/neuron{number}" for number in range(resources.neuron_devices)]
@@ -230,12 +240,3 @@ def _render_linux_parameters(resources: Resources) -> Request:
             {"hostPath": path, "containerPath": path, "permissions": DEVICE_PERMISSIONS} for path in paths
         ]
     return parameters
-
-
-def _rules() -> list[Request]:
-    """What is tried again. The last one is needed: what no rule matches is tried again."""
-    return [
-        {"onStatusReason": "Host EC2*", "action": "RETRY"},
-        {"onExitCode": str(EXIT_AGAIN), "action": "RETRY"},
-        {"onExitCode": "*", "action": "EXIT"},
-    ]

@@ -1,6 +1,6 @@
-"""Jobs of stages on AWS Batch: submitted, found again, ended, and what they tell of themselves.
+"""Submits, finds, reads and terminates the jobs of stages on AWS Batch.
 
-Batch knows an ended job for about a week. What has to outlast that is in the tags of its job definition.
+Batch forgets an ended job after about a week. Tags of its job definition hold what must outlast that.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from services.common.recipe.schema import STAGES, Stage
 
 ALL_STATUSES = (*ACTIVE_STATUSES, "SUCCEEDED", "FAILED")
 ENDED_WELL_TAG = "millrace.dev/ended-well"
-"""Of a job definition: when a job of it was first seen to have ended with 0."""
+"""Tag of a job definition: the time at which one of its jobs was first seen to have ended with exit code 0."""
 JOBS_A_CALL = 100
 NAME_CHARACTERS = 128
 
 
 @dataclass(frozen=True)
-class Job:
-    """One deployment of a stage as Batch describes it."""
+class BatchJob:
+    """A job of a stage, as Batch describes it."""
 
     id: str
     stage: Stage
     status: str
     reason: str
-    """In Batch's words. Of one that ended also its last container's: a job whose image could not be pulled says only
-    that its task failed to start."""
+    """Batch's reason for the status, and the last container's where the job has ended: a job whose image could not be
+    pulled only says that its task failed to start."""
     definition: str
-    """Its job definition's ARN."""
+    """ARN of the job definition."""
     nodes: int
     created_at: datetime
     attempts: tuple[int | None, ...]
-    """Exit codes of the main node's container in the attempts that ended; None where a host was lost."""
+    """Exit code of the main node's container, for every ended attempt; None where a host was lost."""
     log_streams: tuple[str, ...]
-    """Of the main node, an attempt each that has one, also of one that runs."""
+    """Log streams of the main node, one an attempt, that of a running attempt included."""
     is_terminated: bool
-    """By a person."""
+    """Whether a person terminated or cancelled the job."""
     is_one_off: bool = False
-    """Does it run a subcommand of the stage, and not the stage?"""
+    """Whether the job runs a subcommand of the stage, and not the stage itself."""
 
     @property
     def is_active(self) -> bool:
@@ -54,7 +54,7 @@ class Job:
 
     @property
     def exit_code(self) -> int:
-        """Of one that has ended. A container that ended without a code was lost with its host, or stopped."""
+        """Exit code of an ended job. A container without an exit code was stopped, or lost with its host: 75."""
         if self.status == "SUCCEEDED":
             return 0
         if self.is_terminated or not self.attempts:
@@ -69,15 +69,15 @@ class Definition:
     arn: str
     revision: int
     deployment: str
-    """What identifies what it runs; empty for one that somebody registered by hand."""
+    """Digest of the deployment; empty for a job definition that somebody registered by hand."""
     ended_well: str
-    """When a job of it was seen to have ended with 0; empty: never."""
+    """Time at which one of its jobs was seen to have ended with exit code 0; empty where none was."""
     body: Request
-    """As RegisterJobDefinition took it, and what Batch adds."""
+    """The job definition as Batch describes it: the registered request, with some keys added."""
 
 
 class Jobs:
-    """The jobs of one `config.txt`."""
+    """Jobs and job definitions in the account of a `config.txt`."""
 
     def __init__(self, account: Account, config: Config) -> None:
         self._account, self._config = account, config
@@ -87,8 +87,10 @@ class Jobs:
         return self._account.client("batch")
 
     def definitions(self, stage: Stage, *, of_one_offs: bool = False) -> list[Definition]:
-        """Those of deployments, or of one-offs, newest first. Somebody else may have registered another kind of job
-        under the name."""
+        """Job definitions of the stage's deployments, or of its one-offs, newest first.
+
+        Single-node job definitions of the same name are left out: somebody else registered them.
+        """
         name = one_off_name(self._config, stage) if of_one_offs else f"{self._config.name}-{stage}"
         with explaining_refusals(f"job definitions of {stage}"):
             found = self._account.pages(
@@ -106,12 +108,15 @@ class Jobs:
             made = self._batch.register_job_definition(**body)
         return _read_definition(body | {"jobDefinitionArn": made["jobDefinitionArn"], "revision": made["revision"]})
 
-    def submit(self, stage: Stage, queue: str, definition: Definition, what: str, after: str = "") -> str:
-        """The job's id. Its name ends in `what` it is about, such as its recipe; `after` is the id of a job that has to
-        end with 0 first."""
+    def submit(self, stage: Stage, queue: str, definition: Definition, suffix: str, after: str = "") -> str:
+        """Submit a job and return its id.
+
+        The job's name ends in `suffix`, such as the recipe's name. `after` is the id of a job that has to end with
+        exit code 0 first.
+        """
         with explaining_refusals(f"submit a job of {stage}"):
             made = self._batch.submit_job(
-                jobName=_job_name(f"{self._config.name}-{stage}-{what}"),
+                jobName=_job_name(f"{self._config.name}-{stage}-{suffix}"),
                 jobQueue=queue,
                 jobDefinition=definition.arn,
                 propagateTags=True,
@@ -120,14 +125,14 @@ class Jobs:
             )
         return str(made["jobId"])
 
-    def find(self, job_id: str) -> Job | None:
+    def find(self, job_id: str) -> BatchJob | None:
         with explaining_refusals(f"job {job_id}"):
             return next(self._describe([job_id]), None)
 
-    def find_all(self, stage: Stage, *, of_one_offs: bool = False) -> list[Job]:
-        """Those of deployments, or of one-offs, that Batch still knows, newest first."""
+    def find_all(self, stage: Stage, *, of_one_offs: bool = False) -> list[BatchJob]:
+        """Jobs of the stage's deployments, or of its one-offs, that Batch still knows, newest first."""
         with explaining_refusals(f"jobs of {stage}"):
-            queues = dict.fromkeys((self._config.trainium.queue, self._config.cpu.queue))
+            queues = dict.fromkeys((self._config.trainium.name, self._config.cpu.name))
             ids = [
                 job_id
                 for queue in queues
@@ -138,20 +143,20 @@ class Jobs:
             found = (job for job in found if job.stage == stage and job.is_one_off == of_one_offs)
         return sorted(found, key=lambda job: job.created_at, reverse=True)
 
-    def terminate(self, job: Job, reason: str) -> None:
-        """Its containers get SIGTERM, and SIGKILL after the host's stop timeout."""
+    def terminate(self, job: BatchJob, reason: str) -> None:
+        """Send SIGTERM to the job's containers. SIGKILL follows after the host's stop timeout."""
         with explaining_refusals(f"terminate job {job.id}"):
             self._batch.terminate_job(jobId=job.id, reason=reason)
 
     def note_end(self, definition: Definition) -> Definition:
-        """Let it say that a job of it ended with 0, for when Batch has forgotten the job."""
+        """Tag the job definition with the time at which its job was seen to have ended with exit code 0."""
         moment = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
         with explaining_refusals(f"tag {definition.arn}"):
             self._batch.tag_resource(resourceArn=definition.arn, tags={ENDED_WELL_TAG: moment})
         return replace(definition, ended_well=moment)
 
     def read_log(self, stage: Stage, stream: str, token: str) -> tuple[list[str], str]:
-        """Lines that follow `token` (empty: from the beginning), and the next token."""
+        """Lines of the stream after `token`, or from its beginning where that is empty; and the next token."""
         logs = self._account.client("logs")
         arguments: dict[str, Any] = {"nextToken": token} if token else {}
         with explaining_refusals(f"log {stream}"):
@@ -164,12 +169,12 @@ class Jobs:
         return [each["message"] for each in answer["events"]], str(answer["nextForwardToken"])
 
     def explain_queue(self, queue: str) -> str:
-        """Why a queue takes no job to its nodes; empty while it does."""
+        """The reason why the queue starts no jobs; empty while it does."""
         with explaining_refusals(f"job queue {queue}"):
             return explain_queue(self._account, queue)
 
     def resolve_image(self, stage: Stage, tag: str) -> str:
-        """The image by its digest; empty where the repository has no such tag."""
+        """The image of a tag or a digest, by digest; empty where the repository has no such tag."""
         repository = self._config.image_of(stage)
         if tag.startswith("sha256:"):
             return f"{repository}@{tag}"
@@ -185,7 +190,7 @@ class Jobs:
                 raise
         return f"{repository}@{found['imageDetails'][0]['imageDigest']}"
 
-    def _describe(self, ids: list[str]) -> Iterator[Job]:
+    def _describe(self, ids: list[str]) -> Iterator[BatchJob]:
         for first in range(0, len(ids), JOBS_A_CALL // 2):
             asked = ids[first : first + JOBS_A_CALL // 2]
             both = [*asked, *(_main_node_of(each) for each in asked)]
@@ -193,8 +198,11 @@ class Jobs:
             read = (self._read(found[each], found.get(_main_node_of(each), {})) for each in asked if each in found)
             yield from filter(None, read)
 
-    def _read(self, found: Request, main_node: Request) -> Job | None:
-        """Whether Batch tells of attempts with the job or with its main node is written nowhere: both are asked."""
+    def _read(self, found: Request, main_node: Request) -> BatchJob | None:
+        """The job of a description; None for a job of no stage.
+
+        Batch does not document whether it lists attempts with a job or with its main node, so both are read.
+        """
         name = found["jobDefinition"].rpartition("/")[2].partition(":")[0]
         stages = {f"{self._config.name}-{each}": each for each in STAGES}
         one_offs = {one_off_name(self._config, each): each for each in STAGES}
@@ -207,7 +215,7 @@ class Jobs:
         reasons = [found.get("statusReason")]
         if found["status"] not in ACTIVE_STATUSES and ends:
             reasons.append(ends[-1].get("reason"))
-        return Job(
+        return BatchJob(
             id=found["jobId"],
             stage=stage,
             status=found["status"],
@@ -223,7 +231,7 @@ class Jobs:
 
 
 def _job_name(wanted: str) -> str:
-    """As Batch takes it: letters, digits, hyphens and underscores. A recipe's name may have more, as llama3.1 has."""
+    """The name with only those characters that Batch allows. A recipe's name may have a dot, as llama3.1 does."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", wanted)[:NAME_CHARACTERS]
 
 
@@ -232,7 +240,7 @@ def _main_node_of(job_id: str) -> str:
 
 
 def _containers_of(job: Request) -> list[Request]:
-    """Of the attempts that ended."""
+    """The containers of the job's ended attempts."""
     return [each.get("container") or {} for each in job.get("attempts") or []]
 
 

@@ -1,33 +1,36 @@
-"""The outline of a recipe: the little that the client reads in it. The stage's own image judges the rest.
+"""The outline of a recipe: the few values that the client needs. The stage's image checks all the others.
 
-The client's checkout and the image may know different recipes: a key that is new in the image is unknown here.
+The client's checkout and the image may be of different versions: a key that is new in the image is unknown here. Keys
+that both know have their defaults from `Recipe`.
 """
 
 from __future__ import annotations
 
 import math
-import tempfile
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.common.errors import RecipeError
-from services.common.recipe.file import read_values
 from services.common.recipe.memory_estimate import checkpoint_bytes_of
-from services.common.recipe.schema import Cluster, Model, Positive, Stage
+from services.common.recipe.schema import Cluster, Compile, Model, Parallel, Positive, Section, Stage, Train
+
+
+def _default(section: type[Section], key: str) -> Any:
+    """The default that a key has in `Recipe`."""
+    return section.model_fields[key].default
 
 
 class _Outline(BaseModel):
-    """As much of a section as is named here; what else it has is not looked at."""
+    """A section of which only some keys are read."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
 class OutlineParallel(_Outline):
-    data_parallel_size: Positive = 1
-    tensor_parallel_size: Positive = 1
-    device: str = "cpu"
+    data_parallel_size: Positive = _default(Parallel, "data_parallel_size")
+    tensor_parallel_size: Positive = _default(Parallel, "tensor_parallel_size")
+    device: str = _default(Parallel, "device")
 
     @property
     def num_workers(self) -> int:
@@ -40,32 +43,32 @@ class OutlineBatch(_Outline):
 
     @property
     def num_micro_batches(self) -> int:
-        """1, which no two workers share, where the sizes are not in the recipe."""
+        """Micro-batches of one optimizer step; 1 where the recipe has no batch sizes."""
         return self.global_batch_size // self.micro_batch_size
 
 
 class OutlineCompile(_Outline):
-    enabled: bool = True
-    trace_on: str = "device"
-    num_workers: Positive = 5
-    task_cpus: Positive = 8
-    task_memory_gib: Annotated[float, Field(gt=0)] = 32.0
+    enabled: bool = _default(Compile, "enabled")
+    trace_on: str = _default(Compile, "trace_on")
+    num_workers: Positive = _default(Compile, "num_workers")
+    task_cpus: Positive = _default(Compile, "task_cpus")
+    task_memory_gib: Annotated[float, Field(gt=0)] = _default(Compile, "task_memory_gib")
 
 
 class OutlineModel(Model, extra="ignore"):
-    """The whole section: the size of a checkpoint follows from it."""
+    """The section `model`, from which the size of a checkpoint follows."""
 
 
 class OutlineTrain(_Outline):
-    time_limit_seconds: float | None = None
+    time_limit_seconds: float | None = _default(Train, "time_limit_seconds")
 
 
 class OutlineCluster(Cluster, extra="ignore"):
-    """The whole section: it is about nothing but nodes."""
+    """The section `cluster`, which describes the nodes."""
 
 
 class Outline(_Outline):
-    """A recipe's name, and what its nodes and their time follow from."""
+    """A recipe's name, and the values that decide how many nodes it needs, and for how long."""
 
     name: str
     parallel: OutlineParallel = OutlineParallel()
@@ -74,7 +77,7 @@ class Outline(_Outline):
     train: OutlineTrain = OutlineTrain()
     cluster: OutlineCluster = OutlineCluster()
     model: dict[str, Any] = {}
-    """The section as it is written: a preset that is new in the image is none here."""
+    """The unchecked section `model`: the image may know a preset that this checkout does not."""
 
     @property
     def checkpoint_gb(self) -> float | None:
@@ -86,15 +89,15 @@ class Outline(_Outline):
 
     @property
     def has_compile_tasks(self) -> bool:
-        """Are its graphs compiled as tasks, for Neuron?"""
+        """Whether the recipe's graphs are compiled for Neuron, each by its own task."""
         return self.compile.enabled and self.parallel.device == "xla"
 
     def nodes_of(self, stage: Stage) -> int:
-        """Nodes of the stage's gang."""
+        """Number of nodes in the stage's gang."""
         return self.cluster.nodes_of(stage, self.parallel.num_workers)
 
     def describe_topology(self, stage: str, nodes: int, unit: str) -> str:
-        """What NODES makes of the recipe; a target calls a node's part of it by its own name."""
+        """Describe the stage's workers on so many nodes; `unit` is the target's word for nodes, such as `pods`."""
         if stage != "trainer":
             return f"{nodes} {unit}"
         models = self.parallel.data_parallel_size
@@ -106,31 +109,17 @@ class Outline(_Outline):
         )
 
     def data_parallel_size_on(self, nodes: int) -> int:
-        """Models of the trainer on so many nodes. Raises `RecipeError` where they are not whole."""
+        """Number of models that the trainer's workers form on so many nodes.
+
+        Raises `RecipeError` where some workers are left over.
+        """
         per_node, parts = self.cluster.trainer_workers_per_node, self.parallel.tensor_parallel_size
         models, rest = divmod(nodes * per_node, parts)
         if rest:
             step = parts // math.gcd(per_node, parts)
             raise RecipeError(
-                f"NODES={nodes}: its {nodes * per_node} workers ({per_node} a node, cluster.trainer_workers_per_node) "
-                f"are no whole models of parallel.tensor_parallel_size {parts} workers. "
-                f"NODES must be a multiple of {step}"
+                f"NODES={nodes}: {nodes * per_node} workers ({per_node} a node, cluster.trainer_workers_per_node) do "
+                f"not form whole models of {parts} workers each (parallel.tensor_parallel_size). NODES must be a "
+                f"multiple of {step}"
             )
         return models
-
-
-def read_outline(file: Path, overrides: dict[str, str]) -> Outline:
-    """Raises `RecipeError` for what is no TOML, and for a number of nodes that is none."""
-    try:
-        return Outline.model_validate(read_values(file, overrides))
-    except ValidationError as error:
-        told = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}, got {each['input']!r}" for each in error.errors()]
-        raise RecipeError(f"{file}: the nodes of a stage cannot be read from it: {'; '.join(told)}") from error
-
-
-def read_outline_of_text(text: str, overrides: dict[str, str]) -> Outline:
-    """Of a recipe that is in no file."""
-    with tempfile.TemporaryDirectory(prefix="millrace-recipe-") as folder:
-        file = Path(folder) / "recipe.toml"
-        file.write_text(text, encoding="utf-8")
-        return read_outline(file, overrides)

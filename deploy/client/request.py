@@ -1,100 +1,104 @@
-"""A deploy request: what a person typed, for any target."""
+"""A deploy request: the variables that a person typed, for any target."""
 
 from __future__ import annotations
 
 import getpass
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import cast
 
-from deploy.client.outline import Outline, read_outline, read_outline_of_text
+from deploy.client.requested_recipe import RequestedRecipe, read_requested_recipe
+from deploy.client.variables import read_hours, read_number, read_switch, read_words
+from deploy.stage_contract import ClusterMode
 from services.common.errors import RecipeError
-from services.common.input.files import read_file
-from services.common.process.command_line import read_override
-from services.common.recipe.file import MAX_RECIPE_BYTES, load_recipe
-from services.common.recipe.schema import STAGES
-from services.common.recipe.schema import Stage as StageName
+from services.common.recipe.schema import STAGES, Stage
 
-DEFAULT_RECIPE = Path("recipes/tiny-cpu.toml")
 RESERVED_OPTIONS = ("--recipe", "--root", "--launch", "--dry-run")
-Mode = Literal["shared", "isolated"]
-
-
-LOSS_TIMEOUT_SECONDS = 6 * 3600
-"""Seconds for which a deployment waits for nodes after it lost some: node repair, a capacity pool, or a person in the
-morning brings them, and the others are held meanwhile."""
+RETRIES = 3
+"""Further attempts of a deployment whose request says no number."""
 
 
 @dataclass(frozen=True)
 class DeployRequest:
-    """A command's variables; None where one was not given."""
+    """The variables of a deploy command; None, or empty, for each that was not given."""
 
-    stage: str
-    recipe: Path | None
-    tag: str
-    nodes: int | None
-    mode: Mode | None
-    arguments: tuple[str, ...] | None
-    retries: int
-    start_timeout_seconds: int
-    drain_seconds: int
-    is_kept: bool
-    """KEEP=1: the pods stay up afterwards."""
-    is_dry_run: bool
-    is_followed: bool
-    recipe_text: str = ""
-    """Instead of a file."""
+    stage: Stage
+    recipe: RequestedRecipe | None = None
+    """RECIPE, without ARGS."""
+    tag: str = ""
+    nodes: int | None = None
+    mode: ClusterMode | None = None
+    arguments: tuple[str, ...] | None = None
+    """ARGS: options of the stage's command."""
+    retries: int | None = None
+    start_timeout_seconds: int | None = None
+    """WAIT: seconds in which a gang has to be placed before the first attempt."""
+    loss_timeout_seconds: int | None = None
+    """WAIT_AFTER_LOSS: seconds in which a gang that lost nodes has to be complete again."""
+    drain_seconds: int | None = None
+    """DRAIN: seconds between a container's notice and its end."""
+    is_kept: bool = False
+    """KEEP=1: leave the pods up after the stage."""
+    is_dry_run: bool = False
+    is_followed: bool = True
     hours: float | None = None
-    """HOURS: after which an attempt is ended."""
-    loss_timeout_seconds: int = LOSS_TIMEOUT_SECONDS
-    """WAIT_AFTER_LOSS: for how long a gang is waited for that has stood before."""
+    """HOURS: when an attempt is ended."""
     is_again: bool = False
-    """AGAIN=1: also where the same was deployed before and ended well."""
+    """AGAIN=1: deploy although the identical deployment has ended well before."""
+
+    def find_recipe(self, default: Path) -> RequestedRecipe:
+        """The request's recipe, or that of the file `default`, with ARGS. Raises `RecipeError`."""
+        return (self.recipe or read_requested_recipe(default)).with_arguments(*(self.arguments or ()))
 
 
-def require_stage_name(name: str) -> StageName:
+def read_deploy_request(environment: Mapping[str, str], stage: Stage) -> DeployRequest:
+    """The request that these variables make. Raises `RecipeError` for a value that cannot be used."""
+    mode, recipe, arguments = environment.get("MODE"), environment.get("RECIPE"), environment.get("ARGS")
+    if mode not in (None, "", "shared", "isolated"):
+        raise RecipeError(f"MODE={mode}: expected shared or isolated")
+    request = DeployRequest(
+        stage=stage,
+        recipe=read_requested_recipe(Path(recipe)) if recipe else None,
+        tag=environment.get("TAG", ""),
+        nodes=read_number(environment, "NODES", least=1),
+        mode=cast(ClusterMode, mode) if mode else None,
+        arguments=read_words("ARGS", arguments) if arguments is not None else None,
+        retries=read_number(environment, "RETRIES"),
+        start_timeout_seconds=read_number(environment, "WAIT"),
+        loss_timeout_seconds=read_number(environment, "WAIT_AFTER_LOSS"),
+        drain_seconds=read_number(environment, "DRAIN", least=1),
+        is_kept=read_switch(environment, "KEEP"),
+        is_dry_run=read_switch(environment, "DRY_RUN"),
+        is_followed=read_switch(environment, "FOLLOW", "1"),
+        hours=read_hours(environment),
+        is_again=read_switch(environment, "AGAIN"),
+    )
+    _require_free_arguments(request.arguments or ())
+    return request
+
+
+def require_stage_name(name: str) -> Stage:
+    """The stage of this name. Raises `RecipeError` for any other name."""
     if name not in STAGES:
-        raise RecipeError(f"STAGE={name or 'nothing'}: a stage is one of {', '.join(STAGES)}")
+        raise RecipeError(f"STAGE={name or 'nothing'}: expected one of {', '.join(STAGES)}")
     return name
 
 
 def user_name() -> str:
+    """The login name of the person who deploys."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
         return f"uid {os.getuid()}"
 
 
-def recipe_overrides(arguments: tuple[str, ...]) -> dict[str, str]:
-    """Those of a stage's options that override the recipe: `--train.max_steps=500`."""
-    return dict(filter(None, map(read_override, arguments)))
-
-
-def require_free_arguments(arguments: tuple[str, ...]) -> None:
-    """Raises `RecipeError` for options that the deployment itself gives."""
+def _require_free_arguments(arguments: tuple[str, ...]) -> None:
+    """Raise `RecipeError` for options that the deployment itself sets."""
     for argument in arguments:
         option = argument.partition("=")[0]
         if option in RESERVED_OPTIONS:
-            raise RecipeError(f"ARGS: {option} is the deployment's own; RECIPE=, NODES=, DRY_RUN=1 say what you mean")
+            raise RecipeError(f"ARGS: the deployment itself sets {option}; use RECIPE=, NODES= or DRY_RUN=1")
         if "." in option and option.startswith("--") and "=" not in argument:
             raise RecipeError(f"ARGS: {argument!r}: a recipe override reads --section.key=value")
-
-
-def read_request_outline(request: DeployRequest, text: str, arguments: tuple[str, ...]) -> Outline:
-    """From the file that was named, so that an error names it; from the text where there is no file."""
-    overrides = recipe_overrides(arguments)
-    if request.recipe_text:
-        return read_outline_of_text(text, overrides)
-    file = request.recipe or DEFAULT_RECIPE
-    if not request.tag:
-        load_recipe(file, overrides)
-    return read_outline(file, overrides)
-
-
-def read_recipe_text(path: Path) -> str:
-    try:
-        return read_file(path, max_bytes=MAX_RECIPE_BYTES).decode()
-    except (OSError, UnicodeDecodeError):
-        read_outline(path, {})  # says what is wrong with the file
-        raise

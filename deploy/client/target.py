@@ -1,46 +1,52 @@
-"""A target: a kind of cluster that stages are deployed on. All do the same, in the same words and exit codes."""
+"""A target is a place where stages run: a KubeRay cluster, or AWS Batch. Both have the same commands and exit codes."""
 
 from __future__ import annotations
 
 from typing import Protocol, TextIO
 
-from deploy.client.one_off import OneOffRequest
+from deploy.client.one_off_request import OneOffRequest
 from deploy.client.request import DeployRequest
 from services.common.recipe.schema import Stage
 
 
 class Target(Protocol):
-    """Commands of a person, or of CI. Each returns an exit code, and raises `MillraceError` for what cannot be.
+    """The commands of a person, or of CI. Every command returns an exit code.
 
-    A command that is interrupted changes nothing of what it watches, and alone a one-off ends with it. `output` takes
-    what would be sent, with DRY_RUN=1.
+    Commands raise `RecipeError` for a request that is wrong, and other `MillraceError`s where the target refuses it. A
+    command that is interrupted leaves the stage that it watches running; only a one-off is stopped. With DRY_RUN=1
+    nothing is changed, and `output` receives what would be applied.
     """
 
     def deploy(self, request: DeployRequest, output: TextIO | None) -> int:
-        """Check, show the plan, send it, and follow it to its end: the stage's own exit code."""
+        """Check the request, show the plan, deploy the stage, and follow it: the stage's own exit code."""
         ...
 
     def show_status(self) -> int:
-        """What is deployed, where it stands, and how it ended."""
+        """Print which stages are deployed, their progress, and how their last deployments ended."""
         ...
 
     def show_log(self, stage: Stage) -> int:
-        """Follow a stage that is deployed, or print what the last deployment of it said."""
+        """Follow the log of a stage that runs, or print the log of its last deployment."""
         ...
 
     def stop(self, stage: Stage) -> int:
-        """Let the stage commit a checkpoint, and take it down."""
+        """Let the stage commit a checkpoint, then remove it from the target."""
         ...
 
     def roll_back(self, request: DeployRequest, output: TextIO | None) -> int:
-        """Deploy the image before, of those with which the stage ended well."""
+        """Deploy the previous image with which the stage ended well.
+
+        Recipe, options and nodes are those of the last deployment where the request has none.
+        """
         ...
 
     def run_one_off(self, request: OneOffRequest, output: TextIO | None) -> int:
-        """Run a subcommand of a stage in a short Job on a CPU node, follow it, and write the files that it brings: the
-        subcommand's own exit code. Leaving it ends it."""
+        """Run a subcommand of a stage in a short job on a CPU node, and follow it: the subcommand's own exit code.
+
+        The files of BRING= are copied to this machine. Ctrl-C ends the job.
+        """
         ...
 
     def run_pipeline(self, request: DeployRequest, output: TextIO | None) -> int:
-        """The three stages, one after the other, up to the first that fails."""
+        """Run the three stages, one after the other, up to the first that fails."""
         ...

@@ -1,42 +1,44 @@
-"""The variables of the deploy commands: which command takes which, on which target. No other is ignored in silence.
+"""The variables of the deploy commands: which command takes which, on which target. None is ignored silently.
 
-Make exports what is named on its command line, so that a variable of the environment and one of `make` are the same
-here. Only of the latter is it known that a person meant this command, and so an unknown name is an error there alone.
+Make exports the variables of its own command line, so that these and the environment's look the same here. Only for
+make's own is it certain that a person meant this command, and so only there an unknown name is an error.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.common.errors import RecipeError
+from services.common.input.credentials import WHERE_THEY_BELONG, mask
 
 TARGETS = ("kuberay", "batch")
 DEPLOYING = ("deploy-stage", "rollback-stage", "pipeline")
 ONE_OFF = "stage-run"
 COMMANDS = (*DEPLOYING, ONE_OFF, "stage-status", "stage-logs", "stop-stage")
 NAMED_IN_MAKE = "MAKE_VARIABLES"
-"""The variable in which the Makefile hands over the names that were given on make's own command line."""
-ELSEWHERE = re.compile(
+"""The variable in which the Makefile passes the names that make's own command line set."""
+OTHER_PROGRAMS = re.compile(
     r"[^A-Z].*|\w*_PROXY|(TORCH|UV|PIP|AWS|SSL|REQUESTS|GIT)_\w*|TORCH|PYTHON|PYENV_ROOT|CXX|CA_BUNDLE|KUBECONFIG|"
     r"HOME|PATH|SHELL|TMPDIR"
 )
-"""Names of variables that make's own command line may have for other programs: `./bootstrap`, AWS' and Kubernetes'
-libraries; the Makefile's own begin with a lower-case letter."""
+"""Names that make's command line may set for other programs: `./bootstrap`, and the libraries for AWS and Kubernetes.
+The Makefile's own variables begin with a lower-case letter."""
 
 
 @dataclass(frozen=True)
 class Variable:
-    """The targets and commands for which one variable has a meaning."""
+    """The commands and targets that take one variable. The Makefile's comments explain it."""
 
     commands: tuple[str, ...]
     targets: tuple[str, ...] = TARGETS
-    elsewhere: str = ""
-    """Advice for a person who gives the variable where it has no meaning."""
+    advice: str = ""
+    """Help for a person who gives the variable to a command or a target that does not take it."""
     everywhere: tuple[str, ...] = ()
-    """Commands for which it has a meaning on every target."""
+    """Commands that take it on every target."""
 
     def is_taken(self, command: str, target: str) -> bool:
         return command in self.everywhere or (command in self.commands and target in self.targets)
@@ -45,12 +47,12 @@ class Variable:
 VARIABLES = {
     "STAGE": Variable(
         ("deploy-stage", "rollback-stage", ONE_OFF, "stage-logs", "stop-stage"),
-        elsewhere="pipeline and stage-status are about all stages: make deploy-stage STAGE=... is about one",
+        advice="pipeline and stage-status cover all stages; make deploy-stage STAGE=... deploys one",
     ),
     "TARGET": Variable(COMMANDS),
-    "COMMAND": Variable((ONE_OFF,), elsewhere="what a deployment runs is the stage itself; its options are ARGS="),
-    "BRING": Variable((ONE_OFF,), elsewhere="files come home from a subcommand: make stage-run"),
-    "TO": Variable((ONE_OFF,), elsewhere="files come home from a subcommand: make stage-run"),
+    "COMMAND": Variable((ONE_OFF,), advice="a deployment runs the stage itself; ARGS= are its options"),
+    "BRING": Variable((ONE_OFF,), advice="only a subcommand copies files to this machine: make stage-run"),
+    "TO": Variable((ONE_OFF,), advice="only a subcommand copies files to this machine: make stage-run"),
     "MEMORY": Variable(
         (ONE_OFF,),
         ("kuberay",),
@@ -58,14 +60,15 @@ VARIABLES = {
     ),
     "RECIPE": Variable((*DEPLOYING, ONE_OFF)),
     "TAG": Variable(
-        ("deploy-stage", ONE_OFF), elsewhere="it is one stage's image: make deploy-stage STAGE=... TAG=..."
+        ("deploy-stage", ONE_OFF),
+        advice="it names the image of one stage: make deploy-stage STAGE=... TAG=...",
     ),
     "NODES": Variable(
         ("deploy-stage", "rollback-stage"),
-        elsewhere="it is one stage's: make deploy-stage STAGE=... NODES=..., or say the nodes in the recipe",
+        advice="it sets the nodes of one stage: make deploy-stage STAGE=... NODES=..., or set them in the recipe",
     ),
-    "ARGS": Variable(DEPLOYING, elsewhere="the options of a subcommand are part of COMMAND="),
-    "RETRIES": Variable(DEPLOYING, elsewhere="a subcommand that ends with 75 is typed again"),
+    "ARGS": Variable(DEPLOYING, advice="the options of a subcommand are part of COMMAND="),
+    "RETRIES": Variable(DEPLOYING, advice="repeat the command for a subcommand that ended with 75"),
     "DRY_RUN": Variable((*DEPLOYING, ONE_OFF)),
     "OUTPUT": Variable((*DEPLOYING, ONE_OFF)),
     "FOLLOW": Variable((*DEPLOYING, ONE_OFF)),
@@ -73,85 +76,97 @@ VARIABLES = {
     "WAIT": Variable(
         (*DEPLOYING, ONE_OFF),
         ("kuberay",),
-        "on Batch the job's queue says how long a job waits for nodes (2 hours without capacity), and an attempt whose "
-        "nodes have not all joined within 15 minutes is tried again; make stop-stage ends the wait, HOURS= bounds what "
-        "an attempt costs",
+        "on Batch the job's queue limits the wait for nodes (2 hours without capacity), and an attempt whose nodes "
+        "have not all joined within 15 minutes is tried again; make stop-stage ends the wait, HOURS= limits the cost "
+        "of an attempt",
     ),
     "WAIT_AFTER_LOSS": Variable(
         DEPLOYING,
         ("kuberay",),
-        "on Batch a job that lost a host gives all of them back, and its next attempt waits in the queue as its first "
-        "did, which cancels it after 2 hours without capacity: deploy it again, and it goes on from its checkpoint",
+        "on Batch a job that lost a host returns all of its hosts, and its next attempt waits in the queue as the "
+        "first one did; the queue cancels it after 2 hours without capacity. Deploy it again then: it continues from "
+        "its checkpoint",
     ),
-    "DRAIN": Variable(DEPLOYING, ("kuberay",), "on Batch the notice is the stop timeout of the machines"),
+    "DRAIN": Variable(DEPLOYING, ("kuberay",), "on Batch the stop timeout of the machines is the notice"),
     "KEEP": Variable(
         ("deploy-stage", "rollback-stage"),
         ("kuberay",),
-        "on Batch a job's nodes go some minutes after it, and a pipeline takes each stage down before the next",
+        "on Batch a job's nodes stop some minutes after the job, and a pipeline ends each stage before the next",
     ),
     "HOURS": Variable(
         DEPLOYING,
         ("batch",),
-        "on KubeRay the recipe's train.time_limit_seconds ends the trainer in time",
+        "it applies to TARGET=batch only; on KubeRay the recipe's train.time_limit_seconds limits the trainer",
         everywhere=(ONE_OFF,),
     ),
-    "AGAIN": Variable(DEPLOYING, ("batch",), "on KubeRay the stage itself says whether there is anything to do"),
-    "CONFIG": Variable(COMMANDS, ("batch",), "on KubeRay KUBECONFIG names the cluster"),
+    "AGAIN": Variable(
+        DEPLOYING,
+        ("batch",),
+        "it applies to TARGET=batch only; on KubeRay the stage itself ends at once where its artifact is published",
+    ),
+    "CONFIG": Variable(
+        COMMANDS,
+        ("batch",),
+        "it applies to TARGET=batch only; on KubeRay KUBECONFIG names the cluster",
+    ),
 }
 SWITCHES = ("DRY_RUN", "FOLLOW", "KEEP", "AGAIN")
 """Variables that are 0 or 1."""
 
 
 def require_taken(command: str, environment: Mapping[str, str]) -> None:
-    """Raise `RecipeError` for a variable that was given, and for which the command has no use on the target.
+    """Raise `RecipeError` for a variable that was given and that the command does not take on its target.
 
-    An empty value, and 0 for what is off unless it is 1, are those of a variable that was not given.
+    An empty value counts as not given, and so does the 0 of a switch that is off by default.
     """
     target = read_target(environment)
     for name in SWITCHES:
         read_switch(environment, name)
     taken = [name for name, each in VARIABLES.items() if each.is_taken(command, target)]
-    there_are = f"{command} takes {', '.join(taken)} with TARGET={target}"
+    known = f"{command} takes {', '.join(taken)} with TARGET={target}"
     for name, variable in VARIABLES.items():
         if name not in taken and _is_given(environment, name):
-            advice = f": {variable.elsewhere}" if variable.elsewhere else ""
+            advice = f": {variable.advice}" if variable.advice else ""
             raise RecipeError(
-                f"{name}={_shorten(environment[name])} is not for {command} with TARGET={target}{advice}. {there_are}"
+                f"{name}={_shorten(environment[name])} does not apply to {command} with TARGET={target}{advice}. "
+                f"{known}"
             )
     for name in environment.get(NAMED_IN_MAKE, "").split():
-        if name not in VARIABLES and not ELSEWHERE.fullmatch(name):
+        if name not in VARIABLES and not OTHER_PROGRAMS.fullmatch(name):
             near = difflib.get_close_matches(name, taken, n=1)
             meant = f", do you mean {near[0]}?" if near else "."
-            raise RecipeError(f"{name} is no variable of {command}{meant} {there_are}")
+            raise RecipeError(f"{command} has no variable {name}{meant} {known}")
 
 
 def read_target(environment: Mapping[str, str]) -> str:
-    """The target's name. Raises `RecipeError` for one that there is not."""
+    """The target's name. Raises `RecipeError` for an unknown one."""
     name = environment.get("TARGET") or TARGETS[0]
     if name not in TARGETS:
-        raise RecipeError(f"TARGET={_shorten(name)}: {' or '.join(TARGETS)}")
+        raise RecipeError(f"TARGET={_shorten(name)}: expected {' or '.join(TARGETS)}")
     return name
 
 
 def read_switch(environment: Mapping[str, str], name: str, default: str = "0") -> bool:
-    """Is it 1? Raises `RecipeError` for what is neither 0 nor 1."""
+    """Whether the variable is 1. Raises `RecipeError` for a value that is neither 0 nor 1."""
     text = environment.get(name) or default
     if text not in ("0", "1"):
-        raise RecipeError(f"{name}={_shorten(text)}: 0 or 1 is expected")
+        raise RecipeError(f"{name}={_shorten(text)}: expected 0 or 1")
     return text == "1"
 
 
-def read_number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Raises `RecipeError` for what is no whole number below a thousand million."""
-    text = environment.get(name) or str(default)
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise RecipeError(f"{name}={_shorten(text)}: a whole number of at most nine digits is expected")
+def read_number(environment: Mapping[str, str], name: str, least: int = 0) -> int | None:
+    """A whole number below 10^9; None where the variable was not given. Raises `RecipeError` for any other value."""
+    text = environment.get(name)
+    if not text:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+        raise RecipeError(f"{name}={_shorten(text)}: expected a whole number from {least} on, of at most nine digits")
     return int(text)
 
 
 def read_hours(environment: Mapping[str, str]) -> float | None:
-    """HOURS; None where it was not given. Raises `RecipeError` for what is no number above 0."""
-    text = environment.get("HOURS", "")
+    """HOURS; None where it was not given. Raises `RecipeError` for a value that is no number above 0."""
+    text = environment.get("HOURS")
     if not text:
         return None
     try:
@@ -159,8 +174,18 @@ def read_hours(environment: Mapping[str, str]) -> float | None:
     except ValueError:
         hours = 0.0
     if not 0 < hours < 1e6:
-        raise RecipeError(f"HOURS={_shorten(text)}: a number of hours above 0 is expected, such as 24")
+        raise RecipeError(f"HOURS={_shorten(text)}: expected a number of hours above 0, such as 24")
     return hours
+
+
+def read_words(name: str, text: str) -> tuple[str, ...]:
+    """The words of a variable, split as a shell splits them; no shell sees them. Raises `RecipeError`."""
+    if mask(text) != text:  # the words are stored with the Job
+        raise RecipeError(f"{name}: holds a user, a password, a token or a signature. {WHERE_THEY_BELONG}")
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise RecipeError(f"{name}={text}: {error}") from error
 
 
 def _is_given(environment: Mapping[str, str], name: str) -> bool:

@@ -1,6 +1,6 @@
 """Deploys stages: `python -m deploy.commands COMMAND`, on the target that TARGET names, `kuberay` or `batch`.
 
-The Makefile's targets call it and say which variables each takes; it reads them from the environment.
+The Makefile's targets call it. It reads its variables from the environment; `make help TARGET=deploy-stage` lists them.
 """
 
 from __future__ import annotations
@@ -11,29 +11,26 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TextIO, cast
+from typing import TextIO
 
-from deploy.client.one_off import read_one_off, split_words
-from deploy.client.request import LOSS_TIMEOUT_SECONDS, DeployRequest, Mode, require_stage_name
+from deploy.client.one_off_request import read_one_off_request
+from deploy.client.request import read_deploy_request, require_stage_name
 from deploy.client.target import Target
-from deploy.client.variables import read_hours, read_number, read_switch, read_target, require_taken
+from deploy.client.variables import read_target, require_taken
 from services.common.errors import RecipeError
 from services.common.process.entry_point import exit_code_of
-from services.common.recipe.schema import Stage
-
-START_TIMEOUT_SECONDS = 1800
-RETRIES = 3
+from services.common.recipe.schema import STAGES, Stage
 
 
 def main(argv: list[str]) -> int:
     commands = {
-        "deploy-stage": deploy,
-        "stage-status": status,
-        "stage-logs": logs,
-        "stop-stage": stop,
-        "rollback-stage": rollback,
-        "pipeline": pipeline,
-        "stage-run": run,
+        "deploy-stage": deploy_stage,
+        "stage-status": show_status,
+        "stage-logs": show_log,
+        "stop-stage": stop_stage,
+        "rollback-stage": roll_back_stage,
+        "pipeline": run_pipeline,
+        "stage-run": run_one_off,
     }
     parser = argparse.ArgumentParser(prog="python -m deploy.commands", description=__doc__)
     parser.add_argument("command", choices=commands)
@@ -42,88 +39,64 @@ def main(argv: list[str]) -> int:
     return commands[command]()
 
 
-def deploy() -> int:
-    request = _read_request(_stage())
-    with _output(request.is_dry_run) as file:
-        return _target().deploy(request, file)
+def deploy_stage() -> int:
+    request = read_deploy_request(os.environ, _read_stage())
+    with _open_output(request.is_dry_run) as output:
+        return _connect().deploy(request, output)
 
 
-def status() -> int:
-    return _target().show_status()
+def show_status() -> int:
+    return _connect().show_status()
 
 
-def logs() -> int:
-    stage = _stage()
-    return _target().show_log(stage)
+def show_log() -> int:
+    stage = _read_stage()
+    return _connect().show_log(stage)
 
 
-def stop() -> int:
-    stage = _stage()
-    return _target().stop(stage)
+def stop_stage() -> int:
+    stage = _read_stage()
+    return _connect().stop(stage)
 
 
-def rollback() -> int:
-    """The settings with which the stage was deployed last, where nothing else was named."""
-    request = _read_request(_stage())
-    with _output(request.is_dry_run) as file:
-        return _target().roll_back(request, file)
+def roll_back_stage() -> int:
+    request = read_deploy_request(os.environ, _read_stage())
+    with _open_output(request.is_dry_run) as output:
+        return _connect().roll_back(request, output)
 
 
-def pipeline() -> int:
-    request = _read_request("tokenizer")
-    with _output(request.is_dry_run) as file:
-        return _target().run_pipeline(request, file)
+def run_pipeline() -> int:
+    request = read_deploy_request(os.environ, STAGES[0])
+    with _open_output(request.is_dry_run) as output:
+        return _connect().run_pipeline(request, output)
 
 
-def run() -> int:
-    """A subcommand of a stage, in a short Job."""
-    request = read_one_off(os.environ)
-    with _output(request.is_dry_run) as file:
-        return _target().run_one_off(request, file)
+def run_one_off() -> int:
+    request = read_one_off_request(os.environ)
+    with _open_output(request.is_dry_run) as output:
+        return _connect().run_one_off(request, output)
 
 
-def _target() -> Target:
+def _connect() -> Target:
     if read_target(os.environ) == "kuberay":
-        from k8s.client.target import KubeRay  # noqa: PLC0415 - each needs libraries that the other does without
+        # Each target needs libraries that the other can do without.
+        from k8s.client.kuberay_target import KubeRayTarget  # noqa: PLC0415
         from k8s.objects.api import connect  # noqa: PLC0415
 
-        return KubeRay(connect())
-    from deploy.batch.target import connect_batch  # noqa: PLC0415
+        return KubeRayTarget(connect())
+    from deploy.batch.batch_target import connect_batch  # noqa: PLC0415
 
     return connect_batch(Path(os.environ["CONFIG"]) if os.environ.get("CONFIG") else None)
 
 
-def _read_request(stage: Stage) -> DeployRequest:
-    mode, recipe, arguments = os.environ.get("MODE"), os.environ.get("RECIPE"), os.environ.get("ARGS")
-    if mode not in (None, "", "shared", "isolated"):
-        raise RecipeError(f"MODE={mode}: shared or isolated")
-    return DeployRequest(
-        stage=stage,
-        recipe=Path(recipe) if recipe else None,
-        tag=os.environ.get("TAG", ""),
-        nodes=read_number(os.environ, "NODES", 1) if os.environ.get("NODES") else None,
-        mode=cast(Mode, mode) if mode else None,
-        arguments=split_words("ARGS", arguments) if arguments is not None else None,
-        retries=read_number(os.environ, "RETRIES", RETRIES),
-        start_timeout_seconds=read_number(os.environ, "WAIT", START_TIMEOUT_SECONDS),
-        loss_timeout_seconds=read_number(os.environ, "WAIT_AFTER_LOSS", LOSS_TIMEOUT_SECONDS),
-        drain_seconds=read_number(os.environ, "DRAIN", 0),
-        is_kept=read_switch(os.environ, "KEEP"),
-        is_dry_run=read_switch(os.environ, "DRY_RUN"),
-        is_followed=read_switch(os.environ, "FOLLOW", "1"),
-        hours=read_hours(os.environ),
-        is_again=read_switch(os.environ, "AGAIN"),
-    )
-
-
 @contextmanager
-def _output(is_dry_run: bool) -> Iterator[TextIO | None]:
-    """With OUTPUT=yaml, stdout is for what would be sent alone, and all words go to stderr."""
+def _open_output(is_dry_run: bool) -> Iterator[TextIO | None]:
+    """Open stdout for the manifests of OUTPUT=yaml, while messages go to stderr; None without OUTPUT=yaml."""
     output = os.environ.get("OUTPUT", "")
     if output not in ("", "yaml"):
-        raise RecipeError(f"OUTPUT={output}: yaml is what there is")
+        raise RecipeError(f"OUTPUT={output}: expected yaml")
     if output and not is_dry_run:
-        raise RecipeError("OUTPUT=yaml writes what would be applied: DRY_RUN=1 OUTPUT=yaml")
+        raise RecipeError("OUTPUT=yaml writes what would be applied, and needs DRY_RUN=1")
     if not output:
         yield None
         return
@@ -132,7 +105,7 @@ def _output(is_dry_run: bool) -> Iterator[TextIO | None]:
         yield stdout
 
 
-def _stage() -> Stage:
+def _read_stage() -> Stage:
     return require_stage_name(os.environ.get("STAGE", ""))
 
 

@@ -62,7 +62,7 @@ def test_deployments_read_what_the_stack_writes(applied: Applied, tmp_path: Path
     config = read_config(path)
     assert (config.name, config.region) == ("millrace", REGION)
     assert config.repository == f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/millrace"
-    assert {config.trainium.queue, config.cpu.queue} == set(environments_of(applied))
+    assert {config.trainium.name, config.cpu.name} == set(environments_of(applied))
     roles = {each["Arn"] for each in applied.client("iam").list_roles()["Roles"]}
     assert {*config.job_roles.values(), config.execution_role} <= roles
     groups = {each["logGroupName"]: each for each in applied.client("logs").describe_log_groups()["logGroups"]}

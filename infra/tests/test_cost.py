@@ -178,8 +178,8 @@ def test_the_commands_need_nothing_but_what_their_small_lock_has() -> None:
         "infra.__main__",
         "deploy.commands.__main__",
         "k8s.client.__main__",
-        "k8s.client.target",
-        "deploy.batch.target",
+        "k8s.client.kuberay_target",
+        "deploy.batch.batch_target",
     )
 
     done, with_torch = (

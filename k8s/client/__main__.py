@@ -1,6 +1,6 @@
-"""Makes and deletes the KubeRay cluster that stages are deployed on: `python -m k8s.client COMMAND`.
+"""Creates and deletes the RayCluster that stages are deployed on: `python -m k8s.client COMMAND`.
 
-The Makefile's targets call it and say which variables each takes; it reads them from the environment.
+The Makefile's targets call it. It reads its variables from the environment; `make help TARGET=cluster-up` lists them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from k8s.client.overlay import choose_overlay, cluster_down, cluster_up, write_overlay
 from k8s.objects.api import connect
@@ -26,23 +27,19 @@ def main(argv: list[str]) -> int:
 
 
 def up() -> int:
-    """OVERLAY (local), HEAD_TAG (the working tree's)."""
-    return cluster_up(connect(), choose_overlay(os.environ.get("OVERLAY") or "local"), os.environ.get("HEAD_TAG", ""))
+    return cluster_up(connect(), _read_overlay(), os.environ.get("HEAD_TAG", ""))
 
 
 def write() -> int:
-    """OVERLAY (local), HEAD_TAG (without it the head's image stays unset)."""
-    overlay, head_tag = choose_overlay(os.environ.get("OVERLAY") or "local"), os.environ.get("HEAD_TAG", "")
-    return write_overlay(sys.stdout, connect, overlay, head_tag)
+    return write_overlay(sys.stdout, connect, _read_overlay(), os.environ.get("HEAD_TAG", ""))
 
 
 def down() -> int:
-    """OVERLAY (local), FORCE=1."""
-    return cluster_down(connect(), choose_overlay(os.environ.get("OVERLAY") or "local"), _is_set("FORCE"))
+    return cluster_down(connect(), _read_overlay(), is_forced=os.environ.get("FORCE", "") not in ("", "0"))
 
 
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "") not in ("", "0")
+def _read_overlay() -> Path:
+    return choose_overlay(os.environ.get("OVERLAY") or "local")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The bounds of a namespace that follow from its RayCluster: whose images may run, and how much its pods may take.
+"""Derives the limits of a namespace from its RayCluster: the images that may run, and the resources of its pods.
 
-Admission policies (`k8s/base/pod-admission.yaml`) read them from the namespace's annotations.
+Admission policies (`k8s/base/pod-admission.yaml`) read these limits from the namespace's annotations.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from k8s.objects.one_off_job import CPU_STAGE
 from k8s.objects.worker_group import quantity, worker_group_of
 from services.common.recipe.schema import STAGES
 
-# The head, another one that replaces it, and those of stages that have Ray clusters of their own.
 MOST_HEADS = 2 + len(STAGES)
+"""Largest number of head pods: the cluster's, its replacement, and one for each stage with a Ray cluster of its own."""
 MOST_ONE_OFFS = 4
-"""One-offs at a time, each as large as a pod of a CPU node."""
+"""Largest number of concurrent one-offs, each as large as a pod of a CPU node."""
 MOST_JOBS = "count/jobs.batch"
 JOB_REQUESTS = {"cpu": Decimal("0.2"), "memory": Decimal(2**30)}  # at most: k8s/base/pod-admission.yaml
 COUNTED = {"cpu": "requests.cpu", "memory": "requests.memory", NEURON: f"requests.{NEURON}", EFA: f"requests.{EFA}"}
 
 
 def fill_images(namespace: Object, cluster: Object) -> None:
-    """Write down the folders that the RayCluster's images are in, as the admission policies read them.
+    """Annotate the namespace with the registries and folders of the RayCluster's images.
 
-    An image of no registry has two names, of which a node tells the one with `docker.io`.
+    An image without a registry has two names; nodes report the one with `docker.io`.
     """
     folders = {container["image"].rpartition("/")[0] + "/" for pod, _ in _pods(cluster) for container in pod}
     known = sorted(folders | {full_name(folder) for folder in folders})
@@ -44,9 +44,9 @@ def fill_images(namespace: Object, cluster: Object) -> None:
 
 
 def fill_one_off(namespace: Object, cluster: Object) -> None:
-    """Write down where one-offs may run, and what one takes at most: as a pod of the stage that takes CPU nodes.
+    """Annotate the namespace with the node pool and the largest size of one-offs: those of a pod on a CPU node.
 
-    An overlay whose pods are sized otherwise may say it.
+    Annotations of the overlay itself are kept.
     """
     group = worker_group_of(cluster, CPU_STAGE)
     resources = group.container.get("resources", {})
@@ -60,7 +60,7 @@ def fill_one_off(namespace: Object, cluster: Object) -> None:
 
 
 def fill_quota(quota: Object, cluster: Object) -> None:
-    """Bound what the pods ask for together: all worker groups at their most pods, heads, Jobs and one-offs besides."""
+    """Set the ResourceQuota to the requests of all pods: worker groups at full size, heads, Jobs and one-offs."""
     hard = quota["spec"]["hard"]
     jobs = int(hard[MOST_JOBS])
     asked = defaultdict(Decimal, {name: amount * jobs for name, amount in JOB_REQUESTS.items()})
@@ -75,7 +75,7 @@ def fill_quota(quota: Object, cluster: Object) -> None:
 
 
 def _pods(cluster: Object) -> Iterator[tuple[list[Object], int]]:
-    """The containers of the pods of the head and of each worker group, and the most pods of that kind."""
+    """The containers of every kind of pod, and the largest number of pods of that kind."""
     spec = cluster["spec"]
     yield spec["headGroupSpec"]["template"]["spec"]["containers"], MOST_HEADS
     yield worker_group_of(cluster, CPU_STAGE).pod["containers"], MOST_ONE_OFFS

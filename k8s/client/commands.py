@@ -1,6 +1,7 @@
-"""The commands of a person or of CI: deploy a stage, stop it, go back, run all three.
+"""Deploys a stage on KubeRay, stops it, rolls it back, or runs all three: the commands of a person or of CI.
 
-Everything that lasts happens in the deploy Job; a client only checks, shows, asks and watches.
+The client checks the request, shows the plan, creates a deploy Job and follows it. The Job does all the rest, so the
+client may be interrupted.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ from dataclasses import replace
 from typing import TextIO
 
 from deploy.client.request import DeployRequest, user_name
-from deploy.history import find_image_before
-from k8s.client.manifests import write_manifests
-from k8s.client.plan import describe_plan
-from k8s.client.preflight import Problem, check_cluster, check_in_pods
+from deploy.client.requested_recipe import read_requested_recipe
+from deploy.good_images import find_image_before
+from k8s.client.deployment_manifests import write_manifests
+from k8s.client.deployment_plan import describe_plan
+from k8s.client.deployment_watch import follow
 from k8s.client.reaper_job import start_reaper
-from k8s.client.request import ResolvedRequest, complete_from_record, resolve
-from k8s.client.watch import follow
+from k8s.client.resolved_deployment import (
+    ResolvedDeployment,
+    complete_from_record,
+    default_recipe_of,
+    resolve,
+)
+from k8s.client.stage_preflight import Problem, check_cluster, check_in_pods
 from k8s.objects.api import Api, Conflict
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.deployment import Deployment
@@ -35,11 +42,12 @@ from services.common.recipe.schema import STAGES
 POLL_SECONDS = 1.0
 STOP_MARGIN_SECONDS = 300.0
 REAP_MINUTES = 5
-ORPHAN_SECONDS = 900.0  # for pods whose notice is not known any more
+ORPHAN_SECONDS = 900.0
+"""Seconds in which pods of a deployment without a record must end: their termination notice is unknown."""
 
 
 class NotDeployed(MillraceError):
-    """Preflight found reasons not to."""
+    """Preflight found problems, and nothing was changed."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -47,17 +55,26 @@ class NotDeployed(MillraceError):
 
 
 def deploy_stage(api: Api, request: DeployRequest, manifests: TextIO | None = None) -> int:
-    """Preflight, diff, deploy Job, follow. A stage that is being deployed just so is followed, not deployed again.
+    """Check the request, show the plan, create the deploy Job and follow it: the stage's exit code.
 
-    Returns the stage's exit code, or 0 at once with FOLLOW=0 or DRY_RUN=1, which writes what would be applied.
+    An identical deployment that already runs is followed. With FOLLOW=0 or DRY_RUN=1 the exit code is 0, and DRY_RUN=1
+    writes the objects that would be applied to `manifests`.
     """
     group = read_worker_group(api, request.stage)
-    resolved = resolve(api, group, request)
+    return _deploy(api, group, resolve(api, group, request), request, manifests)
+
+
+def _deploy(
+    api: Api, group: WorkerGroup, resolved: ResolvedDeployment, request: DeployRequest, manifests: TextIO | None
+) -> int:
     running = read_running_record(api, request.stage)
     if running and (running.stop or running.outcome or running.is_deleted):
-        print(f"waiting for the deployment of {request.stage} before to go down", flush=True)
+        print(f"waiting for the previous deployment of {request.stage} to end", flush=True)
         if not _wait_until_over(api, running):
-            raise DeviceError(f"it does not go down: make stop-stage STAGE={request.stage} takes it down from here")
+            raise DeviceError(
+                f"the previous deployment of {request.stage} does not end: make stop-stage STAGE={request.stage} "
+                f"removes it from this machine"
+            )
         group = read_worker_group(api, request.stage)
     elif running:
         return _attach(api, running, resolved.deployment, request)
@@ -65,41 +82,41 @@ def deploy_stage(api: Api, request: DeployRequest, manifests: TextIO | None = No
     if request.is_dry_run:
         print("\nDRY_RUN=1: nothing was changed")
         if manifests:
-            write_manifests(manifests, api, group, deployment, resolved.recipe_text)
+            write_manifests(manifests, api, group, deployment, resolved.recipe.text)
         return 0
-    _send(api, group, deployment, resolved.recipe_text)
+    _send(api, group, deployment, resolved.recipe.text)
     return _follow(api, deployment, request)
 
 
 def stop_stage(api: Api, stage: str) -> int:
-    """Let the stage commit a checkpoint and take it down; where no deploy Job does it, take it down from here."""
+    """Let the stage commit a checkpoint and remove its pods; this client removes them if no deploy Job does."""
     record = read_record(api, stage)
     if record and not record.is_over:
         print(f"stopping {stage}: its driver gets SIGTERM, which the trainer turns into a checkpoint", flush=True)
-        with suppress(Conflict):  # it ended in between
+        with suppress(Conflict):  # the deployment ended in between
             ask_to_stop(api, record, user_name())
         if not _wait_until_over(api, record):
-            print(f"Job {job_name(stage)} does not answer: taking {stage} down from here", flush=True)
+            print(f"Job {job_name(stage)} does not answer: this client removes {stage}'s pods instead", flush=True)
             api.delete("Job", job_name(stage), uid=record.uid)
     if _release(api, stage, record):
-        print(f"{stage} is down: no pods, no gang")
-        _give_back(api, stage)
+        print(f"{stage} is down: it has no pods and no gang")
+        _release_nodes(api, stage)
     return 0
 
 
-def _give_back(api: Api, stage: str) -> None:
-    """Nodes that no deploy Job gives back the reaper does, who may: this machine needs no AWS account."""
+def _release_nodes(api: Api, stage: str) -> None:
+    """Start the reaper, which scales node groups down with its own rights: this machine needs no AWS account."""
     pools = read_share_book(api).pools_of(stage)
     if not pools:
         return
     when = f"within {REAP_MINUTES} minutes" if start_reaper(api) else "within half an hour"
-    print(f"the nodes that it held of node group {', '.join(pools)} go {when}: the reaper lowers it")
+    print(f"the reaper removes the stage's nodes from node group {', '.join(pools)} {when}")
 
 
 def rollback_stage(api: Api, request: DeployRequest, manifests: TextIO | None = None) -> int:
-    """Deploy the stage as it was deployed last, with the image before, of those with which it ended well.
+    """Repeat the stage's last deployment with the previous image with which the stage ended well.
 
-    What runs is stopped once the other is known to be able to run.
+    A running deployment is stopped only after preflight has accepted the new one.
     """
     group = read_worker_group(api, request.stage)
     record = read_record(api, request.stage)
@@ -107,22 +124,26 @@ def rollback_stage(api: Api, request: DeployRequest, manifests: TextIO | None = 
     image = _image_before(group, present)
     print(f"rolling {request.stage} back: {present} -> {image}", flush=True)
     again = replace(complete_from_record(api, group, request, record), tag=image)
+    resolved = resolve(api, group, again)
     if record and not record.is_over:
-        resolved = resolve(api, group, again)
         deployment = _check(api, group, resolved)
         if request.is_dry_run:
             print(f"\nDRY_RUN=1: nothing was changed; {request.stage} would be stopped first")
             if manifests:
-                write_manifests(manifests, api, group, deployment, resolved.recipe_text)
+                write_manifests(manifests, api, group, deployment, resolved.recipe.text)
             return 0
         stop_stage(api, request.stage)
-    return deploy_stage(api, again, manifests)
+        group = read_worker_group(api, request.stage)
+    return _deploy(api, group, resolved, again, manifests)
 
 
 def run_pipeline(api: Api, request: DeployRequest, manifests: TextIO | None = None) -> int:
-    """The three stages, one after the other; stops at the first that fails."""
+    """Deploy the three stages, one after the other, up to the first that fails."""
     if not request.is_followed:
-        raise RecipeError("FOLLOW=0: on KubeRay a pipeline waits for each stage before it begins the next")
+        raise RecipeError("FOLLOW=0: on KubeRay a pipeline waits for each stage before it starts the next")
+    if request.recipe is None:
+        default = default_recipe_of(read_worker_group(api, STAGES[0]))
+        request = replace(request, recipe=read_requested_recipe(default))
     for stage in STAGES:
         print(f"\n== {stage}", flush=True)
         try:
@@ -130,7 +151,7 @@ def run_pipeline(api: Api, request: DeployRequest, manifests: TextIO | None = No
         except NotDeployed as error:
             if not (request.is_dry_run and error.exit_code == ArtifactError.exit_code and stage != STAGES[0]):
                 raise
-            print(f"{error}\nwhich the stages before may bring")
+            print(f"{error}\nEarlier stages of this pipeline may publish it")
             code = 0
         if code != 0:
             return code
@@ -138,40 +159,43 @@ def run_pipeline(api: Api, request: DeployRequest, manifests: TextIO | None = No
 
 
 def show_log(api: Api, stage_name: str) -> int:
-    """Follow a stage that is deployed; of one that ended, print what its Job said."""
+    """Follow the log of a stage that runs, or print the log of its last deploy Job."""
     record = read_record(api, stage_name)
     if record is None:
         raise DeviceError(
-            f"{stage_name} has no deployment; the logs of earlier ones are in log/{stage_name} of the root"
+            f"{stage_name} has no deployment; logs of earlier deployments are in log/{stage_name} of the root"
         )
     follow(api, stage_name, record.deployment.id)
     return 0
 
 
-def _check(api: Api, group: WorkerGroup, resolved: ResolvedRequest) -> Deployment:
-    """Show the plan; the deployment, completed by what was seen. Raises `NotDeployed` with every problem found."""
+def _check(api: Api, group: WorkerGroup, resolved: ResolvedDeployment) -> Deployment:
+    """Show the plan and run preflight. Returns the deployment with the Ray version of its image.
+
+    Raises `NotDeployed` with every problem that was found.
+    """
     deployment = resolved.deployment
     print(describe_plan(group, deployment, resolved.outline), flush=True)
     problems = check_cluster(api, group, deployment, resolved.outline)
-    if not problems:  # short pods need the claim and the account that were just looked for
-        found = check_in_pods(api, group, deployment, resolved.recipe_text)
+    if not problems:  # the probes' pods need the claim and the account that were checked before
+        found = check_in_pods(api, group, deployment, resolved.recipe.text)
         problems = found.problems
         deployment = replace(deployment, ray_version=found.ray_version)
         for artifact in found.upstream:
             print(f"reads       {artifact['schema']} {artifact['name']}/{artifact['id']}", flush=True)
     if problems:
-        raise NotDeployed(_listed(group.name, problems), max(problem.exit_code for problem in problems))
+        raise NotDeployed(_list_problems(group.name, problems), max(problem.exit_code for problem in problems))
     return deployment
 
 
-def _listed(stage: str, problems: list[Problem]) -> str:
+def _list_problems(stage: str, problems: list[Problem]) -> str:
     lines = "".join(f"\n  - {problem.text}" for problem in problems)
     return f"{stage} is not deployed, nothing was changed:{lines}"
 
 
 def _send(api: Api, group: WorkerGroup, deployment: Deployment, recipe_text: str) -> None:
-    """Create recipe and Job. The Job's fixed name makes the API server the judge between two clients."""
-    with suppress(Conflict):  # its name says its content
+    """Create the recipe's ConfigMap and the deploy Job, whose name is fixed: of two clients only one succeeds."""
+    with suppress(Conflict):  # the name holds the content's digest
         api.create(render_recipe_config_map(group.name, recipe_text, deployment.recipe_digest))
     before = read_record(api, group.name)
     if before and before.is_over:
@@ -181,8 +205,8 @@ def _send(api: Api, group: WorkerGroup, deployment: Deployment, recipe_text: str
         api.create(render_deploy_job(group, deployment))
     except Conflict as error:
         raise DeviceError(
-            f"somebody else began to deploy {group.name} at this moment: make stage-status shows what; "
-            f"the same command follows it when it is the same"
+            f"somebody else started to deploy {group.name} at the same time: make stage-status shows the deployment, "
+            f"and repeating this command follows it if it is identical"
         ) from error
     _forget_recipes(api, group, deployment, before)
 
@@ -191,12 +215,12 @@ def _attach(api: Api, running: Record, deployment: Deployment, request: DeployRe
     differences = running.deployment.differences(deployment)
     if differences:
         raise NotDeployed(
-            f"{request.stage} is being deployed by {running.deployment.user} since {running.created_at}, and you ask "
-            f"for another: {'; '.join(differences)}. Wait for it (make stage-logs STAGE={request.stage}) or end it "
-            f"first (make stop-stage STAGE={request.stage}).",
+            f"{running.deployment.user} has deployed {request.stage} since {running.created_at}, and your deployment "
+            f"differs: {'; '.join(differences)}. Wait for it (make stage-logs STAGE={request.stage}) or end it first "
+            f"(make stop-stage STAGE={request.stage}).",
             DeviceError.exit_code,
         )
-    print(f"{request.stage} is being deployed just so since {running.created_at}: following it", flush=True)
+    print(f"{request.stage} already runs this deployment since {running.created_at}; following it", flush=True)
     return 0 if request.is_dry_run else _follow(api, running.deployment, request)
 
 
@@ -208,7 +232,7 @@ def _follow(api: Api, deployment: Deployment, request: DeployRequest) -> int:
         return follow(api, deployment.stage, deployment.id)
     except KeyboardInterrupt:
         print(
-            f"\n{deployment.stage} goes on without you: make stage-logs STAGE={deployment.stage} follows it again, "
+            f"\n{deployment.stage} continues to run: make stage-logs STAGE={deployment.stage} follows it again, "
             f"make stop-stage STAGE={deployment.stage} ends it"
         )
         raise
@@ -225,7 +249,7 @@ def _image_before(group: WorkerGroup, present: str) -> str:
 
 
 def _forget_recipes(api: Api, group: WorkerGroup, deployment: Deployment, before: Record | None) -> None:
-    """Remove recipes of older deployments; a pod template names one until it is changed, a rollback takes the last."""
+    """Delete ConfigMaps of older recipes, except those that the group's pod template and a rollback still need."""
     digests = {each.recipe_digest for each in (deployment, before.deployment if before else None) if each}
     kept = {recipe_name(group.name, digest) for digest in digests} | {group.recipe}
     for recipe in api.find_all("ConfigMap", f"{STAGE_LABEL}={group.name}"):
@@ -234,42 +258,42 @@ def _forget_recipes(api: Api, group: WorkerGroup, deployment: Deployment, before
 
 
 def _release(api: Api, stage: str, record: Record | None) -> bool:
-    """Take down what no deploy Job holds any more; False when somebody deployed the stage anew meanwhile."""
+    """Remove pods that no deploy Job holds any more. False if somebody else deployed the stage meanwhile."""
     deadline = time.monotonic() + (_patience(record) if record else ORPHAN_SECONDS)
     lost = LostPods(api, stage, lambda text: print(text, flush=True))
     while True:
         running = read_running_record(api, stage)
         if running and (record is None or running.uid != record.uid):
-            print(f"{stage} was deployed anew by {running.deployment.user}: that one is left alone")
+            print(f"{running.deployment.user} has deployed {stage} again meanwhile: that deployment is not touched")
             return False
         try:
             lost.remove(is_idle=True)
             left = stop_rayjobs(api, stage) or release_pods(api, stage)
         except Conflict:
-            left = 1  # the operator wrote in between
+            left = 1  # the operator changed an object in between
         if left == 0:
             api.delete("Lease", lease_name(stage))
             return True
         if time.monotonic() > deadline:
             raise DeviceError(
-                f"{stage} does not go down: kubectl -n {api.namespace} get pods,rayjobs -o wide shows what is left. "
-                f"Does the KubeRay operator run?"
+                f"{stage} did not end in time: kubectl -n {api.namespace} get pods,rayjobs -o wide shows the objects "
+                f"that are left. Does the KubeRay operator run?"
             )
         time.sleep(POLL_SECONDS)
 
 
 def _wait_until_over(api: Api, record: Record) -> bool:
-    """False when the Job goes on longer than a stage may take to stop."""
+    """Wait for the deployment's end. False if it takes longer than a stage may take to stop."""
     return _wait_for_end(record, lambda: read_running_record(api, record.deployment.stage), _patience(record))
 
 
 def _wait_until_gone(api: Api, record: Record) -> bool:
-    """False when the Job that was deleted is still there."""
+    """Wait until a deleted Job is gone. False if it takes too long."""
     return _wait_for_end(record, lambda: read_record(api, record.deployment.stage), STOP_MARGIN_SECONDS)
 
 
 def _wait_for_end(record: Record, read: Callable[[], Record | None], seconds: float) -> bool:
-    """Until what is read is this record's no more; False when that takes longer."""
+    """Wait until `read` returns another record, or none. False if that takes longer than `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         now = read()
@@ -280,5 +304,5 @@ def _wait_for_end(record: Record, read: Callable[[], Record | None], seconds: fl
 
 
 def _patience(record: Record) -> float:
-    """A notice to the driver, then one to the pods."""
+    """Seconds in which a deployment must end: the driver's termination notice, then the pods', and a margin."""
     return 2 * (record.deployment.drain_seconds + DRAIN_MARGIN_SECONDS) + STOP_MARGIN_SECONDS

@@ -1,8 +1,8 @@
-"""The probe of network policies: pods that may not reach the Kubernetes API try to, and have to fail.
+"""Checks that the cluster enforces network policies: pods that policies keep from the Kubernetes API try to reach it.
 
-A cluster takes policies whether or not anything enforces them, and an engine may know pods of Deployments alone. So it
-is tried from a pod of a Job and from one of the RayCluster, whose kinds run everything here. The Kubernetes API is what
-both could reach: it answers the client at this moment, and no policy lets them.
+A cluster accepts policies whether or not an engine enforces them, and an engine may enforce them only for pods of
+Deployments. So a pod of a Job and a pod of the RayCluster try, the two kinds that run everything here. The Kubernetes
+API is a good address to try: it answers the client at this moment, and no policy allows these pods to reach it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
 from services.common.recipe.schema import STAGES
 
-POLICIES_ANNOTATION = "millrace.dev/network-policies"  # of the namespace
+POLICIES_ANNOTATION = "millrace.dev/network-policies"
+"""Annotation of the namespace."""
 NOT_ENFORCED = "not-enforced"
-"""An overlay's word that its cluster has no engine for network policies."""
+"""The annotation's value on a cluster that has no engine for network policies."""
 NAME = "preflight-network"
 KEPT_SECONDS = 300
 LONGEST_SECONDS = 300
 CLOSED, OPEN = "closed", "open"
 PATIENCE_SECONDS = 60
-"""Seconds in which an engine has to know a new pod, which it may let through until then."""
+"""Seconds after which an engine must enforce policies for a new pod."""
 SCRIPT = f"""
 import os, socket, sys, time
 address = os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"])
@@ -39,32 +40,32 @@ print("{CLOSED}" if failures == 2 else "{OPEN}")
 
 
 def require_network_policies(api: Api, namespace: Object, cluster: Object, head: Object) -> str:
-    """What was found, in a sentence. Raises `DeviceError` where pods get through and the overlay does not say so."""
+    """Describe the result. Raises `DeviceError` for policies that are not enforced, unless an annotation says so."""
     is_expected = (namespace["metadata"].get("annotations") or {}).get(POLICIES_ANNOTATION) != NOT_ENFORCED
     command = ["python", "-c", SCRIPT, str(PATIENCE_SECONDS if is_expected else 1)]
-    said = {
+    answers = {
         "a Job": run_setup_job(api, _job(cluster, command)),
         "the RayCluster": api.execute(head["metadata"]["name"], head["spec"]["containers"][0]["name"], command),
     }
-    if odd := {owner: words for owner, words in said.items() if words.strip() not in (CLOSED, OPEN)}:
+    if odd := {owner: words for owner, words in answers.items() if words.strip() not in (CLOSED, OPEN)}:
         raise DeviceError(f"the probe of network policies did not answer: {odd}")
-    reached = [owner for owner, words in said.items() if words.strip() == OPEN]
+    reached = [owner for owner, words in answers.items() if words.strip() == OPEN]
     if not reached:
-        return "network policies keep pods of Jobs and of the RayCluster from what they may not reach"
+        return "network policies are enforced for pods of Jobs and of the RayCluster"
     found = (
-        f"pods of {' and of '.join(reached)} reach the Kubernetes API, which network policies forbid: nothing enforces "
-        f"them for these pods"
+        f"pods of {' and of '.join(reached)} reach the Kubernetes API, which network policies forbid: the policies are "
+        f"not enforced for these pods"
     )
     if not is_expected:
-        return f"{found}, as the overlay says"
+        return f"{found}, as the overlay's annotation says"
     raise DeviceError(
-        f"{found}. Install or switch on an engine (on EKS the VPC CNI's enableNetworkPolicy), then run this again. "
-        f"An overlay for a cluster without one annotates the namespace with {POLICIES_ANNOTATION}: {NOT_ENFORCED}"
+        f"{found}. Install or enable an engine (on EKS the VPC CNI's enableNetworkPolicy), then repeat the command. "
+        f"For a cluster without an engine, annotate the overlay's namespace with {POLICIES_ANNOTATION}: {NOT_ENFORCED}"
     )
 
 
 def _job(cluster: Object, command: list[str]) -> Object:
-    """A pod with a stage's account, as the short pods of preflight have it, from the head's image."""
+    """A Job of the head's image, with a stage's account, as the probes of preflight have it."""
     group = WorkerGroup(STAGES[0], cluster, 0)
     head = group.head_pod
     labels: Object = {STAGE_LABEL: STAGES[0], COMPONENT_LABEL: "preflight"}

@@ -1,4 +1,4 @@
-"""The overlay that makes a cluster. The client renders it, applies it and waits for the head, or deletes all of it."""
+"""Creates a cluster from an overlay: renders and applies its objects and waits for the head; or deletes them all."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import TextIO
 
 import yaml
 
-from deploy.progress import Progress
+from deploy.progress import ProgressPrinter
 from deploy.stage_contract import DRAIN_VARIABLES, RECIPE
 from k8s.client.network_probe import require_network_policies
-from k8s.client.node_pool import require_nodes_given_back, require_same_region, tell_left_nodes
-from k8s.client.settings import fill_in
+from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back, require_same_region
+from k8s.client.settings_env import fill_in
 from k8s.client.setup_job import run_setup_job
 from k8s.client.stage_image import choose_image
 from k8s.objects.api import Api, Conflict, KindAbsent, Object
@@ -31,24 +31,25 @@ from services.common.recipe.schema import STAGES
 
 OVERLAYS = Path(__file__).parents[1] / "overlays"
 LOCAL_KUBECTL = Path(__file__).parents[2] / ".cluster/bin/kubectl"
-OLDEST_KUSTOMIZE = 5  # components, labels and replacements as the manifests use them; kubectl has it from 1.27 on
+OLDEST_KUSTOMIZE = 5
+"""Oldest major version of kustomize that has the components, labels and replacements of the manifests: kubectl 1.27."""
 PLACEHOLDER = "CHANGE-ME"
 POLL_SECONDS = 1.0
 HEAD_SECONDS = 900.0
 DOWN_SECONDS = 600.0
 APPLY_ATTEMPTS = 10
-# Whatever needs the operator or holds a volume goes before what it needs.
 DOWN_FIRST = ("Job", "CronJob", "RayJob", "RayCluster")
+"""Kinds that are deleted first, since they need the operator or hold a volume."""
 
 
 def render(overlay: Path) -> list[Object]:
-    """The overlay's objects: as kustomize writes them, with what follows from the overlay's settings.
+    """The overlay's objects as kustomize renders them, completed from the overlay's settings.
 
-    Raises `DeviceError` with kustomize's words when it cannot, and `RecipeError` for settings that cannot be.
+    Raises `DeviceError` with kustomize's message where it fails, and `RecipeError` for wrong settings.
     """
     if not (overlay / "kustomization.yaml").is_file():
         known = ", ".join(sorted(each.name for each in OVERLAYS.iterdir() if each.is_dir()))
-        raise RecipeError(f"OVERLAY={overlay}: no kustomization there. Known: {known}, or a folder of your own")
+        raise RecipeError(f"OVERLAY={overlay} has no kustomization.yaml: expected {known}, or a folder of your own")
     done = subprocess.run([find_kubectl(), "kustomize", overlay], capture_output=True, text=True, check=False)
     if done.returncode:
         raise DeviceError(f"{overlay} cannot be rendered: {done.stderr.strip()}")
@@ -56,9 +57,9 @@ def render(overlay: Path) -> list[Object]:
 
 
 def find_kubectl() -> Path:
-    """kubectl of PATH, else the one that `make cluster-local` compiled; only for its kustomize.
+    """The kubectl of PATH, or else the one that `make cluster-local` compiled; it is used for its kustomize.
 
-    Raises `DeviceError` when neither is new enough.
+    Raises `DeviceError` where neither is new enough.
     """
     on_path = shutil.which("kubectl")
     candidates = [*([Path(on_path)] if on_path else []), LOCAL_KUBECTL]
@@ -66,16 +67,16 @@ def find_kubectl() -> Path:
         if kubectl.exists() and _kustomize_of(kubectl) >= OLDEST_KUSTOMIZE:
             return kubectl
     raise DeviceError(
-        f"no kubectl of 1.27 or newer on PATH or in {LOCAL_KUBECTL.parent} renders the manifests: install one, or "
-        f"compile it with `.venv/bin/python -m tests.cluster.kit build`"
+        f"the manifests need kubectl 1.27 or newer, on PATH or in {LOCAL_KUBECTL.parent}: install it, or compile it "
+        f"with `.venv/bin/python -m tests.cluster.kit build`"
     )
 
 
 def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
-    """Apply the overlay and wait for the head. What deployments changed in it (images, replicas) stays theirs.
+    """Apply the overlay and wait for the head. Images and replicas that deployments set are kept.
 
-    Raises `DeviceError` where it would change the head, or a group's pods, under a stage; then nothing is applied. Also
-    where the operator runs with a batch scheduler, which shows once the RayCluster is there.
+    Raises `DeviceError` and applies nothing where it would change the head, or a group's pods, while a stage runs.
+    Raises `DeviceError` also for an operator with a batch scheduler, which shows only after the RayCluster exists.
     """
     objects = render(overlay)
     require_filled_in(overlay, objects)
@@ -105,7 +106,7 @@ def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
     print(f"checked     {require_network_policies(api, namespace, read_cluster(api), head)}", flush=True)
     if image_of(head["spec"]) != image:
         print(
-            f"the head goes on with {image_of(head['spec'])}; for {image} delete its pod when no stage runs: "
+            f"the head still runs {image_of(head['spec'])}; for {image} delete its pod when no stage runs: "
             f"kubectl -n {api.namespace} delete pod -l ray.io/node-type=head"
         )
     print(f"RayCluster {CLUSTER} is up at {api.server}: make deploy-stage STAGE=tokenizer")
@@ -113,9 +114,9 @@ def cluster_up(api: Api, overlay: Path, head_tag: str) -> int:
 
 
 def write_overlay(file: TextIO, find_api: Callable[[], Api], overlay: Path, head_tag: str) -> int:
-    """Write what `cluster_up` would apply to a cluster without deployments; without `head_tag` the head's image unset.
+    """Write the objects that `cluster_up` applies to a cluster without deployments.
 
-    Raises `RecipeError` for settings that are not filled in.
+    Without `head_tag` the head's image stays unset. Raises `RecipeError` for settings that are not filled in.
     """
     objects = render(overlay)
     require_filled_in(overlay, objects)
@@ -131,7 +132,7 @@ def write_overlay(file: TextIO, find_api: Callable[[], Api], overlay: Path, head
 
 
 def cluster_down(api: Api, overlay: Path, is_forced: bool) -> int:
-    """Delete what the overlay made, RayCluster first, volumes' data never. Refuses while a stage is deployed."""
+    """Delete the overlay's objects, but no data of volumes. Raises `DeviceError` while a stage is deployed."""
     objects = render(overlay)
     running = [] if is_forced else [stage for stage in STAGES if read_running_record(api, stage)]
     if running:
@@ -145,10 +146,10 @@ def cluster_down(api: Api, overlay: Path, is_forced: bool) -> int:
         for each in api.find_all(kind):
             api.delete(kind, each["metadata"]["name"])
         _await_gone(api, kind)
-        # Such a process takes its stage down, or gives its node back, when its Job is deleted, and needs its rights and
-        # the RayCluster.
+        # A deploy Job ends its stage, and a one-off's Job releases its node, when it is deleted. Both need their rights
+        # and the RayCluster for that.
         _await_gone(api, "Pod", f"{COMPONENT_LABEL} in (deploy,{ONE_OFF_NODES})")
-    tell_left_nodes(api)
+    print_left_nodes(api)
     for each in reversed(_in_order(objects)):
         api.within(each["metadata"].get("namespace", api.namespace)).delete_object(each)
         print(f"deleted     {each['kind']} {each['metadata']['name']}", flush=True)
@@ -158,12 +159,12 @@ def cluster_down(api: Api, overlay: Path, is_forced: bool) -> int:
             if time.monotonic() > deadline:
                 raise TryAgain(f"namespace {name} is still terminating: kubectl get namespace {name} -o yaml")
             time.sleep(POLL_SECONDS)
-    print("nothing is left but the artifacts")
+    print("the cluster's objects are deleted; the artifacts are kept")
     return 0
 
 
 def choose_overlay(name: str) -> Path:
-    """A name of k8s/overlays, or any folder."""
+    """The overlay of a name in k8s/overlays, or of any folder."""
     known = OVERLAYS / name
     return known if known.is_dir() else Path(name)
 
@@ -177,12 +178,12 @@ def _set_head_image(api: Api, rendered: Object, head_tag: str) -> None:
 def _find_cluster(api: Api) -> Object | None:
     try:
         return api.find("RayCluster", CLUSTER)
-    except KindAbsent:  # said when it is applied
+    except KindAbsent:  # applying the RayCluster reports it
         return None
 
 
 def _as_the_head(job: Object, head: Object) -> Object:
-    """The reaper and what prepares a cluster run the head's image, where the head may run."""
+    """The Job with the head's image, on the head's nodes: the reaper, or a Job that prepares a cluster."""
     job = copy.deepcopy(job)
     spec = job["spec"]["jobTemplate"]["spec"] if job["kind"] == "CronJob" else job["spec"]
     pod = spec["template"]["spec"]
@@ -192,7 +193,7 @@ def _as_the_head(job: Object, head: Object) -> Object:
 
 
 def _apply_cluster(api: Api, rendered: Object) -> None:
-    """Apply the RayCluster, with what deployments set in the live one, as long as nobody deploys in between."""
+    """Apply the RayCluster with the live one's deployments, again if somebody changes it in between."""
     for _ in range(APPLY_ATTEMPTS):
         live = api.find("RayCluster", CLUSTER)
         merged = _merged(rendered, live)
@@ -203,11 +204,11 @@ def _apply_cluster(api: Api, rendered: Object) -> None:
             return
         except Conflict:
             time.sleep(POLL_SECONDS)
-    raise TryAgain(f"RayCluster {CLUSTER} is being changed all the time: run the same command again")
+    raise TryAgain(f"RayCluster {CLUSTER} changed during {APPLY_ATTEMPTS} attempts to apply it: repeat the command")
 
 
 def _merged(rendered: Object, live: Object | None) -> Object:
-    """The rendered RayCluster with each live group's replicas, image, recipe and drain, which are its deployment's."""
+    """The rendered RayCluster with the replicas, images, recipes and drains that deployments set in the live one."""
     if live is None:
         return rendered
     cluster = copy.deepcopy(rendered)
@@ -226,17 +227,17 @@ def _keep_deployment(group: Object, was: WorkerGroup) -> None:
     if was.has_image:
         container["image"] = was.image
     pod["volumes"] = [was.pod["volumes"][was.recipe_index] if v["name"] == RECIPE.name else v for v in pod["volumes"]]
-    if was.replicas:  # between deployments the manifests' own
+    if was.replicas:  # a group without pods has the manifests' values
         pod["terminationGracePeriodSeconds"] = was.pod["terminationGracePeriodSeconds"]
         drains = {v["name"]: v for v in was.container["env"] if v["name"] in DRAIN_VARIABLES}
         container["env"] = [drains.get(variable["name"], variable) for variable in container["env"]]
 
 
 def _require_stages_untouched(api: Api, wanted: Object, live: Object) -> None:
-    """Raises `DeviceError` for a changed head while a stage is deployed, and for changed pods of a group that runs.
+    """Raise `DeviceError` for a changed head while a stage is deployed, and for changed pods of a running group.
 
-    The API server tells what would be, with its defaults. The operator replaces no pod for a change, but one that is
-    lost comes back changed: a head with another Ray, which no worker may join, or a pod unlike its neighbours.
+    A trial apply gives the changes with the API server's defaults. The operator replaces no pod for a change, but a pod
+    that is lost comes back changed: a head with another Ray, which no worker can join, or a pod unlike its neighbours.
     """
     would_be = api.apply(wanted, is_trial=True)
     groups = {group["groupName"]: group for group in would_be["spec"].get("workerGroupSpecs") or []}
@@ -244,22 +245,22 @@ def _require_stages_untouched(api: Api, wanted: Object, live: Object) -> None:
         name = group["groupName"]
         if group.get("replicas") and groups.get(name, {}).get("template") != group["template"]:
             raise DeviceError(
-                f"worker group {name} runs, and the manifests change its pods: wait for the stage, or "
-                f"make stop-stage STAGE={name}. Nothing was applied to the RayCluster."
+                f"worker group {name} runs, and the manifests change its pods: wait for the stage, or make stop-stage "
+                f"STAGE={name}. Nothing was applied to the RayCluster."
             )
     changed = sorted(_changes_of_head(live["spec"], would_be["spec"]))
     busy = [stage for stage in STAGES if read_running_record(api, stage) or pods_of(api, stage)] if changed else []
     if busy:
         present = image_of(head_pod_of(live))
         raise DeviceError(
-            f"stage {' and '.join(busy)} is deployed or has pods up, and this changes the head under it: "
-            f"{'; '.join(changed)}. Wait for it, or make stop-stage STAGE={busy[0]}, then run this again. "
+            f"stage {' and '.join(busy)} is deployed or has pods, and this would change its head: "
+            f"{'; '.join(changed)}. Wait for it, or make stop-stage STAGE={busy[0]}, then repeat the command. "
             f"HEAD_TAG={present} keeps the head's image. Nothing was applied to the RayCluster."
         )
 
 
 def _changes_of_head(live: Object, would_be: Object) -> Iterator[str]:
-    """What differs in the RayCluster but for its worker groups, each in a few words."""
+    """Describe the differences of two RayClusters outside of their worker groups."""
     before, after = copy.deepcopy(live), copy.deepcopy(would_be)
     was, will_be = (spec["headGroupSpec"]["template"]["spec"]["containers"][0] for spec in (before, after))
     if was["image"] != will_be["image"]:
@@ -276,17 +277,17 @@ def require_filled_in(overlay: Path, objects: Iterable[Object]) -> None:
     left = sorted({f"{each['kind']} {each['metadata']['name']}" for each in objects if PLACEHOLDER in yaml.dump(each)})
     if left:
         raise RecipeError(
-            f"{overlay}: {PLACEHOLDER} is still in {', '.join(left)}: write your own values into its settings.env "
-            f"(make infra-up does), or whatever else of the overlay says it"
+            f"{overlay}: {PLACEHOLDER} is still in {', '.join(left)}: write your own values into its settings.env, as "
+            f"make infra-up does, or into the overlay's other files"
         )
 
 
 def _await_head(api: Api) -> tuple[Object, str]:
-    """The ready head's pod, and the image that a new one would run."""
+    """Wait for the head: its ready pod, and the image that a new head would run."""
     wanted = head_pod_of(read_cluster(api))
     image = image_of(wanted)
     began = time.monotonic()
-    progress = Progress("the Ray head is not ready")
+    progress = ProgressPrinter("the Ray head is not ready")
     while True:
         heads = heads_of(api)
         if why := explain_batch_scheduler(api, wanted):
@@ -294,7 +295,7 @@ def _await_head(api: Api) -> tuple[Object, str]:
         if ready := [head for head in heads if is_ready(head)]:
             return ready[0], image
         if heads and image_of(heads[0]["spec"]) != image and _never_ran(heads[0]):
-            # The operator replaces no pod whose template changed.
+            # The operator does not replace a pod whose template changed.
             api.delete("Pod", heads[0]["metadata"]["name"], uid=heads[0]["metadata"]["uid"])
         state = explain_start(api, heads[0]) if heads else _cluster_events(api, time.monotonic() - began)
         progress.report(state)
@@ -304,14 +305,14 @@ def _await_head(api: Api) -> tuple[Object, str]:
 
 
 def _never_ran(pod: Object) -> bool:
-    """Waits for its image, so that nothing is lost with it."""
+    """Whether no container of the pod has run yet, so that nothing is lost with the pod."""
     containers = pod["status"].get("containerStatuses") or []
     return all("waiting" in each["state"] and not each.get("restartCount") for each in containers)
 
 
 def _cluster_events(api: Api, waited_seconds: float) -> str:
     warning = newest_event(api, read_cluster(api))
-    return warning or f"waiting for the KubeRay operator to make its pod{ask_for_operator(waited_seconds)}"
+    return warning or f"waiting for the KubeRay operator to create its pod{ask_for_operator(waited_seconds)}"
 
 
 def _await_gone(api: Api, kind: str, selector: str = "") -> None:
@@ -319,19 +320,17 @@ def _await_gone(api: Api, kind: str, selector: str = "") -> None:
     while left := api.find_all(kind, selector):
         if time.monotonic() > deadline:
             names = ", ".join(each["metadata"]["name"] for each in left)
-            raise TryAgain(f"{kind} {names} does not go away. Does the KubeRay operator run?")
+            raise TryAgain(f"{kind} {names} is not deleted after {DOWN_SECONDS:.0f} s. Does the KubeRay operator run?")
         time.sleep(POLL_SECONDS)
 
 
 def _in_order(objects: list[Object]) -> list[Object]:
-    """As kustomize sorts them, but for a Job, which no network policy may miss, and the RayCluster, whose pods need
-    everything else.
-    """
+    """The objects in kustomize's order, with Jobs after the network policies, and the RayCluster after everything."""
     return sorted(objects, key=lambda each: {"Job": 1, "RayCluster": 2}.get(each["kind"], 0))
 
 
 def _kustomize_of(kubectl: Path) -> int:
-    """The major version of kustomize that it has inside; 0 for a kubectl that does not tell."""
+    """Major version of the kustomize in a kubectl; 0 where it is unknown."""
     done = subprocess.run([kubectl, "version", "--client", "-o", "json"], capture_output=True, text=True, check=False)
     version = json.loads(done.stdout).get("kustomizeVersion", "") if done.returncode == 0 else ""
     return int(version.lstrip("v").partition(".")[0] or 0)

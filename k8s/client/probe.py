@@ -1,8 +1,8 @@
-"""The probes of preflight: short pods that look at what only a pod sees, an image's platform and the artifacts.
+"""Runs the probes of preflight: short pods that check what only a pod can see, an image's platform and the artifacts.
 
-Each asks one image about itself. The head's looks beside the head. A stage's that is pulled looks where the stage's
-pods will be, since what it pulls is needed there anyway; one that is brought to the nodes, or whose nodes come with the
-deployment, looks beside the head, too.
+A probe runs one image, which reports about itself. The head's image runs beside the head. A stage's image runs where
+the stage's pods will run, since it must be pulled there anyway; an image that was loaded onto the nodes, or a stage
+whose nodes are added for the deployment, runs beside the head as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from deploy.exit_codes import EXIT_AGAIN, find_error_line
-from deploy.progress import Progress
+from deploy.progress import ProgressPrinter
 from deploy.stage_contract import RECIPE
 from k8s.client.pull_watch import OTHER_PROCESSOR, PullWatch, explain_wait
 from k8s.objects.api import Api, ApiUnreachable, Object
@@ -26,31 +26,34 @@ from k8s.objects.worker_group import WorkerGroup, image_of
 from services.common.errors import ArtifactError, DeviceError, RecipeError, StorageError
 
 POLL_SECONDS = 0.5
-LEAST_SECONDS = 600.0  # for an image that may have to be pulled
-LEFTOVER_SECONDS = 300  # a probe whose client was killed goes by itself
+LEAST_SECONDS = 600.0
+"""Shortest time limit of a probe, whose image may have to be pulled first."""
+LEFTOVER_SECONDS = 300
+"""Seconds after which Kubernetes deletes an ended probe whose client was killed."""
 CONTAINER = "look"
-POOL_PROBE = "preflight-pool"  # the component of a probe that asks EKS: the network lets it
+POOL_PROBE = "preflight-pool"
+"""Component label of a probe that calls EKS, which a network policy allows."""
 PLACEMENT_FIELDS = ("nodeSelector", "tolerations", "affinity", "imagePullSecrets")
 STAGE_CODES = (RecipeError.exit_code, ArtifactError.exit_code, StorageError.exit_code)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an image said, or why it could not."""
+    """The answer of an image, or the reason why there is none."""
 
     platform: dict[str, str] = field(default_factory=dict)
-    """Variant, python and ray; empty where it could not be seen."""
+    """Variant, python and ray of the image; empty where it did not answer."""
     records: tuple[int, ...] = ()
     """Versions of a deployment's record that the head's image reads."""
     node_pool: dict[str, Any] | None = None
-    """What the head's image sees of the stage's pool; None from one that knows no pools."""
+    """The stage's pool as EKS describes it; None from a head's image that is too old for pools."""
     upstream: list[dict[str, Any]] = field(default_factory=list)
     problem: str | None = None
     exit_code: int = DeviceError.exit_code
 
 
 class Probe:
-    """One short pod, for as long as this is entered."""
+    """A short pod, which exists while this context is entered."""
 
     def __init__(self, api: Api, job: Object, what: str, timeout_seconds: float) -> None:
         self._api, self._job, self._what = api, job, what
@@ -66,10 +69,10 @@ class Probe:
         self._api.delete("Job", self._job["metadata"]["name"], uid=self._uid)
 
     def await_answer(self) -> Answer:
-        """Wait for the pod's end, as long as its image is being pulled, too, and tell what is waited for."""
+        """Wait for the pod's end, and report what it waits for, such as its image."""
         deadline = time.monotonic() + self._timeout_seconds
-        report = Progress(self._what).report
-        waits, pull = "no pod was made", PullWatch(self._image)
+        report = ProgressPrinter(self._what).report
+        waits, pull = "it has no pod yet", PullWatch(self._image)
         while time.monotonic() < deadline:
             for pod in self._api.find_all("Pod", f"job-name={self._job['metadata']['name']}"):
                 if pod["status"].get("phase") in ("Succeeded", "Failed"):
@@ -79,29 +82,29 @@ class Probe:
                 if problem := pull.explain_end(pod, waits):
                     return Answer(problem=problem)
             time.sleep(POLL_SECONDS)
-        problem = f"the short pod that looks at {self._image} did not end: {waits}"
+        problem = f"the probe of image {self._image} did not end: {waits}"
         return Answer(problem=problem, exit_code=EXIT_AGAIN)
 
     def _read_answer(self, pod: Object) -> Answer:
         terminated = _terminated_state(pod)
         exit_code = int(terminated.get("exitCode", EXIT_AGAIN))
         lines = self._read_log(pod)
-        told = next(filter(None, map(_read_object, reversed(lines))), None)
-        if told:
+        report = next(filter(None, map(_read_object, reversed(lines))), None)
+        if report:
             return Answer(
-                told["platform"],
-                tuple(told.get("records", ())),
-                told.get("node_pool"),
-                told.get("upstream", []),
-                told.get("problem"),
+                report["platform"],
+                tuple(report.get("records", ())),
+                report.get("node_pool"),
+                report.get("upstream", []),
+                report.get("problem"),
                 exit_code,
             )
         said = " ".join(lines[-3:]) or str(terminated.get("message") or pod["status"].get("message", "nothing"))
         if any(each in said for each in OTHER_PROCESSOR):
             node = pod["spec"].get("nodeName")
             return Answer(
-                problem=f"image {self._image} cannot run on {node}, which has another processor than it is built for "
-                f"({said}): build it for that one, or name another with TAG="
+                problem=f"image {self._image} is built for another processor than that of {node} ({said}): build it "
+                f"for that processor, or name another image with TAG="
             )
         if exit_code in STAGE_CODES:
             return Answer(problem=find_error_line("\n".join(lines)), exit_code=exit_code)
@@ -110,7 +113,7 @@ class Probe:
         return Answer(problem=problem, exit_code=EXIT_AGAIN if is_lost else DeviceError.exit_code)
 
     def _read_log(self, pod: Object) -> list[str]:
-        """Nothing of a container that never began."""
+        """The container's log; empty where it never started."""
         try:
             return [line.partition(" ")[2] for line in self._api.log(pod["metadata"]["name"], CONTAINER)]
         except ApiUnreachable:
@@ -120,9 +123,9 @@ class Probe:
 
 
 def probe_head(api: Api, group: WorkerGroup) -> Probe:
-    """Asks the head's image for its platform, and for the records that its deploy Jobs read.
+    """A probe that asks the head's image for its platform, and for the versions of records that its deploy Jobs read.
 
-    Where the stage's nodes come from a pool, it looks at that, too, as a deploy Job would: with its account.
+    For a stage with a node pool it also describes the pool, with a deploy Job's account.
     """
     head = group.head_pod
     # No shell: the admission policies let a deploy Job's account run programs of the head's image alone.
@@ -141,7 +144,7 @@ def probe_head(api: Api, group: WorkerGroup) -> Probe:
 def probe_stage(
     api: Api, group: WorkerGroup, image: str, recipe: str, arguments: list[str], timeout_seconds: float
 ) -> Probe:
-    """Asks a stage's image whether it takes the recipe, and finds what it needs."""
+    """A probe that asks a stage's image whether it accepts the recipe and finds its upstream artifacts."""
     script = (
         'printf %s "$RECIPE" > "$TMPDIR/recipe.toml" && exec python -m services.common.process.readiness '
         f"--stage {group.name} --recipe $TMPDIR/recipe.toml --root {group.root} {shlex.join(arguments)}"
@@ -165,7 +168,7 @@ def _job(
     environment: dict[str, str],
     seconds: float,
 ) -> Object:
-    """The stage's mounts and account, on a node that suits the pod `place`, with one small container."""
+    """A Job of one small container with the stage's mounts and account, on a node that the pod `place` may use."""
     labels = {STAGE_LABEL: group.name, COMPONENT_LABEL: "preflight"}
     pod = {
         "restartPolicy": "Never",
@@ -208,7 +211,7 @@ def _terminated_state(pod: Object) -> Object:
 def _read_object(line: str) -> dict[str, Any] | None:
     """An image's answer; None for any other line."""
     try:
-        told = json.loads(line)
+        report = json.loads(line)
     except ValueError:
         return None
-    return told if isinstance(told, dict) and "platform" in told else None
+    return report if isinstance(report, dict) and "platform" in report else None

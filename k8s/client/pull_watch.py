@@ -1,4 +1,4 @@
-"""The wait for a pod's image: which words of kubelet mean that the pod will never begin."""
+"""Watches a pod until it starts, and recognises the states of kubelet in which it never will."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from k8s.objects.api import Api, Object
 from k8s.objects.placement import PASSING, explain_start
 from k8s.objects.worker_group import image_of
 
-# kubelet pulls again after 10, 20, 40 s: a registry that is away for a moment has been asked four times by then.
 PULL_PATIENCE_SECONDS = 90.0
+"""Seconds of failed pulls after which a pod is given up. kubelet retries after 10, 20 and 40 s, so it has tried four
+times."""
 PULL_ERRORS = ("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable", "ImageInspectError")
 HOPELESS = ("ErrImageNeverPull", "InvalidImageName", "CreateContainerConfigError")
 OTHER_PROCESSOR = ("no match for platform", "exec format error")
 
 
 class PullWatch:
-    """Watches one pod that has not begun."""
+    """Watches one pod that has not started."""
 
     def __init__(self, image: str) -> None:
         self._image = image
         self._failing_since: float | None = None
 
     def explain_end(self, pod: Object, waits: str) -> str:
-        """Why the pod will not begin, where that is certain by now; else empty. `waits` is what it waits for."""
+        """The reason why the pod will never start; empty while it may. `waits` describes what it waits for."""
         reason = waiting_reason(pod)
         if reason in HOPELESS:
             return f"{self._image} cannot run: {waits}"
@@ -34,18 +35,19 @@ class PullWatch:
         if not is_other and time.monotonic() - self._failing_since <= PULL_PATIENCE_SECONDS:
             return ""
         advice = (
-            "Does the tag exist, may the nodes pull from that registry, and do they reach it? make images PUSH=... "
-            "pushes what this checkout builds, TAG= names another image"
+            "Does the tag exist, do the nodes reach that registry, and may they pull from it? make images PUSH=... "
+            "pushes this checkout's images, TAG= names another image"
         )
         if is_other:
             advice = (
-                "It is built for another processor than the node's: build it for that one, or name another with TAG="
+                "It is built for another processor than the node's: build it for that processor, or name another image "
+                "with TAG="
             )
         return f"image {self._image} cannot be pulled on {pod['spec'].get('nodeName')}: {waits}. {advice}"
 
 
 def explain_wait(api: Api, pod: Object) -> str:
-    """What a pod that has not begun waits for, in a sentence; also a pull that goes well."""
+    """Describe what a pod that has not started waits for, such as the pull of its image."""
     if waiting_reason(pod) in PASSING:
         events = api.find_all("Event", fields=f"involvedObject.uid={pod['metadata']['uid']}")
         reasons = {event.get("reason") for event in events}
@@ -55,6 +57,6 @@ def explain_wait(api: Api, pod: Object) -> str:
 
 
 def waiting_reason(pod: Object) -> str:
-    """Kubelet's word for what a pod's container waits for; empty where it does not wait."""
+    """kubelet's reason why a pod's container waits; empty where it does not wait."""
     statuses = (pod.get("status") or {}).get("containerStatuses") or []
     return str((statuses[0]["state"].get("waiting") or {}).get("reason", "")) if statuses else ""

@@ -1,4 +1,4 @@
-"""A run of the reaper outside of its hours."""
+"""Starts the reaper, a CronJob, outside of its schedule."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import secrets
 from k8s.objects.api import Api, Object
 from services.common.errors import DeviceError
 
-REAPER = "reaper"  # the CronJob
+REAPER = "reaper"
+"""Name of the CronJob."""
 KEPT_SECONDS = 900
 
 
 def start_reaper(api: Api) -> bool:
-    """Start the CronJob's Job now. False where that may not be: it comes by itself."""
+    """Start a Job of the reaper now. False where this user may not: the reaper then runs at its scheduled time."""
     try:
         reaper = api.find("CronJob", REAPER)
         if reaper is None:
             return False
         api.create(_job(reaper))
-    except DeviceError:  # no right to look at CronJobs, say
+    except DeviceError:  # such as a missing right to read CronJobs
         return False
     return True
 

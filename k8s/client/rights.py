@@ -1,6 +1,6 @@
-"""The rights of a person who deploys: what the client's calls need. `k8s/base/people.yaml` grants them to a group.
+"""Lists the rights that the client's calls need. `k8s/base/people.yaml` grants them to a group of people.
 
-Preflight asks the API server for each, before a deployment or its end would fail for one.
+Preflight asks the API server for every right, before a deployment or its end would fail for a missing one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Right:
     group: str
     resource: str
     name: str = ""
-    """Of the one object that it is about; empty: all."""
+    """Name of the one object; empty for all objects of the resource."""
 
 
 def _rights(group: str, resource: str, *verbs: str, name: str = "") -> tuple[Right, ...]:
@@ -54,7 +54,7 @@ IN_THE_CLUSTER = (
 TO_LOOK_INSIDE = tuple(
     right for resource in ("pods/exec", "pods/portforward") for right in _rights("", resource, "get", "create")
 )
-"""Of a person at a terminal (docs/operations); no call of the client needs them."""
+"""Rights for kubectl exec and port-forward (docs/operations), which no call of the client needs."""
 TO_ASK = (
     *_rights("authorization.k8s.io", "selfsubjectaccessreviews", "create"),
     *_rights("authorization.k8s.io", "subjectaccessreviews", "create"),

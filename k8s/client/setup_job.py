@@ -1,11 +1,11 @@
-"""A Job of an overlay that prepares something, such as the shared file system, before the RayCluster is applied."""
+"""Runs a Job that prepares the cluster, such as its shared file system, before the RayCluster is applied."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
 
-from deploy.progress import Progress
+from deploy.progress import ProgressPrinter
 from k8s.objects.api import Api, Object
 from k8s.objects.placement import explain_start
 from services.common.errors import DeviceError, TryAgain
@@ -15,21 +15,21 @@ POLL_SECONDS = 1.0
 
 
 def run_setup_job(api: Api, job: Object) -> str:
-    """Run the Job to its end, again where it ran before; the last line of what it said.
+    """Run the Job to its end, also where it ran before: the last line of its log.
 
-    Raises `DeviceError` with its words when it fails, and `TryAgain` when it does not end.
+    Raises `DeviceError` with that line where the Job fails, and `TryAgain` where it does not end.
     """
     name = job["metadata"]["name"]
     api.delete("Job", name)
     deadline = time.monotonic() + SETUP_SECONDS
     while api.find("Job", name):
-        _require_time(deadline, name, "the one before does not go away")
+        _require_time(deadline, name, "the previous Job is not deleted")
         time.sleep(POLL_SECONDS)
     api.create(job)
-    report = Progress(f"Job {name} has not ended").report
+    report = ProgressPrinter(f"Job {name} has not ended").report
     while True:
         status = (api.find("Job", name) or {}).get("status") or {}
-        pods = sorted(api.find_all("Pod", f"job-name={name}"), key=_creation)  # one for each try
+        pods = sorted(api.find_all("Pod", f"job-name={name}"), key=_creation)  # one for each attempt
         if status.get("succeeded"):
             return _last_line(api, pods)
         if any(each["type"] == "Failed" and each["status"] == "True" for each in status.get("conditions") or []):
@@ -37,7 +37,7 @@ def run_setup_job(api: Api, job: Object) -> str:
                 f"Job {name} in namespace {api.namespace} failed, and nothing after it was applied: "
                 f"{_last_line(api, pods)}. kubectl -n {api.namespace} describe job,pods"
             )
-        waits = explain_start(api, pods[-1]) if pods else "no pod was made"
+        waits = explain_start(api, pods[-1]) if pods else "it has no pod yet"
         report(waits)
         _require_time(deadline, name, waits)
         time.sleep(POLL_SECONDS)
@@ -49,13 +49,13 @@ def _require_time(deadline: float, name: str, waits: str) -> None:
 
 
 def _last_line(api: Api, pods: list[Object]) -> str:
-    """Of the newest try that said something."""
+    """Last line of the newest attempt's log, or of an earlier one's where that is empty."""
     for pod in reversed(pods):
-        with suppress(DeviceError):  # of a container that never began
+        with suppress(DeviceError):  # the container never started
             container = pod["spec"]["containers"][0]["name"]
             if lines := list(api.log(pod["metadata"]["name"], container)):
                 return lines[-1].partition(" ")[2]
-    return "it said nothing"
+    return "its log is empty"
 
 
 def _creation(pod: Object) -> str:

@@ -1,7 +1,4 @@
-"""The image that a deployment or a one-off runs.
-
-TAG names it, or the working tree builds it; the client finds its digest.
-"""
+"""Chooses the image of a deployment or a one-off: the one that TAG names, or this checkout's, by its digest."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from services.common.errors import DeviceError
 
 
 def choose_image(api: Api, service: str, variant: str, container: Object, tag: str) -> str:
-    """Full name of the image for a container of the RayCluster, by digest where the registry or a node tells one.
+    """Full name of the image for a container of the RayCluster, by digest where the registry or a node has one.
 
-    `tag` may be empty (the working tree's), a tag, a digest, or a whole image name. Raises `DeviceError` when it is
-    nowhere to be had.
+    `tag` may be empty (this checkout's image), a tag, a digest, or a whole image name. Raises `DeviceError` for an
+    image that neither the registry nor a node has.
     """
     image = _named(repository_of(container["image"]), tag or describe_build(service, variant).commit_tag)
     if "@sha256:" in image:
@@ -29,15 +26,12 @@ def choose_image(api: Api, service: str, variant: str, container: Object, tag: s
 
 
 def find_image_labels(group: WorkerGroup, image: str) -> dict[str, str]:
-    """The labels of a stage's image; none of one that is brought to the nodes, or that this machine cannot look up."""
+    """Labels of a stage's image; empty for an image on the nodes, or in a registry that this machine cannot reach."""
     return {} if group.is_image_on_nodes else find_labels(image)
 
 
 def read_platform_labels(group: WorkerGroup, image: str) -> dict[str, str]:
-    """Variant, Python and Ray of an image in a registry, from its labels; nothing where there are none.
-
-    What cannot be read here the image tells itself.
-    """
+    """Variant, Python and Ray of an image, from its labels; empty without labels, where a probe asks the image."""
     labels = find_image_labels(group, image)
     platform = {what: labels.get(f"millrace.{what}", "") for what in ("variant", "python", "ray")}
     return platform if all(platform.values()) else {}
@@ -52,7 +46,7 @@ def _named(repository: str, tag: str) -> str:
 
 
 def _on_nodes(api: Api, service: str, variant: str, image: str) -> str:
-    """An image that is never pulled must be on a node already; its kubelet lists the digest beside the tag."""
+    """The image on a node, by the digest that kubelet lists beside the tag: an image that is never pulled."""
     repository = full_name(repository_of(image))
     held = [listed.get("names") or [] for node in api.find_all("Node") for listed in node["status"].get("images") or []]
     for names in held:
@@ -61,14 +55,14 @@ def _on_nodes(api: Api, service: str, variant: str, image: str) -> str:
             return digests[0] if digests else image
     tags = sorted({name for names in held for name in names if full_name(name).startswith(f"{repository}:")})
     raise DeviceError(
-        f"no node has the image {image}, and it is never pulled (imagePullPolicy: Never). The nodes have "
+        f"no node has the image {image}, which is never pulled (imagePullPolicy: Never). The nodes have "
         f"{', '.join(tags) or f'none of {repository}'}. Build it (make images STAGE={service} VARIANT={variant}) and "
-        f"bring it there (make load-images STAGE={service}, or kind load docker-image), or name another with TAG=."
+        f"load it (make load-images STAGE={service}, or kind load docker-image), or name another with TAG=."
     )
 
 
 def full_name(image: str) -> str:
-    """As Kubernetes looks it up: docker.io/millrace/head:1 for millrace/head:1."""
+    """The name with which Kubernetes looks an image up, such as docker.io/millrace/head:1 for millrace/head:1."""
     domain, slash, _ = image.partition("/")
     if slash and ("." in domain or ":" in domain or domain == "localhost"):
         return image

@@ -1,9 +1,9 @@
-"""The status of a cluster: what is deployed, where it stands, and how the last deployment of each stage ended."""
+"""Describes a cluster: its deployed stages, their progress, and how the last deployment of every stage ended."""
 
 from __future__ import annotations
 
-from k8s.client.node_pool import describe_pool
-from k8s.client.one_off import describe_one_offs
+from k8s.client.kuberay_one_off import describe_one_offs
+from k8s.client.node_pool_checks import describe_pool
 from k8s.objects.api import Api, Object
 from k8s.objects.deployment import Deployment, UnknownRecord
 from k8s.objects.node_shares import ShareBook, read_share_book
@@ -16,7 +16,7 @@ from services.common.recipe.schema import STAGES
 
 
 def describe_status(api: Api) -> str:
-    """A paragraph per stage, and one for the subcommands of stages that run."""
+    """The status for a person: a paragraph for every stage, and one for running subcommands."""
     cluster = read_cluster(api)
     heads = heads_of(api)
     head = "ready" if any(map(is_ready, heads)) else "not ready"
@@ -38,16 +38,14 @@ def _describe_stage(api: Api, group: WorkerGroup, book: ShareBook) -> str:
     lines = [
         f"{group.name}",
         f"  image     {group.image}",
-        f"  pods      {sum(map(is_ready, pods))} ready, {len(pods)} there, {group.replicas} wanted",
+        f"  pods      {sum(map(is_ready, pods))} ready, {len(pods)} created, {group.replicas} wanted",
     ]
     pools = dict.fromkeys([*filter(None, [group.node_pool]), *book.pools_of(group.name)])
     lines += [f"  nodes     {describe_pool(api, book, group.name, name)}" for name in pools]
     if record:
         lines += _describe_record(api, group, record)
     if pods and (record is None or (record.is_over and not record.deployment.keep)):
-        lines.append(
-            f"  orphaned  {len(pods)} pods are there and no deployment holds them: make stop-stage STAGE={group.name}"
-        )
+        lines.append(f"  orphaned  {len(pods)} pods belong to no deployment: make stop-stage STAGE={group.name}")
     if record and record.is_over and record.deployment.keep and pods:
         lines.append(f"  kept      {len(pods)} pods hold their nodes (KEEP=1): make stop-stage STAGE={group.name}")
     if group.good_images:
@@ -84,7 +82,7 @@ def _progress(attempt: Outcome) -> str:
 
 
 def _nodes_now(api: Api, group: WorkerGroup, deployment: Deployment, job: Object | None, attempt: int) -> int:
-    """Nodes of the attempt that is placed or runs."""
+    """Number of nodes of the current attempt."""
     if job:
         return nodes_of(job)
     return placed_size(api.find("PodGroup", group.pod_group), deployment, attempt)

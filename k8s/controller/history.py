@@ -9,7 +9,7 @@ import glob
 import json
 from pathlib import Path
 
-from deploy.history import add_good_image, merge_histories, read_good_images, write_good_images
+from deploy.good_images import add_good_image, merge_histories, read_good_images, write_good_images
 from k8s.objects.api import Api
 from k8s.objects.names import checkpoint_annotation, good_images_annotation
 from k8s.objects.placement import pods_of

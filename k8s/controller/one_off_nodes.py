@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import asdict
 
-from deploy.progress import Progress
+from deploy.progress import ProgressPrinter
 from k8s.controller.job import EXIT_START_AGAIN, connect_patiently
 from k8s.controller.node_pool import PatientRelease, open_node_pool
 from k8s.objects.api import Api
@@ -39,7 +39,7 @@ class OneOffNodes:
 
     def __init__(self, api: Api, one_off: str) -> None:
         self._api, self._one_off = api, one_off
-        self._report = Progress("nodes").report
+        self._report = ProgressPrinter("nodes").report
         group = cpu_group_of(read_cluster(api))
         self._pool = open_node_pool(api, one_off, group.node_pool, group.capacity_ends_at)
         self._release = PatientRelease(api, one_off, self._report)

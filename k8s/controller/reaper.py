@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from deploy.progress import Progress
+from deploy.progress import ProgressPrinter
 from k8s.controller.job import connect_patiently
 from k8s.controller.node_pool import NodeRelease
 from k8s.objects.api import Api, ApiUnreachable, Conflict
@@ -79,7 +79,7 @@ class StageReaper:
 
     def __init__(self, api: Api, stage: str) -> None:
         self._api, self._stage = api, stage
-        self._report = Progress(f"reaper: {stage}").report
+        self._report = ProgressPrinter(f"reaper: {stage}").report
         self._lost = LostPods(api, stage, self._report)
         self._nodes = NodeRelease(api, stage)
         self._seen: tuple[str, float] = ("", 0.0)  # the Lease's version, and the time when it was first seen
@@ -128,7 +128,7 @@ class OneOffReaper:
 
     def __init__(self, api: Api) -> None:
         self._api = api
-        self._report = Progress("reaper").report
+        self._report = ProgressPrinter("reaper").report
         self._over_since: dict[str, float] = {}
 
     def advance(self) -> bool:

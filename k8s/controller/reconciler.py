@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deploy.exit_codes import EXIT_AGAIN
-from deploy.progress import Progress
+from deploy.progress import ProgressPrinter
 from k8s.controller.action import (
     Action,
     DeleteOlderRayJobs,
@@ -67,7 +67,7 @@ class Reconciler:
         self._lease = StageLease(api, deployment.stage, f"{deployment.id}/{pod}")
         self._has_lease = False
         self._terminated = threading.Event()
-        self._report = Progress("deploy").report
+        self._report = ProgressPrinter("deploy").report
         self._lost = LostPods(api, deployment.stage, self._report)
         self._pool = open_node_pool(api, deployment.stage, deployment.node_pool, deployment.capacity_ends_at)
         self._nodes = PatientRelease(api, deployment.stage, self._report)

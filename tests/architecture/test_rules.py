@@ -81,9 +81,9 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
     ),
     (
         rules.deploy_rooms_import_what_is_below_them,
-        "deploy/history.py",
+        "deploy/good_images.py",
         "from k8s.objects import names",
-        "deploy.history imports k8s.objects.names",
+        "deploy.good_images imports k8s.objects.names",
     ),
     (
         rules.deploy_rooms_import_what_is_below_them,
@@ -111,9 +111,9 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
     ),
     (
         rules.deploy_rooms_import_what_is_below_them,
-        "deploy/batch/target.py",
+        "deploy/batch/batch_target.py",
         "from k8s.objects.api import Api",
-        "deploy.batch.target imports k8s.objects.api.Api",
+        "deploy.batch.batch_target imports k8s.objects.api.Api",
     ),
     (
         rules.deploy_rooms_are_all_there_is,
@@ -123,9 +123,9 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
     ),
     (
         rules.deploy_rooms_import_what_is_below_them,
-        "k8s/client/plan.py",
+        "k8s/client/deployment_plan.py",
         "from infra.cost import describe_cost",
-        "k8s.client.plan imports infra.cost.describe_cost",
+        "k8s.client.deployment_plan imports infra.cost.describe_cost",
     ),
     (
         rules.services_ignore_the_infrastructure,
@@ -247,7 +247,7 @@ def repository(tmp_path: Path) -> Path:
         "services/common/launch/ray_launcher.py": "import ray",
         "services/tokenizer/__main__.py": "import services.common.near\nimport services.common.launch.launcher",
         "services/trainer/loop.py": "from services.common.launch.launcher import choose_launcher\nimport torch",
-        "deploy/history.py": "from services.common.near import something",
+        "deploy/good_images.py": "from services.common.near import something",
         "k8s/objects/api.py": "import kubernetes\nfrom deploy import history",
         "k8s/controller/reaper.py": "from k8s.objects.api import Api",
         "k8s/client/commands.py": "import images.versions, infra.shapes\nfrom k8s.objects.api import Api",

@@ -137,7 +137,7 @@ def test_a_deployment_raises_the_group_from_zero_and_lowers_it_again(harness: Ha
 
 def test_more_nodes_than_the_group_may_have_are_refused(harness: Harness, node_group: NodeGroup) -> None:
     said = refused(harness, nodes=MOST + 1)
-    assert f"NODES=5 makes 5 nodes of node group {POOL}, which may have 4" in said
+    assert f"NODES=5 needs 5 nodes of node group {POOL}, whose limit is 4" in said
     assert node_group.size == 0
 
 

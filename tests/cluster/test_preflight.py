@@ -111,7 +111,7 @@ def test_a_claim_that_does_not_exist(harness: Harness) -> None:
     with group_changed(harness, rename):
         code, said = refused(harness)
     assert code == 4
-    assert "claim fsx-claim, which worker group compiler mounts, does not exist (there is fsx)" in said
+    assert "claim fsx-claim, which worker group compiler mounts, does not exist (found: fsx)" in said
 
 
 def test_a_claim_that_is_not_bound(harness: Harness) -> None:
@@ -177,7 +177,7 @@ def test_a_trace_on_a_device_that_the_compiler_has_not(harness: Harness) -> None
     with group_changed(harness, take_devices):
         code, said = refused(harness, ARGS="--parallel.device=xla --compile.trace_on=device")
     assert code == 4
-    assert 'compile.trace_on is "device", and compiler pods have no aws.amazon.com/neuron' in said
+    assert 'compile.trace_on is "device", but compiler pods have no aws.amazon.com/neuron' in said
     assert "tasks       26 graphs at a time" in said
 
 
@@ -220,7 +220,7 @@ def test_an_image_of_another_platform(harness: Harness) -> None:
     node_images.load(name)
     wait_until(lambda: f"docker.io/{name}" in held_images(), seconds=120)
     _, said = refused(harness, TAG=name)
-    assert "has variant neuron, the Ray head has cpu" in said
+    assert "has variant neuron, but the Ray head has cpu" in said
     assert "MODE=isolated" in said
 
 

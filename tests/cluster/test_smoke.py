@@ -161,7 +161,7 @@ def test_pods_that_reach_what_policies_forbid_are_found(harness: Harness) -> Non
         said = require_network_policies(harness.api, demanding, cluster_, harness.head())
     finally:
         cluster.run("iptables", "-D", *rule)
-    assert "keep pods" in said
+    assert "are enforced" in said
 
 
 def test_a_drain_takes_the_head_and_ends(harness: Harness) -> None:

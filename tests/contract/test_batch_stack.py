@@ -10,8 +10,8 @@ import hcl2
 import pytest
 
 from deploy.batch.config import CONFIG, KEYS, PLACES, read_config
-from deploy.batch.job_definition import HOST_FOLDERS, pool_of, read_container, render_job_definition
-from deploy.client.outline import read_outline
+from deploy.batch.job_definition import HOST_FOLDERS, queue_of, read_container, render_job_definition
+from deploy.client.requested_recipe import read_requested_recipe
 from deploy.stage_contract import DRAIN_SECONDS, ROOT, SCRATCH, find_contract
 from images.demo import IMAGE_USER
 from images.platforms import REPOSITORY
@@ -66,7 +66,7 @@ def test_the_file_that_the_stack_writes_is_the_one_that_deployments_read(rendere
     path = tmp_path / "config.txt"
     path.write_text(rendered, encoding="utf-8")
     config = read_config(path)
-    assert (config.trainium.queue, config.cpu.queue) == ("millrace-trainium", "millrace-cpu")
+    assert (config.trainium.name, config.cpu.name) == ("millrace-trainium", "millrace-cpu")
     assert config.log_groups == {stage: f"/millrace/{stage}" for stage in STAGES}
     lines = re.findall(r'^ +\["([A-Z_]+)", ', (STACK / "outputs.tf").read_text(encoding="utf-8"), re.MULTILINE)
     assert lines == [line.partition("=")[0] for line in rendered.splitlines()]
@@ -103,7 +103,7 @@ def test_a_container_has_time_for_the_longest_drain_of_a_stage(stack: dict[str, 
 
 
 def test_a_checkpoint_of_every_recipe_for_trn1_fits_into_the_stop_timeout() -> None:
-    outlines = [read_outline(path, {}) for path in sorted((REPOSITORY / "recipes").glob("*-trn1.toml"))]
+    outlines = [read_requested_recipe(path).outline for path in sorted((REPOSITORY / "recipes").glob("*-trn1.toml"))]
     sizes = {outline.name: outline.checkpoint_gb for outline in outlines}
     default = read_variables(None, STACK)["checkpoint_gb"]
     assert sizes
@@ -120,7 +120,7 @@ def test_a_node_prepares_the_folders_that_a_job_mounts(
     config = read_config(path)
     for stage in STAGES:
         container = read_container(
-            render_job_definition(config, pool_of(config, stage, False), job_deployment_of(stage))
+            render_job_definition(config, queue_of(config, stage, False), job_deployment_of(stage))
         )
         sources = {each["host"]["sourcePath"] for each in container["volumes"]}
         assert sources == set(module["folders"].values())

@@ -7,8 +7,7 @@ from __future__ import annotations
 import pytest
 from kubernetes.utils.quantity import parse_quantity
 
-from deploy.batch.job_definition import OneOff as BatchOneOff
-from deploy.batch.job_definition import read_container, render_one_off_definition
+from deploy.batch.job_definition import BatchOneOff, read_container, render_one_off_definition
 from k8s.client.overlay import find_kubectl, render
 from k8s.client.stage_image import repository_of
 from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -13,21 +12,20 @@ from typing import Any
 import pytest
 
 import infra.__main__
-from deploy.batch.request import DEFAULT_RECIPE as NEURON_RECIPE
-from deploy.batch.target import Batch
+from deploy.batch.batch_target import BatchTarget
+from deploy.batch.resolved_job import DEFAULT_RECIPE as NEURON_RECIPE
 from deploy.client.instance_type import check_instance_type
-from deploy.client.one_off import OneOffRequest, read_one_off
-from deploy.client.request import DeployRequest
+from deploy.client.one_off_request import OneOffRequest, read_one_off_request
+from deploy.client.request import DeployRequest, read_deploy_request, require_stage_name
 from deploy.client.variables import require_taken
-from deploy.commands import __main__ as deploy_commands
 from images.platforms import REPOSITORY
 from infra.apply.roads import ROADS, Target, describe_road
 from infra.tests.road import Typed, read_lines, read_road
 from infra.tests.service_models import share_service_models
 from k8s.client.compile_tasks import check_trace
-from k8s.client.one_off import run_one_off
+from k8s.client.kuberay_one_off import run_one_off
 from k8s.client.overlay import find_kubectl, render
-from k8s.client.request import resolve
+from k8s.client.resolved_deployment import resolve
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
 from services.common.recipe.schema import STAGES
@@ -36,8 +34,7 @@ from tests.deploy.batch.cloud import TAG, simulated_account
 from tests.k8s.builders import DIGEST
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
-
-MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+from tests.makefile import read_variables
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,13 +57,10 @@ def deployments(target: Target) -> list[Typed]:
     return [typed for typed in read_road(target) if typed.target == "deploy-stage"]
 
 
-def read_request(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> DeployRequest:
-    """The request that the deploy tool makes of what was typed, for an image that has been pushed."""
-    with monkeypatch.context() as patch:
-        for name, value in typed.variables.items():
-            patch.setenv(name, value)
-        require_taken(typed.target, typed.variables)
-        return deploy_commands._read_request(deploy_commands._stage())
+def read_request(typed: Typed) -> DeployRequest:
+    """The request that the deploy tool reads from the typed variables."""
+    require_taken(typed.target, typed.variables)
+    return read_deploy_request(typed.variables, require_stage_name(typed.variables["STAGE"]))
 
 
 @pytest.mark.parametrize("target", ROADS)
@@ -79,8 +73,7 @@ def test_every_target_of_make_is_there_and_says_which_variables_it_takes(target:
     """The three stages run in their order, the model is exported, and what was made is taken down."""
     typed = [each for each in read_road(target) if each.target]
     for each in typed:
-        [told] = re.findall(rf"^{each.target}:.*## (.*)$", MAKEFILE, re.MULTILINE)
-        assert [name for name in each.variables if f"{name}=" not in told] == [], each.line
+        assert {*each.variables} <= {*read_variables(each.target)}, each.line
         done = subprocess.run(
             ["make", "-n", *shlex.split(each.line)[1:]], cwd=REPOSITORY, capture_output=True, text=True, check=False
         )
@@ -93,14 +86,14 @@ def read_export(target: Target) -> OneOffRequest:
     """The request of the road's last step before it is taken down, for an image that has been pushed."""
     [typed] = [each for each in read_road(target) if each.target == "stage-run"]
     require_taken(typed.target, typed.variables)
-    return read_one_off(typed.variables)
+    return read_one_off_request(typed.variables)
 
 
 def test_the_eks_road_ends_in_a_model_on_the_shared_file_system(
     eks: Thing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By a pod of a CPU node, whose node comes for it, with the overlay's recipe."""
-    monkeypatch.setattr("k8s.client.one_off.find_image_labels", lambda group, image: {})
+    monkeypatch.setattr("k8s.client.kuberay_one_off.find_image_labels", lambda group, image: {})
     request = replace(read_export("eks"), tag=f"millrace/trainer@sha256:{DIGEST}", is_followed=False)
     api = MemoryApi(eks)
     assert run_one_off(api, request) == 0  # type: ignore[arg-type]
@@ -115,13 +108,13 @@ def test_the_eks_road_ends_in_a_model_on_the_shared_file_system(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_of_the_eks_road_fits_its_overlay(eks: Thing, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+def test_a_stage_of_the_eks_road_fits_its_overlay(eks: Thing, stage: str) -> None:
     """Without a RECIPE or a NODES: the overlay's recipe, its nodes, and for the compiler a device to trace on."""
     [typed] = [each for each in deployments("eks") if each.variables["STAGE"] == stage]
     group = worker_group_of(copy.deepcopy(eks), stage)
     api: Any = None  # an image that has a digest is looked up nowhere
 
-    resolved = resolve(api, group, replace(read_request(typed, monkeypatch), tag=f"a/b@sha256:{DIGEST}"))
+    resolved = resolve(api, group, replace(read_request(typed), tag=f"a/b@sha256:{DIGEST}"))
 
     assert (resolved.outline.name, resolved.outline.parallel.device) == ("llama2-7b-trn1", "xla")
     assert check_trace(group, resolved.outline) == ""
@@ -142,13 +135,16 @@ def test_the_stages_of_the_batch_road_are_submitted(
     """Each as it is typed, to its queue, in a simulated account."""
     with simulated_account() as cloud:
         for typed in deployments("batch"):
-            request = replace(read_request(typed, monkeypatch), tag=TAG, is_followed=False)
-            assert Batch(cloud.config, cloud.jobs).deploy(request, None) == 0
+            request = replace(read_request(typed), tag=TAG, is_followed=False)
+            assert BatchTarget(cloud.config, cloud.jobs).deploy(request, None) == 0
             cloud.move("SUCCEEDED", 0)
         with monkeypatch.context() as patch:
-            patch.setattr("deploy.batch.one_off.find_labels", lambda image: {})
+            patch.setattr("deploy.batch.batch_one_off.find_labels", lambda image: {})
             assert (
-                Batch(cloud.config, cloud.jobs).run_one_off(replace(read_export("batch"), is_followed=False), None) == 0
+                BatchTarget(cloud.config, cloud.jobs).run_one_off(
+                    replace(read_export("batch"), is_followed=False), None
+                )
+                == 0
             )
         queues = [job["jobQueue"] for job in cloud.submitted]
     said = capsys.readouterr().out

@@ -16,12 +16,12 @@ import yaml
 from kubernetes.utils.quantity import parse_quantity
 
 from deploy.batch.config import Config
-from deploy.batch.job_definition import Request, pool_of, read_container, render_job_definition
+from deploy.batch.job_definition import Request, queue_of, read_container, render_job_definition
 from deploy.exit_codes import is_tried_again
 from deploy.stage_contract import ROOT, SCRATCH
 from images.platforms import REPOSITORY
 from k8s.client.overlay import find_kubectl
-from k8s.client.settings import fill_in
+from k8s.client.settings_env import fill_in
 from k8s.client.stage_image import repository_of
 from k8s.objects.rayjob import render_rayjob
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
@@ -58,7 +58,7 @@ def group_of(manifests: list[Thing], stage: Stage, shape: str) -> WorkerGroup:
 
 
 def definition_of(stage: Stage, config: Config) -> Request:
-    pool = pool_of(config, stage, is_compiler_on_trainium=True)  # as the overlay has it, and a recipe that says nothing
+    pool = queue_of(config, stage, is_compiler_on_trainium=True)  # as the overlay has it
     return render_job_definition(config, pool, job_deployment_of(stage))
 
 

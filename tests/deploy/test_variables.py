@@ -64,6 +64,7 @@ def test_an_empty_variable_and_a_switch_that_is_off_are_not_given(off: dict[str,
         {"RETRIES": "9" * 5_000},
         {"WAIT": "٣"},
         {"NODES": "two"},
+        {"NODES": "0"},
         {"DRAIN": "1.5"},
         {"HOURS": "nan", "TARGET": "batch"},
         {"ARGS": "'"},
@@ -85,9 +86,9 @@ def test_a_value_that_cannot_be_ends_with_2(
 
 
 def test_a_name_that_make_was_given_and_nobody_knows_is_refused_with_the_nearest() -> None:
-    with pytest.raises(RecipeError, match=r"WIAT is no variable of deploy-stage, do you mean WAIT\?"):
+    with pytest.raises(RecipeError, match=r"deploy-stage .*WIAT.* WAIT\?"):
         require_taken("deploy-stage", {"MAKE_VARIABLES": "WIAT STAGE", "WIAT": "9"})
-    with pytest.raises(RecipeError, match="ROOT is no variable of stage-status"):
+    with pytest.raises(RecipeError, match=r"stage-status .*ROOT"):
         require_taken("stage-status", {"MAKE_VARIABLES": "ROOT"})
     require_taken("deploy-stage", {"MAKE_VARIABLES": "AWS_PROFILE KUBECONFIG TORCH TORCH_INDEX_URL python"})
 

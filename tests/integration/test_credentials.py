@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from deploy.batch.config import read_config
-from deploy.client.outline import read_outline
+from deploy.client.requested_recipe import read_requested_recipe
 from images.build import repository_of
-from k8s.client.settings import CONFIG_MAP, fill_in
+from k8s.client.settings_env import CONFIG_MAP, fill_in
 from services.common.errors import RecipeError
 from services.common.program.backends.inductor_facts import inductor_facts
 from tests.command import call
@@ -63,7 +63,7 @@ def test_a_deployment_refuses_a_password_in_its_recipe_and_arguments(
 ) -> None:
     _, bad = recipes
     with pytest.raises(RecipeError) as caught:
-        read_outline(bad, {})
+        read_requested_recipe(bad)
     assert MARKER not in str(caught.value)
     for name, value in {"TARGET": "batch", "STAGE": "trainer", "ARGS": f"--tokenizer.model={ADDRESS}"}.items():
         monkeypatch.setenv(name, value)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from deploy.client.outline import Outline
+from deploy.client.requested_recipe import read_requested_recipe
+from k8s.client.resolved_deployment import DEFAULT_RECIPE
 from k8s.objects.deployment import Deployment
 from tests.k8s.rendered import Thing
 
@@ -41,6 +44,11 @@ def deployment_of(stage: str = "trainer", **changes: Any) -> Deployment:
         "capacity_ends_at": "",
     }
     return Deployment(**fields | changes)
+
+
+def outline_of(**overrides: str) -> Outline:
+    """The outline of the smallest recipe, with overrides such as `{"train.max_steps": "5"}`."""
+    return read_requested_recipe(DEFAULT_RECIPE).with_arguments(*(f"--{k}={v}" for k, v in overrides.items())).outline
 
 
 def node(name: str, taints: list[Thing], conditions: list[Thing]) -> Thing:

@@ -113,7 +113,7 @@ def test_a_head_is_not_changed_under_a_stage(
     """Whether its deployment goes on, or its pods were left up."""
     pods = [] if is_deployed else [{"metadata": {"name": "trainer"}}]
     server = Server(live, pods, [running(live)] if is_deployed else [])
-    with pytest.raises(DeviceError, match="stage trainer is deployed or has pods up") as raised:
+    with pytest.raises(DeviceError, match="stage trainer ") as raised:
         up(monkeypatch, server, with_change(overlays["local"], change), tag)
     assert told in str(raised.value)
     assert "make stop-stage STAGE=trainer" in str(raised.value)
@@ -167,7 +167,7 @@ def test_the_region_does_not_change_under_nodes_that_are_held(
         overlays["local"], lambda cluster: cluster["metadata"]["annotations"].update({REGION: "us-east-2"})
     )
     server = Server(live, [], [shares_of("trainer")])
-    with pytest.raises(DeviceError, match="REGION changes from nothing to us-east-2, and trainer still holds nodes"):
+    with pytest.raises(DeviceError, match=r"REGION .*us-east-2, .*trainer"):
         up(monkeypatch, server, things, HEAD)
     assert server.applied == []
     assert up(monkeypatch, Server(live, [], []), things, HEAD) == 0
@@ -187,7 +187,7 @@ def test_a_running_group_s_pods_are_not_changed(
 
     live["spec"]["workerGroupSpecs"][2] |= {"replicas": 2}
     server = Server(live, [], [running(live)])
-    with pytest.raises(DeviceError, match="worker group trainer runs, and the manifests change its pods"):
+    with pytest.raises(DeviceError, match=r"worker group trainer .*STAGE=trainer"):
         up(monkeypatch, server, with_change(overlays["local"], change), HEAD)
     assert server.applied == []
 

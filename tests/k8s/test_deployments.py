@@ -16,11 +16,11 @@ import yaml
 from ray.job_submission import JobStatus
 
 from deploy.client.instance_type import check_instance_type
-from deploy.client.outline import read_outline
-from deploy.client.request import DEFAULT_RECIPE, DeployRequest
-from k8s.client.manifests import write_manifests
-from k8s.client.plan import describe_plan
-from k8s.client.request import resolve
+from deploy.client.request import DeployRequest, read_deploy_request
+from deploy.client.requested_recipe import read_requested_recipe
+from k8s.client.deployment_manifests import write_manifests
+from k8s.client.deployment_plan import describe_plan
+from k8s.client.resolved_deployment import DEFAULT_RECIPE, resolve
 from k8s.client.stage_image import repository_of
 from k8s.controller import job
 from k8s.controller.driver_log import Readable
@@ -34,9 +34,13 @@ from k8s.objects.recipe import render_recipe_config_map
 from k8s.objects.record import Outcome, record_of
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError
-from tests.k8s.builders import DIGEST, deployment_of
+from tests.k8s.builders import DIGEST, deployment_of, outline_of
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
 from tests.k8s.schemas import Kind, Schema, problems_of
+
+IMAGE = f"a/b@sha256:{DIGEST}"
+"""An image that has a digest is looked up nowhere."""
+TINY = read_requested_recipe(DEFAULT_RECIPE)
 
 
 @pytest.fixture(scope="module")
@@ -129,24 +133,19 @@ def test_how_a_rayjob_ended_when_ray_cannot_be_asked(status: Thing, code: int) -
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--train.max_steps", "5"), "a recipe override reads --section.key=value"),
-        (("--root", "/tmp"), "--root is the deployment's own"),
-        (("--dry-run",), "DRY_RUN=1"),
+        ("--train.max_steps 5", "--section.key=value"),
+        ("--root /tmp", "--root"),
+        ("--dry-run", "DRY_RUN=1"),
     ],
 )
-def test_options_that_cannot_be_are_refused_before_anything_is_asked(
-    trainer: WorkerGroup, arguments: tuple[str, ...], said: str
-) -> None:
-    request = DeployRequest(
-        "trainer", None, f"a/b@sha256:{DIGEST}", None, None, arguments, 3, 60, 0, False, False, True
-    )
+def test_options_that_a_deployment_sets_itself_are_refused(arguments: str, said: str) -> None:
     with pytest.raises(RecipeError, match=said):
-        resolve(Listing(), trainer, request)  # type: ignore[arg-type]
+        read_deploy_request({"ARGS": arguments}, "trainer")
 
 
 def test_a_deployment_that_names_no_recipe_takes_the_overlay_s(clusters: dict[str, Thing]) -> None:
     """The images of an overlay take its recipe; those for Neuron would refuse one for CPUs."""
-    request = DeployRequest("trainer", None, f"a/b@sha256:{DIGEST}", None, None, (), 3, 60, 0, False, False, True)
+    request = DeployRequest("trainer", tag=IMAGE)
     found = {
         name: resolve(Listing(), worker_group_of(cluster, "trainer"), request)  # type: ignore[arg-type]
         for name, cluster in clusters.items()
@@ -161,9 +160,7 @@ def test_a_deployment_that_names_no_recipe_takes_the_overlay_s(clusters: dict[st
 
 
 def test_nodes_decide_the_data_parallel_degree(trainer: WorkerGroup) -> None:
-    request = DeployRequest(
-        "trainer", DEFAULT_RECIPE, f"a/b@sha256:{DIGEST}", 1, None, (), 3, 60, 0, False, False, True
-    )
+    request = DeployRequest("trainer", TINY, IMAGE, nodes=1)
     resolved = resolve(Listing(), trainer, request)  # type: ignore[arg-type]
     assert resolved.outline.parallel.data_parallel_size == 1
     assert resolved.deployment.arguments == ("--parallel.data_parallel_size=1",)
@@ -178,9 +175,7 @@ def test_nodes_hold_whole_models(trainer: WorkerGroup) -> None:
     """A degree of the command line counts as one of the recipe's: models of 2 workers, of which a node has one."""
     sizes = ("--parallel.tensor_parallel_size=2", "--parallel.data_parallel_size=2", "--batch.global_batch_size=16")
     split = (*sizes, "--cluster.min_nodes=1")
-    request = DeployRequest(
-        "trainer", DEFAULT_RECIPE, f"a/b@sha256:{DIGEST}", None, None, split, 3, 60, 0, False, False, True
-    )
+    request = DeployRequest("trainer", TINY, IMAGE, arguments=split)
     of_recipe = resolve(Listing(), trainer, request).deployment  # type: ignore[arg-type]
     assert (of_recipe.nodes, of_recipe.fewer_nodes) == (4, (2,))
     assert of_recipe.arguments_for(2)[-1] == "--parallel.data_parallel_size=1"
@@ -194,25 +189,27 @@ def test_nodes_hold_whole_models(trainer: WorkerGroup) -> None:
     isolated = resolve(Listing(), trainer, replace(request, nodes=2, mode="isolated")).deployment  # type: ignore[arg-type]
     job = render_isolated_rayjob(trainer, isolated, 1)
     assert job["spec"]["entrypoint"].endswith("--parallel.data_parallel_size=1")
-    with pytest.raises(RecipeError, match=r"NODES=3: its 3 workers .* NODES must be a multiple of 2"):
+    with pytest.raises(RecipeError, match=r"NODES=3: 3 workers .*multiple of 2"):
         resolve(Listing(), trainer, replace(request, nodes=3))  # type: ignore[arg-type]
 
 
 def test_a_key_that_this_checkout_does_not_know_is_for_the_image_to_judge(trainer: WorkerGroup) -> None:
     """The image that this checkout builds knows the keys of this checkout, and is refused a wrong one at once."""
-    request = DeployRequest(
-        "trainer", DEFAULT_RECIPE, "", 2, None, ("--train.new_key=5", "--cluster.new=1"), 3, 60, 0, False, False, True
-    )
+    request = DeployRequest("trainer", TINY, nodes=2, arguments=("--train.new_key=5", "--cluster.new=1"))
     with pytest.raises(RecipeError, match=r"unknown key 'train\.new_key'"):
         resolve(Listing(), trainer, request)  # type: ignore[arg-type]
-    other = resolve(Listing(), trainer, replace(request, tag=f"a/b@sha256:{DIGEST}"))  # type: ignore[arg-type]
+    other = resolve(Listing(), trainer, replace(request, tag=IMAGE))  # type: ignore[arg-type]
     assert other.deployment.nodes == 2
     assert other.deployment.arguments == ("--train.new_key=5", "--cluster.new=1")
 
 
 def test_what_nodes_follow_from_has_to_be_read_all_the_same(trainer: WorkerGroup, tmp_path: Path) -> None:
     recipe = tmp_path / "odd.toml"
-    request = DeployRequest("tokenizer", recipe, f"a/b@sha256:{DIGEST}", None, None, (), 3, 60, 0, False, False, True)
+
+    def nodes() -> int:
+        request = DeployRequest("tokenizer", read_requested_recipe(recipe), IMAGE)
+        return resolve(Listing(), trainer, request).deployment.nodes  # type: ignore[arg-type]
+
     for text, said in [
         ("name = 'x'\n[cluster]\ntokenizer_nodes = 'two'", "odd.toml: the nodes .* cluster.tokenizer_nodes: .*'two'"),
         ("name = ", "odd.toml: not a TOML file"),
@@ -220,9 +217,9 @@ def test_what_nodes_follow_from_has_to_be_read_all_the_same(trainer: WorkerGroup
     ]:
         recipe.write_text(text)
         with pytest.raises(RecipeError, match=said):
-            resolve(Listing(), trainer, request)  # type: ignore[arg-type]
+            nodes()
     recipe.write_text("name = 'x'\n[future]\nkey = 1\n[cluster]\ntokenizer_nodes = 2")
-    assert resolve(Listing(), trainer, request).deployment.nodes == 2  # type: ignore[arg-type]
+    assert nodes() == 2
 
 
 def test_a_deploy_job_reads_no_recipe() -> None:
@@ -296,8 +293,7 @@ def test_room_in_group_and_queue(trainer: WorkerGroup) -> None:
 
 
 def test_the_plan_says_what_restarts_and_what_it_costs(trainer: WorkerGroup) -> None:
-    recipe = OVERLAYS["local"].parents[2] / "recipes/tiny-cpu.toml"
-    outline = read_outline(recipe, {"train.time_limit_seconds": "7200"})
+    outline = outline_of(**{"train.time_limit_seconds": "7200"})
     said = describe_plan(trainer, deployment_of(), outline)
     assert "2 pods x 1 workers: data-parallel degree 2 x tensor-parallel degree 1" in said
     assert "0 -> 2 trainer pods; the head and tokenizer and compiler keep their pods" in said

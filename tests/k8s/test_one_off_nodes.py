@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from k8s.client.node_pool import require_nodes_given_back
+from k8s.client.node_pool_checks import require_nodes_given_back
 from k8s.controller import one_off_nodes, reaper
 from k8s.controller.job import EXIT_START_AGAIN
 from k8s.controller.node_pool import open_node_pool

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from deploy.client.instance_type import check_instance_type
-from deploy.client.outline import read_outline
-from deploy.client.request import DEFAULT_RECIPE
-from k8s.client import preflight, probe
-from k8s.client.node_pool import check_pool, check_reservation
-from k8s.client.plan import describe_plan
-from k8s.client.preflight import check_in_pods
+from k8s.client import probe, stage_preflight
+from k8s.client.deployment_plan import describe_plan
+from k8s.client.node_pool_checks import check_pool, check_reservation
+from k8s.client.stage_preflight import check_in_pods
 from k8s.controller import head_facts
 from k8s.controller.node_pool import write_share
 from k8s.objects import eks
@@ -30,7 +28,7 @@ from k8s.objects.names import (
 from k8s.objects.node_shares import read_share_book
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import DeviceError
-from tests.k8s.builders import REGION, deployment_of
+from tests.k8s.builders import REGION, deployment_of, outline_of
 from tests.k8s.cloud import POOL, Cloud, Refusal
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing, cluster_of
@@ -87,19 +85,22 @@ def problems(group: WorkerGroup, nodes: int = 2, api: MemoryApi | None = None, *
         ({}, []),
         ({"status": "UPDATING"}, []),
         ({"status": "DEGRADED", "issues": ["AsgInstanceLaunchFailures: none left"]}, []),
-        ({"status": "DELETING"}, ["node group millrace/trainium is DELETING, not ACTIVE: EKS says no more"]),
+        ({"status": "DELETING"}, ["node group millrace/trainium is DELETING, not ACTIVE"]),
         ({"status": "CREATE_FAILED", "issues": ["NodeCreationFailure: x"]}, ["not ACTIVE: NodeCreationFailure: x"]),
-        ({"most": 1}, ["NODES=2 makes 2 nodes of node group millrace/trainium, which may have 1: deploy with fewer"]),
+        ({"most": 1}, ["NODES=2 needs 2 nodes of node group millrace/trainium, whose limit is 1"]),
         ({"most": 1}, ["raise trainium.max_nodes of the infrastructure"]),
         (
             {"desired": 3},
-            ["NODES=2 makes 5 nodes of node group millrace/trainium (3 were there before), which may have 4"],
+            ["NODES=2 needs 5 nodes of node group millrace/trainium (3 were there before), whose limit is 4"],
         ),
         ({"instance_types": ["trn1.32xlarge"]}, []),
-        ({"instance_types": ["trn1.2xlarge"]}, ["makes nodes of trn1.2xlarge, and trainer pods are sized for trn1.32"]),
+        (
+            {"instance_types": ["trn1.2xlarge"]},
+            ["has nodes of type trn1.2xlarge, but trainer pods are sized for trn1.32"],
+        ),
         (
             {"labels": SEEN_LABELS | {"millrace.dev/shape": "trn1n.32xlarge"}},
-            ["makes nodes of trn1n.32xlarge, and trainer pods are sized for trn1.32xlarge: set trainium.shape"],
+            ["has nodes of type trn1n.32xlarge, but trainer pods are sized for trn1.32xlarge: set trainium.shape"],
         ),
         ({"labels": {"millrace.dev/pool": "trainium"}}, []),
         ({"labels": {}}, ["have millrace.dev/pool=nothing, and trainer pods select millrace.dev/pool=trainium"]),
@@ -121,12 +122,12 @@ def test_a_pool_that_does_not_fit_is_named(trainer: WorkerGroup, changes: dict[s
         (
             "trainer",
             {"cluster.trainer_instance_type": "trn1n.32xlarge"},
-            "cluster.trainer_instance_type is trn1n.32xlarge, and the trainer's nodes are trn1.32xlarge. Another",
+            "cluster.trainer_instance_type is trn1n.32xlarge, but the trainer's nodes are trn1.32xlarge",
         ),
         (
             "trainer",
             {"cluster.trainer_workers_per_node": "64"},
-            "trainer_workers_per_node is 64, and a trn1.32xlarge has 32 NeuronCores, one for each worker: ARGS=",
+            "trainer_workers_per_node is 64, but a trn1.32xlarge has 32 NeuronCores",
         ),
         ("compiler", {"cluster.trainer_instance_type": "trn1n.32xlarge"}, ""),
         ("trainer", {"cluster.trainer_instance_type": "trn2.48xlarge"}, "no image computes on trn2.48xlarge yet"),
@@ -139,7 +140,7 @@ def test_a_recipe_for_other_nodes_is_named(
 ) -> None:
     """The compiler's CPU nodes compile for whatever the recipe says."""
     group = worker_group_of(cluster_of(compiler_on_cpus), stage)
-    found = check_instance_type(stage, read_outline(DEFAULT_RECIPE, overrides), group.instance_type, "CHANGE")
+    found = check_instance_type(stage, outline_of(**overrides), group.instance_type, "CHANGE")
     assert said in found
     assert bool(said) == bool(found)
 
@@ -156,7 +157,7 @@ def test_what_other_stages_hold_counts(trainer: WorkerGroup) -> None:
     api: Any = MemoryApi()
     write_share(api, read_share_book(api), POOL, "compiler", 3, 0)
     [said] = problems(trainer, api=api, desired=3)
-    assert "NODES=2 makes 5 nodes of node group millrace/trainium (compiler holds 3), which may have 4" in said
+    assert "NODES=2 needs 5 nodes of node group millrace/trainium (compiler holds 3), whose limit is 4" in said
     write_share(api, read_share_book(api), POOL, "trainer", 1, 0)
     assert problems(trainer, 1, api=api, desired=4) == [], "it takes over what KEEP=1 left it"
 
@@ -166,11 +167,11 @@ def test_the_head_s_image_looks_at_the_pool_with_the_deployer_s_account(
 ) -> None:
     """The stage's own image looks beside the head: the pool has no nodes yet."""
     monkeypatch.setattr(probe, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(preflight, "read_platform_labels", lambda stage, image: {})
+    monkeypatch.setattr(stage_preflight, "read_platform_labels", lambda stage, image: {})
     logs = {"stage": json.dumps(READY), "head": json.dumps(HEAD | {"node_pool": SEEN | {"most": 1}})}
     api: Any = Lookout({"stage": [ended(0)], "head": [ended(0)]}, logs)
     [problem] = check_in_pods(api, trainer, deployment_of(node_pool=POOL), "").problems
-    assert "which may have 1" in problem.text
+    assert "whose limit is 1" in problem.text
     pods = {job["metadata"]["name"].split("-")[1]: job["spec"]["template"] for job in api.jobs.values()}
     head = pods["head"]["spec"]
     assert head["serviceAccountName"] == "deployer"
@@ -187,7 +188,7 @@ def test_an_eks_that_does_not_answer_is_asked_again_later(
     trainer: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(preflight, "read_platform_labels", lambda stage, image: {})
+    monkeypatch.setattr(stage_preflight, "read_platform_labels", lambda stage, image: {})
     seen = {"problem": "describe node group: ThrottlingException", "exit_code": 75}
     logs = {"stage": json.dumps(READY), "head": json.dumps(HEAD | {"node_pool": seen})}
     api: Any = Lookout({"stage": [ended(0)], "head": [ended(0)]}, logs)
@@ -204,7 +205,6 @@ class Lookout(Pods):
 
 def test_a_head_s_image_without_pools_is_to_be_updated(trainer: WorkerGroup) -> None:
     [said] = check_pool(MemoryApi(), trainer, 2, None)  # type: ignore[arg-type]
-    assert "the head's image knows no node pools" in said
     assert "HEAD_TAG=" in said
 
 
@@ -255,16 +255,16 @@ def test_an_account_without_a_role_is_told_what_is_missing(monkeypatch: pytest.M
 def test_hours_times_price_come_first(overlays: dict[str, list[Thing]]) -> None:
     end = datetime.now(UTC) + timedelta(hours=2)
     group = with_annotations(overlays, end=f"{end:%Y-%m-%dT%H:%M:%SZ}")
-    limited, unlimited = (read_outline(DEFAULT_RECIPE, each) for each in ({"train.time_limit_seconds": "7200"}, {}))
+    limited, unlimited = outline_of(**{"train.time_limit_seconds": "7200"}), outline_of()
     lines = describe_plan(group, deployment_of(nodes=4), limited).split("\n")
     cost = "4 x trn1.32xlarge x $21.50 = $86.00 an hour; 2 h by the recipe's time limit: $172.00 an attempt at most"
     assert lines[0] == f"cost        {cost}"
-    assert lines[1] == "nodes       node group millrace/trainium: 4 nodes come for the stage and go after it"
-    assert lines[2].startswith(f"capacity    ends at {end:%Y-%m-%dT%H:%M:%SZ}; EKS takes the nodes from")
-    assert "1.3 h from now. The recipe's time limit of 2 h goes beyond" in lines[2]
+    assert lines[1].startswith("nodes       node group millrace/trainium: 4 nodes")
+    assert lines[2].startswith(f"capacity    ends at {end:%Y-%m-%dT%H:%M:%SZ}; EKS removes the nodes from")
+    assert "1.3 h from now. The recipe's time limit of 2 h" in lines[2]
     lines = describe_plan(group, deployment_of(keep=True), unlimited).split("\n")
     assert lines[0].endswith("$43.00 an hour, for as long as the stage runs")
-    assert lines[1].endswith("stay afterwards (KEEP=1)")
+    assert lines[1].endswith("(KEEP=1)")
 
 
 def test_a_reservation_that_is_over_is_refused(overlays: dict[str, list[Thing]]) -> None:
@@ -275,7 +275,7 @@ def test_a_reservation_that_is_over_is_refused(overlays: dict[str, list[Thing]])
         assert bool(said) == is_refused, said
     assert check_reservation(with_annotations(overlays)) == ""
     for odd in ("tomorrow", "2026-12-24T18:30:00"):
-        with pytest.raises(DeviceError, match="expected: a time as 2026-12-24T18:30:00Z"):
+        with pytest.raises(DeviceError, match=f"{odd}.*2026-12-24T18:30:00Z"):
             check_reservation(with_annotations(overlays, end=odd))
     with pytest.raises(DeviceError, match="'cheap', which is no number of dollars an hour"):
         _ = with_annotations(overlays, price="cheap").dollars_per_node_hour

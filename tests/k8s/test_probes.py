@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from k8s.client import preflight, probe, pull_watch
-from k8s.client.preflight import Findings, check_in_pods
+from k8s.client import probe, pull_watch, stage_preflight
+from k8s.client.stage_preflight import Findings, check_in_pods
 from k8s.objects.deployment import RECORD_VERSION, Deployment
 from k8s.objects.names import node_pool_annotation
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
@@ -70,7 +70,7 @@ class Pods:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(preflight, "read_platform_labels", lambda stage, image: {})
+    monkeypatch.setattr(stage_preflight, "read_platform_labels", lambda stage, image: {})
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_the_stage_s_image_refuses_its_recipe(trainer: WorkerGroup) -> None:
     """The head's image is not asked about it."""
     [problem] = look(answers(READY | {"problem": "unknown key 'train.new'"}, code=2), trainer).problems
     assert problem.exit_code == 2
-    assert f"the image {IMAGE} does not take this recipe: unknown key 'train.new'" in problem.text
+    assert f"the image {IMAGE} does not accept this recipe: unknown key 'train.new'" in problem.text
 
 
 def test_an_image_that_says_it_in_words_alone_is_heard(trainer: WorkerGroup) -> None:
@@ -138,16 +138,16 @@ def test_an_image_that_says_it_in_words_alone_is_heard(trainer: WorkerGroup) -> 
 def test_a_platform_that_does_not_fit_the_head_s(trainer: WorkerGroup) -> None:
     other = READY | {"platform": PLATFORM | {"ray": "2.59.0"}}
     [problem] = look(answers(other), trainer).problems
-    assert "has ray 2.59.0, the Ray head has 2.60.0" in problem.text
+    assert "has ray 2.59.0, but the Ray head has 2.60.0" in problem.text
     assert look(answers(other), trainer, mode="isolated").problems == []
     assert look(answers(other), trainer, mode="isolated").ray_version == "2.59.0"
 
 
 def test_labels_that_do_not_fit_spare_the_pull(trainer: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "read_platform_labels", lambda stage, image: PLATFORM | {"python": "3.11.2"})
+    monkeypatch.setattr(stage_preflight, "read_platform_labels", lambda stage, image: PLATFORM | {"python": "3.11.2"})
     api = Pods({"stage": [waiting("ContainerCreating")], "head": [ended(0)]}, {"head": json.dumps(HEAD)})
     [problem] = look(api, trainer).problems
-    assert "has python 3.11.2, the Ray head has 3.12.11" in problem.text
+    assert "has python 3.11.2, but the Ray head has 3.12.11" in problem.text
     assert sorted(api.deleted) == sorted(api.jobs)
 
 
@@ -155,7 +155,7 @@ def test_labels_that_do_not_fit_spare_the_pull(trainer: WorkerGroup, monkeypatch
     ("head", "code", "expected"),
     [
         ("python: No module named k8s.controller.head_facts", 1, "is older than this checkout.*cluster-up"),
-        ({"platform": PLATFORM, "records": [1]}, 0, "the head's image is the older one: update the head.*HEAD_TAG="),
+        ({"platform": PLATFORM, "records": [1]}, 0, "version 1.*the head's image is older.*HEAD_TAG="),
         (
             {"platform": PLATFORM, "records": [8, 9]},
             0,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from ray.job_submission import JobStatus
 
-from deploy.history import read_good_images
+from deploy.good_images import read_good_images
 from k8s.client.status import describe_status
 from k8s.controller.decision import HEAD_LOST_SECONDS, PENDING_SECONDS, decide
 from k8s.controller.ray_jobs import DriverState

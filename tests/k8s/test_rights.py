@@ -16,7 +16,7 @@ from tests.k8s.rendered import OVERLAYS, Thing, of_kind
 REPOSITORY = OVERLAYS["eks"].parents[2]
 COMMANDS = {
     "k8s.client.commands",
-    "k8s.client.one_off",
+    "k8s.client.kuberay_one_off",
     "k8s.client.status",
 }  # all but the cluster's own, which are an administrator's
 VERBS = {
@@ -32,8 +32,8 @@ KINDS = {
     "render_recipe_config_map": ["ConfigMap"],
     "render_deploy_job": ["Job"],
     "_job": ["Job"],
-    "prepared.job": ["Job"],
-    "prepared.nodes_job": ["Job"],
+    "resolved.job": ["Job"],
+    "resolved.nodes_job": ["Job"],
     "review": ["SelfSubjectAccessReview", "SubjectAccessReview"],
 }
 

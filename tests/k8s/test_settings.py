@@ -157,28 +157,28 @@ def test_another_end_of_the_reservation_changes_no_pod(rendered: Render) -> None
 def test_what_is_not_filled_in_is_refused(rendered: Render) -> None:
     require_filled_in(OVERLAYS["eks"], rendered())
     for key in FILLED_IN:
-        with pytest.raises(RecipeError, match="CHANGE-ME is still in"):
+        with pytest.raises(RecipeError, match="CHANGE-ME"):
             require_filled_in(OVERLAYS["eks"], rendered(**{key: "CHANGE-ME"}))
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"COMPILER_POOL": "core"}, "COMPILER_POOL=core: trainium or cpu is expected"),
+        ({"COMPILER_POOL": "core"}, "COMPILER_POOL=core: .*trainium or cpu"),
         ({"TRAINIUM_SHAPE": "trn9"}, "instance type 'trn9' is not in infra/shapes.json, which has trn1.32xlarge"),
         ({"CPU_SHAPE": "m7i.2xlarge"}, "no stage runs on m7i.2xlarge"),
         ({"CPU_SHAPE": "trn1.32xlarge"}, "CPU_SHAPE=trn1.32xlarge has 16 Neuron devices"),
         ({"TRAINIUM_SHAPE": "m7i.8xlarge"}, "TRAINIUM_SHAPE=m7i.8xlarge has 0 Neuron devices"),
         ({"TRAINIUM_SHAPE": "p5.48xlarge"}, "TRAINIUM_SHAPE=p5.48xlarge has 0 Neuron devices and 8 GPUs"),
         ({"CPU_SHAPE": "p5.4xlarge"}, "CPU_SHAPE=p5.4xlarge has 0 Neuron devices and 1 GPUs"),
-        ({"CPU_SHAPE": ""}, "selects nodes of millrace.dev/pool=cpu, and the overlay does not say CPU_SHAPE"),
-        ({"TRAINIUM_MAX_NODES": "many"}, "TRAINIUM_MAX_NODES=many: a whole number from 1 on is expected"),
-        ({"TRAINIUM_MAX_NODES": "0"}, "TRAINIUM_MAX_NODES=0: a whole number from 1 on is expected"),
-        ({"TRAINIUM_MAXNODES": "4"}, "unknown key TRAINIUM_MAXNODES; do you mean TRAINIUM_MAX_NODES"),
-        ({"COLOUR": "red"}, "unknown key COLOUR; it takes REGION, CLUSTER_NAME, REGISTRY"),
+        ({"CPU_SHAPE": ""}, "millrace.dev/pool=cpu, .*CPU_SHAPE"),
+        ({"TRAINIUM_MAX_NODES": "many"}, "TRAINIUM_MAX_NODES=many: "),
+        ({"TRAINIUM_MAX_NODES": "0"}, "TRAINIUM_MAX_NODES=0: "),
+        ({"TRAINIUM_MAXNODES": "4"}, "TRAINIUM_MAXNODES; .*TRAINIUM_MAX_NODES"),
+        ({"COLOUR": "red"}, "COLOUR; .*REGION, CLUSTER_NAME, REGISTRY"),
         ({"REGION": 'us-west-2"'}, 'REGION=us-west-2": expected REGION=VALUE, without quotes'),
-        ({"CPU_SHAPE": "m7i.8xlarge # or larger"}, "without quotes, blanks or a comment"),
-        ({"CAPACITY_ENDS_AT": "tomorrow"}, "the end of the reservation is 'tomorrow'"),
+        ({"CPU_SHAPE": "m7i.8xlarge # or larger"}, "CPU_SHAPE=m7i.8xlarge # or larger: expected CPU_SHAPE=VALUE"),
+        ({"CAPACITY_ENDS_AT": "tomorrow"}, "'tomorrow'"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(rendered: Render, settings: dict[str, str], said: str) -> None:

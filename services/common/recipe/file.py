@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import errno
 import reprlib
 import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,42 +25,68 @@ from services.common.recipe.schema import Recipe, Section
 MAX_RECIPE_BYTES = 2**20
 
 
-def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
+@dataclass(frozen=True)
+class RecipeSource:
+    """A recipe as its file has it, parsed once, before its keys are judged: another version may know other keys."""
+
+    origin: str
+    """Where the text is from, such as the file's path, for error messages."""
+    text: str
+    parsed: dict[str, Any]
+
+    def values(self, overrides: Mapping[str, str]) -> dict[str, Any]:
+        """The recipe's values with dotted overrides such as `{"train.max_steps": "500"}`.
+
+        Raises `RecipeError` for an override that no recipe can have.
+        """
+        values = copy.deepcopy(self.parsed)
+        for dotted, text in overrides.items():
+            _require_no_secrets(f"--{mask(dotted)[:200]}", f"{dotted}={text}")
+            _override(values, dotted, text)
+        _require_no_credentials(values, self.origin, "")
+        return values
+
+    def validate(self, overrides: Mapping[str, str]) -> Recipe:
+        """Raises `RecipeError` naming each wrong key with the nearest known one, and what was expected."""
+        try:
+            return Recipe.model_validate(self.values(overrides))
+        except ValidationError as error:
+            problems = ProblemList()
+            for problem in error.errors(include_url=False):
+                problems.add(problem["type"], partial(_explain, problem))
+            raise RecipeError(
+                f"{self.origin}: " + ("\n  " if len(problems) > 1 else "") + "\n  ".join(problems.lines())
+            ) from error
+
+
+def load_recipe(path: Path, overrides: Mapping[str, str] | None = None) -> Recipe:
     """Read a recipe and apply dotted overrides such as `{"train.max_steps": "500"}`.
 
     Raises `RecipeError` naming the file, each wrong key with the nearest known one, and what was expected.
     """
-    values = read_values(path, overrides)
-    try:
-        return Recipe.model_validate(values)
-    except ValidationError as error:
-        problems = ProblemList()
-        for problem in error.errors(include_url=False):
-            problems.add(problem["type"], partial(_explain, problem))
-        raise RecipeError(
-            f"{path}: " + ("\n  " if len(problems) > 1 else "") + "\n  ".join(problems.lines())
-        ) from error
+    return read_recipe_source(path).validate(overrides or {})
 
 
-def read_values(path: Path, overrides: dict[str, str] | None = None) -> dict[str, Any]:
-    """What a recipe's file and the overrides say, whatever it is. Raises `RecipeError` for what is no TOML."""
+def read_recipe_source(path: Path) -> RecipeSource:
+    """Raises `RecipeError` for a file that cannot be read, and for one that is no TOML."""
     try:
         content = read_file(path, max_bytes=MAX_RECIPE_BYTES)
     except OSError as error:
         if error.errno == errno.ENOENT:
             raise RecipeError(f"{path}: no such recipe. `ls recipes/` shows those that are shipped.") from error
         raise explain_lack(error, path) or RecipeError(f"{path}: cannot be read: {error.strerror}") from error
+    return parse_recipe_source(content, str(path))
+
+
+def parse_recipe_source(content: bytes, origin: str) -> RecipeSource:
+    """Raises `RecipeError` for what is no TOML, and for a line that holds a credential."""
     for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), start=1):
-        _require_no_secrets(f"{path}:{number}", line)
+        _require_no_secrets(f"{origin}:{number}", line)
     try:
-        values = _parse_toml(content.decode())
+        text = content.decode()
+        return RecipeSource(origin, text, _parse_toml(text))
     except ValueError as error:
-        raise RecipeError(f"{path}: not a TOML file: {error}") from error
-    for dotted, text in (overrides or {}).items():
-        _require_no_secrets(f"--{mask(dotted)[:200]}", f"{dotted}={text}")
-        _override(values, dotted, text)
-    _require_no_credentials(values, str(path), "")
-    return values
+        raise RecipeError(f"{origin}: not a TOML file: {error}") from error
 
 
 def _require_no_secrets(place: str, text: str) -> None:

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from deploy.batch.config import Config, read_config
-from deploy.batch.job_definition import Deployment
+from deploy.batch.job_definition import BatchDeployment
 from deploy.client.request import DeployRequest
 from services.common.recipe.schema import Stage
 from services.common.testing.recipes import recipe_text
@@ -57,7 +57,7 @@ def config_of(**changes: str) -> Config:
         return read_config(write_config(Path(folder) / "config.txt", **changes))
 
 
-def job_deployment_of(stage: Stage = "trainer", **changes: Any) -> Deployment:
+def job_deployment_of(stage: Stage = "trainer", **changes: Any) -> BatchDeployment:
     fields: dict[str, Any] = {
         "stage": stage,
         "image": f"{REGISTRY}/{stage}@sha256:{DIGEST}",
@@ -68,4 +68,4 @@ def job_deployment_of(stage: Stage = "trainer", **changes: Any) -> Deployment:
         "attempts": 3,
         "attempt_seconds": 86_400,
     }
-    return Deployment(**fields | changes)
+    return BatchDeployment(**fields | changes)

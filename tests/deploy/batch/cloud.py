@@ -48,7 +48,7 @@ class Cloud:
         self._streams: dict[str, str] = {}
         self._registering: dict[str, Any] = {}
         self._environment_state: dict[str, str] = {}
-        for queue in (self.config.trainium.queue, self.config.cpu.queue):
+        for queue in (self.config.trainium.name, self.config.cpu.name):
             make_queue(self.account.client, queue)
         for stage in STAGES:
             self.account.client("logs").create_log_group(logGroupName=f"/millrace/{stage}")

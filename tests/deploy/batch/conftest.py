@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from deploy.batch.target import Batch
+from deploy.batch.batch_target import BatchTarget
 from deploy.client.request import DeployRequest
+from deploy.client.requested_recipe import read_requested_recipe
 from infra.tests.service_models import share_service_models
 from services.common.testing.recipes import recipe_text
 from tests.deploy.batch.builders import Ask, Script
@@ -30,8 +31,8 @@ def cloud() -> Iterator[Cloud]:
 
 
 @pytest.fixture
-def batch(cloud: Cloud) -> Batch:
-    return Batch(cloud.config, cloud.jobs)
+def batch(cloud: Cloud) -> BatchTarget:
+    return BatchTarget(cloud.config, cloud.jobs)
 
 
 @pytest.fixture
@@ -61,20 +62,7 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.fixture
 def ask(recipe: Path) -> Ask:
     def request(stage: str = "trainer", **changes: Any) -> DeployRequest:
-        fields: dict[str, Any] = {
-            "stage": stage,
-            "recipe": recipe,
-            "tag": TAG,
-            "nodes": None,
-            "mode": None,
-            "arguments": None,
-            "retries": 3,
-            "start_timeout_seconds": 1800,
-            "drain_seconds": 0,
-            "is_kept": False,
-            "is_dry_run": False,
-            "is_followed": True,
-        }
+        fields: dict[str, Any] = {"stage": stage, "recipe": read_requested_recipe(recipe), "tag": TAG}
         return DeployRequest(**fields | changes)
 
     return request

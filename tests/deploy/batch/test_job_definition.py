@@ -9,7 +9,7 @@ import boto3
 import pytest
 from botocore.stub import Stubber
 
-from deploy.batch.job_definition import DEPLOYMENT_TAG, Request, pool_of, read_container, render_job_definition
+from deploy.batch.job_definition import DEPLOYMENT_TAG, Request, queue_of, read_container, render_job_definition
 from deploy.stage_contract import DRAIN_SECONDS
 from services.common.errors import RecipeError
 from services.common.launch.batch.node import MOST_RECIPE_CHARACTERS, RECIPE_VARIABLE, deliver_recipe, read_command
@@ -19,7 +19,7 @@ from tests.deploy.batch.builders import config_of, job_deployment_of
 
 def definition_of(stage: Stage = "trainer", is_compiler_on_trainium: bool = False, **changes: Any) -> Request:
     config = config_of(**changes.pop("config", {}))
-    pool = pool_of(config, stage, is_compiler_on_trainium)
+    pool = queue_of(config, stage, is_compiler_on_trainium)
     return render_job_definition(config, pool, job_deployment_of(stage, **changes))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ import boto3
 import pytest
 from botocore.stub import Stubber
 
-from deploy.batch import one_off as one_off_module
-from deploy.batch.job_definition import OneOff, Request, read_container, render_one_off_definition
-from deploy.batch.target import Batch
-from deploy.client.one_off import OneOffRequest
+from deploy.batch.batch_target import BatchTarget
+from deploy.batch.job_definition import BatchOneOff, Request, read_container, render_one_off_definition
+from deploy.client.one_off_request import OneOffRequest
+from deploy.client.requested_recipe import read_requested_recipe
 from services.common.errors import DeviceError, MillraceError, RecipeError
 from services.common.launch.batch.node import RECIPE_VARIABLE, unpack_recipe
 from services.common.launch.brought_files import pack_file
@@ -34,14 +33,14 @@ AskOneOff = Callable[..., OneOffRequest]
 def labels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Of the image, as its registry tells them."""
     told: dict[str, str] = {}
-    monkeypatch.setattr(one_off_module, "find_labels", lambda image: told)
+    monkeypatch.setattr("deploy.batch.batch_one_off.find_labels", lambda image: told)
     return told
 
 
 @pytest.fixture
 def ask_one_off(recipe: Path, tmp_path: Path) -> AskOneOff:
     def request(*words: str, stage: Stage = "trainer", **changes: Any) -> OneOffRequest:
-        fields: dict[str, Any] = {"recipe": recipe, "tag": TAG, "folder": tmp_path / "home"}
+        fields: dict[str, Any] = {"recipe": read_requested_recipe(recipe), "tag": TAG, "folder": tmp_path / "home"}
         return OneOffRequest(stage, words or ("summary",), **fields | changes)
 
     return request
@@ -57,7 +56,7 @@ def definition_of(stage: Stage = "trainer", **changes: Any) -> Request:
         "recipe": "packed",
         "seconds": 3_600,
     }
-    return render_one_off_definition(config_of(), OneOff(**fields | changes))
+    return render_one_off_definition(config_of(), BatchOneOff(**fields | changes))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -93,7 +92,7 @@ def test_it_is_the_stage_on_one_cpu_node_without_a_device(stage: Stage) -> None:
 )
 def test_what_cannot_be_is_refused_before_anything_is_registered(
     cloud: Cloud,
-    batch: Batch,
+    batch: BatchTarget,
     ask_one_off: AskOneOff,
     words: tuple[str, ...],
     error: type[MillraceError],
@@ -106,7 +105,7 @@ def test_what_cannot_be_is_refused_before_anything_is_registered(
 
 
 def test_an_image_that_is_older_than_one_offs_is_named(
-    batch: Batch,
+    batch: BatchTarget,
     ask_one_off: AskOneOff,
     labels: dict[str, str],
 ) -> None:
@@ -131,7 +130,7 @@ def test_an_image_that_is_older_than_one_offs_is_named(
 )
 def test_it_is_followed_to_its_end_and_its_exit_code_is_told(
     cloud: Cloud,
-    batch: Batch,
+    batch: BatchTarget,
     ask_one_off: AskOneOff,
     while_waiting: Script,
     capsys: pytest.CaptureFixture[str],
@@ -156,7 +155,7 @@ def test_it_is_followed_to_its_end_and_its_exit_code_is_told(
 
 def test_what_it_brings_is_written_and_not_printed(
     cloud: Cloud,
-    batch: Batch,
+    batch: BatchTarget,
     ask_one_off: AskOneOff,
     while_waiting: Script,
     capsys: pytest.CaptureFixture[str],
@@ -174,7 +173,7 @@ def test_what_it_brings_is_written_and_not_printed(
 
 def test_ctrl_c_ends_the_job(
     cloud: Cloud,
-    batch: Batch,
+    batch: BatchTarget,
     ask_one_off: AskOneOff,
     while_waiting: Script,
     capsys: pytest.CaptureFixture[str],
@@ -191,7 +190,7 @@ def test_ctrl_c_ends_the_job(
 
 def test_the_same_of_the_same_person_that_goes_on_is_followed(
     cloud: Cloud,
-    batch: Batch,
+    batch: BatchTarget,
     ask_one_off: AskOneOff,
     while_waiting: Script,
     capsys: pytest.CaptureFixture[str],
@@ -200,17 +199,17 @@ def test_the_same_of_the_same_person_that_goes_on_is_followed(
     assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0
     while_waiting(lambda: cloud.move("SUCCEEDED", 0))
     assert batch.run_one_off(ask_one_off(), None) == 0
-    assert "is just the same, and submitted: following it" in capsys.readouterr().out
+    assert "already runs this request (submitted)" in capsys.readouterr().out
     assert len(cloud.submitted) == 1
     assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0, "what has ended is run again"
-    monkeypatch.setattr("deploy.client.one_off.user_name", lambda: "somebody else")
+    monkeypatch.setattr("deploy.client.one_off_request.user_name", lambda: "somebody else")
     assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0
     assert [each["jobDefinition"][-2:] for each in cloud.submitted] == [":1", ":1", ":2"]
 
 
 def test_it_is_no_deployment_of_its_stage(
     cloud: Cloud,
-    batch: Batch,
+    batch: BatchTarget,
     ask: Ask,
     ask_one_off: AskOneOff,
     while_waiting: Script,
@@ -229,7 +228,7 @@ def test_it_is_no_deployment_of_its_stage(
 
 def test_image_and_recipe_are_those_of_the_newest_deployment(
     cloud: Cloud,
-    batch: Batch,
+    batch: BatchTarget,
     ask: Ask,
     ask_one_off: AskOneOff,
     capsys: pytest.CaptureFixture[str],
@@ -243,12 +242,12 @@ def test_image_and_recipe_are_those_of_the_newest_deployment(
     assert words[words.index("--") + 1 :] == ["export", "--optimizer.learning_rate=0.1", "--output", "hf"]
     variables = {each["name"]: each["value"] for each in container["environment"]}
     assert unpack_recipe(variables[RECIPE_VARIABLE]).decode() == recipe_text()
-    assert re.search(r"recipe      \w+, that of the trainer's newest deployment, with", capsys.readouterr().out)
+    assert "recipe      small, job definition millrace-trainer:1, with --optimizer" in capsys.readouterr().out
 
 
 def test_a_queue_without_nodes_and_a_dry_run_submit_nothing(
     cloud: Cloud,
-    batch: Batch,
+    batch: BatchTarget,
     ask_one_off: AskOneOff,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

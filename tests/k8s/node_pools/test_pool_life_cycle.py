@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from k8s.client.commands import stop_stage
-from k8s.client.node_pool import require_nodes_given_back, tell_left_nodes
+from k8s.client.node_pool_checks import print_left_nodes, require_nodes_given_back
 from k8s.client.status import describe_status
 from k8s.controller import node_pool, reconciler
 from k8s.controller.ray_jobs import DriverState
@@ -199,10 +199,10 @@ def test_kept_pods_keep_their_nodes_until_they_are_stopped(
     assert (world.bound(), held(world)) == (["ip-0", "ip-1"], {"trainer": 2})
     with pytest.raises(DeviceError, match=rf"{POOL} \(trainer holds 2\): make stop-stage STAGE=trainer"):
         require_nodes_given_back(world.api)  # type: ignore[arg-type]
-    tell_left_nodes(world.api)  # type: ignore[arg-type]
+    print_left_nodes(world.api)  # type: ignore[arg-type]
     assert "--nodegroup-name trainium --scaling-config desiredSize=0" in capsys.readouterr().out
     stop_stage(world.api, "trainer")  # type: ignore[arg-type]
-    assert f"the nodes that it held of node group {POOL} go within 5 minutes" in capsys.readouterr().out
+    assert f"from node group {POOL} within 5 minutes" in capsys.readouterr().out
     assert cloud.size == 2
     [job] = [name for name in world.api.names("Job") if name.startswith("reaper-")]
     spec = world.api.find("Job", job)["spec"]["template"]["spec"]  # type: ignore[index]
@@ -228,7 +228,7 @@ def test_after_a_reservation_no_node_is_asked_for(
 ) -> None:
     outcome = reconcile(capacity_ends_at="2026-01-31T12:00:00Z")
     assert outcome.exit_code == 75
-    assert "AWS takes its nodes away from 2026-01-31T11:20Z on" in outcome.message
+    assert "AWS removes its nodes from 2026-01-31T11:20Z on" in outcome.message
     assert cloud.sizes == [0]
 
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from deploy.client.one_off import OneOffRequest
-from k8s.client.one_off import run_one_off
+from deploy.client.one_off_request import OneOffRequest
+from k8s.client.kuberay_one_off import run_one_off
 from k8s.objects.one_off_job import OneOff
 from services.common.recipe.schema import Stage
 from tests.k8s.builders import DIGEST

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from deploy.client.one_off import OneOffRequest
-from k8s.client import one_off as one_off_module
-from k8s.client import watch
+from deploy.client.one_off_request import OneOffRequest
+from deploy.client.requested_recipe import read_requested_recipe
+from k8s.client import deployment_watch, kuberay_one_off
 from k8s.objects.names import node_pool_annotation
 from services.common.process.subcommands import LABEL
 from services.common.recipe.schema import Stage
@@ -45,14 +45,14 @@ def pooled(api: Cluster) -> Cluster:
 def labels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The labels of the image, as its registry returns them."""
     told: dict[str, str] = {LABEL: "summary report export artifacts"}
-    monkeypatch.setattr(one_off_module, "find_image_labels", lambda group, image: told)
+    monkeypatch.setattr(kuberay_one_off, "find_image_labels", lambda group, image: told)
     return told
 
 
 @pytest.fixture
 def while_waiting(monkeypatch: pytest.MonkeyPatch) -> Steps:
     """Changes the cluster by one step at each poll, and fails at a poll without a step left."""
-    monkeypatch.setattr(watch, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(deployment_watch, "POLL_SECONDS", 0.01)
 
     def script(*steps: Callable[[], object]) -> None:
         left = list(steps)
@@ -73,7 +73,7 @@ def ask(tmp_path: Path) -> Ask:
     recipe.write_text(recipe_text())
 
     def request(*words: str, stage: Stage = "trainer", **changes: Any) -> OneOffRequest:
-        fields: dict[str, Any] = {"recipe": recipe, "folder": tmp_path / "home"}
+        fields: dict[str, Any] = {"recipe": read_requested_recipe(recipe), "folder": tmp_path / "home"}
         return OneOffRequest(stage, words or ("summary",), **fields | changes)
 
     return request

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from k8s.client import one_off as one_off_module
-from k8s.client import pull_watch, watch
+from k8s.client import deployment_watch, kuberay_one_off, pull_watch
 from k8s.client.status import describe_status
 from k8s.objects.names import OUTCOME_ANNOTATION
 from k8s.objects.record import Outcome
@@ -109,22 +108,22 @@ def test_the_same_of_the_same_person_is_followed_and_its_unseen_end_is_shown(
 ) -> None:
     assert run(api, ask(is_followed=False)) == 0
     [first] = api.one_offs
-    assert f"{first} goes on: the same command without FOLLOW=0 shows it" in capsys.readouterr().out
+    assert f"{first} continues" in capsys.readouterr().out
     assert run(api, ask("export", is_followed=False)) == 0
     assert len(api.sent) == 2, "another command is another Job"
-    monkeypatch.setattr("deploy.client.one_off.user_name", lambda: "somebody else")
+    monkeypatch.setattr("deploy.client.one_off_request.user_name", lambda: "somebody else")
     assert run(api, ask(is_followed=False)) == 0
     assert len(api.sent) == 3
     monkeypatch.undo()
-    monkeypatch.setattr(one_off_module, "find_image_labels", lambda group, image: {})
-    monkeypatch.setattr(watch, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(kuberay_one_off, "find_image_labels", lambda group, image: {})
+    monkeypatch.setattr(deployment_watch, "POLL_SECONDS", 0.01)
     for name in [each for each in api.one_offs if each != first]:
         api.delete("Job", name)
     api.begin_pod()
     api.end_pod(3, "Error", "it said this before")
     assert run(api, ask()) == 3
     told = capsys.readouterr().out
-    assert re.search(rf"{first} of .* is just the same, and has ended, which nobody saw: following it", told)
+    assert re.search(rf"{first} of .* has already run this request", told)
     assert "it said this before\n" in told
     assert api.one_offs == []
 
@@ -134,7 +133,7 @@ def test_a_node_comes_for_it_from_the_group_of_cpu_nodes(
 ) -> None:
     while_waiting(pooled.begin_pod, lambda: pooled.end_pod(0))
     assert run(pooled, ask()) == 0
-    assert f"nodes       node group {POOL}: one node comes for it and goes after it" in capsys.readouterr().out
+    assert f"nodes       node group {POOL}: one node" in capsys.readouterr().out
     assert [job["metadata"]["labels"]["millrace.dev/component"] for job in pooled.sent] == ["one-off-nodes", "one-off"]
 
 
@@ -148,9 +147,9 @@ def test_a_node_comes_for_it_from_the_group_of_cpu_nodes(
                 }
             },
             75,
-            "no node comes for one-off-trainer-.*there is no capacity",
+            "one-off-trainer-.*there is no capacity",
         ),
-        ({"status": {"conditions": [{"type": "Failed", "status": "True"}]}}, 4, "has no such program: update the head"),
+        ({"status": {"conditions": [{"type": "Failed", "status": "True"}]}}, 4, "one-off-trainer-.*HEAD_TAG="),
     ],
 )
 def test_a_node_that_does_not_come_ends_it(
@@ -181,7 +180,7 @@ def test_one_that_does_not_begin_in_time_is_deleted(
     assert exit_code_of(lambda: run(api, ask())) == 75
     told = capsys.readouterr()
     assert "no node has the labels that tokenizer pods select (millrace.dev/pool=cpu)" in told.out
-    assert "did not begin within 1800 s (WAIT=), and is deleted" in told.err
+    assert "did not start within 1800 s (WAIT=)" in told.err
     assert api.one_offs == []
 
 
@@ -212,4 +211,4 @@ def test_a_status_lists_them(api: Cluster, ask: Ask, capsys: pytest.CaptureFixtu
     assert "one-offs" not in describe_status(api)  # type: ignore[arg-type]
     run(api, ask("export", "--output", "a b", is_followed=False))
     [name] = api.one_offs
-    assert f"one-offs\n  {name}  goes on, since now: export --output 'a b'" in describe_status(api)  # type: ignore[arg-type]
+    assert f"one-offs\n  {name}  runs, since now: export --output 'a b'" in describe_status(api)  # type: ignore[arg-type]

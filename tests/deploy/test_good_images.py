@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.history import (
+from deploy.good_images import (
     GOOD_IMAGES_KEPT,
     add_good_image,
     find_image_before,

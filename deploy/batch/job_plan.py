@@ -1,12 +1,12 @@
-"""The plan of a deployment: what it will run and cost, and what of its job definition is new."""
+"""Describes a deployment on AWS Batch before it is made: cost, nodes, image, and changes of the job definition."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from deploy.batch.config import Pool
-from deploy.batch.job_definition import Deployment, Request, read_container
+from deploy.batch.config import JobQueue
+from deploy.batch.job_definition import BatchDeployment, Request, read_container
 from deploy.batch.jobs import Definition
 from deploy.client.outline import Outline
 from services.common.launch.batch.node import RECIPE_VARIABLE
@@ -16,32 +16,32 @@ SET_BY_BATCH = ("jobDefinitionArn", "revision", "status", "containerOrchestratio
 
 
 def describe_plan(
-    pool: Pool, deployment: Deployment, outline: Outline, body: Request, before: Definition | None
+    queue: JobQueue, deployment: BatchDeployment, outline: Outline, body: Request, before: Definition | None
 ) -> str:
-    """Lines; cost first."""
+    """The plan for a person, one fact a line, the cost first. `before` is the newest job definition."""
     hours = deployment.attempt_seconds / 3600
-    price = pool.shape.price
+    price = queue.shape.price
     hourly = deployment.nodes * price.dollars_per_hour
     lines = [
-        f"cost        {deployment.nodes} x {pool.shape.name} x ${price.dollars_per_hour:,.2f} = ${hourly:,.2f} an hour"
+        f"cost        {deployment.nodes} x {queue.shape.name} x ${price.dollars_per_hour:,.2f} = ${hourly:,.2f} an hour"
         f"; an attempt ends after {hours:g} h: ${hourly * hours:,.2f} at most (list price of {price.region}, "
         f"{price.dated})",
-        f"nodes       queue {pool.queue}: they come for the job and go some minutes after it",
+        f"nodes       queue {queue.name}: they start for the job and stop some minutes after it",
         f"stage       {deployment.stage}: {outline.describe_topology(deployment.stage, deployment.nodes, 'nodes')}",
         f"image       {deployment.image}",
         f"recipe      {outline.name}, {deployment.recipe_digest[:10]}",
         f"arguments   {' '.join(deployment.arguments) or 'none'}",
-        f"tries       {deployment.attempts}, after exit code 75 or a lost host of the main node",
+        f"attempts    {deployment.attempts}: after exit code 75, or after the main node lost its host",
     ]
     if before is None:
         return "\n".join([*lines, f"definition  {body['jobDefinitionName']} is new"])
-    told = [f"  {line}" for line in find_differences(before.body, body)]
+    changes = [f"  {line}" for line in find_differences(before.body, body)]
     title = f"definition  {body['jobDefinitionName']}, as revision {before.revision}"
-    return "\n".join([*lines, f"{title} but for" if told else title, *told])
+    return "\n".join([*lines, f"{title} except for" if changes else title, *changes])
 
 
 def find_differences(before: Request, after: Request) -> list[str]:
-    """Each value that is another one, by its place."""
+    """The values that differ between two job definitions, one a line, by their place."""
     flat = [
         _flatten({key: value for key, value in body.items() if key not in SET_BY_BATCH}) for body in (before, after)
     ]
@@ -51,12 +51,12 @@ def find_differences(before: Request, after: Request) -> list[str]:
 
 
 def write_definition(body: Request) -> str:
-    """As RegisterJobDefinition takes it. JSON, which is YAML too."""
+    """The request to RegisterJobDefinition as JSON, which is YAML as well."""
     return json.dumps(body, indent=2) + "\n"
 
 
 def describe_definition(body: Request) -> str:
-    """What a person looks at first in a definition, the container's command on a line of its own."""
+    """A job definition for a person, without its packed recipe."""
     container = read_container(body)
     shown = {key: value for key, value in body.items() if key != "nodeProperties"}
     variables = [each for each in container["environment"] if each["name"] != RECIPE_VARIABLE]
@@ -70,7 +70,7 @@ def _describe(place: str, old: str, new: str) -> str:
 
 
 def _flatten(value: Any, place: str = "") -> dict[str, str]:
-    """Leaves by their place. Items of a list that have a name are told by it."""
+    """The leaves of a nested value by their place. Items of a list are named by their `name`, or else numbered."""
     if isinstance(value, dict):
         parts = [(f"{place}.{key}" if place else str(key), part) for key, part in value.items()]
     elif isinstance(value, list) and value:
@@ -85,5 +85,5 @@ def _name(part: Any, at: int) -> str:
 
 
 def _content(part: Any) -> Any:
-    """Of a variable its value alone."""
+    """The value of a variable, which has a name and a value; anything else as it is."""
     return part["value"] if isinstance(part, dict) and part.keys() == {"name", "value"} else part

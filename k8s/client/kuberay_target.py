@@ -1,20 +1,20 @@
-"""KubeRay as a target of deployments."""
+"""Deploys stages on KubeRay."""
 
 from __future__ import annotations
 
 from typing import TextIO
 
-from deploy.client.one_off import OneOffRequest
+from deploy.client.one_off_request import OneOffRequest
 from deploy.client.request import DeployRequest
 from k8s.client.commands import deploy_stage, rollback_stage, run_pipeline, show_log, stop_stage
-from k8s.client.one_off import run_one_off
+from k8s.client.kuberay_one_off import run_one_off
 from k8s.client.status import describe_status
 from k8s.objects.api import Api
 from services.common.recipe.schema import Stage
 
 
-class KubeRay:
-    """The RayCluster of a namespace."""
+class KubeRayTarget:
+    """The RayCluster of a namespace, as a target of the deploy commands."""
 
     def __init__(self, api: Api) -> None:
         self._api = api

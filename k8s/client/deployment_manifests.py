@@ -1,4 +1,4 @@
-"""The manifests that a deployment would apply. The client writes them as YAML for a review, or for tools."""
+"""Writes the manifests that a deployment would apply, as YAML for a review or for tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from k8s.objects.worker_group import WorkerGroup, groups_with, render_worker_gro
 
 
 def write_manifests(file: TextIO, api: Api, group: WorkerGroup, deployment: Deployment, recipe_text: str) -> None:
-    """Every object that the client and its deploy Job make or change, in this order."""
+    """Write every object that the client and its deploy Job create or change, in this order."""
     is_shared = deployment.mode == "shared"
     first = (
         render_rayjob(group, deployment, 1, deployment.nodes)
@@ -26,16 +26,16 @@ def write_manifests(file: TextIO, api: Api, group: WorkerGroup, deployment: Depl
     )
     documents = [
         ("the client creates it", render_recipe_config_map(group.name, recipe_text, deployment.recipe_digest)),
-        ("the client creates it; it does what follows", render_deploy_job(group, deployment)),
+        ("the client creates it; it creates the objects below", render_deploy_job(group, deployment)),
         ("while the stage is deployed", render_pod_group(group, deployment, 1, deployment.nodes)),
         *([("a patch, with the other groups as they are", _group_patch(group, deployment))] if is_shared else []),
-        ("when the gang stands; another for each new attempt", first),
+        ("once the gang is placed; a further attempt gets another one", first),
     ]
     write_documents(file, api, documents)
 
 
 def write_documents(file: TextIO, api: Api, documents: list[tuple[str, Object]]) -> None:
-    """Each object in the namespace, with a comment about what becomes of it."""
+    """Write objects of the namespace, each with a comment."""
     for comment, each in documents:
         document = each | {"metadata": each["metadata"] | {"namespace": api.namespace}}
         text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)

@@ -1,6 +1,4 @@
-"""The preflight of a deployment: it finds what would keep the stage from running before the client sends anything. Each
-problem names what does not match.
-"""
+"""Checks whether a stage could run, before the client creates anything: the preflight of a deployment."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any
 from deploy.client.instance_type import check_instance_type
 from deploy.client.outline import Outline
 from k8s.client.compile_tasks import check_trace
-from k8s.client.node_pool import check_pool, check_reservation
+from k8s.client.node_pool_checks import check_pool, check_reservation
 from k8s.client.probe import Answer, probe_head, probe_stage
 from k8s.client.rights import IN_THE_CLUSTER, IN_THE_NAMESPACE, TO_ASK
 from k8s.client.stage_image import read_platform_labels
@@ -26,14 +24,14 @@ from k8s.objects.worker_group import WorkerGroup, image_of
 from services.common.errors import DeviceError, RecipeError
 
 ASK_FOR_RIGHTS = "an administrator gives you these rights with the group millrace-deployers: k8s/README.md"
-# What the API server accepts and the operator refuses later, in the RayJob's status alone.
 RAYJOB_NAME_CHARACTERS = 47
+"""Longest name of a RayJob. The API server accepts longer ones, and the operator then fails in the RayJob's status."""
 CHANGE_SHAPE = "TRAINIUM_SHAPE in the overlay's settings.env, then: make cluster-up"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason not to deploy, and the exit code it stands for."""
+    """A reason not to deploy, with the exit code of the command."""
 
     text: str
     exit_code: int = DeviceError.exit_code
@@ -41,16 +39,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Findings:
-    """What short pods saw."""
+    """The results of the probes."""
 
     problems: list[Problem]
     upstream: list[dict[str, Any]]
     ray_version: str
-    """Of the stage's image; empty where it could not be seen."""
+    """The Ray version of the stage's image; empty where it is unknown."""
 
 
 def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment, outline: Outline) -> list[Problem]:
-    """Everything that the Kubernetes API can tell. What may not be looked at is a problem of its own."""
+    """Problems that the Kubernetes API shows. A check that this user has no right to is a problem as well."""
     checks: list[Callable[[], Iterable[str]]] = [
         lambda: _check_rights(api),
         lambda: [_check_head(api, group)],
@@ -63,7 +61,7 @@ def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment, outline:
         lambda: _check_claims(api, group),
         lambda: _check_accounts(api, group),
         lambda: [_check_priority(api, group)],
-        # Those of a pool come with the deployment; what the pool can give the head's image says.
+        # The nodes of a pool are added for the deployment; a probe of the head's image checks the pool.
         lambda: [check_reservation(group) if group.node_pool else check_nodes(api, group, deployment.nodes)],
         lambda: _check_routing(group),
         lambda: [_check_other_stages(api, group)],
@@ -73,10 +71,10 @@ def check_cluster(api: Api, group: WorkerGroup, deployment: Deployment, outline:
 
 
 def check_in_pods(api: Api, group: WorkerGroup, deployment: Deployment, recipe: str) -> Findings:
-    """What short pods see: problems, and the upstream artifacts that the stage will read.
+    """Problems that only pods can see, and the upstream artifacts that the stage will read.
 
-    The stage's own image judges the recipe and the artifacts: the head's, and this checkout, may know other keys. Where
-    its labels tell that it does not fit the head, it is not pulled for that.
+    The stage's own image checks the recipe and the artifacts, since this checkout may know other keys. It is not pulled
+    where its labels already show that it does not fit the head.
     """
     with (
         probe_stage(
@@ -99,19 +97,19 @@ def check_in_pods(api: Api, group: WorkerGroup, deployment: Deployment, recipe: 
 
 
 def _check_pool(api: Api, group: WorkerGroup, deployment: Deployment, head: Answer) -> list[Problem]:
-    """An EKS that does not answer is another exit code than a pool that does not fit."""
+    """Problems of the node pool. An EKS that does not answer has another exit code than a pool that does not fit."""
     exit_code = int((head.node_pool or {}).get("exit_code", DeviceError.exit_code))
     said = _found(lambda: check_pool(api, group, deployment.nodes, head.node_pool))
     return [Problem(text, exit_code) for text in said]
 
 
 def _check_head_image(group: WorkerGroup, head: Answer) -> list[Problem]:
-    """Can its deploy Jobs read what this client would send?"""
+    """Problems of the head's image, whose deploy Jobs must be able to read this client's deployments."""
     image = image_of(group.head_pod)
     if head.problem and "No module named" in head.problem:
         return [
             Problem(
-                f"the head's image {image} is older than this checkout, and cannot read what it sends: {UPDATE_HEAD}"
+                f"the head's image {image} is older than this checkout, and cannot read its deployments: {UPDATE_HEAD}"
             )
         ]
     if head.problem:
@@ -123,21 +121,21 @@ def _check_head_image(group: WorkerGroup, head: Answer) -> list[Problem]:
     reads = " and ".join(map(str, head.records)) or "none"
     return [
         Problem(
-            f"the head's image {image} reads deployments of version {reads}, this checkout sends version "
-            f"{RECORD_VERSION}; {older} is the older one: {update}"
+            f"the head's image {image} reads deployments of version {reads}, but this checkout writes version "
+            f"{RECORD_VERSION}; {older} is older: {update}"
         )
     ]
 
 
 def _name_judge(image: str, own: Answer) -> str:
-    """A recipe's keys are those of the image, whatever this checkout knows."""
+    """The problem that the stage's image reported; for a recipe, with the image's name."""
     if own.exit_code != RecipeError.exit_code:
         return str(own.problem)
-    return f"the image {image} does not take this recipe: {own.problem} RECIPE= and ARGS= say what it takes."
+    return f"the image {image} does not accept this recipe: {own.problem} Correct it with RECIPE= or ARGS=."
 
 
 def _compare(deployment: Deployment, ours: dict[str, str], heads: dict[str, str]) -> list[Problem]:
-    """Only a shared cluster joins them."""
+    """Problems of the image's platform on a shared cluster; an isolated one has the image's own."""
     if deployment.mode != "shared" or not ours or not heads:
         return []
     return [Problem(text) for text in _compare_platforms(deployment.image, ours, heads)]
@@ -160,7 +158,7 @@ def _check_head(api: Api, group: WorkerGroup) -> str:
         if runs == wanted:
             return ""
         return (
-            f"the Ray head still runs {runs}, the cluster is to have {wanted}: when no stage runs, "
+            f"the Ray head still runs {runs}, but the cluster specifies {wanted}: when no stage runs, "
             f"kubectl -n {api.namespace} delete pod {pod['metadata']['name']}"
         )
     state = heads[0]["status"].get("phase", "unknown") if heads else "absent"
@@ -170,7 +168,7 @@ def _check_head(api: Api, group: WorkerGroup) -> str:
 def _check_token(api: Api) -> str:
     if api.find("Secret", CLUSTER):
         return ""
-    return f"Secret {CLUSTER} (the Ray token) is missing; the operator makes it with the RayCluster: make cluster-up"
+    return f"Secret {CLUSTER} (the Ray token) is missing; the operator creates it with the RayCluster: make cluster-up"
 
 
 def _check_claims(api: Api, group: WorkerGroup) -> list[str]:
@@ -180,14 +178,14 @@ def _check_claims(api: Api, group: WorkerGroup) -> list[str]:
         if found is None:
             others = [each["metadata"]["name"] for each in api.find_all("PersistentVolumeClaim")]
             problems.append(
-                f"claim {claim}, which worker group {group.name} mounts, does not exist (there is "
-                f"{', '.join(others) or 'none'}): make cluster-up, or mend the name in k8s/stages/{group.name}"
+                f"claim {claim}, which worker group {group.name} mounts, does not exist (found: "
+                f"{', '.join(others) or 'none'}): make cluster-up, or correct the name in k8s/stages/{group.name}"
             )
         elif found["status"].get("phase") != "Bound":
             volume = found["spec"].get("volumeName", "any")
             problems.append(
                 f"claim {claim} is {found['status'].get('phase')}, not Bound: its volume {volume} does not exist, is "
-                f"taken, or is smaller than asked"
+                f"bound to another claim, or is smaller than the claim"
             )
     return problems
 
@@ -209,12 +207,12 @@ def _check_priority(api: Api, group: WorkerGroup) -> str:
 
 
 def _check_routing(group: WorkerGroup) -> list[str]:
-    _ = group.routing_resource  # says itself what is wrong with it
+    _ = group.routing_resource  # raises `DeviceError` with the problem
     return []
 
 
 def _check_other_stages(api: Api, worker_group: WorkerGroup) -> str:
-    """Two stages that take whole Trainium nodes run one after the other."""
+    """The reason why the stage must wait for another one that holds Trainium nodes; empty where none does."""
     if NEURON not in worker_group.requests:
         return ""
     for group in worker_group.cluster["spec"]["workerGroupSpecs"]:
@@ -230,15 +228,15 @@ def _check_other_stages(api: Api, worker_group: WorkerGroup) -> str:
             )
         if group.get("replicas"):
             return (
-                f"stage {name} left {group['replicas']} pods up (KEEP=1), which hold Trainium nodes: "
+                f"{group['replicas']} pods of stage {name} are kept (KEEP=1) and hold Trainium nodes: "
                 f"make stop-stage STAGE={name}"
             )
     return ""
 
 
 def _check_rights(api: Api) -> list[str]:
-    """May we make what a deployment needs, and may the deploy Job do its part?"""
-    theirs = [
+    """Rights that this user or the deploy Job's account lacks."""
+    needed_by_job = [
         ("patch", "ray.io", "rayclusters", CLUSTER),
         ("create", "ray.io", "rayjobs", ""),
         ("create", "scheduling.volcano.sh", "podgroups", ""),
@@ -253,21 +251,21 @@ def _check_rights(api: Api) -> list[str]:
         for each in (*IN_THE_NAMESPACE, *IN_THE_CLUSTER, *TO_ASK)
         if not _may(api, "SelfSubjectAccessReview", {}, each.verb, each.group, each.resource, each.name)
     ]
-    if refused:  # who may not ask gets no answer about the deploy Job either
+    if refused:  # without the right to ask there is no answer about the deploy Job either
         return [f"you may not {', '.join(refused)} in namespace {api.namespace}; {ASK_FOR_RIGHTS}"]
     user = {"user": f"system:serviceaccount:{api.namespace}:{DEPLOYER}"}
     return [
         f"the deploy Job's account may not {verb} {resource}: k8s/base/deployer.yaml grants it, make cluster-up"
-        for verb, group, resource, name in theirs
+        for verb, group, resource, name in needed_by_job
         if not _may(api, "SubjectAccessReview", user, verb, group, resource, name)
     ]
 
 
 def _compare_platforms(image: str, ours: dict[str, str], heads: dict[str, str]) -> list[str]:
-    """Ray refuses a node of another Ray version or of another Python patch version."""
+    """Differences to the head's platform. Ray refuses nodes with another version of Ray, or of Python."""
     return [
-        f"image {image} has {what} {ours.get(what)}, the Ray head has {heads.get(what)}, and Ray joins equals alone. "
-        f"Build both on one pin (make images), or give the stage a cluster of its own: MODE=isolated"
+        f"image {image} has {what} {ours.get(what)}, but the Ray head has {heads.get(what)}, and Ray requires the "
+        f"same. Build both images from one checkout (make images), or use a cluster of its own: MODE=isolated"
         for what in ("variant", "python", "ray")
         if ours.get(what) != heads.get(what)
     ]

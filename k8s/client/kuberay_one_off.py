@@ -1,7 +1,7 @@
-"""One-offs on KubeRay: a subcommand of a stage in a Job of its own, on a CPU node, followed to its end.
+"""Runs a subcommand of a stage on KubeRay: in a Job of its own, on a CPU node, followed to its end.
 
-Nothing is created before the image is known to have the subcommand. A Job whose end was seen is deleted; one whose
-client went away goes on, and the same command of the same person finds it again.
+Nothing is created before the image is known to have the subcommand. The client deletes the Job at its end. A Job whose
+client was interrupted continues, and the same command of the same person follows it again.
 """
 
 from __future__ import annotations
@@ -12,26 +12,24 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TextIO
 
-from deploy.client.one_off import (
-    OneOffRecipe,
+from deploy.client.one_off_request import (
     OneOffRequest,
     Reception,
     complete_words,
     describe_judge,
     identify,
     needs_recipe,
-    only_overrides,
-    read_named_recipe,
     require_known,
 )
-from deploy.client.request import DEFAULT_RECIPE, user_name
-from k8s.client.manifests import write_documents
+from deploy.client.request import user_name
+from deploy.client.requested_recipe import RequestedRecipe, parse_requested_recipe, read_requested_recipe
+from k8s.client.deployment_manifests import write_documents
+from k8s.client.deployment_watch import PodOutput
 from k8s.client.pull_watch import PullWatch, explain_wait
+from k8s.client.resolved_deployment import START_TIMEOUT_SECONDS, default_recipe_of
 from k8s.client.stage_image import choose_image, find_image_labels
-from k8s.client.watch import PodOutput
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.capacity import check_nodes
 from k8s.objects.conditions import is_job_over
@@ -62,11 +60,11 @@ from services.common.launch.batch.node import pack_recipe
 POLL_SECONDS = 1.0
 LAST_FILES_SECONDS = 120.0
 LEAVE_SECONDS = 120.0
-"""Seconds after which a pod that is to leave is removed by force: its node is lost."""
+"""Seconds after which a pod that does not terminate is deleted by force, since its node is lost."""
 
 
 class NoNode(MillraceError):
-    """The Job that was to bring a one-off's node gave up."""
+    """No node or no image will come for the one-off, so its Job was deleted."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -74,59 +72,57 @@ class NoNode(MillraceError):
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """A one-off that nothing speaks against."""
+class _ResolvedOneOff:
+    """A one-off that passed every check that needs no Job."""
 
     one_off: OneOff
     job: Object
     nodes_job: Object | None
-    """None where nodes are simply there."""
+    """The Job that scales a node group up; None for static nodes."""
     plan: str
 
 
 def run_one_off(api: Api, request: OneOffRequest, manifests: TextIO | None = None) -> int:
-    """Show the plan, create the Jobs, follow: the subcommand's own exit code. Ctrl-C deletes them.
+    """Show the plan, create the Jobs and follow them: the subcommand's own exit code. Ctrl-C deletes the Jobs.
 
-    The same that this person has asked for, and whose end nobody has seen, is followed in place of a second one.
+    Where an identical request of the same person already has a Job, that Job is followed and none is created.
     """
-    prepared = _prepare(api, request)
-    print(prepared.plan, flush=True)
+    resolved = _resolve(api, request)
+    print(resolved.plan, flush=True)
     if request.is_dry_run:
         print("\nDRY_RUN=1: nothing was changed")
         if manifests:
-            write_documents(manifests, api, _documents(prepared))
+            write_documents(manifests, api, _documents(resolved))
         return 0
-    found = _find(api, prepared.one_off.digest)
-    name = str(found["metadata"]["name"]) if found else prepared.one_off.name
+    found = _find(api, resolved.one_off.digest)
+    name = str(found["metadata"]["name"]) if found else resolved.one_off.name
     if found:
-        went = "has ended, which nobody saw" if is_job_over(found) else "goes on"
-        print(
-            f"{name} of {found['metadata']['creationTimestamp']} is just the same, and {went}: following it", flush=True
-        )
+        state = "has already run" if is_job_over(found) else "already runs"
+        print(f"{name} of {found['metadata']['creationTimestamp']} {state} this request; following it", flush=True)
     try:
         if not found:
-            _submit(api, prepared)
+            _submit(api, resolved)
         if request.is_followed:
             return _follow(api, name, request)
     except KeyboardInterrupt:
         api.delete("Job", name)
         print(f"\n{name} is deleted: its pod gets SIGTERM")
         raise
-    print(f"{name} goes on: the same command without FOLLOW=0 shows it, and Ctrl-C ends it then")
+    print(f"{name} continues. The same command without FOLLOW=0 follows it, and Ctrl-C then ends it")
     return 0
 
 
 def describe_one_offs(api: Api) -> list[str]:
-    """A line for each one-off that there is."""
+    """The Jobs of one-offs, one a line."""
     return [
-        f"  {job['metadata']['name']}  {'ended, unseen' if is_job_over(job) else 'goes on'}, since "
+        f"  {job['metadata']['name']}  {'ended, not yet followed' if is_job_over(job) else 'runs'}, since "
         f"{job['metadata']['creationTimestamp']}: {describe_words(job)}"
         for job in api.find_all("Job", f"{COMPONENT_LABEL}={ONE_OFF}")
     ]
 
 
-def _prepare(api: Api, request: OneOffRequest) -> _Prepared:
-    """Raises `RecipeError` and `DeviceError` for what cannot be; nothing is created."""
+def _resolve(api: Api, request: OneOffRequest) -> _ResolvedOneOff:
+    """Creates nothing. Raises `RecipeError` for a wrong request, `DeviceError` for one that cannot be served."""
     cluster = read_cluster(api)
     group, cpu_group = worker_group_of(cluster, request.stage), cpu_group_of(cluster)
     image = _choose_image(api, group, request.tag)
@@ -149,12 +145,13 @@ def _prepare(api: Api, request: OneOffRequest) -> _Prepared:
     job = render_one_off_job(group, cpu_group, one_off)
     nodes_job = render_one_off_nodes_job(cpu_group, one_off) if cpu_group.node_pool else None
     plan = [*_describe(api, cpu_group, one_off, job, recipe), describe_judge(labels)]
-    return _Prepared(one_off, job, nodes_job, "\n".join(filter(None, plan)))
+    return _ResolvedOneOff(one_off, job, nodes_job, "\n".join(filter(None, plan)))
 
 
 def _choose_image(api: Api, group: WorkerGroup, tag: str) -> str:
-    """The image that TAG names; else that of the newest deployment, the newest with which the stage ended well, or the
-    working tree's."""
+    """The image that TAG names; else that of the newest deployment; else the newest with which the stage ended well;
+    else that of this checkout.
+    """
     if tag:
         return choose_image(api, group.name, group.variant, group.container, tag)
     if group.has_image:
@@ -164,19 +161,21 @@ def _choose_image(api: Api, group: WorkerGroup, tag: str) -> str:
     return choose_image(api, group.name, group.variant, group.container, "")
 
 
-def _choose_recipe(api: Api, group: WorkerGroup, request: OneOffRequest) -> OneOffRecipe:
-    """The recipe that RECIPE names; else that of the stage's newest deployment with its overrides, or the overlay's."""
+def _choose_recipe(api: Api, group: WorkerGroup, request: OneOffRequest) -> RequestedRecipe:
+    """The recipe that RECIPE names; else that of the newest deployment, with its overrides; else the overlay's."""
     if request.recipe:
-        return read_named_recipe(request.recipe)
+        return request.recipe
     record = read_record(api, group.name)
     text = find_recipe_text(api, group.name, record.deployment.recipe_digest) if record else None
     if record and text:
-        overrides = only_overrides(record.deployment.arguments)
-        return OneOffRecipe(text, overrides, f"that of the {group.name}'s newest deployment")
-    return read_named_recipe(Path(group.default_recipe or DEFAULT_RECIPE))
+        recipe = parse_requested_recipe(text, f"that of the {group.name}'s newest deployment")
+        return recipe.with_arguments(*record.deployment.arguments).with_overrides_only()
+    return read_requested_recipe(default_recipe_of(group))
 
 
-def _describe(api: Api, cpu_group: WorkerGroup, one_off: OneOff, job: Object, recipe: OneOffRecipe | None) -> list[str]:
+def _describe(
+    api: Api, cpu_group: WorkerGroup, one_off: OneOff, job: Object, recipe: RequestedRecipe | None
+) -> list[str]:
     limits = job["spec"]["template"]["spec"]["containers"][0]["resources"]
     requests = limits.get("requests", {})
     price, hours = cpu_group.dollars_per_node_hour, one_off.seconds / 3600
@@ -187,13 +186,13 @@ def _describe(api: Api, cpu_group: WorkerGroup, one_off: OneOff, job: Object, re
             f"cost        {node} at ${price:,.2f} an hour: ${price * hours:,.2f} at most, after {hours:g} h (HOURS=)"
         )
     if cpu_group.node_pool:
-        lines.append(f"nodes       node group {cpu_group.node_pool}: one node comes for it and goes after it")
+        lines.append(f"nodes       node group {cpu_group.node_pool}: one node is added, and removed afterwards")
     elif lacking := check_nodes(api, cpu_group, 1):
-        lines.append(f"nodes       {lacking}: it waits for one")
+        lines.append(f"nodes       {lacking}: the Job waits for a node")
     lines += [
         f"runs        {one_off.stage}: {shlex.join(one_off.words)}",
         f"image       {one_off.image}",
-        f"recipe      {recipe.described if recipe else 'none: the subcommand takes none'}",
+        f"recipe      {recipe.describe() if recipe else 'none: the subcommand takes none'}",
         f"takes       {requests.get('cpu')} CPUs and {limits['limits']['memory']} of memory on one node (MEMORY=)",
     ]
     if one_off.bring:
@@ -201,32 +200,32 @@ def _describe(api: Api, cpu_group: WorkerGroup, one_off: OneOff, job: Object, re
     return lines
 
 
-def _documents(prepared: _Prepared) -> list[tuple[str, Object]]:
-    nodes = [("it holds the node for as long as the other goes on", prepared.nodes_job)] if prepared.nodes_job else []
-    return [*nodes, ("the client creates it, and deletes it when its end was seen", prepared.job)]
+def _documents(resolved: _ResolvedOneOff) -> list[tuple[str, Object]]:
+    nodes = [("it holds the node while the other Job runs", resolved.nodes_job)] if resolved.nodes_job else []
+    return [*nodes, ("the client creates it, and deletes it at its end", resolved.job)]
 
 
 def _find(api: Api, digest: str) -> Object | None:
-    """The newest Job of the same request whose end nobody has seen: what was seen is deleted."""
+    """The newest Job of an identical request. A Job whose end a client has seen is deleted, so it is not found."""
     found = api.find_all("Job", f"{COMPONENT_LABEL}={ONE_OFF},{DEPLOYMENT_LABEL}={digest}")
     left = [job for job in found if "deletionTimestamp" not in job["metadata"]]
     return max(left, key=lambda job: str(job["metadata"]["creationTimestamp"]), default=None)
 
 
-def _submit(api: Api, prepared: _Prepared) -> None:
-    """The Job that brings the node first: it waits for the other, and not the other way round."""
-    if prepared.nodes_job:
-        api.create(prepared.nodes_job)
+def _submit(api: Api, resolved: _ResolvedOneOff) -> None:
+    """Create the Jobs. The one that adds a node comes first, since it waits for the other."""
+    if resolved.nodes_job:
+        api.create(resolved.nodes_job)
     try:
-        api.create(prepared.job)
+        api.create(resolved.job)
     except MillraceError:
-        if prepared.nodes_job:
-            api.delete("Job", prepared.nodes_job["metadata"]["name"])
+        if resolved.nodes_job:
+            api.delete("Job", resolved.nodes_job["metadata"]["name"])
         raise
 
 
 def _follow(api: Api, name: str, request: OneOffRequest) -> int:
-    """Print the output until the Job has ended, take what it brings, and delete it."""
+    """Print the output until the Job has ended, write its files, and delete it."""
     reception = Reception(request, name)
     output = PodOutput(api, f"job-name={name}", CONTAINER, name, reception.take)
     output.start()
@@ -242,26 +241,30 @@ def _follow(api: Api, name: str, request: OneOffRequest) -> int:
 
 
 def _await_end(api: Api, name: str, request: OneOffRequest) -> tuple[Object, list[Object]]:
-    """The Job once it has ended, and its pods. One that will not begin is deleted, and told."""
-    wait = _Wait(api, name, request.start_timeout_seconds)
+    """Wait for the Job's end: the Job and its pods. A Job that will not start is deleted.
+
+    Raises `NoNode` where no node or image will come, and `TryAgain` after the seconds of WAIT.
+    """
+    seconds = START_TIMEOUT_SECONDS if request.start_timeout_seconds is None else request.start_timeout_seconds
+    wait = _StartWatch(api, name, seconds)
     while True:
         try:
             job, pods = api.find("Job", name), api.find_all("Pod", f"job-name={name}")
             if job is None:
-                raise DeviceError(f"Job {name} is gone: somebody deleted it. The same command begins again")
+                raise DeviceError(f"Job {name} is gone: somebody deleted it. Repeat the command to start again")
             if is_job_over(job):
                 return job, pods
             wait.look(job, pods)
         except ApiUnreachable as error:
-            print(f"{name}: {error}; it goes on without us", file=sys.stderr)
+            print(f"{name}: {error}; the Job continues", file=sys.stderr)
         except (NoNode, TryAgain):
             api.delete("Job", name)
             raise
         time.sleep(POLL_SECONDS)
 
 
-class _Wait:
-    """Watches a one-off that goes on: does its pod begin, and does it leave when it is told to?"""
+class _StartWatch:
+    """Watches a one-off's pod: whether it starts in time, and whether it terminates when it is deleted."""
 
     def __init__(self, api: Api, name: str, start_timeout_seconds: float) -> None:
         self._api, self._name = api, name
@@ -271,14 +274,14 @@ class _Wait:
         self._leaving_since: float | None = None
 
     def look(self, job: Object, pods: list[Object]) -> None:
-        """Raises `NoNode`, or `TryAgain` after the time in which it has to begin."""
+        """Raises `NoNode` where no node or image will come, and `TryAgain` after the time limit of the start."""
         if any("deletionTimestamp" in pod["metadata"] for pod in pods):
             self._end_lost(pods)
         elif not any((pod.get("status") or {}).get("phase") not in (None, "Pending") for pod in pods):
             self._require_start(job, pods)
 
     def _require_start(self, job: Object, pods: list[Object]) -> None:
-        waits = newest_event(self._api, job) or "no pod was made"  # as where the quota has no room
+        waits = newest_event(self._api, job) or "it has no pod yet"  # as where the quota is used up
         for pod in pods:
             waits = explain_wait(self._api, pod)
             self._pull = self._pull or PullWatch(image_of(pod["spec"]))
@@ -287,25 +290,25 @@ class _Wait:
         self._require_nodes()
         if time.monotonic() > self._deadline:
             raise TryAgain(
-                f"{self._name} did not begin within {self._timeout_seconds:g} s (WAIT=), and is deleted: {waits}"
+                f"{self._name} did not start within {self._timeout_seconds:g} s (WAIT=), and was deleted: {waits}"
             )
 
     def _require_nodes(self) -> None:
-        """Where nodes come from a group, does the Job still work that brings one?"""
+        """Raise `NoNode` where the Job that scales the node group up has ended."""
         nodes_job = self._api.find("Job", one_off_nodes_name(self._name))
         outcome = ((nodes_job or {}).get("metadata", {}).get("annotations") or {}).get(OUTCOME_ANNOTATION)
         if outcome:
-            told = Outcome.from_fields(json.loads(outcome))
-            raise NoNode(f"no node comes for {self._name}, and it is deleted: {told.message}", told.exit_code)
+            ended = Outcome.from_fields(json.loads(outcome))
+            raise NoNode(f"{self._name} gets no node, and was deleted: {ended.message}", ended.exit_code)
         if nodes_job and is_job_over(nodes_job):
             raise NoNode(
-                f"no node comes for {self._name}, and it is deleted: the Job that was to bring one has ended, with the "
-                f"words above. A head that is older than this checkout has no such program: {UPDATE_HEAD}",
+                f"{self._name} gets no node, and was deleted: the Job that adds one has ended, with the output above. "
+                f"A head that is older than this checkout does not have that Job's program: {UPDATE_HEAD}",
                 DeviceError.exit_code,
             )
 
     def _end_lost(self, pods: list[Object]) -> None:
-        """A pod on a lost node stays Terminating, and with it the Job."""
+        """Delete pods by force that stay Terminating, as they do on a lost node, and the Job with them."""
         self._leaving_since = self._leaving_since or time.monotonic()
         if time.monotonic() - self._leaving_since > LEAVE_SECONDS:
             for pod in pods:

@@ -1,11 +1,11 @@
-"""The plan of a deployment: it tells a person what will change before anything does."""
+"""Describes a deployment on KubeRay before it is made: cost, nodes, image, restarts and timeouts."""
 
 from __future__ import annotations
 
 from deploy.client.outline import Outline
 from deploy.stage_contract import RECIPE
 from k8s.client.compile_tasks import tasks_of_a_pod
-from k8s.client.node_pool import describe_cost, describe_reservation, describe_source, hours_limit
+from k8s.client.node_pool_checks import describe_cost, describe_reservation, describe_source, hours_limit
 from k8s.objects.api import Object
 from k8s.objects.deployment import Deployment
 from k8s.objects.names import NEURON
@@ -13,7 +13,7 @@ from k8s.objects.worker_group import WorkerGroup, render_worker_group
 
 
 def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
-    """Lines of what changes, what restarts, and what it holds."""
+    """The plan for a person, one fact a line, the cost first."""
     recipe = _recipe_of(render_worker_group(group, deployment))
     stage = f"stage       {group.name}: {outline.describe_topology(group.name, deployment.nodes, 'pods')}"
     told = {
@@ -31,18 +31,18 @@ def describe_plan(group: WorkerGroup, deployment: Deployment, outline: Outline) 
         f"holds       {_holds(group, deployment, outline)}",
         f"retries     {_retries(group, deployment)}",
         f"waits       {deployment.start_timeout_seconds} s for its pods at first (WAIT), and "
-        f"{deployment.loss_timeout_seconds} s after a loss, while what is left is held (WAIT_AFTER_LOSS)",
+        f"{deployment.loss_timeout_seconds} s after a loss, while the other nodes are held (WAIT_AFTER_LOSS)",
     ]
     if group.name == "compiler" and outline.has_compile_tasks:
         at = lines.index(stage) + 1
         lines[at:at] = [f"tasks       {_tasks(group, outline)}", f"traces      {_place_of_trace(group, outline)}"]
     if deployment.fewer_nodes:
         fewer = ", ".join(map(str, deployment.fewer_nodes))
-        lines.append(f"fewer       after a loss without a spare node it goes on with {fewer} nodes (cluster.min_nodes)")
+        lines.append(f"fewer       after a loss without a spare node it continues on {fewer} nodes (cluster.min_nodes)")
     measured = f"; its slowest checkpoint took {group.checkpoint_seconds} s" if group.checkpoint_seconds else ""
     lines.append(f"notice      {deployment.drain_seconds} s before a pod ends{measured}")
     if deployment.keep:
-        lines.append("afterwards  KEEP=1: the pods stay up, and hold their nodes, until make stop-stage")
+        lines.append("afterwards  KEEP=1: the pods stay up and hold their nodes until make stop-stage")
     return "\n".join(lines)
 
 
@@ -57,10 +57,10 @@ def _tasks(group: WorkerGroup, outline: Outline) -> str:
 def _place_of_trace(group: WorkerGroup, outline: Outline) -> str:
     if outline.compile.trace_on == "device":
         return (
-            "on a device of its pods, whose nodes are held and paid for until the last graph is compiled. Where a CPU "
-            "traces the same graphs (docs/operations/first-trainium-run.md, point 1), COMPILER_POOL=cpu saves that"
+            "on a device of its pods, whose nodes are held and paid for until the last graph is compiled. If a CPU "
+            "traces the same graphs (docs/operations/first-trainium-run.md, point 1), COMPILER_POOL=cpu saves them"
         )
-    return "without a device" + (", though its pods have some (COMPILER_POOL)" if NEURON in group.requests else "")
+    return "without a device" + (", although its pods have devices (COMPILER_POOL)" if NEURON in group.requests else "")
 
 
 def _retries(group: WorkerGroup, deployment: Deployment) -> str:
@@ -96,4 +96,4 @@ def _recipe_of(group: Object) -> str:
 
 
 def _change(before: str, after: str) -> str:
-    return f"{after} (as it is)" if before == after else f"{before} -> {after}"
+    return f"{after} (unchanged)" if before == after else f"{before} -> {after}"

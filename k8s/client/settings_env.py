@@ -1,9 +1,9 @@
-"""The settings of an overlay, and what follows from them in its objects.
+"""Completes an overlay's objects from its settings, the file `settings.env`.
 
-An overlay of a cluster in AWS has them in one file, `settings.env`: region, registry, and what its two pools of nodes
-are made of. kustomize carries them as a ConfigMap, which is never applied. The sizes of pods, Ray's view of them, their
-nodes, the queue's capability and the most pods of a group follow from the pools' shapes (`infra/shapes.json`), and
-every Ray container's environment from its stage's contract. What an overlay says itself stays.
+An overlay of a cluster in AWS has its region, its registry, and the shapes of its two node pools in that file.
+kustomize carries the settings as a ConfigMap, which is never applied. The sizes and nodes of pods, Ray's resources, the
+queue's capability and the largest number of pods follow from the shapes (`infra/shapes.json`), and the environment of
+Ray containers from their stages' contracts. Values that the overlay's objects have themselves are kept.
 """
 
 from __future__ import annotations
@@ -39,35 +39,38 @@ from services.common.recipe.schema import STAGES
 CONFIG_MAP = "overlay-settings"
 OUR_IMAGES = "millrace/"
 FSX_DRIVER = "fsx.csi.aws.com"
-TRAINIUM = "trainium"  # the pool of nodes with Neuron devices
-POOLS = (TRAINIUM, "cpu")  # of infra; an overlay's groups may select others
-POOL_KEYS = ("SHAPE", "NODE_GROUP", "MAX_NODES")  # of each pool, after its name in capitals
+TRAINIUM = "trainium"
+"""The pool of nodes with Neuron devices."""
+POOLS = (TRAINIUM, "cpu")
+"""The pools that the infrastructure creates. An overlay's groups may select others."""
+POOL_KEYS = ("SHAPE", "NODE_GROUP", "MAX_NODES")
+"""Keys of a pool, which follow the pool's name in capitals."""
 COMPILER_POOL = "COMPILER_POOL"
 KEYS = (
     *("REGION", "CLUSTER_NAME", "REGISTRY", "FSX_ID", "FSX_DNS_NAME", "FSX_MOUNT_NAME", "CAPACITY_ENDS_AT"),
     *(COMPILER_POOL, "RECIPE"),
 )
 TRAINIUM_SCRATCH = "350Gi"
-"""The scratch space of a pod that has a Trainium node's disks to itself."""
+"""Scratch space of a pod that has a Trainium node to itself."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Nodes of one shape, each of which holds one pod of a stage."""
+    """Nodes of one shape. Each node runs one pod of a stage."""
 
     name: str
     shape: Shape
     max_nodes: int
     node_group: str
-    """`<EKS cluster>/<managed node group>`, whose nodes come with a deployment; empty: they are simply there."""
+    """`<EKS cluster>/<managed node group>`, which is scaled for a deployment; empty for static nodes."""
     capacity_ends_at: str
-    """RFC 3339; empty: it has no end."""
+    """End of the capacity reservation (RFC 3339); empty where there is none."""
 
 
 def fill_in(objects: list[Object]) -> list[Object]:
-    """The objects of an overlay with all that follows from its settings, and without the settings.
+    """The objects of an overlay, completed from its settings, without the ConfigMap of the settings.
 
-    Raises `RecipeError` for a setting that is missing or cannot be.
+    Raises `RecipeError` for a setting that is missing or wrong.
     """
     settings = _find_settings(objects)
     filled = copy.deepcopy([each for each in objects if each["metadata"]["name"] != CONFIG_MAP])
@@ -83,14 +86,14 @@ def fill_in(objects: list[Object]) -> list[Object]:
             _fill_volume(volume, settings)
     for pod in _pods_of(filled):
         _set_registry(pod, settings.get("REGISTRY", ""))
-    for cluster in _of_kind(filled, "RayCluster"):  # with the names and sizes that its pods have now
+    for cluster in _of_kind(filled, "RayCluster"):  # after its pods have their images and sizes
         for namespace in _of_kind(filled, "Namespace"):
             if namespace["metadata"]["name"] == cluster["metadata"]["namespace"]:
                 fill_images(namespace, cluster)
                 fill_one_off(namespace, cluster)
         for quota in _of_kind(filled, "ResourceQuota"):
             fill_quota(quota, cluster)
-    for job in _of_kind(filled, "CronJob"):  # the reaper, which asks the nodes' cloud, as deploy Jobs do
+    for job in _of_kind(filled, "CronJob"):  # the reaper, which calls EKS as deploy Jobs do
         if settings.get("REGION"):
             [container] = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
             _add_variables(container, {"AWS_REGION": settings["REGION"]})
@@ -98,7 +101,7 @@ def fill_in(objects: list[Object]) -> list[Object]:
 
 
 def _find_settings(objects: list[Object]) -> dict[str, str]:
-    """Empty where the overlay has none: what follows from them it says itself."""
+    """The settings; empty for an overlay without settings, whose objects are complete."""
     found = [each for each in _of_kind(objects, "ConfigMap") if each["metadata"]["name"] == CONFIG_MAP]
     settings: dict[str, str] = dict(found[0].get("data") or {}) if found else {}
     pools = {name for cluster in _of_kind(objects, "RayCluster") for name in _selected_pools(cluster)}
@@ -106,24 +109,24 @@ def _find_settings(objects: list[Object]) -> dict[str, str]:
     for key, value in settings.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            meant = f"do you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+            meant = f"do you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
             raise RecipeError(f"settings.env: unknown key {key}; {meant}")
         if mask(value) != value:
-            raise RecipeError(f"settings.env: {key} holds a user or a password, which manifests would show")
-        # kustomize takes a line as it is: quotes become part of a name, and a blank before `=` of the key.
+            raise RecipeError(f"settings.env: {key} holds a user or a password, which manifests would publish")
+        # kustomize reads a line literally: quotes become part of the value, and a space before `=` part of the key.
         if re.search(r"[\s\"']", value):
-            raise RecipeError(f"settings.env: {key}={value}: expected {key}=VALUE, without quotes, blanks or a comment")
+            raise RecipeError(f"settings.env: {key}={value}: expected {key}=VALUE, without quotes, spaces or a comment")
     return settings
 
 
 def _move_compiler(cluster: Object, settings: dict[str, str]) -> None:
-    """Put the compiler on the nodes that COMPILER_POOL names, where the overlay says it."""
+    """Move the compiler's pods to the pool of COMPILER_POOL, where the settings have it."""
     if not (name := settings.get(COMPILER_POOL)):
         return
     if name not in POOLS:
         raise RecipeError(
-            f"settings.env: {COMPILER_POOL}={name}: {' or '.join(POOLS)} is expected. {TRAINIUM} traces graphs on the "
-            f"devices of nodes that are held until the last graph is compiled; cpu traces and compiles without a device"
+            f"settings.env: {COMPILER_POOL}={name}: expected {' or '.join(POOLS)}. {TRAINIUM} traces graphs on "
+            f"devices, whose nodes are held until the last graph is compiled; cpu traces and compiles without a device"
         )
     [group] = [each for each in cluster["spec"]["workerGroupSpecs"] if each["groupName"] == "compiler"]
     pod = group["template"]["spec"]
@@ -134,12 +137,12 @@ def _move_compiler(cluster: Object, settings: dict[str, str]) -> None:
 
 
 def _read_pools(cluster: Object, settings: dict[str, str]) -> dict[str, Pool]:
-    """The pools that worker groups select, by name."""
+    """The pools that worker groups select, by their name."""
     return {name: _read_pool(name, group, settings) for name, group in _selected_pools(cluster).items()}
 
 
 def _selected_pools(cluster: Object) -> dict[str, str]:
-    """Of each pool that is selected, a worker group that does."""
+    """Names of the selected pools, each with a worker group that selects it."""
     return {name: group["groupName"] for group in cluster["spec"]["workerGroupSpecs"] if (name := _pool_of(group))}
 
 
@@ -147,21 +150,21 @@ def _read_pool(name: str, group: str, settings: dict[str, str]) -> Pool:
     def read(key: str) -> str:
         if not settings.get(f"{prefix}_{key}"):
             raise RecipeError(
-                f"worker group {group} selects nodes of {POOL_LABEL}={name}, and the overlay does not say "
-                f"{prefix}_{key}: its settings.env needs it (k8s/overlays/eks has one), or the group a size of its own "
-                f"and no such selector (k8s/overlays/local)"
+                f"worker group {group} selects nodes of {POOL_LABEL}={name}, but the overlay has no {prefix}_{key}: "
+                f"add it to settings.env (k8s/overlays/eks has an example), or give the group a size of its own and no "
+                f"such selector (k8s/overlays/local)"
             )
         return settings[f"{prefix}_{key}"]
 
     prefix = name.upper()
     if not read("MAX_NODES").isdecimal() or not int(read("MAX_NODES")):
-        raise RecipeError(f"settings.env: {prefix}_MAX_NODES={read('MAX_NODES')}: a whole number from 1 on is expected")
+        raise RecipeError(f"settings.env: {prefix}_MAX_NODES={read('MAX_NODES')}: expected a whole number from 1 on")
     shape = find_shape(read("SHAPE"))
     if bool(shape.neuron_devices) != (name == TRAINIUM) or shape.gpus:
         raise RecipeError(
             f"settings.env: {prefix}_SHAPE={shape.name} has {shape.neuron_devices} Neuron devices and {shape.gpus} "
-            f"GPUs: {TRAINIUM.upper()}_SHAPE is a type with Neuron devices, that of another pool one with neither. "
-            f"Types with GPUs are for plans alone"
+            f"GPUs: {TRAINIUM.upper()}_SHAPE must have Neuron devices, and another pool's shape must have neither. "
+            f"Types with GPUs serve only for plans"
         )
     cluster, node_group = settings.get("CLUSTER_NAME"), settings.get(f"{prefix}_NODE_GROUP")
     ends_at = settings.get("CAPACITY_ENDS_AT", "") if shape.neuron_devices else ""
@@ -197,7 +200,7 @@ def _fill_cluster(cluster: Object, pools: dict[str, Pool], settings: dict[str, s
 
 
 def _fill_environment(group: Object, contract: StageContract) -> None:
-    """With the drain that the group says, which may be shorter on a small machine."""
+    """Add the contract's environment, with the group's own drain, which may be shorter on a small machine."""
     drain_seconds = group["template"]["metadata"]["annotations"].get(DRAIN_ANNOTATION, contract.drain_seconds)
     container = group["template"]["spec"]["containers"][0]
     _add_variables(container, contract.with_drain(int(drain_seconds)).variables)
@@ -209,7 +212,7 @@ def _fill_environment(group: Object, contract: StageContract) -> None:
 
 
 def _fill_size(group: Object, pool: Pool) -> None:
-    """The group's pods are as large as a node of the pool has room, and go nowhere else."""
+    """Make the group's pods as large as a node of the pool allows, and bind them to these nodes."""
     template, resources = group["template"], pool.shape.pod_resources
     pod, container = template["spec"], template["spec"]["containers"][0]
     group.setdefault("maxReplicas", pool.max_nodes)
@@ -218,14 +221,14 @@ def _fill_size(group: Object, pool: Pool) -> None:
     if resources.neuron_devices:
         pod["nodeSelector"][INSTANCE_TYPE_LABEL] = pool.shape.name
         pod.setdefault("tolerations", []).append({"key": NEURON, "operator": "Exists", "effect": "NoSchedule"})
-    if resources.shared_memory_gib:  # the operator would make one as large as the pod's memory
+    if resources.shared_memory_gib:  # the operator's default is as large as the pod's memory
         size = f"{resources.shared_memory_gib}Gi"
         pod["volumes"].append({"name": SHARED_MEMORY.name, "emptyDir": {"medium": "Memory", "sizeLimit": size}})
         container["volumeMounts"].append({"name": SHARED_MEMORY.name, "mountPath": SHARED_MEMORY.path})
 
 
 def _describe_nodes(stage: str, pool: Pool) -> dict[str, str]:
-    """Annotations for those who plan with the nodes. Not on the template: a new end or price changes no pod."""
+    """Annotations of the RayCluster about a stage's nodes. On the pod template a new price would change pods."""
     told = {
         node_pool_annotation(stage): pool.node_group,
         node_shape_annotation(stage): pool.shape.name,
@@ -245,7 +248,7 @@ def _fill_volume(volume: Object, settings: dict[str, str]) -> None:
     }
     for key, (part, field) in fields.items():
         if field not in part and not settings.get(key):
-            raise RecipeError(f"volume {volume['metadata']['name']}: the overlay's settings.env does not say {key}")
+            raise RecipeError(f"volume {volume['metadata']['name']}: the overlay's settings.env has no {key}")
         part.setdefault(field, settings.get(key))
 
 
@@ -256,20 +259,20 @@ def _set_registry(pod: Object, registry: str) -> None:
 
 
 def _add_variables(container: Object, variables: dict[str, str]) -> None:
-    """Before the overlay's own, which win."""
+    """Add variables before the overlay's own, which take precedence."""
     own = container.get("env", [])
     named = {each["name"] for each in own}
     container["env"] = [{"name": k, "value": v} for k, v in variables.items() if k not in named] + own
 
 
 def _ray_resources(resources: Resources) -> dict[str, str]:
-    """Ray reads CPUs from a pod's limits, but no NeuronCores."""
+    """Ray's resources of a pod. Ray would read CPUs from the pod's limits, but not NeuronCores."""
     cores = {"neuron_cores": str(resources.neuron_cores)} if resources.neuron_cores else {}
     return {"CPU": str(resources.cpus)} | cores
 
 
 def _amounts(resources: Resources) -> dict[str, str]:
-    """In the resources and units of Kubernetes."""
+    """The resources with the names and units of Kubernetes."""
     amounts = {
         "cpu": f"{resources.cpus}",
         "memory": f"{resources.memory_gib}Gi",
@@ -282,7 +285,7 @@ def _amounts(resources: Resources) -> dict[str, str]:
 
 
 def _sum(pools: list[Pool]) -> Resources:
-    """What all pods on all nodes of the pools take."""
+    """The resources of all pods on all nodes of the pools."""
     shares = [[amount * pool.max_nodes for amount in astuple(pool.shape.pod_resources)] for pool in pools]
     return Resources(*map(sum, zip(*shares, strict=True)))
 

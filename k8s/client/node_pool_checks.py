@@ -1,7 +1,7 @@
-"""The node pool of a stage as a client sees it: what is wrong with it, what it will cost, how far it is.
+"""Checks and describes the node pool of a stage: its size and type, its cost, and its ready nodes.
 
-A client needs no AWS account: the head's image says in a short pod how EKS describes the pool, with the rights that the
-deploy Job will have. EKS cannot be asked whether a resize would be allowed; the deploy Job ends at once when it is not.
+The client needs no AWS account. A probe pod of the head's image reads the pool from EKS, with the rights of the deploy
+Job. EKS has no call that tells whether a resize would be allowed; the deploy Job ends at once where it is not.
 """
 
 from __future__ import annotations
@@ -36,22 +36,26 @@ def check_reservation(group: WorkerGroup) -> str:
 
 
 def check_pool(api: Api, group: WorkerGroup, nodes: int, seen: dict[str, Any] | None) -> list[str]:
-    """Will the pool have so many nodes that the stage's pods can go to? `seen` is what the head's image said of it."""
+    """Problems of the pool for a stage on so many nodes. `seen` is the pool as the head's image described it."""
     if seen is None:
-        return [f"the head's image knows no node pools, and worker group {group.name} is to have one: {UPDATE_HEAD}"]
+        return [
+            f"worker group {group.name} has a node pool, but the head's image is too old for node pools: {UPDATE_HEAD}"
+        ]
     if "problem" in seen:
         return [str(seen["problem"])]
     lists = {name: tuple(value) for name, value in seen.items() if isinstance(value, list)}
     pool = EksNodeGroup(**seen | lists)
     if pool.status not in USABLE:
-        return [f"node group {pool.name} is {pool.status}, not ACTIVE: {'; '.join(pool.issues) or 'EKS says no more'}"]
+        return [
+            f"node group {pool.name} is {pool.status}, not ACTIVE: {'; '.join(pool.issues) or 'EKS gives no reason'}"
+        ]
     shares = read_share_book(api).pools.get(pool.name)
     checks = [_check_size(group, nodes, pool, shares), _check_subnets(group, pool), *_check_fit(group, pool)]
     return list(filter(None, checks))
 
 
 def describe_cost(group: WorkerGroup, deployment: Deployment, outline: Outline) -> str:
-    """Hours x price; hours where the recipe limits them. Empty where the manifests say no price."""
+    """Hours times price, or the price of an hour for a recipe without a limit; empty where there is no price."""
     price = group.dollars_per_node_hour
     if price is None:
         return ""
@@ -64,35 +68,35 @@ def describe_cost(group: WorkerGroup, deployment: Deployment, outline: Outline) 
 
 
 def describe_source(group: WorkerGroup, deployment: Deployment) -> str:
-    """Where the nodes come from, and when they go again."""
+    """The node group that is scaled for the stage, and when it is scaled down; empty for static nodes."""
     if not group.node_pool:
         return ""
-    after = "stay afterwards (KEEP=1)" if deployment.keep else "go after it"
-    return f"node group {group.node_pool}: {deployment.nodes} nodes come for the stage and {after}"
+    after = "kept afterwards (KEEP=1)" if deployment.keep else "removed after it"
+    return f"node group {group.node_pool}: {deployment.nodes} nodes are added for the stage and {after}"
 
 
 def describe_reservation(group: WorkerGroup, outline: Outline) -> str:
-    """When the nodes go whatever runs, and whether the recipe would go on beyond that."""
+    """The end of the capacity reservation, and whether the recipe's time limit exceeds it; empty without an end."""
     if not group.capacity_ends_at:
         return ""
     nodes_go_at = read_end(group.capacity_ends_at) - RESERVATION_MARGIN
     left = nodes_go_at - datetime.now(UTC)
-    told = f"ends at {group.capacity_ends_at}; EKS takes the nodes from {nodes_go_at:%Y-%m-%dT%H:%MZ} on"
-    told += f", {left / timedelta(hours=1):.1f} h from now" if left > timedelta(0) else ", which is over"
+    text = f"ends at {group.capacity_ends_at}; EKS removes the nodes from {nodes_go_at:%Y-%m-%dT%H:%MZ} on"
+    text += f", {left / timedelta(hours=1):.1f} h from now" if left > timedelta(0) else ", which is past"
     limit = hours_limit(group, outline)
     if limit is not None and timedelta(hours=limit) > left:
-        told += f". The recipe's time limit of {limit:g} h goes beyond: what is not done then goes on from a checkpoint"
-    return told
+        text += f". The recipe's time limit of {limit:g} h exceeds it: a later deployment continues from a checkpoint"
+    return text
 
 
 def hours_limit(group: WorkerGroup, outline: Outline) -> float | None:
-    """Of an attempt. The trainer's recipe says one; the time that the others need nobody knows beforehand."""
+    """The recipe's limit of an attempt, in hours; None where there is none. Only the trainer has one."""
     seconds = outline.train.time_limit_seconds if group.name == "trainer" else None
     return seconds / 3600 if seconds else None
 
 
 def describe_pool(api: Api, book: ShareBook, stage: str, name: str) -> str:
-    """How far the pool is, by what Kubernetes knows of it."""
+    """The pool's ready nodes and their holders, from the Kubernetes API."""
     shares = book.pools.get(name)
     ready = count_ready_nodes(api, name)
     if shares is None:
@@ -102,20 +106,20 @@ def describe_pool(api: Api, book: ShareBook, stage: str, name: str) -> str:
 
 
 def require_nodes_given_back(api: Api) -> None:
-    """Raises `DeviceError` while anybody holds nodes of a pool: without the cluster's objects nobody would lower it."""
+    """Raise `DeviceError` while nodes of a pool are held: without the cluster nothing would scale the pool down."""
     pools = read_share_book(api).pools
     if not pools:
         return
     held = "; ".join(f"node group {name} ({describe_holders(shares)})" for name, shares in sorted(pools.items()))
     holders = sorted({holder for shares in pools.values() for holder in shares.nodes})
     raise DeviceError(
-        f"nodes are still held of {held}: {', '.join(map(_command_to_end, holders))}, then wait for the reaper (make "
-        f"stage-status tells), or make cluster-down FORCE=1, which leaves them running"
+        f"nodes are still held in {held}: {', '.join(map(_command_to_end, holders))}, then wait for the reaper (make "
+        f"stage-status shows it), or make cluster-down FORCE=1, which leaves the nodes running"
     )
 
 
 def require_same_region(api: Api, rendered: Object, live: Object) -> None:
-    """Raises `DeviceError` for another region while anybody holds nodes: there nobody would find the pool to lower."""
+    """Raise `DeviceError` for a changed region while nodes are held: the old region's pool would stay scaled up."""
     before, after = (each["metadata"].get("annotations", {}).get(REGION_ANNOTATION, "") for each in (live, rendered))
     if before == after:
         return
@@ -123,36 +127,36 @@ def require_same_region(api: Api, rendered: Object, live: Object) -> None:
     if held:
         raise DeviceError(
             f"REGION changes from {before or 'nothing'} to {after or 'nothing'}, and {' and '.join(held)} still holds "
-            f"nodes there (make stage-status), which nobody would lower: {_command_to_end(held[0])}, wait for the "
-            f"reaper, then run this again. Nothing was applied."
+            f"nodes in the old region (make stage-status), which nothing would remove: {_command_to_end(held[0])}, "
+            f"wait for the reaper, then repeat the command. Nothing was applied."
         )
 
 
 def _command_to_end(holder: str) -> str:
-    """The command that ends what holds nodes: a stage, or a one-off by the name of its Job."""
+    """The command that ends a holder of nodes: a stage, or a one-off by the name of its Job."""
     return f"make stop-stage STAGE={holder}" if holder in STAGES else f"kubectl -n {NAMESPACE} delete job {holder}"
 
 
-def tell_left_nodes(api: Api) -> None:
-    """What nobody lowers any more, and the command that does."""
+def print_left_nodes(api: Api) -> None:
+    """Print the nodes that nothing removes any more, and the commands that do."""
     for name, shares in read_share_book(api).pools.items():
         print(
             f"left        node group {name} has {shares.size - shares.size_before} nodes that are paid for and that "
-            f"nobody lowers: {describe_resize(name, shares.size_before)}",
+            f"nothing removes: {describe_resize(name, shares.size_before)}",
             flush=True,
         )
 
 
 def _check_size(group: WorkerGroup, nodes: int, pool: EksNodeGroup, shares: PoolShares | None) -> str:
-    """The sum that the deploy Job will ask for."""
+    """The reason why the pool cannot have the size that the deploy Job will request; empty where it can."""
     wanted = with_share(shares, group.name, nodes, pool.desired)
     if wanted.size <= pool.most:
         return ""
     others = describe_holders(replace(wanted, nodes=wanted.others_of(group.name)))
     held = f" ({others})" if others else ""
     return (
-        f"NODES={nodes} makes {wanted.size} nodes of node group {pool.name}{held}, which may have {pool.most}: deploy "
-        f"with fewer NODES, or raise {_variable_of(group)}.max_nodes of the infrastructure (make infra-up)"
+        f"NODES={nodes} needs {wanted.size} nodes of node group {pool.name}{held}, whose limit is {pool.most}: use "
+        f"fewer NODES, or raise {_variable_of(group)}.max_nodes of the infrastructure (make infra-up)"
     )
 
 
@@ -161,7 +165,7 @@ def _variable_of(group: WorkerGroup) -> str:
 
 
 def _check_subnets(group: WorkerGroup, pool: EksNodeGroup) -> str:
-    """EFA does not leave a subnet, and a gang in two of them may be in two zones."""
+    """The reason why a gang with EFA, which does not leave a subnet, cannot use the pool's; empty where it can."""
     if EFA not in group.requests or len(pool.subnets) <= 1:
         return ""
     return (
@@ -171,17 +175,17 @@ def _check_subnets(group: WorkerGroup, pool: EksNodeGroup) -> str:
 
 
 def _check_fit(group: WorkerGroup, pool: EksNodeGroup) -> list[str]:
-    """Would a pod of the stage go to a node of the pool, whatever type of its instances that is?
+    """The reason why the stage's pods do not fit on the pool's nodes, for each of its instance types.
 
-    EKS tells no type of a group whose launch template sets it, as ours; then the group's label does. A group with
-    neither is taken to have the type that the overlay says.
+    EKS reports no instance type where a launch template sets it, as ours does; a label of the node group has it then. A
+    group with neither is assumed to have the overlay's type.
     """
     shapes, labelled = read_shapes(), pool.labels.get(SHAPE_LABEL, "")
     types = pool.instance_types or tuple(filter(None, [labelled])) or (group.instance_type,)
     others = [each for each in types if group.instance_type and each != group.instance_type]
     if others:
         return [
-            f"node group {pool.name} makes nodes of {', '.join(others)}, and {group.name} pods are sized for "
+            f"node group {pool.name} has nodes of type {', '.join(others)}, but {group.name} pods are sized for "
             f"{group.instance_type}: set {_variable_of(group)}.shape of the infrastructure and _SHAPE in the overlay's "
             f"settings.env to one type (make infra-up writes both), then: make cluster-up"
         ]
@@ -189,7 +193,7 @@ def _check_fit(group: WorkerGroup, pool: EksNodeGroup) -> list[str]:
 
 
 def _node_of(pool: EksNodeGroup, instance_type: str, shape: Shape | None) -> Object:
-    """A node as the pool would make it. What a type leaves to pods is known of those in the table alone."""
+    """A node as the pool would create it. Allocatable resources are known only for types of infra/shapes.json."""
     labels = pool.labels | {INSTANCE_TYPE_LABEL: instance_type}
     node: Object = {"metadata": {"name": pool.name, "labels": labels}, "spec": {"taints": list(pool.taints)}}
     return node | {"status": {"allocatable": _allocatable(shape) if shape else None}}
@@ -197,9 +201,7 @@ def _node_of(pool: EksNodeGroup, instance_type: str, shape: Shape | None) -> Obj
 
 def _allocatable(shape: Shape) -> dict[str, str]:
     if shape.pod is None:
-        raise DeviceError(
-            f"no stage runs on {shape.name}: infra/shapes.json says nothing of what such a node leaves to a pod"
-        )
+        raise DeviceError(f"no stage runs on {shape.name}: infra/shapes.json has no resources of a pod for it")
     return {
         "cpu": str(shape.pod.cpus),
         "memory": f"{shape.pod.memory_gib}Gi",

@@ -1,6 +1,6 @@
-"""The watch on a deployment from outside: it prints the deploy Job's output, and ends with the exit code.
+"""Follows a deployment: prints the output of its deploy Job, and returns the stage's exit code.
 
-The stream is a convenience: when it breaks it is taken up again, and the outcome is read from the Job, not from it.
+A broken log stream is resumed. The exit code is read from the Job and not from its log.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from deploy.exit_codes import EXIT_AGAIN
-from deploy.progress import Progress
+from deploy.progress import ProgressPrinter
 from k8s.client.pull_watch import explain_wait
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.names import DEPLOYMENT_LABEL, job_name
@@ -27,25 +27,25 @@ def print_line(text: str) -> None:
 
 
 def follow(api: Api, stage: str, deployment_id: str) -> int:
-    """Print the deploy Job's output until it has ended; its exit code. Leaving this changes nothing in the cluster."""
+    """Print the deploy Job's output until it has ended: its exit code. Interrupting this does not stop the stage."""
     output = PodOutput(api, f"{DEPLOYMENT_LABEL}={deployment_id}", "deploy", "deploy Job")
     output.start()
     while True:
         try:
             record = read_record(api, stage)
         except ApiUnreachable as error:
-            print(f"deploy: {error}; the stage goes on without us", file=sys.stderr)
+            print(f"deploy: {error}; the stage continues", file=sys.stderr)
             time.sleep(POLL_SECONDS)
             continue
         if record and record.deployment.id != deployment_id:
             raise DeviceError(
-                f"{stage} was deployed anew by {record.deployment.user} meanwhile, so how this deployment ended is not "
-                f"known any more: make stage-status shows that one"
+                f"{record.deployment.user} has deployed {stage} again meanwhile, so the end of this deployment is "
+                f"unknown: make stage-status shows the new one"
             )
         if record is None:
             raise DeviceError(
-                f"Job {job_name(stage)} is gone: somebody deleted it, and its stage is taken down. "
-                f"make stage-status shows what is left"
+                f"Job {job_name(stage)} is gone: somebody deleted it, which ends the stage. make stage-status shows "
+                f"the pods that are left"
             )
         if record.is_over:
             output.finish()
@@ -56,26 +56,26 @@ def follow(api: Api, stage: str, deployment_id: str) -> int:
 def _exit_code(record: Record) -> int:
     if record.outcome:
         return record.outcome.exit_code
-    print("deploy: the Job ended without an outcome; make stop-stage takes down what it left", file=sys.stderr)
+    print("deploy: the Job ended without an outcome; make stop-stage removes its pods", file=sys.stderr)
     return EXIT_AGAIN
 
 
 class PodOutput(threading.Thread):
-    """Copies the output of a Job's pods, each line once, also over a pod that is replaced."""
+    """A thread that copies the output of a Job's pods, every line once, also when a pod is replaced."""
 
     def __init__(
         self, api: Api, selector: str, container: str, what: str, take: Callable[[str], None] = print_line
     ) -> None:
-        """Of the pods with the labels of `selector`; `what` they are is told to people, and `take` gets each line."""
+        """`selector` has the labels of the pods, `what` names them in messages, and `take` receives every line."""
         super().__init__(name="output", daemon=True)
         self._api, self._selector, self._container = api, selector, container
         self._take = take
         self._printed: dict[str, str] = {}  # pod to the time stamp of its last line
         self._is_over = threading.Event()
-        self._report = Progress(what).report
+        self._report = ProgressPrinter(what).report
 
     def finish(self, seconds: float = LAST_LINES_SECONDS) -> None:
-        """Take the last lines of pods that have ended, and stop; no longer than so many seconds."""
+        """Copy the last lines of ended pods, and stop, within so many seconds."""
         self._is_over.set()
         self.join(seconds)
 
@@ -87,20 +87,20 @@ class PodOutput(threading.Thread):
                 for pod in self._api.find_all("Pod", self._selector):
                     self._show(pod)
             except DeviceError as error:
-                self._report(f"{error}; it goes on")
+                self._report(f"{error}; it continues")
             self._is_over.wait(POLL_SECONDS)
 
     def _show(self, pod: Object) -> None:
         if pod["status"].get("phase") == "Pending":
-            self._report(f"its pod has not begun: {explain_wait(self._api, pod)}")
+            self._report(f"its pod has not started: {explain_wait(self._api, pod)}")
             return
         try:
             self._copy(pod["metadata"]["name"])
-        except DeviceError as error:  # the outcome comes from the Job
-            self._report(f"{error}; it goes on")
+        except DeviceError as error:  # the exit code comes from the Job
+            self._report(f"{error}; it continues")
 
     def _copy(self, pod: str) -> None:
-        known = self._printed.get(pod, "")  # by an earlier stream; lines of one may have the same stamp
+        known = self._printed.get(pod, "")  # from an earlier stream; lines may share a time stamp
         for line in self._api.log(pod, self._container):
             stamp, _, text = line.partition(" ")
             if stamp > known:

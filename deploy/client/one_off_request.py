@@ -1,0 +1,153 @@
+"""A one-off request: a subcommand of a stage that a person wants to run in a short Job, on any target."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.client.request import require_stage_name, user_name
+from deploy.client.requested_recipe import RequestedRecipe, read_requested_recipe
+from deploy.client.variables import read_hours, read_number, read_switch, read_words
+from services.common.errors import DeviceError, RecipeError, TryAgain
+from services.common.launch.brought_files import FileReceiver
+from services.common.process.subcommands import LABEL, SUBCOMMANDS, names_of, require_subcommand
+from services.common.recipe.schema import Stage
+
+HOURS = 6.0
+"""Limit of a one-off whose request has none, in hours."""
+MOST_HOURS = 48
+"""Longest limit of a one-off, in hours. On KubeRay the admission policy `millrace-jobs` enforces it for Jobs."""
+OWN_OPTIONS = ("--recipe", "--root")
+FOLDER = Path("brought")
+"""Folder of this machine in which each one-off that brings files makes a folder of its own."""
+
+
+@dataclass(frozen=True)
+class OneOffRequest:
+    """The variables of `make stage-run`; None, or empty, for each that was not given."""
+
+    stage: Stage
+    words: tuple[str, ...]
+    """COMMAND: the subcommand and its arguments."""
+    recipe: RequestedRecipe | None = None
+    tag: str = ""
+    bring: tuple[str, ...] = ()
+    """BRING: files to copy to this machine, absolute or below the root."""
+    folder: Path | None = None
+    """TO: the folder for these files."""
+    hours: float = HOURS
+    memory_gib: int | None = None
+    start_timeout_seconds: int | None = None
+    is_dry_run: bool = False
+    is_followed: bool = True
+
+    @property
+    def seconds(self) -> int:
+        return round(self.hours * 3600)
+
+
+def read_one_off_request(environment: Mapping[str, str]) -> OneOffRequest:
+    """The request that these variables make. Raises `RecipeError` for a value that cannot be used."""
+    stage = require_stage_name(environment.get("STAGE", ""))
+    words = read_words("COMMAND", environment.get("COMMAND", ""))
+    if not words:
+        known = ", ".join(names_of(stage))
+        raise RecipeError(f'COMMAND= is not given: make stage-run STAGE={stage} COMMAND="...", with one of {known}')
+    for word in words:
+        if word.partition("=")[0] in OWN_OPTIONS:
+            raise RecipeError(f"COMMAND: stage-run itself sets {word.partition('=')[0]}; RECIPE= names a recipe")
+    recipe, folder = environment.get("RECIPE"), environment.get("TO")
+    hours = read_hours(environment)
+    hours = HOURS if hours is None else hours
+    if not 60 <= hours * 3600 <= MOST_HOURS * 3600:
+        raise RecipeError(f"HOURS={hours:g}: a one-off takes from a minute to {MOST_HOURS} hours")
+    return OneOffRequest(
+        stage=stage,
+        words=words,
+        recipe=read_requested_recipe(Path(recipe)) if recipe else None,
+        tag=environment.get("TAG", ""),
+        bring=read_words("BRING", environment.get("BRING", "")),
+        folder=Path(folder) if folder else None,
+        hours=hours,
+        memory_gib=read_number(environment, "MEMORY", least=1),
+        start_timeout_seconds=read_number(environment, "WAIT"),
+        is_dry_run=read_switch(environment, "DRY_RUN"),
+        is_followed=read_switch(environment, "FOLLOW", "1"),
+    )
+
+
+def require_known(request: OneOffRequest, image: str, labels: Mapping[str, str]) -> None:
+    """Raise `RecipeError` unless the image has the subcommand.
+
+    A label of the image lists its subcommands. Where no labels can be read, as for an image that was loaded onto the
+    nodes, this checkout decides, and the image checks again at its start. Raises `DeviceError` for an image that is too
+    old for one-offs.
+    """
+    known = labels.get(LABEL, "").split()
+    if labels and not known:
+        raise DeviceError(
+            f"image {image} is older than stage-run: it has no label {LABEL}. TAG= names another image; make images "
+            f"builds that of this checkout"
+        )
+    require_subcommand(request.stage, request.words[0], known or names_of(request.stage))
+
+
+def describe_judge(labels: Mapping[str, str]) -> str:
+    """A line of the plan where this checkout, and not the image, knows the subcommand; else empty."""
+    if labels:
+        return ""
+    return "judged by   this checkout, since the image's labels cannot be read here; the image checks before it begins"
+
+
+def needs_recipe(request: OneOffRequest) -> bool:
+    """Does the subcommand read a recipe? A subcommand that this checkout does not know is given one."""
+    known = {each.name: each.takes_recipe for each in SUBCOMMANDS[request.stage]}
+    return known.get(request.words[0], True)
+
+
+def complete_words(request: OneOffRequest, recipe: RequestedRecipe | None) -> tuple[str, ...]:
+    """The subcommand with its recipe's overrides before its own arguments: the last of two for one key wins."""
+    subcommand, *arguments = request.words
+    return (subcommand, *(recipe.arguments if recipe else ()), *arguments)
+
+
+def identify(request: OneOffRequest, image: str, words: Sequence[str], recipe: RequestedRecipe | None) -> str:
+    """Digest of the request and its user: a second identical request follows the first one's Job."""
+    told = [request.stage, image, *words, "", *request.bring, "", recipe.text if recipe else "", user_name()]
+    return hashlib.sha256(json.dumps([*told, request.memory_gib, request.seconds]).encode()).hexdigest()[:16]
+
+
+class Reception:
+    """Receives a one-off's output: prints its lines, and collects the files among them."""
+
+    def __init__(self, request: OneOffRequest, name: str) -> None:
+        self._folder = request.folder or FOLDER / name
+        self._receiver = FileReceiver()
+
+    def take(self, line: str) -> None:
+        """Print or collect a line, which is given without its line end."""
+        if not self._receiver.take(line):
+            print(line, flush=True)
+
+    def write(self) -> None:
+        """Write the files, and overwrite none. Raises `TryAgain` where a file did not arrive whole."""
+        files, problems = self._receiver.files()
+        for file in files:
+            path = _free_path(self._folder / file.name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.content)
+            print(f"brought     {path} ({len(file.content):,} bytes)", flush=True)
+        if problems:
+            raise TryAgain(
+                f"the subcommand is done, and {'; '.join(problems)}. Its files stay on the shared file system: repeat "
+                f"the command with BRING= to copy them"
+            )
+
+
+def _free_path(path: Path) -> Path:
+    """The path, or the first numbered one beside it that does not exist."""
+    candidates = [path, *(path.with_stem(f"{path.stem}-{number}") for number in range(2, 1_000))]
+    return next(each for each in candidates if not each.exists())

@@ -1,0 +1,81 @@
+"""The recipe of a deploy command: parsed once, then passed on with the stage's options."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from deploy.client.outline import Outline
+from services.common.errors import RecipeError
+from services.common.process.command_line import read_override
+from services.common.recipe.file import RecipeSource, parse_recipe_source, read_recipe_source
+
+
+@dataclass(frozen=True)
+class RequestedRecipe:
+    """A recipe, and the options with which a stage runs it."""
+
+    source: RecipeSource
+    arguments: tuple[str, ...] = ()
+    """Options of the stage's command. Those that read `--section.key=value` override the recipe."""
+
+    @property
+    def text(self) -> str:
+        return self.source.text
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @cached_property
+    def outline(self) -> Outline:
+        """The values that the client needs, overrides included.
+
+        Raises `RecipeError` for a recipe from which the nodes of a stage cannot be read.
+        """
+        try:
+            return Outline.model_validate(self.source.values(recipe_overrides(self.arguments)))
+        except ValidationError as error:
+            wrong = [
+                f"{'.'.join(map(str, each['loc']))}: {each['msg']}, got {each['input']!r}" for each in error.errors()
+            ]
+            raise RecipeError(
+                f"{self.source.origin}: the nodes of a stage cannot be read from this recipe: {'; '.join(wrong)}"
+            ) from error
+
+    def with_arguments(self, *arguments: str) -> RequestedRecipe:
+        """The recipe with further options, which win over earlier ones."""
+        return replace(self, arguments=(*self.arguments, *arguments))
+
+    def with_overrides_only(self) -> RequestedRecipe:
+        """The recipe with only those options that override it: subcommands take no others."""
+        return replace(self, arguments=tuple(each for each in self.arguments if read_override(each)))
+
+    def require_known(self) -> None:
+        """Raise `RecipeError` for a key or a value that this checkout's stages do not take."""
+        self.source.validate(recipe_overrides(self.arguments))
+
+    def describe(self) -> str:
+        changed = f", with {' '.join(self.arguments)}" if self.arguments else ""
+        return f"{self.outline.name}, {self.source.origin}{changed}"
+
+
+def read_requested_recipe(path: Path) -> RequestedRecipe:
+    """The recipe of a file. Raises `RecipeError` for a file that cannot be read and for one that is no TOML."""
+    return RequestedRecipe(read_recipe_source(path))
+
+
+def parse_requested_recipe(text: str, origin: str) -> RequestedRecipe:
+    """The recipe of an earlier deployment; `origin` names that deployment. Raises `RecipeError`."""
+    return RequestedRecipe(parse_recipe_source(text.encode(), origin))
+
+
+def recipe_overrides(arguments: Sequence[str]) -> dict[str, str]:
+    """Keys and values of those options that override the recipe, such as `--train.max_steps=500`."""
+    return dict(filter(None, map(read_override, arguments)))

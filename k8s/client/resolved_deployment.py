@@ -1,0 +1,153 @@
+"""Resolves a deploy request for KubeRay: the deployment of a worker group, in a frozen value."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deploy.client.outline import Outline
+from deploy.client.request import RETRIES, DeployRequest, user_name
+from deploy.client.requested_recipe import RequestedRecipe, parse_requested_recipe
+from k8s.client.compile_tasks import TASKS, choose_trace_option, pods_of, tasks_of_a_pod
+from k8s.client.stage_image import choose_image
+from k8s.objects.api import Api
+from k8s.objects.deployment import DEGREE, Deployment
+from k8s.objects.names import recipe_name
+from k8s.objects.recipe import find_recipe_text
+from k8s.objects.record import Record
+from k8s.objects.worker_group import WorkerGroup
+from services.common.errors import DeviceError, RecipeError
+from services.common.process.termination_notice import needed_notice_seconds
+from services.common.recipe.schema import Stage
+
+DEFAULT_RECIPE = Path("recipes/tiny-cpu.toml")
+"""The recipe of a request that names none, on a cluster whose overlay names none."""
+START_TIMEOUT_SECONDS = 1_800
+"""Seconds in which a gang must be placed before the first attempt, where WAIT is not given."""
+LOSS_TIMEOUT_SECONDS = 6 * 3600
+"""Seconds in which lost nodes must be replaced, where WAIT_AFTER_LOSS is not given: enough for node repair, for a
+capacity pool, or for a person on the next morning."""
+
+
+@dataclass(frozen=True)
+class ResolvedDeployment:
+    """A deployment with the recipe that it was resolved from."""
+
+    deployment: Deployment
+    recipe: RequestedRecipe
+
+    @property
+    def outline(self) -> Outline:
+        return self.recipe.outline
+
+
+def resolve(api: Api, group: WorkerGroup, request: DeployRequest) -> ResolvedDeployment:
+    """Raises `RecipeError` for a wrong request, `DeviceError` for an image that neither registry nor nodes have.
+
+    The image that this checkout builds knows the same recipe keys as this checkout, so a wrong key is refused here. An
+    image that TAG names may know other keys; preflight asks that image.
+    """
+    stage = request.stage
+    if request.mode == "isolated" and request.is_kept:
+        raise RecipeError("KEEP=1 with MODE=isolated: a Ray cluster of the stage's own always ends with the stage")
+    typed = request.find_recipe(default_recipe_of(group))
+    if not request.tag:
+        typed.require_known()
+    nodes = request.nodes or _nodes_of(stage, group, typed.outline)
+    recipe = _fit_to_nodes(typed, stage, group, nodes)
+    if recipe is not typed and not request.tag:
+        recipe.require_known()
+    outline = recipe.outline
+    deployment = Deployment(
+        stage=stage,
+        id=secrets.token_hex(3),
+        image=choose_image(api, stage, group.variant, group.container, request.tag),
+        nodes=nodes,
+        mode=request.mode or "shared",
+        recipe_digest=recipe.digest,
+        arguments=recipe.arguments,
+        retries=_given(request.retries, RETRIES),
+        keep=request.is_kept,
+        user=user_name(),
+        start_timeout_seconds=_given(request.start_timeout_seconds, START_TIMEOUT_SECONDS),
+        loss_timeout_seconds=_given(request.loss_timeout_seconds, LOSS_TIMEOUT_SECONDS),
+        drain_seconds=_given(request.drain_seconds, _needed_drain_seconds(group)),
+        recipe=outline.name,
+        fewer_nodes=_fewer_nodes(outline) if stage == "trainer" and request.mode != "isolated" else (),
+        workers_per_node=outline.cluster.trainer_workers_per_node,
+        tensor_parallel_size=outline.parallel.tensor_parallel_size,
+        node_pool=group.node_pool,
+        capacity_ends_at=group.capacity_ends_at,
+    )
+    return ResolvedDeployment(deployment, recipe)
+
+
+def default_recipe_of(group: WorkerGroup) -> Path:
+    """The recipe of a request that names none: the overlay's, which the cluster's images accept."""
+    return Path(group.default_recipe or DEFAULT_RECIPE)
+
+
+def complete_from_record(api: Api, group: WorkerGroup, request: DeployRequest, record: Record | None) -> DeployRequest:
+    """The request, with recipe, options, nodes and mode of the stage's last deployment where it has none.
+
+    Raises `DeviceError` where the request names no recipe and the last deployment's is gone.
+    """
+    if record is None:
+        if request.recipe is None:
+            raise DeviceError(
+                f"{group.name} has no deployment any more from which the recipe could be taken: name it with RECIPE= "
+                f"(and ARGS=, NODES=)"
+            )
+        return request
+    before = record.deployment
+    return replace(
+        request,
+        mode=request.mode or before.mode,
+        nodes=request.nodes or before.nodes,
+        arguments=before.arguments if request.arguments is None else request.arguments,
+        recipe=request.recipe or _read_recipe(api, group, before),
+    )
+
+
+def _read_recipe(api: Api, group: WorkerGroup, before: Deployment) -> RequestedRecipe:
+    name = recipe_name(group.name, before.recipe_digest)
+    text = find_recipe_text(api, group.name, before.recipe_digest)
+    if text is None:
+        raise DeviceError(f"the recipe of the last deployment (ConfigMap {name}) is gone: name one with RECIPE=")
+    return parse_requested_recipe(text, f"ConfigMap {name}")
+
+
+def _fit_to_nodes(recipe: RequestedRecipe, stage: Stage, group: WorkerGroup, nodes: int) -> RequestedRecipe:
+    """The recipe with those options that follow from the number of nodes and from the group's pods."""
+    if stage == "trainer" and nodes != recipe.outline.nodes_of(stage):
+        return recipe.with_arguments(f"{DEGREE}={recipe.outline.data_parallel_size_on(nodes)}")
+    if stage != "compiler":
+        return recipe
+    if option := choose_trace_option(group, recipe.outline):
+        recipe = recipe.with_arguments(option)
+    if recipe.outline.has_compile_tasks and pods_of(group, recipe.outline) != nodes:
+        recipe = recipe.with_arguments(f"{TASKS}={nodes * tasks_of_a_pod(group, recipe.outline)}")
+    return recipe
+
+
+def _nodes_of(stage: Stage, group: WorkerGroup, outline: Outline) -> int:
+    """Nodes of the stage's gang: those of the recipe, or as many as its compile tasks fill where it has none."""
+    if stage == "compiler" and outline.has_compile_tasks and not outline.cluster.has_compiler_nodes:
+        return pods_of(group, outline)
+    return outline.nodes_of(stage)
+
+
+def _fewer_nodes(outline: Outline) -> tuple[int, ...]:
+    return outline.cluster.fewer_nodes(
+        outline.parallel.num_workers, outline.parallel.tensor_parallel_size, outline.batch.num_micro_batches
+    )
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _needed_drain_seconds(group: WorkerGroup) -> int:
+    """The manifests' notice, or three times the duration of the slowest checkpoint where that is longer."""
+    return max(group.drain_seconds, needed_notice_seconds(group.checkpoint_seconds))
