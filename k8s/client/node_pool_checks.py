@@ -149,13 +149,13 @@ def print_left_nodes(api: Api) -> None:
 
 def _check_size(group: WorkerGroup, nodes: int, pool: EksNodeGroup, shares: PoolShares | None) -> str:
     """The reason why the pool cannot have the size that the deploy Job will request; empty where it can."""
-    wanted = with_share(shares, group.name, nodes, pool.desired)
-    if wanted.size <= pool.most:
+    wanted = with_share(shares, group.name, nodes, pool.desired_size)
+    if wanted.size <= pool.max_size:
         return ""
     others = describe_holders(replace(wanted, nodes=wanted.others_of(group.name)))
     held = f" ({others})" if others else ""
     return (
-        f"NODES={nodes} needs {wanted.size} nodes of node group {pool.name}{held}, whose limit is {pool.most}: use "
+        f"NODES={nodes} needs {wanted.size} nodes of node group {pool.name}{held}, whose limit is {pool.max_size}: use "
         f"fewer NODES, or raise {_variable_of(group)}.max_nodes of the infrastructure (make infra-up)"
     )
 

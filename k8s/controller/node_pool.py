@@ -115,11 +115,11 @@ class EksNodePool:
         shares = read_share_book(self._api).pools.get(self._name)
         group = self._describe()
         if shares is None or shares.nodes.get(self._stage) != nodes:
-            wanted = with_share(shares, self._stage, nodes, group.desired)
-            if wanted.size > group.most:
+            wanted = with_share(shares, self._stage, nodes, group.desired_size)
+            if wanted.size > group.max_size:
                 return PoolState(is_raised=False, report=self._explain_room(group, wanted))
             return PoolState(is_raised=False, report=f"node group {self._name} will be asked for {nodes} nodes")
-        if group.desired < shares.size:
+        if group.desired_size < shares.size:
             return PoolState(is_raised=False, report=self._explain_size(group, shares))
         return PoolState(report=self._explain_nodes(group, shares))
 
@@ -136,18 +136,18 @@ class EksNodePool:
         shares = book.pools.get(self._name)
         if shares is None or shares.nodes.get(self._stage) != nodes:
             # A share beyond the group's maximum would keep other stages from raising the group for their own.
-            wanted = with_share(shares, self._stage, nodes, group.desired)
-            if wanted.size <= group.most:
-                write_share(self._api, book, self._name, self._stage, nodes, group.desired)
+            wanted = with_share(shares, self._stage, nodes, group.desired_size)
+            if wanted.size <= group.max_size:
+                write_share(self._api, book, self._name, self._stage, nodes, group.desired_size)
                 self._seen = (None, 0.0)
-        elif group.desired < shares.size <= group.most and not self._is_resting():
+        elif group.desired_size < shares.size <= group.max_size and not self._is_resting():
             try:
                 self._resize(shares.size)
             except NodeGroupDenied as error:
                 self._denied = error
             # This process may have been suspended before the call for so long that another one took the stage down.
             if self._name not in read_share_book(self._api).pools:
-                self._resize(max(shares.size_before, group.least))
+                self._resize(max(shares.size_before, group.min_size))
 
     def release(self) -> str:
         book = read_share_book(self._api)
@@ -165,10 +165,10 @@ class EksNodePool:
                         f"CLUSTER_NAME in the overlay's settings.env, then: make cluster-up"
                     ) from error
                 group = None  # nothing is left to lower
-            if group and group.desired > (size := max(shares.size_before, group.least)):
+            if group and group.desired_size > (size := max(shares.size_before, group.min_size)):
                 if not self._is_resting():
                     self._resize(size)
-                return f"node group {self._name}: {group.desired} -> {size} nodes{self._busy_note()}"
+                return f"node group {self._name}: {group.desired_size} -> {size} nodes{self._busy_note()}"
         remove_share(self._api, book, self._name, self._stage)
         return ""
 
@@ -194,12 +194,12 @@ class EksNodePool:
     def _explain_room(self, group: EksNodeGroup, wanted: PoolShares) -> str:
         others = describe_holders(replace(wanted, nodes=wanted.others_of(self._stage)))
         held = f"; {others}" if others else ""
-        return f"node group {self._name} would need {wanted.size} nodes, and has at most {group.most}{held}"
+        return f"node group {self._name} would need {wanted.size} nodes, and has at most {group.max_size}{held}"
 
     def _explain_size(self, group: EksNodeGroup, shares: PoolShares) -> str:
-        change = f"node group {self._name}: {group.desired} -> {shares.size} nodes"
-        if shares.size > group.most:
-            return f"{change}, but its maximum is {group.most}; {describe_holders(shares)}"
+        change = f"node group {self._name}: {group.desired_size} -> {shares.size} nodes"
+        if shares.size > group.max_size:
+            return f"{change}, but its maximum is {group.max_size}; {describe_holders(shares)}"
         return change + self._busy_note() + _describe_issues(group)
 
     def _busy_note(self) -> str:

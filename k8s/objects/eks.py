@@ -55,9 +55,9 @@ class EksNodeGroup:
     name: str
     """The cluster and the group, as CLUSTER/GROUP."""
     status: str
-    desired: int
-    least: int
-    most: int
+    desired_size: int
+    min_size: int
+    max_size: int
     instance_types: tuple[str, ...]
     """The instance types; empty where the launch template of the group sets them."""
     labels: dict[str, str]
@@ -77,9 +77,9 @@ def describe_node_group(name: str) -> EksNodeGroup:
     return EksNodeGroup(
         name=name,
         status=found["status"],
-        desired=scaling["desiredSize"],
-        least=scaling["minSize"],
-        most=scaling["maxSize"],
+        desired_size=scaling["desiredSize"],
+        min_size=scaling["minSize"],
+        max_size=scaling["maxSize"],
         instance_types=tuple(found.get("instanceTypes") or ()),
         labels=dict(found.get("labels") or {}),
         taints=tuple(map(_read_taint, found.get("taints") or ())),

@@ -41,9 +41,9 @@ SEEN_LABELS = {"millrace.dev/pool": "trainium", "millrace.dev/shape": "trn1.32xl
 SEEN: dict[str, Any] = {
     "name": POOL,
     "status": "ACTIVE",
-    "desired": 0,
-    "least": 0,
-    "most": 4,
+    "desired_size": 0,
+    "min_size": 0,
+    "max_size": 4,
     "instance_types": [],  # its launch template says them
     "labels": SEEN_LABELS,
     "taints": [TAINT],
@@ -87,10 +87,10 @@ def problems(group: WorkerGroup, nodes: int = 2, api: MemoryApi | None = None, *
         ({"status": "DEGRADED", "issues": ["AsgInstanceLaunchFailures: none left"]}, []),
         ({"status": "DELETING"}, ["node group millrace/trainium is DELETING, not ACTIVE"]),
         ({"status": "CREATE_FAILED", "issues": ["NodeCreationFailure: x"]}, ["not ACTIVE: NodeCreationFailure: x"]),
-        ({"most": 1}, ["NODES=2 needs 2 nodes of node group millrace/trainium, whose limit is 1"]),
-        ({"most": 1}, ["raise trainium.max_nodes of the infrastructure"]),
+        ({"max_size": 1}, ["NODES=2 needs 2 nodes of node group millrace/trainium, whose limit is 1"]),
+        ({"max_size": 1}, ["raise trainium.max_nodes of the infrastructure"]),
         (
-            {"desired": 3},
+            {"desired_size": 3},
             ["NODES=2 needs 5 nodes of node group millrace/trainium (3 were there before), whose limit is 4"],
         ),
         ({"instance_types": ["trn1.32xlarge"]}, []),
@@ -156,10 +156,10 @@ def test_a_node_that_is_too_small_for_a_pod_is_told_from_the_table(trainer: Work
 def test_what_other_stages_hold_counts(trainer: WorkerGroup) -> None:
     api: Any = MemoryApi()
     write_share(api, read_share_book(api), POOL, "compiler", 3, 0)
-    [said] = problems(trainer, api=api, desired=3)
+    [said] = problems(trainer, api=api, desired_size=3)
     assert "NODES=2 needs 5 nodes of node group millrace/trainium (compiler holds 3), whose limit is 4" in said
     write_share(api, read_share_book(api), POOL, "trainer", 1, 0)
-    assert problems(trainer, 1, api=api, desired=4) == [], "it takes over what KEEP=1 left it"
+    assert problems(trainer, 1, api=api, desired_size=4) == [], "it takes over what KEEP=1 left it"
 
 
 def test_the_head_s_image_looks_at_the_pool_with_the_deployer_s_account(
@@ -168,7 +168,7 @@ def test_the_head_s_image_looks_at_the_pool_with_the_deployer_s_account(
     """The stage's own image looks beside the head: the pool has no nodes yet."""
     monkeypatch.setattr(probe, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(stage_preflight, "read_platform_labels", lambda stage, image: {})
-    logs = {"stage": json.dumps(READY), "head": json.dumps(HEAD | {"node_pool": SEEN | {"most": 1}})}
+    logs = {"stage": json.dumps(READY), "head": json.dumps(HEAD | {"node_pool": SEEN | {"max_size": 1}})}
     api: Any = Lookout({"stage": [ended(0)], "head": [ended(0)]}, logs)
     [problem] = check_in_pods(api, trainer, deployment_of(node_pool=POOL), "").problems
     assert "whose limit is 1" in problem.text
