@@ -7,7 +7,7 @@ RECIPE ?= recipes/tiny-cpu.toml
 ROOT ?= ./fsx
 
 python := .venv/bin/python
-# The names on make's own command line, of which the deploy commands refuse those that they have no use for.
+# Names of variables on make's own command line. Deploy commands refuse names that they do not know.
 named = $(strip $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
 deploy = MAKE_VARIABLES="$(named)" $(python) -m deploy.commands
 cluster = $(python) -m k8s.client
@@ -40,13 +40,13 @@ demo: setup ## Tokenize, compile and train a recipe on this machine, and show th
 	@$(python) -m services.trainer summary --recipe "$(RECIPE)" --root "$(ROOT)"
 
 cluster-local: setup ## Start Kubernetes, Volcano, KubeRay and a Ray head on this machine.
-	@echo "cluster-local, 1 of 5: the base image; all of it takes 15 to 30 minutes the first time, then 5"
+	@echo "cluster-local, 1 of 5: the base image (all five steps take 15 to 30 minutes at first, later 5)"
 	@$(images) base
 	@echo "cluster-local, 2 of 5: Kubernetes, Volcano and KubeRay"
 	@$(python) -m tests.cluster.kit up
 	@echo "cluster-local, 3 of 5: the images of this checkout"
 	@$(images) build
-	@echo "cluster-local, 4 of 5: the images go to the node (minutes; 7 GB)"
+	@echo "cluster-local, 4 of 5: copying the images to the node (minutes; 7 GB)"
 	@$(MAKE) --no-print-directory load-images
 	@echo "cluster-local, 5 of 5: the RayCluster"
 	@KUBECONFIG=.cluster/kubeconfig OVERLAY=local $(cluster) cluster-up
@@ -114,7 +114,7 @@ stage-run: setup ## Run a subcommand of a stage in a short job on a CPU node.
 
 ##@ Infrastructure on AWS
 
-infra-environment: # The little that the infrastructure's commands need: a price should not wait for torch.
+infra-environment: # A small environment for the infrastructure's commands, which need no torch.
 	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-infra
 	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-infra/bin/python --require-hashes lockfiles/infra.txt
 

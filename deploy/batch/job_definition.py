@@ -40,11 +40,11 @@ HOST_FOLDERS = {ROOT.name: ROOT.path, SCRATCH.name: SCRATCH.path}
 """Folders of a node, by their volume: the mounted file system, and scratch space on the node's disks. The launch
 template prepares both."""
 DEPLOYMENT_TAG = "millrace.dev/deployment"
-RETRY_RULES: list[Request] = [
+RETRY_RULES: tuple[Request, ...] = (
     {"onStatusReason": "Host EC2*", "action": "RETRY"},
     {"onExitCode": str(EXIT_AGAIN), "action": "RETRY"},
     {"onExitCode": "*", "action": "EXIT"},  # Batch retries where no rule matches
-]
+)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _render_body(
         "platformCapabilities": ["EC2"],
         "propagateTags": True,
         "timeout": {"attemptDurationSeconds": attempt_seconds},
-        "retryStrategy": {"attempts": attempts, "evaluateOnExit": RETRY_RULES},
+        "retryStrategy": {"attempts": attempts, "evaluateOnExit": [*RETRY_RULES]},
     }
 
 
