@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from k8s.controller.state import Awaited
+from k8s.controller.deployment_state import Awaited
 from k8s.objects.record import Outcome
 
 

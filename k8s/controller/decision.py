@@ -21,9 +21,9 @@ from k8s.controller.action import (
     TakeDown,
     Wait,
 )
+from k8s.controller.deployment_state import Awaited, State
 from k8s.controller.observation import Gang, Observation
 from k8s.controller.outcome import exit_code_of_driver, exit_code_of_rayjob
-from k8s.controller.state import Awaited, State
 from k8s.objects.deployment import Deployment
 from k8s.objects.placement import ask_for_operator
 from k8s.objects.record import Outcome, Record

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from k8s.controller.deployment_state import Awaited, State, state_of_attempt
 from k8s.controller.node_pool import PoolState
 from k8s.controller.outcome import may_try_again
 from k8s.controller.ray_jobs import DriverState
-from k8s.controller.state import Awaited, State, state_of_attempt
 from k8s.objects.deployment import Deployment
 from k8s.objects.record import Record
 from k8s.objects.worker_group import WorkerGroup

@@ -29,14 +29,14 @@ from k8s.controller.action import (
     TakeDown,
 )
 from k8s.controller.decision import decide
+from k8s.controller.deployment_state import Awaited, State
 from k8s.controller.driver_log import LOG_FOLDER, DriverLog
 from k8s.controller.history import find_newest_checkpoints, record_checkpoint_seconds, record_good_image
-from k8s.controller.lease import LeaseHeld, StageLease
 from k8s.controller.node_pool import PatientRelease, open_node_pool
 from k8s.controller.observation import Gang, Observation
 from k8s.controller.outcome import has_progressed
 from k8s.controller.ray_jobs import RayJobs, RayUnreachable
-from k8s.controller.state import Awaited, State
+from k8s.controller.stage_lease import LeaseHeld, StageLease
 from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
 from k8s.objects.capacity import count_room
 from k8s.objects.deployment import Deployment

@@ -11,12 +11,12 @@ import pytest
 from ray.job_submission import JobStatus
 
 from k8s.controller.decision import WHOLE_GANG_SECONDS, choose_size
+from k8s.controller.deployment_state import State, state_of_attempt
 from k8s.controller.history import find_newest_checkpoints
-from k8s.controller.lease import LEASE_SECONDS, LeaseHeld, StageLease
 from k8s.controller.outcome import count_disturbances, has_progressed, may_try_again
 from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import StageSnapshot, describe_orphan
-from k8s.controller.state import State, state_of_attempt
+from k8s.controller.stage_lease import LEASE_SECONDS, LeaseHeld, StageLease
 from k8s.objects.lost_pods import LostPods, loss_of
 from k8s.objects.record import FULL_MESSAGES, Outcome, Record, shorten
 from tests.k8s.builders import READY, Clock, deployment_of, node

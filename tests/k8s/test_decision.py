@@ -30,10 +30,10 @@ from k8s.controller.decision import (
     WHOLE_GANG_SECONDS,
     decide,
 )
+from k8s.controller.deployment_state import Awaited, State
 from k8s.controller.node_pool import PoolState
 from k8s.controller.observation import Gang, Observation
 from k8s.controller.ray_jobs import DriverState
-from k8s.controller.state import Awaited, State
 from k8s.objects.placement import OPERATOR_SECONDS
 from k8s.objects.record import Outcome, Record
 from tests.k8s.builders import deployment_of
