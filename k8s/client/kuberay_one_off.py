@@ -32,6 +32,7 @@ from k8s.client.resolved_deployment import START_TIMEOUT_SECONDS, default_recipe
 from k8s.client.stage_image import choose_image, find_image_labels
 from k8s.objects.api import Api, ApiUnreachable, Object
 from k8s.objects.capacity import check_nodes
+from k8s.objects.conditions import is_job_over
 from k8s.objects.deployment import UPDATE_HEAD
 from k8s.objects.names import (
     COMPONENT_LABEL,
@@ -45,7 +46,6 @@ from k8s.objects.one_off_job import (
     OneOff,
     cpu_group_of,
     describe_words,
-    is_over,
     read_end,
     render_one_off_job,
     render_one_off_nodes_job,
@@ -97,7 +97,7 @@ def run_one_off(api: Api, request: OneOffRequest, manifests: TextIO | None = Non
     found = _find(api, resolved.one_off.digest)
     name = str(found["metadata"]["name"]) if found else resolved.one_off.name
     if found:
-        state = "has already run" if is_over(found) else "already runs"
+        state = "has already run" if is_job_over(found) else "already runs"
         print(f"{name} of {found['metadata']['creationTimestamp']} {state} this request; following it", flush=True)
     try:
         if not found:
@@ -115,7 +115,7 @@ def run_one_off(api: Api, request: OneOffRequest, manifests: TextIO | None = Non
 def describe_one_offs(api: Api) -> list[str]:
     """The Jobs of one-offs, one a line."""
     return [
-        f"  {job['metadata']['name']}  {'ended, not yet followed' if is_over(job) else 'runs'}, since "
+        f"  {job['metadata']['name']}  {'ended, not yet followed' if is_job_over(job) else 'runs'}, since "
         f"{job['metadata']['creationTimestamp']}: {describe_words(job)}"
         for job in api.find_all("Job", f"{COMPONENT_LABEL}={ONE_OFF}")
     ]
@@ -252,7 +252,7 @@ def _await_end(api: Api, name: str, request: OneOffRequest) -> tuple[Object, lis
             job, pods = api.find("Job", name), api.find_all("Pod", f"job-name={name}")
             if job is None:
                 raise DeviceError(f"Job {name} is gone: somebody deleted it. Repeat the command to start again")
-            if is_over(job):
+            if is_job_over(job):
                 return job, pods
             wait.look(job, pods)
         except ApiUnreachable as error:
@@ -300,7 +300,7 @@ class _StartWatch:
         if outcome:
             ended = Outcome.from_fields(json.loads(outcome))
             raise NoNode(f"{self._name} gets no node, and was deleted: {ended.message}", ended.exit_code)
-        if nodes_job and is_over(nodes_job):
+        if nodes_job and is_job_over(nodes_job):
             raise NoNode(
                 f"{self._name} gets no node, and was deleted: the Job that adds one has ended, with the output above. "
                 f"A head that is older than this checkout does not have that Job's program: {UPDATE_HEAD}",

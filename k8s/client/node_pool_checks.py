@@ -16,7 +16,7 @@ from infra.shapes import Shape, read_shapes
 from k8s.objects.api import Api, Object
 from k8s.objects.capacity import check_fit
 from k8s.objects.deployment import UPDATE_HEAD, Deployment
-from k8s.objects.eks import USABLE, NodeGroup, describe_resize
+from k8s.objects.eks import USABLE, EksNodeGroup, describe_resize
 from k8s.objects.names import EFA, INSTANCE_TYPE_LABEL, NAMESPACE, NEURON, REGION_ANNOTATION, SHAPE_LABEL
 from k8s.objects.node_shares import (
     PoolShares,
@@ -44,7 +44,7 @@ def check_pool(api: Api, group: WorkerGroup, nodes: int, seen: dict[str, Any] | 
     if "problem" in seen:
         return [str(seen["problem"])]
     lists = {name: tuple(value) for name, value in seen.items() if isinstance(value, list)}
-    pool = NodeGroup(**seen | lists)
+    pool = EksNodeGroup(**seen | lists)
     if pool.status not in USABLE:
         return [
             f"node group {pool.name} is {pool.status}, not ACTIVE: {'; '.join(pool.issues) or 'EKS gives no reason'}"
@@ -147,15 +147,15 @@ def print_left_nodes(api: Api) -> None:
         )
 
 
-def _check_size(group: WorkerGroup, nodes: int, pool: NodeGroup, shares: PoolShares | None) -> str:
+def _check_size(group: WorkerGroup, nodes: int, pool: EksNodeGroup, shares: PoolShares | None) -> str:
     """The reason why the pool cannot have the size that the deploy Job will request; empty where it can."""
-    wanted = with_share(shares, group.name, nodes, pool.desired)
-    if wanted.size <= pool.most:
+    wanted = with_share(shares, group.name, nodes, pool.desired_size)
+    if wanted.size <= pool.max_size:
         return ""
     others = describe_holders(replace(wanted, nodes=wanted.others_of(group.name)))
     held = f" ({others})" if others else ""
     return (
-        f"NODES={nodes} needs {wanted.size} nodes of node group {pool.name}{held}, whose limit is {pool.most}: use "
+        f"NODES={nodes} needs {wanted.size} nodes of node group {pool.name}{held}, whose limit is {pool.max_size}: use "
         f"fewer NODES, or raise {_variable_of(group)}.max_nodes of the infrastructure (make infra-up)"
     )
 
@@ -164,7 +164,7 @@ def _variable_of(group: WorkerGroup) -> str:
     return "trainium" if NEURON in group.requests else "cpu_nodes"
 
 
-def _check_subnets(group: WorkerGroup, pool: NodeGroup) -> str:
+def _check_subnets(group: WorkerGroup, pool: EksNodeGroup) -> str:
     """The reason why a gang with EFA, which does not leave a subnet, cannot use the pool's; empty where it can."""
     if EFA not in group.requests or len(pool.subnets) <= 1:
         return ""
@@ -174,7 +174,7 @@ def _check_subnets(group: WorkerGroup, pool: NodeGroup) -> str:
     )
 
 
-def _check_fit(group: WorkerGroup, pool: NodeGroup) -> list[str]:
+def _check_fit(group: WorkerGroup, pool: EksNodeGroup) -> list[str]:
     """The reason why the stage's pods do not fit on the pool's nodes, for each of its instance types.
 
     EKS reports no instance type where a launch template sets it, as ours does; a label of the node group has it then. A
@@ -192,7 +192,7 @@ def _check_fit(group: WorkerGroup, pool: NodeGroup) -> list[str]:
     return [problem for each in types if (problem := check_fit(_node_of(pool, each, shapes.get(each)), group))]
 
 
-def _node_of(pool: NodeGroup, instance_type: str, shape: Shape | None) -> Object:
+def _node_of(pool: EksNodeGroup, instance_type: str, shape: Shape | None) -> Object:
     """A node as the pool would create it. Allocatable resources are known only for types of infra/shapes.json."""
     labels = pool.labels | {INSTANCE_TYPE_LABEL: instance_type}
     node: Object = {"metadata": {"name": pool.name, "labels": labels}, "spec": {"taints": list(pool.taints)}}

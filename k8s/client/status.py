@@ -84,5 +84,5 @@ def _progress(attempt: Outcome) -> str:
 def _nodes_now(api: Api, group: WorkerGroup, deployment: Deployment, job: Object | None, attempt: int) -> int:
     """Number of nodes of the current attempt."""
     if job:
-        return nodes_of(job, deployment)
+        return nodes_of(job)
     return placed_size(api.find("PodGroup", group.pod_group), deployment, attempt)

@@ -1,5 +1,6 @@
-"""The driver's log: printed as it comes, without Ray's state dumps, and kept whole under the artifact root. Losing it
-never fails a run.
+"""Follows the driver's log: prints it without Ray's state dumps, and writes all of it below the artifact root.
+
+A lost log never fails a run.
 """
 
 from __future__ import annotations
@@ -14,33 +15,36 @@ from services.common.input.files import open_for_append
 
 LOG_FOLDER = "log"
 AGAIN_SECONDS = 1.0
-STATE_DUMP = "[state-dump]"  # hundreds of lines, which a raylet's end puts into every driver's log
+STATE_DUMP = "[state-dump]"
+"""The mark of the hundreds of lines that an ending raylet writes into every driver's log."""
 
 
 class Readable:
-    """The lines of a text that comes in pieces, without those that are for Ray's developers."""
+    """Filters a text that comes in pieces: it drops the lines of Ray's state dumps."""
 
     def __init__(self) -> None:
         self._rest = ""
 
     def take(self, text: str) -> str:
-        """What can be shown by now: whole lines."""
+        """Add a piece of text, and return the lines that it completes."""
         *lines, self._rest = (self._rest + text).split("\n")
         return "".join(f"{line}\n" for line in lines if STATE_DUMP not in line)
 
     def finish(self) -> str:
-        """The last line, where no newline ends it."""
+        """Return the last line if no newline ends it."""
         rest, self._rest = self._rest, ""
         return "" if STATE_DUMP in rest else rest
 
 
 class DriverLog:
-    """Follows one submission of one job until it is closed. The stream begins anew when it breaks, the file does not:
-    what was written before is skipped, also by another process that goes on with the same job.
+    """Follows one submission of one job until it is closed.
+
+    After a break the stream starts from its beginning, and lines that the file already has are skipped, even if another
+    process wrote them.
     """
 
     def __init__(self, jobs: RayJobs, job: str, started_at_ms: int, folder: Path) -> None:
-        # A job that the operator submitted again after a lost head begins its log anew, hence the time in the name.
+        # A job that the operator submits to a new head starts a new log, hence the time in the name.
         self.path = folder / f"{job}-{started_at_ms}.log"
         self._jobs, self._job = jobs, job
         self._closing = threading.Event()
@@ -49,27 +53,29 @@ class DriverLog:
         self._thread.start()
 
     def close(self, timeout_seconds: float) -> None:
-        """Take what the stream still has, for so long."""
+        """Read the rest of the stream for at most `timeout_seconds`, then stop."""
         self._closing.set()
         self._thread.join(timeout_seconds)
 
     def abandon(self) -> None:
-        """Write nothing more: the job was submitted anew, and a stream of that name is the new one's."""
+        """Stop at once, because the stream of this job now belongs to a new submission."""
         self._is_abandoned = True
         self._closing.set()
 
     def _follow(self) -> None:
         is_last = is_broken = False
         while not is_last and not self._is_abandoned:
-            is_last = self._closing.is_set()  # once more after the job has ended: the stream may have broken before
+            is_last = self._closing.is_set()  # read once more after the end: the stream may have broken before
             try:
                 self._copy_stream()
                 is_broken = False
             except (RayUnreachable, OSError, StorageError) as error:
                 if not is_broken and not self._is_abandoned:
-                    is_rays = isinstance(error, RayUnreachable)  # whose words are about its WebSocket
+                    is_rays = isinstance(
+                        error, RayUnreachable
+                    )  # its message is about a WebSocket, and says nothing more
                     why = "" if is_rays else f": {error}"
-                    print(f"deploy: the log stream broke, the run goes on{why}", file=sys.stderr, flush=True)
+                    print(f"deploy: the log stream broke; the run continues{why}", file=sys.stderr, flush=True)
                 is_broken = True
             self._closing.wait(AGAIN_SECONDS)
 

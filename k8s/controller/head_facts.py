@@ -1,9 +1,9 @@
-"""The facts of a head's image. A client asks for them before it sends anything: `python -m k8s.controller.head_facts`
-prints a JSON object.
+"""Prints facts about the head's image as JSON, for a client that checks them before it deploys.
 
-`platform` (variant, python, ray) decides which stages' images may join; `records` are the versions of a deployment's
-record that its deploy Jobs read. With `--node-pool=CLUSTER/GROUP` it also looks at that pool with the rights of its
-service account, which a client has not: `node_pool` is the group as EKS describes it, or the `problem` with that.
+`python -m k8s.controller.head_facts` prints `platform` (variant, python, ray), which decides whose images may join the
+cluster, and `records`, the versions of a deployment's record that its deploy Jobs read. With
+`--node-pool=CLUSTER/GROUP` it also describes that pool with the rights of its service account, which a client lacks:
+`node_pool` is the group as EKS describes it, or the `problem`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import json
 import sys
 from dataclasses import asdict
 
-from k8s.objects.deployment import RECORDS_READ
+from k8s.objects.deployment import RECORD_VERSION
 from k8s.objects.eks import NodeGroupError, describe_node_group
 from services.common.hardware.image_platform import describe_platform
 
 
 def describe_head() -> dict[str, object]:
     found = describe_platform()
-    return {"platform": {name: found[name] for name in ("variant", "python", "ray")}, "records": RECORDS_READ}
+    return {"platform": {name: found[name] for name in ("variant", "python", "ray")}, "records": [RECORD_VERSION]}
 
 
 def describe_pool(name: str) -> dict[str, object]:

@@ -1,5 +1,6 @@
-"""The history of a stage as its attempts leave it: checkpoints, images with which it ended well, and the time of the
-slowest checkpoint. Clients, which do not see the artifact root, read the last two from annotations of the RayCluster.
+"""Records the history of a stage: its checkpoints, good images, and the time of its slowest checkpoint.
+
+Clients do not see the artifact root, so they read the last two from annotations of the RayCluster.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from services.common.process.telemetry import read_last_json_line
 RUN_DIGEST = "[0-9a-f]" * 8
 STEP_DIGITS = "[0-9]" * 8
 MAX_CHECKPOINT_SECONDS = 86_400.0
-"""A run's file that says more of its slowest checkpoint is damaged, and no drain waits for so long."""
+"""The longest credible time of a checkpoint in seconds; a file with a larger number is taken for damaged."""
 
 
 def find_newest_checkpoints(root: Path, recipe: str) -> dict[str, int]:
-    """The newest committed step of each run of a recipe, by the run's name. Raises `OSError`.
+    """Find the newest committed step of every run of a recipe, by the name of the run. Raises `OSError`.
 
-    Which of them a deployment continues follows from its corpus, too, so progress is that any of them has grown.
+    The run that a deployment continues depends on its corpus as well, so a newer step of any run counts as progress.
     """
     runs: dict[str, int] = {}
     for manifest in (root / "checkpoint").glob(f"{glob.escape(recipe)}-{RUN_DIGEST}/step-{STEP_DIGITS}/{MANIFEST}"):
@@ -35,9 +36,9 @@ def find_newest_checkpoints(root: Path, recipe: str) -> dict[str, int]:
 
 
 def record_good_image(api: Api, group: WorkerGroup, image: str) -> None:
-    """Add the image to those with which the stage ended well, by digest where it has one.
+    """Add the image, by digest where it has one, to those with which the stage ended with exit code 0.
 
-    Raises `OSError` or `ValueError` where the root cannot keep it; the annotation has it all the same.
+    Raises `OSError` or `ValueError` when it cannot be kept under the root; the annotation has it nevertheless.
     """
     image = image if "@sha256:" in image else _digest_of_pods(api, group) or image
     root = Path(group.root)
@@ -58,7 +59,7 @@ def _annotate_good_images(api: Api, group: WorkerGroup, images: list[str]) -> No
 
 
 def record_checkpoint_seconds(api: Api, group: WorkerGroup) -> None:
-    """What the newest run of the root measured: the next drain must be longer. The trainer alone has runs."""
+    """Record the slowest checkpoint of the trainer's newest run, which the next drain must exceed."""
     if group.name != "trainer":
         return
     files = sorted(Path(group.root).glob("run/*/attempts.jsonl"), key=lambda file: file.stat().st_mtime)
@@ -69,7 +70,7 @@ def record_checkpoint_seconds(api: Api, group: WorkerGroup) -> None:
 
 
 def _digest_of_pods(api: Api, group: WorkerGroup) -> str:
-    """The digest that the pods really ran; a tag may have moved."""
+    """The digest of the image that the pods ran, since a tag may have moved."""
     pods = pods_of(api, group.name)
     found = [status["imageID"] for pod in pods for status in pod.get("status", {}).get("containerStatuses") or []]
     return next((image for image in found if "@sha256:" in image), "")

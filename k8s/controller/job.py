@@ -1,7 +1,7 @@
-"""The program of a deploy Job, which names it `python -m k8s.controller.job DEPLOYMENT`.
+"""The program of a deploy Job, `python -m k8s.controller.job DEPLOYMENT`.
 
-It ends the Job, with 0 or 64, only when the deployment is over, or cannot be read; its exit code is in the outcome. On
-everything else Kubernetes starts it again.
+It ends with 0 or 64 only when the deployment has ended or cannot be read; the stage's exit code is in the outcome.
+After every other exit code Kubernetes starts the program again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from services.common.errors import DeviceError
 
 EXIT_START_AGAIN = 143
 CONNECT_SECONDS = 120.0
-# They say at each end of a log stream that a WebSocket closed. Each has set a level of its own, so `ray` is not enough.
+# These loggers report a closed WebSocket at each end of a log stream. All have levels of their own, so the level of
+# `ray` does not reach them.
 TALKATIVE = ("ray", "ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk")
 
 
@@ -38,13 +39,13 @@ def main(text: str) -> int:
 
 
 def _refuse(text: str, error: UnknownRecord) -> int:
-    """What this image cannot read it will not read after a restart either."""
+    """End the deployment, which this image could not read after a restart either."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
             outcome = refuse_record(connect_patiently(), text, error)
         except DeviceError as away:
-            print(f"deploy: again in a second: {away}", file=sys.stderr, flush=True)
+            print(f"deploy: trying again in 1 s: {away}", file=sys.stderr, flush=True)
             if time.monotonic() > deadline:
                 return EXIT_START_AGAIN
             time.sleep(1)
@@ -54,7 +55,7 @@ def _refuse(text: str, error: UnknownRecord) -> int:
 
 
 def connect_patiently() -> Api:
-    """A pod's network may come a moment after the pod."""
+    """Connect to the cluster, and try again while the network of this pod is still being set up."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:

@@ -1,8 +1,8 @@
 """Holds the node of a one-off while the one-off's Job runs, and gives it back afterwards.
 
 A second Job runs `python -m k8s.controller.one_off_nodes JOB` for this, because a one-off has no rights in the cluster
-and a client has no AWS account. The program is level-triggered and may be killed at any time: the Job's next pod goes
-on, and the reaper gives back a node that no Job holds.
+and a client has no AWS account. The program is level-triggered and may be killed at any time: the Job's next pod
+continues, and the reaper gives back a node that no Job holds.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from services.common.process.entry_point import exit_code_of
 
 POLL_SECONDS = 2.0
 APPEAR_SECONDS = 120.0
-"""Seconds in which the one-off's Job has to be there: the client makes it after this one's."""
+"""Seconds in which the one-off's Job must appear, which the client creates after the Job of this program."""
 LEAVE_SECONDS = 120.0
-"""Seconds for which the pods of a one-off that is over are waited for, before the node under them is given back."""
+"""Seconds that the pods of an ended one-off may take to stop before their node is given back."""
 ENDED = ("Succeeded", "Failed")  # phases of a pod whose containers have stopped
 NODES = 1
 
@@ -48,11 +48,13 @@ class OneOffNodes:
         self._over_since: float | None = None
         self._is_refused = False
         self.is_given_up = False
-        """Somebody deleted this Job: the node goes whatever the one-off does."""
+        """Whether somebody deleted the Job of this program, so that the node is given back at once."""
 
     def advance(self) -> bool:
-        """Do the next thing. False once there is nothing left to do. Raises errors of the Kubernetes API and of EKS,
-        after which it may be called again."""
+        """Take the next step. Returns False once no work is left.
+
+        Raises errors of the Kubernetes API and of EKS, after which it may be called again.
+        """
         if not self._is_refused and not self.is_given_up:
             job = self._api.find("Job", self._one_off)
             self._is_seen = self._is_seen or job is not None
@@ -79,7 +81,7 @@ class OneOffNodes:
             self._report(state.report)
 
     def _is_leaving(self) -> bool:
-        """Is its Job still to come, or are its pods still on the node?"""
+        """Whether the one-off's Job may still appear, or its pods are still on the node."""
         now = time.monotonic()
         if not self._is_seen:
             return now - self._began < APPEAR_SECONDS
@@ -90,7 +92,7 @@ class OneOffNodes:
 
 
 def main(one_off: str) -> int:
-    """Until the node is given back. 143 when this pod was told to leave and another one goes on."""
+    """Hold the node until it is given back. Returns 143 when this pod was told to leave and the next one continues."""
     terminated = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     api = connect_patiently()
@@ -104,8 +106,8 @@ def main(one_off: str) -> int:
                 nodes.is_given_up = True
             if not nodes.advance():
                 return 0
-        except MillraceError as error:  # the API is away, EKS does not answer, somebody wrote in between
-            print(f"nodes: again in {POLL_SECONDS:.0f} s: {error}", file=sys.stderr, flush=True)
+        except MillraceError as error:  # the API or EKS does not answer, or another process wrote first
+            print(f"nodes: trying again in {POLL_SECONDS:.0f} s: {error}", file=sys.stderr, flush=True)
         time.sleep(POLL_SECONDS) if terminated.is_set() else terminated.wait(POLL_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""The outcome of an attempt. Ray or the operator says how it ended; that becomes an exit code and one line."""
+"""Derives the exit code and message of an attempt from what Ray or the operator says about its end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from k8s.objects.api import Object
 from k8s.objects.record import Outcome, Record
 from services.common.errors import DeviceError
 
-REQUESTED_ENDS = ("Stopped by time limit", "Stopped by stop file")  # the trainer's words
+REQUESTED_ENDS = ("Stopped by time limit", "Stopped by stop file")
+"""How the trainer's message begins when a time limit or a stop file ended the run."""
 
 
 def exit_code_of_driver(driver: DriverState, stop: str) -> tuple[int, str]:
-    """Ray's word on a driver that ended. One without an exit code was lost with its node: 75."""
+    """The exit code and message of an ended driver. A driver without an exit code was lost with its node: 75."""
     if driver.status == JobStatus.SUCCEEDED:
         return 0, "done"
     if driver.status == JobStatus.STOPPED:
@@ -26,19 +27,19 @@ def exit_code_of_driver(driver: DriverState, stop: str) -> tuple[int, str]:
 
 
 def exit_code_of_rayjob(job: Object) -> tuple[int, str]:
-    """The operator's word, where Ray cannot be asked any more."""
+    """The exit code and message of an ended RayJob, for a driver of which Ray says nothing."""
     status = job.get("status") or {}
     message = str(status.get("message") or status.get("reason") or "no message")
     if status.get("jobDeploymentStatus") == "ValidationFailed":
-        return DeviceError.exit_code, f"the operator refuses the RayJob: {message}"
+        return DeviceError.exit_code, f"the operator refused the RayJob: {message}"
     if status.get("jobStatus") == "SUCCEEDED":
         return 0, "done"
-    told = re.search(r"failed with exit code (\d+)", message)
-    return (int(told[1]) if told else EXIT_AGAIN), find_error_line(message)
+    found = re.search(r"failed with exit code (\d+)", message)
+    return (int(found[1]) if found else EXIT_AGAIN), find_error_line(message)
 
 
 def count_disturbances(attempts: tuple[Outcome, ...]) -> int:
-    """Attempts since a new checkpoint was committed, and the one that did it: each of them was disturbed."""
+    """The number of attempts since the last one that committed a new checkpoint, that attempt included."""
     count = 0
     for attempt in reversed(attempts):
         count += 1
@@ -48,12 +49,12 @@ def count_disturbances(attempts: tuple[Outcome, ...]) -> int:
 
 
 def may_try_again(record: Record) -> bool:
-    """Retries count disturbances: after a new checkpoint the count starts again."""
+    """Whether another attempt follows the last. Retries count disturbances since the newest checkpoint."""
     is_left = count_disturbances(record.attempts) <= record.deployment.retries
     return is_tried_again(record.attempts[-1].exit_code) and is_left and not record.stop
 
 
 def has_progressed(before: dict[str, int], after: dict[str, int], message: str) -> bool:
-    """Is there a newer checkpoint? A run that was told to end, by its time limit or a stop file, was not disturbed."""
+    """Whether a disturbed attempt left a newer checkpoint; a time limit or a stop file is no disturbance."""
     is_newer = any(step > before.get(run, -1) for run, step in after.items())
     return is_newer and not message.startswith(REQUESTED_ENDS)

@@ -1,4 +1,4 @@
-"""Ray's own jobs, nodes and driver logs. The head's API tells them, and may be gone for a while."""
+"""Reads jobs, nodes and driver logs of a Ray cluster from its head, which may not answer for a while."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ TIMEOUT_SECONDS = 15
 
 
 class RayUnreachable(Exception):
-    """The head does not answer: it is starting, or lost."""
+    """The Ray head does not answer, because it is starting or lost."""
 
 
 @dataclass(frozen=True)
 class DriverState:
-    """What Ray says of a job."""
+    """The state of a job's driver as Ray describes it."""
 
     status: JobStatus
     exit_code: int | None
     message: str
     started_at_ms: int
-    """Another number means that the job was submitted anew, under the same name."""
+    """The start of the driver, which tells a new submission of the same job from an earlier one."""
 
 
 class RayJobs:
@@ -39,7 +39,7 @@ class RayJobs:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def find(self, name: str) -> DriverState | None:
-        """The job, or None when Ray does not know it. Raises `RayUnreachable`."""
+        """Read the state of a job; None when Ray does not know it. Raises `RayUnreachable`."""
         answer = self._get(f"/api/jobs/{name}")
         if answer.status_code == 404:
             return None
@@ -53,7 +53,7 @@ class RayJobs:
         _json_of(self._request("POST", f"/api/jobs/{name}/stop"))
 
     def find_addresses(self, resource: str) -> set[str]:
-        """Addresses of the live Ray nodes that declare the resource. Raises `RayUnreachable`."""
+        """List the IP addresses of the live Ray nodes that declare the resource. Raises `RayUnreachable`."""
         answer = self._get("/api/v0/nodes?detail=true&limit=10000")
         nodes = _json_of(answer)["data"]["result"]["result"]
         return {
@@ -63,7 +63,7 @@ class RayJobs:
         }
 
     def follow_log(self, name: str, write: Callable[[str], None]) -> None:
-        """Hand the driver's log to `write`, from its beginning, until the stream ends. Raises `RayUnreachable`."""
+        """Pass the driver's log from its beginning to `write` until the stream ends. Raises `RayUnreachable`."""
 
         async def tail() -> None:
             client = JobSubmissionClient(self.address, headers=self._headers)
@@ -91,4 +91,4 @@ def _json_of(answer: requests.Response) -> Any:
     try:
         return answer.json()
     except ValueError as error:
-        raise RayUnreachable(f"{answer.url} answered something else than JSON: {answer.text[:300]}") from error
+        raise RayUnreachable(f"{answer.url} did not answer with JSON: {answer.text[:300]}") from error

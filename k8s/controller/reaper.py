@@ -1,9 +1,9 @@
 """The reaper takes down stages that no deploy Job holds any more.
 
-The CronJob `reaper` runs `python -m k8s.controller.reaper` every quarter of an hour. A stage is orphaned when its
-deploy Job was deleted with `--cascade=orphan`, has failed or was never created, while the stage still has pods, a
-PodGroup or nodes of a pool. The reaper takes it down after `ORPHAN_SECONDS` in which nobody renewed its Lease. Stages
-that were deployed with KEEP=1 stay. The reaper also gives back the node of a one-off whose Job has been over that long.
+The CronJob `reaper` runs `python -m k8s.controller.reaper` every 15 minutes. A stage is an orphan when its deploy Job
+was deleted with `--cascade=orphan`, has failed or was never created, while the stage still has pods, a PodGroup or
+nodes of a pool. The reaper takes it down after `ORPHAN_SECONDS` in which nobody renewed its Lease. Stages that were
+deployed with KEEP=1 stay. The reaper also gives back the node of a one-off whose Job ended that long ago.
 """
 
 from __future__ import annotations
@@ -32,64 +32,67 @@ from services.common.process.entry_point import exit_code_of
 from services.common.recipe.schema import STAGES
 
 POLL_SECONDS = 2.0
-ORPHAN_SECONDS = 120.0  # four times as long as a Lease holds
-RUN_SECONDS = 840.0  # then the next run goes on
+ORPHAN_SECONDS = 120.0
+"""Seconds without a renewed Lease after which an orphan is taken down: four times the duration of a Lease."""
+RUN_SECONDS = 840.0  # the next run of the CronJob continues
 
 
 @dataclass(frozen=True)
-class Observation:
-    """What the reaper sees of a stage."""
+class StageSnapshot:
+    """A stage as the reaper sees it in one pass."""
 
     replicas: int
     pods: int
     rayjobs: int
-    """That have not ended."""
+    """Number of RayJobs that have not ended."""
     has_gang: bool
+    """Whether the stage has a PodGroup."""
     nodes: int
-    """That it holds of pools."""
+    """Number of nodes that the stage holds of pools."""
     is_kept: bool
+    """Whether the stage was deployed with KEEP=1."""
     is_held: bool
-    """By a deploy Job that goes on."""
+    """Whether a deploy Job that has not ended holds the stage."""
     lease: str
-    """Its version, which changes while a process works on the stage; empty when there is none."""
+    """The version of the Lease, which changes while a process works on the stage; empty without a Lease."""
 
 
-def describe_orphan(observation: Observation) -> str:
-    """What is left of a stage that nobody holds; empty when it is held, kept, or down."""
-    if observation.is_held:
+def describe_orphan(stage: StageSnapshot) -> str:
+    """List the remains of a stage that nobody holds; empty when it is held, kept, or down."""
+    if stage.is_held:
         return ""
-    has_pods = bool(observation.pods or observation.replicas)
-    nodes = f"{observation.nodes} nodes of its pool" if observation.nodes else ""
-    if observation.is_kept:  # the pods that were to stay may have been taken down since
-        return "" if has_pods or observation.has_gang else nodes
+    has_pods = bool(stage.pods or stage.replicas)
+    nodes = f"{stage.nodes} nodes of its pool" if stage.nodes else ""
+    if stage.is_kept:  # a person may have taken the kept pods down since
+        return "" if has_pods or stage.has_gang else nodes
     parts = [
-        f"{observation.pods} pods" if has_pods else "",
-        f"{observation.rayjobs} RayJobs that run" if observation.rayjobs else "",
-        "its PodGroup" if observation.has_gang else "",
+        f"{stage.pods} pods" if has_pods else "",
+        f"{stage.rayjobs} RayJobs that run" if stage.rayjobs else "",
+        "its PodGroup" if stage.has_gang else "",
         nodes,
     ]
     return ", ".join(filter(None, parts))
 
 
 class StageReaper:
-    """Watches one stage."""
+    """Takes down one stage when it is an orphan."""
 
     def __init__(self, api: Api, stage: str) -> None:
         self._api, self._stage = api, stage
         self._report = ProgressPrinter(f"reaper: {stage}").report
         self._lost = LostPods(api, stage, self._report)
         self._nodes = NodeRelease(api, stage)
-        self._seen: tuple[str, float] = ("", 0.0)  # the Lease's version, and since when it is an orphan with that one
+        self._seen: tuple[str, float] = ("", 0.0)  # the Lease's version, and the time when it was first seen
 
     def advance(self) -> bool:
-        """Do the next thing. False when there is nothing to do, or to wait for."""
-        observation = self._observe()
-        orphan = describe_orphan(observation)
+        """Take the next step. Returns False when no further step is due."""
+        stage = self._observe()
+        orphan = describe_orphan(stage)
         lost = self._lost.remove(is_idle=bool(orphan))
         if not orphan:
             self._seen = ("", 0.0)
             return lost > 0
-        version = f"lease {observation.lease}"
+        version = f"lease {stage.lease}"
         if self._seen[0] != version:
             self._seen = (version, time.monotonic())
             self._report(f"no deploy Job holds {orphan}")
@@ -102,13 +105,13 @@ class StageReaper:
             self._api.delete("Lease", lease_name(self._stage))
         return bool(waits)
 
-    def _observe(self) -> Observation:
-        cluster = self._api.find("RayCluster", CLUSTER)  # somebody may have deleted it, and with it the pods
+    def _observe(self) -> StageSnapshot:
+        cluster = self._api.find("RayCluster", CLUSTER)  # absent when somebody deleted it, and with it the pods
         record = read_record(self._api, self._stage)
         gangs = self._api.find_all("PodGroup", f"{STAGE_LABEL}={self._stage}")
         lease = self._api.find("Lease", lease_name(self._stage))
         marks = [(gang["metadata"].get("annotations") or {}).get(KEEP_ANNOTATION) for gang in gangs]
-        return Observation(
+        return StageSnapshot(
             replicas=worker_group_of(cluster, self._stage).replicas if cluster else 0,
             pods=len(pods_of(self._api, self._stage)),
             rayjobs=sum(not has_ended(job) for job in rayjobs_of(self._api, self._stage)),
@@ -121,7 +124,7 @@ class StageReaper:
 
 
 class OneOffReaper:
-    """Watches the nodes that one-offs hold: the Job that gives one back may be gone, or its process killed."""
+    """Gives back nodes of one-offs whose own Job for that is gone, or whose process was killed."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -129,7 +132,7 @@ class OneOffReaper:
         self._over_since: dict[str, float] = {}
 
     def advance(self) -> bool:
-        """Do the next thing. False when there is nothing to do, or to wait for."""
+        """Take the next step. Returns False when no further step is due."""
         held = {holder for shares in read_share_book(self._api).pools.values() for holder in shares.nodes}
         orphans = [each for each in held.difference(STAGES) if not is_active(self._api.find("Job", each))]
         now = time.monotonic()
@@ -157,9 +160,9 @@ def main() -> int:
 def _advance(reaper: _Reaper) -> bool:
     try:
         return reaper.advance()
-    except MillraceError as error:  # of this one alone, such as a record that cannot be read
+    except MillraceError as error:  # it must not keep the reaper from the other stages
         print(f"reaper: {error}", file=sys.stderr, flush=True)
-        # Somebody wrote in between, or what is asked does not answer at the moment.
+        # These errors pass: another process wrote first, or the API or EKS does not answer at the moment.
         return isinstance(error, ApiUnreachable | Conflict | EksUnreachable)
 
 

@@ -1,8 +1,8 @@
-"""The reconciler of one deployment: gang, pods, RayJob, follow, retry, and down again.
+"""The reconciler of one deployment: it places the gang, starts and follows attempts, and takes the stage down.
 
-It is level-triggered: each pass observes the cluster, lets `decide` choose the one next thing, and does it. It
-remembers nothing that it could not observe again. So it may be killed between any two lines and started anew; only
-deadlines begin again.
+It is level-triggered: each pass observes the cluster, lets `decide` choose one action, and does it. The reconciler
+remembers nothing that it could not observe again, so it may be killed between any two lines and restarted; only the
+time limits begin again.
 """
 
 from __future__ import annotations
@@ -15,29 +15,28 @@ from pathlib import Path
 
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.progress import ProgressPrinter
-from k8s.controller.decision import (
+from k8s.controller.action import (
     Action,
     DeleteOlderRayJobs,
     EmptyGroup,
     EndAttempt,
     EndDeployment,
-    Gang,
     HoldNodes,
-    Observation,
     PlaceGang,
     ShrinkGang,
     StartAttempt,
     StopDriver,
     TakeDown,
-    decide,
 )
+from k8s.controller.decision import decide
+from k8s.controller.deployment_state import Awaited, State
 from k8s.controller.driver_log import LOG_FOLDER, DriverLog
 from k8s.controller.history import find_newest_checkpoints, record_checkpoint_seconds, record_good_image
-from k8s.controller.lease import LeaseHeld, StageLease
 from k8s.controller.node_pool import PatientRelease, open_node_pool
+from k8s.controller.observation import Gang, Observation
 from k8s.controller.outcome import has_progressed
-from k8s.controller.phase import Phase
 from k8s.controller.ray_jobs import RayJobs, RayUnreachable
+from k8s.controller.stage_lease import LeaseHeld, StageLease
 from k8s.objects.api import Api, ApiUnreachable, Conflict, Object
 from k8s.objects.capacity import count_room
 from k8s.objects.deployment import Deployment
@@ -45,7 +44,7 @@ from k8s.objects.lost_pods import LostPods
 from k8s.objects.names import CLUSTER, job_name
 from k8s.objects.placement import addresses_of, explain_placement, newest_event, pods_of
 from k8s.objects.pod_group import placed_size, render_pod_group
-from k8s.objects.rayjob import is_over, nodes_of, rayjobs_of, render_isolated_rayjob, render_rayjob
+from k8s.objects.rayjob import blocks_next_attempt, nodes_of, rayjobs_of, render_isolated_rayjob, render_rayjob
 from k8s.objects.record import Outcome, Record, no_more_failures, read_record, write_attempt, write_outcome
 from k8s.objects.teardown import delete_rayjobs, release_pods, stop_rayjobs
 from k8s.objects.worker_group import WorkerGroup, read_worker_group, render_worker_group, replace_group, scale_down
@@ -53,11 +52,13 @@ from services.common.errors import EXIT_BUG, MillraceError, print_traceback
 
 POLL_SECONDS = 2.0
 LOG_SECONDS = 20.0
-LOST_LOG_SECONDS = 2.0  # the stream of a driver whose node is gone ends with a connection's time limit, if ever
+"""Seconds to wait for the rest of an ended driver's log."""
+LOST_LOG_SECONDS = 2.0
+"""Seconds to wait for the log of a driver whose node is gone. Such a stream ends with a connection's limit, if ever."""
 
 
 class Reconciler:
-    """Brings one deployment about, or goes on with one that an earlier process began."""
+    """Runs one deployment, or continues one that an earlier process began."""
 
     def __init__(self, api: Api, deployment: Deployment, pod: str) -> None:
         self._api = api
@@ -71,20 +72,23 @@ class Reconciler:
         self._pool = open_node_pool(api, deployment.stage, deployment.node_pool, deployment.capacity_ends_at)
         self._nodes = PatientRelease(api, deployment.stage, self._report)
         self._refused_since: float | None = None
-        self._wait: tuple[str, float] = ("", 0.0)  # what is waited for, and since when
-        self._is_pass_due = False  # the next one has more to do than to wait
+        self._wait = (Awaited.NOTHING, 0.0)  # the thing that is waited for, and since when
+        self._is_pass_due = False  # the next pass follows at once
         self._log: DriverLog | None = None
-        self._submission: tuple[str, int] | None = None  # the one whose log is followed
-        self._stopped: tuple[str, int] | None = None  # the one that was told to stop
+        self._submission: tuple[str, int] | None = None  # the submission whose log is followed
+        self._stopped: tuple[str, int] | None = None  # the submission that was told to stop
 
     def run(self) -> Outcome | None:
-        """Until the deployment is over and its pods are gone. None when another process goes on with it."""
+        """Reconcile until the deployment has ended and its pods are gone, and return its outcome.
+
+        Returns None when another process continues the deployment.
+        """
         signal.signal(signal.SIGTERM, lambda *_: self._terminated.set())
         while True:
             try:
                 if self._terminated.is_set() and self._own_record():
                     self._lease.release()
-                    self._report("told to leave; the Job starts again and goes on")
+                    self._report("this process was told to leave; the next pod of the Job continues")
                     return None
                 self._lease.hold()
                 self._has_lease = True
@@ -102,11 +106,11 @@ class Reconciler:
                     return None
                 self._report(f"waiting: {error}")
             except MillraceError as error:
-                # The API is away, somebody wrote in between, a right is missing for a moment: nodes may be held, so
-                # this process stays until they are not.
-                self._report(f"again in {POLL_SECONDS:.0f} s: {error}")
+                # The API does not answer, another process wrote first, or a right is missing for a moment. The stage
+                # may hold nodes, so this process tries on until they are given back.
+                self._report(f"trying again in {POLL_SECONDS:.0f} s: {error}")
                 self._end_after_long_refusal(error)
-            except Exception as error:  # noqa: BLE001 - a bug must not leave nodes held either
+            except Exception as error:  # noqa: BLE001 - a bug must not leave nodes held
                 print_traceback()
                 self._end_at_once(Outcome(EXIT_BUG, f"a bug in the deploy tool: {error!r}"))
             if not self._is_pass_due:
@@ -114,7 +118,7 @@ class Reconciler:
             self._is_pass_due = False
 
     def _reconcile(self) -> Outcome | None:
-        """Observe, decide, act: one pass. The outcome once everything is down."""
+        """Observe, decide and act once. Returns the outcome once everything is down."""
         record = self._read_record()
         name = self._deployment.rayjob_name(len(record.attempts) + 1)
         rayjob = None if record.outcome else self._api.find("RayJob", name)
@@ -127,7 +131,7 @@ class Reconciler:
             self._report(action.report)
         if action.waits_for is not None and action.waits_for != self._wait[0]:
             self._wait = (action.waits_for, time.monotonic())
-        # A pod of ours on a lost node would keep the Job from being over.
+        # A pod of the deploy Job on a lost node would keep the Job from ending.
         return record.outcome if is_done and not lost else None
 
     def _observe(self, record: Record, rayjob: Object | None) -> Observation:
@@ -137,10 +141,10 @@ class Reconciler:
         )
         if rayjob is not None:
             return self._observe_attempt(seen, rayjob)
-        if not seen.is_start_due:
+        if seen.state is not State.PLACING:
             return seen
         ended = [self._deployment.rayjob_name(number) for number, _ in enumerate(record.attempts, start=1)]
-        older = [job for job in rayjobs_of(self._api, self._stage) if not is_over(job, ended)]
+        older = [job for job in rayjobs_of(self._api, self._stage) if blocks_next_attempt(job, ended)]
         if older:
             return replace(seen, older_rayjobs=len(older))
         return replace(seen, gang=self._observe_gang(seen))
@@ -161,8 +165,8 @@ class Reconciler:
         )
         if not gang.is_up_to_date or gang.replicas != nodes:
             return gang
-        # A pod that has joined Ray can work, and the operator calls it ready 10 s later or more. One that is gone is
-        # alive to Ray for a while, hence the addresses.
+        # A pod that has joined Ray can work, although the operator marks it ready 10 s later or more. Ray takes a pod
+        # that is gone for alive for a while, so only addresses of present pods count.
         addresses = addresses_of(self._api, self._stage)
         if self._lost.faults:
             return replace(gang, missing=self._lost.faults)
@@ -180,21 +184,21 @@ class Reconciler:
             seen = replace(seen, driver=self._ray_of(rayjob).find(rayjob["metadata"]["name"]))
         except RayUnreachable as error:
             seen = replace(seen, ray_error=str(error))
-        if seen.phase is Phase.PENDING:
+        if seen.state is State.PENDING:
             group = read_worker_group(self._api, self._stage)
-            return replace(seen, missing=explain_placement(self._api, group, nodes_of(rayjob, self._deployment)))
-        if seen.phase is Phase.ISOLATED_START:
+            return replace(seen, missing=explain_placement(self._api, group, nodes_of(rayjob)))
+        if seen.state is State.CLUSTER_STARTING:
             group = read_worker_group(self._api, self._stage)
             name = (rayjob.get("status") or {}).get("rayClusterName")
             cluster = self._api.find("RayCluster", name) if name else None
             event = newest_event(self._api, cluster) if cluster else ""
             missing = explain_placement(self._api, group, self._deployment.nodes)
-            told = filter(None, (missing, self._pool.look(self._deployment.nodes).report))
-            return replace(seen, missing="; ".join(told), cluster_event=event)
+            reports = filter(None, (missing, self._pool.look(self._deployment.nodes).report))
+            return replace(seen, missing="; ".join(reports), cluster_event=event)
         return seen
 
     def _act(self, action: Action, observation: Observation) -> bool:
-        """True when the stage is down."""
+        """Do the action. Returns True when the stage is down."""
         group = observation.gang.group if observation.gang else None
         match action:
             case DeleteOlderRayJobs():
@@ -220,7 +224,7 @@ class Reconciler:
         return False
 
     def _place(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
-        """Make or mend the PodGroup, and write the shared cluster's worker group in one piece where it differs."""
+        """Make or change the PodGroup, and write the worker group in one piece where it differs."""
         self._ensure_pod_group(group, attempt, nodes)
         wanted = render_worker_group(group, self._deployment)
         if group.replicas != nodes or wanted["template"] != group.spec["template"]:
@@ -240,14 +244,14 @@ class Reconciler:
 
     def _start(self, group: WorkerGroup, attempt: int, nodes: int) -> None:
         self._ensure_pod_group(group, attempt, nodes)
-        delete_rayjobs(self._api, self._stage)  # those that are over
+        delete_rayjobs(self._api, self._stage)  # all of them have ended
         if self._deployment.mode == "isolated":
             self._api.create(render_isolated_rayjob(group, self._deployment, attempt))
         else:
             self._api.create(render_rayjob(group, self._deployment, attempt, nodes))
 
     def _stop_driver(self, observation: Observation) -> None:
-        """Once per submission: after a lost head the operator submits the job again, which starts without a notice."""
+        """Stop the driver once per submission: a job that the operator submits to a new head has no notice yet."""
         if observation.rayjob is None or observation.driver is None:
             return
         submission = (observation.rayjob["metadata"]["name"], observation.driver.started_at_ms)
@@ -255,7 +259,7 @@ class Reconciler:
             self._stopped = submission
 
     def _tell_driver_to_stop(self, rayjob: Object) -> bool:
-        """False when the head was lost since it was observed: the next pass sees to that."""
+        """Returns False when the head was lost after the observation, which the next pass handles."""
         try:
             self._ray_of(rayjob).stop(rayjob["metadata"]["name"])
         except RayUnreachable as error:
@@ -264,9 +268,9 @@ class Reconciler:
         return True
 
     def _end_attempt(self, action: EndAttempt, observation: Observation) -> None:
-        """Record how it ended before anything of it is removed."""
+        """Write the end of the attempt to the record before its RayJob is removed."""
         if action.is_driver_stopped and observation.rayjob is not None:
-            self._tell_driver_to_stop(observation.rayjob)  # without a head it does not begin either
+            self._tell_driver_to_stop(observation.rayjob)  # a driver without a head does not begin either
         if self._log:
             driver = observation.driver
             is_lost = driver is not None and driver.status.is_terminal() and driver.exit_code is None
@@ -276,25 +280,25 @@ class Reconciler:
         if action.exit_code == 0:
             try:
                 record_good_image(self._api, group, self._deployment.image)
-            except (OSError, ValueError) as error:  # a history that is lost fails no stage
-                self._report(f"the root does not keep the image: {error}")
+            except (OSError, ValueError) as error:  # a lost history fails no stage
+                self._report(f"the image is not kept under the root: {error}")
         try:
             record_checkpoint_seconds(self._api, group)
         except (OSError, ValueError, AttributeError) as error:  # a run's folder may be removed at any time
             self._report(f"no checkpoint time is recorded: {error}")
         number = observation.attempt
-        record = self._read_record()  # those who ask it to stop write to the Job, too; what was tried is ours alone
+        record = self._read_record()  # people write requests to stop to the same Job; only this process writes attempts
         checkpoints = self._look_for_checkpoints(group, record.checkpoints)
         is_newer = has_progressed(record.checkpoints, checkpoints, action.message)
         write_attempt(self._api, record, Outcome(action.exit_code, action.message, is_newer), checkpoints)
         if not action.is_rayjob_kept:
             self._api.delete("RayJob", self._deployment.rayjob_name(number))
-        progress = "; there is a newer checkpoint, so retries are counted anew" if is_newer and action.exit_code else ""
+        progress = "; it left a newer checkpoint, so retries count from 0" if is_newer and action.exit_code else ""
         self._report(f"attempt {number} ended with exit code {action.exit_code}: {action.message}{progress}")
         self._is_pass_due = True
 
     def _take_down(self, action: TakeDown) -> bool:
-        """RayJobs ended, then pods and gang down, then their nodes given back; True once all that is so."""
+        """Stop RayJobs, then remove pods and PodGroup, then give back nodes. Returns True once all of that is done."""
         if stop_rayjobs(self._api, self._stage, action.ended_rayjobs):
             return False
         if action.are_pods_kept:
@@ -305,22 +309,22 @@ class Reconciler:
         return left == 0 and self._nodes.advance()
 
     def _look_for_checkpoints(self, group: WorkerGroup, before: dict[str, int]) -> dict[str, int]:
-        """The trainer's; no other stage goes on from a checkpoint, and its retries count attempts."""
+        """Find the trainer's newest checkpoints; the other stages have none, so their retries count attempts."""
         if group.name != "trainer" or not self._deployment.recipe:
             return {}
         try:
             return find_newest_checkpoints(Path(group.root), self._deployment.recipe)
         except OSError as error:
-            self._report(f"no checkpoint is seen: {error}")
+            self._report(f"the checkpoints cannot be read: {error}")
             return before
 
     def _fail_job(self) -> None:
-        """Else the Job makes another pod after this one, which ends with a failure."""
+        """Keep the Job from making another pod after this one, which ends with a failure."""
         if self._own_record() and (job := self._api.find("Job", job_name(self._stage))):
             self._api.merge("Job", job_name(self._stage), no_more_failures(job))
 
     def _end_after_long_refusal(self, error: MillraceError) -> None:
-        """Nodes are not held for longer than a start may take by an API that says no."""
+        """End the deployment when the API refuses for longer than a start may take, so that no nodes stay held."""
         self._refused_since = self._refused_since or time.monotonic()
         seconds = self._deployment.start_timeout_seconds
         if isinstance(error, ApiUnreachable | Conflict) or time.monotonic() - self._refused_since < seconds:
@@ -333,10 +337,10 @@ class Reconciler:
             if not record.outcome:
                 write_outcome(self._api, record, outcome)
         except MillraceError as away:
-            self._report(f"again in {POLL_SECONDS:.0f} s: {away}")
+            self._report(f"trying again in {POLL_SECONDS:.0f} s: {away}")
 
     def _follow_log(self, observation: Observation) -> None:
-        """Follow the log of the attempt's newest submission, also of one that has ended already."""
+        """Follow the log of the attempt's newest submission, even if that has ended already."""
         rayjob, driver = observation.rayjob, observation.driver
         if rayjob is None or driver is None or driver.status == "PENDING":
             return
@@ -352,23 +356,23 @@ class Reconciler:
         self._report(f"the driver's log goes to {self._log.path}")
 
     def _read_record(self) -> Record:
-        """The deployment's record. A Job that somebody deleted has none any more: its stage is stopped."""
+        """Read the deployment's record. When somebody has deleted the Job, it is a record that ends the deployment."""
         outcome = Outcome(EXIT_AGAIN, "stopped, because its Job was deleted; the same command continues")
         return self._own_record() or Record(self._deployment, "", "", (), {}, outcome, "", False, True, "")
 
     def _own_record(self) -> Record | None:
-        """None when the Job is gone, is being deleted, or is another deployment's."""
+        """Read the record; None when the Job is gone, is being deleted, or belongs to another deployment."""
         record = read_record(self._api, self._stage)
         is_ours = record and record.deployment.id == self._deployment.id and not record.is_deleted
         return record if is_ours else None
 
     def _ray_of(self, rayjob: Object) -> RayJobs:
-        """Of the cluster on which the attempt runs."""
+        """The Jobs API of the Ray cluster on which the attempt runs."""
         return self._ray((rayjob.get("status") or {}).get("rayClusterName") or CLUSTER)
 
     def _ray(self, cluster: str) -> RayJobs:
         return RayJobs(cluster, self._api.namespace)
 
     def _pause(self) -> None:
-        # A process that was told to leave, but has a stage to bring down, goes on in the same rhythm.
+        # A process that was told to leave, but still takes its stage down, keeps the same interval.
         time.sleep(POLL_SECONDS) if self._terminated.is_set() else self._terminated.wait(POLL_SECONDS)

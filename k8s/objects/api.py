@@ -1,4 +1,4 @@
-"""The few calls of the Kubernetes API that client and controller make, with errors a user can act on."""
+"""The calls of the Kubernetes API that client and controller make, with errors that say what was asked for."""
 
 from __future__ import annotations
 
@@ -44,27 +44,28 @@ API_VERSIONS = {
     "PodGroup": "scheduling.volcano.sh/v1beta1",
     "Queue": "scheduling.volcano.sh/v1beta1",
 }
-LOCAL_KUBECONFIG = Path(".cluster/kubeconfig")  # while `make cluster-local` is up
+LOCAL_KUBECONFIG = Path(".cluster/kubeconfig")  # `make cluster-local` writes it
 TIMEOUT_SECONDS = 30.0
 CONNECT_SECONDS = 10.0
-SILENCE_SECONDS = 600.0  # of a log: then it is asked for again
+SILENCE_SECONDS = 600.0
+"""Seconds without a line after which a log stream ends, and its reader asks for the log again."""
 FIELD_MANAGER = "millrace"
 
 
 class ApiUnreachable(DeviceError):
-    """The API server does not answer: not now, perhaps in a moment."""
+    """The API server does not answer at the moment."""
 
 
 class KindAbsent(DeviceError):
-    """The API server does not know a type: its operator is not installed."""
+    """The API server does not know a type, because its operator is not installed."""
 
 
 class Conflict(DeviceError):
-    """Somebody else was faster: the object exists already, or is no longer what it was."""
+    """The object exists already, or somebody has changed it since it was read."""
 
 
 class Api:
-    """The API server, for the objects of one namespace and those that have none. Objects are as JSON has them."""
+    """A client for the objects of one namespace and for cluster-wide objects, which it passes as JSON objects."""
 
     def __init__(self, client: kubernetes.client.ApiClient, namespace: str = NAMESPACE) -> None:
         self.namespace = namespace
@@ -74,11 +75,11 @@ class Api:
             self._dynamic = DynamicClient(client)
 
     def within(self, namespace: str) -> Api:
-        """The same server, for the objects of another namespace."""
+        """A client of the same server for the objects of another namespace."""
         return self if namespace == self.namespace else Api(self._client, namespace)
 
     def find(self, kind: str, name: str) -> Object | None:
-        """The object, or None where there is none."""
+        """Read an object; None if it does not exist."""
         try:
             with _explained(f"get {kind} {name}"):
                 resource = self._resource(kind)
@@ -87,35 +88,35 @@ class Api:
             return None
 
     def find_all(self, kind: str, selector: str = "", fields: str = "") -> list[Object]:
-        """Objects by label selector and field selector."""
+        """List objects by label selector and field selector."""
         with _explained(f"list {kind}"):
             resource = self._resource(kind)
             found = resource.get(label_selector=selector, field_selector=fields, **self._scope(resource))
         return list(_plain(found)["items"])
 
     def create(self, body: Object) -> Object:
-        """Raises `Conflict` when an object of that name exists."""
+        """Create an object. Raises `Conflict` when one of that name exists."""
         kind = body["kind"]
         with _explained(f"create {kind} {body['metadata'].get('name', '')}"):
             resource = self._resource(kind, body["apiVersion"])
             return _plain(resource.create(body=body, **self._scope(resource)))
 
     def replace(self, body: Object) -> Object:
-        """Raises `Conflict` when the object is no longer the one that was read (its resourceVersion)."""
+        """Replace an object. Raises `Conflict` when its resourceVersion is no longer the one that was read."""
         kind = body["kind"]
         with _explained(f"update {kind} {body['metadata']['name']}"):
             resource = self._resource(kind)
             return _plain(resource.replace(body=body, **self._scope(resource)))
 
     def merge(self, kind: str, name: str, patch: Object) -> Object:
-        """JSON merge patch. With the resourceVersion that was read in it, raises `Conflict` when it is another now."""
+        """Apply a JSON merge patch. Raises `Conflict` when the resourceVersion in it is no longer the current one."""
         with _explained(f"patch {kind} {name}"):
             resource = self._resource(kind)
             content_type = "application/merge-patch+json"
             return _plain(resource.patch(body=patch, name=name, content_type=content_type, **self._scope(resource)))
 
     def apply(self, body: Object, is_trial: bool = False) -> Object:
-        """Server-side apply: fields that others own stay theirs. A trial answers what would be, and changes nothing."""
+        """Apply on the server, which keeps fields that others own. A trial returns the result and changes nothing."""
         kind = body["kind"]
         with _explained(f"apply {kind} {body['metadata']['name']}"):
             resource = self._resource(kind, body["apiVersion"])
@@ -124,9 +125,9 @@ class Api:
             return _plain(resource.server_side_apply(body=body, **options, **self._scope(resource)))
 
     def delete(self, kind: str, name: str, uid: str | None = None, grace_seconds: int | None = None) -> None:
-        """Also what the object owns. One that is gone is fine; with `uid`, so is another of the same name.
+        """Delete an object and what it owns. An absent object is no error, nor, with `uid`, one of another uid.
 
-        With a grace of 0 s a pod's object goes at once, whether or not its node knows.
+        With a grace of 0 s a pod's object is deleted at once, even if its node does not answer.
         """
         body: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
         if uid:
@@ -144,7 +145,7 @@ class Api:
                 raise
 
     def delete_object(self, body: Object) -> None:
-        """Delete an object of any kind; one that is gone is fine."""
+        """Delete an object of any kind. An absent object or an unknown kind is no error."""
         kind, name = body["kind"], body["metadata"]["name"]
         try:
             with _explained(f"delete {kind} {name}"):
@@ -154,7 +155,7 @@ class Api:
             return
 
     def log(self, pod: str, container: str) -> Iterator[str]:
-        """Lines of a pod, each with its time stamp in front, while it runs. Ends when the stream does."""
+        """Yield the log lines of a pod, each after its time stamp, until the stream ends."""
         core = kubernetes.client.CoreV1Api(self._client)
         with _explained(f"read the log of pod {pod}"):
             stream = core.read_namespaced_pod_log(
@@ -172,7 +173,7 @@ class Api:
                 yield from (line.decode(errors="replace") for line in lines)
 
     def execute(self, pod: str, container: str, command: list[str]) -> str:
-        """What a command in a pod's container printed, its errors too."""
+        """Run a command in a pod's container and return its stdout and stderr."""
         core = kubernetes.client.CoreV1Api(kubernetes.client.ApiClient(self._client.configuration))
         with _explained(f"execute a command in pod {pod}"):
             return str(
@@ -199,7 +200,7 @@ class Api:
         except ResourceNotFoundError as error:
             raise KindAbsent(
                 f"the cluster at {self.server} has no type {kind} ({version}): "
-                f"install its operator first; k8s/README.md lists what a cluster needs."
+                f"install its operator first; k8s/README.md lists the requirements of a cluster."
             ) from error
 
     def _scope(self, resource: Any) -> dict[str, str]:
@@ -207,9 +208,9 @@ class Api:
 
 
 def connect() -> Api:
-    """The cluster of this pod, of KUBECONFIG, of `make cluster-local` while it is up, or of ~/.kube/config.
+    """Connect to the cluster of this pod, of KUBECONFIG, of `make cluster-local`, or of ~/.kube/config, in this order.
 
-    Raises `DeviceError` when there is none or it does not answer.
+    Raises `DeviceError` when no cluster is configured or it does not answer.
     """
     try:
         if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
@@ -217,7 +218,7 @@ def connect() -> Api:
             return Api(_patient(kubernetes.client.ApiClient()))
         file = os.environ.get("KUBECONFIG") or (str(LOCAL_KUBECONFIG) if LOCAL_KUBECONFIG.exists() else None)
         for each in (file or kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION).split(os.pathsep):
-            if os.path.lexists(each):  # the library says what is absent, and waits for a pipe
+            if os.path.lexists(each):  # the library reports an absent file well, but would wait for a pipe
                 require_regular_file(Path(each))
         return Api(_patient(kubernetes.config.new_client_from_config(config_file=file)))
     except (ConfigException, OSError, yaml.YAMLError, TypeError, KeyError) as error:
@@ -227,7 +228,7 @@ def connect() -> Api:
 
 
 def _patient(client: kubernetes.client.ApiClient) -> kubernetes.client.ApiClient:
-    """With a time limit on every call, discovery too: a network that drops packets ends in words."""
+    """Set a time limit on every call, discovery included, so that a network that drops packets ends in an error."""
     pool = client.rest_client.pool_manager.connection_pool_kw
     pool["timeout"] = urllib3.Timeout(connect=CONNECT_SECONDS, read=TIMEOUT_SECONDS)
     pool["retries"] = urllib3.Retry(1, backoff_factor=0.5)
@@ -239,7 +240,7 @@ class _Absent(DeviceError):
 
 
 class _explained:  # noqa: N801 - a context manager that reads as a word
-    """Turn what the client raises into errors that say what was asked for."""
+    """Turn the errors of the Kubernetes client into errors that say what was asked for."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -257,11 +258,11 @@ class _explained:  # noqa: N801 - a context manager that reads as a word
 def _explain(what: str, error: ApiException) -> DeviceError:
     said = _message(error)
     if error.status == 404:
-        return _Absent(f"{what}: there is none. {said}")
+        return _Absent(f"{what}: not found. {said}")
     if error.status == 409:
         return Conflict(f"{what}: {said}")
     if error.status in (401, 403):
-        return DeviceError(f"{what}: the cluster refuses it: {said}")
+        return DeviceError(f"{what}: the cluster refuses the request: {said}")
     if error.status in (429, 500, 502, 503, 504):
         return ApiUnreachable(f"{what}: {said}")
     return DeviceError(f"{what}: {said}")

@@ -1,6 +1,4 @@
-"""The capacity for a gang: the worker group, the queue and the nodes have room for it, or a check names the resource
-that does not fit.
-"""
+"""Checks whether worker group, queue and nodes have room for a gang. A check returns the problem, or empty text."""
 
 from __future__ import annotations
 
@@ -17,21 +15,21 @@ def check_size(group: WorkerGroup, nodes: int) -> str:
     if nodes <= most:
         return ""
     return (
-        f"NODES={nodes}, but worker group {group.name} has maxReplicas {most}: raise the most nodes of its pool in the "
-        f"overlay's settings.env, from which the queue's capability comes, too, then: make cluster-up"
+        f"NODES={nodes}, but worker group {group.name} has maxReplicas {most}: raise the MAX_NODES of its pool in the "
+        f"overlay's settings.env, which also sets the queue's capability, then: make cluster-up"
     )
 
 
 def check_queue(api: Api, group: WorkerGroup, nodes: int) -> str:
     queue = api.find("Queue", group.queue)
     if queue is None:
-        return f"queue {group.queue} does not exist: k8s/base/queue.yaml makes it, make cluster-up"
+        return f"queue {group.queue} does not exist; k8s/base/queue.yaml has it: make cluster-up"
     state = (queue.get("status") or {}).get("state", "Open")
     if state != "Open":
         return f"queue {group.queue} is {state}, so no gang enters it"
     capability = {name: quantity(each) for name, each in (queue["spec"].get("capability") or {}).items()}
     short = [
-        f"{name}: {_told(amount * nodes)} asked, {_told(capability[name])} in the queue"
+        f"{name}: {_format(amount * nodes)} asked, {_format(capability[name])} in the queue"
         for name, amount in group.requests.items()
         if name in capability and amount * nodes > capability[name]
     ]
@@ -39,12 +37,12 @@ def check_queue(api: Api, group: WorkerGroup, nodes: int) -> str:
         return ""
     return (
         f"queue {group.queue} is too small for {nodes} {group.name} pods ({'; '.join(short)}): "
-        f"raise the most nodes of a pool in the overlay's settings.env, or deploy with fewer NODES"
+        f"raise the MAX_NODES of a pool in the overlay's settings.env, or deploy with fewer NODES"
     )
 
 
 def check_nodes(api: Api, group: WorkerGroup, nodes: int) -> str:
-    """Are there enough nodes that one pod each could ever go to?"""
+    """Check that there are enough nodes on each of which one pod of the stage could run."""
     present = api.find_all("Node")
     selector = group.pod.get("nodeSelector") or {}
     labelled = [node for node in present if selector.items() <= (node["metadata"].get("labels") or {}).items()]
@@ -69,9 +67,10 @@ def check_nodes(api: Api, group: WorkerGroup, nodes: int) -> str:
 
 
 def check_fit(node: Object, group: WorkerGroup) -> str:
-    """Could a pod of the stage go to a node of this kind? One without `allocatable` is not measured.
+    """Check that a pod of the stage could run on a node like this one.
 
-    Labels that every node has, such as its zone's, are not looked at.
+    Resources are checked only where the node has `allocatable`. Labels that every node has, such as that of its zone,
+    are ignored.
     """
     name, labels = node["metadata"]["name"], node["metadata"].get("labels") or {}
     wrong = {
@@ -87,13 +86,13 @@ def check_fit(node: Object, group: WorkerGroup) -> str:
     if node["status"].get("allocatable") and (lacking := _lacking([node], group)):
         return (
             f"a node of {name} ({_instance_type(node)}) has not enough {', '.join(lacking)} for one {group.name} pod: "
-            f"another type for the pool, or smaller pods"
+            f"give the pool another instance type, or make the pods smaller"
         )
     return ""
 
 
 def count_room(api: Api, group: WorkerGroup) -> int:
-    """Pods of the stage that the nodes which are up could hold if nothing else ran there."""
+    """Number of the stage's pods for which the present nodes would have room if nothing else ran on them."""
     selector = group.pod.get("nodeSelector") or {}
     return sum(
         _pods_that_fit(node, group)
@@ -103,7 +102,7 @@ def count_room(api: Api, group: WorkerGroup) -> int:
 
 
 def _pods_that_fit(node: Object, group: WorkerGroup) -> int:
-    """By the node's whole size: what runs there now may leave."""
+    """Number of pods that fit into the whole node, because what runs on it now may leave."""
     allocatable = node["status"].get("allocatable") or {}
     fits = [
         int(quantity(allocatable.get(name, "0")) // amount) for name, amount in group.requests.items() if amount > 0
@@ -112,7 +111,7 @@ def _pods_that_fit(node: Object, group: WorkerGroup) -> int:
 
 
 def _lacking(nodes: list[Object], group: WorkerGroup) -> list[str]:
-    """Resources of which no node has enough for one pod."""
+    """Names of the resources of which no node has enough for one pod."""
     allocatable = [node["status"].get("allocatable") or {} for node in nodes]
     return [
         name
@@ -147,6 +146,6 @@ def _labels(selector: dict[str, str]) -> str:
     return ", ".join(f"{key}={value}" for key, value in selector.items()) or "any"
 
 
-def _told(number: Decimal) -> str:
-    """Bytes in GiB, everything else plainly."""
+def _format(number: Decimal) -> str:
+    """A number of bytes in GiB; every smaller number as it is."""
     return f"{number / 2**30:,.0f} GiB" if number >= 2**30 else f"{number:g}"

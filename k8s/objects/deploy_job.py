@@ -1,4 +1,4 @@
-"""The deploy Job. The client creates it, and the controller in it does the deployment's work."""
+"""The deploy Job: the client creates it, and the controller in its pod runs the deployment."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from k8s.objects.names import (
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup
 
 JOB_MARGIN_SECONDS = 120
-MOST_FAILURES = 1000  # of a deploy Job's pods
-# Kubernetes' own is 300 s. What the pod does another goes on with, and its gang needs it.
+MAX_FAILURES = 1000
+"""Failures of a deploy Job's pods before Kubernetes gives the Job up: more than ever happen."""
+# Kubernetes' default is 300 s. A new pod continues the work of the lost one, and the gang needs it.
 LOST_NODE_SECONDS = 30
 LOST_NODE_TOLERATIONS = [
     {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
     for state, seconds in (("not-ready", LOST_NODE_SECONDS), ("unreachable", LOST_NODE_SECONDS))
 ]
-# Those that the admission policy `millrace-jobs` lets through: others, such as AWS_CONFIG_FILE, name programs to run.
+# The admission policy `millrace-jobs` accepts these alone: others, such as AWS_CONFIG_FILE, name programs to run.
 AWS_VARIABLES = (
     "AWS_REGION",
     "AWS_ENDPOINT_URL",
@@ -31,17 +32,17 @@ AWS_VARIABLES = (
     "AWS_SECRET_ACCESS_KEY",
     "AWS_SESSION_TOKEN",
 )
-# Of the deploy Job's process, when the outcome is written and everything is down. Whatever else it ends with, such as
-# Python's own 1 and 2, makes Kubernetes start it again.
 EXIT_ENDED_BADLY = 64
+"""Exit code of the deploy Job's program after the outcome is written and everything is down. Kubernetes restarts the
+program after every other non-zero code, such as Python's own 1 and 2."""
 
 
 def aws_variables(group: WorkerGroup) -> list[Object]:
-    """Where the nodes' cloud is: its region, and what else the overlay says of AWS to the head, such as an endpoint."""
-    said = group.head_pod["containers"][0].get("env") or []
+    """The AWS region, and the other AWS variables that the overlay gives the head, such as an endpoint."""
+    given = group.head_pod["containers"][0].get("env") or []
     region = (group.cluster["metadata"].get("annotations") or {}).get(REGION_ANNOTATION)
     variables = [
-        each for each in said if each["name"] in AWS_VARIABLES and (each["name"] != "AWS_REGION" or not region)
+        each for each in given if each["name"] in AWS_VARIABLES and (each["name"] != "AWS_REGION" or not region)
     ]
     return [*([{"name": "AWS_REGION", "value": region}] if region else []), *variables]
 
@@ -56,9 +57,9 @@ def render_head_program(
     volumes: tuple[str, ...] | None,
     grace_seconds: int,
 ) -> Object:
-    """A pod that runs `python -m PROGRAM ARGUMENT` of the head's image where the head may run, as the deployer.
+    """A pod that runs `python -m PROGRAM ARGUMENT` in the head's image, as the deployer, on a node for the head.
 
-    It has the head's `volumes` of these names, or all.
+    The pod mounts the head's `volumes` of these names, or all of them for None.
     """
     head = group.head_pod
     container = head["containers"][0]
@@ -82,10 +83,7 @@ def render_head_program(
                     *variables,
                     *aws_variables(group),
                 ],
-                "resources": {
-                    "requests": {"cpu": "100m", "memory": "256Mi"},
-                    "limits": {"memory": "1Gi"},
-                },
+                "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
                 "securityContext": container["securityContext"],
                 "volumeMounts": [
                     each for each in container["volumeMounts"] if volumes is None or each["name"] in volumes
@@ -96,7 +94,7 @@ def render_head_program(
 
 
 def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
-    """The Job that does the work in the cluster, from the head's image: a closed laptop holds no nodes."""
+    """The Job that runs a deployment from the head's image, so that a closed laptop holds no nodes."""
     labels = {STAGE_LABEL: group.name, DEPLOYMENT_LABEL: deployment.id, COMPONENT_LABEL: "deploy"}
     token = {"secretKeyRef": {"name": CLUSTER, "key": "auth_token"}}
     pod = render_head_program(
@@ -109,7 +107,7 @@ def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
             {"name": "RAY_AUTH_TOKEN", "valueFrom": token},
         ],
         volumes=None,
-        # A Job that is deleted takes its stage down: a notice to the driver, then one to the pods.
+        # A deleted Job takes its stage down first: a notice to the driver, then one to the pods.
         grace_seconds=2 * deployment.drain_seconds + DRAIN_MARGIN_SECONDS + JOB_MARGIN_SECONDS,
     )
     return {
@@ -117,11 +115,11 @@ def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
         "kind": "Job",
         "metadata": {"name": job_name(group.name), "labels": labels},
         "spec": {
-            # A pod that is deleted, evicted or lost comes back and goes on, how often that may be. One that ended a
-            # deployment does not: it lowers the limit to the failures that there were (`no_more_failures`). A policy
-            # on exit codes would say that, too, but with one Kubernetes makes no other pod while the old one is
-            # Terminating, which on a lost node is for ever. The Lease keeps two pods from acting at once.
-            "backoffLimit": MOST_FAILURES,
+            # A pod that is deleted, evicted or lost is replaced, however often. A pod that ended the deployment is not:
+            # it lowers the limit to the failures that there were (`no_more_failures`). A policy on exit codes would say
+            # the same, but with one Kubernetes replaces no pod that is still Terminating, which on a lost node is for
+            # ever. The Lease keeps two pods from acting at once.
+            "backoffLimit": MAX_FAILURES,
             "podReplacementPolicy": "TerminatingOrFailed",
             "template": {"metadata": {"labels": labels}, "spec": pod},
         },

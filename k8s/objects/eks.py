@@ -1,4 +1,4 @@
-"""EKS managed node groups: the two calls that a deployment makes, with errors a user can act on."""
+"""Describes and resizes EKS managed node groups, with errors that name the next step."""
 
 from __future__ import annotations
 
@@ -13,73 +13,73 @@ from typing import Any
 from deploy.exit_codes import EXIT_AGAIN
 from services.common.errors import DeviceError
 
-# A call ends within the 30 s for which a stage's Lease holds, else another process takes over in the middle of it.
+# A call ends within the 30 s of a stage's Lease; otherwise another process would take over during the call.
 CONNECT_SECONDS = 3
 READ_SECONDS = 8
-ATTEMPTS = 2  # of a call, within botocore
-# A Kubernetes node's label, which EKS sets: the managed node group that it is of.
+ATTEMPTS = 2  # botocore makes so many for one call
 NODE_GROUP_LABEL = "eks.amazonaws.com/nodegroup"
+"""The label with which EKS marks a Kubernetes node with its managed node group."""
 BUSY = ("ResourceInUseException",)  # EKS makes one update of a group at a time
 DENIED = ("AccessDeniedException", "AccessDenied", "UnrecognizedClientException", "ExpiredTokenException")
-USABLE = ("ACTIVE", "UPDATING", "DEGRADED")  # a group that could not have an instance is DEGRADED until it can
+USABLE = ("ACTIVE", "UPDATING", "DEGRADED")  # a group that could not start an instance is DEGRADED until it can
 
 
 class NodeGroupError(DeviceError):
-    """EKS does not do what it is asked for."""
+    """EKS refuses or fails a call."""
 
 
 class NodeGroupBusy(NodeGroupError):
-    """It updates the group already: the same call in a moment."""
+    """EKS is updating the node group already; the same call may succeed in a moment."""
 
     exit_code = EXIT_AGAIN
 
 
 class EksUnreachable(NodeGroupError):
-    """It does not answer, or has too much to do."""
+    """EKS does not answer, or throttles the account."""
 
     exit_code = EXIT_AGAIN
 
 
 class NodeGroupAbsent(NodeGroupError):
-    """There is no such group, or no such cluster."""
+    """The node group or its cluster does not exist."""
 
 
 class NodeGroupDenied(NodeGroupError):
-    """The account's role does not allow it."""
+    """The IAM role does not allow the call."""
 
 
 @dataclass(frozen=True)
-class NodeGroup:
+class EksNodeGroup:
     """A managed node group as EKS describes it."""
 
     name: str
-    """CLUSTER/GROUP."""
+    """The cluster and the group, as CLUSTER/GROUP."""
     status: str
-    desired: int
-    least: int
-    most: int
+    desired_size: int
+    min_size: int
+    max_size: int
     instance_types: tuple[str, ...]
-    """Empty where its launch template says them."""
+    """The instance types; empty where the launch template of the group sets them."""
     labels: dict[str, str]
     taints: tuple[dict[str, str], ...]
-    """As Kubernetes writes them."""
+    """The taints in the notation of Kubernetes."""
     subnets: tuple[str, ...]
     issues: tuple[str, ...]
-    """Of its health: why it has fewer nodes than it should."""
+    """Health issues, which say why the group has fewer nodes than desired."""
 
 
-def describe_node_group(name: str) -> NodeGroup:
-    """The group CLUSTER/GROUP. Raises `NodeGroupError`."""
+def describe_node_group(name: str) -> EksNodeGroup:
+    """Describe the node group CLUSTER/GROUP. Raises `NodeGroupError`."""
     cluster, group = split_name(name)
     with _explained("describe", name):
         found = _connect().describe_nodegroup(clusterName=cluster, nodegroupName=group)["nodegroup"]
     scaling, health = found["scalingConfig"], found.get("health") or {}
-    return NodeGroup(
+    return EksNodeGroup(
         name=name,
         status=found["status"],
-        desired=scaling["desiredSize"],
-        least=scaling["minSize"],
-        most=scaling["maxSize"],
+        desired_size=scaling["desiredSize"],
+        min_size=scaling["minSize"],
+        max_size=scaling["maxSize"],
         instance_types=tuple(found.get("instanceTypes") or ()),
         labels=dict(found.get("labels") or {}),
         taints=tuple(map(_read_taint, found.get("taints") or ())),
@@ -89,7 +89,7 @@ def describe_node_group(name: str) -> NodeGroup:
 
 
 def resize_node_group(name: str, desired: int) -> None:
-    """Ask for so many nodes; EKS answers before it has them. Raises `NodeGroupBusy` and other `NodeGroupError`."""
+    """Set the desired nodes of the group; EKS answers before it has them. Raises `NodeGroupError`."""
     cluster, group = split_name(name)
     with _explained("resize", name):
         _connect().update_nodegroup_config(
@@ -98,7 +98,7 @@ def resize_node_group(name: str, desired: int) -> None:
 
 
 def describe_resize(name: str, desired: int) -> str:
-    """The command of a person who does it."""
+    """The command with which a person resizes the node group."""
     cluster, group = split_name(name)
     return (
         f"aws eks update-nodegroup-config --cluster-name {cluster} --nodegroup-name {group} "
@@ -107,11 +107,11 @@ def describe_resize(name: str, desired: int) -> str:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Cluster and group. Raises `NodeGroupError` for what names neither."""
+    """Split CLUSTER/GROUP into cluster and group. Raises `NodeGroupError` for any other text."""
     found = re.fullmatch(r"([\w-]+)/([\w-]+)", name)
     if not found:
         raise NodeGroupError(
-            f"{name!r} names no node pool (expected: EKS cluster/managed node group, as in millrace/trainium). Mend "
+            f"{name!r} names no node pool (expected: EKS cluster/managed node group, as in millrace/trainium). Correct "
             f"the annotation in the overlay, then: make cluster-up"
         )
     return found[1], found[2]
@@ -124,8 +124,8 @@ def _read_taint(taint: dict[str, str]) -> dict[str, str]:
 
 @cache
 def _connect() -> Any:
-    """The account and the region of this pod, by its Pod Identity."""
-    import boto3  # noqa: PLC0415 - 0.7 s with its client, which only a deployment with a pool needs
+    """A client with the account and the region of this pod, by its Pod Identity."""
+    import boto3  # noqa: PLC0415 - it takes 0.7 s with its client, and only a deployment with a pool needs it
     from botocore.config import Config  # noqa: PLC0415
 
     config = Config(
@@ -133,29 +133,29 @@ def _connect() -> Any:
         read_timeout=READ_SECONDS,
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
     )
-    # boto3 itself reads AWS_DEFAULT_REGION alone.
+    # boto3 by itself reads AWS_DEFAULT_REGION alone.
     return boto3.client("eks", region_name=os.environ.get("AWS_REGION"), config=config)
 
 
 @contextmanager
-def _explained(what: str, name: str) -> Iterator[None]:
-    """Turn what botocore raises into errors that say what was asked for."""
+def _explained(call: str, name: str) -> Iterator[None]:
+    """Turn the errors of botocore into `NodeGroupError`s that name the call and the node group."""
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, NoRegionError  # noqa: PLC0415
 
     try:
         yield
     except ClientError as error:
-        raise _explain(what, name, error.response) from error
+        raise _explain(call, name, error.response) from error
     except (NoCredentialsError, NoRegionError) as error:
         raise NodeGroupDenied(
-            f"{what} node group {name}: this pod has no AWS account or region ({error}). The service accounts deployer "
+            f"{call} node group {name}: this pod has no AWS account or region ({error}). The service accounts deployer "
             f"and reaper need a Pod Identity association (infra/modules/eks makes it), and its agent must run"
         ) from error
     except BotoCoreError as error:
-        raise EksUnreachable(f"{what} node group {name}: EKS does not answer: {error}") from error
+        raise EksUnreachable(f"{call} node group {name}: EKS does not answer: {error}") from error
 
 
-def _explain(what: str, name: str, response: dict[str, Any]) -> NodeGroupError:
+def _explain(call: str, name: str, response: dict[str, Any]) -> NodeGroupError:
     code, said = response.get("Error", {}).get("Code", ""), response.get("Error", {}).get("Message", "")
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     make: Callable[[str], NodeGroupError] = NodeGroupError
@@ -164,15 +164,15 @@ def _explain(what: str, name: str, response: dict[str, Any]) -> NodeGroupError:
         make = NodeGroupBusy
     elif code == "ResourceNotFoundException":
         make = NodeGroupAbsent
-        advice = ". CLUSTER_NAME and the groups' names in the overlay's settings.env are those of the infrastructure"
+        advice = ". Correct CLUSTER_NAME and the names of the node groups in the overlay's settings.env"
     elif code in DENIED:
         make = NodeGroupDenied
         advice = (
             ". The roles of the service accounts deployer and reaper must allow eks:DescribeNodegroup and "
-            "eks:UpdateNodegroupConfig on it (infra/modules/eks), or the budget's action denies it: IAM policy "
-            f"{split_name(name)[0]}-{os.environ.get('AWS_REGION', 'REGION')}-over-budget, which stays "
-            "on the role until somebody resets the action in the console of AWS Budgets"
+            "eks:UpdateNodegroupConfig on it (infra/modules/eks). If they do, the budget is spent, and its action has "
+            f"attached the IAM policy {split_name(name)[0]}-{os.environ.get('AWS_REGION', 'REGION')}-over-budget. It "
+            "stays on the roles until somebody resets the action in the console of AWS Budgets"
         )
     elif status >= 500 or "Throttl" in code or code == "TooManyRequestsException":
         make = EksUnreachable
-    return make(f"{what} node group {name}: {code}: {said.rstrip('.')}{advice}")
+    return make(f"{call} node group {name}: {code}: {said.rstrip('.')}{advice}")

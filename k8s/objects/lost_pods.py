@@ -1,9 +1,11 @@
-"""Pods whose node is lost. No kubelet confirms their end, so they stay Terminating for ever, and KubeRay counts them as
-present: it makes no other in their place, and a stage that is scaled down never has none. A node whose accelerators,
-kernel or network have failed is lost, too, although it answers: an agent says so in its conditions.
+"""Deletes the pods of lost nodes by force.
 
-Removing such a pod by force is safe here although its processes may live on behind a broken network: whoever writes an
-artifact holds a lease with a token that is checked at commit.
+No kubelet confirms the end of such a pod, so it stays Terminating for ever. KubeRay counts it as present: it creates no
+pod in its place, and a stage that is scaled down never reaches 0 pods. A node whose accelerators, kernel or network
+have failed counts as lost, too, although it answers: an agent on the node reports the fault in its conditions.
+
+Deleting such a pod by force is safe here even if its processes live on behind a broken network: a process that writes
+an artifact holds a lease with a token, which is checked when the artifact is committed.
 """
 
 from __future__ import annotations
@@ -13,49 +15,50 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from k8s.objects.api import Api, Object
+from k8s.objects.conditions import conditions_of
 from k8s.objects.names import COMPONENT_LABEL
 from k8s.objects.placement import is_ready
 
 UNREACHABLE = "node.kubernetes.io/unreachable"
-OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"  # a person says that the machine is off
+OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"  # a person sets this taint when the machine is off
 GRACE_SECONDS = 30.0  # Kubernetes' default
 FAULTS = {
-    # EKS' node monitoring agent; its node repair replaces such a node after 10 to 30 minutes.
+    # The EKS node monitoring agent writes these; EKS node repair replaces such a node after 10 to 30 minutes.
     "AcceleratedHardwareReady": "False",
     "KernelReady": "False",
     "NetworkingReady": "False",
     "StorageReady": "False",
     "ContainerRuntimeReady": "False",
-    # Neuron's node problem detector (infra/addons/values/neuron.yaml).
+    # Neuron's node problem detector writes this (infra/addons/values/neuron.yaml).
     "NeuronHealth": "True",
 }
-"""Conditions of a node that agents on it write, with the status of each that tells a fault."""
+"""Conditions that agents on a node write, each with the status that means a fault."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What is wrong with a node."""
+    """Why a node counts as lost."""
 
     text: str
     is_certain: bool
-    """The machine is off or gone. Else it may come back, and its pods may still end by themselves."""
+    """Whether the machine is off or gone. Otherwise it may come back, and its pods may end by themselves."""
     is_fault: bool = False
-    """The node answers, and part of it has failed: its pods may look well, and none should begin there."""
+    """Whether the node answers and a part of it has failed: its pods may look healthy, yet none should start there."""
 
 
 class LostPods:
-    """Removes a stage's pods from lost nodes, each after its grace period by this process's own clock."""
+    """Deletes a stage's pods on lost nodes, each after its grace period, measured by the clock of this process."""
 
     def __init__(self, api: Api, stage: str, report: Callable[[str], None]) -> None:
         self._api, self._stage, self._report = api, stage, report
         self._lost_since: dict[str, float] = {}  # by the pod's uid
         self.faults = ""
-        """The nodes with a fault on which the last look found pods of the stage; no attempt should begin there."""
+        """The nodes with a fault on which `remove` last found pods of the stage, where no attempt should start."""
 
     def remove(self, is_idle: bool) -> int:
-        """Remove what is due: pods that were asked to leave and, while no driver needs them, the stage's others.
+        """Delete the terminating pods on lost nodes whose time is up and, while no driver needs them, the others, too.
 
-        The number of pods that were found on lost nodes and do not look well.
+        Returns the number of pods on lost nodes that are not ready.
         """
         idle_stage = self._stage if is_idle else ""
         suspects = [pod for pod in self._pods() if _is_leaving_or_idle(pod, idle_stage)]
@@ -75,7 +78,7 @@ class LostPods:
             name, uid, grace = pod["metadata"]["name"], _uid(pod), grace_seconds(pod)
             loss = losses[pod["spec"]["nodeName"]]
             where = f"pod {name} is on node {pod['spec']['nodeName']}, which {loss.text}"
-            if is_due(loss, grace, now - self._lost_since[uid]):
+            if loss.is_certain or now - self._lost_since[uid] > grace:
                 self._api.delete("Pod", name, uid=uid, grace_seconds=0)
                 self._report(f"{where}: removed by force")
             elif uid not in before:
@@ -83,12 +86,12 @@ class LostPods:
         return sum(not is_ready(pod) for pod in lost)
 
     def _pods(self) -> list[Object]:
-        """Every pod that a deployment of the stage waits for: its own, deploy Jobs', and Ray's heads."""
+        """Every pod for which a deployment of the stage waits: its own, those of deploy Jobs, and Ray heads."""
         return self._api.find_all("Pod", f"{COMPONENT_LABEL} in ({self._stage},deploy,head,isolated-head)")
 
 
 def loss_of(node: Object | None) -> Loss | None:
-    """What is wrong with a node that ends no pods any more; None for one that does."""
+    """Why a node does not end its pods any more; None for a healthy node."""
     if node is None:
         return Loss("is gone", is_certain=True)
     taints = {taint["key"] for taint in node["spec"].get("taints") or []}
@@ -96,7 +99,7 @@ def loss_of(node: Object | None) -> Loss | None:
         return Loss("is out of service", is_certain=True)
     if UNREACHABLE in taints:
         return Loss("is unreachable", is_certain=False)
-    conditions = {each["type"]: each for each in node.get("status", {}).get("conditions") or []}
+    conditions = {each["type"]: each for each in conditions_of(node)}
     if conditions.get("Ready", {}).get("status") != "True":
         return Loss("is not ready", is_certain=False)
     for name, status in FAULTS.items():
@@ -107,9 +110,10 @@ def loss_of(node: Object | None) -> Loss | None:
 
 
 def grace_seconds(pod: Object) -> float:
-    """How long the pod may take to end. A deploy Job's has no work of its own that could be lost: the Lease passes on.
+    """Seconds that the pod may take to end.
 
-    And the Job is not over before its last pod is gone.
+    The pod of a deploy Job gets less than it asks for: it loses no work, because another pod takes over its Lease, and
+    the Job is not over before its last pod is gone.
     """
     if pod["metadata"]["labels"].get(COMPONENT_LABEL) == "deploy":
         return GRACE_SECONDS
@@ -118,12 +122,8 @@ def grace_seconds(pod: Object) -> float:
     return float(next(each for each in (asked, own, GRACE_SECONDS) if each is not None))
 
 
-def is_due(loss: Loss, grace: float, lost_for_seconds: float) -> bool:
-    return loss.is_certain or lost_for_seconds > grace
-
-
 def _is_leaving_or_idle(pod: Object, idle_stage: str) -> bool:
-    """Was the pod asked to leave, or does its stage have no driver that would miss it?"""
+    """Whether the pod is terminating, or belongs to the stage that has no driver that needs it."""
     if not pod["spec"].get("nodeName"):
         return False
     metadata = pod["metadata"]

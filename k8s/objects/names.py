@@ -1,19 +1,17 @@
-"""The names that nobody can read from the cluster: of the objects that client and controller look for, and of those
-that they make. Other versions of both know them, too.
-"""
+"""Names of Kubernetes objects, labels and annotations that the client and the controller share."""
 
 from __future__ import annotations
 
 NAMESPACE = "millrace"
 CLUSTER = "millrace"
 DEPLOYER = "deployer"  # the deploy Jobs' service account
-NEURON = "aws.amazon.com/neuron"  # the device plugin's resource, a Trainium chip; also the taint of its nodes
-EFA = "vpc.amazonaws.com/efa"  # the other device plugin's, an interface
+NEURON = "aws.amazon.com/neuron"  # the device plugin's resource, one Trainium chip; also the taint of Trainium nodes
+EFA = "vpc.amazonaws.com/efa"  # the EFA device plugin's resource, one network interface
 INSTANCE_TYPE_LABEL = "node.kubernetes.io/instance-type"
-POOL_LABEL = "millrace.dev/pool"  # of nodes: a stage's pods go to one pool
-SHAPE_LABEL = "millrace.dev/shape"  # of node groups: their instance type, which EKS does not tell
+POOL_LABEL = "millrace.dev/pool"  # on nodes: the pods of a stage select one pool
+SHAPE_LABEL = "millrace.dev/shape"  # on node groups: their instance type, which EKS does not tell
 
-IMAGES_ANNOTATION = "millrace.dev/images"  # of the namespace: how the names of images that may run there begin
+IMAGES_ANNOTATION = "millrace.dev/images"  # on the namespace: the prefixes of the images that may run in it
 
 QUEUE_ANNOTATION = "volcano.sh/queue-name"
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
@@ -23,37 +21,38 @@ DEPLOYMENT_LABEL = "millrace.dev/deployment"
 DRAIN_ANNOTATION = "millrace.dev/drain-seconds"
 COMPONENT_LABEL = "millrace.dev/component"
 VARIANT_ANNOTATION = "millrace.dev/variant"
-DEFAULT_RECIPE_ANNOTATION = "millrace.dev/default-recipe"  # on the RayCluster: of deployments that name none
-REGION_ANNOTATION = "millrace.dev/region"  # on the RayCluster: where the deploy Job finds the nodes' cloud
+DEFAULT_RECIPE_ANNOTATION = "millrace.dev/default-recipe"  # on the RayCluster: for deployments that name no recipe
+REGION_ANNOTATION = "millrace.dev/region"  # on the RayCluster: the AWS region of its nodes
 
-# A Lease: each pool's size before any deployment raised it, and the nodes that each stage or one-off holds of it.
+# The Lease that records the size of each pool before any deployment raised it, and who holds how many of its nodes.
 NODE_POOLS = "node-pools"
 NODE_POOLS_ANNOTATION = "millrace.dev/node-pools"
 
-# On a deploy Job: what was tried, how it ended, and who asks it to stop.
+# On a deploy Job: its attempts, its outcome, and who asked it to stop.
 ATTEMPTS_ANNOTATION = "millrace.dev/attempts"
 CHECKPOINTS_ANNOTATION = "millrace.dev/checkpoints"
 OUTCOME_ANNOTATION = "millrace.dev/outcome"
 STOP_ANNOTATION = "millrace.dev/stop"
 
-# On a PodGroup: the RayJob that its pods are placed for, and whether they stay afterwards.
+# On a PodGroup: the RayJob that its pods are placed for, and whether the pods stay afterwards.
 PLACED_FOR_ANNOTATION = "millrace.dev/placed-for"
 KEEP_ANNOTATION = "millrace.dev/keep"
 
-# The Jobs of a one-off, by the label millrace.dev/component: a subcommand of a stage, and what holds its node.
+# Values of the label millrace.dev/component: the Job that runs a one-off, and the Job that holds its node.
 ONE_OFF = "one-off"
 ONE_OFF_NODES = "one-off-nodes"
-USER_ANNOTATION = "millrace.dev/user"  # on a one-off's Job: who asked for it
-# On the namespace: where one-offs may run, and what one takes at most. The client writes what follows from the overlay.
+USER_ANNOTATION = "millrace.dev/user"  # on a one-off's Job: the person who started it
+# On the namespace: the pool where one-offs may run and the most that one may request. The client derives them from the
+# overlay.
 ONE_OFF_POOL_ANNOTATION = "millrace.dev/one-off-pool"
 ONE_OFF_CPUS_ANNOTATION = "millrace.dev/one-off-cpus"
 ONE_OFF_MEMORY_ANNOTATION = "millrace.dev/one-off-memory"
 
-NODES_KEY = "nodes"  # of a RayJob's metadata: those of its attempt
+NODES_KEY = "nodes"  # in a RayJob's metadata: the number of nodes of its attempt
 
 
 def job_name(stage: str) -> str:
-    """One name per stage, so that the API server itself lets one deployment of it exist at a time."""
+    """The deploy Job of a stage. One name per stage makes the API server refuse a second deployment of it."""
     return f"deploy-{stage}"
 
 
@@ -62,44 +61,44 @@ def lease_name(stage: str) -> str:
 
 
 def one_off_nodes_name(one_off: str) -> str:
-    """The Job that holds the node of a one-off, by the name of the one-off's own Job."""
+    """The Job that holds the node of the one-off whose Job is `one_off`."""
     return f"{ONE_OFF_NODES}{one_off.removeprefix(ONE_OFF)}"
 
 
 def good_images_annotation(stage: str) -> str:
-    """On the RayCluster: the images with which the stage ended well, oldest first."""
+    """On the RayCluster: the images with which the stage ended with exit code 0, oldest first."""
     return f"millrace.dev/{stage}-good-images"
 
 
 def checkpoint_annotation(stage: str) -> str:
-    """On the RayCluster: seconds that the slowest checkpoint of the stage's newest deployment took."""
+    """On the RayCluster: seconds of the slowest checkpoint in the stage's newest deployment."""
     return f"millrace.dev/{stage}-checkpoint-seconds"
 
 
-# Of a stage's nodes. On the RayCluster and not on the pods' template: another price or end, which may come while the
-# stage runs, is no change of its pods.
+# These describe a stage's nodes. They are on the RayCluster and not on the pods' template: a new price or end of a
+# reservation may come while the stage runs, and must not change its pods.
 
 
 def node_pool_annotation(stage: str) -> str:
-    """The managed node group (CLUSTER/GROUP) that the nodes come from; without it they are simply there."""
+    """On the RayCluster: the managed node group (CLUSTER/GROUP) of the stage's nodes; absent for static nodes."""
     return f"millrace.dev/{stage}-node-pool"
 
 
 def node_shape_annotation(stage: str) -> str:
-    """Their instance type."""
+    """On the RayCluster: the instance type of the stage's nodes."""
     return f"millrace.dev/{stage}-node-shape"
 
 
 def node_price_annotation(stage: str) -> str:
-    """Dollars an hour of one of them."""
+    """On the RayCluster: dollars an hour for one node of the stage."""
     return f"millrace.dev/{stage}-node-price"
 
 
 def capacity_end_annotation(stage: str) -> str:
-    """When the capacity that is reserved for them ends."""
+    """On the RayCluster: the end of the capacity reservation for the stage's nodes."""
     return f"millrace.dev/{stage}-capacity-ends-at"
 
 
 def recipe_name(stage: str, digest: str) -> str:
-    """A recipe's ConfigMap is named by its content: a pod that is made again mid-run reads what the first one read."""
+    """The ConfigMap of a recipe, named by its content: a pod that is replaced mid-run reads the recipe of the first."""
     return f"{stage}-recipe-{digest[:10]}"

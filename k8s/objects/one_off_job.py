@@ -1,7 +1,7 @@
-"""The Jobs of a one-off: one runs a subcommand of a stage on a CPU node, and one holds that node.
+"""The two Jobs of a one-off: one runs a subcommand of a stage on a CPU node, the other holds that node.
 
-The first has the stage's image and account, and no rights in the cluster. The second is there where CPU nodes come from
-a managed node group; it has the deployer's account and runs one program of the head's image.
+The first has the stage's image and service account, and no rights in the cluster. The second exists only where CPU
+nodes come from a managed node group; it has the deployer's service account and runs one program of the head's image.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from decimal import Decimal
 from deploy.exit_codes import EXIT_AGAIN
 from deploy.stage_contract import ONE_OFF_DRAIN_SECONDS, ROOT, SCRATCH, find_contract, make_one_off_command
 from k8s.objects.api import Object
+from k8s.objects.conditions import conditions_of, is_job_over
 from k8s.objects.deploy_job import render_head_program
 from k8s.objects.names import (
     COMPONENT_LABEL,
@@ -31,9 +32,9 @@ from services.common.recipe.schema import Stage
 
 CONTAINER = "one-off"
 CPU_STAGE: Stage = "tokenizer"
-"""The stage whose pods have no use for a device on any cluster: a one-off goes where they do, and is as large."""
+"""The stage whose pods use no device on any cluster. A one-off runs on the same nodes, with the same resources."""
 KEPT_SECONDS = 3_600
-"""Seconds for which a one-off that has ended stays, for whoever did not see its end."""
+"""Seconds for which an ended one-off is kept, so that a client that lost its connection can still show its end."""
 NODES_MARGIN_SECONDS = 3_600
 NODES_TRIES = 3
 NODES_GRACE_SECONDS = 300
@@ -42,24 +43,25 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class OneOff:
-    """What a one-off's Job is to run."""
+    """One subcommand of a stage that a Job runs on the cluster."""
 
     stage: Stage
     id: str
-    """Random."""
+    """A random name."""
     digest: str
-    """The same for the same request of the same person."""
+    """The digest of the request and its user, by which the same command finds its Job again."""
     image: str
     words: tuple[str, ...]
     """The subcommand and its arguments."""
     bring: tuple[str, ...]
+    """Files below the root that are brought home."""
     recipe: str
-    """Packed; empty where the subcommand takes none."""
+    """The packed recipe; empty for a subcommand without one."""
     seconds: int
-    """After which it is ended, the wait for its node included."""
+    """The deadline of the Job in seconds, which includes the wait for its node."""
     user: str
     memory_gib: int | None = None
-    """None: all that a pod of a CPU node has."""
+    """Requested memory in GiB; None requests as much as a pod of a CPU node has."""
 
     @property
     def name(self) -> str:
@@ -67,25 +69,25 @@ class OneOff:
 
 
 def cpu_group_of(cluster: Object) -> WorkerGroup:
-    """The worker group by whose pods a one-off is placed. Raises `DeviceError` where they have devices."""
+    """The worker group whose nodes and resources a one-off gets. Raises `DeviceError` if its pods have devices."""
     group = worker_group_of(cluster, CPU_STAGE)
     if NEURON in group.requests:
         raise DeviceError(
-            f"worker group {CPU_STAGE} asks for {NEURON}, and a one-off goes to the nodes of its pods, without a "
-            f"device: give that group CPU nodes in the overlay, then: make cluster-up"
+            f"worker group {CPU_STAGE} requests {NEURON}, but a one-off runs on the nodes of that group and needs no "
+            f"device: give the group CPU nodes in the overlay, then: make cluster-up"
         )
     return group
 
 
 def render_one_off_job(group: WorkerGroup, cpu_group: WorkerGroup, one_off: OneOff) -> Object:
-    """The Job with the account and image of the stage's `group`, where pods of `cpu_group` may be.
+    """The Job of a one-off, with the service account of the stage's `group` and the nodes of `cpu_group`.
 
-    Raises `LimitError` for more memory than such a pod has.
+    Raises `LimitError` for more memory than a pod of `cpu_group` has.
     """
     labels = {STAGE_LABEL: one_off.stage, DEPLOYMENT_LABEL: one_off.digest, COMPONENT_LABEL: ONE_OFF}
     place, container = cpu_group.pod, group.container
     command = make_one_off_command(one_off.stage, group.root, one_off.words, one_off.bring)
-    at = command.index("--root")  # the program, which the admission policy holds, and its options
+    at = command.index("--root")  # the admission policy checks the program before it
     pod: Object = {
         "restartPolicy": "Never",
         "serviceAccountName": group.pod["serviceAccountName"],
@@ -93,7 +95,7 @@ def render_one_off_job(group: WorkerGroup, cpu_group: WorkerGroup, one_off: OneO
         "terminationGracePeriodSeconds": ONE_OFF_DRAIN_SECONDS + DRAIN_MARGIN_SECONDS,
         "securityContext": group.pod["securityContext"],
         **{name: place[name] for name in ("nodeSelector", "tolerations", "imagePullSecrets") if name in place},
-        "volumes": _of_a_one_off(place["volumes"]),
+        "volumes": _one_off_volumes(place["volumes"]),
         "containers": [
             {
                 "name": CONTAINER,
@@ -104,7 +106,7 @@ def render_one_off_job(group: WorkerGroup, cpu_group: WorkerGroup, one_off: OneO
                 "env": _render_variables(one_off),
                 "resources": _scaled(cpu_group, one_off.memory_gib),
                 "securityContext": container["securityContext"],
-                "volumeMounts": _of_a_one_off(cpu_group.container["volumeMounts"]),
+                "volumeMounts": _one_off_volumes(cpu_group.container["volumeMounts"]),
             }
         ],
     }
@@ -113,7 +115,7 @@ def render_one_off_job(group: WorkerGroup, cpu_group: WorkerGroup, one_off: OneO
         "kind": "Job",
         "metadata": {"name": one_off.name, "labels": labels, "annotations": {USER_ANNOTATION: one_off.user}},
         "spec": {
-            "backoffLimit": 0,  # a person types it again
+            "backoffLimit": 0,  # a failed one-off is repeated by a person alone
             "activeDeadlineSeconds": one_off.seconds,
             "ttlSecondsAfterFinished": KEPT_SECONDS,
             "template": {"metadata": {"labels": labels}, "spec": pod},
@@ -122,7 +124,7 @@ def render_one_off_job(group: WorkerGroup, cpu_group: WorkerGroup, one_off: OneO
 
 
 def render_one_off_nodes_job(cpu_group: WorkerGroup, one_off: OneOff) -> Object:
-    """The Job that has a node of the CPU nodes' group for as long as the one-off goes on, and gives it back then."""
+    """The Job that holds a node of the CPU node group while the one-off runs, and gives it back afterwards."""
     labels = {STAGE_LABEL: one_off.stage, DEPLOYMENT_LABEL: one_off.digest, COMPONENT_LABEL: ONE_OFF_NODES}
     pod = render_head_program(
         cpu_group,
@@ -138,7 +140,7 @@ def render_one_off_nodes_job(cpu_group: WorkerGroup, one_off: OneOff) -> Object:
         "kind": "Job",
         "metadata": {"name": one_off_nodes_name(one_off.name), "labels": labels},
         "spec": {
-            "backoffLimit": NODES_TRIES,  # the reaper gives back what it leaves
+            "backoffLimit": NODES_TRIES,  # the reaper gives back a node that a failed Job leaves
             "activeDeadlineSeconds": one_off.seconds + NODES_MARGIN_SECONDS,
             "ttlSecondsAfterFinished": KEPT_SECONDS,
             "template": {"metadata": {"labels": labels}, "spec": pod},
@@ -146,40 +148,37 @@ def render_one_off_nodes_job(cpu_group: WorkerGroup, one_off: OneOff) -> Object:
     }
 
 
-def is_over(job: Object) -> bool:
-    """Has the Job ended, in whatever way?"""
-    conditions = (job.get("status") or {}).get("conditions") or []
-    return any(each["type"] in ("Complete", "Failed") and each["status"] == "True" for each in conditions)
-
-
 def is_active(job: Object | None) -> bool:
-    """Does a one-off's Job go on, so that it needs its node? A suspended one does not: its time would never run out."""
-    if job is None or is_over(job) or "deletionTimestamp" in job["metadata"]:
+    """Whether a one-off's Job needs its node. A suspended Job does not, because its deadline would never come."""
+    if job is None or is_job_over(job) or "deletionTimestamp" in job["metadata"]:
         return False
     return not job["spec"].get("suspend") and (job["metadata"].get("labels") or {}).get(COMPONENT_LABEL) == ONE_OFF
 
 
 def describe_words(job: Object) -> str:
-    """The subcommand that a one-off's Job runs, as a person types it."""
+    """The subcommand that a one-off's Job runs, as a person typed it."""
     words = job["spec"]["template"]["spec"]["containers"][0]["args"]
     return shlex.join(words[words.index("--") + 1 :])
 
 
 def read_end(job: Object, pods: list[Object]) -> tuple[int, str]:
-    """The exit code of a one-off that is over, and what a person has to know besides its own output, or nothing."""
-    for condition in (job.get("status") or {}).get("conditions") or []:
+    """The exit code of an ended one-off, and a sentence about its end that its own output lacks, or empty text."""
+    for condition in conditions_of(job):
         if condition.get("reason") == "DeadlineExceeded" and condition["status"] == "True":
             seconds = int(job["spec"]["activeDeadlineSeconds"])
-            return EXIT_AGAIN, f"it did not end within {seconds / 3600:g} h, the wait for its node included (HOURS=)"
+            return (
+                EXIT_AGAIN,
+                f"it did not end within {seconds / 3600:g} h, which include the wait for its node (HOURS=)",
+            )
     ends = [_terminated(pod) for pod in pods]
     end = next(filter(None, ends), None)
     if end is None:
-        return EXIT_AGAIN, "its pod was lost with its node, or was evicted. The same command begins again"
+        return EXIT_AGAIN, "its pod was lost with its node, or was evicted; the same command starts it again"
     if end.get("reason") == "OOMKilled":
-        return LimitError.exit_code, f"it was killed at the limit of its memory, {_limit_of(job)} (MEMORY=)"
+        return LimitError.exit_code, f"it was killed at its memory limit, {_limit_of(job)} (MEMORY=)"
     code = int(end["exitCode"])
-    if code > 128:  # ended by a signal that the program did not handle, as when its node goes
-        return EXIT_AGAIN, f"it was killed ({end.get('reason', 'no reason is given')}, exit code {code})"
+    if code > 128:  # a signal that the program did not handle, such as at the end of its node
+        return EXIT_AGAIN, f"it was killed ({end.get('reason', 'no reason given')}, exit code {code})"
     return code, ""
 
 
@@ -194,15 +193,15 @@ def _render_variables(one_off: OneOff) -> list[Object]:
 
 
 def _scaled(group: WorkerGroup, memory_gib: int | None) -> Object:
-    """The resources of a pod of the group, or the share of each that comes with so much memory."""
+    """The resources of a pod of the group, all scaled by the same factor if `memory_gib` is given."""
     resources: Object = group.container.get("resources", {})
     if memory_gib is None:
         return resources
     most = group.requests["memory"] / GIB
     if not 1 <= memory_gib <= most:
         raise LimitError(
-            f"MEMORY={memory_gib}: a one-off takes from 1 to {most:g} GiB, as much as a pod of a CPU node has. Larger "
-            f"nodes are CPU_SHAPE in the overlay's settings.env, then: make cluster-up"
+            f"MEMORY={memory_gib}: a one-off takes from 1 to {most:g} GiB, the memory of a pod on a CPU node. For "
+            f"larger nodes, set CPU_SHAPE in the overlay's settings.env, then: make cluster-up"
         )
     share = Decimal(memory_gib) / most
     return {
@@ -211,13 +210,13 @@ def _scaled(group: WorkerGroup, memory_gib: int | None) -> Object:
 
 
 def _share_of(resource: str, text: str, share: Decimal) -> str:
-    """In thousandths of CPUs and in whole bytes, neither of which has a fraction."""
+    """A share of a quantity, rounded down to thousandths of CPUs or to whole bytes."""
     amount = quantity(text) * share
     return f"{int(amount * 1000)}m" if resource == "cpu" else str(int(amount))
 
 
-def _of_a_one_off(named: list[Object]) -> list[Object]:
-    """Of volumes or mounts, those that a one-off has: a folder of its own and the shared file system."""
+def _one_off_volumes(named: list[Object]) -> list[Object]:
+    """The volumes or mounts that a one-off gets: scratch space and the shared file system."""
     return [each for each in named if each["name"] in (SCRATCH.name, ROOT.name)]
 
 

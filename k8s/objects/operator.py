@@ -1,4 +1,4 @@
-"""The KubeRay operator that has the RayCluster, as far as what it makes shows its settings."""
+"""Recognizes a KubeRay operator whose settings do not fit, by the objects that it makes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from k8s.objects.api import Api, Object
 from k8s.objects.names import CLUSTER
 from k8s.objects.placement import heads_of
 
-DEFAULT_SCHEDULER = "default-scheduler"  # what the API server writes into a pod that names none
+DEFAULT_SCHEDULER = "default-scheduler"  # the API server writes it into a pod that names none
 POD_GROUP = f"ray-{CLUSTER}-pg"
 """The PodGroup that an operator with Volcano's integration makes for the whole RayCluster."""
 
 
 def explain_batch_scheduler(api: Api, head_pod: Object) -> str:
-    """Why an operator with a batch scheduler of its own cannot have this cluster; empty where it has none.
+    """Explain that the operator has a batch scheduler of its own; empty where it has none.
 
-    With the integration of Volcano it makes a PodGroup for the RayCluster, and with each of them (Volcano, YuniKorn,
-    KAI, scheduler-plugins) it writes another scheduler into the head's pod than the manifests' `head_pod` has.
+    With the integration of Volcano the operator makes a PodGroup for the RayCluster. With every integration (Volcano,
+    YuniKorn, KAI, scheduler-plugins) it gives the head another scheduler than `head_pod` of the manifests has.
     """
     wanted = head_pod.get("schedulerName") or DEFAULT_SCHEDULER
     given = sorted({pod["spec"].get("schedulerName") or DEFAULT_SCHEDULER for pod in heads_of(api)} - {wanted})
@@ -27,6 +27,7 @@ def explain_batch_scheduler(api: Api, head_pod: Object) -> str:
         return ""
     return (
         f"the KubeRay operator runs with its own batch scheduler ({sign}): a RayJob on this cluster would stay "
-        f"Initializing for ever. Start it without (Helm: batchScheduler.name unset), or let it watch other namespaces "
-        f"and a second one {api.namespace} (docs/operations/existing-cluster.md), then: make cluster-down cluster-up"
+        f"Initializing for ever. Start the operator without one (Helm: batchScheduler.name unset), or let it watch "
+        f"other namespaces and run a second operator for {api.namespace} (docs/operations/existing-cluster.md), then: "
+        f"make cluster-down cluster-up"
     )

@@ -1,4 +1,4 @@
-"""The placement of a stage's pods: where they are, and in one sentence why they are not where they should be."""
+"""Finds the pods of a stage, and explains in one sentence why some are not placed or not ready."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ from collections import Counter
 from collections.abc import Iterable
 
 from k8s.objects.api import Api, Object
+from k8s.objects.conditions import conditions_of, has_condition
 from k8s.objects.names import CLUSTER, COMPONENT_LABEL
 from k8s.objects.worker_group import WorkerGroup
 
-# A container that waits for one of these waits for a person; `PodInitializing` and `ContainerCreating` pass.
 PASSING = frozenset({"PodInitializing", "ContainerCreating", ""})
+"""Reasons for which a container waits that pass by themselves; every other reason needs a person."""
 TELLING_EVENTS = ("FailedMount", "FailedAttachVolume", "FailedScheduling", "FailedCreatePodSandBox", "Failed")
-
-
 OPERATOR_SECONDS = 60.0
-"""Seconds that the KubeRay operator may take for its next step, before anybody asks whether it runs."""
+"""Seconds that the KubeRay operator may take for its next step before a report asks whether it runs."""
 
 
 def ask_for_operator(waited_seconds: float) -> str:
-    """A question to add to what is waited for, once that is longer than the operator takes; empty before.
+    """The question whether the KubeRay operator runs, for a wait of more than `OPERATOR_SECONDS`; else empty.
 
-    It stays the same while the wait goes on: what is reported is printed when it changes.
+    The text does not change as the wait goes on, because a report is printed whenever its text changes.
     """
     if waited_seconds <= OPERATOR_SECONDS:
         return ""
@@ -29,29 +28,28 @@ def ask_for_operator(waited_seconds: float) -> str:
 
 
 def pods_of(api: Api, stage: str) -> list[Object]:
-    """The stage's worker pods, in a shared or an isolated cluster, those on their way out too."""
+    """The stage's worker pods, in a shared or an isolated Ray cluster, terminating pods included."""
     return api.find_all("Pod", f"{COMPONENT_LABEL}={stage},ray.io/node-type=worker")
 
 
 def addresses_of(api: Api, stage: str) -> set[str]:
-    """Those of the stage's worker pods that are placed and not on their way out."""
+    """IP addresses of the stage's worker pods that are placed and not terminating."""
     pods = [pod for pod in pods_of(api, stage) if "deletionTimestamp" not in pod["metadata"]]
     return {str(pod["status"]["podIP"]) for pod in pods if pod.get("status", {}).get("podIP")}
 
 
 def heads_of(api: Api) -> list[Object]:
-    """The shared cluster's head; two of them while one replaces the other."""
+    """The head pods of the shared RayCluster; two of them while one replaces the other."""
     return api.find_all("Pod", f"ray.io/cluster={CLUSTER},ray.io/node-type=head")
 
 
 def is_ready(pod: Object) -> bool:
-    conditions = pod.get("status", {}).get("conditions") or []
-    ready = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-    return ready and "deletionTimestamp" not in pod["metadata"]
+    """Whether a pod is Ready and not terminating."""
+    return has_condition(pod, "Ready") and "deletionTimestamp" not in pod["metadata"]
 
 
 def explain_placement(api: Api, group: WorkerGroup, nodes: int) -> str:
-    """Why fewer than `nodes` pods of the stage are ready, in one sentence; empty when all are."""
+    """Explain in one sentence why fewer than `nodes` pods of the stage are ready; empty when all are."""
     pods = [pod for pod in pods_of(api, group.name) if "deletionTimestamp" not in pod["metadata"]]
     waiting = [pod for pod in pods if not is_ready(pod)]
     ready = len(pods) - len(waiting)
@@ -72,17 +70,17 @@ def _explain_unplaced(api: Api, worker_group: WorkerGroup, pods: list[Object]) -
     group = api.find("PodGroup", worker_group.pod_group)
     if group is None:
         return (
-            f"PodGroup {worker_group.pod_group} does not exist, and Volcano places no pod of a gang that it does not "
-            f"know. `make stop-stage STAGE={worker_group.name}`, then deploy it again"
+            f"PodGroup {worker_group.pod_group} does not exist, and Volcano places no pod whose PodGroup it does not "
+            f"know: make stop-stage STAGE={worker_group.name}, then deploy the stage again"
         )
     said = Counter(filter(None, (_scheduling_message(pod) for pod in pods)))
     parts = [*_queue_messages(api, group), *_counted(said), _newest_message(group)]
-    unknown = f"Volcano has not looked at them yet (PodGroup phase {group.get('status', {}).get('phase', 'none')})"
+    unknown = f"Volcano has not handled them yet (PodGroup phase {group.get('status', {}).get('phase', 'none')})"
     return "; ".join(dict.fromkeys(filter(None, parts))) or unknown
 
 
 def _queue_messages(api: Api, group: Object) -> list[str]:
-    """A full queue is told by an event of the gang alone, and by none of its conditions."""
+    """Messages about a full queue, which Volcano writes as events of the PodGroup and not as its conditions."""
     if group.get("status", {}).get("phase") != "Pending":
         return []
     events = api.find_all("Event", fields=f"involvedObject.uid={group['metadata']['uid']}")
@@ -90,20 +88,20 @@ def _queue_messages(api: Api, group: Object) -> list[str]:
 
 
 def _scheduling_message(pod: Object) -> str:
-    for condition in pod.get("status", {}).get("conditions") or []:
+    for condition in conditions_of(pod):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return str(condition.get("message", ""))
     return ""
 
 
 def _newest_message(group: Object) -> str:
-    """Volcano leaves old conditions at True; the newest transition is what holds."""
-    conditions = (group.get("status") or {}).get("conditions") or []
-    newest = max(conditions, key=lambda each: str(each.get("lastTransitionTime", "")), default=None)
+    """The newest condition of a PodGroup, if it says Unschedulable. Volcano leaves older conditions at True."""
+    newest = max(conditions_of(group), key=lambda each: str(each.get("lastTransitionTime", "")), default=None)
     return str(newest.get("message", "")) if newest and newest["type"] == "Unschedulable" else ""
 
 
 def explain_start(api: Api, pod: Object) -> str:
+    """Explain in one sentence what a placed pod waits for."""
     status = pod.get("status", {})
     for container in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
         state = container.get("state", {})
@@ -121,7 +119,7 @@ def explain_start(api: Api, pod: Object) -> str:
 
 
 def newest_event(api: Api, thing: Object) -> str:
-    """The newest warning that was given about an object; empty when there is none."""
+    """The newest warning among the events of an object; empty when there is none."""
     events = api.find_all("Event", fields=f"involvedObject.uid={thing['metadata']['uid']}")
     telling = [each for each in events if each.get("type") == "Warning" or each.get("reason") in TELLING_EVENTS]
     newest = max(telling, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""), default=None)

@@ -1,4 +1,4 @@
-"""The PodGroup with which Volcano places a stage's pods: all of them or none."""
+"""The PodGroup with which Volcano places a stage's gang: all of its pods or none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from k8s.objects.worker_group import WorkerGroup
 
 
 def render_pod_group(group: WorkerGroup, deployment: Deployment, attempt: int, nodes: int) -> Object:
-    """All N pods or none. Made with a deployment and deleted after it: an empty one holds room in its queue."""
+    """The PodGroup of one attempt. It lives no longer than the deployment: an empty one holds room in its queue."""
     return {
         "apiVersion": "scheduling.volcano.sh/v1beta1",
         "kind": "PodGroup",
@@ -33,12 +33,12 @@ def render_pod_group(group: WorkerGroup, deployment: Deployment, attempt: int, n
 
 
 def _amount(number: Decimal) -> str:
-    """A quantity as the API takes it: whole numbers plainly, fractions in thousandths."""
+    """A Kubernetes quantity: whole numbers as they are, fractions in thousandths."""
     return str(int(number)) if number == int(number) else f"{int((number * 1000).to_integral_value(ROUND_UP))}m"
 
 
 def placed_size(group: Object | None, deployment: Deployment, attempt: int) -> int:
-    """Nodes that the attempt is placed on: all, but where its PodGroup has been given fewer."""
+    """Number of nodes of the attempt: all of the deployment's unless the attempt's PodGroup was shrunk."""
     placed_for = ((group or {}).get("metadata", {}).get("annotations") or {}).get(PLACED_FOR_ANNOTATION)
     if group and placed_for == deployment.rayjob_name(attempt):
         return int(group["spec"]["minMember"])

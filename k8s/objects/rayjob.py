@@ -1,4 +1,4 @@
-"""The RayJob of an attempt. The controller renders it from worker group and deployment; the operator submits it."""
+"""The RayJob of an attempt: the controller renders it from worker group and deployment, and KubeRay submits it."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ RAYJOB_ENDS = ("Complete", "Failed", "ValidationFailed")
 
 
 def render_rayjob(group: WorkerGroup, deployment: Deployment, attempt: int, nodes: int) -> Object:
-    """A RayJob on the shared cluster: submitted over HTTP, its driver on one of the stage's pods."""
+    """A RayJob on the shared RayCluster, submitted over HTTP, whose driver runs on one of the stage's pods."""
     job = _rayjob(group, deployment, attempt, nodes)
     job["spec"]["clusterSelector"] = {"ray.io/cluster": CLUSTER}
     return job
 
 
 def render_isolated_rayjob(worker_group: WorkerGroup, deployment: Deployment, attempt: int) -> Object:
-    """A RayJob with a cluster of its own, whose head too runs the stage's image: its Ray and Python may differ."""
+    """A RayJob with its own Ray cluster, whose head runs the stage's image as well: Ray and Python may differ."""
     spec = copy.deepcopy(worker_group.cluster["spec"])
     spec.pop("upgradeStrategy", None)  # refused in a RayJob's cluster
     spec["rayVersion"] = deployment.ray_version or spec["rayVersion"]
     spec["authOptions"] = spec.get("authOptions", {}) | {"secretName": CLUSTER}
     head = spec["headGroupSpec"]["template"]
-    head["metadata"].setdefault("labels", {})[COMPONENT_LABEL] = "isolated-head"  # another than the cluster's
+    head["metadata"].setdefault("labels", {})[COMPONENT_LABEL] = "isolated-head"  # the shared head's is `head`
     head["spec"]["containers"][0]["image"] = deployment.image
     group = render_worker_group(worker_group, deployment)
     group["replicas"] = deployment.nodes
@@ -60,8 +60,8 @@ def _rayjob(group: WorkerGroup, deployment: Deployment, attempt: int, nodes: int
             "entrypoint": shlex.join(words),
             "entrypointResources": json.dumps({group.routing_resource: DRIVER_SHARE}),
             "metadata": metadata,
-            # No deadline and no backoffLimit: with clusterSelector the one leaves the Ray job running and the other is
-            # refused. Retries and deadlines are the deploy Job's.
+            # No deadline and no backoffLimit: with clusterSelector a deadline leaves the Ray job running, and KubeRay
+            # refuses a backoffLimit. The deploy Job has retries and deadlines.
         },
     }
 
@@ -70,25 +70,27 @@ def rayjobs_of(api: Api, stage: str) -> list[Object]:
     return api.find_all("RayJob", f"{STAGE_LABEL}={stage}")
 
 
-def nodes_of(job: Object, deployment: Deployment) -> int:
-    """Nodes on which the RayJob's attempt runs."""
-    return int(job["spec"].get("metadata", {}).get(NODES_KEY) or deployment.nodes)
+def nodes_of(job: Object) -> int:
+    """Number of nodes on which the RayJob's attempt runs."""
+    return int(job["spec"]["metadata"][NODES_KEY])
 
 
 def has_ended(job: Object) -> bool:
+    """Whether the KubeRay operator says that the RayJob has ended."""
     return (job.get("status") or {}).get("jobDeploymentStatus") in RAYJOB_ENDS
 
 
-def is_over(job: Object, ended: list[str]) -> bool:
-    """May another attempt start beside it? The operator has seen its end, or Ray told it and the record has it.
+def has_run(job: Object) -> bool:
+    """Whether the operator has ever seen the RayJob's job in Ray."""
+    return bool((job.get("status") or {}).get("jobStatus"))
 
-    The last attempt, where it was given up without such a word, is being deleted, and is waited for until it is gone.
+
+def blocks_next_attempt(job: Object, ended: list[str]) -> bool:
+    """Whether no attempt may start yet, because this RayJob may still run.
+
+    It does not when the operator says that it has ended, nor when Ray said so and its name is therefore in `ended`. The
+    last attempt that was given up without Ray's word is being deleted, and blocks until it is gone.
     """
     metadata = job["metadata"]
     is_given_up = metadata["name"] in ended[-1:] and "deletionTimestamp" in metadata
-    return has_ended(job) or (metadata["name"] in ended and not is_given_up)
-
-
-def has_run(job: Object) -> bool:
-    """Did the operator see the job in Ray once?"""
-    return bool((job.get("status") or {}).get("jobStatus"))
+    return not has_ended(job) and (metadata["name"] not in ended or is_given_up)

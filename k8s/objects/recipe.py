@@ -1,4 +1,4 @@
-"""The ConfigMap in which a recipe travels to a stage's pods."""
+"""The ConfigMap that brings a recipe to a stage's pods."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def render_recipe_config_map(stage: str, text: str, digest: str) -> Object:
 
 
 def find_recipe_text(api: Api, stage: str, digest: str) -> str | None:
-    """The recipe of a deployment that is or was; None where it was removed since."""
+    """The recipe of an earlier deployment; None where its ConfigMap was deleted."""
     kept = api.find("ConfigMap", recipe_name(stage, digest))
     return str(kept["data"][RECIPE_FILE]) if kept else None

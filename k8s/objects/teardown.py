@@ -1,4 +1,4 @@
-"""The teardown of a stage. Its deploy Job does it; the reaper or a person does it where there is no Job any more."""
+"""The teardown of a stage, which its deploy Job does, or the reaper or a person where no deploy Job is left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from k8s.objects.worker_group import scale_down, worker_group_of
 
 
 def delete_rayjobs(api: Api, stage: str) -> int:
-    """Delete the stage's RayJobs; the operator stops what still runs of them. The number that is left."""
+    """Delete the stage's RayJobs, whose running jobs the operator stops. Returns how many RayJobs there were."""
     jobs = rayjobs_of(api, stage)
     for job in jobs:
         api.delete("RayJob", job["metadata"]["name"])
@@ -18,9 +18,10 @@ def delete_rayjobs(api: Api, stage: str) -> int:
 
 
 def stop_rayjobs(api: Api, stage: str, ending: frozenset[str] = frozenset()) -> int:
-    """Delete those that have not ended, but for `ending`, of which Ray says that they have. The number that is left.
+    """Delete the RayJobs that have not ended, except those named in `ending`, which Ray says have ended.
 
-    One that has ended stays for `kubectl get rayjobs` until the stage is deployed again: nothing starts it anew.
+    Returns how many had not ended. An ended RayJob stays for `kubectl get rayjobs` until the next deployment of the
+    stage; nothing starts it again.
     """
     running = [job for job in rayjobs_of(api, stage) if not has_ended(job)]
     for job in running:
@@ -30,9 +31,9 @@ def stop_rayjobs(api: Api, stage: str, ending: frozenset[str] = frozenset()) -> 
 
 
 def release_pods(api: Api, stage: str) -> int:
-    """Scale the group to 0 and, once its pods are gone, delete the gang. The number of pods that are left.
+    """Scale the worker group to 0 and, once its pods are gone, delete the PodGroup. Returns how many pods are left.
 
-    Also where somebody deleted the RayCluster, whose pods go with it.
+    Works without the RayCluster as well, whose pods go when somebody deletes it.
     """
     cluster = api.find("RayCluster", CLUSTER)
     if cluster:

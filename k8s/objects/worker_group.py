@@ -1,4 +1,4 @@
-"""A stage's worker group in the live RayCluster: it names the stage's image, its claim and its queue."""
+"""Reads, renders and writes the worker group of a stage in the live RayCluster."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ from services.common.artifacts.attempt import ATTEMPT_VARIABLE, Attempt
 from services.common.errors import DeviceError
 from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
 
-DRAIN_MARGIN_SECONDS = 30  # KubeRay's and Ray's own way down
-UNSET = ":unset"  # an image that no deployment has chosen yet
+DRAIN_MARGIN_SECONDS = 30
+"""Seconds that KubeRay and Ray take to end a pod after its stage has ended."""
+UNSET = ":unset"
+"""The tag of an image that no deployment has chosen yet."""
 
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """The worker group of one stage, as it was read with its RayCluster."""
+    """The worker group of one stage as it was read, with its RayCluster."""
 
     name: str
     cluster: Object
     index: int
-    """Of the group in the RayCluster's list, which has no key."""
+    """The position of the group in the RayCluster's list, which has no key."""
 
     @property
     def spec(self) -> Object:
@@ -64,17 +66,17 @@ class WorkerGroup:
 
     @property
     def has_image(self) -> bool:
-        """Has a deployment given it one?"""
+        """Whether a deployment has chosen an image."""
         return not self.image.endswith(UNSET)
 
     @property
     def head_pod(self) -> Object:
-        """What the cluster's head is to be."""
+        """The head's pod as the RayCluster describes it."""
         return head_pod_of(self.cluster)
 
     @property
     def is_image_on_nodes(self) -> bool:
-        """Is the image never pulled, but brought to the nodes beforehand?"""
+        """Whether images are brought to the nodes beforehand and never pulled."""
         return self.container.get("imagePullPolicy") == "Never"
 
     @property
@@ -87,7 +89,7 @@ class WorkerGroup:
 
     @property
     def default_recipe(self) -> str:
-        """The recipe file of a deployment that names none, in the checkout of whoever deploys; empty if not said."""
+        """The recipe file, in the deploying checkout, for deployments that name none; empty where unset."""
         return self._optional(DEFAULT_RECIPE_ANNOTATION)
 
     @property
@@ -107,78 +109,78 @@ class WorkerGroup:
             raise DeviceError(
                 f"worker group {self.name} does not declare the Ray resource {name} (it has "
                 f"{', '.join(declared) or 'none'}), so no job can be sent to its pods. "
-                f"Mend k8s/stages/{self.name}/worker-group.yaml, then: make cluster-up"
+                f"Correct k8s/stages/{self.name}/worker-group.yaml, then: make cluster-up"
             )
         return name
 
     @property
     def good_images(self) -> list[str]:
-        """Images with which the stage ended well, oldest first."""
+        """The images with which the stage ended with exit code 0, oldest first."""
         return list(json.loads(self._optional(good_images_annotation(self.name)) or "[]"))
 
     @property
     def checkpoint_seconds(self) -> float:
-        """What the slowest checkpoint of the newest deployment took; 0 when none was measured."""
+        """Seconds of the slowest checkpoint of the newest deployment; 0 when none was measured."""
         return float(self._optional(checkpoint_annotation(self.name)) or 0)
 
     @property
     def drain_seconds(self) -> int:
-        """Between a pod's notice and the end of its work, as the manifests have it."""
+        """Seconds between a pod's preemption notice and the end of its work, as the manifests set them."""
         return int(self._annotation(self.spec["template"], DRAIN_ANNOTATION, f"worker group {self.name}"))
 
     @property
     def node_pool(self) -> str:
-        """The EKS managed node group (CLUSTER/GROUP) that its nodes come from; empty: they are simply there."""
+        """The EKS managed node group (CLUSTER/GROUP) of the stage's nodes; empty for static nodes."""
         return self._optional(node_pool_annotation(self.name))
 
     @property
     def dollars_per_node_hour(self) -> float | None:
-        """A hint; None where the manifests say none."""
+        """The price of one node in dollars an hour; None where the manifests give none."""
         text = self._optional(node_price_annotation(self.name))
         try:
             return float(text) if text else None
         except ValueError as error:
             raise DeviceError(
                 f"RayCluster {CLUSTER} has the annotation {node_price_annotation(self.name)}: {text!r}, which is no "
-                f"number of dollars an hour (expected: 21.50). Mend the overlay, then: make cluster-up"
+                f"number of dollars an hour (expected: 21.50). Correct the overlay, then: make cluster-up"
             ) from error
 
     @property
     def capacity_ends_at(self) -> str:
-        """When the reservation behind its nodes ends (RFC 3339); empty: never."""
+        """The end (RFC 3339) of the capacity reservation for the stage's nodes; empty where there is none."""
         return self._optional(capacity_end_annotation(self.name))
 
     @property
     def instance_type(self) -> str:
-        """Of its nodes, as its pods select it or the manifests say it; empty: any."""
+        """The instance type that the pods select or the manifests name; empty for any."""
         selected = (self.pod.get("nodeSelector") or {}).get(INSTANCE_TYPE_LABEL, "")
         return str(selected or self._optional(node_shape_annotation(self.name)))
 
     @property
     def requests(self) -> dict[str, Decimal]:
-        """What one pod asks of Kubernetes, in each resource's own unit."""
+        """The resource requests of one pod, in the base unit of the resource."""
         requests = self.container.get("resources", {}).get("requests", {})
         return {name: quantity(amount) for name, amount in requests.items()}
 
     @property
     def ray_cpus(self) -> Decimal:
-        """CPUs of one pod as Ray counts them."""
+        """The number of CPUs that one pod has for Ray."""
         return self._ray_counts("CPU", "cpu")
 
     @property
     def ray_memory_bytes(self) -> Decimal:
-        """Memory of one pod as Ray counts it."""
+        """The memory that one pod has for Ray, in bytes."""
         return self._ray_counts("memory", "memory")
 
     @property
     def claims(self) -> dict[str, str]:
-        """Volume name to claim name."""
+        """The names of the pods' claims, by the name of the volume."""
         volumes = self.pod.get("volumes", [])
         return {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v}
 
     @property
     def root(self) -> str:
-        """Where the artifacts are, in a pod of the stage."""
+        """The artifact root in a pod of the stage."""
         return self._mount_of(ROOT.name)
 
     @property
@@ -187,7 +189,7 @@ class WorkerGroup:
 
     @property
     def recipe(self) -> str:
-        """The ConfigMap that the group's pods mount."""
+        """The name of the recipe's ConfigMap, which the group's pods mount."""
         return str(self.pod["volumes"][self.recipe_index]["configMap"]["name"])
 
     @property
@@ -195,15 +197,15 @@ class WorkerGroup:
         return next(index for index, volume in enumerate(self.pod["volumes"]) if volume["name"] == RECIPE.name)
 
     def entrypoint(self, arguments: list[str], attempt: Attempt) -> list[str]:
-        """The stage's command, for Ray's shell, with the attempt in its environment."""
+        """The stage's command with the attempt in its environment, as words for the shell of Ray's job."""
         command = make_command(self.name, f"{self.recipe_folder}/{RECIPE_FILE}", self.root, arguments)
-        # exec: else a stop's SIGTERM ends the shell around it, the stage's process is left to process 1 of the pod,
-        # which reaps nothing, and Ray waits for the zombie until its patience ends. env: a runtime environment of Ray's
-        # would be every worker's, too, and each of its processes would be started anew for it.
+        # exec: without it SIGTERM ends the shell, the stage's process is left to process 1 of the pod, which reaps
+        # nothing, and Ray waits for the zombie until it gives up. env: a runtime environment of Ray would apply to
+        # every worker as well, and Ray would start new worker processes for it.
         return ["exec", "env", f"{ATTEMPT_VARIABLE}={attempt}", *command]
 
     def _ray_counts(self, resource: str, limit: str) -> Decimal:
-        """What the group declares, or what limits its pods."""
+        """A resource that the group declares to Ray, or else the limit of its pods."""
         declared, limits = self.spec.get("resources") or {}, self.container.get("resources", {}).get("limits", {})
         return quantity(str(declared.get(resource) or limits.get(limit, "0")))
 
@@ -212,25 +214,25 @@ class WorkerGroup:
             if mount["name"] == volume:
                 return str(mount["mountPath"])
         raise DeviceError(
-            f"worker group {self.name} mounts no volume {volume!r}. Mend k8s/stages/{self.name}/worker-group.yaml, "
+            f"worker group {self.name} mounts no volume {volume!r}. Correct k8s/stages/{self.name}/worker-group.yaml, "
             f"then: make cluster-up"
         )
 
     def _optional(self, annotation: str) -> str:
-        """Of the RayCluster; empty where it has none."""
+        """An annotation of the RayCluster; empty where it is absent."""
         return str((self.cluster["metadata"].get("annotations") or {}).get(annotation, ""))
 
     def _annotation(self, thing: Object, annotation: str, what: str) -> Any:
         annotations = thing["metadata"].get("annotations") or {}
         if annotation not in annotations:
             raise DeviceError(
-                f"{what} has no annotation {annotation}. Mend the manifests in k8s/, then: make cluster-up"
+                f"{what} has no annotation {annotation}. Correct the manifests in k8s/, then: make cluster-up"
             )
         return annotations[annotation]
 
 
 def read_cluster(api: Api) -> Object:
-    """The live RayCluster. Raises `DeviceError` when there is none."""
+    """Read the RayCluster. Raises `DeviceError` when it does not exist."""
     cluster = api.find("RayCluster", CLUSTER)
     if cluster is None:
         raise DeviceError(f"{api.server} has no RayCluster {CLUSTER} in namespace {api.namespace}: make cluster-up")
@@ -238,7 +240,7 @@ def read_cluster(api: Api) -> Object:
 
 
 def read_worker_group(api: Api, name: str) -> WorkerGroup:
-    """The stage's worker group as it is now. Raises `DeviceError` when the cluster or the group is absent."""
+    """Read the stage's worker group. Raises `DeviceError` when the RayCluster or the group is absent."""
     return worker_group_of(read_cluster(api), name)
 
 
@@ -247,7 +249,7 @@ def worker_group_of(cluster: Object, name: str) -> WorkerGroup:
     if name not in groups:
         raise DeviceError(
             f"RayCluster {CLUSTER} has no worker group {name}; it has {', '.join(groups) or 'none'}. "
-            f"k8s/stages/{name} brings it: make cluster-up"
+            f"k8s/stages/{name} defines it: make cluster-up"
         )
     return WorkerGroup(name, cluster, groups.index(name))
 
@@ -258,17 +260,17 @@ def head_pod_of(cluster: Object) -> Object:
 
 
 def image_of(pod: Object) -> str:
-    """The image of a Ray pod's own container."""
+    """The image of a Ray pod's first container."""
     return str(pod["containers"][0]["image"])
 
 
 def quantity(text: str) -> Decimal:
-    """A Kubernetes quantity (`200m`, `4Gi`) as a number."""
+    """Parse a Kubernetes quantity such as `200m` or `4Gi`."""
     return Decimal(parse_quantity(text))
 
 
 def render_worker_group(worker_group: WorkerGroup, deployment: Deployment) -> Object:
-    """The worker group with the deployment's image, recipe and drain."""
+    """The worker group with the image, recipe and drain time of a deployment."""
     group = copy.deepcopy(worker_group.spec)
     pod = group["template"]["spec"]
     pod["containers"][0]["image"] = deployment.image
@@ -283,14 +285,15 @@ def render_worker_group(worker_group: WorkerGroup, deployment: Deployment) -> Ob
 
 
 def scale_down(api: Api, group: WorkerGroup) -> None:
+    """Set the worker group to 0 replicas. Raises `Conflict`."""
     if group.replicas:
         replace_group(api, group, group.spec | {"replicas": 0})
 
 
 def replace_group(api: Api, worker_group: WorkerGroup, group: Object) -> None:
-    """Write a worker group in one piece, if the RayCluster is still the one that was read.
+    """Write a worker group in one piece. Raises `Conflict` when the RayCluster has changed since it was read.
 
-    The list of groups has no key, so server-side apply cannot own one of them. Raises `Conflict`.
+    The list of groups has no key, so server-side apply cannot own a single group.
     """
     metadata = worker_group.cluster["metadata"]
     lock = {"resourceVersion": metadata["resourceVersion"]}
@@ -299,7 +302,7 @@ def replace_group(api: Api, worker_group: WorkerGroup, group: Object) -> None:
 
 
 def groups_with(worker_group: WorkerGroup, group: Object) -> list[Object]:
-    """The RayCluster's worker groups, with this one in the place of the stage's."""
+    """The RayCluster's worker groups with the stage's group replaced by `group`."""
     groups = list(worker_group.cluster["spec"]["workerGroupSpecs"])
     groups[worker_group.index] = group
     return groups

@@ -1,4 +1,4 @@
-"""What the cluster tests do over and over: build and load images, type a command, look at the cluster."""
+"""Steps that the cluster tests share: build and load images, run a command, read the cluster."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def give_to_stages(folder: Path) -> None:
 
 
 def forget_training(harness: Harness) -> None:
-    """As if the run had never begun: its checkpoints and its folder are removed."""
+    """Remove the run's checkpoints and folder, as if it had never begun."""
     for kind in ("checkpoint", "run"):
         shutil.rmtree(harness.root / kind, ignore_errors=True)
 

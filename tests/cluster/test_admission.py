@@ -1,4 +1,4 @@
-"""Who deploys is no administrator: each way around the queue, the accounts and the images is refused by the API server.
+"""People who deploy are no administrators: the API server refuses all ways around queue, accounts and images.
 
 No image is needed: the API server judges, and nothing that it takes has to run.
 """
@@ -43,7 +43,7 @@ PULLED = f"millrace/trainer@{DIGEST}"
 
 @dataclass(frozen=True)
 class Answer:
-    """What the API server said to one request."""
+    """The answer of the API server to one request."""
 
     is_taken: bool
     said: str
@@ -317,7 +317,7 @@ def test_a_job_beyond_what_deploys_is_refused(guarded: Api, kind: str, change: C
 
 
 def test_a_token_for_text_is_the_tokenizer_s_alone(guarded: Api) -> None:
-    """Its pods have it, too."""
+    """The tokenizer's pods have the token."""
     group = read_worker_group(guarded, "trainer")
     job = render_one_off_job(group, cpu_group_of(group.cluster), one_off_of("trainer"))
     assert would_create(job).is_taken
@@ -336,7 +336,7 @@ def test_a_subcommand_that_runs_cannot_be_made_another(guarded: Api) -> None:
 
 
 def test_a_job_that_waits_cannot_be_changed_to_another(guarded: Api) -> None:
-    """Of a suspended Job, Kubernetes lets people change where its pods go."""
+    """Kubernetes lets people change the placement of a suspended Job's pods."""
     job = changed(jobs_of(guarded)["preflight"], with_spec(suspend=True))
     assert ask("create", "-f", "-", body=job).is_taken
     patch = json.dumps({"spec": {"template": {"spec": {"tolerations": [{"operator": "Exists"}]}}}})
@@ -451,7 +451,7 @@ def test_a_deploy_job_gives_a_group_its_image_and_pods(guarded: Api) -> None:
 
 
 def test_a_person_looks_into_ray_s_pods_and_no_job_s(guarded: Api) -> None:
-    """Nothing runs in these pods, and the API server says so only of those that it would open."""
+    """No container runs in these pods, which the API server reports only for pods that it would open."""
     jobs = jobs_of(guarded)
     for kind in ("deploy", "one-off"):
         assert ask("create", "-f", "-", body=jobs[kind]).is_taken
@@ -476,3 +476,18 @@ def test_a_person_looks_into_ray_s_pods_and_no_job_s(guarded: Api) -> None:
         assert "forbidden" not in opened.said.lower(), opened.said
     for kind in ("deploy", "one-off"):
         guarded.delete("Job", jobs[kind]["metadata"]["name"])
+
+
+def test_the_accounts_of_the_programs_may_do_their_work_and_no_more(guarded: Api) -> None:
+    may = {
+        "deployer": ["patch rayclusters.ray.io/millrace", "get rayclusters.ray.io/another", "delete pods", "get nodes"],
+        "reaper": ["patch rayclusters.ray.io/millrace"],
+    }
+    may_not = {
+        "deployer": ["patch rayclusters.ray.io/another", "get secrets", "get configmaps", "create pods", "create jobs"],
+        "reaper": ["get secrets", "create pods", "delete jobs", "create rayjobs.ray.io"],
+    }
+    for account, rights in may.items():
+        by = (f"--as=system:serviceaccount:millrace:{account}",)
+        asked = [*rights, *may_not[account], "delete nodes"]
+        assert [each for each in asked if ask("auth", "can-i", *each.split(), by=by).is_taken] == rights

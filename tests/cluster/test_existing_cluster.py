@@ -44,7 +44,7 @@ def harness(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harn
 
 @pytest.fixture(scope="module")
 def theirs(kit: Api) -> Iterator[list[Object]]:
-    """What a team has there, in its namespace and cluster-wide."""
+    """The objects of another team, in its namespace and cluster-wide."""
     things = list(things_of_a_team())
     objects = json.dumps({"apiVersion": "v1", "kind": "List", "items": things})
     cluster.kubectl("apply", "-f", "-", input=objects)
@@ -99,7 +99,7 @@ def operators(*started: tuple[str, int, tuple[str, ...]]) -> Iterator[None]:
 
 
 def seen(api: Api, things: list[Object]) -> dict[str, tuple[str, Any]]:
-    """Each with its identity and what it is to be; of the RayCluster also its head's pod."""
+    """The identity and spec of the team's objects; for its RayCluster also those of the head's pod."""
     names = [f"{each['kind']}/{each['metadata']['name']}" for each in things]
     found = json.loads(cluster.kubectl("-n", NAMESPACE, "get", *names, "-o", "json"))["items"]
     found += api.within(NAMESPACE).find_all("Pod", "ray.io/cluster=theirs")
@@ -114,7 +114,7 @@ def take_down(harness: Harness) -> None:
 
 
 def test_an_operator_with_a_batch_scheduler_is_named_and_refused(harness: Harness, theirs: list[Object]) -> None:
-    """By cluster-up at once, and by the preflight of whoever deploys all the same."""
+    """cluster-up refuses at once, and so does preflight if somebody deploys nevertheless."""
     with operators((cluster.KUBERAY, 18080, (BATCH_SCHEDULER,))):
         up = harness.run("cluster-up")
         deployed = harness.run("deploy-stage", STAGE="tokenizer")
@@ -130,7 +130,7 @@ def test_an_operator_with_a_batch_scheduler_is_named_and_refused(harness: Harnes
 def test_beside_it_an_operator_of_our_own_runs_a_stage_and_theirs_notice_nothing(
     harness: Harness, theirs: list[Object]
 ) -> None:
-    """Each watches its own namespace: theirs keeps its gangs for their RayClusters, ours starts RayJobs."""
+    """Two operators watch a namespace each: theirs keeps gangs for their RayClusters, ours starts RayJobs."""
     api, of_theirs = harness.api, harness.api.within(NAMESPACE)
     with operators(
         (cluster.KUBERAY, 18080, (BATCH_SCHEDULER, f"-watch-namespace={NAMESPACE}")),
@@ -191,7 +191,7 @@ def test_infra_down_takes_down_what_millrace_made_and_they_notice_nothing(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Not the cluster under them, and not their load balancer, their claim or their nodes."""
+    """The team keeps its cluster, load balancer, claim and nodes."""
     variables = tmp_path / "mine.tfvars"
     variables.write_text('region = "us-west-2"\nzone_id = "usw2-az4"\n', encoding="utf-8")
     path = f"{cluster.BIN}{os.pathsep}{os.environ['PATH']}"

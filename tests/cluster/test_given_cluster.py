@@ -1,4 +1,4 @@
-"""On a cluster that is given (kind, EKS): the way through that needs nothing of this machine but a kubeconfig.
+"""A walk through a given cluster (kind, EKS), which needs nothing of this machine but a kubeconfig.
 
     KUBECONFIG=... OVERLAY=eks|FOLDER TAG=0.1.0-cpu HEAD_TAG=0.1.0-cpu make test-cluster
 

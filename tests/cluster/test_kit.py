@@ -75,7 +75,7 @@ def bound(name: str) -> int:
 
 
 def conditions(name: str) -> str:
-    """What Volcano says of the group; nothing until it has looked at it."""
+    """The conditions that Volcano wrote to the PodGroup; none until it has handled it."""
     return " ".join(each["message"] for each in get("podgroup", name).get("status", {}).get("conditions", []))
 
 

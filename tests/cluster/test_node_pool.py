@@ -159,7 +159,7 @@ def test_a_deploy_job_whose_pod_is_killed_gives_back_what_it_raised(harness: Har
 
 
 def kill_deploy_pod(harness: Harness) -> None:
-    """Without a notice; another takes its place."""
+    """Kill the deploy Job's pod without notice; another takes its place."""
     wait_until(lambda: deploy_pod(harness), 3 * MINUTE)
     killed = deploy_pod(harness)
     cluster.kubectl("-n", "millrace", "delete", "pod", killed, "--grace-period=0", "--force")
@@ -167,7 +167,7 @@ def kill_deploy_pod(harness: Harness) -> None:
 
 
 def test_a_node_comes_for_a_subcommand_and_goes_with_it(harness: Harness, node_group: NodeGroup) -> None:
-    """Its pod finds no node of its own pool here; the Job that holds the node does its part for real."""
+    """The one-off's pod finds no node of its pool here; the Job that holds the node is real."""
     image = f"millrace/tokenizer@sha256:{'0' * 64}"
     process = harness.start("stage-run", STAGE="tokenizer", COMMAND="artifacts list .", TAG=image)
     wait_until(lambda: node_group.size == 1, 2 * MINUTE)

@@ -1,4 +1,4 @@
-"""Each way in which a deployment cannot run, made to happen: the message names it, and nothing is sent."""
+"""Preflight meets every cause for which a deployment cannot run: its message names it, and nothing is sent."""
 
 from __future__ import annotations
 

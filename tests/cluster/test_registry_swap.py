@@ -1,4 +1,4 @@
-"""One stage is swapped where images are pulled: from a registry, while another stage trains.
+"""A stage is swapped on a cluster that pulls images from a registry, while another stage trains.
 
 The images of the other tests are brought to the node, and never pulled.
 """
@@ -69,7 +69,7 @@ class Place:
         return name
 
     def uids(self) -> dict[str, str]:
-        """Of the head's pod and the trainer's."""
+        """The UIDs of the head's pod and the trainer's pods."""
         pods = [self.harness.head(), *self.harness.ready("trainer")]
         return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in pods}
 
@@ -82,7 +82,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def registry(kit: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Has the working tree's images, as `make images PUSH=` leaves them."""
+    """A registry with the working tree's images, as `make images PUSH=` leaves them."""
     with running_registry(tmp_path_factory.mktemp("registry")) as address:
         push_images(build_images(SERVICES, "cpu"), "cpu", address)
         yield address
@@ -360,7 +360,7 @@ def test_a_record_that_the_head_cannot_read_ends_its_job_at_once(training: Place
         assert len(harness.api.find_all("Pod", f"{DEPLOYMENT_LABEL}=a1b2c3")) == 1
         done = harness.run("stage-status")
         assert done.code == 0
-        assert f"Job deploy-compiler: its record is of version {RECORD_VERSION + 1}" in done.said
+        assert f"Job deploy-compiler: its record has version {RECORD_VERSION + 1}" in done.said
         assert "git pull" in done.said
         told = (harness.api.find("Job", job_name("compiler")) or {})["metadata"]["annotations"]["millrace.dev/outcome"]
         assert json.loads(told)["exit_code"] == 4

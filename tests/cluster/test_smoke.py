@@ -69,7 +69,7 @@ def test_a_stage_on_the_cluster_makes_what_its_container_makes(harness: Harness,
 
 
 def test_a_subcommand_runs_where_there_is_no_pod(harness: Harness, tmp_path: Path) -> None:
-    """On the artifacts of the claim, in the stage's image, and what it brings is the file that is there."""
+    """The subcommand reads the artifacts of the claim in the stage's image, and its file comes home unchanged."""
     deploy(harness)
     corpus = one(harness.root, "corpus/*/[0-9a-f]*/manifest.json").relative_to(harness.root)
     done = harness.run("stage-run", STAGE="tokenizer", COMMAND=f"artifacts show {corpus}", MEMORY="1")

@@ -214,7 +214,7 @@ def test_a_person_s_ctrl_c_leaves_the_stage_and_stop_stage_ends_it(untrained: Ha
 
 
 def test_a_new_trainer_is_swapped_in_and_rolled_back(untrained: Harness) -> None:
-    """Only its own pods are new: the head's UID and the other groups are as they were."""
+    """Only the trainer's pods are new: the head's UID and the other groups do not change."""
     deploy(untrained, ARGS="--train.max_steps=40")
     swapped = another_version("trainer")
     head, others = untrained.head()["metadata"]["uid"], [untrained.worker_group(name).spec for name in STAGES[:2]]

@@ -11,11 +11,12 @@ from k8s.objects.deployment import Deployment
 from tests.k8s.rendered import Thing
 
 DIGEST = "0" * 64
+REGION = "us-west-2"
 READY = {"type": "Ready", "status": "True"}
 
 
 class Clock:
-    """This process's own, in seconds."""
+    """A monotonic clock, in seconds."""
 
     now = 1_000.0
 
@@ -27,13 +28,20 @@ def deployment_of(stage: str = "trainer", **changes: Any) -> Deployment:
         "image": f"millrace/{stage}@sha256:{DIGEST}",
         "nodes": 2,
         "mode": "shared",
+        "recipe": "",
         "recipe_digest": DIGEST,
         "arguments": ("--train.max_steps=5", "--corpus=/fsx/a folder"),
         "retries": 3,
         "keep": False,
         "user": "someone",
         "start_timeout_seconds": 60,
+        "loss_timeout_seconds": 21_600,
         "drain_seconds": 60,
+        "fewer_nodes": (),
+        "workers_per_node": 1,
+        "tensor_parallel_size": 1,
+        "node_pool": "",
+        "capacity_ends_at": "",
     }
     return Deployment(**fields | changes)
 

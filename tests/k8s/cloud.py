@@ -1,4 +1,4 @@
-"""EKS as moto has it: a cluster with a managed node group, whose nodes come and go in a world in memory."""
+"""An EKS cluster of moto's with a managed node group, whose nodes come and go in a world in memory."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from botocore.awsrequest import AWSResponse
 from moto.eks.models import eks_backends
 
 from k8s.objects.eks import NODE_GROUP_LABEL, _connect
-from tests.k8s.builders import READY
+from tests.k8s.builders import READY, REGION
 from tests.k8s.world import World
 
-REGION = "us-west-2"
 ACCOUNT = "123456789012"  # moto's
 POOL = "millrace/trainium"
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/nodes"
 
 
 class Cloud:
-    """A node group, and how an account may be disturbed."""
+    """A managed node group, which a test may resize, delete or leave without capacity."""
 
     def __init__(self, size: int = 0, most: int = 4) -> None:
         if not eks_backends[ACCOUNT][REGION].clusters:  # making one takes a fifth of a second
@@ -37,14 +36,14 @@ class Cloud:
         self._group.status, self._group.health = "ACTIVE", {"issues": []}
         self.has_capacity = True
         self.sizes: list[int] = [size]
-        """That the group was to have, one after the other."""
+        """The desired sizes of the group, in their order."""
 
     @property
     def size(self) -> int:
         return int(self._group.scaling_config["desiredSize"]) if self._groups else 0
 
     def resize(self, size: int) -> None:
-        """By a person's hand."""
+        """Set the desired size, as a person does in the console."""
         self._group.scaling_config["desiredSize"] = size
 
     def delete(self) -> None:
@@ -55,7 +54,7 @@ class Cloud:
         self._group.health = {"issues": [{"code": code, "message": message, "resourceIds": []}]}
 
     def serve(self, world: World) -> None:
-        """Bring a world's nodes to the group's size. Where they are too many, those go on which pods are."""
+        """Bring a world's nodes to the group's size. Of too many nodes, those with pods go: EKS chooses freely."""
         if self.size != self.sizes[-1]:
             self.sizes.append(self.size)
         nodes = sorted(world.api.names("Node"), key=lambda name: name in world.bound())
@@ -78,7 +77,7 @@ class Cloud:
 
 
 class Refusal:
-    """What EKS answers to calls of an operation instead of doing it."""
+    """Makes EKS refuse the calls of one operation."""
 
     def __init__(self, operation: str, status: int, code: str, times: int = 1_000_000) -> None:
         self.left = times

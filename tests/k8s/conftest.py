@@ -1,12 +1,15 @@
-"""What the tests of this folder read once, the rendered overlays and the API's schemas, and a clock to move."""
+"""Fixtures that tests share: the rendered overlays, the schemas of the API, an AWS account, and a clock to move."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 
 from k8s.client.overlay import find_kubectl, render
+from k8s.objects import eks
 from services.common.errors import DeviceError
-from tests.k8s.builders import Clock
+from tests.k8s.builders import REGION, Clock
 from tests.k8s.rendered import OVERLAYS, Thing, write_overlay_on_eks
 from tests.k8s.schemas import Kind, NoSchemas, Schema, read_schemas
 
@@ -32,6 +35,18 @@ def schemas() -> dict[Kind, Schema]:
         return read_schemas()
     except NoSchemas as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def account() -> Iterator[None]:
+    """An AWS account of moto's. A module shares one client, because botocore takes 0.3 s to make it."""
+    from moto import mock_aws  # noqa: PLC0415 - the import takes long, and few test files need it
+
+    with pytest.MonkeyPatch.context() as patch, mock_aws():
+        patch.setenv("AWS_REGION", REGION)
+        eks._connect.cache_clear()
+        yield
+    eks._connect.cache_clear()
 
 
 @pytest.fixture

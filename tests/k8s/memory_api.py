@@ -56,7 +56,7 @@ class MemoryApi:
         return self._changed((kind, name), _merged(self._objects[kind, name], patch))
 
     def delete(self, kind: str, name: str, uid: str | None = None, grace_seconds: int | None = None) -> None:
-        """At once, but for a pod that is asked to leave: it is Terminating until it is deleted with a grace of 0 s."""
+        """Delete an object at once. A pod is Terminating until it is deleted with a grace of 0 s."""
         there = self._objects.get((kind, name))
         if there is None or uid not in (None, there["metadata"]["uid"]):
             return

@@ -79,7 +79,7 @@ def containers_of(pod: Thing) -> list[Thing]:
 
 
 def environment_of(container: Thing) -> dict[str, str]:
-    """Of a secret its name and key."""
+    """The variables of a container; for a secret, its name and key."""
     return {each["name"]: each.get("value") or _secret_of(each) for each in container.get("env", [])}
 
 

@@ -1,4 +1,4 @@
-"""What the manifests promise, each rule as a function that returns what breaks it."""
+"""The rules of the manifests: each is a function that returns the violations of one rule."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def a_stage_has_one_name(things: list[Thing]) -> list[str]:
 
 
 def _names_of(stage: str, group: Thing, cluster: str) -> list[tuple[str, Any, Any]]:
-    """What is called after a stage: what it is, what it is called, and what it should be called."""
+    """Yield the things that are named after a stage: their kind, their name, and the name that they should have."""
     meta, spec = group["template"]["metadata"], group["template"]["spec"]
     annotations = meta.get("annotations", {})
     recipes = [volume["configMap"]["name"] for volume in spec["volumes"] if "configMap" in volume]
@@ -287,7 +287,7 @@ def the_queue_has_room_for_each_gang(things: list[Thing]) -> list[str]:
 
 
 def the_operator_leaves_the_cluster_alone(things: list[Thing]) -> list[str]:
-    """Only a deployment scales a group, and nothing restarts pods because an image has changed."""
+    """The operator scales no group by itself, and restarts no pods because an image has changed."""
     spec = cluster_of(things)["spec"]
     unwanted = ("enableInTreeAutoscaling", "autoscalerOptions", "gcsFaultToleranceOptions", "suspend")
     problems = [f"{field} is set" for field in unwanted if field in spec]
@@ -414,7 +414,7 @@ def _limits_of(pod: Thing) -> dict[str, Decimal]:
 
 
 def _requests_of(pod: Thing) -> dict[str, Decimal]:
-    """What schedulers count; a limit without a request is the request."""
+    """The requests that schedulers count; a limit without a request stands for the request."""
     resources = pod["spec"]["containers"][0]["resources"]
     return _quantities(resources["limits"] | resources["requests"])
 

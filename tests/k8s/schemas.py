@@ -41,7 +41,7 @@ WRITTEN_IN_TWO_WAYS = {
 
 
 class NoSchemas(Exception):
-    """They cannot be read here; the message says what to install."""
+    """The schemas of the API cannot be read on this machine; the message says what to install."""
 
 
 def read_schemas() -> dict[Kind, Schema]:
@@ -57,7 +57,7 @@ def read_schemas() -> dict[Kind, Schema]:
 
 
 def problems_of(thing: Thing, schemas: dict[Kind, Schema]) -> list[str]:
-    """What an API server would refuse in an object, and what it would drop."""
+    """List the fields of an object that an API server would refuse or drop."""
     schema = schemas.get((thing["apiVersion"], thing["kind"]))
     if schema is None:
         return [f"{name_of(thing)}: {thing['apiVersion']} has no such kind"]

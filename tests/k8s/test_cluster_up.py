@@ -195,7 +195,7 @@ def test_a_running_group_s_pods_are_not_changed(
 def test_whether_the_operator_runs_is_asked_once_it_had_time(
     live: Thing, clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It makes the head's pod some seconds after the RayCluster."""
+    """The operator makes the head's pod some seconds after the RayCluster."""
     began = clock.now
 
     class Slow(Server):

@@ -1,35 +1,38 @@
-"""The reconciler's decision as a table: what is observed, and the one thing that is done."""
+"""The controller's decision as a table: an observation, the state that follows from it, and the action."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ray.job_submission import JobStatus
 
-from k8s.controller.decision import (
-    HEAD_LOST_SECONDS,
-    PENDING_SECONDS,
-    SETTLE_SECONDS,
-    SUBMIT_SECONDS,
-    WHOLE_GANG_SECONDS,
+from k8s.controller.action import (
     Action,
     DeleteOlderRayJobs,
     EmptyGroup,
     EndAttempt,
     EndDeployment,
-    Gang,
     HoldNodes,
-    Observation,
     PlaceGang,
     ShrinkGang,
     StartAttempt,
     StopDriver,
     TakeDown,
     Wait,
+)
+from k8s.controller.decision import (
+    HEAD_LOST_SECONDS,
+    PENDING_SECONDS,
+    SETTLE_SECONDS,
+    SUBMIT_SECONDS,
+    WHOLE_GANG_SECONDS,
     decide,
 )
+from k8s.controller.deployment_state import Awaited, State
 from k8s.controller.node_pool import PoolState
+from k8s.controller.observation import Gang, Observation
 from k8s.controller.ray_jobs import DriverState
 from k8s.objects.placement import OPERATOR_SECONDS
 from k8s.objects.record import Outcome, Record
@@ -38,15 +41,17 @@ from tests.k8s.builders import deployment_of
 IMAGE = deployment_of().image
 PATIENCE = 1_800.0
 LOSS_PATIENCE = 20_000.0
+LONG = WHOLE_GANG_SECONDS + 1
 LOST = Outcome(75, "the driver was lost")
 DONE = Outcome(0, "done")
 RAYJOBS = frozenset({"trainer-abc123-1"})
+UNRAISED = PoolState(is_raised=False, report="node group: 0 -> 8")
 
 
 def seen(
     attempts: tuple[Outcome, ...] = (), outcome: Outcome | None = None, stop: str = "", **observed: Any
 ) -> Observation:
-    """Of a deployment of 8 nodes that may go on with 4."""
+    """An observation of a deployment of 8 nodes that may continue on 4."""
     wanted: dict[str, Any] = {"nodes": 8, "fewer_nodes": (4,), "start_timeout_seconds": int(PATIENCE), "retries": 1}
     wanted |= {"loss_timeout_seconds": int(LOSS_PATIENCE)}
     wanted |= {name: observed.pop(name) for name in ("mode", "keep") if name in observed}
@@ -55,13 +60,13 @@ def seen(
 
 
 def gang(nodes: int = 8, **changes: Any) -> Gang:
-    """One that stands."""
+    """A gang whose pods have all joined Ray, with changes."""
     standing: dict[str, Any] = {"replicas": nodes, "pods": nodes, "is_up_to_date": True, "joined": nodes}
     return Gang(nodes, **standing | changes)
 
 
-def waited(what: str, seconds: float) -> dict[str, Any]:
-    return {"waiting_for": what, "waited_seconds": seconds}
+def waited(awaited: Awaited, seconds: float) -> dict[str, Any]:
+    return {"waiting_for": awaited, "waited_seconds": seconds}
 
 
 def placed(**status: str) -> dict[str, Any]:
@@ -72,343 +77,283 @@ def driver(status: JobStatus, exit_code: int | None = None, message: str = "") -
     return placed(jobStatus="RUNNING") | {"driver": DriverState(status, exit_code, message, 1)}
 
 
-PENDING = driver(JobStatus.PENDING)
+def ended(exit_code: int, is_driver_stopped: bool = False, is_rayjob_kept: bool = False) -> EndAttempt:
+    return EndAttempt(
+        exit_code=exit_code, message="", is_driver_stopped=is_driver_stopped, is_rayjob_kept=is_rayjob_kept
+    )
 
-# (what it is, what is observed, what is done)
-PLACING: list[tuple[str, Observation, Action]] = [
+
+def over(exit_code: int) -> EndDeployment:
+    return EndDeployment(outcome=Outcome(exit_code, ""))
+
+
+Row = tuple[str, Observation, Action, tuple[str, ...]]
+"""A name, an observation, the action without its prose, and names and values that the prose contains."""
+
+OTHER_PODS = {"replicas": 2, "pods": 2, "is_up_to_date": False}
+NO_PODS = {"replicas": 0, "pods": 0, "is_up_to_date": False, "joined": 0}
+GANG = Awaited.GANG
+WITHOUT_RAYJOB: list[Row] = [
+    ("another deployment's pods", seen(gang=gang(**OTHER_PODS)), EmptyGroup(waits_for=GANG), ("trainer",)),
     (
-        "another deployment's pods",
-        seen(gang=gang(replicas=2, pods=2, is_up_to_date=False)),
-        EmptyGroup(report="waiting for trainer pods that were there before to leave", waits_for="a gang of 8"),
-    ),
-    (
-        "pods that still leave",
+        "terminating pods",
         seen(gang=gang(replicas=0, pods=2, is_up_to_date=False)),
-        EmptyGroup(report="waiting for trainer pods that were there before to leave", waits_for="a gang of 8"),
+        EmptyGroup(waits_for=GANG),
+        ("trainer",),
     ),
-    (
-        "more pods than the attempt may have",
-        seen((LOST,), gang=gang(nodes=4, replicas=8)),
-        EmptyGroup(report="waiting for trainer pods that were there before to leave", waits_for="a gang of 4"),
-    ),
-    (
-        "an empty group",
-        seen(gang=gang(replicas=0, pods=0, is_up_to_date=False)),
-        PlaceGang(nodes=8, report=f"trainer: 0 -> 8 pods of {IMAGE}", waits_for="a gang of 8"),
-    ),
-    (
-        "fewer pods of the same kind",
-        seen(gang=gang(replicas=4, pods=4)),
-        PlaceGang(nodes=8, report=f"trainer: 4 -> 8 pods of {IMAGE}", waits_for="a gang of 8"),
-    ),
-    (
-        "pods that are not ready",
-        seen(gang=gang(missing="7 of 8 trainer pods are ready: why")),
-        PlaceGang(nodes=8, report="7 of 8 trainer pods are ready: why", waits_for="a gang of 8"),
-    ),
+    ("more pods than nodes", seen((LOST,), gang=gang(4, replicas=8)), EmptyGroup(waits_for=GANG), ("trainer",)),
+    ("an empty group", seen(gang=gang(**NO_PODS)), PlaceGang(nodes=8, waits_for=GANG), ("0 -> 8", IMAGE)),
+    ("too few pods", seen(gang=gang(replicas=4, pods=4)), PlaceGang(nodes=8, waits_for=GANG), ("4 -> 8",)),
+    ("pods that are not ready", seen(gang=gang(missing="7 of 8")), PlaceGang(nodes=8, waits_for=GANG), ("7 of 8",)),
     (
         "a head that does not answer",
         seen(gang=gang(joined=0, ray_error="refused")),
-        PlaceGang(nodes=8, report="waiting for the Ray head: refused", waits_for="a gang of 8"),
+        PlaceGang(nodes=8, waits_for=GANG),
+        ("refused",),
+    ),
+    ("pods that have not joined", seen(gang=gang(joined=7)), PlaceGang(nodes=8, waits_for=GANG), ("7 of 8",)),
+    ("a whole gang", seen(gang=gang()), StartAttempt(nodes=8), ("trainer-abc123-1", IMAGE)),
+    ("a smaller gang", seen((LOST,), gang=gang(4)), StartAttempt(nodes=4), ("trainer-abc123-2",)),
+    ("an isolated attempt", seen(mode="isolated", gang=gang(**NO_PODS)), StartAttempt(nodes=8), ("trainer-abc123-1",)),
+    (
+        "an isolated attempt beside kept pods",
+        seen(mode="isolated", gang=gang(**OTHER_PODS)),
+        EmptyGroup(waits_for=GANG),
+        (),
     ),
     (
-        "pods that have not joined",
-        seen(gang=gang(joined=7)),
-        PlaceGang(nodes=8, report="7 of 8 trainer pods have joined Ray", waits_for="a gang of 8"),
+        "a lost node without a spare",
+        seen((LOST,), gang=gang(missing="7 of 8", room=7), **waited(Awaited.GANG, LONG)),
+        ShrinkGang(nodes=4),
+        ("8 nodes", "301 s", "room for 7"),
     ),
     (
-        "a gang that stands",
-        seen(gang=gang()),
-        StartAttempt(nodes=8, report=f"attempt 1: RayJob trainer-abc123-1 runs {IMAGE} on 8 nodes"),
+        "a missing node before the first attempt",
+        seen(gang=gang(missing="7 of 8", room=7), **waited(Awaited.GANG, LONG)),
+        PlaceGang(nodes=8, waits_for=GANG),
+        ("7 of 8",),
     ),
     (
-        "a gang that stands after a loss",
-        seen((LOST,), gang=gang(4)),
-        StartAttempt(nodes=4, report=f"attempt 2: RayJob trainer-abc123-2 runs {IMAGE} on 4 nodes"),
+        "the end of the wait",
+        seen(gang=gang(missing="7 of 8"), **waited(Awaited.GANG, PATIENCE + 1)),
+        over(75),
+        ("1800 s", "7 of 8"),
     ),
     (
-        "a cluster of its own, which the RayJob brings",
-        seen(mode="isolated", gang=gang(replicas=0, pods=0, is_up_to_date=False, joined=0)),
-        StartAttempt(nodes=8, report=f"attempt 1: RayJob trainer-abc123-1 runs {IMAGE} on 8 nodes"),
+        "a longer wait after a loss",
+        seen((LOST,), gang=gang(missing="7 of 8"), **waited(Awaited.GANG, PATIENCE + 1)),
+        PlaceGang(nodes=8, waits_for=GANG),
+        ("7 of 8",),
     ),
     (
-        "a cluster of its own beside pods that were left up",
-        seen(mode="isolated", gang=gang(replicas=2, pods=2, is_up_to_date=False)),
-        EmptyGroup(report="waiting for trainer pods that were there before to leave", waits_for="a gang of 8"),
+        "the end of the wait after a loss",
+        seen((LOST,), gang=gang(missing="7 of 8"), **waited(Awaited.GANG, LOSS_PATIENCE + 1)),
+        over(75),
+        ("20000 s", "7 of 8"),
     ),
     (
-        "no node for one pod, after a loss",
-        seen((LOST,), gang=gang(missing="7 of 8", room=7), **waited("a gang of 8", WHOLE_GANG_SECONDS + 1)),
-        ShrinkGang(
-            nodes=4,
-            report="no 8 nodes after 301 s, room for 7: this attempt goes on with 4",
-            waits_for="a gang of 8",
-        ),
+        "a shrunk gang, with a wait of its own",
+        seen((LOST,), gang=gang(4, missing="3 of 4"), **waited(Awaited.NOTHING, PATIENCE + 1)),
+        PlaceGang(nodes=4, waits_for=GANG),
+        ("3 of 4",),
+    ),
+    ("a pool to raise", seen(gang=gang(**NO_PODS, pool=UNRAISED)), HoldNodes(waits_for=GANG), (UNRAISED.report,)),
+    (
+        "a pool to raise for an isolated attempt",
+        seen(mode="isolated", gang=gang(**NO_PODS, pool=UNRAISED)),
+        HoldNodes(waits_for=GANG),
+        (UNRAISED.report,),
     ),
     (
-        "no node for one pod, at first",
-        seen(gang=gang(missing="7 of 8", room=7), **waited("a gang of 8", WHOLE_GANG_SECONDS + 1)),
-        PlaceGang(nodes=8, report="7 of 8", waits_for="a gang of 8"),
-    ),
-    (
-        "a gang that cannot be had",
-        seen(gang=gang(missing="7 of 8"), **waited("a gang of 8", PATIENCE + 1)),
-        EndDeployment(outcome=Outcome(75, "not up after 1800 s: 7 of 8")),
-    ),
-    (
-        "a gang that cannot be had again for a while",
-        seen((LOST,), gang=gang(missing="7 of 8"), **waited("a gang of 8", PATIENCE + 1)),
-        PlaceGang(nodes=8, report="7 of 8", waits_for="a gang of 8"),
-    ),
-    (
-        "a gang that cannot be had again",
-        seen((LOST,), gang=gang(missing="7 of 8"), **waited("a gang of 8", LOSS_PATIENCE + 1)),
-        EndDeployment(outcome=Outcome(75, "not up after 20000 s: 7 of 8")),
-    ),
-    (
-        "a gang that is waited for anew",
-        seen((LOST,), gang=gang(nodes=4, missing="3 of 4"), **waited("a gang of 8", PATIENCE + 1)),
-        PlaceGang(nodes=4, report="3 of 4", waits_for="a gang of 4"),
-    ),
-    (
-        "nodes that are still to come",
-        seen(gang=gang(replicas=0, pods=0, is_up_to_date=False, pool=PoolState(is_raised=False, report="0 -> 8"))),
-        HoldNodes(report="0 -> 8", waits_for="a gang of 8"),
-    ),
-    (
-        "nodes that are still to come, for a cluster of its own",
-        seen(mode="isolated", gang=gang(replicas=0, pods=0, pool=PoolState(is_raised=False, report="0 -> 8"))),
-        HoldNodes(report="0 -> 8", waits_for="a gang of 8"),
-    ),
-    (
-        "nodes that start, for a cluster of its own, which comes after them",
-        seen(mode="isolated", gang=gang(replicas=0, pods=0, is_up_to_date=False, pool=PoolState(report="2 of 8"))),
-        Wait(report="2 of 8", waits_for="a gang of 8"),
+        "nodes that start for an isolated attempt",
+        seen(mode="isolated", gang=gang(**NO_PODS, pool=PoolState(report="2 of 8"))),
+        Wait(waits_for=GANG),
+        ("2 of 8",),
     ),
     (
         "nodes that start",
         seen(gang=gang(missing="7 of 8", pool=PoolState(report="7 nodes are ready"))),
-        PlaceGang(nodes=8, report="7 of 8; 7 nodes are ready", waits_for="a gang of 8"),
+        PlaceGang(nodes=8, waits_for=GANG),
+        ("7 of 8", "7 nodes are ready"),
     ),
     (
         "nodes that do not come",
-        seen(gang=gang(missing="7 of 8", pool=PoolState(report="7 are ready")), **waited("a gang of 8", PATIENCE + 1)),
-        EndDeployment(outcome=Outcome(75, "not up after 1800 s: 7 of 8; 7 are ready")),
+        seen(gang=gang(missing="7 of 8", pool=PoolState(report="no room")), **waited(Awaited.GANG, PATIENCE + 1)),
+        over(75),
+        ("1800 s", "7 of 8", "no room"),
     ),
     (
         "a pool that EKS does not raise",
-        seen(gang=gang(pool=PoolState(is_raised=False, report="busy")), **waited("a gang of 8", PATIENCE + 1)),
-        EndDeployment(outcome=Outcome(75, "not up after 1800 s: busy")),
+        seen(gang=gang(pool=UNRAISED), **waited(Awaited.GANG, PATIENCE + 1)),
+        over(75),
+        ("1800 s", UNRAISED.report),
     ),
     (
         "a pool that may not be raised",
         seen(gang=gang(pool=PoolState(is_raised=False, refusal="denied"))),
-        EndDeployment(outcome=Outcome(4, "denied")),
+        over(4),
+        ("denied",),
     ),
     (
-        "nodes of another stage that start while the gang stands",
+        "another stage's nodes that start beside a whole gang",
         seen(gang=gang(pool=PoolState(report="9 of 10 nodes are ready"))),
-        StartAttempt(nodes=8, report=f"attempt 1: RayJob trainer-abc123-1 runs {IMAGE} on 8 nodes"),
+        StartAttempt(nodes=8),
+        (),
     ),
     (
         "a RayJob of an earlier deployment",
         seen(older_rayjobs=1),
-        DeleteOlderRayJobs(
-            report="waiting for the KubeRay operator to end and remove an earlier attempt's RayJob",
-            waits_for="a RayJob to go",
-        ),
+        DeleteOlderRayJobs(waits_for=Awaited.OLDER_RAYJOBS),
+        ("RayJob",),
     ),
     (
-        "one that takes longer than the operator needs",
-        seen(older_rayjobs=1, **waited("a RayJob to go", OPERATOR_SECONDS + 1)),
-        DeleteOlderRayJobs(
-            report="waiting for the KubeRay operator to end and remove an earlier attempt's RayJob for more than "
-            "60 s. Does the KubeRay operator run? kubectl get pods -A | grep kuberay",
-            waits_for="a RayJob to go",
-        ),
+        "an older RayJob that the operator does not remove",
+        seen(older_rayjobs=1, **waited(Awaited.OLDER_RAYJOBS, OPERATOR_SECONDS + 1)),
+        DeleteOlderRayJobs(waits_for=Awaited.OLDER_RAYJOBS),
+        ("60 s", "grep kuberay"),
     ),
     (
-        "pods that the operator has still to make",
-        seen(gang=gang(pods=7, joined=7, missing="7 of 8"), **waited("a gang of 8", OPERATOR_SECONDS)),
-        PlaceGang(nodes=8, report="7 of 8", waits_for="a gang of 8"),
+        "an older RayJob that stays",
+        seen(older_rayjobs=1, **waited(Awaited.OLDER_RAYJOBS, PATIENCE + 1)),
+        over(75),
+        ("RayJob", "1800 s"),
     ),
     (
         "pods that the operator does not make",
-        seen(gang=gang(pods=7, joined=7, missing="7 of 8"), **waited("a gang of 8", OPERATOR_SECONDS + 1)),
-        PlaceGang(
-            nodes=8,
-            report="7 of 8; waited for more than 60 s. Does the KubeRay operator run? kubectl get pods -A | grep "
-            "kuberay",
-            waits_for="a gang of 8",
-        ),
-    ),
-    (
-        "one that does not go",
-        seen(older_rayjobs=1, **waited("a RayJob to go", PATIENCE + 1)),
-        EndDeployment(outcome=Outcome(75, "an earlier attempt's RayJob does not go")),
-    ),
-    (
-        "a stop request before the gang stands",
-        seen(stop="ann", gang=gang(missing="7 of 8")),
-        EndDeployment(outcome=Outcome(75, "stopped by ann; the same command continues")),
+        seen(gang=gang(pods=7, joined=7, missing="7 of 8"), **waited(Awaited.GANG, OPERATOR_SECONDS + 1)),
+        PlaceGang(nodes=8, waits_for=GANG),
+        ("7 of 8", "60 s", "grep kuberay"),
     ),
 ]
-
-FOLLOWING: list[tuple[str, Observation, Action]] = [
+WITH_RAYJOB: list[Row] = [
+    ("a running driver", seen(**driver(JobStatus.RUNNING)), Wait(waits_for=Awaited.NOTHING), ("attempt 1",)),
     (
-        "a driver that runs",
-        seen(**driver(JobStatus.RUNNING)),
-        Wait(report="attempt 1 is running", waits_for=""),
+        "a pending driver",
+        seen(**driver(JobStatus.PENDING), missing="7 of 8"),
+        Wait(waits_for=Awaited.DRIVER_RESOURCE),
+        ("7 of 8",),
     ),
     (
-        "a driver without a resource",
-        seen(**PENDING, missing="7 of 8"),
-        Wait(report="the job is pending; 7 of 8", waits_for="a resource"),
+        "a driver that stays pending",
+        seen(**driver(JobStatus.PENDING), **waited(Awaited.DRIVER_RESOURCE, PENDING_SECONDS + 1)),
+        ended(75, is_driver_stopped=True),
+        ("300 s", "stage_trainer"),
     ),
-    (
-        "a driver that never gets one",
-        seen(**PENDING, **waited("a resource", PENDING_SECONDS + 1)),
-        EndAttempt(
-            exit_code=75,
-            message="the job was pending for 300 s: no live Ray node has stage_trainer to give; all pods are ready",
-            is_driver_stopped=True,
-            waits_for="",
-        ),
-    ),
-    (
-        "a driver that is to stop",
-        seen(stop="ann", **driver(JobStatus.RUNNING)),
-        StopDriver(report="stopping for ann: the driver has its notice"),
-    ),
-    (
-        "a driver that ended well",
-        seen(**driver(JobStatus.SUCCEEDED, 0)),
-        EndAttempt(exit_code=0, message="done", is_rayjob_kept=True, waits_for=""),
-    ),
+    ("a driver to stop", seen(stop="ann", **driver(JobStatus.RUNNING)), StopDriver(), ("ann",)),
+    ("a driver that succeeded", seen(**driver(JobStatus.SUCCEEDED, 0)), ended(0, is_rayjob_kept=True), ()),
     (
         "a driver that was stopped",
         seen(stop="ann", **driver(JobStatus.STOPPED)),
-        EndAttempt(
-            exit_code=75, message="stopped by ann; the same command continues", is_rayjob_kept=True, waits_for=""
-        ),
+        ended(75, is_rayjob_kept=True),
+        ("ann",),
     ),
     (
-        "a driver that found an error",
+        "a driver with an error",
         seen(**driver(JobStatus.FAILED, 3, "millrace: no corpus")),
-        EndAttempt(exit_code=3, message="no corpus", is_rayjob_kept=True, waits_for=""),
+        ended(3, is_rayjob_kept=True),
+        ("no corpus",),
     ),
     (
         "a driver that was lost with its node",
         seen(**driver(JobStatus.FAILED, None, "died")),
-        EndAttempt(exit_code=75, message="the driver was lost: died", is_rayjob_kept=True, waits_for=""),
+        ended(75, is_rayjob_kept=True),
+        ("died",),
     ),
     (
-        "a RayJob that ended while Ray does not answer",
+        "an ended RayJob while Ray does not answer",
         seen(**placed(jobDeploymentStatus="Complete", jobStatus="SUCCEEDED"), ray_error="refused"),
-        EndAttempt(exit_code=0, message="done", is_rayjob_kept=True, waits_for=""),
+        ended(0, is_rayjob_kept=True),
+        (),
     ),
+    ("a stop before Ray knows the job", seen(stop="ann", **placed()), ended(75), ("ann",)),
+    ("a job to submit", seen(**placed()), Wait(waits_for=Awaited.SUBMISSION), ("operator",)),
     (
-        "a RayJob that is to stop before Ray knows it",
-        seen(stop="ann", **placed()),
-        EndAttempt(exit_code=75, message="stopped by ann before its driver ran", waits_for=""),
+        "a job that is not submitted",
+        seen(**placed(jobDeploymentStatus="Initializing"), **waited(Awaited.SUBMISSION, SUBMIT_SECONDS + 1)),
+        ended(75),
+        ("300 s", "Initializing", "k8s/README.md"),
     ),
-    (
-        "a RayJob that is not submitted yet",
-        seen(**placed()),
-        Wait(report="waiting for the operator to submit the job", waits_for="submission"),
-    ),
-    (
-        "a RayJob that is never submitted",
-        seen(**placed(jobDeploymentStatus="Initializing"), **waited("submission", SUBMIT_SECONDS + 1)),
-        EndAttempt(
-            exit_code=75,
-            message="the operator did not submit the job within 300 s; its RayJob says Initializing. Does the operator "
-            "run, without a batch scheduler of its own (k8s/README.md)?",
-            waits_for="",
-        ),
-    ),
-    (
-        "a head that is lost",
-        seen(**placed(jobStatus="RUNNING"), ray_error="refused"),
-        Wait(report="the Ray head does not answer; a new one runs this attempt again by itself", waits_for="the head"),
-    ),
+    ("a lost head", seen(**placed(jobStatus="RUNNING"), ray_error="refused"), Wait(waits_for=Awaited.HEAD), ("head",)),
     (
         "a head that does not come back",
-        seen(**placed(jobStatus="RUNNING"), ray_error="refused", **waited("the head", HEAD_LOST_SECONDS + 1)),
-        EndAttempt(exit_code=75, message="the Ray head was lost: refused", waits_for=""),
+        seen(**placed(jobStatus="RUNNING"), ray_error="refused", **waited(Awaited.HEAD, HEAD_LOST_SECONDS + 1)),
+        ended(75),
+        ("refused",),
     ),
     (
-        "a cluster of its own that starts",
+        "a starting cluster of an isolated attempt",
         seen(mode="isolated", **placed(), cluster_event="FailedMount: no claim"),
-        Wait(report="its Ray head is starting (FailedMount: no claim)", waits_for="its cluster"),
+        Wait(waits_for=Awaited.OWN_CLUSTER),
+        ("FailedMount: no claim",),
     ),
     (
-        "a cluster of its own that never stands",
-        seen(mode="isolated", **placed(), missing="0 of 8", **waited("its cluster", PATIENCE + 1)),
-        EndAttempt(exit_code=75, message="not up after 1800 s: 0 of 8", waits_for=""),
+        "a cluster of an isolated attempt that does not start",
+        seen(mode="isolated", **placed(), missing="0 of 8", **waited(Awaited.OWN_CLUSTER, PATIENCE + 1)),
+        ended(75),
+        ("1800 s", "0 of 8"),
     ),
 ]
-
-SETTLING = "the operator to see the end"
-ENDING: list[tuple[str, Observation, Action]] = [
-    ("an attempt that ended well", seen((DONE,)), EndDeployment(outcome=DONE)),
-    (
-        "one disturbance too many",
-        seen((LOST, LOST)),
-        EndDeployment(outcome=Outcome(75, "the driver was lost after 2 attempts")),
-    ),
-    (
-        "an error that no attempt mends",
-        seen((LOST, Outcome(3, "no corpus"))),
-        EndDeployment(outcome=Outcome(3, "no corpus after 2 attempts")),
-    ),
-    ("a stop request after an attempt", seen((LOST,), stop="ann"), EndDeployment(outcome=LOST)),
+ENDING: list[Row] = [
+    ("success", seen((DONE,)), over(0), ("done",)),
+    ("no retry left", seen((LOST, LOST)), over(75), ("2 attempts",)),
+    ("an error", seen((LOST, Outcome(3, "no corpus"))), over(3), ("no corpus",)),
+    ("a stop before the first attempt", seen(stop="ann"), over(75), ("ann",)),
+    ("a stop after an attempt", seen((LOST,), stop="ann"), over(75), (LOST.message,)),
     (
         "an outcome",
         seen((DONE,), DONE),
-        TakeDown(ended_rayjobs=RAYJOBS, are_pods_kept=False, waits_for=SETTLING),
+        TakeDown(ended_rayjobs=RAYJOBS, are_pods_kept=False, waits_for=Awaited.OPERATOR),
+        (),
     ),
     (
-        "an outcome whose RayJob the operator does not see",
-        seen((DONE,), DONE, **waited(SETTLING, SETTLE_SECONDS)),
-        TakeDown(ended_rayjobs=frozenset(), are_pods_kept=False, waits_for=SETTLING),
+        "an outcome that the operator does not see",
+        seen((DONE,), DONE, **waited(Awaited.OPERATOR, SETTLE_SECONDS)),
+        TakeDown(ended_rayjobs=frozenset(), are_pods_kept=False, waits_for=Awaited.OPERATOR),
+        (),
     ),
     (
-        "an outcome with KEEP=1",
+        "KEEP=1",
         seen((DONE,), DONE, keep=True),
-        TakeDown(ended_rayjobs=RAYJOBS, are_pods_kept=True, waits_for=SETTLING),
+        TakeDown(ended_rayjobs=RAYJOBS, are_pods_kept=True, waits_for=Awaited.OPERATOR),
+        (),
     ),
     (
-        "an outcome with KEEP=1 of pods that never stood",
+        "KEEP=1 without an attempt",
         seen((), LOST, keep=True),
-        TakeDown(ended_rayjobs=frozenset(), are_pods_kept=False, waits_for=SETTLING),
+        TakeDown(ended_rayjobs=frozenset(), are_pods_kept=False, waits_for=Awaited.OPERATOR),
+        (),
     ),
 ]
+ALL = [*WITHOUT_RAYJOB, *WITH_RAYJOB, *ENDING]
 
 
-@pytest.mark.parametrize(
-    ("observation", "action"),
-    [pytest.param(observation, action, id=what) for what, observation, action in [*PLACING, *FOLLOWING, *ENDING]],
-)
-def test_what_is_observed_decides_what_is_done(observation: Observation, action: Action) -> None:
-    assert decide(observation) == action
+def without_prose(action: Action) -> Action:
+    """The action with an empty report and message."""
+    action = replace(action, report="")
+    if isinstance(action, EndAttempt):
+        return replace(action, message="")
+    return replace(action, outcome=replace(action.outcome, message="")) if isinstance(action, EndDeployment) else action
 
 
-@pytest.mark.parametrize("observation", [each for _, each, _ in PLACING if not each.record.stop])
-def test_whoever_places_a_gang_has_looked_for_it(observation: Observation) -> None:
-    assert observation.is_start_due
+def prose_of(action: Action) -> str:
+    message = action.outcome.message if isinstance(action, EndDeployment) else getattr(action, "message", "")
+    return f"{action.report} {message}"
 
 
-@pytest.mark.parametrize("observation", [each for _, each, _ in [*FOLLOWING, *ENDING]])
-def test_nobody_looks_for_a_gang_that_is_not_to_be_placed(observation: Observation) -> None:
-    assert not observation.is_start_due
+@pytest.mark.parametrize(("observation", "expected", "mentions"), [pytest.param(*row[1:], id=row[0]) for row in ALL])
+def test_an_observation_decides_the_action(
+    observation: Observation, expected: Action, mentions: tuple[str, ...]
+) -> None:
+    action = decide(observation)
+    assert without_prose(action) == expected
+    assert [each for each in mentions if each not in prose_of(action)] == []
 
 
-def test_a_look_that_is_missing_is_a_bug() -> None:
-    with pytest.raises(ValueError, match="without a look at its gang"):
+def test_every_state_and_every_action_is_in_the_table() -> None:
+    assert {observation.state for _, observation, _, _ in ALL} == set(State)
+    assert {type(action) for _, _, action, _ in ALL} == set(Action.__subclasses__())
+
+
+def test_a_gang_that_was_not_observed_is_a_bug() -> None:
+    with pytest.raises(ValueError, match="gang"):
         decide(seen())
-
-
-def test_every_action_is_decided_on_somewhere() -> None:
-    decided = {type(action) for _, _, action in [*PLACING, *FOLLOWING, *ENDING]}
-    assert decided == set(Action.__subclasses__())

@@ -1,4 +1,4 @@
-"""What a deployment sends, and what it makes of answers, without a cluster."""
+"""The client of a deployment without a cluster: the objects that it sends, and its use of the answers."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_options_that_a_deployment_sets_itself_are_refused(arguments: str, said:
 
 
 def test_a_deployment_that_names_no_recipe_takes_the_overlay_s(clusters: dict[str, Thing]) -> None:
-    """Which its images take: those of Neuron refuse a recipe for CPUs."""
+    """The images of an overlay take its recipe; those for Neuron would refuse one for CPUs."""
     request = DeployRequest("trainer", tag=IMAGE)
     found = {
         name: resolve(Listing(), worker_group_of(cluster, "trainer"), request)  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def test_what_nodes_follow_from_has_to_be_read_all_the_same(trainer: WorkerGroup
 
 
 def test_a_deploy_job_reads_no_recipe() -> None:
-    """Its image may know other keys than the stage's."""
+    """The head's image may know other recipe keys than the stage's image."""
     program = "import sys, k8s.controller.job; sys.exit('services.common.recipe.file' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=OVERLAYS["local"].parents[2], check=True)
 
@@ -368,7 +368,7 @@ def test_a_dry_run_writes_every_manifest(
 
 
 def test_a_deploy_job_s_pod_leaves_a_lost_node_soon_and_another_does_not_wait(clusters: dict[str, Thing]) -> None:
-    """With a failure policy Kubernetes makes no other while the old one is Terminating: on a lost node, for ever."""
+    """With a failure policy Kubernetes replaces no Terminating pod, such as one on a lost node."""
     spec = render_deploy_job(worker_group_of(clusters["eks"], "trainer"), deployment_of())["spec"]
     assert "podFailurePolicy" not in spec
     assert spec["podReplacementPolicy"] == "TerminatingOrFailed"

@@ -72,7 +72,7 @@ CLUSTER_WIDE = (
 
 
 def test_the_page_installs_what_is_tested_beside_an_operator_of_others() -> None:
-    """Of the version of the add-on, and in a namespace whose policies let its pod in."""
+    """The page names the add-on's version, and a namespace whose policies admit the operator's pod."""
     page = PAGE.read_text(encoding="utf-8")
     releases = {release.name: release for release in read_releases()}
     assert f"--version {releases['kuberay'].version} " in page

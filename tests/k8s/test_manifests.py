@@ -289,7 +289,7 @@ def test_no_budget_keeps_a_drain_from_its_end(overlays: dict[str, list[Thing]]) 
 
 
 def test_ray_sees_the_neuron_cores_of_a_trainium_node(overlays: dict[str, list[Thing]]) -> None:
-    """From the limit aws.amazon.com/neuron alone it would see none."""
+    """Ray sees no NeuronCore from the limit aws.amazon.com/neuron alone."""
     for stage in ("trainer", "compiler"):
         resources = rules.node_types_that_ray_reads(overlays["eks"])[stage]["resources"]
         assert {name: resources[name] for name in ("CPU", "neuron_cores", f"stage_{stage}")} == {
@@ -301,7 +301,7 @@ def test_ray_sees_the_neuron_cores_of_a_trainium_node(overlays: dict[str, list[T
 
 
 def test_a_compile_on_cpu_nodes_takes_no_neuron_device(compiler_on_cpus: list[Thing]) -> None:
-    """Its pods may go to no Trainium node either, all of which are tainted: none waits while graphs are compiled."""
+    """The compiler's pods select no Trainium node, so no such node idles while graphs are compiled."""
     pod = pods_of(compiler_on_cpus)["compiler"]["spec"]
     [container] = pod["containers"]
 

@@ -19,7 +19,7 @@ HEAD = {"metadata": {"name": "head"}, "spec": {"containers": [{"name": "ray-head
 
 
 class Pods:
-    """What the pod of the Job and the head's pod print."""
+    """The output of the Job's pod and of the head's pod."""
 
     def __init__(self, job: str, head: str) -> None:
         self.job, self.head = job, head

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-from moto import mock_aws
 
 from k8s.client.node_pool_checks import require_nodes_given_back
 from k8s.controller import one_off_nodes, reaper
@@ -25,28 +24,22 @@ from k8s.objects.one_off_job import cpu_group_of, render_one_off_job, render_one
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
 from tests.k8s.builders import Clock
-from tests.k8s.cloud import POOL, REGION, Cloud, Refusal
+from tests.k8s.cloud import POOL, Cloud, Refusal
+from tests.k8s.node_pools.pool import Killed, Mortal
+from tests.k8s.one_offs.cluster import one_off_of
 from tests.k8s.rendered import Thing, cluster_of
-from tests.k8s.test_node_pools import Killed, Mortal
-from tests.k8s.test_one_offs import one_off_of
 from tests.k8s.world import World
 
 ONE_OFF = "one-off-trainer-abc123"
 NODES_JOB = "one-off-nodes-trainer-abc123"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def account() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, mock_aws():
-        patch.setenv("AWS_REGION", REGION)
-        eks._connect.cache_clear()
-        yield
-    eks._connect.cache_clear()
+pytestmark = pytest.mark.usefixtures("account")
 
 
 @pytest.fixture
 def make_world(overlays: dict[str, list[Thing]], clock: Clock) -> Callable[[], World]:
-    """Without a node, with both Jobs of a one-off."""
+    """A world without nodes, with both Jobs of a one-off."""
     cluster = copy.deepcopy(cluster_of(overlays["eks"]))
     cluster["metadata"]["annotations"][node_pool_annotation("tokenizer")] = POOL
     began = clock.now
@@ -175,7 +168,7 @@ def test_a_refusal_is_written_down_for_the_client(
 def test_what_holds_it_may_be_killed_after_any_write(
     make_world: Callable[[], World], cloud: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its Job's next pod goes on, and in the end no node is left."""
+    """The process is killed after every single write in turn; the Job's next pod continues, and no node is left."""
     resize = eks.resize_node_group
     for writes in itertools.count(1):
         world = make_world()
@@ -262,7 +255,7 @@ def test_an_eks_that_does_not_answer_is_asked_again(
     refusal = Refusal("DescribeNodegroup", 503, "ServerException", times=1)
     assert one_off_nodes.main(ONE_OFF) == EXIT_START_AGAIN
     assert refusal.left == 0
-    assert "nodes: again in 2 s: describe node group" in capsys.readouterr().err
+    assert "describe node group" in capsys.readouterr().err
     assert held(world) == {ONE_OFF: 1}
 
 

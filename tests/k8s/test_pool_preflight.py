@@ -1,16 +1,14 @@
-"""What a person is told of a node pool before anything is deployed: cost, reservation, and what does not fit."""
+"""Preflight reports on a node pool before anything is deployed: cost, reservation, and every misfit."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from moto import mock_aws
 
 from deploy.client.instance_type import check_instance_type
 from k8s.client import probe, stage_preflight
@@ -30,8 +28,8 @@ from k8s.objects.names import (
 from k8s.objects.node_shares import read_share_book
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import DeviceError
-from tests.k8s.builders import deployment_of, outline_of
-from tests.k8s.cloud import POOL, REGION, Cloud, Refusal
+from tests.k8s.builders import REGION, deployment_of, outline_of
+from tests.k8s.cloud import POOL, Cloud, Refusal
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing, cluster_of
 from tests.k8s.test_probes import HEAD, IMAGE, READY, Pods, ended
@@ -43,9 +41,9 @@ SEEN_LABELS = {"millrace.dev/pool": "trainium", "millrace.dev/shape": "trn1.32xl
 SEEN: dict[str, Any] = {
     "name": POOL,
     "status": "ACTIVE",
-    "desired": 0,
-    "least": 0,
-    "most": 4,
+    "desired_size": 0,
+    "min_size": 0,
+    "max_size": 4,
     "instance_types": [],  # its launch template says them
     "labels": SEEN_LABELS,
     "taints": [TAINT],
@@ -54,13 +52,7 @@ SEEN: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def account() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, mock_aws():
-        patch.setenv("AWS_REGION", REGION)
-        eks._connect.cache_clear()
-        yield
-    eks._connect.cache_clear()
+pytestmark = pytest.mark.usefixtures("account")
 
 
 @pytest.fixture
@@ -95,10 +87,10 @@ def problems(group: WorkerGroup, nodes: int = 2, api: MemoryApi | None = None, *
         ({"status": "DEGRADED", "issues": ["AsgInstanceLaunchFailures: none left"]}, []),
         ({"status": "DELETING"}, ["node group millrace/trainium is DELETING, not ACTIVE"]),
         ({"status": "CREATE_FAILED", "issues": ["NodeCreationFailure: x"]}, ["not ACTIVE: NodeCreationFailure: x"]),
-        ({"most": 1}, ["NODES=2 needs 2 nodes of node group millrace/trainium, whose limit is 1"]),
-        ({"most": 1}, ["raise trainium.max_nodes of the infrastructure"]),
+        ({"max_size": 1}, ["NODES=2 needs 2 nodes of node group millrace/trainium, whose limit is 1"]),
+        ({"max_size": 1}, ["raise trainium.max_nodes of the infrastructure"]),
         (
-            {"desired": 3},
+            {"desired_size": 3},
             ["NODES=2 needs 5 nodes of node group millrace/trainium (3 were there before), whose limit is 4"],
         ),
         ({"instance_types": ["trn1.32xlarge"]}, []),
@@ -164,10 +156,10 @@ def test_a_node_that_is_too_small_for_a_pod_is_told_from_the_table(trainer: Work
 def test_what_other_stages_hold_counts(trainer: WorkerGroup) -> None:
     api: Any = MemoryApi()
     write_share(api, read_share_book(api), POOL, "compiler", 3, 0)
-    [said] = problems(trainer, api=api, desired=3)
+    [said] = problems(trainer, api=api, desired_size=3)
     assert "NODES=2 needs 5 nodes of node group millrace/trainium (compiler holds 3), whose limit is 4" in said
     write_share(api, read_share_book(api), POOL, "trainer", 1, 0)
-    assert problems(trainer, 1, api=api, desired=4) == [], "it takes over what KEEP=1 left it"
+    assert problems(trainer, 1, api=api, desired_size=4) == [], "it takes over what KEEP=1 left it"
 
 
 def test_the_head_s_image_looks_at_the_pool_with_the_deployer_s_account(
@@ -176,7 +168,7 @@ def test_the_head_s_image_looks_at_the_pool_with_the_deployer_s_account(
     """The stage's own image looks beside the head: the pool has no nodes yet."""
     monkeypatch.setattr(probe, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(stage_preflight, "read_platform_labels", lambda stage, image: {})
-    logs = {"stage": json.dumps(READY), "head": json.dumps(HEAD | {"node_pool": SEEN | {"most": 1}})}
+    logs = {"stage": json.dumps(READY), "head": json.dumps(HEAD | {"node_pool": SEEN | {"max_size": 1}})}
     api: Any = Lookout({"stage": [ended(0)], "head": [ended(0)]}, logs)
     [problem] = check_in_pods(api, trainer, deployment_of(node_pool=POOL), "").problems
     assert "whose limit is 1" in problem.text
@@ -205,7 +197,7 @@ def test_an_eks_that_does_not_answer_is_asked_again_later(
 
 
 class Lookout(Pods):
-    """With no Lease: nobody ever held a node."""
+    """An API without a Lease of shares, as before the first deployment with a pool."""
 
     def find(self, kind: str, name: str) -> None:
         return None
@@ -231,11 +223,11 @@ def test_a_head_s_image_says_what_eks_says(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("pool", "refusal", "said"),
     [
-        (POOL, (403, "AccessDeniedException"), "must allow eks:DescribeNodegroup and eks:UpdateNodegroupConfig on it"),
+        (POOL, (403, "AccessDeniedException"), "eks:UpdateNodegroupConfig"),
         (POOL, (429, "ThrottlingException"), "describe node group millrace/trainium: ThrottlingException: said by"),
-        ("millrace/trn2", None, "No node group found for name: trn2. CLUSTER_NAME and the groups' names"),
+        ("millrace/trn2", None, "CLUSTER_NAME"),
         ("other/trainium", None, "other"),
-        ("trainium", None, "'trainium' names no node pool (expected: EKS cluster/managed node group"),
+        ("trainium", None, "'trainium' names no node pool"),
     ],
 )
 def test_what_eks_refuses_is_a_problem_of_preflight(
@@ -276,7 +268,7 @@ def test_hours_times_price_come_first(overlays: dict[str, list[Thing]]) -> None:
 
 
 def test_a_reservation_that_is_over_is_refused(overlays: dict[str, list[Thing]]) -> None:
-    """From 40 minutes before its end on, when EKS takes the nodes away."""
+    """A reservation is unusable from 40 minutes before its end, when EKS takes the nodes away."""
     for minutes, is_refused in ((45, False), (35, True)):
         end = datetime.now(UTC) + timedelta(minutes=minutes)
         said = check_reservation(with_annotations(overlays, end=end.isoformat()))

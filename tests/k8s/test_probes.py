@@ -1,4 +1,4 @@
-"""What short pods make of images: of one that is pulled, one that cannot be, one that answers and one that does not."""
+"""Short pods try images: one that can be pulled, one that cannot, one that answers and one that does not."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def trainer(overlays: dict[str, list[Thing]]) -> WorkerGroup:
-    """Its image is pulled, to nodes that are there."""
+    """The trainer's worker group with static nodes and an image that is pulled."""
     cluster = copy.deepcopy(cluster_of(overlays["eks"]))
     cluster["metadata"]["annotations"].pop(node_pool_annotation("trainer"), None)
     return worker_group_of(cluster, "trainer")
@@ -127,7 +127,7 @@ def test_the_stage_s_image_refuses_its_recipe(trainer: WorkerGroup) -> None:
 
 
 def test_an_image_that_says_it_in_words_alone_is_heard(trainer: WorkerGroup) -> None:
-    """As releases did that have no answer for a recipe they refuse."""
+    """An image without a structured answer refuses a recipe with an error line."""
     log = "millrace: /scratch/7.toml: \n  unknown key 'a'.\n  unknown key 'b'."
     [problem] = look(answers(log, code=2), trainer).problems
     assert problem.exit_code == 2

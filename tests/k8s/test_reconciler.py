@@ -72,7 +72,8 @@ def test_a_run_that_commits_checkpoints_outlives_any_number_of_evictions(
         return LOST if number < 9 else ended(0)
 
     world.attempt = attempt
-    assert reconcile(retries=3) == Outcome(0, "done after 9 attempts")
+    assert reconcile(retries=3).exit_code == 0
+    assert len(world.record.attempts) == 9
     assert [each.progressed for each in world.record.attempts] == [True] * 9
     assert is_down(world)
 
@@ -81,9 +82,7 @@ def test_a_run_that_commits_checkpoints_outlives_any_number_of_evictions(
 def test_the_next_attempt_begins_in_the_pass_that_sees_the_end_of_the_one_before(
     world: World, reconcile: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, does_operator_see: bool
 ) -> None:
-    """Where its gang stands. The operator may take its time to see the end that Ray has told, and to remove the RayJob
-    that is over.
-    """
+    """The gang is whole. The operator may be slow to see the end that Ray reported, and to remove the ended RayJob."""
     passes: list[int] = []
     world.watch = lambda: passes.append(len(passes))
     delete = world.api.delete
@@ -109,7 +108,8 @@ def test_the_next_attempt_begins_in_the_pass_that_sees_the_end_of_the_one_before
         return LOST if number < 3 else ended(0)
 
     world.attempt = attempt
-    assert reconcile() == Outcome(0, "done after 3 attempts")
+    assert reconcile().exit_code == 0
+    assert len(world.record.attempts) == 3
     assert (began[2] - began[1], began[3] - began[2]) == (1, 1)
 
 
@@ -118,7 +118,7 @@ def test_pods_that_have_joined_ray_are_enough_and_others_that_ray_remembers_do_n
 ) -> None:
     """The operator's probe calls a pod ready 10 s after its start or later."""
     world.conditions = []
-    assert reconcile() == Outcome(0, "done")
+    assert reconcile().exit_code == 0
     world.ghosts = {"a pod that is gone", "another"}
     world.set_node("n1", *DARK)
     outcome = reconcile(id="def456", start_timeout_seconds=60)
@@ -144,7 +144,8 @@ def test_no_attempt_begins_on_a_node_whose_hardware_has_failed(
             world.set_node("n1", [], [READY])
 
     world.attempt, world.watch = attempt, repair
-    assert reconcile() == Outcome(0, "done after 2 attempts")
+    assert reconcile().exit_code == 0
+    assert len(world.record.attempts) == 2
     assert began[1] - began[0] > 1_000
 
 
@@ -168,7 +169,8 @@ def test_a_rayjob_that_was_given_up_is_waited_for_until_it_is_gone(
 
     monkeypatch.setattr(world.api, "delete", delete_slowly)
     world.attempt = attempt
-    assert reconcile() == Outcome(0, "done after 2 attempts")
+    assert reconcile().exit_code == 0
+    assert len(world.record.attempts) == 2
     assert there[-1] == ["trainer-abc123-2"]
 
 
@@ -180,7 +182,7 @@ def test_a_lost_driver_s_log_is_not_waited_for(
     state: DriverState,
     seconds: float,
 ) -> None:
-    """Its stream comes from a node that is gone, and breaks off after minutes, if ever."""
+    """The log stream of a node that is gone breaks after minutes, if ever."""
     closed: list[float] = []
     monkeypatch.setattr(NoLog, "close", lambda self, timeout_seconds: closed.append(timeout_seconds))
     world.attempt = lambda number: state if number == 1 else ended(0)
@@ -197,15 +199,14 @@ def test_four_disturbances_without_a_checkpoint_end_it(
         return LOST
 
     world.attempt = attempt
-    outcome = reconcile(retries=3)
-    assert (outcome.exit_code, len(world.record.attempts)) == (75, 5)
-    assert "after 5 attempts" in outcome.message
+    assert reconcile(retries=3).exit_code == 75
+    assert len(world.record.attempts) == 5
 
 
 def test_another_stage_s_retries_count_attempts(
     world: World, reconcile: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    """It has no checkpoints, and those of a run of the same recipe are none of its doing."""
+    """A stage without checkpoints does not count those of a trainer with the same recipe as its progress."""
 
     def attempt(number: int) -> DriverState:
         commit(tmp_path, number)
@@ -217,11 +218,12 @@ def test_another_stage_s_retries_count_attempts(
 
 
 def test_a_job_that_ended_badly_gets_no_further_pod(world: World, reconcile: Callable[..., Outcome]) -> None:
-    """Its pod's exit code is the failure that is one too many; before that, it comes back however often it fails."""
+    """The Job's limit is lowered to its failures so far; before that its pod is replaced however often it fails."""
     limit = world.api.find("Job", world.deploy().stage and "deploy-trainer")["spec"]["backoffLimit"]  # type: ignore[index]
     assert limit >= 1_000
     world.attempt = lambda number: ended(3, "millrace: no corpus")
-    assert reconcile() == Outcome(3, "no corpus")
+    outcome = reconcile()
+    assert (outcome.exit_code, "no corpus" in outcome.message) == (3, True)
     assert world.api.find("Job", "deploy-trainer")["spec"]["backoffLimit"] == 2  # type: ignore[index]
 
 
@@ -237,7 +239,8 @@ def test_a_pod_on_a_dead_node_is_replaced_and_the_run_goes_on(world: World, reco
 
     world.attempt = attempt
     began = world.clock.now
-    assert reconcile(drain_seconds=60) == Outcome(0, "done after 2 attempts")
+    assert reconcile(drain_seconds=60).exit_code == 0
+    assert len(world.record.attempts) == 2
     assert GRACE_SECONDS < world.clock.now - began < GRACE_SECONDS + 120
     assert is_down(world)
 
@@ -248,7 +251,7 @@ def test_teardown_ends_although_a_node_is_dead(world: World, reconcile: Callable
         return ended(0)
 
     world.attempt = attempt
-    assert reconcile(drain_seconds=60) == Outcome(0, "done")
+    assert reconcile(drain_seconds=60).exit_code == 0
     assert is_down(world)
 
 
@@ -274,7 +277,7 @@ def test_without_a_spare_node_it_goes_on_with_fewer_and_takes_all_again(
         ("1", "--parallel.data_parallel_size=4", ["n0"]),
         ("2", root, ["n0", "n1"]),
     ]
-    assert "room for 1: this attempt goes on with 1" in capsys.readouterr().out
+    assert "room for 1: this attempt runs on 1" in capsys.readouterr().out
     assert "attempt 2 on 1 of 2 nodes" in statuses[1]
     assert "attempt 3:" in statuses[2]
 
@@ -442,7 +445,7 @@ def test_the_record_holds_what_a_restarted_process_needs(world: World, reconcile
     assert group["spec"]["minMember"] == 1
     assert read_worker_group(world.api, "trainer").replicas == 1  # type: ignore[arg-type]
     assert json.loads(deployment.to_json())["fewer_nodes"] == [1]
-    assert reconcile(nodes=2, fewer_nodes=(1,)) == Outcome(0, "done")
+    assert reconcile(nodes=2, fewer_nodes=(1,)).exit_code == 0
 
 
 def test_an_image_that_ended_well_is_known_to_the_next_cluster(
@@ -462,6 +465,6 @@ def test_a_root_that_keeps_no_history_fails_no_stage(
     world: World, reconcile: Callable[..., Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "deploy").touch()
-    assert reconcile(image="a@sha256:1") == Outcome(0, "done")
+    assert reconcile(image="a@sha256:1").exit_code == 0
     assert read_worker_group(world.api, "trainer").good_images == ["a@sha256:1"]  # type: ignore[arg-type]
-    assert "the root does not keep the image" in capsys.readouterr().out
+    assert "the image is not kept under the root" in capsys.readouterr().out

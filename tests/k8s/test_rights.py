@@ -1,4 +1,4 @@
-"""Who deploys is no administrator: the group's roles grant what the client's calls need, and no more."""
+"""The roles of people who deploy grant what the client's calls need, and no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file of an overlay says which cluster it is: its region, its registry, and the shapes of its nodes."""
+"""settings.env of an overlay describes the cluster: its region, its registry, and the shapes of its nodes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_queue_holds_what_all_nodes_hold(rendered: Render) -> None:
 
 
 def test_a_namespace_takes_images_of_its_registry_alone(rendered: Render, overlays: dict[str, list[Thing]]) -> None:
-    """By digest, but for a machine to which images are brought."""
+    """Images are named by digest, except on a machine to which images are brought."""
     on_eks = of_kind(rendered(), "Namespace")["millrace"]["metadata"]["annotations"]
     locally = of_kind(overlays["local"], "Namespace")["millrace"]["metadata"]["annotations"]
     assert on_eks["millrace.dev/images"] == f"{FILLED_IN['REGISTRY']}/millrace/"
@@ -148,7 +148,7 @@ def test_a_group_names_the_nodes_that_come_with_a_deployment(rendered: Render) -
 
 
 def test_another_end_of_the_reservation_changes_no_pod(rendered: Render) -> None:
-    """So that it can be told while the stage runs."""
+    """The end of a reservation can be changed while the stage runs."""
     before, after = (rendered(CAPACITY_ENDS_AT=end) for end in ("2026-12-24T11:30:00Z", "2026-12-26T11:30:00Z"))
     assert cluster_of(before)["metadata"] != cluster_of(after)["metadata"]
     assert cluster_of(before)["spec"] == cluster_of(after)["spec"]
@@ -198,7 +198,7 @@ def test_the_manifests_alone_say_no_size(overlays: dict[str, list[Thing]]) -> No
 
 
 def test_the_hugging_face_token_reaches_the_tokenizer_alone(overlays: dict[str, list[Thing]]) -> None:
-    """By its name: what it says is in no manifest. Without it the pods start, too."""
+    """Manifests name the secret and never contain it, and the pods start without it as well."""
     for things in overlays.values():
         users = [name for name, pod in pods_of(things).items() if "hugging-face" in yaml.safe_dump(pod)]
         assert users == ["tokenizer"]

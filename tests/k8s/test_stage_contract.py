@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 def breaches_of(contract: StageContract, things: list[Thing]) -> list[str]:
-    """What the stage's worker group gives otherwise than the contract says."""
+    """List the values of the stage's worker group that differ from the contract."""
     group = worker_group_of(cluster_of(things), contract.stage)
     container = group.container
     found: dict[str, tuple[Any, Any]] = {
@@ -73,7 +73,7 @@ def shared_memory_of(pod: Thing) -> Decimal:
 
 
 def requests_of(resources: Resources) -> dict[str, Decimal]:
-    """In the resources and units of Kubernetes."""
+    """The contract's requests in the resources and units of Kubernetes."""
     amounts = {
         "cpu": resources.cpus,
         "memory": resources.memory_gib * GIB,

@@ -39,9 +39,9 @@ class World:
         self.attempt: Callable[[int], DriverState | None] = lambda number: ended(0)
         self.watch: Callable[[], object] = lambda: None
         self.conditions = [READY]
-        """Of a pod that was placed."""
+        """The conditions that a placed pod gets."""
         self.ghosts: set[str] = set()
-        """Addresses of pods that are gone, and that Ray takes for alive."""
+        """Addresses of pods that are gone, but that Ray still takes for alive."""
         self._pods_made = 0
         for number in range(nodes):
             self.set_node(f"n{number}", [], [READY])
@@ -104,7 +104,7 @@ class World:
                 self.api.delete("Pod", pod["metadata"]["name"])
 
     def _operate(self) -> None:
-        """As KubeRay does: pods that are Terminating count."""
+        """Make and delete pods like KubeRay, for which terminating pods count."""
         cluster = self.api.find("RayCluster", "millrace")
         if cluster is None:
             return
@@ -120,7 +120,7 @@ class World:
             self.api.create(pod)
 
     def _schedule(self) -> None:
-        """As Volcano does: the gang or none of it."""
+        """Place pods like Volcano: the whole gang or none of it."""
         gang = self.api.find("PodGroup", "millrace-trainer")
         pods = self._pods()
         standing = [each for each in pods if each["spec"].get("nodeName")]
@@ -144,7 +144,7 @@ class World:
                 status = {"jobDeploymentStatus": "Complete", "jobStatus": str(state.status)}
                 self.api.merge("RayJob", name, {"status": status})
 
-    # What the deploy tool asks of Ray.
+    # These stand for the Jobs API of Ray.
 
     def find(self, name: str) -> DriverState | None:
         if not self.is_head_there:
@@ -162,7 +162,7 @@ class World:
 
 
 class NoLog:
-    """The driver's log is followed elsewhere."""
+    """A driver's log that is not followed."""
 
     path = "nowhere"
 

@@ -312,7 +312,7 @@ def start_operators() -> None:
 
 
 def start_kuberay(*flags: str, name: str = KUBERAY, first_port: int = 18080) -> None:
-    """One operator, of which there may be several under other names, each with two ports from the first on."""
+    """Start a KubeRay operator of this name, which takes two ports from `first_port` on."""
     start(name, BIN / "kuberay-operator", f"-kubeconfig={KUBECONFIG}", "-enable-leader-election=false",
           "-use-kubernetes-proxy", f"-metrics-addr=127.0.0.1:{first_port}",
           f"-health-probe-bind-address=127.0.0.1:{first_port + 1}", *flags)  # fmt: skip

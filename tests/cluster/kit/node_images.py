@@ -32,7 +32,7 @@ def load(*images: str) -> None:
 
 
 def copy(images: list[str]) -> None:
-    """One stream for all of them, so that layers they share travel once."""
+    """Copy all images in one stream, so that shared layers travel once."""
     if not images:
         return
     saved = subprocess.Popen(["docker", "save", *images], stdout=subprocess.PIPE)
@@ -77,7 +77,7 @@ def ctr(*arguments: str, **kwargs: Any) -> str:
 
 @contextmanager
 def exclusive(name: str) -> Iterator[None]:
-    """One process at a time, on this machine."""
+    """Let one process at a time on this machine do this."""
     with (HOME / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -73,7 +73,7 @@ def test_a_build_says_what_it_compiles_before_it_does_and_while_it_does(
 
 
 def capsys_has(heard: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """All that was printed so far."""
+    """The whole output so far."""
     heard.append(capsys.readouterr().out)
     return "".join(heard)
 

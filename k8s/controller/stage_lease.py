@@ -1,7 +1,7 @@
-"""The Lease of a stage. One deploy Job's process holds it, and renews it while it works.
+"""The Lease of a stage, which the process of one deploy Job holds and renews while it works.
 
-Whether a holder is alive is judged as client-go does: by changes of the Lease, over the reader's own monotonic clock.
-The times in it are those of another machine and are for people.
+As in client-go, a holder is taken for alive while the Lease changes, measured by the reader's own monotonic clock. The
+times in the Lease come from another machine's clock and are for people only.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ LEASE_SECONDS = 30
 
 
 class LeaseHeld(Exception):
-    """Another process holds the stage, or took it over."""
+    """Another process holds the Lease of the stage, or took it over."""
 
 
 class StageLease:
-    """The lease of one stage, for one holder. `hold` takes it or renews it."""
+    """The Lease of one stage as one holder uses it."""
 
     def __init__(self, api: Api, stage: str, holder: str) -> None:
         self._api, self._stage, self._holder = api, stage, holder
-        self._seen: tuple[str, float] = ("", 0.0)  # another holder's version of it, and since when it is that one
+        self._seen: tuple[str, float] = ("", 0.0)  # another holder's version, and when it was first seen
 
     def hold(self) -> None:
-        """Take or renew. Raises `LeaseHeld` while another holder renews it, and as long after that as it was taken for.
+        """Take or renew the Lease.
 
-        That time begins when this process first looks.
+        Raises `LeaseHeld` until another holder has not renewed it for its whole duration, from the time when this
+        process first saw that holder's last version.
         """
         lease = self._api.find("Lease", lease_name(self._stage))
         try:

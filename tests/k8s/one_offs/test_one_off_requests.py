@@ -1,0 +1,199 @@
+"""A one-off's request: its two Jobs, its image and recipe, and requests that are refused before anything is created."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+
+from k8s.client import kuberay_one_off
+from k8s.objects.deploy_job import render_deploy_job
+from k8s.objects.names import good_images_annotation
+from k8s.objects.one_off_job import cpu_group_of, render_one_off_job, render_one_off_nodes_job
+from k8s.objects.recipe import render_recipe_config_map
+from k8s.objects.worker_group import worker_group_of
+from services.common.errors import DeviceError, LimitError, MillraceError, RecipeError
+from services.common.launch.batch.node import RECIPE_VARIABLE, unpack_recipe
+from services.common.recipe.schema import STAGES, Stage
+from services.common.testing.recipes import recipe_text
+from tests.k8s.builders import deployment_of
+from tests.k8s.one_offs.cluster import IMAGE, Ask, Cluster, one_off_of, run
+from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
+from tests.k8s.schemas import Kind, Schema, problems_of
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_both_jobs_fit_the_api(
+    overlays: dict[str, list[Thing]], schemas: dict[Kind, Schema], overlay: str, stage: Stage
+) -> None:
+    cluster = cluster_of(overlays[overlay])
+    group, cpu_group = worker_group_of(cluster, stage), cpu_group_of(cluster)
+    for memory_gib in (None, 1):
+        sent = render_one_off_job(group, cpu_group, one_off_of(stage, memory_gib=memory_gib))
+        assert problems_of(sent, schemas) == []
+    assert problems_of(render_one_off_nodes_job(cpu_group, one_off_of(stage)), schemas) == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_one_off_is_the_stage_on_a_cpu_node_without_a_device(overlays: dict[str, list[Thing]], stage: Stage) -> None:
+    cluster = cluster_of(overlays["eks"])
+    group, cpu_group = worker_group_of(cluster, stage), cpu_group_of(cluster)
+    job = render_one_off_job(group, cpu_group, one_off_of(stage))
+    pod = job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == (stage, False)
+    assert (pod["nodeSelector"], pod.get("tolerations", [])) == ({"millrace.dev/pool": "cpu"}, [])
+    assert container["resources"] == cpu_group.container["resources"]
+    assert container["resources"]["limits"].keys() == {"cpu", "memory", "ephemeral-storage"}
+    assert [*container["command"], *container["args"]] == [
+        *("python", "-m", f"services.{stage}", "one-off", "--root", "/fsx"),
+        *("--bring", "run/report.html", "--", "artifacts", "list", "a b"),
+    ]
+    assert {mount["mountPath"]: mount.get("readOnly") for mount in container["volumeMounts"]} == {
+        "/fsx": None,
+        "/scratch": None,
+    }
+    assert pod["securityContext"]["runAsUser"] == 10_001
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    secrets = [each["name"] for each in container["env"] if "valueFrom" in each]
+    assert secrets == (["HF_TOKEN"] if stage == "tokenizer" else [])
+    assert job["spec"]["backoffLimit"] == 0
+    assert job["spec"]["activeDeadlineSeconds"] == 3_600
+
+
+def test_memory_brings_its_share_of_a_node(overlays: dict[str, list[Thing]]) -> None:
+    cluster = cluster_of(overlays["eks"])
+    group, cpu_group = worker_group_of(cluster, "trainer"), cpu_group_of(cluster)
+    job = render_one_off_job(group, cpu_group, one_off_of(memory_gib=28))  # a quarter
+    amounts = {"cpu": "7500m", "memory": str(28 * 2**30), "ephemeral-storage": str(25 * 2**30)}
+    assert job["spec"]["template"]["spec"]["containers"][0]["resources"] == {"requests": amounts, "limits": amounts}
+    for wrong in (0, 113):
+        with pytest.raises(LimitError, match=f"MEMORY={wrong}: .*112 GiB"):
+            render_one_off_job(group, cpu_group, one_off_of(memory_gib=wrong))
+
+
+def test_what_holds_the_node_has_the_deployer_s_account_and_no_shared_file_system(
+    overlays: dict[str, list[Thing]],
+) -> None:
+    job = render_one_off_nodes_job(cpu_group_of(cluster_of(overlays["eks"])), one_off_of())
+    pod = job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert job["metadata"]["name"] == "one-off-nodes-trainer-abc123"
+    assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("deployer", {"millrace.dev/pool": "core"})
+    assert [*container["command"], *container["args"]] == [
+        *("python", "-m", "k8s.controller.one_off_nodes"),
+        "one-off-trainer-abc123",
+    ]
+    assert [volume["name"] for volume in pod["volumes"]] == ["scratch"]
+    assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/scratch"]
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "error", "said"),
+    [
+        (("exprt",), {}, RecipeError, "Do you mean export"),
+        (("train",), {}, RecipeError, "make deploy-stage STAGE=trainer"),
+        (("plan",), {}, RecipeError, "'plan' is no subcommand of the trainer, which has summary"),
+        (("summary",), {"memory_gib": 500}, LimitError, "MEMORY=500"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_created(
+    api: Cluster, ask: Ask, words: tuple[str, ...], changes: Thing, error: type[MillraceError], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        run(api, ask(*words, **changes))
+    assert api.sent == []
+
+
+def test_an_image_that_is_older_than_one_offs_is_named(api: Cluster, ask: Ask, labels: dict[str, str]) -> None:
+    labels.clear()
+    labels["millrace.python"] = "3.12.11"
+    with pytest.raises(DeviceError, match=f"{IMAGE} .*stage-run"):
+        run(api, ask())
+    assert api.sent == []
+
+
+def test_the_image_is_that_of_the_newest_deployment_or_the_newest_good_one(
+    api: Cluster, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def image_of_the_newest(**changes: Any) -> str:
+        run(api, ask(is_followed=False, **changes))
+        return str(api.sent[-1]["spec"]["template"]["spec"]["containers"][0]["image"])
+
+    assert image_of_the_newest() == IMAGE
+    other = f"sha256:{'1' * 64}"
+    assert image_of_the_newest(tag=other) == f"millrace/trainer@{other}"
+    cluster = api.find("RayCluster", "millrace")
+    assert cluster
+    cluster["spec"]["workerGroupSpecs"][2]["template"]["spec"]["containers"][0]["image"] = "millrace/trainer:unset"
+    api.merge("RayCluster", "millrace", {"spec": cluster["spec"]})
+    good = json.dumps(["millrace/trainer@sha256:a", "millrace/trainer@sha256:b"])
+    api.merge("RayCluster", "millrace", {"metadata": {"annotations": {good_images_annotation("trainer"): good}}})
+    assert image_of_the_newest() == "millrace/trainer@sha256:b"
+    api.merge("RayCluster", "millrace", {"metadata": {"annotations": {good_images_annotation("trainer"): None}}})
+    monkeypatch.setattr(kuberay_one_off, "choose_image", lambda api, stage, *rest: f"{stage} of the working tree")
+    assert image_of_the_newest() == "trainer of the working tree"
+
+
+def recipe_of(job: Thing) -> str:
+    variables = {each["name"]: each.get("value") for each in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+    return unpack_recipe(variables[RECIPE_VARIABLE]).decode() if variables.get(RECIPE_VARIABLE) else ""
+
+
+def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(
+    api: Cluster, ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the deployment's changes a one-off finds a run whose values differ from its recipe file."""
+    text = recipe_text(name="deployed")
+    deployment = replace(
+        deployment_of(), arguments=("--optimizer.learning_rate=0.1", "--corpus=/fsx/c", "--train.seed=1")
+    )
+    api.create(render_recipe_config_map("trainer", text, deployment.recipe_digest))
+    job = render_deploy_job(worker_group_of(api.find("RayCluster", "millrace") or {}, "trainer"), deployment)
+    api.create(job)
+    run(api, ask("export", "--output", "hf", "--train.seed=2", recipe=None, is_followed=False))
+    sent = api.sent[-1]
+    words = sent["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert words[words.index("--") + 1 :] == [
+        *("export", "--optimizer.learning_rate=0.1", "--train.seed=1", "--output", "hf", "--train.seed=2")
+    ]
+    assert recipe_of(sent) == text
+    told = "recipe      deployed, that of the trainer's newest deployment, with --optimizer.learning_rate=0.1"
+    assert told in capsys.readouterr().out
+    run(api, ask(is_followed=False))
+    assert recipe_of(api.sent[-1]) == recipe_text(), "RECIPE= names another"
+    api.delete("Job", "deploy-trainer")
+    run(api, ask(recipe=None, is_followed=False))
+    assert 'name = "llama2-7b-trn1"' in recipe_of(api.sent[-1]), "the overlay's"
+    run(api, ask("artifacts", "list", ".", recipe=None, is_followed=False))
+    assert recipe_of(api.sent[-1]) == ""
+
+
+def test_a_dry_run_shows_it_and_creates_nothing(
+    pooled: Cluster, ask: Ask, schemas: dict[Kind, Schema], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = io.StringIO()
+    assert run(pooled, ask(is_dry_run=True, bring=("run/x",)), file) == 0
+    assert capsys.readouterr().out.endswith("brings      run/x\n\nDRY_RUN=1: nothing was changed\n")
+    documents = list(yaml.safe_load_all(file.getvalue()))
+    assert [problem for each in documents for problem in problems_of(each, schemas)] == []
+    assert [each["metadata"]["name"].rpartition("-")[0] for each in documents] == [
+        "one-off-nodes-trainer",
+        "one-off-trainer",
+    ]
+    assert pooled.sent == []
+
+
+def test_a_cluster_without_cpu_nodes_for_it_says_so(api: Cluster, ask: Ask) -> None:
+    cluster = api.find("RayCluster", "millrace")
+    assert cluster
+    trainer_s = cluster["spec"]["workerGroupSpecs"][2]["template"]["spec"]["containers"][0]["resources"]
+    cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["resources"] = trainer_s
+    api.merge("RayCluster", "millrace", {"spec": cluster["spec"]})
+    with pytest.raises(DeviceError, match=r"worker group tokenizer .* aws.amazon.com/neuron"):
+        run(api, ask())

@@ -1,0 +1,214 @@
+"""A one-off is followed to its end: its output, its files, lost pods, interruptions and nodes that do not come."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k8s.client import deployment_watch, kuberay_one_off, pull_watch
+from k8s.client.status import describe_status
+from k8s.objects.names import OUTCOME_ANNOTATION
+from k8s.objects.record import Outcome
+from services.common.launch.brought_files import pack_file
+from services.common.process.entry_point import exit_code_of
+from tests.k8s.one_offs.cluster import IMAGE, POOL, Ask, Cluster, Steps, run
+from tests.k8s.rendered import Thing
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "expected", "said"),
+    [
+        (0, "Completed", 0, ""),
+        (3, "Error", 3, ""),
+        (75, "Error", 75, ""),
+        (137, "OOMKilled", 4, "112Gi (MEMORY=)"),
+        (137, "Error", 75, "(Error, exit code 137)"),
+    ],
+)
+def test_it_is_followed_to_its_end_and_then_nothing_of_it_is_left(
+    api: Cluster,
+    ask: Ask,
+    while_waiting: Steps,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    reason: str,
+    expected: int,
+    said: str,
+) -> None:
+    while_waiting(api.begin_pod, lambda: api.end_pod(code, reason, "tokens 5", "loss 3.2"))
+    assert run(api, ask()) == expected
+    told = capsys.readouterr().out
+    assert "cost        m7i.8xlarge at $1.61 an hour: $9.66 at most, after 6 h (HOURS=)" in told
+    assert "runs        trainer: summary\n" in told
+    assert "takes       30 CPUs and 112Gi of memory on one node (MEMORY=)" in told
+    assert told.count("tokens 5\nloss 3.2\n") == 1
+    assert f"ended with exit code {expected}" in told
+    assert f"{said}\n" in told
+    assert api.names("Job") == []
+
+
+def test_one_that_takes_too_long_or_is_lost_is_typed_again(
+    api: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose() -> None:
+        api.delete("Pod", api.names("Pod")[0], grace_seconds=0)
+        api.end_job("Failed")
+
+    while_waiting(api.begin_pod, lose)
+    assert run(api, ask()) == 75
+    while_waiting(api.begin_pod, lambda: api.end_job("Failed", "DeadlineExceeded"))
+    assert run(api, ask(hours=0.5)) == 75
+    told = capsys.readouterr().out
+    assert "its pod was lost with its node, or was evicted" in told
+    assert "0.5 h" in told
+
+
+def test_what_it_brings_is_written_and_not_printed(
+    api: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "report.html").write_bytes(b"<html>" * 10_000)
+    lines = list(pack_file(tmp_path / "report.html", 0))
+    while_waiting(api.begin_pod, lambda: api.end_pod(0, "", "/fsx/run/x/report.html", *lines))
+    assert run(api, ask("report")) == 0
+    told = capsys.readouterr().out
+    assert f"brought     {tmp_path}/home/report.html (60,000 bytes)" in told
+    assert "millrace-file" not in told
+    assert (tmp_path / "home/report.html").read_bytes() == b"<html>" * 10_000
+
+
+def test_a_file_that_does_not_come_whole_keeps_the_job(
+    api: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str]
+) -> None:
+    while_waiting(api.begin_pod, lambda: api.end_pod(0, "", "millrace-file 0/0/3 abcd"))
+    assert exit_code_of(lambda: run(api, ask("report"))) == 75
+    assert "did not arrive whole" in capsys.readouterr().err
+    assert len(api.one_offs) == 1, "the same command takes it up again"
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_ends_it(pooled: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str]) -> None:
+    while_waiting(pooled.begin_pod, interrupt)
+    assert exit_code_of(lambda: run(pooled, ask())) == 130
+    assert pooled.one_offs == []
+    assert "is deleted: its pod gets SIGTERM" in capsys.readouterr().out
+    [nodes_job] = pooled.names("Job")
+    assert nodes_job.startswith("one-off-nodes-trainer-"), "it gives the node back, and ends by itself"
+
+
+def test_the_same_of_the_same_person_is_followed_and_its_unseen_end_is_shown(
+    api: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(api, ask(is_followed=False)) == 0
+    [first] = api.one_offs
+    assert f"{first} continues" in capsys.readouterr().out
+    assert run(api, ask("export", is_followed=False)) == 0
+    assert len(api.sent) == 2, "another command is another Job"
+    monkeypatch.setattr("deploy.client.one_off_request.user_name", lambda: "somebody else")
+    assert run(api, ask(is_followed=False)) == 0
+    assert len(api.sent) == 3
+    monkeypatch.undo()
+    monkeypatch.setattr(kuberay_one_off, "find_image_labels", lambda group, image: {})
+    monkeypatch.setattr(deployment_watch, "POLL_SECONDS", 0.01)
+    for name in [each for each in api.one_offs if each != first]:
+        api.delete("Job", name)
+    api.begin_pod()
+    api.end_pod(3, "Error", "it said this before")
+    assert run(api, ask()) == 3
+    told = capsys.readouterr().out
+    assert re.search(rf"{first} of .* has already run this request", told)
+    assert "it said this before\n" in told
+    assert api.one_offs == []
+
+
+def test_a_node_comes_for_it_from_the_group_of_cpu_nodes(
+    pooled: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str]
+) -> None:
+    while_waiting(pooled.begin_pod, lambda: pooled.end_pod(0))
+    assert run(pooled, ask()) == 0
+    assert f"nodes       node group {POOL}: one node" in capsys.readouterr().out
+    assert [job["metadata"]["labels"]["millrace.dev/component"] for job in pooled.sent] == ["one-off-nodes", "one-off"]
+
+
+@pytest.mark.parametrize(
+    ("patch", "code", "said"),
+    [
+        (
+            {
+                "metadata": {
+                    "annotations": {OUTCOME_ANNOTATION: json.dumps(asdict(Outcome(75, "there is no capacity")))}
+                }
+            },
+            75,
+            "one-off-trainer-.*there is no capacity",
+        ),
+        ({"status": {"conditions": [{"type": "Failed", "status": "True"}]}}, 4, "one-off-trainer-.*HEAD_TAG="),
+    ],
+)
+def test_a_node_that_does_not_come_ends_it(
+    pooled: Cluster,
+    ask: Ask,
+    while_waiting: Steps,
+    capsys: pytest.CaptureFixture[str],
+    patch: Thing,
+    code: int,
+    said: str,
+) -> None:
+    def refuse() -> None:
+        [name] = [each for each in pooled.names("Job") if each.startswith("one-off-nodes-")]
+        pooled.merge("Job", name, patch)
+
+    while_waiting(lambda: pooled.begin_pod(phase="Pending"), refuse)
+    assert exit_code_of(lambda: run(pooled, ask())) == code
+    assert re.search(said, capsys.readouterr().err)
+    assert pooled.one_offs == []
+
+
+def test_one_that_does_not_begin_in_time_is_deleted(
+    api: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str], clock: Any
+) -> None:
+    while_waiting(
+        lambda: api.begin_pod(phase="Pending"), lambda: setattr(clock, "now", clock.now + 1_801), lambda: None
+    )
+    assert exit_code_of(lambda: run(api, ask())) == 75
+    told = capsys.readouterr()
+    assert "no node has the labels that tokenizer pods select (millrace.dev/pool=cpu)" in told.out
+    assert "did not start within 1800 s (WAIT=)" in told.err
+    assert api.one_offs == []
+
+
+def test_an_image_that_cannot_be_pulled_ends_it(
+    api: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_watch, "PULL_PATIENCE_SECONDS", -1.0)
+    waiting = {"name": "one-off", "state": {"waiting": {"reason": "ErrImagePull", "message": "manifest unknown"}}}
+    while_waiting(lambda: api.begin_pod(phase="Pending", containerStatuses=[waiting]))
+    assert exit_code_of(lambda: run(api, ask())) == 4
+    assert f"image {IMAGE} cannot be pulled on cpu-0" in capsys.readouterr().err
+    assert api.one_offs == []
+
+
+def test_a_pod_on_a_lost_node_is_removed_by_force(
+    api: Cluster, ask: Ask, while_waiting: Steps, clock: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    while_waiting(
+        api.begin_pod,
+        lambda: api.delete("Pod", api.names("Pod")[0]),  # by the node lifecycle controller; kubelet does not answer
+        lambda: setattr(clock, "now", clock.now + 121),
+        lambda: api.end_job("Failed") if not api.names("Pod") else pytest.fail("the pod is still there"),
+    )
+    assert run(api, ask()) == 75
+
+
+def test_a_status_lists_them(api: Cluster, ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "one-offs" not in describe_status(api)  # type: ignore[arg-type]
+    run(api, ask("export", "--output", "a b", is_followed=False))
+    [name] = api.one_offs
+    assert f"one-offs\n  {name}  runs, since now: export --output 'a b'" in describe_status(api)  # type: ignore[arg-type]
