@@ -72,9 +72,8 @@ def decide(observation: Observation) -> Action:
         TAKING_DOWN         RayJobs, pods, PodGroup and nodes go
 
     A request to stop leads from PENDING and RUNNING to STOPPING and DRIVER_ENDED, from SUBMITTING and CLUSTER_STARTING
-    to STOPPED_BEFORE_RUN, and from CLEARING and PLACING to NO_ATTEMPT_LEFT. Once an attempt has ended, it leads to
-    NO_ATTEMPT_LEFT from every state. Every wait has a limit: the attempt, or from CLEARING and PLACING the deployment,
-    then ends with exit code 75.
+    to STOPPED_BEFORE_RUN, and from CLEARING and PLACING to NO_ATTEMPT_LEFT. Every wait has a limit: the attempt, or
+    from CLEARING and PLACING the deployment, then ends with exit code 75.
 
     Raises `ValueError` for the state PLACING without an observed gang.
     """

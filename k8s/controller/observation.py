@@ -79,11 +79,9 @@ class Observation:
         record = self.record
         if record.outcome:
             return State.TAKING_DOWN
-        if record.attempts and not may_try_again(record):
-            return State.NO_ATTEMPT_LEFT
         if self.rayjob is not None:
             return state_of_attempt(self.rayjob, self.driver, not self.ray_error, record.stop, record.deployment.mode)
-        if record.stop:
+        if record.stop or (record.attempts and not may_try_again(record)):
             return State.NO_ATTEMPT_LEFT
         return State.CLEARING if self.older_rayjobs else State.PLACING
 

@@ -240,6 +240,12 @@ WITH_RAYJOB: list[Row] = [
         ("300 s", "stage_trainer"),
     ),
     ("a driver to stop", seen(stop="ann", **driver(JobStatus.RUNNING)), StopDriver(), ("ann",)),
+    (
+        "a driver to stop in a later attempt",
+        seen((LOST,), stop="ann", **driver(JobStatus.RUNNING)),
+        StopDriver(),
+        ("ann",),
+    ),
     ("a driver that succeeded", seen(**driver(JobStatus.SUCCEEDED, 0)), ended(0, is_rayjob_kept=True), ()),
     (
         "a driver that was stopped",
