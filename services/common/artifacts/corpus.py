@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -199,25 +199,6 @@ class CorpusManifest(Manifest):
                 got = asked.get(name) if isinstance(asked, dict) else None
                 raise ValueError(f"corpus.{name}: {made:,}, its recipe asks for {got}")
         return self
-
-    @classmethod
-    def upgrade(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """corpus/1 had no other encoder than SentencePiece, and took every document of every source."""
-        if raw.get("schema") != "corpus/1":
-            return raw
-        payload = raw.get("corpus")
-        if not isinstance(payload, dict):
-            return {**raw, "schema": cls.SCHEMA}
-        younger = {
-            "encoder": "sentencepiece",
-            "reference": "sentencepiece",
-            "documents_checked": 0,
-            "control_text": "text",
-            "documents_too_short": 0,
-            "documents_not_sampled": 0,
-            "sources": (),
-        }
-        return {**raw, "schema": cls.SCHEMA, "corpus": {**younger, **payload}}
 
 
 def tail_path(split: Split) -> str:

@@ -454,12 +454,10 @@ class _Owner:
         """None for what is not a lock's content, as a machine that lost power leaves it."""
         try:
             fields = json.loads(content)
-            token, node, pid, started = (fields[key] for key in ("token", "node", "pid", "started"))
+            token, node, pid, started, attempt = (fields[key] for key in ("token", "node", "pid", "started", "attempt"))
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
         if not (isinstance(token, str) and isinstance(node, str) and type(pid) is int and 0 < pid < 2**31):
             return None
-        # Versions before wrote a time of day as a number: of theirs, only changes are believed.
         process = ProcessName(node, pid, started if isinstance(started, str) else None)
-        attempt = fields.get("attempt", "")
         return cls(token, process, Attempt.parse(attempt) if isinstance(attempt, str) else None)

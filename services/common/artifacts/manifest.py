@@ -176,7 +176,7 @@ class Manifest(ManifestModel):
 
         The check covers the manifest itself; `verify_files` covers what it lists.
         """
-        path, raw = folder / MANIFEST, cls.upgrade(read_sealed(folder))
+        path, raw = folder / MANIFEST, read_sealed(folder)
         if raw.get("schema") != cls.SCHEMA:
             raise ArtifactError(
                 f"{path}: schema {shorten(repr(raw.get('schema')), 200)}, this program reads {cls.SCHEMA!r}. "
@@ -186,11 +186,6 @@ class Manifest(ManifestModel):
             return cls.model_validate(raw)
         except ValidationError as error:
             raise ArtifactError(f"{path}: does not follow {cls.SCHEMA}:{_explain(error)}") from error
-
-    @classmethod
-    def upgrade(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """The same manifest with today's fields, when its schema is the one before today's."""
-        return raw
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json` in one atomic step, durable when this returns.

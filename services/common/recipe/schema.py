@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import to_jsonable_python
 
 from services.common.hardware.instance_types import TRN1, Accelerators, family_of, read_instance_types
 from services.common.input.credentials import require_no_credentials
@@ -33,22 +35,10 @@ class Identity:
     """Marks a recipe field as part of what artifacts of these kinds are made from."""
 
     kinds: tuple[Kind, ...]
-    is_added: bool = False
-    """The field is newer than artifacts that are kept: at its default it is left out, so that they keep their ids."""
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Marks a field that was part of the identity of these kinds while it had one legal value: artifacts keep their ids
-    by that value."""
-
-    kinds: tuple[Kind, ...]
-    value: Any
 
 
 CORPUS = Identity(("corpus",))
 TRACED = Identity(("compile_cache", "checkpoint"))  # a constant of the compiled graphs, and of the weights
-TRACED_ADDED = Identity(TRACED.kinds, is_added=True)  # runs from before the field keep their ids
 TRAINED = Identity(("checkpoint",))
 COMPILED = Identity(("compile_cache",))
 
@@ -159,7 +149,7 @@ class Source(Section):
 class Corpus(Section):
     name: Name
     sources: Annotated[tuple[Source, ...], Field(min_length=1, strict=False), CORPUS]
-    sequence_length: Annotated[int, Field(ge=8, le=1_048_576), Identity(("corpus", "compile_cache", "checkpoint"))]
+    sequence_length: Annotated[int, Field(ge=8, le=1_048_576), CORPUS, TRACED]
     """Tokens in a row of the corpus, and in a training sequence."""
     rows_per_shard: Annotated[Positive, CORPUS] = 32_768
     validation_fraction: Annotated[float, Field(ge=0, lt=1), CORPUS] = 0.01
@@ -276,9 +266,9 @@ class Model(Section):
 class Parallel(Section):
     data_parallel_size: Positive = 1
     """Models, each of `tensor_parallel_size` workers, that each process a part of the global batch."""
-    tensor_parallel_size: Annotated[Positive, COMPILED, Constant(("checkpoint",), 1)] = 1
+    tensor_parallel_size: Annotated[Positive, COMPILED] = 1
     """Workers that share one model: each has a part of every matrix, and of the sequence between the layers."""
-    reduce_dtype: Annotated[Literal["float32", "bfloat16"], TRACED_ADDED] = "float32"
+    reduce_dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
     """Type in which the workers of a model sum activations and their gradients; the result has the activations' type.
     `bfloat16` needs train.dtype `bfloat16` and sends half the bytes of these sums, which then round at each addition.
     Sums of gradients of weights are float32 always."""
@@ -286,7 +276,7 @@ class Parallel(Section):
     """1: each data-parallel worker holds and updates a share of the optimizer's state, with the same bits (ZeRO-1)."""
     threads_per_worker: Annotated[Positive, COMPILED] = 1
     """CPU threads of a worker. Compiled loops are cut for this number, so it is declared and never detected."""
-    device: Annotated[Device, Identity(("compile_cache",), is_added=True)] = "cpu"
+    device: Annotated[Device, COMPILED] = "cpu"
     """Where a worker computes, each on a device of its own. `xla` is a NeuronCore of trn1 by torch_xla, `neuron` one of
     trn2 by TorchNeuron, operation by operation. `cuda` is an NVIDIA GPU. `cuda` and `neuron` are written by their
     documentation and have not run."""
@@ -331,7 +321,7 @@ class Compile(Section):
     """Make the trainer stop (exit 4) as soon as a graph is not in the cache, instead of compiling it."""
     trace_on: Literal["device", "cpu"] = "device"
     """Where Neuron graphs are traced: on a node that has the device, or on any, where both give the same graphs."""
-    flags: Annotated[tuple[CompilerFlag, ...], Field(strict=False), Identity(("compile_cache",), is_added=True)] = ()
+    flags: Annotated[tuple[CompilerFlag, ...], Field(strict=False), COMPILED] = ()
     """Of neuronx-cc, in their order, such as "--model-type=transformer". Its target follows from the instance type."""
     num_workers: Positive = 5
     """Graphs that are compiled for Neuron at the same time, each by a task of its own. By default as many as a run has:
@@ -349,20 +339,18 @@ class Compile(Section):
 class Train(Section):
     max_steps: Positive
     seed: Annotated[int, Field(ge=0, lt=2**63), TRAINED] = 0
-    initial_weights: Annotated[
-        Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None, Identity(("checkpoint",), is_added=True)
-    ] = None
+    initial_weights: Annotated[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None, TRAINED] = None
     """Digest of the weights that the run begins with, as the trainer's `import` prints it; when absent, drawn ones."""
     dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
     """Arithmetic of matrix products. Master weights, moments and reductions are float32 always."""
-    param_dtype: Annotated[Literal["float32", "bfloat16"], TRACED_ADDED] = "float32"
+    param_dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
     """Type of all weights in the model, of norms too, of a micro-batch's gradients, and of activations between layers.
     `bfloat16` needs dtype `bfloat16`: the optimizer then holds float32 masters, and each update ends with the model's
     weights rounded from them."""
-    attention_mask: Annotated[Literal["causal", "block_causal"], TRACED_ADDED] = "causal"
+    attention_mask: Annotated[Literal["causal", "block_causal"], TRACED] = "causal"
     """What a token attends to: all tokens before it in its row, or (`block_causal`) those of its document alone, with
     positions that begin again at each document. Either way a document's last token predicts the next one's first."""
-    z_loss: Annotated[float, Field(ge=0), TRACED_ADDED] = 0.0
+    z_loss: Annotated[float, Field(ge=0), TRACED] = 0.0
     """Coefficient of log(Z)^2, the mean over tokens, in what is differentiated (PaLM, arXiv 2204.02311, has 1e-4). The
     losses that are reported, of training and evaluation, are cross-entropy alone. 0 leaves it out."""
     activation_checkpointing: Annotated[ActivationCheckpointing, COMPILED] = "none"
@@ -387,10 +375,10 @@ class Train(Section):
     it the group, which starts again. 0 switches it off."""
     watchdog_min_seconds: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     """No step is ended before it has taken this long. Collectives end a minute after twice the limit."""
-    loss_spike_sigma: Annotated[float, Field(ge=0), Identity(("checkpoint",), is_added=True)] = 0.0
+    loss_spike_sigma: Annotated[float, Field(ge=0), TRAINED] = 0.0
     """A loss that exceeds the mean of the last ones by more than this many standard deviations is a spike: the run goes
     back to its newest checkpoint and leaves the batch out. 0 lets every loss pass; OLMo has 6."""
-    loss_spike_window: Annotated[int, Field(ge=2, le=1_000), Identity(("checkpoint",), is_added=True)] = 128
+    loss_spike_window: Annotated[int, Field(ge=2, le=1_000), TRAINED] = 128
     """Losses that the next one is compared with. Until there are as many, every loss passes."""
 
     @model_validator(mode="after")
@@ -609,21 +597,12 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _identity_fields(section: BaseModel, kind: str, prefix: str) -> list[tuple[str, Any]]:
-    fields: list[tuple[str, Any]] = []
+def _identity_fields(section: BaseModel, kind: str, prefix: str) -> Iterator[tuple[str, Any]]:
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        constants = [mark.value for mark in field.metadata if isinstance(mark, Constant) and kind in mark.kinds]
-        if constants:
-            fields.append((prefix + name, constants[0]))
-            continue
-        marks = [mark for mark in field.metadata if isinstance(mark, Identity) and kind in mark.kinds]
-        if any(not mark.is_added or value != field.default for mark in marks):
+        if any(isinstance(mark, Identity) and kind in mark.kinds for mark in field.metadata):
             # A preset is a way of writing the other fields, so it never tells two runs apart.
-            plain = value.model_dump(mode="json", exclude={"preset"}) if isinstance(value, BaseModel) else value
-            if isinstance(plain, tuple):
-                plain = [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in plain]
-            fields.append((prefix + name, plain))
+            exclude = {"preset"} if isinstance(value, BaseModel) else None
+            yield prefix + name, to_jsonable_python(value, exclude=exclude)
         elif isinstance(value, BaseModel):
-            fields.extend(_identity_fields(value, kind, f"{prefix}{name}."))
-    return fields
+            yield from _identity_fields(value, kind, f"{prefix}{name}.")
