@@ -1,4 +1,4 @@
-"""Reads a recipe from its TOML file and the command line, and says what is wrong with either."""
+"""Reads a recipe from its TOML file and the command line, and explains what is wrong with either."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_RECIPE_BYTES = 2**20
 def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
     """Read a recipe and apply dotted overrides such as `{"train.max_steps": "500"}`.
 
-    Raises `RecipeError` naming the file, each wrong key with the nearest known one, and what was expected.
+    Raises `RecipeError` that names the file, each wrong key with the nearest known one, and the expected value.
     """
     values = read_values(path, overrides)
     try:
@@ -40,12 +40,15 @@ def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
 
 
 def read_values(path: Path, overrides: dict[str, str] | None = None) -> dict[str, Any]:
-    """What a recipe's file and the overrides say, whatever it is. Raises `RecipeError` for what is no TOML."""
+    """Return the tables of a recipe's file with the overrides in them, unchecked.
+
+    Raises `RecipeError` for a file that cannot be read or is not TOML, and for credentials.
+    """
     try:
         content = read_file(path, max_bytes=MAX_RECIPE_BYTES)
     except OSError as error:
         if error.errno == errno.ENOENT:
-            raise RecipeError(f"{path}: no such recipe. `ls recipes/` shows those that are shipped.") from error
+            raise RecipeError(f"{path}: no such recipe. `ls recipes/` lists the shipped ones.") from error
         raise explain_lack(error, path) or RecipeError(f"{path}: cannot be read: {error.strerror}") from error
     for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), start=1):
         _require_no_secrets(f"{path}:{number}", line)
@@ -61,16 +64,16 @@ def read_values(path: Path, overrides: dict[str, str] | None = None) -> dict[str
 
 
 def _require_no_secrets(place: str, text: str) -> None:
-    """Raise `RecipeError` for a line of a recipe that holds a credential, in a comment as well as in a value: the text
-    travels to a cluster as it is.
+    """Raise `RecipeError` for a line with a credential, also in a comment, because the text travels to a cluster as it
+    is.
     """
     if holds_secret(text):
         raise RecipeError(f"{place}: holds a user, a password, a token or a signature. {WHERE_THEY_BELONG}")
 
 
 def _require_no_credentials(value: Any, path: str, dotted: str) -> None:
-    """Raise `RecipeError` for a text that holds what may be a credential, also under a key that no recipe has: a
-    deployment of an image of another version reads a part of a recipe, and stores all of it.
+    """Raise `RecipeError` for a text that may hold a credential, also under an unknown key: a deployment of an image of
+    another version reads a part of a recipe, and stores all of it.
     """
     if isinstance(value, dict):
         for key, each in value.items():
@@ -86,7 +89,7 @@ def _require_no_credentials(value: Any, path: str, dotted: str) -> None:
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
-    """Raises `ValueError`, also where tomllib raises `RecursionError`."""
+    """Parse TOML into plain values. Raises `ValueError`, also where tomllib raises `RecursionError`."""
     try:
         values = tomllib.loads(text)
     except RecursionError as error:
@@ -114,9 +117,9 @@ def _override(values: dict[str, Any], dotted: str, text: str) -> None:
 
 
 def _shorten(value: Any) -> str:
-    """`value` as a person would recognise it in a message, which a table of megabytes must not fill."""
+    """Return a value as a message shows it: cut to a length that a person reads, and without credentials."""
     if repr(mask_values(value)) != repr(value):  # NaN is not equal to itself
-        return "what may hold credentials"
+        return "a value that may hold credentials"
     shown = reprlib.Repr()
     shown.maxstring = shown.maxother = shown.maxlong = 200
     return shown.repr(value)

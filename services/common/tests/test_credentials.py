@@ -116,7 +116,7 @@ def test_an_address_without_credentials_stays_as_it_is(tmp_path: Path, address: 
 
 
 def test_every_text_of_a_recipe_is_looked_at() -> None:
-    """By the base of all sections, whose validator no section leaves out."""
+    """The base class of all sections checks the text, so that no section can leave the check out."""
     assert issubclass(Recipe, Section)
     with pytest.raises(ValueError, match=r"\.netrc") as caught:
         Source(uri="x", column=f"https://user:{MARKER}@host")
