@@ -51,8 +51,8 @@ class RecipeParser(argparse.ArgumentParser):
         self.add_argument("--recipe", type=Path, required=True, metavar="FILE", help="the TOML file of the run")
         self.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
 
-    def parse(self, argv: list[str]) -> tuple[argparse.Namespace, Recipe]:
-        """Parse the options and load the recipe with its overrides; `--root` becomes absolute."""
+    def parse(self, argv: list[str], recipe: Recipe | None = None) -> tuple[argparse.Namespace, Recipe]:
+        """Parse the options, and load the recipe with its overrides unless it is given; `--root` becomes absolute."""
         arguments, rest = self.parse_known_args(argv)
         overrides = {}
         for item in rest:
@@ -63,7 +63,7 @@ class RecipeParser(argparse.ArgumentParser):
             overrides[key] = value
         arguments.root = arguments.root.absolute()
         require_text(arguments)
-        return arguments, load_recipe(arguments.recipe, overrides)
+        return arguments, recipe or load_recipe(arguments.recipe, overrides)
 
     def error(self, message: str) -> NoReturn:
         raise RecipeError(f"{message}\n{self.format_usage()}".rstrip())
