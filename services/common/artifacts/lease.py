@@ -309,10 +309,11 @@ def find_idle(watches: Iterable[ChangeWatch], tell: Callable[[int, float], None]
 
 @contextmanager
 def hold_lease(path: Path, watch: LockWatch | None = None, *, waits: bool = True) -> Iterator[HeldLease]:
-    """Hold the lock file `path` during the block. A live holder is waited for, or `LeaseTaken` raised without `waits`.
+    """Hold the lock file `path` during the block, after waiting for a live holder.
 
-    `watch` is the caller's earlier watch of the lock. Raises `TryAgain` where the lock cannot be read or made for
-    LEASE_SECONDS, and in place of the block's own error where the lease was lost by then.
+    Where `waits` is False, a live holder raises `LeaseTaken` instead. `watch` is the caller's earlier watch of the
+    lock. Raises `TryAgain` where the lock cannot be read or made for LEASE_SECONDS, and in place of the block's own
+    error where the lease was lost by then.
     """
     held = HeldLease(path)
     stop = threading.Event()

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import to_jsonable_python
 
 from services.common.hardware.instance_types import TRN1, Accelerators, family_of, read_instance_types
 from services.common.input.credentials import require_no_credentials
@@ -608,11 +607,12 @@ def fingerprint(value: Any) -> str:
 
 
 def _identity_fields(section: BaseModel, kind: str, prefix: str) -> Iterator[tuple[str, Any]]:
+    plain = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if any(isinstance(mark, Identity) and kind in mark.kinds for mark in field.metadata):
-            # A preset is a way of writing the other fields, so it never tells two runs apart.
-            exclude = {"preset"} if isinstance(value, BaseModel) else None
-            yield prefix + name, to_jsonable_python(value, exclude=exclude)
+            if isinstance(value, Model):
+                del plain[name]["preset"]  # another way of writing the other fields
+            yield prefix + name, plain[name]
         elif isinstance(value, BaseModel):
             yield from _identity_fields(value, kind, f"{prefix}{name}.")
