@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Check every artifact at or below DIR; list damage and exit with 3."""
+    """Check every artifact at or below DIR; exit with 3 for a damaged one."""
     folders = _find_published(arguments.dir)
     if not folders:
         raise ArtifactError(f"{arguments.dir}: no published artifact here (no {MANIFEST} below it).")
@@ -251,14 +251,25 @@ def _tell_of_watching(number: int, seconds: float) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m services.common.artifacts", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m services.common.artifacts", description="Verify, show, list and clean up artifacts."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="verify|show|list|gc")
     for name, function in (("verify", verify), ("show", show), ("list", list_artifacts), ("gc", collect_garbage)):
-        command = commands.add_parser(name, help=(function.__doc__ or "").splitlines()[0])
-        command.add_argument("dir", type=Path, nargs="?" if name != "show" else None, default=Path("fsx"))
+        command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
+        if name == "show":
+            command.add_argument("dir", type=Path, metavar="DIR", help="the folder of an artifact")
+        else:
+            command.add_argument(
+                "dir", type=Path, metavar="DIR", nargs="?", default=Path("fsx"), help="a root (default: ./fsx)"
+            )
         if name == "gc":
-            command.add_argument("--unreferenced", action="store_true", help="also remove unreferenced artifacts")
-            command.add_argument("--yes", action="store_true", help="confirm the removal of unreferenced artifacts")
+            command.add_argument(
+                "--unreferenced",
+                action="store_true",
+                help="also remove corpora and caches that no manifest, run or current.json names; lists them first",
+            )
+            command.add_argument("--yes", action="store_true", help="remove them, instead of listing them")
     arguments = parser.parse_args(argv)
     if not arguments.dir.is_dir():
         raise RecipeError(f"{arguments.dir}: no such folder.")

@@ -37,12 +37,11 @@ from services.common.recipe.schema import STAGES, Recipe
 
 def main(argv: list[str]) -> int:
     parser = RecipeParser("common.process.readiness", "Check a stage's recipe, image, root and inputs.")
-    parser.add_argument("--stage", choices=STAGES, required=True)
-    # These options of the trainer change the artifacts that it reads.
-    parser.add_argument("--corpus", type=Path)
-    parser.add_argument("--cache", type=Path)
-    parser.add_argument("--allow-cold-compile", action="store_true")
-    parser.add_argument("--allow-changed-program", action="store_true")
+    parser.add_argument("--stage", choices=STAGES, required=True, help="the stage to check")
+    parser.add_argument("--corpus", type=Path, help="the corpus folder that the trainer will get")
+    parser.add_argument("--cache", type=Path, help="the compile cache folder that the trainer will get")
+    parser.add_argument("--allow-cold-compile", action="store_true", help="let the trainer go without a cache")
+    parser.add_argument("--allow-changed-program", action="store_true", help="ignored, as an option of the trainer")
     upstream: list[dict[str, str]] = []
     problem: MillraceError | None = None
     try:
