@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from services.common.hardware.instance_types import TRN1, Accelerators, family_of, read_instance_types
+from services.common.hardware.instance_types import read_instance_types
 from services.common.input.credentials import require_no_credentials
+from services.common.recipe.agreement import require_agreement
 from services.common.recipe.presets import MODEL_PRESETS
 
 Kind = Literal["corpus", "compile_cache", "checkpoint"]
@@ -25,8 +25,6 @@ Stage = Literal["tokenizer", "compiler", "trainer"]
 Device = Literal["cpu", "cuda", "neuron", "xla"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 STAGES: tuple[Stage, ...] = ("tokenizer", "compiler", "trainer")
-ACCELERATORS: dict[Device, Accelerators] = {"cuda": "GPUs", "neuron": "NeuronCores", "xla": "NeuronCores"}
-"""Kind of accelerator by a recipe's device; a CPU is none."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +296,15 @@ class Batch(Section):
     loss_chunk_tokens: Annotated[Positive, TRACED] = 256
     """Tokens whose float32 logits exist at the same time; all logits together are a small model's largest tensor."""
 
+    @model_validator(mode="after")
+    def _has_whole_micro_batches(self) -> Self:
+        if self.global_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} must be a multiple of micro_batch_size "
+                f"{self.micro_batch_size}"
+            )
+        return self
+
     @property
     def num_micro_batches(self) -> int:
         return self.global_batch_size // self.micro_batch_size
@@ -317,6 +324,14 @@ class Optimizer(Section):
     weight_decay: Annotated[float, Field(ge=0), TRACED] = 0.1
     """Decay of matrices; norm weights have none."""
     max_grad_norm: Annotated[float, Field(gt=0), TRACED] = 1.0
+
+    @model_validator(mode="after")
+    def _rates_and_steps_rise(self) -> Self:
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(f"min_learning_rate {self.min_learning_rate} exceeds learning_rate {self.learning_rate}")
+        if self.warmup_steps >= self.decay_steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} must be below decay_steps {self.decay_steps}")
+        return self
 
 
 class Compile(Section):
@@ -475,114 +490,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        batch, models, workers = self.batch, self.parallel.data_parallel_size, self.parallel.num_workers
-        if batch.global_batch_size % batch.micro_batch_size:
-            raise ValueError(
-                f"batch.global_batch_size {batch.global_batch_size} must be a multiple of "
-                f"batch.micro_batch_size {batch.micro_batch_size}"
-            )
-        if batch.num_micro_batches % models:
-            raise ValueError(
-                f"{batch.num_micro_batches} micro-batches per step (batch.global_batch_size / batch.micro_batch_size) "
-                f"cannot be shared by parallel.data_parallel_size {models}"
-            )
-        if self.parallel.device == "xla" and not (self.compile.enabled and self.train.reduction == "fast"):
-            raise ValueError(
-                f"parallel.device 'xla' needs compile.enabled = true and train.reduction = 'fast', got "
-                f"{self.compile.enabled} and {self.train.reduction!r}: torch_xla runs only compiled graphs, and the "
-                f"tree of exact sums has a graph of its own for each micro-batch"
-            )
-        self._require_accelerators()
-        if self.parallel.reduce_dtype == "bfloat16" and self.train.dtype != "bfloat16":
-            raise ValueError(
-                f"parallel.reduce_dtype 'bfloat16' needs train.dtype 'bfloat16', got {self.train.dtype!r}: a sum of "
-                f"activations needs at least their own type"
-            )
-        family = family_of(self.cluster.trainer_instance_type)
-        if self.parallel.device == "xla" and not family.startswith(TRN1):
-            raise ValueError(
-                f"parallel.device 'xla' is a NeuronCore of trn1, and cluster.trainer_instance_type is "
-                f"{self.cluster.trainer_instance_type}, whose NeuronCores need 'neuron'"
-            )
-        if self.parallel.device == "xla" and self.cluster.min_nodes is not None:
-            raise ValueError(
-                f"cluster.min_nodes {self.cluster.min_nodes} cannot be combined with parallel.device 'xla': the graphs "
-                f"name the workers that sum together, so a run with fewer workers needs another compile cache"
-            )
-        if workers % self.cluster.trainer_workers_per_node:
-            raise ValueError(
-                f"the {workers} workers (parallel.data_parallel_size {models} x parallel.tensor_parallel_size "
-                f"{workers // models}) must be a multiple of cluster.trainer_workers_per_node "
-                f"{self.cluster.trainer_workers_per_node}, so that every node has as many workers. Change one of these "
-                f"numbers, for example --cluster.trainer_workers_per_node=1"
-            )
-        self._require_equal_parts()
-        if self.train.reduction == "exact" and batch.num_micro_batches & (batch.num_micro_batches - 1):
-            raise ValueError(
-                f"train.reduction = 'exact' sums micro-batches in a binary tree and needs a power of two of them, "
-                f"got {batch.num_micro_batches} (batch.global_batch_size / batch.micro_batch_size)"
-            )
-        trained = self.tokenizer.train
-        if trained and trained.vocab_size != self.model.vocab_size:
-            raise ValueError(
-                f"tokenizer.train.vocab_size {trained.vocab_size} and model.vocab_size {self.model.vocab_size} differ"
-            )
-        if self.optimizer.min_learning_rate > self.optimizer.learning_rate:
-            raise ValueError(
-                f"optimizer.min_learning_rate {self.optimizer.min_learning_rate} exceeds "
-                f"optimizer.learning_rate {self.optimizer.learning_rate}"
-            )
-        if self.optimizer.warmup_steps >= self.optimizer.decay_steps:
-            raise ValueError(
-                f"optimizer.warmup_steps {self.optimizer.warmup_steps} must be below "
-                f"optimizer.decay_steps {self.optimizer.decay_steps}"
-            )
+        require_agreement(self)
         return self
-
-    def _require_accelerators(self) -> None:
-        """Raise `ValueError` where the trainer's nodes have other accelerators than the recipe's device needs."""
-        name, wanted = self.cluster.trainer_instance_type, ACCELERATORS.get(self.parallel.device)
-        if name is None or wanted is None or read_instance_types()[name].accelerators == wanted:
-            return
-        fitting = [each.name for each in read_instance_types().values() if each.accelerators == wanted]
-        device = "cuda" if wanted == "NeuronCores" else "neuron, or xla on trn1"
-        raise ValueError(
-            f"parallel.device {self.parallel.device!r} needs {wanted}, and cluster.trainer_instance_type {name} has "
-            f"{read_instance_types()[name].accelerators}. Set a type with {wanted} ({', '.join(fitting)}), or the "
-            f"device of {name} ({device})"
-        )
-
-    def _require_equal_parts(self) -> None:
-        """Raise `ValueError` unless heads, widths, vocabulary and sequence divide by the tensor-parallel workers."""
-        model, parts = self.model, self.parallel.tensor_parallel_size
-        shared = {
-            "model.num_attention_heads": model.num_attention_heads,
-            "model.intermediate_size": model.intermediate_size,
-            "model.vocab_size": model.vocab_size,
-            "corpus.sequence_length": self.corpus.sequence_length,
-        }
-        heads = model.num_key_value_heads
-
-        def possible() -> str:
-            largest = math.gcd(*shared.values())
-            sizes = [
-                size
-                for size in range(1, largest + 1)
-                if largest % size == 0 and (heads % size == 0 or size % heads == 0)
-            ]
-            return f"Possible sizes: {', '.join(map(str, sizes))}"
-
-        for name, size in shared.items():
-            if size % parts:
-                raise ValueError(
-                    f"{name} {size:,} must be a multiple of parallel.tensor_parallel_size {parts}, because its workers "
-                    f"have equal parts. {possible()}"
-                )
-        if heads % parts and parts % heads:
-            raise ValueError(
-                f"model.num_key_value_heads {heads} and parallel.tensor_parallel_size {parts}: one must be a multiple "
-                f"of the other, so that a worker has whole heads, or equally many workers hold a head. {possible()}"
-            )
 
 
 def stage_nodes(recipe: Recipe, stage: Stage) -> int:
