@@ -122,9 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _find_published(folder: Path) -> list[Path]:
-    """Return the folders of published artifacts. Work in progress is recognised by its own folder's name alone, because
-    a recipe may be called `x.partial`.
-    """
+    """Return the published folders. Only a folder's own name marks work in progress: a recipe may be `x.partial`."""
     found = []
     for name, folders, files in os.walk(folder, onerror=_raise_unreadable):
         if MANIFEST in files:

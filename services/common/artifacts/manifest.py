@@ -227,10 +227,7 @@ _MAKE_AGAIN = "Move the folder away and run the stage again."
 
 
 def read_sealed(folder: Path) -> dict[str, Any]:
-    """Return the fields of `folder/manifest.json`, whatever its schema.
-
-    Raises `ArtifactError` where it is absent or damaged.
-    """
+    """Return the fields of a manifest of any schema. Raises `ArtifactError` where it is absent or damaged."""
     path = folder / MANIFEST
     try:
         raw = parse_json(read_file(path, folder, _MAX_BYTES))

@@ -106,8 +106,7 @@ def map_files(folder: Path, corpus: CorpusPayload, split: Split) -> Iterator[Tok
     """Map the shards of a split and then its tail. A caller that keeps none of them needs one map at a time.
 
     Raises `ArtifactError` where a file contradicts the manifest (checksums are not compared), and `LimitError` or
-    `TryAgain` where a file cannot be mapped for lack of maps, memory or descriptors, which says nothing about its
-    bytes.
+    `TryAgain` for lack of maps, memory or descriptors, which says nothing about the file.
     """
     counts, documents = corpus.splits[split], 0
     first_rows = range(0, counts.rows, corpus.rows_per_shard)

@@ -21,9 +21,8 @@ from services.common.recipe.schema import Kind, Recipe, fingerprint
 def verify_artifact(folder: Path, manifest: Manifest) -> None:
     """Check an artifact's files, and its manifest against its files, its recipe and its place.
 
-    Raises `ArtifactError` for damage or a contradiction, and `DeviceError` where this environment has no library for
-    the vocabulary. It reads all files twice, and those of a corpus three times; from the second time on they come from
-    the kernel's cache.
+    Raises `ArtifactError` for damage or a contradiction, and `DeviceError` without a library for the vocabulary. All
+    files are read twice, those of a corpus three times; the kernel's cache has them from the second time on.
     """
     verify_files(folder, manifest, level="provenance")
     if isinstance(manifest, CorpusManifest):

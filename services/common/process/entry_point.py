@@ -67,10 +67,9 @@ def run_program(main: Callable[[list[str]], int]) -> NoReturn:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Guard the imports of a stage's program, which take seconds.
-
-    A stop signal ends the process immediately, because libraries catch every error of an optional import. No garbage is
-    collected: imports make none, and the search for it takes a quarter of their time.
+    """Guard the imports of a stage's program, which take seconds: a stop signal ends the process immediately, because
+    libraries catch every error of an optional import. No garbage is collected, because imports make none, and the
+    search for it takes a quarter of their time.
     """
     is_collecting = gc.isenabled()
     gc.disable()

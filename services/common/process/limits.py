@@ -35,8 +35,7 @@ _LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def explain_lack(error: BaseException, place: Path | str = "", num_files: int | None = None) -> MillraceError | None:
-    """Return the error to raise for an `error` that comes from a lack of open files, maps, memory or threads; else
-    None.
+    """Return the error to raise where `error` comes from a lack of open files, maps, memory or threads; else None.
 
     `place` is the file that could not be opened, and `num_files` the number of files that the work holds open or mapped
     at a time. Call it while the work still holds them, because it counts the maps of this process.

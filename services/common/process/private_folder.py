@@ -31,8 +31,7 @@ _SHORT_BYTES = 103 - 64 - 13
 
 
 def private_base(is_short: bool = False) -> Path:
-    """Make and return the folder of all private folders. Its path needs no quotes in a shell; a short one has room for
-    Ray's sockets.
+    """Make and return the folder of all private folders. Its path needs no quotes; `is_short` leaves room for sockets.
 
     Raises `StorageError` where another user could change its content, because programs below it are run.
     """
@@ -118,9 +117,7 @@ def _remove_unused(base: Path, name: str) -> None:
 
 
 def _lock(path: Path, operation: int) -> int | None:
-    """Lock a file, which is made if absent, and return its descriptor; None where others hold it and `operation` does
-    not wait.
-    """
+    """Lock a file, made if absent; return its descriptor, or None if others hold it and `operation` does not wait."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:

@@ -78,8 +78,7 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
-    """Return the complete lines of a JsonLines file, with None for a line that is not a JSON object; no line where the
-    file does not exist.
+    """Return the complete lines of a JsonLines file, which may be absent; None stands for a line that is not an object.
 
     Raises `InputFileError` where something else than a file is in its place.
     """

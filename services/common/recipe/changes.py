@@ -13,8 +13,7 @@ _MOST_SHOWN = 80
 
 
 def changed_fields(stored: Mapping[str, Any], recipe: Recipe, kind: Kind) -> list[str]:
-    """Return the fields that decide the bytes of an artifact of this kind and differ from a stored recipe, each with
-    both values.
+    """Describe the fields that decide the bytes of an artifact of this kind and differ between a stored recipe and now.
 
     Raises `pydantic.ValidationError` where this program does not read the stored recipe.
     """

@@ -14,7 +14,7 @@ from services.common.recipe.schema import STAGES, Recipe, Stage, stage_nodes
 def describe(recipe: Recipe, corpus: CorpusPayload | None, known: Mapping[str, str] | None = None) -> str:
     """Return the resolved recipe as JSON, and a table of the rows in `known` and of the derived numbers.
 
-    Epochs and counts of the data need the corpus.
+    Without a corpus, the table has no counts of the data.
     """
     resolved = json.dumps(recipe.model_dump(mode="json"), indent=2)
     rows = {**(known or {}), **derive(recipe, corpus)}
@@ -64,9 +64,7 @@ def _nodes(recipe: Recipe, stage: Stage) -> str:
 
 
 def flops_per_token(recipe: Recipe) -> float:
-    """Return the FLOP of forward and backward pass: 6 for each parameter of a product, and those of causal attention
-    (PaLM, arXiv 2204.02311, appendix B).
-    """
+    """Return the FLOP of forward and backward pass for a token, attention included (PaLM, arXiv 2204.02311, app. B)."""
     model = recipe.model
     multiplying = model.num_parameters - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
     return 6.0 * multiplying + 6.0 * model.num_hidden_layers * model.hidden_size * recipe.corpus.sequence_length

@@ -40,10 +40,7 @@ def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
 
 
 def read_values(path: Path, overrides: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return the tables of a recipe's file with the overrides in them, unchecked.
-
-    Raises `RecipeError` for a file that cannot be read or is not TOML, and for credentials.
-    """
+    """Return a file's tables with overrides. Raises `RecipeError` for text that is not TOML, and for credentials."""
     try:
         content = read_file(path, max_bytes=MAX_RECIPE_BYTES)
     except OSError as error:

@@ -72,11 +72,6 @@ class _Sizes:
         return self.matrices + self.vectors
 
 
-def parameters_of_worker(recipe: Recipe) -> int:
-    """Return the number of parameters that one worker holds: its part of the matrices, and all norm weights."""
-    return _sizes(recipe).parameters
-
-
 def memory_of_worker(recipe: Recipe) -> WorkerMemory:
     """Return the parts of the state and of a train step that take memory. Every rank of a run holds as much."""
     sizes, train = _sizes(recipe), recipe.train
@@ -123,9 +118,7 @@ def micro_batches_per_model(recipe: Recipe) -> int:
 
 
 def num_sums_beside_a_gradient(recipe: Recipe, micro_batches: int) -> int:
-    """Return the number of gradient sums that a worker holds while it computes its last micro-batch: those of a tree
-    under the exact reduction, else one.
-    """
+    """Return the number of gradient sums, of a tree or of a row, that a worker holds during its last micro-batch."""
     return micro_batches.bit_length() - 1 if recipe.train.reduction == "exact" else min(1, micro_batches - 1)
 
 
@@ -152,8 +145,7 @@ def _sizes(recipe: Recipe) -> _Sizes:
 
 
 def _activation_bytes(recipe: Recipe, sizes: _Sizes) -> tuple[int, int, int]:
-    """Return three numbers of bytes: kept of each layer for the backward pass, computed again in it, and of the
-    gradients that pass through a layer.
+    """Return the bytes kept of a layer for the backward pass, computed again in it, and of gradients in a layer.
 
     An element takes `a` bytes in matrix products, and `r` in the residual stream, which has the type of the weights.
     """
@@ -177,9 +169,7 @@ def _activation_bytes(recipe: Recipe, sizes: _Sizes) -> tuple[int, int, int]:
 
 
 def _loss_bytes(recipe: Recipe, sizes: _Sizes) -> int:
-    """Return the bytes of hidden states, their gradient and float32 logits. A split model computes gradients with the
-    loss.
-    """
+    """Return the bytes of hidden states, their gradient and float32 logits; a split model also holds gradients then."""
     hidden = 2 * _param_bytes(recipe) * sizes.sequence
     if not _is_split(recipe):
         return hidden + FLOAT32_BYTES * sizes.logits

@@ -267,15 +267,13 @@ class Parallel(Section):
     data_parallel_size: Positive = 1
     """Number of copies of the model, which share the global batch; `tensor_parallel_size` workers hold a copy."""
     tensor_parallel_size: Annotated[Positive, COMPILED] = 1
-    """Workers that share a copy of the model. A worker has a part of every matrix, and of the sequence between layers.
-    """
+    """Workers that share a copy of the model. Each has a part of every matrix, and of the sequence between layers."""
     reduce_dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
     """Type in which the workers of a model sum activations and their gradients; the result has the activations' type.
     `bfloat16` needs train.dtype `bfloat16` and halves the bytes that are sent, but rounds at each addition. Sums of the
     gradients of weights are always float32."""
     zero_stage: Literal[0, 1] = 0
-    """ZeRO stage. With 1, a data-parallel worker holds and updates a share of the optimizer's state, with the same
-    bits."""
+    """ZeRO stage; with 1, data-parallel workers share the optimizer's state, and update it with the same bits."""
     threads_per_worker: Annotated[Positive, COMPILED] = 1
     """CPU threads of a worker. Compiled loops depend on this number, so it is declared and never detected."""
     device: Annotated[Device, COMPILED] = "cpu"
@@ -359,8 +357,7 @@ class Train(Section):
     max_steps: Positive
     seed: Annotated[int, Field(ge=0, lt=2**63), TRAINED] = 0
     initial_weights: Annotated[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None, TRAINED] = None
-    """Digest of the imported weights that the run begins with, as the trainer's `import` prints it; without it, the
-    weights are random."""
+    """Digest of the imported weights that the run begins with, as `import` prints it; without it, they are random."""
     dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
     """Type of matrix products. Master weights, moments and reductions are always float32."""
     param_dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
@@ -388,8 +385,7 @@ class Train(Section):
     time_limit_seconds: Annotated[float, Field(gt=0)] | None = None
     """Seconds after which a training command stops with a committed checkpoint and exit code 75."""
     max_consecutive_skipped_steps: Annotated[int, Field(ge=0)] = 10
-    """Most steps in a row whose gradient is not finite, and which update nothing. One more ends the run with exit
-    code 2."""
+    """Most steps in a row whose gradient is not finite, and which update nothing. One more ends the run with exit 2."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Most times that a command starts lost workers again without a new checkpoint in between."""
     watchdog_factor: Annotated[float, Field(ge=0)] = 10.0
@@ -428,8 +424,7 @@ class Cluster(Section):
     tokenizer_nodes: Positive = 1
     """Number of nodes that share the tokenizer's tasks."""
     compiler_nodes: Positive = 1
-    """Number of nodes of the compiler stage. Without it: one, or for Neuron as many as `compile.num_workers` tasks
-    need."""
+    """Number of nodes of the compiler stage. Default: one, or as many as `compile.num_workers` Neuron tasks need."""
     trainer_workers_per_node: Positive = 1
     """Workers that share a node. The trainer's nodes are data_parallel_size x tensor_parallel_size over this number."""
     trainer_instance_type: str | None = None
@@ -450,11 +445,10 @@ class Cluster(Section):
         return "compiler_nodes" in self.model_fields_set
 
     def fewer_nodes(self, num_workers: int, tensor_parallel_size: int, num_micro_batches: int) -> tuple[int, ...]:
-        """Return the numbers of nodes with which the trainer may go on after a loss, largest first; none without
-        `min_nodes`.
+        """Return the numbers of nodes with which the trainer may go on after a loss, largest first.
 
-        Each gives whole models with equal numbers of micro-batches. With `train.reduction = "exact"` the bits stay the
-        same.
+        There are none without `min_nodes`. Each number gives whole models with equal numbers of micro-batches. With
+        `train.reduction = "exact"` the bits stay the same.
         """
         if self.min_nodes is None:
             return ()

@@ -17,8 +17,8 @@ from services.common.process.telemetry import JsonLines, configure_logging
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe, Section, Source
 from services.common.testing.recipes import recipe_text, write_recipe
+from services.common.tests.builders import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[3]
 MARKER = "MARKER4711"
 
 # Addresses as people paste them, and as they should not have been written.

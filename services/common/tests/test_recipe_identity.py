@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from services.common.artifacts.store import artifact_id
 from services.common.recipe.presets import MODEL_PRESETS
-from services.common.recipe.schema import Identity, Kind, Recipe, identity
+from services.common.recipe.schema import Kind, Recipe, identity
 from services.common.testing.recipes import load_small, make_recipe
 
 KINDS: tuple[Kind, ...] = ("corpus", "compile_cache", "checkpoint")
@@ -187,19 +187,6 @@ def test_an_id_depends_on_inputs_and_content_version(tmp_path: Path, content_ver
     recipe = make_recipe(tmp_path)
 
     assert artifact_id(recipe, "corpus", content_version, inputs) != artifact_id(recipe, "corpus", 1, ["a"])
-
-
-def test_every_identity_mark_names_known_kinds() -> None:
-    def marks(section: type[BaseModel]) -> list[Identity]:
-        found = []
-        for field in section.model_fields.values():
-            found += [mark for mark in field.metadata if isinstance(mark, Identity)]
-            for each in [field.annotation, *getattr(field.annotation, "__args__", ())]:
-                if isinstance(each, type) and issubclass(each, BaseModel):
-                    found += marks(each)
-        return found
-
-    assert {kind for mark in marks(Recipe) for kind in mark.kinds} == set(KINDS)
 
 
 def test_a_run_keeps_its_name_at_every_tensor_parallel_degree(tmp_path: Path) -> None:
