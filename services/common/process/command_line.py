@@ -70,13 +70,11 @@ class RecipeParser(argparse.ArgumentParser):
 
 
 class StageParser(RecipeParser):
-    """The argument parser of a stage, with `--dry-run` and, where asked for, `--launch`."""
+    """The argument parser of a stage, with `--dry-run`."""
 
     def __init__(self, service: str, description: str) -> None:
         super().__init__(service, description)
-        self.add_argument(
-            "--dry-run", action="store_true", help="print the recipe and the numbers derived from it, and exit"
-        )
+        self.add_argument("--dry-run", action="store_true", help="print the recipe and what follows from it, and exit")
 
     def add_launch(self) -> None:
         self.add_argument(

@@ -25,7 +25,7 @@ MAX_RECIPE_BYTES = 2**20
 def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
     """Read a recipe and apply dotted overrides such as `{"train.max_steps": "500"}`.
 
-    Raises `RecipeError` that names the file, each wrong key with the nearest known one, and the expected value.
+    Raises `RecipeError` naming the file, each wrong key with the nearest known one, and what was expected.
     """
     values = read_values(path, overrides)
     try:
@@ -40,12 +40,12 @@ def load_recipe(path: Path, overrides: dict[str, str] | None = None) -> Recipe:
 
 
 def read_values(path: Path, overrides: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return a file's tables with overrides. Raises `RecipeError` for text that is not TOML, and for credentials."""
+    """What a recipe's file and the overrides say, whatever it is. Raises `RecipeError` for what is no TOML."""
     try:
         content = read_file(path, max_bytes=MAX_RECIPE_BYTES)
     except OSError as error:
         if error.errno == errno.ENOENT:
-            raise RecipeError(f"{path}: no such recipe. `ls recipes/` lists the shipped ones.") from error
+            raise RecipeError(f"{path}: no such recipe. `ls recipes/` shows those that are shipped.") from error
         raise explain_lack(error, path) or RecipeError(f"{path}: cannot be read: {error.strerror}") from error
     for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), start=1):
         _require_no_secrets(f"{path}:{number}", line)
