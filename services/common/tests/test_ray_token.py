@@ -1,4 +1,4 @@
-"""The token of a batch job's Ray: one head never takes another's away, and what is no token is said to be none."""
+"""The token of a batch job's Ray: a head never takes another head's token, and a file without a token is refused."""
 
 from __future__ import annotations
 
