@@ -1,7 +1,7 @@
-"""The errors a user can act on, and the exit code that each of them becomes.
+"""Defines the errors that a user can act on, and the exit code of each.
 
-A message says what is wrong, where, what was found and what was expected, and the next command.
-Anything that is not one of these is a bug of ours: it keeps its traceback and exits with 1.
+A message says what is wrong and where, the found and the expected value, and the next command. Any other error is a bug
+of Millrace: it keeps its traceback and exits with 1.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from pathlib import Path
 from services.common.input.credentials import mask
 
 MAX_MESSAGE_CHARACTERS = 100_000
-"""Characters of a message that are shown, half of them from its begin and half from its end: what a file names, such as
-an artifact's name, can have megabytes."""
+"""Most characters of a message, half of them from its begin and half from its end. A name in a damaged file can have
+megabytes."""
 
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 
-# A file system that answers with one of these takes no more of our bytes; retrying cannot help. What cannot be read is
-# not meant: who reads a file explains that, as an `ArtifactError` or a `RecipeError`.
+# A file system that answers a write with one of these cannot be written, and a retry cannot help. A failed read is
+# explained by its reader, as an `ArtifactError` or a `RecipeError`.
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _READ_ONLY = frozenset({errno.EROFS})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
 _OCCUPIED = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP})
 STORAGE_ERRNOS = _FULL | _READ_ONLY | _FORBIDDEN | _OCCUPIED
-# A network file system that lost its server for a while answers with one of these; they say nothing about the file.
+# A network file system that lost its server for a while answers with one of these, which say nothing about the file.
 TRANSIENT_ERRNOS = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN})
 
 
 class MillraceError(Exception):
-    """An error with an exit code. Carries its message alone, so that it survives pickling between processes.
+    """An error with an exit code. It holds only its message, so that it survives pickling between processes.
 
-    Credentials in the message are masked: what libraries say of an address names it as a whole.
+    Credentials in the message are masked, because libraries quote addresses as they are.
     """
 
     exit_code = EXIT_BUG
@@ -47,9 +47,7 @@ class MillraceError(Exception):
 
 
 def _shorten_at_spaces(message: str) -> str:
-    """A message of MAX_MESSAGE_CHARACTERS at most. A word that does not fit is left out whole: of half of an address
-    nobody can tell that it holds a password.
-    """
+    """Cut a message to MAX_MESSAGE_CHARACTERS between words, because the mask cannot recognise half of an address."""
     if len(message) <= MAX_MESSAGE_CHARACTERS:
         return message
     half = MAX_MESSAGE_CHARACTERS // 2
@@ -57,7 +55,7 @@ def _shorten_at_spaces(message: str) -> str:
 
 
 class RecipeError(MillraceError):
-    """The recipe or the command line is wrong: no retry can help."""
+    """The recipe or the command line is wrong; a retry cannot help."""
 
     exit_code = 2
 
@@ -79,7 +77,7 @@ class DeviceError(MillraceError):
 
 
 class LimitError(DeviceError):
-    """A limit of this process or of its node is too low for the work: a setting has to change before a retry helps."""
+    """A limit of this process or of its node is too low for the work; a setting has to change before a retry."""
 
 
 class StorageError(MillraceError):
@@ -89,34 +87,34 @@ class StorageError(MillraceError):
 
 
 class TryAgain(MillraceError):
-    """The work stopped at a safe point and the same command continues it: preemption, SIGTERM, time limit."""
+    """The work stopped at a safe point (preemption, SIGTERM, time limit), and the same command continues it."""
 
     exit_code = 75
 
 
 class WorkersLost(TryAgain):
-    """A worker process died (killed, out of memory, lost node). The group can be started again."""
+    """A worker process died (killed, out of memory, lost node). The workers can be started again."""
 
 
 class NoRoomForWorkers(WorkersLost):
-    """The nodes that are up could not hold the workers, for as long as that was waited for: do not wait once more."""
+    """The running nodes had no room for the workers until the wait was over; the caller does not wait again."""
 
 
 class HardwareFault(TryAgain):
-    """An accelerator failed: its host has to be repaired or replaced, and nothing of the program has to change."""
+    """An accelerator failed. Its host has to be repaired or replaced, and the program is not at fault."""
 
 
 class Interrupted(MillraceError):
-    """The user pressed Ctrl-C; what was committed before stays."""
+    """The user pressed Ctrl-C; everything committed before stays."""
 
     exit_code = EXIT_INTERRUPTED
 
 
 def explain_storage_error(error: OSError, option: str = "--root") -> StorageError:
-    """Turn an `OSError` whose errno is in STORAGE_ERRNOS into the sentence a user needs. `option` is the one of the
-    command that chose the place.
+    """Turn an `OSError` whose errno is in STORAGE_ERRNOS into the message that a user needs. `option` is the command's
+    option that chose the place.
     """
-    name = error.filename2 or error.filename  # of a rename, the place that is taken
+    name = error.filename2 or error.filename  # the target of a rename is the place that is taken
     where = Path(str(name)) if name else None
     place = f"{where}: " if where else ""
     free = ""
@@ -127,29 +125,30 @@ def explain_storage_error(error: OSError, option: str = "--root") -> StorageErro
     if error.errno in _FULL:
         advice = f"Free some space or pass another {option}; the same command then continues where it stopped."
     elif error.errno in _OCCUPIED:
-        advice = f"Something else is where ours belongs: move it away. Or pass another {option}."
+        advice = (
+            f"Something else is in the place of a file or folder of Millrace. Move it away, or pass another {option}."
+        )
     elif error.errno in _FORBIDDEN:
         advice = (
-            f"This user may not do that there: change its owner or mode. Or pass a {option} that this user can write "
-            f"to."
+            f"This user may not write there. Change the owner or the mode, or pass a {option} that this user can write."
         )
     else:
-        advice = f"Pass a {option} that this user can write to."
+        advice = f"Pass a {option} that this user can write."
     return StorageError(f"{place}{error.strerror}{free}. {advice}")
 
 
 def print_traceback(error: BaseException | None = None) -> None:
-    """Print the traceback of `error`, or of what is being handled, with its credentials masked: a chain of errors ends
-    in a library's, which may name an address as a whole.
+    """Print the traceback of `error`, or of the error being handled, with credentials masked: errors of libraries quote
+    addresses as they are.
     """
     lines = traceback.format_exception(error) if error else [traceback.format_exc()]
-    with suppress(OSError):  # nobody reads
+    with suppress(OSError):  # stderr has no reader
         print(mask("".join(lines)), end="", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def naming_the_place(folder: Path) -> Iterator[None]:
-    """Let a storage error say where it happened: a failed write, unlike a failed open, does not know its file."""
+    """Put `folder` into an `OSError` without a file name, such as that of a failed write."""
     try:
         yield
     except OSError as error:

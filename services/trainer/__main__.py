@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from services.common.process.entry_point import importing
 from services.common.process.stage_program import run_stage
 
+if TYPE_CHECKING:
+    from services.common.recipe.schema import Recipe
 
-def main(argv: list[str]) -> int:
+
+def main(argv: list[str], recipe: Recipe | None = None) -> int:
     with importing():
         from services.trainer.command import main as command  # noqa: PLC0415 - takes seconds
 
-    return command(argv)
+    return command(argv, recipe)
 
 
 def begin_and_run(argv: list[str]) -> int:
@@ -18,8 +23,8 @@ def begin_and_run(argv: list[str]) -> int:
     with importing():
         from services.trainer.worker_start import begin_start  # noqa: PLC0415 - takes a fifth of a second
 
-        begin_start(argv)
-    return main(argv)
+        recipe = begin_start(argv)
+    return main(argv, recipe)
 
 
 if __name__ == "__main__":

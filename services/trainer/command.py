@@ -67,10 +67,11 @@ logger = logging.getLogger(__name__)
 CLOSING_PROMPTS = ("If the", "Return a", "The method")
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], recipe: Recipe | None = None) -> int:
+    """Run the command in `argv`, whose recipe may have been loaded before."""
     configure_logging("trainer")
     command, options = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("train", argv)
-    arguments, recipe = _parser(command).parse(options)
+    arguments, recipe = _parser(command).parse(options, recipe)
     return COMMANDS[command](arguments, recipe)
 
 

@@ -21,11 +21,14 @@ _EVERY_WORKER = ("services.trainer.supervise", "services.common.program.backends
 _COMPILED = ("services.common.program.backends.inductor", "services.trainer.inductor_start:begin_inductor")
 
 
-def begin_start(argv: list[str]) -> None:
-    """Let the launcher of a training command prepare for its workers; do nothing for other commands."""
+def begin_start(argv: list[str]) -> Recipe | None:
+    """Let the launcher of a training command prepare for its workers, and return the command's recipe.
+
+    Return None, and prepare nothing, for other commands and for a wrong command line.
+    """
     is_training = bool(argv) and (argv[0] == "train" or argv[0].startswith("-"))
     if not is_training or {"-h", "--help"}.intersection(argv):
-        return
+        return None
     parser = StageParser("trainer", "")
     parser.add_launch()
     try:
@@ -33,8 +36,9 @@ def begin_start(argv: list[str]) -> None:
         recipe = load_recipe(options.recipe, dict(filter(None, map(read_override, rest))))
         if not options.dry_run:
             choose_launcher(options.launch).prepare(describe_workers(recipe, options.root))
-    except MillraceError:
-        return
+    except MillraceError:  # the command finds it, too
+        return None
+    return recipe
 
 
 def describe_workers(recipe: Recipe, shared_folder: Path) -> WorkerGroupSpec:

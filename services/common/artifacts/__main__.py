@@ -1,4 +1,4 @@
-"""`python -m services.common.artifacts verify|show|list|gc DIR`: look at artifacts, and clean up after them."""
+"""Verifies, shows, lists and cleans up artifacts: `python -m services.common.artifacts verify|show|list|gc DIR`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MANIFEST_TYPES: dict[str, type[Manifest]] = {
 }
 RUNS = "run"
 
-# What the stages call their locks, and the temporary files beside them and beside `current.json`.
+# The names that stages give to locks, and to temporary files beside locks and beside `current.json`.
 _LOCK_OF_RUN = r"[a-z0-9][a-z0-9._-]*-[0-9a-f]{8}\.lock"
 _LOCK_IN_COLLECTION = r"(?:[0-9a-f]{16}|step-\d{8,}|current\.json)\.lock"
 _LOCK_MOVED = r"\.(?:(?:dead|released)-)?[0-9a-f]{32}"
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Check every artifact at or below DIR; damage is listed and ends with exit code 3."""
+    """Check every artifact at or below DIR; exit with 3 for a damaged one."""
     folders = _find_published(arguments.dir)
     if not folders:
         raise ArtifactError(f"{arguments.dir}: no published artifact here (no {MANIFEST} below it).")
@@ -62,7 +62,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print the manifest without its file list."""
+    """Print an artifact's manifest without its file list."""
     manifest = read_manifest(arguments.dir)
     fields = manifest.model_dump(mode="json", by_alias=True, exclude={"files"})
     fields["files"] = f"{len(manifest.files)} files, {total_bytes(manifest.files):,} bytes"
@@ -72,7 +72,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def list_artifacts(arguments: argparse.Namespace) -> int:
-    """One line per published artifact below DIR, oldest first; damaged manifests end with exit code 3."""
+    """Print a line for each published artifact below DIR, oldest first; exit with 3 for a damaged manifest."""
     published, damaged = [], ProblemList()
     for folder in _find_published(arguments.dir):
         try:
@@ -89,7 +89,7 @@ def list_artifacts(arguments: argparse.Namespace) -> int:
 
 
 def collect_garbage(arguments: argparse.Namespace) -> int:
-    """Remove what interrupted work left below the root DIR, and on request artifacts that nothing refers to."""
+    """Remove the leftovers of interrupted work below the root DIR, and on request unreferenced artifacts."""
     unreferenced = _find_unreferenced(arguments.dir) if arguments.unreferenced else []
     doomed = _find_work(arguments.dir) + unreferenced
     watches = {lock: LockWatch(lock) for lock in map(_lock_of, doomed)}
@@ -103,7 +103,7 @@ def collect_garbage(arguments: argparse.Namespace) -> int:
             print(f"would remove {path}")
         print("Nothing was removed. Pass --yes to remove these.")
         return 0
-    if unreferenced:  # somebody may have begun to use one meanwhile
+    if unreferenced:  # a stage may have begun to use one meanwhile
         used = set(unreferenced).difference(_find_unreferenced(arguments.dir))
         doomed = [path for path in doomed if path not in used]
     removed = [_remove(path, watches[_lock_of(path)], is_published=path in unreferenced) for path in doomed]
@@ -122,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _find_published(folder: Path) -> list[Path]:
-    """Work in progress is told by its own folder's name alone: a recipe may be called `x.partial`."""
+    """Return the published folders. Only a folder's own name marks work in progress: a recipe may be `x.partial`."""
     found = []
     for name, folders, files in os.walk(folder, onerror=_raise_unreadable):
         if MANIFEST in files:
@@ -137,10 +137,10 @@ def _raise_unreadable(error: OSError) -> NoReturn:
 
 
 def _find_work(root: Path) -> list[Path]:
-    """What interrupted stages leave in the collections; whether somebody still works with it is not asked.
+    """Return the paths that interrupted stages may have left in the collections, those still in use included.
 
-    Partial, scratch and displaced folders, artifacts whose removal was interrupted, locks and temporary files. What is
-    inside of an artifact is none of our business, nor is anything that has a name which no stage gives.
+    They are partial, scratch and displaced folders, artifacts whose removal was interrupted, locks and temporary files.
+    The content of artifacts, and anything with a name that no stage gives, is left out.
     """
     found = []
     for collection in _collections(root):
@@ -157,7 +157,7 @@ def _find_work(root: Path) -> list[Path]:
 
 
 def _find_unreferenced(root: Path) -> list[Path]:
-    """Corpora and compile caches that no manifest, no run and no `current.json` names. Checkpoints are kept."""
+    """Return the corpora and compile caches that no manifest, run or `current.json` names. Checkpoints are kept."""
     published = {folder: read_manifest(folder) for folder in _find_published(root)}
     named = {link.id for manifest in published.values() for link in manifest.inputs}
     for collection in _collections(root):
@@ -185,16 +185,16 @@ def _artifacts_of(run: Path) -> list[str]:
         raise unreadable(run, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(
-            f"{run}: damaged: it does not say which artifacts its run uses ({error}). "
-            f"Run the trainer's command again, which writes it anew, or move the run's folder away."
+            f"{run}: damaged: it does not name the artifacts of its run ({error}). "
+            f"Run the trainer's command again, which writes the file anew, or move the run's folder away."
         ) from error
 
 
 def _collections(root: Path) -> list[Path]:
-    """The folders in which stages write and lock. Raises `RecipeError` when `root` is something else."""
+    """Return the folders in which stages write and lock. Raises `RecipeError` where `root` is not a stage's root."""
     kinds = [root / kind for kind in (*MANIFEST_TYPES, RUNS) if (root / kind).is_dir()]
     if not kinds:
-        raise RecipeError(f"{root}: none of {', '.join((*MANIFEST_TYPES, RUNS))} is in it. Pass the --root of a stage.")
+        raise RecipeError(f"{root}: it has none of {', '.join((*MANIFEST_TYPES, RUNS))}. Pass the --root of a stage.")
     return [
         collection
         for kind in kinds
@@ -204,7 +204,7 @@ def _collections(root: Path) -> list[Path]:
 
 
 def _lock_of(path: Path) -> Path:
-    """What tells whether somebody works with something in a collection.
+    """Return the lock file that tells whether a writer still uses `path`.
 
     Checkpoints are written under the lock of their run. A lock that is being made, or was moved aside, names its owner.
     """
@@ -219,7 +219,7 @@ def _lock_of(path: Path) -> Path:
 
 
 def _remove(path: Path, watch: LockWatch, is_published: bool) -> bool:
-    """Remove it under its lock; not when somebody has come back to it since it was `is_published` or not."""
+    """Remove `path` under its lock and return True; leave it where a stage has used or published it meanwhile."""
     if path == watch.path and path.name.startswith("."):
         print(f"removing {path}")
         path.unlink(missing_ok=True)
@@ -228,7 +228,7 @@ def _remove(path: Path, watch: LockWatch, is_published: bool) -> bool:
         with hold_lease(watch.path, watch, waits=False) as held:  # takes over from a dead writer
             is_used = is_published and path.name in read_current(path.parent).values()
             if is_used or is_published != (not is_work(path.name) and (path / MANIFEST).exists()):
-                print(f"leaving {path}: it was published or put to use just now")
+                print(f"leaving {path}: it was published or used just now")
                 return False
             print(f"removing {path}")
             if path.is_dir():
@@ -242,19 +242,32 @@ def _remove(path: Path, watch: LockWatch, is_published: bool) -> bool:
 
 
 def _tell_of_watching(number: int, seconds: float) -> None:
-    what = f"{number} locks and folders for {seconds:.0f} s"
-    print(f"watching {what}: a writer elsewhere shows by what it changes", flush=True)
+    print(
+        f"watching {number} locks and folders for {seconds:.0f} s: a live writer on another machine changes them",
+        flush=True,
+    )
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m services.common.artifacts", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m services.common.artifacts", description="Verify, show, list and clean up artifacts."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="verify|show|list|gc")
     for name, function in (("verify", verify), ("show", show), ("list", list_artifacts), ("gc", collect_garbage)):
-        command = commands.add_parser(name, help=(function.__doc__ or "").splitlines()[0])
-        command.add_argument("dir", type=Path, nargs="?" if name != "show" else None, default=Path("fsx"))
+        command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
+        if name == "show":
+            command.add_argument("dir", type=Path, metavar="DIR", help="the folder of an artifact")
+        else:
+            command.add_argument(
+                "dir", type=Path, metavar="DIR", nargs="?", default=Path("fsx"), help="a root (default: ./fsx)"
+            )
         if name == "gc":
-            command.add_argument("--unreferenced", action="store_true", help="also what nothing refers to")
-            command.add_argument("--yes", action="store_true", help="do remove the unreferenced artifacts")
+            command.add_argument(
+                "--unreferenced",
+                action="store_true",
+                help="also remove corpora and caches that no manifest, run or current.json names; lists them first",
+            )
+            command.add_argument("--yes", action="store_true", help="remove them, instead of listing them")
     arguments = parser.parse_args(argv)
     if not arguments.dir.is_dir():
         raise RecipeError(f"{arguments.dir}: no such folder.")

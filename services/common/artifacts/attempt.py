@@ -1,7 +1,7 @@
-"""The attempt of a command, where something starts the same command again and again and knows when one is over.
+"""Reads the number of this attempt at a command, where a scheduler starts the same command again and again.
 
-A deploy Job on Kubernetes and AWS Batch do: each begins an attempt when the one before has ended, or was given up. They
-name it in the command's environment, and a lock that an earlier attempt of the same series left is not waited for.
+A deploy Job on Kubernetes and AWS Batch begin an attempt only when the one before has ended, or was given up. They name
+it in the command's environment. No attempt waits for a lock that an earlier attempt of its series left behind.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _FORM = re.compile(r"([A-Za-z0-9_.:-]{1,200})/([0-9]{1,6})")
 
 @dataclass(frozen=True)
 class Attempt:
-    """One of several that follow each other: no two of a series are meant to run at once."""
+    """An attempt of a series, in which no two attempts are meant to run at the same time."""
 
     series: str
-    """Name of the series of attempts, which no other has: the id of the deployment or of the job."""
+    """Unique name of the series: the id of the deployment or of the job."""
     number: int
 
     def __str__(self) -> str:
@@ -31,19 +31,19 @@ class Attempt:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """The attempt that a text names; None for a text that names none."""
+        """Return the attempt that a text names; None for a text that names none."""
         found = _FORM.fullmatch(text)
         return cls(found[1], int(found[2])) if found else None
 
     def follows(self, other: Attempt) -> bool:
-        """Is it a later one of the same series?"""
+        """Tell whether this attempt is a later one of the same series."""
         return self.series == other.series and self.number > other.number
 
 
 def this_attempt() -> Attempt | None:
-    """The attempt that this process is part of; None where nobody counts them.
+    """Return the attempt that this process belongs to; None where MILLRACE_ATTEMPT is not set.
 
-    Raises `DeviceError` for a variable that names none.
+    Raises `DeviceError` where the variable names no attempt.
     """
     text = os.environ.get(ATTEMPT_VARIABLE, "")
     if not text:
@@ -51,7 +51,7 @@ def this_attempt() -> Attempt | None:
     attempt = Attempt.parse(text)
     if attempt is None:
         raise DeviceError(
-            f"{ATTEMPT_VARIABLE}={text[:60]!a}: expected the name of a series of attempts and a number, such as "
-            f"trainer-0a1b2c/2. Unset it where you start the command yourself."
+            f"{ATTEMPT_VARIABLE}={text[:60]!a}: expected the name of a series and the attempt's number, such as "
+            f"trainer-0a1b2c/2. Unset the variable where you start the command yourself."
         )
     return attempt

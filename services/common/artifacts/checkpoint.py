@@ -1,10 +1,10 @@
-"""checkpoint/3: the state of a run after a step, complete for continuing it bit for bit under any layout of workers.
+"""Defines checkpoint/3: the state of a run after a step, from which any layout of workers continues bit for bit.
 
-`shard-00003.safetensors` holds what rank 3 owned: float32 slices of the master weights and of AdamW's moments. Their
-names are those of `services.common.program.state`, such as `exp_avg/model.norm.weight[0:16]`. Together the files hold
-each element once, and each says in its header of which run, step, layout and rank it is, as the manifest does. Learning
-rate and random numbers are functions of the step, and so is the data position but for the batches that the run left
-out: there is no other state.
+`shard-00003.safetensors` holds the slices that rank 3 owned: float32 master weights and AdamW's moments. Their names
+are those of `services.common.program.state`, such as `exp_avg/model.norm.weight[0:16]`. Together the files hold each
+element once. The header of each file names the run, step, layout and rank that it comes from, and the manifest names
+the same. There is no other state: learning rate and random numbers are functions of the step, and so is the data
+position, apart from the batches that the run left out.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from services.common.recipe.schema import fingerprint
 
 
 class LossSpikes(ManifestModel):
-    """What a run with `train.loss_spike_sigma` knows of its losses."""
+    """State of the loss-spike detector of a run with `train.loss_spike_sigma`."""
 
     skipped_batches: Many[Count]
-    """Numbers of the batches that the run leaves out because the loss spiked on them, ascending."""
+    """Numbers of the batches that the run leaves out because the loss spiked on them, in ascending order."""
     recent_losses: Annotated[tuple[FiniteFloat, ...], Field(max_length=1_000)]
-    """Of the newest steps that were applied, oldest first: what the next loss is compared with."""
+    """Losses of the newest steps that were applied, oldest first; the detector compares the next loss with them."""
 
     @field_validator("skipped_batches")
     @classmethod
@@ -46,8 +46,8 @@ class LossSpikes(ManifestModel):
 
 
 class ShardOrigin(ManifestModel):
-    """The state and the rank that a shard comes from. Its header and the manifest both say it, so that no shard takes
-    another's place.
+    """The state and the rank that a shard comes from. Its header and the manifest both hold this origin, so that no
+    shard can take the place of another.
     """
 
     run: Text
@@ -61,23 +61,23 @@ class ShardOrigin(ManifestModel):
     tensor_parallel_size: Count
     zero_stage: Literal[0, 1]
     program_fingerprint: Text
-    """It tells a run from its copy elsewhere that was continued by another program."""
+    """Fingerprint of the program that made the state; a copy of the run that another program continued differs."""
     payload_digest: Sha256
-    """Hash of the manifest's payload without `shards`: it also covers the batches that the run leaves out."""
+    """Hash of the manifest's payload without `shards`; this covers the batches that the run leaves out, too."""
 
 
 class CheckpointPayload(ManifestModel):
     step: Count
     """Optimizer steps done."""
     tokens: Count
-    """Tokens trained on, all workers together."""
+    """Tokens that all workers together have trained on."""
     skipped_steps: Count
     """Steps whose update was not applied because a gradient was not finite."""
     data_parallel_size: Count
     tensor_parallel_size: Count
     zero_stage: Literal[0, 1]
     shards: dict[RelativePath, ShardOrigin]
-    """The origin that each shard's header names, by the shard's file name."""
+    """Origin in the header of each shard, by the shard's file name."""
     program_fingerprint: Text
     waivers: Many[Text]
     """Flags such as `--allow-cold-compile` under which this state was made."""
@@ -94,13 +94,13 @@ class CheckpointPayload(ManifestModel):
         return self.data_parallel_size * self.tensor_parallel_size
 
     def origin(self, run: str, rank: int) -> ShardOrigin:
-        """The origin of a shard of this state that the rank writes."""
+        """Return the origin of the shard that this rank writes of this state."""
         said = self.model_dump(mode="json", exclude={"shards"})
         shared = {name: said[name] for name in ShardOrigin.model_fields if name in said}
         return ShardOrigin(run=run, rank=rank, payload_digest=fingerprint(said), **shared)
 
     def with_shards(self, run: str, ranks: Mapping[str, int]) -> Self:
-        """The payload with these shards of the run, each by its file name and the rank that writes it."""
+        """Return the payload with these shards of the run; `ranks` maps file names to the ranks that write them."""
         return self.model_copy(update={"shards": {file: self.origin(run, rank) for file, rank in ranks.items()}})
 
     @model_validator(mode="after")
@@ -119,16 +119,14 @@ class CheckpointManifest(Manifest):
     def _lists_shards(self) -> Self:
         others = [entry.path for entry in self.files if not _is_shard(entry.path)]
         if others or not self.files:
-            raise ValueError(
-                f"{list_names(others) if others else 'no file'}: expected shards, as {shard_name(0)} is one"
-            )
+            raise ValueError(f"{list_names(others) if others else 'no file'}: expected shards, such as {shard_name(0)}")
         return self
 
     @model_validator(mode="after")
     def _is_trained_on_one_corpus(self) -> Self:
         schemas = [link.schema_id for link in self.inputs]
         if [schema.partition("/")[0] for schema in schemas] != ["corpus"]:
-            raise ValueError(f"its inputs are {list_names(schemas)}, expected one corpus")
+            raise ValueError(f"inputs: {list_names(schemas)}, expected one corpus")
         return self
 
     @model_validator(mode="after")
@@ -150,13 +148,13 @@ class CheckpointManifest(Manifest):
 
 
 def explain_origins(found: ShardOrigin, expected: ShardOrigin) -> str:
-    """The fields in which two origins differ, with both values."""
+    """Return the fields in which two origins differ, with both values."""
     theirs, ours = found.model_dump(), expected.model_dump()
     return ", ".join(f"{name} {theirs[name]}, expected {ours[name]}" for name in ours if theirs[name] != ours[name])
 
 
 def shard_name(rank: int) -> str:
-    """Name of the file with what this rank owned; of an import's file, with its number."""
+    """Return the name of a rank's shard, or of an import's file by its number."""
     return f"shard-{rank:05d}.safetensors"
 
 
@@ -165,12 +163,12 @@ def _is_shard(path: str) -> bool:
 
 
 def checkpoint_id(step: int) -> str:
-    """Name of the folder of the state after `step` steps. From step 100,000,000 on they do not sort as text."""
+    """Return the name of a checkpoint's folder. From step 100,000,000 on the names do not sort as text."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step in a checkpoint's id; None for any other name, as that of a folder which a person has renamed."""
+    """Return the step in a checkpoint's id; None for any other name, such as that of a folder that a person renamed."""
     found = re.fullmatch(r"step-([0-9]{8,19})", name)
     step = int(found[1]) if found else None
     return step if step is not None and checkpoint_id(step) == name else None

@@ -1,7 +1,7 @@
-"""compile_cache/1: every compiled graph of one program on one kind of machine.
+"""Defines compile_cache/1: every compiled graph of one program for one kind of machine.
 
-The folder is what the compiler's own cache directory held when it had nothing left to do. A trainer
-works on a node-local copy, because caches write into the directory that they read.
+The folder is the compiler's own cache directory, once it had nothing left to compile. A trainer works on a node-local
+copy, because a compiler writes into the cache that it reads.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ GRAPHS = "graphs"
 
 class CompileCachePayload(ManifestModel):
     target: Device
-    """Of `parallel.device`."""
+    """`parallel.device` of the recipe."""
     program_fingerprint: Sha256
     facts: dict[str, Any]
-    """What the fingerprint is the hash of; two caches are compared fact by fact."""
+    """Facts of which `program_fingerprint` is the hash, so that an error can name those that differ."""
     graphs_compiled: Annotated[int, Field(ge=1)]
     graphs_missed_by_verification: Literal[0]
-    """Graphs that a second process had to compile although it was given this cache."""
+    """Graphs that a second process still had to compile when it used this cache."""
     world_size_traced: Count
     phases: Many[Phase]
 
@@ -35,12 +35,12 @@ class CompileCachePayload(ManifestModel):
     def _is_of_its_facts(self) -> Self:
         found = fingerprint(self.facts)
         if found != self.program_fingerprint:
-            raise ValueError(f"its facts hash to {found[:12]}, program_fingerprint is {self.program_fingerprint[:12]}")
+            raise ValueError(f"the facts hash to {found[:12]}, program_fingerprint is {self.program_fingerprint[:12]}")
         return self
 
 
 def compile_cache_address(root: Path, recipe: Recipe, program_fingerprint: str) -> Address:
-    """Where the cache of this recipe's program belongs: the compiler publishes it there, the trainer looks there."""
+    """Return the address at which the compiler publishes the cache of this program, and the trainer opens it."""
     return Address(root, "compile_cache", recipe.name, program_fingerprint[:16])
 
 

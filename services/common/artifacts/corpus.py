@@ -1,16 +1,16 @@
-"""corpus/2: packed token rows in Arrow files; `token_stream` cuts training samples from them.
+"""Defines corpus/2: packed token rows in Arrow files, from which `token_stream` cuts training samples.
 
-A split of T tokens is one stream: document after document, each BOS + tokens + EOS. It is stored as rows
-of L tokens in `<split>/shard-*.arrow` (columns `input_ids`, `doc_starts`), and the T mod L last tokens in
-`<split>/tail/tail.arrow`. Sample j is tokens [jL, jL + L] inclusive: L inputs and, one further, L targets,
-so there are floor((T - 1) / L) samples and no target is lost at a row's or a shard's end.
+A split of T tokens is one stream of documents, and each document is BOS + tokens + EOS. Rows of L tokens are in
+`<split>/shard-*.arrow` (columns `input_ids`, `doc_starts`), and the T mod L last tokens in `<split>/tail/tail.arrow`.
+Sample j is tokens [jL, jL + L] inclusive: L inputs, and L targets that are one token further. So there are
+floor((T - 1) / L) samples, and no target is lost at the end of a row or of a shard.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -21,8 +21,6 @@ from services.common.input.problem_list import list_names
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
-
-
 VocabularyKind = Literal["sentencepiece", "tokenizer_json", "tiktoken"]
 
 
@@ -37,7 +35,9 @@ class Vocabulary(ManifestModel):
     @model_validator(mode="after")
     def _has_its_borders(self) -> Self:
         if max(self.bos_id, self.eos_id) >= self.vocab_size:
-            raise ValueError(f"BOS {self.bos_id:,} or EOS {self.eos_id:,} is beyond its {self.vocab_size:,} ids")
+            raise ValueError(
+                f"bos_id {self.bos_id:,} or eos_id {self.eos_id:,} is not below vocab_size {self.vocab_size:,}"
+            )
         return self
 
 
@@ -66,16 +66,16 @@ class SplitCounts(ManifestModel):
 
 
 class SourceCounts(ManifestModel):
-    """What a source of the recipe became."""
+    """Counts of one source of the recipe."""
 
     uri: Text
     weight: Annotated[float, Field(ge=0)]
     documents: Count
-    """Kept, once for each time that a weight above 1 keeps them."""
+    """Documents kept; one that a weight above 1 takes twice counts twice."""
     tokens: Count
-    """With BOS and EOS."""
+    """Tokens kept, BOS and EOS included."""
     share: Annotated[float, Field(ge=0, le=1)]
-    """Of the corpus's tokens."""
+    """Share of the corpus's tokens."""
 
 
 class CorpusPayload(ManifestModel):
@@ -84,39 +84,40 @@ class CorpusPayload(ManifestModel):
     sequence_length: Annotated[int, Field(ge=1, lt=2**31)]
     rows_per_shard: Annotated[int, Field(ge=1, lt=2**63)]
     encoder: Text
-    """What made the ids."""
+    """Name of the encoder that made the ids."""
     reference: Text
-    """The library that defines them."""
+    """Name of the library that defines the ids."""
     documents_checked: Count
-    """Encoded by both, with the same ids: documents of this corpus, and fuzz."""
+    """Documents of this corpus and fuzz texts for which encoder and reference gave the same ids."""
     control_text: Literal["text"]
     documents_read: Count
-    """Once for each time that a source's weight above 1 reads them."""
+    """Documents read; one that a source's weight above 1 takes twice counts twice."""
     documents_empty: Count
-    """Documents without a token, dropped."""
+    """Dropped documents without a token."""
     documents_too_short: Count
+    """Dropped documents of fewer bytes than `corpus.min_document_bytes`."""
     documents_not_sampled: Count
-    """Left out by their source's weight."""
+    """Documents that a source's weight below 1 left out."""
     documents_with_invalid_utf8: Count
     sources: Many[SourceCounts]
     text_bytes: Count
-    """UTF-8 bytes of the documents that were kept."""
+    """UTF-8 bytes of the documents kept."""
     splits: dict[Split, SplitCounts]
     phases: Many[Phase]
 
     @property
     def kept(self) -> Collection[SplitCounts]:
-        """The counts of each split: what became of the documents that were kept."""
+        """Counts of the documents kept, one for each split."""
         return self.splits.values()
 
     def num_samples(self, split: Split) -> int:
-        """Training samples that a split's tokens make: L inputs each, and one token more for the last target."""
+        """Return the number of training samples of a split; the last one takes a token more than its L inputs."""
         return max(0, (self.splits[split].tokens - 1) // self.sequence_length)
 
     @model_validator(mode="after")
     def _nothing_is_lost(self) -> Self:
         if set(self.splits) != set(SPLITS):
-            raise ValueError(f"its splits are {', '.join(self.splits) or 'none'}, expected {' and '.join(SPLITS)}")
+            raise ValueError(f"splits: {', '.join(self.splits) or 'none'}, expected {' and '.join(SPLITS)}")
         for name, counts in self.splits.items():
             stored = counts.rows * self.sequence_length + counts.tail_tokens
             if counts.tokens != stored:
@@ -135,7 +136,7 @@ class CorpusPayload(ManifestModel):
 
     @model_validator(mode="after")
     def _comes_from_its_sources(self) -> Self:
-        """A corpus that was made from text has sources; one that a test or another program packed may have none."""
+        """Compare the sums over sources and splits. A corpus that a test or another program packed has no sources."""
         if not self.sources:
             return self
         counted = {
@@ -144,7 +145,7 @@ class CorpusPayload(ManifestModel):
         }
         for what, (of_sources, of_splits) in counted.items():
             if of_sources != of_splits:
-                raise ValueError(f"its sources became {of_sources:,} {what}, its splits have {of_splits:,}")
+                raise ValueError(f"the sources have {of_sources:,} {what}, the splits have {of_splits:,}")
         return self
 
     @model_validator(mode="after")
@@ -168,10 +169,10 @@ class CorpusManifest(Manifest):
         for split, counts in self.corpus.splits.items():
             if list(counts.shards) != sorted(counts.shards, key=lambda path: (len(path), path)):
                 raise ValueError(
-                    f"the shards of {split} are not in the order of their names, which is that of the text"
+                    f"the shards of {split} are not listed in the order of their names, which is that of the text"
                 )
         if twice := [path for path, count in Counter(read).items() if count > 1]:
-            raise ValueError(f"{list_names(twice)}: named more than once, so rows would be read twice")
+            raise ValueError(f"{list_names(twice)}: named more than once, so that rows would be read twice")
         for split, counts in self.corpus.splits.items():
             if elsewhere := [path for path in counts.shards if not path.startswith(f"{split}/")]:
                 raise ValueError(f"{list_names(elsewhere)}: shards of {split}, expected below {split}/")
@@ -191,37 +192,18 @@ class CorpusManifest(Manifest):
             ]
             if made_of != wanted:
                 raise ValueError(
-                    f"made of {list_names(map(str, made_of))}, its recipe asks for {list_names(map(str, wanted))}"
+                    f"sources {list_names(map(str, made_of))}, the recipe asks for {list_names(map(str, wanted))}"
                 )
         for name in ("sequence_length", "rows_per_shard"):
             made = getattr(self.corpus, name)
             if not isinstance(asked, dict) or asked.get(name) != made:
                 got = asked.get(name) if isinstance(asked, dict) else None
-                raise ValueError(f"corpus.{name}: {made:,}, its recipe asks for {got}")
+                raise ValueError(f"corpus.{name}: {made:,}, the recipe asks for {got}")
         return self
-
-    @classmethod
-    def upgrade(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """corpus/1 had no other encoder than SentencePiece, and took every document of every source."""
-        if raw.get("schema") != "corpus/1":
-            return raw
-        payload = raw.get("corpus")
-        if not isinstance(payload, dict):
-            return {**raw, "schema": cls.SCHEMA}
-        younger = {
-            "encoder": "sentencepiece",
-            "reference": "sentencepiece",
-            "documents_checked": 0,
-            "control_text": "text",
-            "documents_too_short": 0,
-            "documents_not_sampled": 0,
-            "sources": (),
-        }
-        return {**raw, "schema": cls.SCHEMA, "corpus": {**younger, **payload}}
 
 
 def tail_path(split: Split) -> str:
-    """Of the file with the tokens that fill no row."""
+    """Return the path of the file with the tokens that fill no row."""
     return f"{split}/tail/tail.arrow"
 
 

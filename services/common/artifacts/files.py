@@ -1,6 +1,6 @@
-"""The files of an artifact: their checksums, computed once at publish and checked at every use, and where they are.
+"""Computes the checksums of an artifact's files at publish, checks them at every use, and finds the files.
 
-A manifest is another program's word. Nothing but `locate` joins its paths with the artifact's folder.
+A manifest may come from anywhere, so only `locate` joins its paths with the artifact's folder.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from services.common.input.files import is_damage, open_regular_file, stat_withi
 from services.common.input.problem_list import ProblemList
 
 Level = Literal["provenance", "full", "size"]
-"""What is checked of a file: its size, its size and the checksum that readers go by, or these and its SHA-256."""
+"""Depth of a check. `size` compares sizes alone, `full` also the xxh3-128, and `provenance` the SHA-256, too."""
 
 _BLOCK_BYTES = 4 * 2**20
 _CACHED_BLOCK_BYTES = 2**19
 _MAKE_ANEW = "Move the folder away and run the stage again to make it anew."
 _FILES_AT_A_TIME = 1_024
-"""Files that are handed to the threads at a time: all of a large corpus would wait in memory."""
+"""Files that are queued for the threads at a time, so that a large corpus does not fill memory with waiting files."""
 _HASHING_THREADS = 4  # xxhash and hashlib release the GIL on blocks of this size
 
 
 def describe_files(folder: Path) -> tuple[FileEntry, ...]:
-    """Fsync and hash every file below `folder`, in the order of their paths."""
+    """Fsync and hash every file below `folder`; return the entries in the order of their paths."""
     paths = list_files(folder)
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         entries = tuple(pool.map(lambda path: describe_file(folder, path), paths))
@@ -43,12 +43,12 @@ def describe_files(folder: Path) -> tuple[FileEntry, ...]:
 def verify_files(
     folder: Path, manifest: Manifest, *, level: Level = "full", paths: Collection[str] | None = None
 ) -> None:
-    """Check what the manifest lists against the disk. All of it, or the files at `paths` alone, which have to be
-    listed.
+    """Compare the files that the manifest lists with those on disk: all of them, or only those at `paths`.
 
-    Raises `ArtifactError` that names the files which are missing, resized or changed, or are no regular files inside of
-    the folder, ten of each kind; `UnreadableError` when this user may not read one; `LimitError` or `TryAgain` when one
-    cannot be opened for want of descriptors or memory, which says nothing about its bytes.
+    Raises `ArtifactError` that names up to ten files of each kind of damage: missing, resized, changed, not a regular
+    file inside the folder, or not listed. Raises `UnreadableError` where this user may not read a file, and
+    `LimitError` or `TryAgain` where a file cannot be opened for lack of descriptors or memory, which says nothing about
+    its bytes.
     """
     listed = [entry for entry in manifest.files if paths is None or entry.path in paths]
     try:
@@ -71,16 +71,15 @@ def verify_files(
 
 
 def listed_file(folder: Path, manifest: Manifest, path: str, *, level: Level = "full") -> Path:
-    """The file that the manifest lists as `path`, checked as `verify_files` does."""
+    """Check the file that the manifest lists as `path`, as `verify_files` does, and return where it is."""
     verify_files(folder, manifest, level=level, paths=[path])
     return locate(folder, path)
 
 
 def locate(folder: Path, path: str) -> Path:
-    """The regular file at `path` of a manifest that was read, in the artifact's folder.
+    """Return the regular file at a manifest's `path` in the artifact's folder, without a check of its bytes.
 
-    Raises `ArtifactError` when it is missing, or something else, or when a link on the way leads out of the folder.
-    The bytes are `verify_files`' to check.
+    Raises `ArtifactError` where it is missing or no regular file, or where a link leads out of the folder.
     """
     try:
         stat_within(folder, path)
@@ -90,7 +89,7 @@ def locate(folder: Path, path: str) -> Path:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Relative paths of all files below `folder`, sorted, but for the manifest itself."""
+    """Return the sorted relative paths of all files below `folder` except the manifest."""
     paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(path for path in paths if path != MANIFEST)
 
@@ -112,7 +111,7 @@ def xxh3_of(path: Path) -> str:
 
 
 def describe_file(folder: Path, path: str) -> FileEntry:
-    """Fsync and hash one file below `folder`. Its name is as durable as its folder."""
+    """Fsync and hash one file below `folder`. Its name is durable once its folder is fsynced."""
     fast, strong, size = xxhash.xxh3_128(), hashlib.sha256(), 0
     with open_regular_file(folder / path) as file:
         os.fsync(file.fileno())
@@ -129,7 +128,7 @@ def _sha256_of(path: Path) -> str:
 
 
 def _find_damage(folder: Path, entry: FileEntry, level: Level) -> tuple[str, str] | None:
-    """The kind of the damage, and what is wrong with this file."""
+    """Return the kind of damage and a description of it; None for an intact file."""
     path = folder / entry.path
     try:
         size = stat_within(folder, entry.path).st_size

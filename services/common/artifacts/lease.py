@@ -1,15 +1,15 @@
-"""A lock file with a lease: one writer per artifact, across processes and machines.
+"""Leases by lock files: one writer for each artifact, across processes and machines.
 
-The lock names its holder. On the same node the holder is alive as long as its process is. A holder elsewhere is judged
-by change alone: it counts upwards in the lock, and is dead once a reader has seen nothing change for LEASE_SECONDS of
-the reader's own monotonic clock. No time that one machine wrote is compared with another's clock, so that clocks may
-be wrong and may be set. A holder of an earlier attempt is not waited for: what starts attempts begins one when it has
-seen the end of the one before, or has given it up (`attempt.py`).
+The lock names its holder. On the same node the holder is alive as long as its process is. A holder on another node is
+judged by change alone: it counts upwards in the lock, and is dead once a reader has seen no change for LEASE_SECONDS of
+the reader's own monotonic clock. No time that one machine wrote is compared with the clock of another, so clocks may be
+wrong and may be set. Nobody waits for the holder of an earlier attempt, because a scheduler begins an attempt only when
+the one before has ended or was given up (`attempt.py`).
 
-A holder that is frozen, or cut off from the file system, loses its lease all the same and may wake up. So every writer
-works in folders of its own, and `Lease.require` is the fence before anything becomes visible to others.
+A holder that is frozen, or cut off from the file system, loses its lease, too, and may wake up later. So every writer
+works in folders of its own, and calls the fence `Lease.require` before anything becomes visible to others.
 
-flock alone would do on one machine; a Lustre mount without the `flock` option refuses it.
+flock would be enough on one machine, but a Lustre mount without the option `flock` refuses it.
 """
 
 from __future__ import annotations
@@ -43,49 +43,49 @@ POLL_SECONDS = 0.2
 
 _MAX_LOCK_BYTES = 4096
 
-# Tokens of this process. A lock that names this process and none of them was left by a release that failed.
+# Tokens of this process. A lock that names this process and no such token was left by a release that failed.
 _own_tokens: set[str] = set()
 
 
 class LockUnreadable(TryAgain):
-    """The file system did not answer for too long."""
+    """The file system has not answered for too long."""
 
 
 class LeaseTaken(TryAgain):
-    """Somebody else holds the lease, and it was not to be waited for."""
+    """Another process holds the lease, and the caller did not want to wait."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """The right to write under the lock `path`: a value that can be handed to other processes."""
+    """The right to write under the lock `path`. It is a value that other processes can be given."""
 
     path: Path
     token: str
 
     @property
     def writer(self) -> str:
-        """Eight hexadecimal digits for the names of what this writer alone writes."""
+        """Eight hexadecimal digits for the names of files and folders that only this writer uses."""
         return self.token[:8]
 
     def is_held(self) -> bool:
-        """Raises `TryAgain` when the lock cannot be read for LEASE_SECONDS."""
+        """Tell whether the lock has this token. Raises `TryAgain` where it cannot be read for LEASE_SECONDS."""
         owner = _keep_trying(lambda: _read_owner(self.path), self.path)
         return owner is not None and owner.token == self.token
 
     def require(self) -> None:
-        """Raise `TryAgain` when another writer took over while this one was frozen, or a newer attempt of its run."""
+        """Raise `TryAgain` where another writer, or a later attempt, took over while this one was frozen."""
         if not self.is_held():
             raise self.lost()
 
     def lost(self) -> TryAgain:
         return TryAgain(
-            f"{self.path}: the lease was lost to another writer: this one was silent for too long (frozen, asleep, "
-            f"or cut off from the file system). It has published nothing since. The same command continues."
+            f"{self.path}: the lease was lost to another writer, because this one was silent for too long (frozen, "
+            f"asleep, or cut off from the file system). It has published nothing since. The same command continues."
         )
 
 
 class HeldLease:
-    """A lease as its holder sees it: its token may be replaced."""
+    """The holder's own object for a lease, whose token it may replace."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -105,9 +105,9 @@ class HeldLease:
         return self.lease.lost()
 
     def renew(self) -> Lease:
-        """Another token for the same holder: what was handed out before does not hold the lease any more.
+        """Replace the token; processes with the lease of the old token do not hold it any more.
 
-        Raises `TryAgain` when the lease is lost.
+        Raises `TryAgain` where the lease is lost.
         """
         new = replace(self._owner, token=uuid.uuid4().hex)
         _own_tokens.add(new.token)
@@ -117,11 +117,11 @@ class HeldLease:
         return self.lease
 
     def beat(self) -> bool:
-        """Change the lock for everyone to see; False when it is somebody else's, or gone."""
+        """Count upwards in the lock; False where the lock is gone or belongs to another writer."""
         return self._rewrite(self._owner)
 
     def try_acquire(self, watch: LockWatch) -> bool:
-        """One attempt. Raises `OSError` for whatever the file system says."""
+        """Try once to make the lock, or to take over that of a dead holder. Raises the file system's `OSError`."""
         state = watch.poll()
         if watch.token == self._owner.token:  # linked before, and the answer was lost
             return True
@@ -129,16 +129,16 @@ class HeldLease:
             return False
         if state is LockState.DEAD:
             dead = watch.found
-            logger.info("%s: taken over from %s, which is over", self.path.with_suffix(""), watch.holder)
+            logger.info("%s: taken over from %s, which has ended", self.path.with_suffix(""), watch.holder)
             _take_away(self.path, self._beside("dead"), lambda found: found == dead)
         return self._link()
 
     def release(self) -> None:
-        """Remove the lock, unless it is somebody else's by now."""
+        """Remove the lock unless it belongs to another writer by now."""
         try:
             _keep_trying(self._remove, self.path, LEASE_SECONDS / BEATS_PER_LEASE)
         except (LockUnreadable, OSError) as error:
-            logger.warning("%s stays behind and is taken over: %s", self.path, error)
+            logger.warning("%s could not be removed; the next writer takes it over: %s", self.path, error)
         finally:
             _own_tokens.discard(self._owner.token)
 
@@ -160,7 +160,7 @@ class HeldLease:
         return True
 
     def _rewrite(self, new: _Owner) -> bool:
-        """Write into the lock file itself, whatever its name is by now: a path could have become somebody else's."""
+        """Write into the open lock file, whatever its name is by now: another writer's lock may be at the path."""
         with self._mutex:
             try:
                 descriptor = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)  # a read of a pipe would not end
@@ -171,7 +171,7 @@ class HeldLease:
                 if found is None or found.token not in (self._owner.token, new.token):
                     return False
                 self._beats += 1
-                os.pwrite(descriptor, new.encode(self._beats), 0)  # of the same length: never torn to another's eyes
+                os.pwrite(descriptor, new.encode(self._beats), 0)  # of the same length: no reader sees half of it
             finally:
                 os.close(descriptor)  # a network file system shows it to others from here on
             if new != self._owner:
@@ -193,15 +193,15 @@ class HeldLease:
 class LockState(enum.Enum):
     FREE = enum.auto()
     HELD = enum.auto()
-    """By a process of this node that is there."""
+    """A running process of this node holds it."""
     UNKNOWN = enum.auto()
-    """Held elsewhere, as far as anybody here knows yet."""
+    """The holder is on another node or cannot be seen, and has not been silent for long enough yet."""
     DEAD = enum.auto()
-    """Its holder is gone."""
+    """The holder has ended, or has been silent for LEASE_SECONDS."""
 
 
 class ChangeWatch:
-    """Looks at something again and again, and tells for how long it has been the same."""
+    """Looks at a path again and again, and measures for how long it has not changed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -210,8 +210,8 @@ class ChangeWatch:
         self._since: float | None = None
 
     def poll(self) -> LockState:
-        """Raises `OSError` where it cannot be read: that is no change, and no silence either."""
-        began = time.monotonic()  # before, so that a process which is stopped in here does not count that as silence
+        """Look once and return the state. Raises `OSError` where the path cannot be read, which is no silence."""
+        began = time.monotonic()  # before the look: a process that is stopped in it does not count that as silence
         seen = self._observe()
         if seen is None:
             self._seen = self._since = None
@@ -225,16 +225,16 @@ class ChangeWatch:
         return LockState.HELD if is_alive else LockState.DEAD
 
     def _observe(self) -> Hashable:
-        """None when there is nothing."""
+        """Return a value that differs once the path has changed; None where there is nothing at the path."""
         raise NotImplementedError
 
     def _ask(self) -> bool | None:
-        """Whether the writer is alive, where that is known at once."""
+        """Return whether the writer is alive; None where only silence can tell."""
         return None
 
 
 class LockWatch(ChangeWatch):
-    """Watches a lock file, or another file with an owner's name in it."""
+    """Watches a lock file, or a draft of one."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -247,7 +247,7 @@ class LockWatch(ChangeWatch):
 
     @property
     def holder(self) -> str:
-        """For a message."""
+        """Name of the holder for a message."""
         process = self._owner.process if self._owner else None
         return f"process {process.pid} on {process.node.partition(' ')[0]!a}" if process else "another process"
 
@@ -263,12 +263,12 @@ class LockWatch(ChangeWatch):
             return self._owner.token in _own_tokens
         attempt = this_attempt()
         if attempt and self._owner.attempt and attempt.follows(self._owner.attempt):
-            return False  # also where it still runs: it was given up, and the fence holds it off from now on
+            return False  # even where it still runs: it was given up, and the fence stops it from now on
         return is_running(self._owner.process)
 
 
 class FolderWatch(ChangeWatch):
-    """Watches what is in a folder."""
+    """Watches the content of a folder."""
 
     def _observe(self) -> Hashable:
         if not self.path.exists():
@@ -282,10 +282,10 @@ class FolderWatch(ChangeWatch):
 
 
 def find_idle(watches: Iterable[ChangeWatch], tell: Callable[[int, float], None]) -> list[ChangeWatch]:
-    """Those that nobody holds or changes.
+    """Return the watches whose path nobody holds or changes.
 
-    Where only silence can tell, all are watched together; `tell` is called before, with their number and the seconds.
-    Raises `TryAgain` where one cannot be read for LEASE_SECONDS.
+    Where only silence can tell, all are watched together for LEASE_SECONDS, and `tell` is called before with their
+    number and these seconds. Raises `TryAgain` where a path cannot be read for as long.
     """
     idle: list[ChangeWatch] = []
     waiting = list(watches)
@@ -309,11 +309,11 @@ def find_idle(watches: Iterable[ChangeWatch], tell: Callable[[int, float], None]
 
 @contextmanager
 def hold_lease(path: Path, watch: LockWatch | None = None, *, waits: bool = True) -> Iterator[HeldLease]:
-    """Hold the lock file `path`, waiting for a live holder to finish, or raising `LeaseTaken` when not to wait.
+    """Hold the lock file `path` during the block, after waiting for a live holder.
 
-    `watch` is what the caller has seen of the lock already.
-    Raises `TryAgain` when the file system does not let the lock be read or made for LEASE_SECONDS, and instead of what
-    the body raises when the lease is lost by then.
+    Where `waits` is False, a live holder raises `LeaseTaken` instead. `watch` is the caller's earlier watch of the
+    lock. Raises `TryAgain` where the lock cannot be read or made for LEASE_SECONDS, and in place of the block's own
+    error where the lease was lost by then.
     """
     held = HeldLease(path)
     stop = threading.Event()
@@ -332,7 +332,7 @@ def hold_lease(path: Path, watch: LockWatch | None = None, *, waits: bool = True
 
 @contextmanager
 def naming_a_lost_lease(lease: Lease | HeldLease) -> Iterator[None]:
-    """Let what fails because another writer took over, and cleaned up, end with `TryAgain`."""
+    """Raise `TryAgain` in place of an error of the block where another writer took over and cleaned up."""
     try:
         yield
     except (TryAgain, Interrupted):
@@ -360,14 +360,14 @@ def _keep_beating(held: HeldLease, stop: threading.Event) -> None:
             if not held.beat():
                 logger.warning("%s: the lease was lost to another writer; nothing will be published", held.path)
                 return
-        except OSError as error:  # a network file system may miss a beat
+        except OSError as error:  # a network file system may fail for a moment
             logger.debug("%s: missed a beat: %s", held.path, error)
 
 
 def _keep_trying(attempt: Callable[[], T], path: Path, seconds: float | None = None) -> T:
-    """The result of `attempt`, again and again while the file system says nothing.
+    """Return the result of `attempt`, which is called again while the file system does not answer.
 
-    Raises `TryAgain` after LEASE_SECONDS, or `seconds`, of that.
+    Raises `LockUnreadable` once that has lasted for `seconds`, by default LEASE_SECONDS.
     """
     patience = LEASE_SECONDS if seconds is None else seconds
     failing_since: float | None = None
@@ -380,20 +380,20 @@ def _keep_trying(attempt: Callable[[], T], path: Path, seconds: float | None = N
             failing_since = failing_since or time.monotonic()
             if time.monotonic() - failing_since >= patience:
                 raise LockUnreadable(
-                    f"{path}: the file system answers with {error.strerror!r} since {patience:.0f} s, so nobody can "
-                    f"tell who may write. Look after the mount; the same command continues."
+                    f"{path}: the file system has answered {error.strerror!r} for {patience:.0f} s, so that nobody can "
+                    f"tell who may write. Repair the mount; the same command continues."
                 ) from error
         time.sleep(POLL_SECONDS)
 
 
 def _take_away(path: Path, aside: Path, is_doomed: Callable[[_LockFile], bool]) -> None:
-    """Remove the lock `path` if it is doomed, and nothing else.
+    """Remove the lock `path` if `is_doomed` says so.
 
-    It is moved aside first: between reading a path and removing it, it can become somebody else's.
+    The file is moved aside first, because another writer's lock may take its place between the look and the removal.
     """
     found = _read_lock(path)
     if found and is_doomed(found):
-        with suppress(FileNotFoundError):  # also the answer to a request that was sent twice
+        with suppress(FileNotFoundError):  # it is also the answer to a request that was sent twice
             path.rename(aside)
     moved = _read_lock(aside)
     if moved is None:
@@ -415,24 +415,24 @@ class _LockFile(NamedTuple):
 
 
 def _read_lock(path: Path) -> _LockFile | None:
-    """None when there is no such file.
+    """Return the content of a lock file; None where there is no such file.
 
-    Through `open`: a network file system asks its server then, and answers a `stat` from its memory for a minute.
+    It is opened, because a network file system then asks its server; it may answer a `stat` from a cache for a minute.
     """
     try:
         with open_regular_file(path) as file:
             return _LockFile(file.read(_MAX_LOCK_BYTES), os.fstat(file.fileno()).st_mtime_ns)
     except FileNotFoundError as error:
-        if path.is_symlink():  # nothing can be made there, and a writer would be waited for that does not exist
+        if path.is_symlink():  # no lock can be made there, and nobody holds one
             raise ArtifactError(
-                f"{path}: a link to nothing: a lock belongs there. Move it away: `mv {path} {path}.aside`."
+                f"{path}: a link to nothing, in the place of a lock. Move it away: `mv {path} {path}.aside`."
             ) from error
         return None
     except InputFileError as error:
         if error.errno not in (errno.EISDIR, errno.EINVAL, errno.ELOOP):
             raise
         raise ArtifactError(
-            f"{path}: {error.strerror}: a lock belongs there. Move it away: `mv {path} {path}.aside`."
+            f"{path}: {error.strerror}, in the place of a lock. Move it away: `mv {path} {path}.aside`."
         ) from error
 
 
@@ -443,7 +443,7 @@ class _Owner:
     attempt: Attempt | None = None
 
     def encode(self, beats: int) -> bytes:
-        """Of the same length for every token and count."""
+        """Return the lock's content, whose length is the same for every token and count."""
         process = self.process
         fields = {"token": self.token, "node": process.node, "pid": process.pid, "started": process.started}
         fields["attempt"] = str(self.attempt or "")
@@ -451,15 +451,13 @@ class _Owner:
 
     @classmethod
     def decode(cls, content: bytes) -> _Owner | None:
-        """None for what is not a lock's content, as a machine that lost power leaves it."""
+        """Parse a lock's content; None for anything else, such as the half of it that a power failure left."""
         try:
             fields = json.loads(content)
-            token, node, pid, started = (fields[key] for key in ("token", "node", "pid", "started"))
+            token, node, pid, started, attempt = (fields[key] for key in ("token", "node", "pid", "started", "attempt"))
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
         if not (isinstance(token, str) and isinstance(node, str) and type(pid) is int and 0 < pid < 2**31):
             return None
-        # Versions before wrote a time of day as a number: of theirs, only changes are believed.
         process = ProcessName(node, pid, started if isinstance(started, str) else None)
-        attempt = fields.get("attempt", "")
         return cls(token, process, Attempt.parse(attempt) if isinstance(attempt, str) else None)

@@ -1,7 +1,7 @@
-"""`manifest.json`: the header that every artifact has, and one typed payload per kind.
+"""Reads and writes `manifest.json`: the header that every artifact has, and one typed payload for each kind.
 
-A folder without a manifest does not exist. The manifest names every other file with its size and
-checksums, what the artifact was made from and by what, so a reader needs nothing else to trust it.
+A folder without a manifest does not exist. The manifest lists every other file with its size and checksums, the inputs
+and the program that made the artifact, so that a reader needs nothing else to trust it.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from services.common.recipe.schema import fingerprint
 
 MANIFEST = "manifest.json"
 MAX_FILES = 300_000
-"""Files of an artifact: as many as a manifest can list that `parse_json` reads."""
+"""Most files of an artifact: `parse_json` reads no manifest that lists more."""
 _MAX_BYTES = 2**27
 _SLICE = 1_000
-"""Entries of a list that are checked at a time: what is wrong with them is counted before the next ones are."""
+"""Entries of a list that pydantic checks at a time, so that the errors of a million bad entries never exist at once."""
 
 
 def _require_relative(path: str) -> str:
     if len(path.encode()) > 4_000 or any(
         part in ("", ".", "..") or len(part.encode()) > 255 for part in path.split("/")
     ):
-        raise ValueError(f"{path[:200]!r} is no path below the artifact's folder, as 'train/shard-00000.arrow' is")
+        raise ValueError(f"{path[:200]!r} is no path below the artifact's folder, such as 'train/shard-00000.arrow'")
     if "\\" in path or not path.isprintable():
-        raise ValueError(f"{path[:200]!r} has characters that no file of an artifact has in its name")
+        raise ValueError(f"{path[:200]!r} has a backslash or an unprintable character")
     if path == MANIFEST:
         raise ValueError("a manifest cannot list itself")
     return path
 
 
 RelativePath = Annotated[str, AfterValidator(_require_relative)]
-"""Below the artifact's folder, with forward slashes. `files.listed_file` opens it."""
+"""Path below the artifact's folder, with forward slashes. `files.listed_file` opens the file."""
 Text = Annotated[str, Field(max_length=10_000)]
-"""A name, an id or an address. They are shown, and looked through for credentials, which takes time by their length."""
+"""A name, an id or an address. Its length is bounded because the search for credentials takes time by length."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 def _check_slice_by_slice(values: Any, check: ValidatorFunctionWrapHandler) -> tuple[Any, ...]:
-    """The list as `check` returns it, given slice by slice: of a million bad entries it would keep all errors."""
+    """Return the list as `check` returns it, called with one slice after the other."""
     if not isinstance(values, (list, tuple)) or len(values) <= _SLICE:
         return tuple(check(values))
     if len(values) > MAX_FILES:
@@ -90,7 +90,7 @@ def _locate(*parts: str | int) -> str:
 
 Item = TypeVar("Item")
 Many = Annotated[tuple[Item, ...], WrapValidator(_check_slice_by_slice)]
-"""A list of a manifest that can be long."""
+"""A list in a manifest that can be long."""
 
 
 class ManifestModel(BaseModel):
@@ -101,9 +101,9 @@ class FileEntry(ManifestModel):
     path: RelativePath
     bytes: Count
     xxh3_128: Xxh3
-    """Checked by readers: 24 GB/s a core where sha256 does 1.8."""
+    """Checksum that readers compare: 24 GB/s on a core, where sha256 reaches 1.8."""
     sha256: Sha256
-    """Recorded for provenance."""
+    """Checksum that is recorded for provenance."""
 
 
 class InputLink(ManifestModel):
@@ -121,7 +121,7 @@ class Producer(ManifestModel):
 
 
 class Phase(ManifestModel):
-    """A timed part of a stage's work, for the timeline of the report."""
+    """A timed part of a stage's work. The report draws it in its timeline."""
 
     name: Text
     started_at: AwareDatetime
@@ -129,7 +129,7 @@ class Phase(ManifestModel):
 
 
 class Manifest(ManifestModel):
-    """The header; each kind derives from it and adds its payload under the kind's own name."""
+    """The header of every artifact. Each kind derives from it and adds a payload under the kind's own name."""
 
     SCHEMA: ClassVar[str]
 
@@ -137,7 +137,7 @@ class Manifest(ManifestModel):
     name: Text
     id: Text
     identity_key: Text
-    """Hash of the recipe's identity fields for this kind: how a stage finds the artifact of its recipe."""
+    """Hash of the recipe's identity fields for this kind, by which a stage finds the artifact of its recipe."""
     created_at: AwareDatetime
     producer: Producer
     inputs: Many[InputLink]
@@ -153,7 +153,7 @@ class Manifest(ManifestModel):
         return files
 
     def require_listed(self, paths: Collection[str]) -> None:
-        """Raise `ValueError` for a path that is not among `files`: nothing says what that file should hold."""
+        """Raise `ValueError` for a path that `files` does not list, whose content nobody could check."""
         unlisted = sorted(set(paths) - {entry.path for entry in self.files})
         if unlisted:
             raise ValueError(f"{list_names(unlisted)}: not among the files that the manifest lists")
@@ -164,7 +164,7 @@ class Manifest(ManifestModel):
 
     @property
     def content_digest(self) -> str:
-        """Identity of the bytes alone: no dates, no producer. Links between artifacts mean this."""
+        """Hash of the files alone, without dates and producer. Links between artifacts name this digest."""
         return content_digest(self.files)
 
     def link(self, path: Path) -> InputLink:
@@ -172,11 +172,11 @@ class Manifest(ManifestModel):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Parse and check `folder/manifest.json`. Raises `ArtifactError` when it is absent, damaged or of another kind.
+        """Parse and check `folder/manifest.json`; `verify_files` checks the files that it lists.
 
-        The check covers the manifest itself; `verify_files` covers what it lists.
+        Raises `ArtifactError` where the manifest is absent, damaged or of another kind.
         """
-        path, raw = folder / MANIFEST, cls.upgrade(read_sealed(folder))
+        path, raw = folder / MANIFEST, read_sealed(folder)
         if raw.get("schema") != cls.SCHEMA:
             raise ArtifactError(
                 f"{path}: schema {shorten(repr(raw.get('schema')), 200)}, this program reads {cls.SCHEMA!r}. "
@@ -187,15 +187,10 @@ class Manifest(ManifestModel):
         except ValidationError as error:
             raise ArtifactError(f"{path}: does not follow {cls.SCHEMA}:{_explain(error)}") from error
 
-    @classmethod
-    def upgrade(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """The same manifest with today's fields, when its schema is the one before today's."""
-        return raw
-
     def write(self, folder: Path) -> None:
-        """Write `manifest.json` in one atomic step, durable when this returns.
+        """Write `manifest.json` in one atomic step; it is on disk when this returns.
 
-        Raises `RecipeError` where it would list more files than a manifest is read with.
+        Raises `RecipeError` for more than MAX_FILES files.
         """
         require_listable(len(self.files))
         raw = self.model_dump(mode="json", by_alias=True)
@@ -203,16 +198,16 @@ class Manifest(ManifestModel):
 
 
 def require_listable(num_files: int) -> None:
-    """Raise `RecipeError` for an artifact of more files than a manifest can list."""
+    """Raise `RecipeError` for more files than a manifest can list."""
     if num_files > MAX_FILES:
         raise RecipeError(
-            f"{num_files:,} files, and a manifest lists at most {MAX_FILES:,}. Of a corpus, raise "
+            f"{num_files:,} files, and a manifest lists at most {MAX_FILES:,}. For a corpus, raise "
             f"corpus.rows_per_shard, which makes fewer shards."
         )
 
 
 class Header(BaseModel):
-    """Of a manifest of any kind, what tells the newest artifact of a recipe."""
+    """The fields of any kind's manifest by which the newest artifact of a recipe is found."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -221,18 +216,18 @@ class Header(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises `ArtifactError` when the manifest is absent or damaged."""
+        """Read the header of `folder/manifest.json`. Raises `ArtifactError` where it is absent or damaged."""
         try:
             return cls.model_validate(read_sealed(folder))
         except ValidationError as error:
-            raise ArtifactError(f"{folder / MANIFEST}: no manifest of ours:{_explain(error)}") from error
+            raise ArtifactError(f"{folder / MANIFEST}: not a manifest of Millrace:{_explain(error)}") from error
 
 
 _MAKE_AGAIN = "Move the folder away and run the stage again."
 
 
 def read_sealed(folder: Path) -> dict[str, Any]:
-    """The fields of `folder/manifest.json`, of any schema. Raises `ArtifactError` when it is absent or damaged."""
+    """Return the fields of a manifest of any schema. Raises `ArtifactError` where it is absent or damaged."""
     path = folder / MANIFEST
     try:
         raw = parse_json(read_file(path, folder, _MAX_BYTES))
@@ -271,7 +266,7 @@ def content_digest(files: tuple[FileEntry, ...]) -> str:
 def write_durably(path: Path, content: bytes, fence: Callable[[], None] = lambda: None) -> None:
     """Replace `path` by `content` atomically; both the bytes and the name are on disk when this returns.
 
-    `fence` is called last before it: what it raises leaves `path` alone.
+    `fence` is called immediately before; an error that it raises leaves `path` as it was.
     """
     # Not a pid: writers in two containers have the same one.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -300,7 +295,7 @@ def now() -> datetime:
 
 
 def producer(service: str) -> Producer:
-    """Who is writing: the stage's version, the source's commit, and the image's name when there is one."""
+    """Describe the program that writes: the stage's version, the source's commit, and the image's name, if any."""
     source_root = Path(__file__).resolve().parents[3]
     version = (source_root / "services" / service / "VERSION").read_text(encoding="utf-8").strip()
     git_sha = os.environ.get("MILLRACE_GIT_SHA") or _git_sha(source_root)

@@ -1,4 +1,4 @@
-"""How long the phases of a stage took."""
+"""Times the phases of a stage for its manifest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.common.artifacts.manifest import Phase
 
 
 class PhaseTimer:
-    """Times the phases of a stage for its manifest."""
+    """Collects name, start and duration of each phase."""
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []

@@ -1,7 +1,7 @@
-"""Which process wrote something, and whether it still runs: told without a clock.
+"""Names the process that wrote a file, and tells without a clock whether that process still runs.
 
-A process id is used again, so a process is named together with the moment it started, in ticks after boot. psutil's
-`create_time` is that plus the boot time, which moves with every step of the wall clock.
+The kernel uses process ids again, so a name also holds the moment at which the process started, in ticks after boot.
+psutil's `create_time` is that plus the boot time, which moves with every step of the wall clock.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _DEAD_STATES = frozenset("ZXx")  # a zombie waits for its parent alone
 @dataclass(frozen=True)
 class ProcessName:
     node: str
-    """Names the processes among which a pid is unique."""
+    """Machine, boot and container, within which a pid is unique."""
     pid: int
     started: str | None
-    """None where that cannot be read."""
+    """Moment of the start, in ticks after boot; None where this process cannot read it."""
 
 
 def this_process() -> ProcessName:
@@ -32,7 +32,7 @@ def this_process() -> ProcessName:
 
 
 def is_running(process: ProcessName) -> bool | None:
-    """Does it live? None where this process cannot tell: it is on another node, or hidden from this user."""
+    """Tell whether the process runs; None where it is on another node, or hidden from this user."""
     if process.started is None or process.node != node_name():
         return None
     try:
@@ -40,13 +40,13 @@ def is_running(process: ProcessName) -> bool | None:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it is another user's
+        pass  # another user's process
     found = _read_state(process.pid)
     return None if found is None else found[0] not in _DEAD_STATES and found[1] == process.started
 
 
 def node_name() -> str:
-    """Machine, boot and container."""
+    """Return the name of this machine, boot and container."""
     boot, namespace = _PROC / "sys/kernel/random/boot_id", _PROC / "self/ns/pid"
     parts = [socket.gethostname()]
     if boot.exists():
@@ -66,7 +66,7 @@ def _is_own_proc() -> bool:
 
 
 def _read_state(pid: int) -> tuple[str, str] | None:
-    """A letter for what the process does, and when it started; None for one that cannot be seen."""
+    """Return the letter of a process's state and its start time; None where this user cannot see the process."""
     try:
         if not _has_proc():  # macOS, where the kernel notes the time of the start once
             process = psutil.Process(pid)

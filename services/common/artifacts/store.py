@@ -1,13 +1,13 @@
-"""Where artifacts live, how one is published exactly once, and how a stage finds the one it needs.
+"""Publishes artifacts exactly once below a root, and finds the artifact that a stage needs.
 
-Layout: `<root>/<kind>/<name>/<id>/`. Work in progress is `<id>.<writer>.partial/` (what will be published) and
-`<id>.scratch/` (what only helps to make it), both guarded by the lease `<id>.lock`. The rename of the
-complete partial folder to `<id>/` is the commit.
+Layout: `<root>/<kind>/<name>/<id>/`. Work in progress is `<id>.<writer>.partial/` (files to publish) and
+`<id>.scratch/` (files that only help to make them), both guarded by the lease `<id>.lock`. The commit is the rename of
+the complete partial folder to `<id>/`.
 
-A lease can be lost by a writer that is frozen and wakes up later, so two writers at once are always possible. They
-share no partial folder; what one cleans up after the other it first moves aside, so that the other fails instead of
-using half of it; and of two commits the second fails, because a rename does not replace a folder with something in it.
-A writer that lost, in whatever way, leaves what is published alone and ends with `TryAgain`.
+A writer that was frozen can lose its lease and wake up later, so two writers at once are always possible. They share no
+partial folder. A writer moves the other's files aside before it removes them, so that the other fails instead of using
+half of them. Of two commits the second fails, because a rename does not replace a folder that has files. A writer that
+lost leaves the published artifact alone and ends with `TryAgain`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Address:
 
     @property
     def collection(self) -> Path:
-        """The folder of all artifacts of this kind and name."""
+        """Folder of all artifacts of this kind and name."""
         return self.root / self.kind / self.name
 
     @property
@@ -87,30 +87,30 @@ class Artifact(Generic[M]):
 
 @dataclass(frozen=True)
 class Draft:
-    """What a stage says about the folder that it has filled, for the manifest."""
+    """The parts of a manifest that a stage knows once it has filled its workspace."""
 
     payload: Any
     inputs: tuple[InputLink, ...] = ()
     files: tuple[FileEntry, ...] | None = None
-    """What was synced and described where it was written; None: `commit` does that."""
+    """Entries of files that the stage has fsynced and hashed itself; None lets `commit` do that."""
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """The folders a stage fills while it holds the lease."""
+    """The folders that a stage fills while it holds the lease."""
 
     files: Path
-    """What will be published; empty at the beginning, and this writer's own."""
+    """Folder of the files to publish: empty at first, and used by this writer alone."""
     scratch: Path
-    """Survives a crash, so that work can be resumed. A writer that lost its lease may still write into it: two writers
-    use the same name in it for the same bytes alone, each puts them there in one step, and what is found is checked."""
+    """Folder that survives a crash, so that work can be resumed. A writer that lost its lease may still write into it.
+    So a name in it always stands for the same bytes, a file appears in one step, and a reader checks it."""
     own_scratch: Path
-    """Below `scratch`, of this writer alone; made when it is needed, removed by the next writer."""
+    """Folder below `scratch` for this writer alone. The stage makes it if needed, and the next writer removes it."""
     lease: Lease
 
 
 def artifact_id(recipe: Recipe, kind: Kind, content_version: int, input_digests: Sequence[str]) -> str:
-    """Identity of what a stage would make: its recipe fields, its inputs' bytes and its content version."""
+    """Return the id of the artifact that a stage would make of these recipe fields, input digests and version."""
     parts = {"recipe": identity(recipe, kind), "content_version": content_version, "inputs": list(input_digests)}
     return fingerprint(parts)[:16]
 
@@ -126,11 +126,10 @@ def publish_once(
     recipe: Recipe,
     build: Callable[[Workspace], Draft],
 ) -> tuple[Artifact[M], bool]:
-    """Return the artifact at `address`, building and committing it unless it is published already.
+    """Return the artifact at `address`, and whether this call built it; a published one is verified instead.
 
-    The second value says whether this call made it. Of two callers at once, one builds; the other waits,
-    verifies what the first one published, and returns it. A crash at any point leaves either nothing
-    visible or the complete artifact. Raises `TryAgain` when another writer took over.
+    Of two callers at once, one builds; the other waits, verifies the published artifact, and returns it. A crash at any
+    point leaves either nothing visible or the complete artifact. Raises `TryAgain` where another writer took over.
     """
     address.collection.mkdir(parents=True, exist_ok=True)
     with hold_lease(address.beside(LOCK_SUFFIX)) as held:
@@ -158,10 +157,10 @@ def _begin_workspace(address: Address, lease: Lease) -> Workspace:
 
 
 def begin_partial(address: Address, lease: Lease) -> Path:
-    """The empty folder that `commit` publishes, and that no other writer knows.
+    """Make the empty folder that `commit` publishes and that no other writer uses.
 
-    What earlier writers of `address` left unfinished is removed. What stands in the artifact's place without being
-    one is displaced and not lost: it may be somebody's.
+    Unfinished work of earlier writers is removed. Anything else in the artifact's place is moved aside and kept,
+    because it may be somebody's data.
     """
     address.collection.mkdir(parents=True, exist_ok=True)
     displace(address, lease)
@@ -174,19 +173,19 @@ def begin_partial(address: Address, lease: Lease) -> Path:
 
 
 def displace(address: Address, lease: Lease) -> None:
-    """Move what is in the artifact's place out of the way; `gc` removes it."""
+    """Move whatever is in the artifact's place aside, where `gc` removes it."""
     if not os.path.lexists(address.path):
         return
     lease.require()
     aside = address.beside(f".displaced-{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
     address.path.rename(aside)
-    if not lease.is_held():  # lost in between: it may be what the new holder has published
+    if not lease.is_held():  # lost in between: the new holder may have published it
         aside.rename(address.path)
         raise lease.lost()
 
 
 def discard(path: Path, lease: Lease) -> None:
-    """Remove a file or folder that is the holder's to remove. It vanishes in one step: half of it is never used."""
+    """Remove a file or folder under the lease. It disappears in one step, so that nobody uses half of it."""
     aside = path.with_name(f"{path.name.split('.')[0]}.removed-{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
     lease.require()
     if not path.is_dir():
@@ -199,20 +198,20 @@ def discard(path: Path, lease: Lease) -> None:
     try:
         shutil.rmtree(aside)
     except OSError as error:
-        # A writer that woke up, or an orphaned task, still writes here by a file that it has open. gc takes the rest.
+        # A writer that woke up, or an orphaned task, still writes here to an open file. gc removes the rest.
         if error.errno not in (errno.ENOTEMPTY, errno.ENOENT, errno.ESTALE):
             raise
 
 
 def partial_of(address: Address, lease: Lease) -> Path:
-    """The folder that `begin_partial` makes for this holder."""
+    """Return the folder that `begin_partial` makes for this holder."""
     return address.beside(f".{lease.writer}{PARTIAL_SUFFIX}")
 
 
 def commit(address: Address, manifest_type: type[M], service: str, recipe: Recipe, draft: Draft, lease: Lease) -> M:
-    """Make the holder's partial folder of `address` the published artifact: fsync, hash, manifest, rename.
+    """Publish the holder's partial folder of `address`: fsync, hash, write the manifest, rename.
 
-    Raises `TryAgain` when another writer took over, or has published it.
+    Raises `TryAgain` where another writer took over, or has published the artifact.
     """
     partial = partial_of(address, lease)
     manifest = manifest_type(
@@ -235,12 +234,12 @@ def commit(address: Address, manifest_type: type[M], service: str, recipe: Recip
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise TryAgain(
-                f"{address.path}: another writer, which this one did not see, put a folder there before this one was "
-                f"done. It was left as it is; the same command verifies it."
+                f"{address.path}: another writer published a folder there first. It was left alone; the same command "
+                f"verifies it."
             ) from error
         if not _has_inode(address.path / MANIFEST, manifest_inode):
             raise
-        # Done, and the answer was lost: a network file system sends a request again.
+        # The rename was done and its answer lost: a network file system then sends the request again.
     sync_folder(address.collection)
     return manifest
 
@@ -253,7 +252,7 @@ def _has_inode(path: Path, inode: int) -> bool:
 
 
 def record_current(address: Address, key: str) -> None:
-    """Make `address` the artifact that stages find for recipes with this identity."""
+    """Record `address` as the artifact that stages find for recipes with this identity key."""
     with hold_lease(address.collection / f"{CURRENT}{LOCK_SUFFIX}") as held:
         stored = _load_current(address.collection)
         if stored is None or stored.get(key) != address.id:
@@ -267,7 +266,7 @@ def find_artifact(
 ) -> Artifact[M]:
     """Open the newest artifact of this kind and name that was made for the recipe's identity fields.
 
-    Raises `ArtifactError` that says what makes one, `made_by`, when there is none.
+    Raises `ArtifactError` where there is none; its message says how to make one, which is `made_by`.
     """
     collection = root / kind / name
     found = read_current(collection).get(identity_key(recipe, kind))
@@ -279,22 +278,22 @@ def find_artifact(
 
 
 def open_artifact(path: Path, manifest_type: type[M]) -> Artifact[M]:
-    """Read a published artifact's manifest; its files are checked by `verify_files`."""
+    """Read the manifest of a published artifact; `verify_files` checks the files."""
     return Artifact(path, manifest_type.read(path))
 
 
 def require_in_place(artifact: Artifact[M], key: str | None = None) -> Artifact[M]:
-    """Raise `ArtifactError` when an artifact that was looked for by its place, and its identity key, is another one."""
+    """Return an artifact that was found by its place. Raises `ArtifactError` where its name, id or key is another."""
     path, manifest = artifact.path, artifact.manifest
     if (manifest.name, manifest.id) != (path.parent.name, path.name):
         raise ArtifactError(
-            f"{path}: its manifest is of {manifest.name}/{manifest.id}: it was copied here from there. "
-            f"Move the folder away, or back to that place."
+            f"{path}: the manifest has the name and id {manifest.name}/{manifest.id}: the folder is a copy of that "
+            f"artifact. Move it away, or back to that place."
         )
     if key is not None and manifest.identity_key != key:
         raise ArtifactError(
-            f"{path.parent / CURRENT}: names {path.name} for a recipe that it was not made for. "
-            f"Remove {CURRENT}: it is made anew from the manifests."
+            f"{path.parent / CURRENT}: names {path.name} for another recipe than the one it was made for. "
+            f"Remove {CURRENT}; it is made anew from the manifests."
         )
     return artifact
 
@@ -304,19 +303,19 @@ def published_ids(collection: Path) -> list[str]:
 
 
 def is_id(name: str) -> bool:
-    """Is this a name that a stage gives to an artifact's folder?"""
+    """Tell whether a stage gives this name to an artifact's folder."""
     return re.fullmatch(_ID, name) is not None
 
 
 def is_work(name: str) -> bool:
-    """Is this a name that a stage gives to work in progress, or to what it moved aside? A person's are other names."""
+    """Tell whether a stage gives this name to work in progress, or to a folder that it moved aside."""
     return re.fullmatch(rf"{_ID}(?:{_UNFINISHED}|{_DISPLACED}|\.scratch)", name) is not None
 
 
 def read_current(collection: Path) -> dict[str, str]:
-    """The map from identity key to newest id; rebuilt from the manifests when it is lost or torn.
+    """Return the map from identity key to newest id, rebuilt from the manifests where `current.json` is lost or torn.
 
-    Raises `ArtifactError` when that needs a manifest that is damaged: passing over it could find an older artifact.
+    Raises `ArtifactError` for a damaged manifest, because without it an older artifact could be taken for the newest.
     """
     stored = _load_current(collection)
     if stored is not None:
@@ -327,7 +326,7 @@ def read_current(collection: Path) -> dict[str, str]:
 
 
 def _load_current(collection: Path) -> dict[str, str] | None:
-    """What `current.json` says; None when it is lost or torn, or names what is no longer there."""
+    """Return the content of `current.json`; None where it is lost or torn, or names an artifact that is gone."""
     path = collection / CURRENT
     try:
         entries = parse_json(read_file(path, collection))

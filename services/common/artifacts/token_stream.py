@@ -1,4 +1,4 @@
-"""Reads training samples from a corpus: random access to memory-mapped shards, one copy, which widens."""
+"""Reads training samples at random from the memory-mapped shards of a corpus, with one copy, which widens the ids."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ Tokens = npt.NDArray[np.integer[Any]]
 
 
 class DocumentBatch(NamedTuple):
-    """Samples and where in them documents are, for masks that keep attention within a document.
+    """Samples and the documents in them, for masks that keep attention within a document.
 
-    Both arrays are of the L inputs. A document that began before the sample counts from the sample's begin: what was
-    before it cannot be attended to anyway.
+    `segment_ids` and `positions` describe the L inputs. Positions of a document that began before the sample count from
+    the sample's first token, because nothing in the sample can attend to earlier tokens.
     """
 
     tokens: npt.NDArray[np.int64]
     """[n, L + 1]"""
     segment_ids: npt.NDArray[np.int32]
-    """[n, L] number of the document in the sample, from 0."""
+    """[n, L] number of the token's document in the sample, from 0"""
     positions: npt.NDArray[np.int32]
-    """[n, L] distance from the document's begin, from 0."""
+    """[n, L] distance of the token from its document's first one, from 0"""
 
 
 class TokenStream:
-    """Random access to the samples of one split; shards stay memory-mapped, nothing is read ahead."""
+    """Gives random access to the samples of one split. Shards stay memory-mapped, and nothing is read ahead."""
 
     def __init__(self, folder: Path, corpus: CorpusPayload, split: Split) -> None:
-        """Raises `ArtifactError` when a file does not hold what the manifest says, checksums aside."""
+        """Raises `ArtifactError` where a file contradicts the manifest; checksums are not compared."""
         counts = corpus.splits[split]
         self.sequence_length = corpus.sequence_length
         self.num_samples = corpus.num_samples(split)
@@ -51,9 +51,9 @@ class TokenStream:
 
     @classmethod
     def open(cls, artifact: Artifact[CorpusManifest], split: Split, *, verify: Level = "full") -> TokenStream:
-        """Check the split's files before anything is read from them: their checksums, or their sizes alone.
+        """Open a split once its files have passed `verify_files` at the level `verify`.
 
-        Raises `ArtifactError` that names what is damaged.
+        Raises `ArtifactError` that names the damaged files.
         """
         manifest = artifact.manifest
         paths = {*manifest.corpus.splits[split].shards, tail_path(split)}
@@ -61,9 +61,9 @@ class TokenStream:
         return cls(artifact.path, manifest.corpus, split)
 
     def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Samples as int64 [len(indices), L + 1]; columns [:-1] are inputs and [1:] the targets.
+        """Return samples as int64 [len(indices), L + 1]; columns [:-1] are the inputs and [1:] the targets.
 
-        Raises `ArtifactError` for an id that is not in the vocabulary: a compiled graph reads whatever is there.
+        Raises `ArtifactError` for an id outside the vocabulary, with which a compiled graph would read foreign memory.
         """
         wanted = np.asarray(indices, dtype=np.int64).tolist()
         length, rows_per_shard, shards = self.sequence_length, self._rows_per_shard, self._shards
@@ -83,7 +83,7 @@ class TokenStream:
         return samples
 
     def read_documents(self, indices: npt.ArrayLike) -> DocumentBatch:
-        """Samples as `read` gives them, with the documents in them."""
+        """Return samples as `read` does, with the documents in them."""
         wanted, length = np.asarray(indices, dtype=np.int64), self.sequence_length
         segment_ids, positions = (np.empty((len(wanted), length), np.int32) for _ in range(2))
         places = np.arange(length, dtype=np.int32)
@@ -103,10 +103,10 @@ class TokenStream:
 
 
 def map_files(folder: Path, corpus: CorpusPayload, split: Split) -> Iterator[TokenFile]:
-    """The shards of a split and its tail, mapped one after the other: who keeps none of them needs one map at a time.
+    """Map the shards of a split and then its tail. A caller that keeps none of them needs one map at a time.
 
-    Raises `ArtifactError` when a file does not hold what the manifest says, checksums aside; `LimitError` or `TryAgain`
-    when one cannot be mapped for want of maps, memory or descriptors, which says nothing about what it holds.
+    Raises `ArtifactError` where a file contradicts the manifest (checksums are not compared), and `LimitError` or
+    `TryAgain` for lack of maps, memory or descriptors, which says nothing about the file.
     """
     counts, documents = corpus.splits[split], 0
     first_rows = range(0, counts.rows, corpus.rows_per_shard)
@@ -125,7 +125,7 @@ def map_files(folder: Path, corpus: CorpusPayload, split: Split) -> Iterator[Tok
 
 
 def verify_ids(folder: Path, corpus: CorpusPayload) -> None:
-    """Read all tokens of a corpus. Raises `ArtifactError` as `map_files` does, and for an id that no token has."""
+    """Read all tokens of a corpus. Raises `ArtifactError` as `map_files` does, and for an id outside the vocabulary."""
     vocab_size = corpus.vocabulary.vocab_size
     for split in SPLITS:
         paths = (*corpus.splits[split].shards, tail_path(split))
@@ -135,15 +135,15 @@ def verify_ids(folder: Path, corpus: CorpusPayload) -> None:
 
 
 def explain_foreign_id(path: Path, largest: int, vocab_size: int) -> ArtifactError:
-    """The error of a file that holds an id which is not in the vocabulary."""
+    """Return the error for a file with an id outside the vocabulary."""
     return ArtifactError(
-        f"{path}: holds the id {largest:,}, and its vocabulary has {vocab_size:,}. Move the corpus away and run the "
+        f"{path}: has the id {largest:,}, and its vocabulary has {vocab_size:,} ids. Move the corpus away and run the "
         f"tokenizer stage to make it anew."
     )
 
 
 class TokenFile(NamedTuple):
-    """Read-only views of a mapped file: a shard, or a tail."""
+    """Read-only views of a mapped shard or tail."""
 
     tokens: Tokens
     """[rows * L], or the tail's own length"""
@@ -152,10 +152,10 @@ class TokenFile(NamedTuple):
 
     @classmethod
     def map(cls, folder: Path, path: str, corpus: CorpusPayload, rows: int, num_tokens: int | None = None) -> TokenFile:
-        """The file at `path` of a corpus's manifest, with `rows` rows of L tokens, or of `num_tokens` in all.
+        """Map the file at `path` of a corpus, which must have `rows` rows and, unless `num_tokens` says otherwise, L
+        tokens in each.
 
-        Raises `ArtifactError` when the file is another one, and as `map_files` does where it cannot be mapped.
-        Checksums are not looked at.
+        Raises the same errors as `map_files`.
         """
         file = locate(folder, path)
         expected = rows * corpus.sequence_length if num_tokens is None else num_tokens
@@ -165,7 +165,7 @@ class TokenFile(NamedTuple):
             tokens = _view(batch.column("input_ids").values)
             found = cls(tokens, start_offsets=_view(doc_starts.offsets), starts=_view(doc_starts.values))
         except (pa.ArrowException, OSError, KeyError, AttributeError, MemoryError) as error:
-            # While the files before it are mapped, which is what can use up a limit.
+            # The files mapped before this one are what can use up a limit.
             num_files = sum(len(counts.shards) + 1 for counts in corpus.splits.values())
             raise explain_lack(error, file, num_files) or ArtifactError(
                 f"{file}: cannot be read as a corpus's file: {error}. {_check(folder)}"
@@ -185,7 +185,7 @@ class TokenFile(NamedTuple):
 
 
 def _read_batch(path: Path) -> pa.RecordBatch:
-    """The one record batch of a file: views of the mapped file, checked not to point outside of it."""
+    """Return the only record batch of a file. Its views were checked not to point outside the mapped file."""
     with pa.ipc.open_file(pa.memory_map(str(path), "r")) as file:
         if file.num_record_batches != 1:
             raise pa.ArrowInvalid(f"{file.num_record_batches} record batches, expected 1")

@@ -1,4 +1,4 @@
-"""What a stage is made from: found, opened, and held against the recipe before any work starts."""
+"""Finds and opens the artifacts that a stage reads, and compares them with the recipe before any work starts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def stage_command(stage: Stage, recipe_path: Path, root: Path) -> str:
 def open_corpus(
     recipe: Recipe, recipe_path: Path, root: Path, explicit: Path | None = None
 ) -> Artifact[CorpusManifest]:
-    """The corpus of this recipe, or the one at `explicit`, if the model can read it and it has something to train on.
+    """Open the corpus of this recipe, or the one at `explicit`.
 
-    Raises `ArtifactError` otherwise.
+    Raises `ArtifactError` where its vocabulary or its rows have another size than the recipe's, or it has no sample.
     """
     if explicit:
         corpus = open_artifact(explicit.absolute(), CorpusManifest)
@@ -51,7 +51,7 @@ def open_corpus(
 
 
 def find_cache(recipe: Recipe, recipe_path: Path, root: Path) -> Artifact[CompileCacheManifest]:
-    """The newest compile cache of this recipe. Whether it fits the trainer's machine is known there alone."""
+    """Open the newest compile cache of this recipe. Only the trainer's machine can tell whether the cache fits it."""
     made_by = _made_by("compiler", recipe_path, root)
     return find_artifact(root, "compile_cache", recipe.name, recipe, CompileCacheManifest, made_by)
 

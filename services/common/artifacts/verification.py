@@ -1,4 +1,4 @@
-"""All that can be checked of one artifact with nothing but its folder: bytes, counts, ids, vocabulary and recipe."""
+"""Verifies one artifact from its folder alone: bytes, counts, ids, vocabulary and recipe."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from services.common.recipe.schema import Kind, Recipe, fingerprint
 
 
 def verify_artifact(folder: Path, manifest: Manifest) -> None:
-    """Raise `ArtifactError` for an artifact whose files are damaged, or whose manifest contradicts its files, its
-    recipe or its place, whoever sealed it, and `DeviceError` where no library here reads its vocabulary. All files
-    are read twice, and those of a corpus three times, from the second time on from the kernel's cache.
+    """Check an artifact's files, and its manifest against its files, its recipe and its place.
+
+    Raises `ArtifactError` for damage or a contradiction, and `DeviceError` without a library for the vocabulary. All
+    files are read twice, those of a corpus three times; the kernel's cache has them from the second time on.
     """
     verify_files(folder, manifest, level="provenance")
     if isinstance(manifest, CorpusManifest):
@@ -34,8 +35,8 @@ def verify_artifact(folder: Path, manifest: Manifest) -> None:
 
 
 def _verify_vocabulary(folder: Path, manifest: CorpusManifest) -> None:
-    """Raise `ArtifactError` unless the library of the vocabulary's kind takes its file, and decodes its border ids;
-    `DeviceError` where that library is not installed.
+    """Raise `ArtifactError` unless the vocabulary's library reads its file and decodes BOS and EOS, and `DeviceError`
+    where that library is not installed.
     """
     vocabulary = manifest.corpus.vocabulary
     path = locate(folder, vocabulary.path)
@@ -53,40 +54,40 @@ def _verify_vocabulary(folder: Path, manifest: CorpusManifest) -> None:
         codec.decode([vocabulary.bos_id, vocabulary.eos_id])
     except (LookupError, ValueError, OverflowError) as error:
         raise ArtifactError(
-            f"{path}: does not have BOS {vocabulary.bos_id:,} and EOS {vocabulary.eos_id:,}, which the manifest says "
-            f"that it has: {error}. Move the corpus away and run the tokenizer stage to make it anew."
+            f"{path}: does not have BOS {vocabulary.bos_id:,} and EOS {vocabulary.eos_id:,} of the manifest: {error}. "
+            f"Move the corpus away and run the tokenizer stage to make it anew."
         ) from error
 
 
 def _require_own_recipe(folder: Path, manifest: Manifest) -> Recipe:
-    """The recipe that the manifest holds. Raises `ArtifactError` unless the manifest's identity and name are its."""
+    """Return the manifest's recipe. Raises `ArtifactError` unless the manifest has that recipe's identity and name."""
     kind = cast("Kind", manifest.kind)
     try:
         recipe = Recipe.model_validate(manifest.recipe)
     except ValidationError as error:
         first = error.errors()[0]
         raise ArtifactError(
-            f"{folder}: its manifest has a recipe that this program does not read: "
+            f"{folder}: this program cannot read the recipe in its manifest: "
             f"{'.'.join(map(str, first['loc']))}: {first['msg']}. Verify it with the version of Millrace that made it."
         ) from error
     key = identity_key(recipe, kind)
     if manifest.identity_key != key:
         raise ArtifactError(
-            f"{folder}: its manifest has the identity_key {manifest.identity_key[:12]}, its recipe has {key[:12]}: one "
-            f"of them is of another artifact. Move the folder away and run the stage again."
+            f"{folder}: the manifest has identity_key {manifest.identity_key[:12]}, its recipe has {key[:12]}: one of "
+            f"them belongs to another artifact. Move the folder away and run the stage again."
         )
     name = recipe.corpus.name if kind == "corpus" else recipe.name
     is_own = manifest.name.rpartition("-")[0] == name if kind == "checkpoint" else manifest.name == name
     if not is_own:
         raise ArtifactError(
-            f"{folder}: its manifest is of {manifest.name}, its recipe is of {name}: one of them is of another "
-            f"artifact. Move the folder away and run the stage again."
+            f"{folder}: the manifest has the name {manifest.name}, its recipe has {name}: one of them belongs to "
+            f"another artifact. Move the folder away and run the stage again."
         )
     return recipe
 
 
 def _require_own_program(folder: Path, manifest: CompileCacheManifest, recipe: Recipe) -> None:
-    """Raise `ArtifactError` unless a compile cache is for its recipe's device and workers, and holds graphs."""
+    """Raise `ArtifactError` unless a compile cache fits its recipe's device and workers, and holds graphs."""
     cache = manifest.compile_cache
     facts = {
         "the identity of its facts' recipe": (fingerprint(cache.facts.get("recipe")), manifest.identity_key),
@@ -97,21 +98,21 @@ def _require_own_program(folder: Path, manifest: CompileCacheManifest, recipe: R
     wrong = [f"{what}: {found}, expected {expected}" for what, (found, expected) in facts.items() if found != expected]
     if wrong:
         raise ArtifactError(
-            f"{folder}: its manifest contradicts itself:\n  "
+            f"{folder}: the manifest contradicts itself:\n  "
             + "\n  ".join(wrong)
             + "\nMove the folder away and run the stage again."
         )
 
 
 def _require_own_place(folder: Path, manifest: Manifest) -> None:
-    """Raise `ArtifactError` where the folder's name is an id, and another one than the manifest's. A copy under a name
-    that a person gave to it is as good as the artifact.
+    """Raise `ArtifactError` where the folder's name is an id other than the manifest's. A copy under a name that a
+    person chose is as good as the artifact.
     """
     own = folder.absolute().name
     if (is_id(own) and manifest.id != own) or (
         isinstance(manifest, CheckpointManifest) and step_of(manifest.id) != manifest.checkpoint.step
     ):
         raise ArtifactError(
-            f"{folder}: its manifest is of {manifest.id}: it was copied here from there. Move the folder away, or back "
-            f"to that place."
+            f"{folder}: the manifest has the id {manifest.id}: the folder is a copy of that artifact. Move it away, or "
+            f"back to that name."
         )

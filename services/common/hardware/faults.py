@@ -1,8 +1,8 @@
-"""Faults of an accelerator, told from errors of the program that ran on it: another node, or the same one after its
-repair, runs the same command.
+"""Tells faults of an accelerator from errors of the program: after a fault, another or repaired node runs the same
+command.
 
-The Neuron runtime names its status in the text of whatever its callers raise, by name (`NRT_EXEC_HW_ERR_HBM_UE`) or by
-number; the numbers are those of its header nrt/nrt_status.h.
+The Neuron runtime puts its status into the text of its callers' errors, by name (`NRT_EXEC_HW_ERR_HBM_UE`) or by the
+number in its header nrt/nrt_status.h.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ NEURON_FAULTS = {
     1205: "NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE",
     1206: "NRT_NETWORK_PROXY_FAILURE",
 }
-"""The runtime's statuses that say nothing about the program, by their numbers."""
+"""The runtime's statuses for faults that are not the program's, by number."""
 _CORES_VARIABLE = "NEURON_RT_VISIBLE_CORES"
 _BY_NAME = re.compile(r"\b(NRT_EXEC_HW_ERR_\w+|" + "|".join(NEURON_FAULTS.values()) + r")\b")
-# A number says something of Neuron only where the text does: 6 and 101 are statuses of many libraries.
+# A number counts only in a text about Neuron: 6 and 101 are statuses of many libraries.
 _BY_NUMBER = re.compile(r"\b(?:status|error|code|status[ _]code|error[ _]code)\s*[=:]?\s*\(?(12\d\d)\b", re.IGNORECASE)
 _OF_NEURON = re.compile(r"nrt|neuron|\bnerr\b", re.IGNORECASE)
 
 
 @contextmanager
 def naming_hardware_faults() -> Iterator[None]:
-    """Let an error that comes from a fault of this process's accelerator say so, with host and device."""
+    """Raise `HardwareFault`, which names host and device, in place of an error that comes from a fault of a device."""
     try:
         yield
     except MillraceError:
@@ -49,16 +49,16 @@ def naming_hardware_faults() -> Iterator[None]:
 
 
 def explain_hardware_fault(error: BaseException) -> HardwareFault | None:
-    """The error to raise for an `error` in whose text the Neuron runtime tells a fault of its device; else None."""
+    """Return the error to raise for an `error` in which the Neuron runtime reports a fault of its device; else None."""
     for each in _chain(error):
         if status := _find_status(str(each)):
             cores = os.environ.get(_CORES_VARIABLE)
             device = f"NeuronCore {cores}" if cores else "a Neuron device"
             first_line = str(each).strip().partition("\n")[0]
             return HardwareFault(
-                f"{device} of host {socket.gethostname()} failed with {status}, a fault of the hardware and none of "
-                f"the program: {first_line[:200]}. `neuron-ls` and the node's conditions (kubectl describe node) say "
-                f"more; have the node replaced when it fails again. The same command continues from what was committed."
+                f"{device} of host {socket.gethostname()} failed with {status}, a fault of the hardware and not of the "
+                f"program: {first_line[:200]}. `neuron-ls` and the node's conditions (kubectl describe node) show "
+                f"more; have the node replaced if it fails again. The same command continues from what was committed."
             )
     return None
 

@@ -1,9 +1,9 @@
-"""What a service runs on: Python, Ray, torch, its libraries, and the variant's own: CUDA's, or those of the Neuron SDK.
+"""Describes and checks the platform of an image: Python, Ray, torch, and the libraries of CUDA or of the Neuron SDK.
 
-`python -m services.common.hardware.image_platform` prints that platform and exits with 4 where a
-library of the image cannot be imported: the first thing to run in a new image, before it is given a node. Each image is
-built through the same check with `--without-device`: no image that lacks a library gets a tag. That check sees only
-this module and the modules that it imports, so that a change of other code does not repeat it.
+`python -m services.common.hardware.image_platform` prints the platform, and exits with 4 where a library of the image
+cannot be imported. Run it first in a new image, before the image gets a node. The build of every image runs the same
+check with `--without-device`, so that an image without a library gets no tag. The build's layer holds only this module
+and the modules that it imports, so that a change of other code does not repeat the check.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from services.common.process.entry_point import run_program
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """What runs the program on a device, described without its libraries."""
+    """A backend that runs the program on a device, described without an import of its libraries."""
 
     module: str
-    """Of services/common/program/backends."""
+    """Name of the module in services/common/program/backends."""
     class_name: str
     graphs: tuple[str, ...]
-    """That it compiles for a recipe."""
+    """Names of the graphs that the backend compiles for a recipe."""
 
 
 NATIVE = BackendEntry("torch_native", "TorchNative", ("forward", "backward", "update", "evaluate"))
 CUDA = replace(NATIVE, graphs=("forward", "backward", "evaluate"))  # torch has a kernel for the update
 XLA = BackendEntry("neuron_xla", "NeuronXla", ("micro-batch", "update", "check", "load", "evaluate"))
 BACKENDS = {"cpu": NATIVE, "cuda": CUDA, "neuron": NATIVE, "xla": XLA}
-"""By the recipe's name of the device."""
+"""Backends by `parallel.device` of a recipe."""
 NEURON_DEVICES = Path("/dev")
-"""Where the driver of a Trainium node shows its chips: neuron0, neuron1, ..."""
+"""Folder in which the driver of a Trainium node lists its chips: neuron0, neuron1, ..."""
 
 EVERY_SERVICE = ("numpy", "psutil", "pyarrow", "pydantic", "ray", "rich", "xxhash")
-# By the service whose image it is: what its requirements name beyond those of every service.
+# Libraries by service, which its requirements name beyond those of every service.
 LIBRARIES = {
     "tokenizer": (
         *("datasets", "fastokens", "fsspec", "huggingface_hub", "llvmlite", "numba"),
@@ -60,10 +60,10 @@ LIBRARIES = {
     ),
     "head": ("boto3", "fsspec", "kubernetes", "pandas", "requests"),
 }
-# What the AWS Neuron training image brings to the services with the program. Whether all of them can be imported where
-# there is no Neuron device is not documented.
+# Libraries of the AWS Neuron training image, for the services with the program. Whether all of them can be imported
+# without a Neuron device is not documented.
 NEURON_LIBRARIES = ("torch_xla", "torch_neuronx", "libneuronxla", "neuronxcc", "neuronx_distributed")
-# What the compiler and the trainer need for GPUs besides a torch that was built with CUDA, whose import loads CUDA's
+# Libraries that the compiler and the trainer need for GPUs besides a torch built with CUDA, whose import loads CUDA's
 # libraries, cuDNN and NCCL. Neither import needs a GPU or its driver.
 CUDA_LIBRARIES = ("triton",)
 WITH_PROGRAM = ("compiler", "trainer")
@@ -72,19 +72,20 @@ DISTRIBUTIONS = (
     *("ray", "torch", "numpy", "cuda-toolkit", "triton"),
     *("torch-xla", "torch-neuronx", "neuronx-cc", "neuronx-distributed"),
 )
-# What the import of a broken package has been seen to raise: a shared library that is missing or too old (ImportError,
-# OSError), and a package built for another NumPy or another torch (the others).
+# Errors that imports of broken packages were seen to raise: ImportError and OSError for a shared library that is
+# missing or too old, and the others for a package that was built for another NumPy or another torch.
 BROKEN = (ImportError, OSError, AttributeError, RuntimeError, TypeError, ValueError)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m services.common.hardware.image_platform", description="What this image runs on."
+        prog="python -m services.common.hardware.image_platform",
+        description="Print this image's platform and check its libraries.",
     )
     parser.add_argument(
         "--without-device",
         action="store_true",
-        help="look up the libraries that may need the device, and do not import them: for a machine that builds images",
+        help="search for libraries that may need the device instead of importing them, on a machine that builds images",
     )
     arguments = parser.parse_args(argv)
     for name, found in describe_platform().items():
@@ -94,62 +95,62 @@ def main(argv: list[str]) -> int:
 
 
 def describe_platform() -> dict[str, str]:
-    """Name to version of what decides whether two processes can work together; `absent` where there is none."""
+    """Return the versions on which two processes must agree to work together, by name; `absent` where not installed."""
     versions = {name: _version_of(name) for name in DISTRIBUTIONS}
     return {"variant": image_variant(), "python": platform.python_version(), **versions}
 
 
 def image_variant() -> str:
-    """The variant of the image that this runs in; `cpu` outside of one."""
+    """Return the variant of this process's image; `cpu` outside of an image."""
     return os.environ.get("MILLRACE_VARIANT") or "cpu"
 
 
 def is_in_image() -> bool:
-    """Does this run in an image of ours, and not in a checkout's environment?"""
+    """Tell whether this process runs in an image of Millrace, and not in the environment of a checkout."""
     return bool(os.environ.get("MILLRACE_VARIANT"))
 
 
 def image_service() -> str:
-    """The service whose image this runs in; empty outside of one, where all of them run."""
+    """Return the service of this process's image; empty outside of an image, where all services run."""
     return os.environ.get("MILLRACE_SERVICE", "")
 
 
 def require_backend(device: str) -> BackendEntry:
-    """What runs the program on the recipe's device. Raises `DeviceError` where this image or this node is for another.
+    """Return the backend for the recipe's device. Raises `DeviceError` where this image or node is for another device.
 
-    There is no other device instead: on a Trainium node the CPU would train for weeks while the chips are paid for.
-    Outside of an image each device that torch finds may be used.
+    No other device takes its place: on a Trainium node the CPU would train for weeks while the chips are paid for.
+    Outside of an image, every device that torch finds may be used.
     """
     variant = image_variant()
     if variant == "neuron" and device != "xla":
         raise DeviceError(
-            f"this is a neuron image, which runs the program through torch_xla alone, and parallel.device is "
+            f"this is a neuron image, which runs the program only through torch_xla, and parallel.device is "
             f"{device!r}. Use the chips: --parallel.device=xla. {_home_of(device)}"
         )
     if variant == "cuda" and device != "cuda":
         raise DeviceError(
-            f"this is a cuda image, which runs the program on NVIDIA GPUs alone, and parallel.device is {device!r}: "
-            f"the node's GPUs would be paid for, and idle. Use them: --parallel.device=cuda. {_home_of(device)}"
+            f"this is a cuda image, which runs the program only on NVIDIA GPUs, and parallel.device is {device!r}: "
+            f"the node's GPUs would be paid for and idle. Use them: --parallel.device=cuda. {_home_of(device)}"
         )
     if device == "cuda" and variant != "cuda" and is_in_image():
         raise DeviceError(
-            f"this is a {variant} image, and parallel.device is 'cuda': its torch may be built without CUDA, and "
-            f"it asks the node for no GPU. {_home_of(device)}"
+            f"this is a {variant} image, and parallel.device is 'cuda': its torch may be built without CUDA, and its "
+            f"containers request no GPU. {_home_of(device)}"
         )
     chips = neuron_chips()
     if chips and device == "cpu":
         raise DeviceError(
             f"this node has {len(chips)} Neuron devices ({NEURON_DEVICES}/{chips[0]} ...), and parallel.device is "
-            f"'cpu': they would be paid for, and idle. Use them with --parallel.device=xla in a neuron image, or run "
-            f"on a node without them."
+            f"'cpu': they would be paid for and idle. Use them with --parallel.device=xla in a neuron image, or run on "
+            f"a node without them."
         )
     return BACKENDS[device]
 
 
 def _home_of(device: str) -> str:
-    """A sentence that says where a recipe for the device runs, told where it does not."""
+    """Return a sentence that names the image and the node on which a recipe for the device runs."""
     if device == "neuron":
-        return "A recipe for neuron runs in no image, but where TorchNeuron is installed."
+        return "No image runs a recipe for neuron; it needs an environment with TorchNeuron."
     variant, node = {
         "cpu": ("cpu", "a node without accelerators"),
         "cuda": ("cuda", "a node with NVIDIA GPUs"),
@@ -159,14 +160,14 @@ def _home_of(device: str) -> str:
 
 
 def neuron_chips() -> list[str]:
-    """Names of the chips that the driver shows on this node."""
+    """Return the names of the chips that the driver lists on this node."""
     return sorted(path.name for path in NEURON_DEVICES.glob("neuron[0-9]*"))
 
 
 def require_libraries(service: str, variant: str, without_device: bool = False) -> None:
-    """Raises `DeviceError` when a library that the service's image stands on cannot be imported.
+    """Raise `DeviceError` where a library of the service's image cannot be imported.
 
-    `without_device`: what may need the variant's device is looked up and not imported.
+    With `without_device`, libraries that may need the variant's device are searched for and not imported.
     """
     for library in dict.fromkeys([*EVERY_SERVICE, *libraries_of(service)]):
         _require(library, variant)
@@ -182,11 +183,11 @@ def require_libraries(service: str, variant: str, without_device: bool = False) 
 
 
 def libraries_of(service: str) -> tuple[str, ...]:
-    """What the service's requirements name beyond those of every service; of all services where it is empty."""
+    """Return the libraries of a service beyond those of every service; without a service, the libraries of all."""
     if not service:
         return tuple(library for libraries in LIBRARIES.values() for library in libraries)
     if service not in LIBRARIES:
-        raise DeviceError(f"MILLRACE_SERVICE is {service!r}, and the services are {', '.join(LIBRARIES)}")
+        raise DeviceError(f"MILLRACE_SERVICE is {service!r}, expected one of {', '.join(LIBRARIES)}")
     return LIBRARIES[service]
 
 
@@ -204,7 +205,7 @@ def _require(library: str, variant: str, is_imported: bool = True) -> None:
 
 
 def _require_cuda_build() -> None:
-    """Raises `DeviceError` when torch was built without CUDA: such an image would refuse every recipe on every node."""
+    """Raise `DeviceError` where torch was built without CUDA: such an image would refuse every recipe on every node."""
     torch = importlib.import_module("torch")
     if torch.version.cuda is None:
         raise DeviceError(
@@ -216,11 +217,11 @@ def _require_cuda_build() -> None:
 def _advice(library: str, variant: str) -> str:
     if library in NEURON_LIBRARIES or (library == "torch" and variant == "neuron"):
         return (
-            "A neuron image stands on the AWS Neuron training image, which brings it, and this one does not. "
-            "Build it on the base that images/platforms.toml names: make images VARIANT=neuron"
+            "The AWS Neuron training image has it, and this image is not built on that base. Build it on the base in "
+            "images/platforms.toml: make images VARIANT=neuron"
         )
     if image_service():
-        return f"Its lock has it: build the image anew, make images STAGE={image_service()} VARIANT={variant}"
+        return f"Build the image anew from its lock: make images STAGE={image_service()} VARIANT={variant}"
     return "Run `make setup`."
 
 

@@ -1,6 +1,6 @@
-"""EC2 instance types whose nodes a plan can judge: what each has, and a hint of what it costs.
+"""Reads the EC2 instance types with accelerators, their sizes and approximate prices from `infra/shapes.json`.
 
-The table is `infra/shapes.json`, which every image has. It also says where the numbers are from.
+Every image has that table, which also names the sources of its numbers.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ SHAPES_JSON = Path(__file__).parents[3] / "infra/shapes.json"
 
 @dataclass(frozen=True)
 class InstanceType:
-    """A node with accelerators: NeuronCores, or NVIDIA's GPUs."""
+    """An instance type with accelerators: NeuronCores or NVIDIA GPUs."""
 
     name: str
     accelerators: Accelerators
-    """Kind of accelerator that the workers of the node compute on."""
+    """Kind of accelerator on which the node's workers compute."""
     workers: int
-    """Logical NeuronCores or GPUs of a node, each with a worker of its own."""
+    """Number of logical NeuronCores or GPUs of a node, and of its workers."""
     worker_memory_bytes: int
     peak_flops_per_second: float
     """Peak FLOP/s of a node, in dense bfloat16."""
     dollars_per_hour: float
-    """Of a node on demand. A hint: it differs by region, and nobody keeps it up to date."""
+    """Approximate on-demand price of a node; it differs by region and is not kept up to date."""
     price_source: str
     logical_core_size: int | None = None
-    """Physical NeuronCores that make one of a worker's (Neuron's LNC); None where there is no choice."""
+    """Physical NeuronCores in a worker's logical one (Neuron's LNC); None where there is no choice."""
 
     @property
     def worker_peak_flops_per_second(self) -> float:
@@ -42,7 +42,7 @@ class InstanceType:
         return self.peak_flops_per_second / self.workers
 
     def divided_for(self, workers_per_node: int) -> InstanceType:
-        """The node with as small cores as so many workers need: as it is by default, or each physical core alone."""
+        """Return the node with logical cores of one physical core where so many workers need it, else as it is."""
         size = self.logical_core_size
         if workers_per_node <= self.workers or size is None or size == 1:
             return self
@@ -56,7 +56,7 @@ class InstanceType:
 
 @cache
 def read_instance_types() -> dict[str, InstanceType]:
-    """The types that have NeuronCores or GPUs, by name."""
+    """Return the types with NeuronCores or GPUs, by name."""
     return {
         name: _read_instance_type(name, facts)
         for name, facts in _read_shapes().items()
@@ -65,18 +65,18 @@ def read_instance_types() -> dict[str, InstanceType]:
 
 
 def read_pod_room(instance_type: str) -> tuple[int, float]:
-    """CPUs and GiB that a node of a type in the table leaves to the one pod of a stage on it."""
+    """Return the CPUs and GiB of memory that a node of this type has left for a stage's pod."""
     pod = _read_shapes()[instance_type]["pod"]
     return pod["cpus"], float(pod["memory_gib"])
 
 
 def read_dollars_per_hour(instance_type: str) -> float:
-    """A hint of what a node of a type in the table costs on demand."""
+    """Return the approximate on-demand price of a node of this type."""
     return float(_read_shapes()[instance_type]["price"]["dollars_per_hour"])
 
 
 def family_of(instance_type: str | None) -> str:
-    """What is before the dot, which neuronx-cc calls its target: that of trn1 where a recipe names no instance type."""
+    """Return the type's family, the part before the dot, which is neuronx-cc's target; trn1 without a type."""
     return (instance_type or TRN1).partition(".")[0]
 
 

@@ -1,6 +1,6 @@
-"""The FSx for Lustre file system that both stacks make unless a user says otherwise, and how fast it is.
+"""Reads the size and speed of the FSx for Lustre file system that both stacks make by default.
 
-One figure for Terraform, the cost and the trainer's plan: `infra/shapes.json`, which every image has.
+Terraform, the cost and the trainer's plan take it from one place: `infra/shapes.json`, which every image has.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _MEGABYTE = 10**6
 
 @dataclass(frozen=True)
 class LustreSize:
-    """The size of a file system, from which its speed follows."""
+    """The size of a file system, which determines its speed."""
 
     gib: int
     megabytes_per_second_per_tib: int
-    """What AWS calls PerUnitStorageThroughput: 125, 250, 500 or 1000 for PERSISTENT_2."""
+    """AWS's PerUnitStorageThroughput: 125, 250, 500 or 1000 for PERSISTENT_2."""
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes that all nodes together write in a second, for as long as they like: the provisioned baseline. Bursts
-        beyond it are not counted (FSx for Lustre User Guide, "Performance characteristics of SSD storage classes").
+        """Bytes per second that all nodes together can write without a time limit: the provisioned baseline, without
+        bursts (FSx for Lustre User Guide, "Performance characteristics of SSD storage classes").
         """
         return self.gib / _GIB_PER_TIB * self.megabytes_per_second_per_tib * _MEGABYTE
 
@@ -34,5 +34,5 @@ class LustreSize:
 
 
 def default_lustre_size() -> LustreSize:
-    """The file system of a stack whose `fsx` variable says nothing."""
+    """Return the size of the file system of a stack without its variable `fsx`."""
     return LustreSize(**json.loads(SHAPES_JSON.read_text(encoding="utf-8"))["file_system"])

@@ -1,6 +1,6 @@
-"""What NVIDIA's driver says of the GPUs of this machine, asked of its own tool, nvidia-smi.
+"""Lists the NVIDIA GPUs of this machine through the driver's tool nvidia-smi.
 
-torch would open a GPU to say as much, in processes too that have no use for one, and no fork of such a process can use
+torch would open a GPU to list them, also in processes that do not need one, and no fork of such a process can use
 torch.
 """
 
@@ -17,7 +17,7 @@ from services.common.hardware.instance_types import MIB
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 SLICE_PREFIX = "MIG-"
 TIMEOUT_SECONDS = 60.0
-"""Seconds after which nvidia-smi is given up, which waits for ever where the driver does not answer."""
+"""Seconds after which nvidia-smi is ended, because it waits for ever where the driver does not answer."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,16 @@ class Gpu:
     """Number of the GPU in the order of the PCI bus."""
     uuid: str
     name: str
-    """Name of the GPU's kind, which torch.cuda.get_device_name gives, too."""
+    """Name of the GPU's model, as torch.cuda.get_device_name returns it."""
     driver: str
     memory_bytes: int | None
-    """All memory of the GPU; None where the driver does not tell, as of a GPU that shares the memory of its host."""
+    """Size of the GPU's memory; None where the driver does not know it, as for a GPU that shares its host's memory."""
     used_bytes: int | None
-    """Memory of the GPU that processes hold, those of other users included; None where the driver does not tell."""
+    """Memory of the GPU that processes of all users hold; None where the driver does not know it."""
 
 
 def list_gpus() -> list[Gpu]:
-    """The GPUs of the machine, whatever of them this process may use.
-
-    Raises `DeviceError` where nvidia-smi cannot say.
-    """
+    """Return all GPUs of the machine. Raises `DeviceError` where nvidia-smi fails."""
     rows = _query("index", "uuid", "name", "driver_version", "memory.total", "memory.used")
     return [
         Gpu(int(index), uuid, name, driver, _read_mib(memory), _read_mib(used))
@@ -47,11 +44,11 @@ def list_gpus() -> list[Gpu]:
 
 
 def list_visible_gpus() -> list[Gpu]:
-    """The GPUs that CUDA shows to this process: all of the machine, or those that CUDA_VISIBLE_DEVICES names.
+    """Return the GPUs that CUDA shows to this process: those in CUDA_VISIBLE_DEVICES, or all of the machine.
 
-    As CUDA does, it ends the list at the first name that is no GPU. Numbers count in the order of the PCI bus; CUDA's
-    own order begins with the fastest GPU, which is another one on a machine with several kinds alone. Of a slice of a
-    GPU (MIG) neither the memory nor which GPU it is of is told here. Raises `DeviceError` where nvidia-smi cannot say.
+    Like CUDA, it ends the list at the first name that is no GPU. Numbers count in the order of the PCI bus; CUDA begins
+    with the fastest GPU, which differs only on machines with several models. A slice of a GPU (MIG) has no memory size
+    here, and its GPU is unknown. Raises `DeviceError` where nvidia-smi fails.
     """
     gpus = list_gpus()
     if VISIBLE_VARIABLE not in os.environ:
@@ -69,34 +66,34 @@ def list_visible_gpus() -> list[Gpu]:
 
 
 def describe_kinds() -> list[str]:
-    """The kinds of GPU of this machine, each as name, compute capability and driver.
+    """Return a text with model, compute capability and driver for each model of GPU in this machine.
 
-    Raises `DeviceError` where nvidia-smi cannot say.
+    Raises `DeviceError` where nvidia-smi fails.
     """
     return sorted({", ".join(row) for row in _query("name", "compute_cap", "driver_version")})
 
 
 def _query(*fields: str) -> list[list[str]]:
-    """The values of these fields, a row for each GPU of the machine."""
+    """Return the values of these fields, a row for each GPU of the machine."""
     if shutil.which("nvidia-smi") is None:
         raise DeviceError(
-            "nvidia-smi is not on PATH, which says what kind of GPU a graph is compiled for. It comes with the driver; "
-            "in a container, give it the driver's tools (NVIDIA_DRIVER_CAPABILITIES=compute,utility)."
+            "nvidia-smi is not on PATH, and the program needs it to know the GPU. It comes with the driver; a "
+            "container gets the driver's tools by NVIDIA_DRIVER_CAPABILITIES=compute,utility."
         )
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise DeviceError(
-            f"{' '.join(command)} did not answer in {TIMEOUT_SECONDS:.0f} s: the driver hangs. Run it by hand; a "
-            f"driver that does not answer needs the machine to be started anew."
+            f"{' '.join(command)} did not answer in {TIMEOUT_SECONDS:.0f} s: the driver hangs. Run it by hand; if it "
+            f"hangs again, restart the machine."
         ) from error
     if shown.returncode != 0:
-        told = (shown.stderr.strip() or shown.stdout.strip())[:300]  # it says most of what is wrong on stdout
+        told = (shown.stderr.strip() or shown.stdout.strip())[:300]  # it prints most errors on stdout
         raise DeviceError(f"{' '.join(command)} failed with {shown.returncode}: {told}")
     rows = [[value.strip() for value in line.split(",")] for line in shown.stdout.splitlines() if line.strip()]
     if unread := [row for row in rows if len(row) != len(fields)]:
-        raise DeviceError(f"{' '.join(command)} was asked for {len(fields)} values a GPU and said {unread[0]}")
+        raise DeviceError(f"{' '.join(command)} printed {unread[0]}, expected {len(fields)} values for a GPU")
     return rows
 
 

@@ -1,8 +1,8 @@
-"""Credentials in text: what an address holds of them is refused in a recipe, and masked in what is printed or stored.
+"""Finds credentials in text, refuses them in recipes, and masks them in printed and stored text.
 
-A recipe travels: into manifests, run.json, job definitions, trackers and reports, which more people read than may use a
-password. So an address in it has no user, no password, and no parameter that could be a secret. Credentials come from
-where libraries look for them: `.netrc`, the token of the Hugging Face hub, AWS's credential chain.
+A recipe is copied into manifests, run.json, job definitions, trackers and reports, which more people read than may use
+a password. So an address in it has no user, no password, and no parameter that could be a secret. Libraries find
+credentials in their own places: `.netrc`, the token of the Hugging Face hub, AWS's credential chain.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from urllib.parse import unquote
 
 MASK = "***"
 WHERE_THEY_BELONG = (
-    "What a recipe says is stored with all that is made by it, and shown. Credentials belong where libraries look for "
-    "them: of a web server in ~/.netrc (or the file that NETRC names), of the Hugging Face hub in HF_TOKEN or `hf auth "
-    "login`, of S3 in AWS's chain (AWS_PROFILE, ~/.aws/credentials, a role). What has only a signed address is "
-    "downloaded first."
+    "A recipe is stored with everything made from it, and shown. Credentials belong where libraries look for them: for "
+    "a web server in ~/.netrc (or the file in NETRC), for the Hugging Face hub in HF_TOKEN or `hf auth login`, for S3 "
+    "in AWS's chain (AWS_PROFILE, ~/.aws/credentials, a role). Download a file with a signed address first."
 )
 
-# Parameters of web servers' addresses that choose what is read, and open nothing. All others are masked: a signed
-# address is a password whatever its parameters are called.
+# Parameters of web addresses that select a file or a version, and grant nothing. All others are masked, because a
+# signed address is a password, whatever the names of its parameters.
 _HARMLESS = frozenset(
     {"version", "versionid", "generation", "revision", "ref", "rev", "branch", "config", "split", "subset"}
 )
-# Harmless too, as long as their value is short: what they take are switches, numbers and codes.
+# These parameters are harmless with short values: switches, numbers and codes.
 _HARMLESS_IF_SHORT = frozenset(
     {"download", "dl", "raw", "format", "export", "lang", "language"}
     | {"page", "offset", "limit", "length", "start", "end"}
@@ -55,15 +54,15 @@ _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}):(/+)([^\s\"'<>`]*)")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _PARAMETER = re.compile(r"([?&;#])([^?&;#]*)")
 _PARAMETER_OF_PATH = re.compile(r"(?<=[/,])([^/,=?&;#]{1,64})=([^/,?&;#]+)")
-_PORT = re.compile(r"[0-9]{0,5}[.,;:!)\]}]*")  # and the end of a sentence
-# What is before an "@", up to a space, a quote, a slash or another "@": tried once, where it begins, so that the time
-# grows with the length of a text. An image's name with tag and digest is none.
+_PORT = re.compile(r"[0-9]{0,5}[.,;:!)\]}]*")  # with the end of a sentence
+# The text before an "@", back to a space, a quote, a slash or another "@". It is tried only where it begins, so that
+# the time grows linearly with the text. An image's name with tag and digest does not match.
 _BEFORE_AT = re.compile(r"(?<![^\s/@\"'])[^\s/@\"']++@(?!sha256:)(?=[^\s@/])")
-# user:password in it, without a scheme, where a word begins.
+# user:password without a scheme in that text, at the begin of a word.
 _USER_AND_PASSWORD = re.compile(r"(?:\A|(?<=[=,(\[]))(?!mailto:)[^:=,(\[]+:(?=.)", re.DOTALL)
-# //user:password@host, whose scheme is that of the page that it stands on.
+# //user:password@host, an address without a scheme.
 _OF_ANY_SCHEME = re.compile(r"(?<![\w:/*])//[^\s/@\"']+@(?=[^\s@/])")
-# The forms of tokens that say what they are, as scanners of repositories know them.
+# Tokens with a known prefix or form, as scanners of repositories recognise them.
 _TOKENS = re.compile(
     "|".join(
         (
@@ -85,46 +84,46 @@ _TOKENS = re.compile(
 _HEADER = re.compile(
     r"(?i)\b((?:proxy-)?authorization['\"]?\s*[:=]\s*['\"]?(?:(?:basic|bearer|token)\s+)?+|bearer\s+)[^\s'\",;]{6,}"
 )
-# A key is a secret where a name ends in it, unless the word before says what else it is; DBPASS is one word.
+# A name that ends in "key" is a secret's unless the word before says otherwise; DBPASS is one word.
 _SECRET_VARIABLE = re.compile(
     r"(?i)(?:access|api|private|secret)_?key|(?:^|_)pat(?:_|$)|(?<![a-z])(?!bypass|compass)[a-z]+pass$"
     r"|(?<!cache)(?<!hash)(?<!public)(?<!sort)(?<!map)_key$"
 )
-# Words of variables' names that are more often of a compiler's pass, a cache's key or a policy.
+# Words that in variables' names more often mean a compiler's pass, a cache's key or a policy.
 _NOT_OF_VARIABLES = ("pass", "key", "policy", "session", "sig", "signature", "login")
-# An "@" in the first part of these is a revision, but for one before a kind of repository, which has none.
+# An "@" in the first part of these addresses begins a revision, unless a kind of repository follows.
 _SCHEMES_WITH_REVISIONS = ("hf", "datasets")
 _REPOSITORY_KINDS = ("datasets", "spaces", "models", "buckets")
 _WEB = ("http", "https")
 _MAX_DEPTH = 3
-"""Addresses may stand in the paths of addresses; they are looked at to this depth."""
+"""Depth to which addresses in the paths of addresses are searched."""
 
 
 def mask(text: str) -> str:
-    """`text` without what could be a credential: users and passwords of addresses, parameters of web addresses but for
-    those that are known to be harmless, and tokens of a known form. What was masked stays as it is.
+    """Return `text` with possible credentials masked: users and passwords of addresses, parameters of web addresses
+    that are not known to be harmless, and tokens of a known form. A masked text stays the same.
     """
     return _mask(text, keeps_unknown_parameters=False)
 
 
 def require_no_credentials(value: str, what: str) -> None:
-    """Raise `ValueError`, which shows nothing of `value`, where it holds what `mask` masks."""
+    """Raise `ValueError`, whose message shows nothing of `value`, where `mask` would change it."""
     if mask(value) != value:
         raise ValueError(
-            f"{what} holds a user, a password, a token, or a parameter of an address that may be one. "
+            f"{what} holds a user, a password, a token, or a parameter of an address that may be a secret. "
             f"{WHERE_THEY_BELONG}"
         )
 
 
 def holds_secret(text: str) -> bool:
-    """Does `text` hold a credential beyond doubt? Unlike `mask`, it lets parameters pass whose names say nothing, and
-    what may be a mail address behind a label.
+    """Tell whether `text` certainly holds a credential. Unlike `mask`, it ignores parameters with unknown names, and
+    text that may be a mail address behind a label.
     """
     return _mask(text, keeps_unknown_parameters=True) != text
 
 
 def mask_values(value: Any) -> Any:
-    """The same tables and lists with each text masked, as what is written as JSON has to be."""
+    """Return the same tables and lists with every text masked, ready to be written as JSON."""
     if isinstance(value, str):
         return mask(value)
     if isinstance(value, dict):
@@ -133,7 +132,7 @@ def mask_values(value: Any) -> Any:
 
 
 def is_secret(variable: str, value: str) -> bool:
-    """May an environment variable not be stored, by its name or by what it holds?"""
+    """Tell whether an environment variable may be a secret, by its name or its value, and must not be stored."""
     return (
         bool(_SECRET_VARIABLE.search(variable)) or _names_secret(variable, *_NOT_OF_VARIABLES) or mask(value) != value
     )
@@ -179,7 +178,7 @@ def _mask_address(match: re.Match[str], keeps_unknown_parameters: bool, depth: i
 
 
 def _mask_place(scheme: str, place: str, path: str) -> tuple[str, str]:
-    """Host and path without user and password, also where those have characters that should have been escaped."""
+    """Return host and path with user and password masked, even where these have unescaped special characters."""
     decoded = unquote(place)
     host = decoded.rpartition("]")[2] if decoded.startswith("[") else decoded
     has_port = ":" in host and not host.startswith("arn:")
@@ -206,7 +205,7 @@ def _is_harmless(name: str, value: str) -> bool:
 
 
 def _names_secret(name: str, *but: str) -> bool:
-    """Does a name say that its value is a secret? `but` are words that do not count."""
+    """Tell whether a name says that its value is a secret; words in `but` are ignored."""
     words = {word.lower() for word in _WORD.findall(name)}
     joined = re.sub(r"[^a-z]", "", name.lower())
     for harmless in _NO_SECRET_PARTS:

@@ -1,7 +1,7 @@
-"""Files that somebody else supplies: the one way to open them, and to parse what they say as far as is sane.
+"""Opens and parses files from outside, within limits; all such files are read through this module.
 
-Whatever lies at such a path, a folder, a pipe without a writer, a device without an end, a socket or a link that leads
-elsewhere, ends in an `InputFileError`, at once. Who reads a file explains that: `unreadable` says what it means.
+A path may hold a folder, a pipe without a writer, a device without an end, a socket or a link to elsewhere. All of
+these raise `InputFileError` at once, which a reader turns into an error for the user with `unreadable`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from services.common.errors import ArtifactError, MillraceError, StorageError, T
 from services.common.process.limits import explain_lack
 
 MAX_DEPTH = 64
-"""Of tables in tables. What reads and writes such values calls itself for each, and Python allows about 1,000 calls."""
+"""Deepest nesting of tables. Parsers and writers recurse for every level, and Python allows about 1,000 calls."""
 MAX_INTEGER_BITS = 1_023
-"""Larger ones have no float. Python refuses to print integers of more than 4,300 digits."""
+"""Bits of the largest integer that fits into a float. Python refuses to print more than 4,300 digits."""
 MAX_VALUES = 2_000_000
-"""Values in a JSON text: a Python object takes about 100 bytes for each. A manifest has five for each of its files."""
+"""Most values in a JSON text. A value takes about 100 bytes as a Python object; a manifest has five for each file."""
 MAX_KEYS = 100_000
-"""Keys of one table: a check of unknown ones takes about 1,000 bytes for each."""
+"""Most keys of a table. The error of an unknown key takes about 1,000 bytes."""
 MAX_WHOLE_BYTES = 2**28
-"""The largest file that is read as a whole, unless its reader says another size."""
+"""Default size of the largest file that is read as a whole."""
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -42,26 +42,25 @@ _PASSING = frozenset({errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOST
 
 
 class InputFileError(OSError):
-    """A file that somebody else supplied cannot be read; `strerror` says why."""
+    """A file from outside cannot be read; `strerror` says why."""
 
 
 class MissingInputFile(InputFileError, FileNotFoundError):
-    """There is no such file."""
+    """A file from outside does not exist."""
 
 
 def open_regular_file(path: Path, within: Path | None = None) -> io.FileIO:
-    """Open for reading, without a buffer. Raises `InputFileError` for what is no regular file, or cannot be opened.
+    """Open a regular file for reading without a buffer. Raises `InputFileError` for anything else.
 
-    Where `path` is not a person's own word but was found in the folder `within`, links are followed inside of that
-    folder alone.
+    `within` is the folder in which the path was found, if no person chose it; links may then not leave that folder.
     """
-    # Opened before it is looked at: a network file system answers a `stat` from its memory, and asks its server here.
+    # Opened before its status is read: a network file system asks its server now, and may answer a `stat` from a cache.
     with _explaining(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         _require_regular(path, os.fstat(descriptor))
         if within is not None:
-            # By its place and not by its inode: a file such as current.json may be replaced at this moment.
+            # Its path is checked and not its inode, because a file such as current.json may be replaced meanwhile.
             with _explaining(path):
                 _real_path_within(path, within)
         return io.FileIO(descriptor)
@@ -71,19 +70,19 @@ def open_regular_file(path: Path, within: Path | None = None) -> io.FileIO:
 
 
 def require_regular_file(path: Path, within: Path | None = None) -> os.stat_result:
-    """The status of a file, which `open_regular_file` opens once: for libraries that open a path themselves.
+    """Open a regular file once and return its status, before a library opens the path itself.
 
-    Some of them wait for pipes, and some call every file missing that they cannot open. Raises `InputFileError`.
+    Some libraries wait for pipes, and some call every file missing that they cannot open. Raises `InputFileError`.
     """
     with open_regular_file(path, within) as file:
         return os.fstat(file.fileno())
 
 
 def stat_within(folder: Path, path: str) -> os.stat_result:
-    """The status of a regular file at `path`, with forward slashes, below `folder`.
+    """Return the status of a regular file at `path`, with forward slashes, below `folder`.
 
-    Raises `InputFileError` as `open_regular_file` does. It asks the file system once for each part of the path, and
-    for the places of links alone where there are some: a corpus has 65,000 files.
+    Raises `InputFileError` as `open_regular_file` does. It reads one status for each part of the path, and resolves
+    only links, because a corpus has 65,000 files.
     """
     place = str(folder)
     with _explaining(folder / path):
@@ -97,7 +96,7 @@ def stat_within(folder: Path, path: str) -> os.stat_result:
 
 
 def open_for_append(path: Path) -> BinaryIO:
-    """Open a regular file at its end for writing, made if it is absent.
+    """Open a regular file, which is made if absent, for writing at its end.
 
     Raises `StorageError` where something else is in its place.
     """
@@ -121,7 +120,7 @@ def open_for_append(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, within: Path | None = None, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
-    """The content of a regular file of at most `max_bytes`. Raises `InputFileError`."""
+    """Return the content of a regular file. Raises `InputFileError`, also for more than `max_bytes`."""
     with open_regular_file(path, within) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(max_bytes + 1) if size <= max_bytes else b""
@@ -133,10 +132,10 @@ def read_file(path: Path, within: Path | None = None, max_bytes: int = MAX_WHOLE
 
 
 def unreadable(path: Path | str, error: OSError, num_files: int | None = None) -> MillraceError:
-    """The error of ours for an `OSError` about a file that is read.
+    """Return the error to raise for a file that could not be read.
 
-    It is not damaged where this process or node met a limit, where this user may not read it, nor where a network file
-    system did not answer. `num_files` is how many are open at a time.
+    A limit of this process or node, a missing permission and a network file system that does not answer are not damage.
+    `num_files` is the number of files that are open at a time.
     """
     lack = explain_lack(error, path, num_files)
     if lack is not None:
@@ -151,7 +150,7 @@ def unreadable(path: Path | str, error: OSError, num_files: int | None = None) -
 
 @contextmanager
 def reading_inputs(folder: Path) -> Iterator[None]:
-    """Let an `OSError` of a block that only reads below `folder` be what `unreadable` says of its file."""
+    """Raise what `unreadable` returns in place of an `OSError`, in a block that only reads below `folder`."""
     try:
         yield
     except OSError as error:
@@ -159,19 +158,19 @@ def reading_inputs(folder: Path) -> Iterator[None]:
 
 
 def is_damage(error: MillraceError) -> bool:
-    """Does this error say that the bytes are wrong, rather than that they could not be looked at?"""
+    """Tell whether an error means that bytes are wrong, and not that they could not be read."""
     return isinstance(error, ArtifactError) and not isinstance(error, UnreadableError)
 
 
 @contextmanager
 def _explaining(path: Path) -> Iterator[None]:
-    """Raise what the system says of `path` as an `InputFileError`."""
+    """Raise `InputFileError` in place of the system's errors about `path`."""
     try:
         yield
     except InputFileError:
         raise
     except ValueError as error:  # a NUL, or half of a UTF-16 pair
-        raise InputFileError(errno.EINVAL, f"no name of a file ({error})", str(path)) from error
+        raise InputFileError(errno.EINVAL, f"not a file name ({error})", str(path)) from error
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, or the device of a driver that is not there
             raise InputFileError(errno.EINVAL, "a socket or a device, expected a regular file", str(path)) from error
@@ -190,7 +189,7 @@ def _kind_of(status: os.stat_result) -> str:
 
 
 def _real_path_within(path: Path, within: Path) -> str:
-    """Raises `OSError` where a link leads out of `within`."""
+    """Return the path without links. Raises `OSError` where a link leads out of `within`."""
     real, inside = os.path.realpath(path, strict=True), os.path.realpath(_linked_root(within), strict=True)
     if real != inside and not real.startswith(inside.rstrip("/") + "/"):
         raise OSError(errno.EXDEV, f"a link that leads out of {within}", str(path))
@@ -198,10 +197,10 @@ def _real_path_within(path: Path, within: Path) -> str:
 
 
 def _linked_root(folder: Path) -> Path:
-    """The folder inside of which the links of `folder` may lead.
+    """Return the folder that the links in `folder` may not leave.
 
-    It is `folder` itself but for a snapshot in Hugging Face's cache, `models--NAME/snapshots/REVISION`: its files are
-    links to `models--NAME/blobs`, which the same download has written.
+    It is `folder` itself, except for a snapshot in Hugging Face's cache, `models--NAME/snapshots/REVISION`, whose files
+    are links to `models--NAME/blobs` of the same download.
     """
     snapshots = folder.absolute().parent
     is_cached = snapshots.name == "snapshots" and (snapshots.parent / "blobs").is_dir()
@@ -210,14 +209,12 @@ def _linked_root(folder: Path) -> Path:
 
 def _occupied(path: Path, status: os.stat_result) -> StorageError:
     kind = "a link" if stat.S_ISLNK(status.st_mode) else _kind_of(status)
-    return StorageError(
-        f"{path}: {kind}, where a regular file of ours belongs. Move it away: `mv {path} {path}.aside`."
-    )
+    return StorageError(f"{path}: {kind}, in the place of a regular file. Move it away: `mv {path} {path}.aside`.")
 
 
 def parse_json(content: bytes) -> Any:
-    """Raises `ValueError` for what is not JSON, and for what no program of ours writes: numbers that are not finite,
-    text that is not Unicode, more than MAX_DEPTH values in values, MAX_VALUES values, or MAX_KEYS keys of a table.
+    """Parse JSON. Raises `ValueError` for invalid JSON, and for JSON that Millrace never writes: numbers that are not
+    finite, text that is not Unicode, or more than MAX_DEPTH levels, MAX_VALUES values or MAX_KEYS keys of a table.
     """
     if content.count(b",") > MAX_VALUES:  # before it takes memory
         raise ValueError(f"{content.count(b','):,} values, expected at most {MAX_VALUES:,}")
@@ -259,4 +256,4 @@ def _parse_float(text: str) -> float:
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")

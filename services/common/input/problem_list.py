@@ -1,6 +1,6 @@
-"""Lists of problems that stay short whatever was found: ten of each kind, and how many more there are.
+"""Collects problems in lists that stay short: ten of each kind, and the number of others.
 
-A damaged artifact can have as many problems as files. What is not shown is counted and not kept.
+A damaged artifact can have as many problems as files. Problems that are not shown are counted and not kept.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 SHOWN = 10
-"""Problems of a kind that are shown."""
+"""Most problems of a kind that are shown."""
 _SHOWN_CHARACTERS = 10_000
-"""Characters of one problem that are shown, half of them from its begin and half from its end."""
+"""Most characters of a problem that are shown, half from its begin and half from its end."""
 
 
 class ProblemList:
@@ -23,7 +23,7 @@ class ProblemList:
         self._counts: Counter[str] = Counter()
 
     def add(self, kind: str, text: str | Callable[[], str]) -> None:
-        """Count a problem of a kind, such as "missing", and keep its text, or what gives it, while there are few."""
+        """Count a problem of a kind, such as "missing", and keep the first SHOWN texts, which a function may make."""
         self._counts[kind] += 1
         if self._shown[kind] < SHOWN:
             self._shown[kind] += 1
@@ -33,7 +33,7 @@ class ProblemList:
         return self._counts.total()
 
     def lines(self) -> Iterator[str]:
-        """The texts that were kept, and a line for each kind that has more."""
+        """Yield the texts that were kept, and a line for each kind with more problems."""
         yield from self._texts
         for kind, number in self._counts.items():
             if number > self._shown[kind]:
@@ -41,7 +41,7 @@ class ProblemList:
 
 
 def list_problems(texts: Iterable[str], kind: str) -> list[str]:
-    """The first SHOWN of problems of one kind, and a line that counts the others."""
+    """Return the first SHOWN problems of one kind, and a line that counts the others."""
     problems = ProblemList()
     for text in texts:
         problems.add(kind, text)
@@ -49,7 +49,7 @@ def list_problems(texts: Iterable[str], kind: str) -> list[str]:
 
 
 def list_names(names: Iterable[str]) -> str:
-    """The first SHOWN names in one line, and how many more there are; `nothing` where there is none."""
+    """Return one line with the first SHOWN names and the number of others; `nothing` for no name."""
     shown: list[str] = []
     number = 0
     for number, name in enumerate(names, start=1):
@@ -60,6 +60,6 @@ def list_names(names: Iterable[str]) -> str:
 
 
 def shorten(text: str, characters: int = _SHOWN_CHARACTERS) -> str:
-    """The begin and the end of a text that is longer than a person would read."""
+    """Return a text cut to `characters`, without its middle."""
     half = characters // 2
     return text if len(text) <= characters else f"{text[:half]} [...] {text[-half:]}"

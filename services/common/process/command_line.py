@@ -1,4 +1,4 @@
-"""The command line that the three stages share: `--recipe FILE --root DIR [--section.key=value ...]`."""
+"""Parses the command line that the three stages share: `--recipe FILE --root DIR [--section.key=value ...]`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from services.common.recipe.schema import Recipe
 
 
 def read_override(argument: str) -> tuple[str, str] | None:
-    """Key and value of a recipe override, `--section.key=value`; None for any other argument."""
+    """Return key and value of a recipe override, `--section.key=value`; None for any other argument."""
     key, equals, value = argument.removeprefix("--").partition("=")
     return (key, value) if argument.startswith("--") and equals and "." in key else None
 
 
 def require_text(arguments: argparse.Namespace) -> None:
-    """Raise `RecipeError` for a path or a text of the command line that is not UTF-8, has a NUL, or holds credentials:
-    manifests, logs and reports name it.
+    """Raise `RecipeError` for an argument that is not UTF-8, has a NUL, or holds credentials, because manifests, logs
+    and reports quote the arguments.
     """
     for name, value in vars(arguments).items():
         for each in value if isinstance(value, list) else [value]:
@@ -39,7 +39,7 @@ def _is_text(value: str) -> bool:
 
 
 class RecipeParser(argparse.ArgumentParser):
-    """An argument parser for a recipe and a root; what is wrong on the command line is a `RecipeError`."""
+    """An argument parser with `--recipe`, `--root` and overrides; it raises `RecipeError` for a wrong command line."""
 
     def __init__(self, service: str, description: str) -> None:
         super().__init__(
@@ -51,8 +51,8 @@ class RecipeParser(argparse.ArgumentParser):
         self.add_argument("--recipe", type=Path, required=True, metavar="FILE", help="the TOML file of the run")
         self.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
 
-    def parse(self, argv: list[str]) -> tuple[argparse.Namespace, Recipe]:
-        """Parse the options and load the recipe with its overrides; `--root` becomes absolute."""
+    def parse(self, argv: list[str], recipe: Recipe | None = None) -> tuple[argparse.Namespace, Recipe]:
+        """Parse the options, and load the recipe with its overrides unless it is given; `--root` becomes absolute."""
         arguments, rest = self.parse_known_args(argv)
         overrides = {}
         for item in rest:
@@ -63,14 +63,14 @@ class RecipeParser(argparse.ArgumentParser):
             overrides[key] = value
         arguments.root = arguments.root.absolute()
         require_text(arguments)
-        return arguments, load_recipe(arguments.recipe, overrides)
+        return arguments, recipe or load_recipe(arguments.recipe, overrides)
 
     def error(self, message: str) -> NoReturn:
         raise RecipeError(f"{message}\n{self.format_usage()}".rstrip())
 
 
 class StageParser(RecipeParser):
-    """The options of a stage."""
+    """The argument parser of a stage, with `--dry-run`."""
 
     def __init__(self, service: str, description: str) -> None:
         super().__init__(service, description)

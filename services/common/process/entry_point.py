@@ -1,4 +1,4 @@
-"""Where a program begins and ends: what it raises becomes an exit code and a message, and so does a signal."""
+"""Runs a program and turns its errors and stop signals into an exit code and a message."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _at_end: list[Callable[[int], None]] = []
 
 
 def run_program(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run `main(argv)` of a program and leave with the exit code its errors stand for."""
-    # A stage that is told to stop while it holds only restartable work ends like one that was preempted.
-    # The trainer replaces this by what commits a checkpoint first.
+    """Run `main(argv)` and exit with the code of its error, or 0."""
+    # A stage that gets a stop signal before it has work to lose ends like a preempted one. The trainer replaces this
+    # handler by one that first commits a checkpoint.
     install(_raise_stopped)
     sys.excepthook = lambda _, error, __: print_traceback(error)
     argv = sys.argv[1:]
-    atexit.register(ignore_stop_signals)  # among the last: Python restores what they do at the very end
+    atexit.register(ignore_stop_signals)  # called among the last: Python restores the handlers at the very end
     if isinstance(sys.stdout, io.TextIOWrapper):  # names and text of any language, on a terminal of any encoding
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         exit_code = exit_code_of(lambda: main(argv))
-    except Stopped as error:  # while another end was reported
+    except Stopped as error:  # a signal that came while another error was reported
         exit_code = error.exit_code
     install(lambda signum: os._exit(exit_code))  # nothing is left to be stopped
     for leave in _at_end:
@@ -59,7 +59,7 @@ def run_program(main: Callable[[list[str]], int]) -> NoReturn:
     if exit_code in (TryAgain.exit_code, EXIT_INTERRUPTED):
         # A library's threads may be at work, and then its own end of a process is to abort it.
         atexit._run_exitfuncs()
-        with suppress(OSError):  # nobody reads
+        with suppress(OSError):  # stdout has no reader
             sys.stdout.flush()
         os._exit(exit_code)
     sys.exit(exit_code)
@@ -67,9 +67,9 @@ def run_program(main: Callable[[list[str]], int]) -> NoReturn:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """For the imports of a stage's program, which take seconds: a stop signal ends the process there and then, because
-    libraries catch every error of an import that they can do without. No garbage is collected: imports make none, and
-    looking for it takes a quarter of their time.
+    """Guard the imports of a stage's program, which take seconds: a stop signal ends the process immediately, because
+    libraries catch every error of an optional import. No garbage is collected, because imports make none, and the
+    search for it takes a quarter of their time.
     """
     is_collecting = gc.isenabled()
     gc.disable()
@@ -77,26 +77,26 @@ def importing() -> Iterator[None]:
         with on_stop_signal(end_at_once):
             yield
     finally:
-        gc.freeze()  # modules stay: later collections need not look at them
+        gc.freeze()  # modules stay, so later collections need not search them
         if is_collecting:
             gc.enable()
 
 
 def call_at_end(leave: Callable[[int], None]) -> None:
-    """Let `run_program` call `leave(exit_code)` when all else is done."""
+    """Let `run_program` call `leave(exit_code)` at the very end."""
     _at_end.append(leave)
 
 
 def exit_code_of(work: Callable[[], int]) -> int:
-    """Run `work` and translate what it raises into an exit code and a printed message."""
+    """Run `work`, and return the exit code of its error once the message is printed, or the code that it returned."""
     try:
         exit_code = work()
-        sys.stdout.flush()  # here, where a reader that has gone can be handled
+        sys.stdout.flush()  # here, where the `BrokenPipeError` of a reader that has gone is handled
         return exit_code
     except (MillraceError, Stopped) as error:
         return _report(error)
-    except KeyboardInterrupt:  # of a program that is no stage
-        return _report(Interrupted("Interrupted. Nothing was published half; the same command continues."))
+    except KeyboardInterrupt:  # a program that is not a stage has Python's own handler
+        return _report(Interrupted("Interrupted. Nothing is half published; the same command continues."))
     except BrokenPipeError:
         if not is_reader_gone(sys.stdout.fileno()):
             raise
@@ -110,9 +110,9 @@ def exit_code_of(work: Callable[[], int]) -> int:
 
 
 def explain_os_error(error: Exception) -> MillraceError | None:
-    """The error that a user can act on, for what the system says of a file, of memory or of threads; None for others.
+    """Return the error that a user can act on for an error about a file, memory or threads; None for others.
 
-    What was read is never explained as something that cannot be written.
+    A failed read is never explained as a failed write.
     """
     lack = explain_lack(error, getattr(error, "filename", None) or "")
     if lack is not None or not isinstance(error, OSError):
@@ -121,8 +121,8 @@ def explain_os_error(error: Exception) -> MillraceError | None:
         return RecipeError(f"{error.filename}: {error.strerror}. Pass a shorter path, or shorten the name.")
     if error.errno in TRANSIENT_ERRNOS and not isinstance(error, ConnectionError):
         return TryAgain(
-            f"{error.filename or 'the file system'}: {error.strerror}. Look after the mount or the disk; the same "
-            f"command continues from what was committed."
+            f"{error.filename or 'the file system'}: {error.strerror}. Repair the mount or the disk; the same command "
+            f"continues from what was committed."
         )
     if isinstance(error, InputFileError):
         return unreadable(error.filename, error)
@@ -130,7 +130,7 @@ def explain_os_error(error: Exception) -> MillraceError | None:
 
 
 def _report(error: MillraceError | Stopped) -> int:
-    with suppress(OSError):  # nobody reads
+    with suppress(OSError):  # stderr has no reader
         print(f"millrace: {error}", file=sys.stderr, flush=True)
     return error.exit_code
 

@@ -1,8 +1,8 @@
-"""The limits of a process and of its node on open files, maps and memory, and what to do about the one that was met.
+"""Explains errors that come from the limits of a process and its node on open files, maps, memory and threads.
 
-A file that cannot be opened or mapped for want of one of them may be intact. So whatever turns an error of a file into
-damage asks `explain_lack` first. It decides between two ends: exit code 4 where a setting has to change before a retry
-can help, and 75 where other processes have taken what the node has, which passes.
+A file that cannot be opened or mapped because of a limit may be intact. So code that turns a file's error into damage
+calls `explain_lack` first. It chooses between two exit codes: 4 where a setting has to change before a retry can help,
+and 75 where other processes use all that the node has, which passes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from services.common.errors import LimitError, MillraceError, TryAgain
 
 DEFAULT_MAX_MAPS = 65_530
-"""Linux' own value of vm.max_map_count: the most files that one process can have mapped, its libraries included."""
+"""Default of vm.max_map_count on Linux: the most files that a process can map, its libraries included."""
 SPARE_MAPS = 8_192
-"""Maps that a worker has besides the corpus: torch's libraries, threads and allocations take 1,000 to 3,000."""
+"""Maps that a worker may need beside the corpus: torch's libraries, threads and allocations take 1,000 to 3,000."""
 
 _MAX_MAPS = Path("/proc/sys/vm/max_map_count")
 _MAPS = Path("/proc/self/maps")
@@ -27,18 +27,18 @@ _OPEN_FILES_OF_NODE = Path("/proc/sys/fs/file-nr")
 _MEMORY_OF_NODE = Path("/proc/meminfo")
 _MEMORY_OF_CGROUP = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 _SMALL_BLOCK_BYTES = 2**12
-"""A larger block would be a map of its own, and there may be none left."""
+"""Bytes of a read. A larger block would need a map of its own, and there may be none left."""
 _NEARLY = 0.9
-"""Share of a limit from which on it counts as met: what was opened last may have been closed again by then."""
+"""Share of a limit from which on it counts as reached: the files opened last may have been closed by then."""
 _NO_THREAD = "can't start new thread"
 _LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def explain_lack(error: BaseException, place: Path | str = "", num_files: int | None = None) -> MillraceError | None:
-    """The error to raise for an `error` that comes from a lack of open files, maps, memory or threads; else None.
+    """Return the error to raise where `error` comes from a lack of open files, maps, memory or threads; else None.
 
-    `place` is what could not be opened, and `num_files` how many files the work holds open or mapped at a time. To be
-    called while that work still holds them, for the maps are counted here.
+    `place` is the file that could not be opened, and `num_files` the number of files that the work holds open or mapped
+    at a time. Call it while the work still holds them, because it counts the maps of this process.
     """
     number = _find_lack(error)
     where = f"{place}: " if place else ""
@@ -48,7 +48,7 @@ def explain_lack(error: BaseException, place: Path | str = "", num_files: int | 
         opened, _, most = (_read(_OPEN_FILES_OF_NODE).split() or ["?"] * 3)[:3]
         return TryAgain(
             f"{where}cannot be opened now, which says nothing about the file: the node has {opened} open files and "
-            f"fs.file-max allows {most}. End what else runs there, or raise it with `sysctl -w fs.file-max=...`; the "
+            f"fs.file-max allows {most}. End other programs there, or raise it with `sysctl -w fs.file-max=...`; the "
             f"same command tries again."
         )
     if number == errno.EAGAIN:
@@ -61,13 +61,13 @@ def explain_lack(error: BaseException, place: Path | str = "", num_files: int | 
 
 
 def max_maps() -> int | None:
-    """The most maps that this node lets a process have; None where the kernel has no such limit, as on macOS."""
+    """Return the most maps that this node allows a process; None where the kernel has no such limit, as on macOS."""
     text = _read(_MAX_MAPS)
     return int(text) if text.isdigit() else None
 
 
 def num_maps() -> int:
-    """Maps that this process has; 0 where the kernel does not list them."""
+    """Return the number of maps that this process has; 0 where the kernel does not list them."""
     number, block = 0, bytearray(_SMALL_BLOCK_BYTES)
     try:
         with _MAPS.open("rb", buffering=0) as file:
@@ -79,7 +79,7 @@ def num_maps() -> int:
 
 
 def _find_lack(error: BaseException) -> int | None:
-    """The errno of the lack; libraries in Rust and C++ say theirs in words alone."""
+    """Return the errno of the lack. Errors of libraries in Rust and C++ have only its text."""
     for each in _chain(error):
         number = getattr(each, "errno", None)
         if number in _LACKS:
@@ -87,7 +87,7 @@ def _find_lack(error: BaseException) -> int | None:
         if isinstance(each, MemoryError):
             return errno.ENOMEM
         if isinstance(each, FileNotFoundError) and number is None and _are_open_files_used_up():
-            return errno.EMFILE  # safetensors says this of every file that it cannot open
+            return errno.EMFILE  # safetensors raises this for every file that it cannot open
         text = str(each) if isinstance(each, Exception) and not isinstance(each, MillraceError) else ""
         if _NO_THREAD in text:
             return errno.EAGAIN
@@ -98,7 +98,7 @@ def _find_lack(error: BaseException) -> int | None:
 
 
 def _are_open_files_used_up() -> bool:
-    """Are so few descriptors left that a library which opens a file twice gets none?"""
+    """Tell whether so few descriptors are left that a library which opens a file twice gets none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         return soft != resource.RLIM_INFINITY and len(list(_DESCRIPTORS.iterdir())) >= soft - 2
@@ -148,15 +148,15 @@ def _explain_memory(where: str, num_files: int | None) -> MillraceError:
     available, total = (int(fields.get(name, 0)) / 2**20 for name in ("MemAvailable:", "MemTotal:"))
     seen = f"{begin}: the node has {available:,.1f} of {total:,.1f} GiB of memory available"
     if available < (1 - _NEARLY) * total:
-        return TryAgain(f"{seen}. End what else runs there; the same command tries again.")
+        return TryAgain(f"{seen}. End other programs there; the same command tries again.")
     return LimitError(
-        f"{seen}, and this work asked for more than it gets. Use a node with more memory, or fewer workers on one; "
-        f"`sysctl vm.overcommit_memory` says whether the kernel gives out what it has."
+        f"{seen}, and this work asked for more. Use a node with more memory, or fewer workers on a node; `sysctl "
+        f"vm.overcommit_memory` tells whether the kernel hands out all memory."
     )
 
 
 def explain_maps(seen: str, most: int, num_files: int | None) -> LimitError:
-    """The error of a node whose limit on maps is too low. `seen` is the begin of its sentence."""
+    """Return the error for a node whose limit on maps is too low; `seen` is the begin of the message."""
     wanted = f", and this work maps {num_files:,} files" if num_files else ""
     return LimitError(
         f"{seen}, and vm.max_map_count allows {most:,}{wanted}. On every node of the stage, run "
@@ -166,7 +166,7 @@ def explain_maps(seen: str, most: int, num_files: int | None) -> LimitError:
 
 
 def maps_to_allow(num_files: int) -> int:
-    """A value of vm.max_map_count with which a process can map so many files, with room to spare."""
+    """Return a value of vm.max_map_count with which a process can map so many files, with room to spare."""
     return 2 ** (num_files + SPARE_MAPS).bit_length()
 
 
@@ -175,7 +175,7 @@ def _show(limit: int) -> str:
 
 
 def _read(path: Path) -> str:
-    """Empty for what this machine does not have."""
+    """Return a file's text; empty where this machine does not have the file."""
     try:
         return path.read_text(encoding="ascii").strip()
     except (OSError, MemoryError):

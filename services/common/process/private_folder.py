@@ -1,9 +1,9 @@
-"""Folders on this node's own disk that belong to this user alone, and go away with the commands that use them.
+"""Makes folders on this node's disk that belong to this user alone, and removes them with the last command using them.
 
     <temporary folder>/millrace-<uid>/<name>/        and beside it its lock, <name>.lock
 
-Every process that uses a folder holds its lock shared, so the kernel knows who is alive: the last one that leaves
-removes the folder, and what killed commands left is removed by the next command on the node.
+Every process that uses a folder holds its lock shared, so the kernel knows which users are alive. The last one removes
+the folder, and the next command on the node removes the folders of killed commands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from services.common.errors import StorageError
 
-# Inductor splits the command line of its C++ compiler as a shell would, and paths of ours are on it.
+# Inductor splits the command line of its C++ compiler as a shell would, and these paths are on it.
 _PLAIN_PATH = re.compile(r"[\w./+-]+", re.ASCII)
 _PLAIN_FOLDER = Path("/tmp")
 
@@ -31,9 +31,9 @@ _SHORT_BYTES = 103 - 64 - 13
 
 
 def private_base(is_short: bool = False) -> Path:
-    """The folder of all private folders; its path needs no quoting anywhere, and sockets can be below a short one.
+    """Make and return the folder of all private folders. Its path needs no quotes; `is_short` leaves room for sockets.
 
-    Raises `StorageError` when somebody else could change what is in it: programs that we run are kept below it.
+    Raises `StorageError` where another user could change its content, because programs below it are run.
     """
     name = f"millrace-{os.getuid()}"
     base = Path(tempfile.gettempdir()) / name
@@ -51,7 +51,7 @@ def private_base(is_short: bool = False) -> Path:
 
 
 def require_private(folder: Path) -> None:
-    """Raises `StorageError` unless `folder` is a real folder of this user's, which nobody else can write to."""
+    """Raise `StorageError` unless `folder` is a real folder that belongs to this user and only this user can write."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         problem = "is not a folder"
@@ -62,8 +62,8 @@ def require_private(folder: Path) -> None:
     else:
         return
     raise StorageError(
-        f"{folder} {problem}. Programs that this command runs are kept there, so nobody else may be able to change it. "
-        f"Remove it, or set TMPDIR to a folder of your own."
+        f"{folder} {problem}. Programs that this command runs are kept there, so no other user may change it. Remove "
+        f"it, or set TMPDIR to a folder of your own."
     )
 
 
@@ -71,9 +71,9 @@ def require_private(folder: Path) -> None:
 def private_folder(
     name: str, keep_after: tuple[type[BaseException], ...] = (), is_short: bool = False
 ) -> Iterator[Path]:
-    """The folder `name`, for as long as the block takes; who else names it at the same time shares it.
+    """Make the folder `name` for the block; other processes that name it at the same time share it.
 
-    The last user removes it, unless its block ended with one of `keep_after`.
+    The last user removes it, unless its block ended with an error in `keep_after`.
     """
     base = private_base(is_short)
     remove_abandoned(base)
@@ -94,13 +94,13 @@ def private_folder(
 
 
 def remove_abandoned(base: Path) -> None:
-    """Remove what no living process uses any more."""
+    """Remove the folders that no living process uses any more."""
     for lock in base.glob("*.lock"):
         _remove_unused(base, lock.stem)
 
 
 def new_name(purpose: str) -> str:
-    """A short name that no other folder has."""
+    """Return a short and unique name for a folder."""
     return f"{purpose}-{uuid.uuid4().hex[:8]}"
 
 
@@ -117,7 +117,7 @@ def _remove_unused(base: Path, name: str) -> None:
 
 
 def _lock(path: Path, operation: int) -> int | None:
-    """A descriptor that holds the lock file, made if absent; None when others hold it and `operation` does not wait."""
+    """Lock a file, made if absent; return its descriptor, or None if others hold it and `operation` does not wait."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
@@ -129,4 +129,4 @@ def _lock(path: Path, operation: int) -> int | None:
         except BlockingIOError:
             os.close(descriptor)
             return None
-        os.close(descriptor)  # of a file that was removed meanwhile
+        os.close(descriptor)  # the file was removed meanwhile

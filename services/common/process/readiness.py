@@ -1,10 +1,11 @@
-"""Is everything there that a stage needs? Asked on a cluster before the stage is given its nodes.
+"""Checks the recipe, image, root and inputs of a stage on a cluster, before the stage gets nodes.
 
 `python -m services.common.process.readiness --stage trainer --recipe FILE --root DIR` prints one JSON object:
-`platform` (variant, python, ray), `upstream` (the artifacts that the stage would read) and `problem` (null, or what a
-person has to do). It exits with 0, 2 when this image's stage does not take the recipe, 3 when an artifact is missing
-or does not fit, 4 when this image or this node is for another device than the recipe's, or 5 when the root cannot be
-written. It reads manifests, not the files they list, and needs no torch.
+`platform` (variant, python, ray), `upstream` (the artifacts that the stage would read) and `problem` (null, or a
+message with the next command). It exits with 0, with 2 where this image's stage does not read the recipe, 3 where an
+artifact is missing or does not fit, 4 where this image or node is for another device than the recipe's, or 5 where the
+root cannot be written. It reads manifests, not the files that they list, and needs no torch. `doctor` checks much more
+for the trainer, on the trainer's own nodes: files, compiler, memory and speed.
 """
 
 from __future__ import annotations
@@ -35,13 +36,12 @@ from services.common.recipe.schema import STAGES, Recipe
 
 
 def main(argv: list[str]) -> int:
-    parser = RecipeParser("common.readiness", "Is everything there that a stage needs?")
-    parser.add_argument("--stage", choices=STAGES, required=True)
-    # The trainer's own options, which change what it reads.
-    parser.add_argument("--corpus", type=Path)
-    parser.add_argument("--cache", type=Path)
-    parser.add_argument("--allow-cold-compile", action="store_true")
-    parser.add_argument("--allow-changed-program", action="store_true")
+    parser = RecipeParser("common.process.readiness", "Check a stage's recipe, image, root and inputs.")
+    parser.add_argument("--stage", choices=STAGES, required=True, help="the stage to check")
+    parser.add_argument("--corpus", type=Path, help="the corpus folder that the trainer will get")
+    parser.add_argument("--cache", type=Path, help="the compile cache folder that the trainer will get")
+    parser.add_argument("--allow-cold-compile", action="store_true", help="let the trainer go without a cache")
+    parser.add_argument("--allow-changed-program", action="store_true", help="ignored, as an option of the trainer")
     upstream: list[dict[str, str]] = []
     problem: MillraceError | None = None
     try:
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 
 def require_writable(root: Path) -> None:
-    """Raises `StorageError` unless this user can make folders and files below the root, which is made if absent."""
+    """Make the root if absent. Raises `StorageError` unless this user can make folders and files below it."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".readiness-", dir=root) as folder:
@@ -71,9 +71,9 @@ def require_writable(root: Path) -> None:
 
 
 def upstream_of(arguments: Namespace, recipe: Recipe) -> Iterator[Artifact[Any]]:
-    """The artifacts that the stage reads. Raises `ArtifactError` at the first that is missing or does not fit.
+    """Open the artifacts that a stage reads: the trainer's corpus and cache, and none for the other stages.
 
-    The tokenizer reads text, and the compiler the recipe alone.
+    Raises `ArtifactError` for the first one that is missing or does not fit.
     """
     if arguments.stage == "trainer":
         yield open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)

@@ -1,8 +1,8 @@
-"""The program of a stage, `python -m services.<stage>`: its own command, or one of three words and what follows.
+"""Runs the program of a stage, `python -m services.<stage>`: the stage's own command, or one of three others.
 
-`artifacts` looks at artifacts, as `python -m services.common.artifacts` does; `batch` is what a node of an AWS Batch
-job does; `one-off` runs a subcommand in a container of its own. An image's entry point is this program, and AWS Batch
-cannot replace that: all that a container of the stage may do begins here.
+`artifacts` runs `python -m services.common.artifacts`, `batch` runs a node of an AWS Batch job, and `one-off` runs a
+subcommand in a container of its own. This program is the entry point of a stage's image, which AWS Batch cannot
+replace, so every command that a container of the stage runs begins here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Main = Callable[[list[str]], int]
 
 
 def run_stage(stage: Stage, main: Main) -> NoReturn:
-    """Run `main(argv)`, or what the first argument stands for."""
+    """Run `main(argv)`, or the command that the first argument names, and exit with its code."""
     run_program(lambda argv: _run(stage, main, argv))
 
 
@@ -32,10 +32,10 @@ def _run(stage: Stage, main: Main, argv: list[str]) -> int:
     if argv[:1] == [ON_BATCH]:
         return _run_on_batch(argv[1:])
     atexit.register(end_guard)
-    # Nothing that the command starts outlives it, and nothing that hangs keeps it from its end.
+    # The guard ends the processes that the command started, and a command that hangs.
     start_guard().heed_signals()
     if argv[:1] == [ONE_OFF]:
-        from services.common.launch.one_off import run_one_off  # noqa: PLC0415 - most programs are none
+        from services.common.launch.one_off import run_one_off  # noqa: PLC0415 - few programs need it
 
         return run_one_off(stage, lambda words: _run_here(main, words), argv[1:])
     return _run_here(main, argv)
@@ -43,13 +43,13 @@ def _run(stage: Stage, main: Main, argv: list[str]) -> int:
 
 def _run_here(main: Main, argv: list[str]) -> int:
     if argv[:1] == [ARTIFACTS]:
-        from services.common.artifacts.__main__ import main as look_at_artifacts  # noqa: PLC0415 - most do not
+        from services.common.artifacts.__main__ import main as look_at_artifacts  # noqa: PLC0415 - few programs need it
 
         return look_at_artifacts(argv[1:])
     return main(argv)
 
 
 def _run_on_batch(argv: list[str]) -> int:
-    from services.common.launch.batch.job import main  # noqa: PLC0415 - most programs are not on Batch
+    from services.common.launch.batch.job import main  # noqa: PLC0415 - few programs need it
 
     return main(argv)

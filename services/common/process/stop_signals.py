@@ -1,7 +1,7 @@
-"""SIGTERM, SIGHUP and Ctrl-C: each asks a program of ours to stop where the same command can go on later.
+"""Handles SIGTERM, SIGHUP and Ctrl-C, which ask a program to stop where the same command can continue later.
 
-SIGHUP, which a closing terminal sends, is as good as SIGTERM. A signal that the program was started to ignore, as
-`nohup` has it with SIGHUP, stays ignored.
+SIGHUP, which a closing terminal sends, has the meaning of SIGTERM. A signal that the program was started to ignore,
+such as SIGHUP under `nohup`, stays ignored.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
-# `timeout` signals its child, and then the group that the child is in; a terminal that closes sends SIGHUP by the
-# kernel and by the shell. All of that is one request.
+# `timeout` signals its child and then the child's process group; for a terminal that closes, both the kernel and the
+# shell send SIGHUP. Signals within this time are one request.
 REPEAT_SECONDS = 1.0
 
 END_SECONDS = 2.0
-"""Seconds that a command has after a second stop signal to end in order: then it ends as it is."""
+"""Seconds after a second stop signal in which a command may still end in order, before it is ended at once."""
 
 DEFERRED_SECONDS = 10.0
 AGAIN_SECONDS = 0.1
@@ -35,7 +35,7 @@ _before_forced_end: list[Callable[[], None]] = []
 
 
 class Stopped(BaseException):
-    """A signal ended the work. No `Exception`: libraries take those for failures of their own, and go on."""
+    """A signal ended the work. It is no `Exception`, because libraries catch those and go on."""
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
@@ -52,12 +52,12 @@ def name_signal(signum: int) -> str:
 
 
 def call_before_forced_end(leave: Callable[[], None]) -> None:
-    """Let `end_at_once` call `leave()` before it ends the process, from whichever thread."""
+    """Let `end_at_once` call `leave()`, from any thread, before it ends the process."""
     _before_forced_end.append(leave)
 
 
 def end_at_once(signum: int) -> NoReturn:
-    """End this process here and now, without any of its own cleaning up but what `call_before_forced_end` was given."""
+    """End this process at once; the functions given to `call_before_forced_end` are its only cleanup."""
     message = (
         f"millrace: Ended at once by {name_signal(signum)}. What was committed stays; the same command continues.\n"
     )
@@ -70,16 +70,16 @@ def end_at_once(signum: int) -> NoReturn:
 
 
 def say_if_heard(message: str) -> None:
-    """Write a line to stderr unless that would wait: a pipe may be full and its reader paused, and who ends a command
-    must not hang with it. Poll tells of a pipe that there is room for as many bytes as one write takes whole.
+    """Write a line to stderr unless that would wait, because a pipe may be full and its reader paused. `select` reports
+    a pipe as writable where PIPE_BUF bytes fit.
     """
-    with suppress(OSError, ValueError):  # nobody reads, or stderr is closed
+    with suppress(OSError, ValueError):  # stderr has no reader, or is closed
         if select.select([], [2], [], 0)[1]:
             os.write(2, message.encode()[: select.PIPE_BUF])
 
 
 def end_soon(signum: int, message: str) -> NoReturn:
-    """Raise `Stopped` to end this process in order; whatever it hangs in meanwhile, it is gone END_SECONDS later."""
+    """Raise `Stopped` to end this process in order, and end it at once where it still runs END_SECONDS later."""
     timer = threading.Timer(END_SECONDS, end_at_once, [signum])
     timer.daemon = True
     timer.start()
@@ -87,7 +87,7 @@ def end_soon(signum: int, message: str) -> NoReturn:
 
 
 class _Handler:
-    """Calls `first` with the first stop signal, and `again` with any that follows REPEAT_SECONDS later."""
+    """Calls `first` with the first stop signal, and `again` with a signal more than REPEAT_SECONDS later."""
 
     def __init__(self, first: Callable[[int], object], again: Callable[[int], object]) -> None:
         self._first, self._again = first, again
@@ -105,7 +105,7 @@ class _Handler:
 
 
 def install(first: Callable[[int], object], again: Callable[[int], object] = end_at_once) -> None:
-    """From now on, call `first` with the first stop signal, and `again` with any that follows REPEAT_SECONDS later."""
+    """Call `first` with the first stop signal from now on, and `again` with one more than REPEAT_SECONDS later."""
     _replace(_Handler(first, again))
     sys.unraisablehook = _deliver_again
 
@@ -117,7 +117,7 @@ def ignore_stop_signals() -> None:
 
 @contextmanager
 def on_stop_signal(first: Callable[[int], object], again: Callable[[int], object] = end_at_once) -> Iterator[None]:
-    """`install`, for as long as the block takes. A signal that came meanwhile is the first one afterwards, too."""
+    """Do the same as `install` for the block. A signal during the block counts as the first one afterwards, too."""
     handler = _Handler(first, again)
     previous = _replace(handler)
     try:
@@ -131,10 +131,10 @@ def on_stop_signal(first: Callable[[int], object], again: Callable[[int], object
 
 @contextmanager
 def deferring_stop_signals() -> Iterator[None]:
-    """Deliver a stop signal when the block has ended: for calls that would lose what a handler raises, or that must not
-    be left half done. A block that has not ended DEFERRED_SECONDS later is ended, with the process.
+    """Deliver a stop signal only after the block, for calls that would lose the handler's error, or must not be
+    interrupted. Where the block still runs DEFERRED_SECONDS after a signal, the process is ended.
     """
-    if threading.current_thread() is not threading.main_thread():  # others get no signals
+    if threading.current_thread() is not threading.main_thread():  # other threads get no signals
         yield
         return
     arrived: list[int] = []
@@ -158,14 +158,14 @@ def deferring_stop_signals() -> Iterator[None]:
 
 
 def is_reader_gone(descriptor: int) -> bool:
-    """Does nobody read what is written there any more: a pipe without a reader, a terminal that was closed?"""
+    """Tell whether a descriptor has no reader any more: a pipe without one, or a closed terminal."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return bool(poll.poll(0))
 
 
 def _deliver_again(unraisable: Any) -> None:
-    """What a handler raises in a callback from C is lost there, and printed: let the signal come once more."""
+    """Send a signal again whose handler raised `Stopped` in a callback from C, where Python only prints the error."""
     error = unraisable.exc_value
     if not isinstance(error, Stopped):
         sys.__unraisablehook__(unraisable)
@@ -179,7 +179,7 @@ def _deliver_again(unraisable: Any) -> None:
 
 
 def _let_go_of_terminal() -> None:
-    """Writing to a terminal that was closed fails, which must not end what is left to do."""
+    """Replace a closed terminal by /dev/null, so that the remaining work does not fail when it prints."""
     for descriptor in (1, 2):
         if is_reader_gone(descriptor):
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -188,7 +188,7 @@ def _let_go_of_terminal() -> None:
 
 
 def _replace(handler: _Handler) -> dict[signal.Signals, Any]:
-    """The handlers that were there."""
+    """Install a handler for all signals that are not ignored, and return those before it."""
     heeded = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
     return {signum: signal.signal(signum, handler) for signum in heeded}
 

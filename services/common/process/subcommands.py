@@ -1,8 +1,8 @@
-"""The subcommands of the stages: what a stage's program does besides the stage itself.
+"""Lists the subcommands of the stages, `python -m services.<stage> <subcommand> ...`.
 
-`python -m services.<stage> <subcommand> ...`. Of these a cluster runs one in a short Job (`make stage-run`), whose
-client reads them here and in the label `millrace.subcommands` of the stage's image. What only makes sense on a person's
-own machine is left out: the tokenizer's `pin` writes into recipe files.
+`make stage-run` runs one of them on a cluster in a short Job. Its client reads this list, and the label
+`millrace.subcommands` of the stage's image. Subcommands for a person's own machine alone are left out, such as the
+tokenizer's `pin`, which rewrites recipe files.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from services.common.recipe.schema import Stage
 
 ARTIFACTS = "artifacts"
-"""The subcommand of every stage that looks at artifacts, whoever made them: `services.common.artifacts`."""
+"""The subcommand of every stage that verifies, shows, lists and cleans up artifacts: `services.common.artifacts`."""
 ONE_OFF = "one-off"
 """The first word of a command that runs a subcommand in a container of its own: `services.common.launch.one_off`."""
 LABEL = "millrace.subcommands"
-"""The label of an image that has the names of its stage's subcommands, separated by blanks."""
+"""The label of an image with the names of its stage's subcommands, separated by blanks."""
 
 
 @dataclass(frozen=True)
 class Subcommand:
-    """One subcommand of a stage."""
+    """A subcommand of a stage."""
 
     name: str
     takes_recipe: bool = True
-    """Does it take `--recipe` and `--root`, as the stage's own command does?"""
+    """Whether the subcommand has the options `--recipe` and `--root` of the stage's own command."""
 
 
 _OF_EVERY_STAGE = (Subcommand(ARTIFACTS, takes_recipe=False),)
@@ -56,7 +56,7 @@ SUBCOMMANDS: dict[Stage, tuple[Subcommand, ...]] = {
 
 
 def find_subcommand(stage: Stage, name: str) -> Subcommand:
-    """The subcommand of this version of the stage. Raises `RecipeError` for a word that is none."""
+    """Return a subcommand of this version of the stage. Raises `RecipeError` for an unknown name."""
     require_subcommand(stage, name, names_of(stage))
     return next(each for each in SUBCOMMANDS[stage] if each.name == name)
 
@@ -66,12 +66,12 @@ def names_of(stage: Stage) -> list[str]:
 
 
 def require_subcommand(stage: str, word: str, known: Sequence[str]) -> None:
-    """Raise `RecipeError` for a word that is no subcommand, with those that are `known`."""
+    """Raise `RecipeError`, which lists the known subcommands, for a word that is not one of them."""
     if word in known:
         return
     near = difflib.get_close_matches(word, known, n=1)
     meant = f" Do you mean {near[0]}?" if near else ""
     raise RecipeError(
-        f"{word[:60]!r} is no subcommand of the {stage}, which has {', '.join(known)}.{meant} The stage itself runs on "
-        f"nodes of its own: make deploy-stage STAGE={stage}"
+        f"{word[:60]!r} is no subcommand of the {stage}, which has {', '.join(known)}.{meant} The stage itself runs "
+        f"on nodes of its own: make deploy-stage STAGE={stage}"
     )

@@ -1,4 +1,4 @@
-"""What a program says while it works: one logging set-up, JSON lines for machines, progress for people."""
+"""Reports a program's work: the set-up of logging, JSON lines for machines, and progress for people."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ from services.common.input.files import open_for_append, open_regular_file, requ
 
 PLAIN_PROGRESS_SECONDS = 10.0
 NO_PROGRESS_SECONDS = 60.0
-"""Seconds without an advance after which a line says so; _SLOW_FACTOR times as long as an advance takes, where that is
-longer."""
+"""Seconds without an advance after which a line says so, or _SLOW_FACTOR times the median advance where that is longer.
+"""
 _SLOW_FACTOR = 5.0
 _SAMPLE_SECONDS, _RATE_SAMPLES = 5.0, 60
-"""The rate is counted over samples so many seconds apart, and over so many: five minutes, or more where advances are
-slow."""
+"""Seconds between two samples of the rate, and their number: five minutes, or more where advances are slow."""
 _LAST_LINE_BYTES = 16_384
 _MAX_LINE_BYTES = 2**20
-"""Bytes of the longest line of JSON that is read: ours have under 10,000."""
+"""Bytes of the longest line of JSON that is read; Millrace writes lines of less than 10,000."""
 _BLOCK_BYTES = 2**16
 
 
 def configure_logging(stage: str, *, rank: int | None = None, file: Path | None = None) -> None:
-    """Send every logger's lines to stderr, or to `file`; ranks other than 0 report warnings and errors alone.
+    """Send every logger's lines to stderr, or to `file`; ranks other than 0 report only warnings and errors.
 
-    Credentials in them are masked, whoever writes them.
+    Credentials are masked in the lines of all libraries.
     """
     logging.setLogRecordFactory(_make_masked_record)
     where = stage if rank is None else f"{stage} rank={rank}"
@@ -52,8 +51,8 @@ def configure_logging(stage: str, *, rank: int | None = None, file: Path | None 
 
 
 def _make_masked_record(*arguments: Any, **options: Any) -> logging.LogRecord:
-    """A record whose line and traceback have no credentials: libraries log addresses as they are, and some of them have
-    handlers of their own.
+    """Make a log record with masked credentials, because libraries log addresses as they are, and some have handlers of
+    their own.
     """
     record = logging.LogRecord(*arguments, **options)
     record.msg, record.args = mask(record.getMessage()), None
@@ -63,7 +62,7 @@ def _make_masked_record(*arguments: Any, **options: Any) -> logging.LogRecord:
 
 
 class JsonLines:
-    """An append-only file of one JSON object a line; a line is whole or absent after a crash."""
+    """An append-only file with one JSON object a line. After a crash, a line is whole or absent."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,9 +78,9 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
-    """The complete lines of a JsonLines file, None for each that is not a JSON object; none when it does not exist.
+    """Return the complete lines of a JsonLines file, which may be absent; None stands for a line that is not an object.
 
-    Raises `InputFileError` when something else than a file is there.
+    Raises `InputFileError` where something else than a file is in its place.
     """
     try:
         with io.BufferedReader(open_regular_file(path), _BLOCK_BYTES) as file:
@@ -102,7 +101,7 @@ def _parse_lines(file: BinaryIO) -> Iterator[dict[str, Any] | None]:
 
 
 def read_last_json_line(path: Path) -> dict[str, Any] | None:
-    """The newest complete record of a JsonLines file that may be long; None when there is none that can be read."""
+    """Return the newest complete record of a JsonLines file, which may be long; None where none can be read."""
     try:
         with open_regular_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_LINE_BYTES))
@@ -113,7 +112,7 @@ def read_last_json_line(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json_line(line: bytes) -> dict[str, Any] | None:
-    """The object of a JsonLines file's line; None for what is none, or nothing that could be shown to a person."""
+    """Parse a line of a JsonLines file; None where it is not a JSON object, or holds text that cannot be printed."""
     try:
         record = json.loads(line)
         require_plain(record)
@@ -126,20 +125,19 @@ class Progress(Protocol):
     def advance_to(self, done: float, note: str = "") -> None: ...
 
     def wait(self) -> None:
-        """Tell that nothing was done since the last call. A caller that has to wait calls it every few seconds, so that
-        a hang is seen also before the first piece.
+        """Report that nothing was done since the last call. A caller that waits calls it every few seconds, so that a
+        hang shows even before the first piece of work.
         """
 
     def start_again(self) -> None:
-        """What comes is another attempt's, at a rate of its own: the time left counts from its first piece."""
+        """Begin another attempt, whose rate and time left count from its first piece of work."""
 
 
 @contextmanager
 def show_progress(title: str, total: float, unit: str) -> Iterator[Progress]:
-    """A progress bar on a terminal; elsewhere a plain line every ten seconds and at the end.
+    """Show a progress bar on a terminal, and elsewhere a plain line every ten seconds and at the end.
 
-    Both say how much time is left at the rate of the last minutes, and instead of it, where nothing is done for long,
-    for how long.
+    Both show the time left at the rate of the last minutes or, in a hang, for how long nothing was done.
     """
     console = rich.console.Console(stderr=True)
     pace = _Pace(total, unit)
@@ -160,25 +158,24 @@ def show_progress(title: str, total: float, unit: str) -> Iterator[Progress]:
 
 
 class _Pace:
-    """How fast something is done, by the advances of the last minutes. A time in which it hung counts for nothing: the
-    rate is counted anew from the first advance after it.
+    """Measures the rate of work by the advances of the last minutes, and anew from the first advance after a hang.
 
-    Its text may be asked for by another thread, as the one that draws a terminal's bar.
+    Another thread may ask for its text, such as the one that draws a terminal's bar.
     """
 
     def __init__(self, total: float, unit: str) -> None:
         self._total, self._unit = total, unit
         self._samples: deque[tuple[float, float]] = deque(maxlen=_RATE_SAMPLES)
-        """When an advance was seen, and how much was done then."""
+        """Time of an advance, and the amount done by then."""
         self._newest: tuple[float, float] | None = None
         self._gaps: deque[float] = deque(maxlen=_RATE_SAMPLES)
-        """Seconds between two advances. A hang is one of many, which their median forgets."""
+        """Seconds between two advances; their median ignores the one of a hang."""
         self._left_at: float | None = None
         self._done = 0.0
         self._changed_at = time.monotonic()
 
     def advance_to(self, done: float) -> None:
-        if done < self._done:  # work that was lost is done again
+        if done < self._done:  # lost work is done again
             self.start_again()
         is_news = done != self._newest[1] if self._newest else done != self._left_at
         self._done = done
@@ -194,13 +191,13 @@ class _Pace:
             self._samples.append(self._newest)
 
     def start_again(self) -> None:
-        """Until the first piece of the new attempt, what is seen may still be the last piece of the one before."""
+        """Forget the rate. Until the new attempt's first advance, an amount may still be the last attempt's."""
         self._forget()
         self._left_at, self._changed_at = self._done, time.monotonic()
 
     @property
     def stalled_seconds(self) -> float | None:
-        """Seconds without an advance, where that is longer than the advances before let expect."""
+        """Seconds without an advance in a hang; None outside of one."""
         seconds = time.monotonic() - self._changed_at
         is_over = self._done >= self._total
         gaps = list(self._gaps)
@@ -208,7 +205,7 @@ class _Pace:
         return None if is_over or seconds < max(NO_PROGRESS_SECONDS, expected) else seconds
 
     def __str__(self) -> str:
-        """Seconds that are left; or for how long nothing was done; or nothing, before there is a rate."""
+        """Return the seconds left or, in a hang, its length; empty before there is a rate."""
         stalled_seconds = self.stalled_seconds
         if stalled_seconds is not None:
             return f"no {self._unit} for {stalled_seconds:,.0f} s"
@@ -234,7 +231,7 @@ class _BarProgress:
         self._bars.update(self._task, completed=done, note=note)
 
     def wait(self) -> None:
-        """The bar is drawn again and again, with the pace as it is then."""
+        """Do nothing: the bar is redrawn all the time, with its pace."""
 
     def start_again(self) -> None:
         self._pace.start_again()
@@ -259,7 +256,7 @@ class _PlainProgress:
             self._print()
 
     def _is_due(self) -> bool:
-        """A hang is said once it is one, and then every minute."""
+        """Tell whether a line is due: every ten seconds, or every minute once a hang was reported."""
         is_known = self._is_hang_printed and self._pace.stalled_seconds is not None
         return time.monotonic() - self._printed_at >= (NO_PROGRESS_SECONDS if is_known else PLAIN_PROGRESS_SECONDS)
 
@@ -279,10 +276,10 @@ class _PlainProgress:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Drop what follows the last newline: a record that a killed writer did not finish."""
+    """Drop the text after the last newline, which is a record that a killed writer did not finish."""
     try:
         file = open_regular_file(path)
-    except OSError:  # there is none, or `open_for_append` says what is there
+    except OSError:  # there is no file, or `open_for_append` explains what is in its place
         return
     with file:
         end = position = file.seek(0, os.SEEK_END)

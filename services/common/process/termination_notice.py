@@ -1,4 +1,4 @@
-"""How long before the end of its node or container a program hears of it."""
+"""Knows the termination notice: the seconds between a stop signal and the kill of a node or container."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import math
 import os
 
 NOTICE_VARIABLE = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-"""Seconds that Ray gives to a node which is told to leave. Every stage's container has it; a laptop has none."""
+"""Variable with the seconds that Ray gives to a node which has to leave. Every stage's container sets it."""
 TRAINER_NOTICE_SECONDS = 300
-"""Notice that a container of the trainer gets on every target, unless a deployment or the machines say another."""
+"""Notice in seconds of a trainer's container on every target, unless a deployment or the machines set another."""
 CHECKPOINTS_PER_NOTICE = 3
-"""A stop comes within a step, and may come while another checkpoint is being written."""
+"""Checkpoint times that a notice should hold: a stop waits for its step and for a checkpoint that is being written."""
 
 
 def needed_notice_seconds(checkpoint_seconds: float) -> int:
-    """Seconds of notice in which a checkpoint that takes so long is committed for sure."""
+    """Return the seconds of notice in which a checkpoint that takes this long is always committed."""
     return math.ceil(CHECKPOINTS_PER_NOTICE * checkpoint_seconds)
 
 
 def explain_short_notice(checkpoint_seconds: float) -> str:
-    """Why a checkpoint that takes so long might not be committed between a notice and the end; empty where it will."""
+    """Return why the notice of this container may be too short for a checkpoint that takes this long, or nothing."""
     notice_seconds = float(os.environ.get(NOTICE_VARIABLE) or "inf")
     needed = needed_notice_seconds(checkpoint_seconds)
     if needed <= notice_seconds:
         return ""
     return (
-        f"a checkpoint took {checkpoint_seconds:.1f} s, and a container gets notice of {notice_seconds:g} s, which "
-        f"should be {CHECKPOINTS_PER_NOTICE} times as much: a stop may lose the steps since the checkpoint before. On "
-        f"Kubernetes the next deployment asks for {needed} s by itself; on AWS Batch the machines decide: raise "
-        f"checkpoint_gb in the tfvars of infra/stacks/batch, then make infra-up STACK=batch"
+        f"a checkpoint took {checkpoint_seconds:.1f} s, and this container has a termination notice of "
+        f"{notice_seconds:g} s, which should be {CHECKPOINTS_PER_NOTICE} times as long: a stop may lose the steps "
+        f"since the checkpoint before. On Kubernetes the next deployment sets {needed} s by itself; on AWS "
+        f"Batch, raise checkpoint_gb in the tfvars of infra/stacks/batch, then make infra-up STACK=batch"
     )

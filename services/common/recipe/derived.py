@@ -1,4 +1,4 @@
-"""What follows from a recipe: the numbers that `--dry-run` prints before anything is computed."""
+"""Derives the numbers that `--dry-run` prints from a recipe, before anything is computed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from services.common.recipe.schema import STAGES, Recipe, Stage, stage_nodes
 
 
 def describe(recipe: Recipe, corpus: CorpusPayload | None, known: Mapping[str, str] | None = None) -> str:
-    """The resolved recipe as JSON and a table: what is `known` besides, and derived numbers. Those of the data need the
-    corpus.
+    """Return the resolved recipe as JSON, and a table of the rows in `known` and of the derived numbers.
+
+    Without a corpus, the table has no counts of the data.
     """
     resolved = json.dumps(recipe.model_dump(mode="json"), indent=2)
     rows = {**(known or {}), **derive(recipe, corpus)}
@@ -22,7 +23,7 @@ def describe(recipe: Recipe, corpus: CorpusPayload | None, known: Mapping[str, s
 
 
 def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
-    """Derived numbers by name, formatted with their units."""
+    """Return the derived numbers by name, formatted with their units."""
     model, batch, train = recipe.model, recipe.batch, recipe.train
     total_tokens = tokens_per_step(recipe) * train.max_steps
     rows = {
@@ -44,7 +45,7 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
     return rows | {
         "training tokens": f"{counts.tokens:,} in {len(counts.shards)} shards",
         "steps per epoch": f"{steps:,.1f}",
-        "epochs in max_steps": f"{train.max_steps / steps:,.2f}" if steps else "none: the corpus has no sample",
+        "epochs in max_steps": f"{train.max_steps / steps:,.2f}" if steps else "none, because the corpus has no sample",
     }
 
 
@@ -58,12 +59,12 @@ def _graphs(recipe: Recipe) -> str:
 def _nodes(recipe: Recipe, stage: Stage) -> str:
     tasks = recipe.compile.num_workers if recipe.parallel.device == "xla" else 1
     if stage == "compiler" and tasks > 1 and not recipe.cluster.has_compiler_nodes:
-        return f"{stage} as many as {tasks} tasks fill"
+        return f"{stage} as many as {tasks} tasks need"
     return f"{stage} {stage_nodes(recipe, stage)}"
 
 
 def flops_per_token(recipe: Recipe) -> float:
-    """Forward and backward: 6 per parameter that multiplies, and causal attention (PaLM, arXiv 2204.02311, app. B)."""
+    """Return the FLOP of forward and backward pass for a token, attention included (PaLM, arXiv 2204.02311, app. B)."""
     model = recipe.model
     multiplying = model.num_parameters - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
     return 6.0 * multiplying + 6.0 * model.num_hidden_layers * model.hidden_size * recipe.corpus.sequence_length

@@ -1,4 +1,4 @@
-"""Reads a recipe from its TOML file and the command line, and says what is wrong with either."""
+"""Reads a recipe from its TOML file and the command line, and explains what is wrong with either."""
 
 from __future__ import annotations
 
@@ -90,16 +90,16 @@ def parse_recipe_source(content: bytes, origin: str) -> RecipeSource:
 
 
 def _require_no_secrets(place: str, text: str) -> None:
-    """Raise `RecipeError` for a line of a recipe that holds a credential, in a comment as well as in a value: the text
-    travels to a cluster as it is.
+    """Raise `RecipeError` for a line with a credential, also in a comment, because the text travels to a cluster as it
+    is.
     """
     if holds_secret(text):
         raise RecipeError(f"{place}: holds a user, a password, a token or a signature. {WHERE_THEY_BELONG}")
 
 
 def _require_no_credentials(value: Any, path: str, dotted: str) -> None:
-    """Raise `RecipeError` for a text that holds what may be a credential, also under a key that no recipe has: a
-    deployment of an image of another version reads a part of a recipe, and stores all of it.
+    """Raise `RecipeError` for a text that may hold a credential, also under an unknown key: a deployment of an image of
+    another version reads a part of a recipe, and stores all of it.
     """
     if isinstance(value, dict):
         for key, each in value.items():
@@ -115,7 +115,7 @@ def _require_no_credentials(value: Any, path: str, dotted: str) -> None:
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
-    """Raises `ValueError`, also where tomllib raises `RecursionError`."""
+    """Parse TOML into plain values. Raises `ValueError`, also where tomllib raises `RecursionError`."""
     try:
         values = tomllib.loads(text)
     except RecursionError as error:
@@ -143,9 +143,9 @@ def _override(values: dict[str, Any], dotted: str, text: str) -> None:
 
 
 def _shorten(value: Any) -> str:
-    """`value` as a person would recognise it in a message, which a table of megabytes must not fill."""
+    """Return a value as a message shows it: cut to a length that a person reads, and without credentials."""
     if repr(mask_values(value)) != repr(value):  # NaN is not equal to itself
-        return "what may hold credentials"
+        return "a value that may hold credentials"
     shown = reprlib.Repr()
     shown.maxstring = shown.maxother = shown.maxlong = 200
     return shown.repr(value)

@@ -1,8 +1,9 @@
-"""What a worker of the trainer holds of its device's memory, part by part: an estimate, from the recipe alone.
+"""Estimates the device memory of a trainer's worker, part by part, from the recipe alone.
 
-It counts what the program keeps while each of its operations runs by itself. A compiler may keep less: it merges casts
-and frees buffers earlier. The peak was 0.96 to 1.07 times that of traced steps of 8 layers of Llama 2 7B, in every mode
-of checkpointing, with 1 and 8 workers a model (2026-11), and 1.16 where 32 workers make layers small beside tables.
+It counts the tensors that the program keeps while each of its operations runs by itself. A compiler may keep less: it
+merges casts and frees buffers earlier. The peak was 0.96 to 1.07 times that of traced steps of 8 layers of Llama 2 7B,
+in every mode of checkpointing, with 1 and 8 workers a model (2026-11), and 1.16 times where 32 workers share a model,
+whose layers are then small beside its embedding tables.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ MOMENTS_PER_PARAMETER = 2
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes that a part holds at each of the three moments of a step at which memory peaks."""
+    """Bytes of one part of the memory at each of the three moments of a step at which memory peaks."""
 
     name: str
     forward: int = 0
-    """At the end of the last micro-batch's forward pass."""
+    """Bytes at the end of the last micro-batch's forward pass."""
     backward: int = 0
-    """At the end of its backward pass."""
+    """Bytes at the end of the last micro-batch's backward pass."""
     update: int = 0
+    """Bytes during the optimizer's update."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -46,37 +48,32 @@ class WorkerMemory:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Numbers of elements on one of the t workers that share a model."""
+    """Numbers of elements on one of the t workers that share a model, for a micro-batch of B sequences of S tokens."""
 
     matrices: int
     vectors: int
     largest_bucket: int
     stream: int
-    """Of the residual stream between the layers: a micro-batch's slice of the sequence, [B, S / t, D]."""
+    """Elements of the residual stream between the layers, which is split along the sequence: [B, S / t, D]."""
     sequence: int
-    """The same of the whole sequence, as a layer gathers it: [B, S, D]."""
+    """Elements of the residual stream of the whole sequence, as a layer gathers it: [B, S, D]."""
     queries: int
     keys: int
-    """As many as values."""
+    """Elements of the keys; the values have as many."""
     inner: int
-    """Between the matrices of the feed-forward layer."""
+    """Elements between the matrices of the feed-forward layer."""
     mask: int
-    """Of documents, [B, S, S], where attention stays within them."""
+    """Elements of the mask of documents, [B, S, S]; 0 where attention crosses documents."""
     logits: int
-    """Of a chunk of tokens; of all tokens where the model is not split, which keeps them for the backward pass."""
+    """Logits of a chunk of tokens, or of all tokens where one worker has the whole model and keeps them."""
 
     @property
     def parameters(self) -> int:
         return self.matrices + self.vectors
 
 
-def parameters_of_worker(recipe: Recipe) -> int:
-    """Parameters that one worker holds: its part of the matrices, and all norm weights."""
-    return _sizes(recipe).parameters
-
-
 def memory_of_worker(recipe: Recipe) -> WorkerMemory:
-    """The parts of the state and of a train step that take memory. Every rank of a run holds as much."""
+    """Return the parts of the state and of a train step that take memory. Every rank of a run holds as much."""
     sizes, train = _sizes(recipe), recipe.train
     weights = _param_bytes(recipe) * sizes.parameters
     sum_bytes = FLOAT32_BYTES * sizes.parameters
@@ -106,22 +103,22 @@ def memory_of_worker(recipe: Recipe) -> WorkerMemory:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Bytes of a checkpoint: the float32 master weights and both moments of every parameter."""
+    """Return the bytes of a recipe's checkpoint: float32 master weights and both moments of every parameter."""
     return checkpoint_bytes_of(recipe.model)
 
 
 def checkpoint_bytes_of(model: Model) -> int:
-    """Bytes of a checkpoint of a model."""
+    """Return the bytes of a checkpoint of a model."""
     return model.num_parameters * FLOAT32_BYTES * (1 + MOMENTS_PER_PARAMETER)
 
 
 def micro_batches_per_model(recipe: Recipe) -> int:
-    """Micro-batches that a model, and each of its workers, takes in a step."""
+    """Return the number of micro-batches that a model, and each of its workers, takes in a step."""
     return recipe.batch.num_micro_batches // recipe.parallel.data_parallel_size
 
 
 def num_sums_beside_a_gradient(recipe: Recipe, micro_batches: int) -> int:
-    """Sums of gradients that a worker holds while the last of its micro-batches is computed: of a tree, or of a row."""
+    """Return the number of gradient sums, of a tree or of a row, that a worker holds during its last micro-batch."""
     return micro_batches.bit_length() - 1 if recipe.train.reduction == "exact" else min(1, micro_batches - 1)
 
 
@@ -148,7 +145,7 @@ def _sizes(recipe: Recipe) -> _Sizes:
 
 
 def _activation_bytes(recipe: Recipe, sizes: _Sizes) -> tuple[int, int, int]:
-    """Bytes (kept of each layer for the backward pass, computed again for it, of gradients that pass through a layer).
+    """Return the bytes kept of a layer for the backward pass, computed again in it, and of gradients in a layer.
 
     An element takes `a` bytes in matrix products, and `r` in the residual stream, which has the type of the weights.
     """
@@ -159,7 +156,7 @@ def _activation_bytes(recipe: Recipe, sizes: _Sizes) -> tuple[int, int, int]:
         inputs * sizes.sequence + 3 * sizes.queries + 2 * sizes.keys + 4 * sizes.inner + sizes.mask
     )
     products = a * (2 * sizes.queries + 2 * sizes.keys + 2 * sizes.inner + 2 * sizes.sequence)
-    # An exact sum is made of what all workers sent, and the collective's result is that.
+    # An exact sum is computed from the parts of all workers, which the collective returns.
     scattered = sizes.sequence if recipe.train.reduction == "exact" else sizes.stream
     collectives = 2 * r * sizes.sequence + 2 * _sum_bytes(recipe) * scattered if _is_split(recipe) else 0
     layer_input = r * sizes.stream
@@ -172,7 +169,7 @@ def _activation_bytes(recipe: Recipe, sizes: _Sizes) -> tuple[int, int, int]:
 
 
 def _loss_bytes(recipe: Recipe, sizes: _Sizes) -> int:
-    """Hidden states, their gradient, and logits in float32; a split model computes the gradients with the loss."""
+    """Return the bytes of hidden states, their gradient and float32 logits; a split model also holds gradients then."""
     hidden = 2 * _param_bytes(recipe) * sizes.sequence
     if not _is_split(recipe):
         return hidden + FLOAT32_BYTES * sizes.logits
@@ -197,11 +194,11 @@ def _compute_bytes(recipe: Recipe) -> int:
 
 
 def _sum_bytes(recipe: Recipe) -> int:
-    """Bytes of an element of the activations that the workers of a model sum."""
+    """Return the bytes of an element of the activations that the workers of a model sum."""
     return FLOAT32_BYTES if recipe.parallel.reduce_dtype == "float32" else _compute_bytes(recipe)
 
 
 def _cast_elements(recipe: Recipe, sizes: _Sizes) -> int:
-    """Of weights that products take: a lookup takes the embeddings as they are."""
+    """Return the number of weights that matrix products take. A lookup reads the embeddings without a cast."""
     model, parts = recipe.model, recipe.parallel.tensor_parallel_size
     return sizes.matrices - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size // parts)

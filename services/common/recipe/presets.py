@@ -1,4 +1,4 @@
-"""The published Llama sizes and TinyLlama's (arXiv 2401.02385), by name, as the recipe's `[model]` section has them."""
+"""The published sizes of Llama and TinyLlama (arXiv 2401.02385), as the recipe's `[model]` section has them."""
 
 from __future__ import annotations
 

@@ -1,22 +1,23 @@
-"""One TOML file describes a run; this module is its type.
+"""Defines the recipe: the type of the TOML file that describes a run.
 
-Every field states its unit and legal range. Fields that decide the bytes of an artifact carry an
-`Identity` mark naming that artifact's kind: `identity(recipe, kind)` collects them, and ids are hashes
-of what it returns. A field without a mark (worker counts, intervals, logging) may change freely.
+Every field states its unit and legal range. A field that decides the bytes of an artifact carries an `Identity` mark
+with that artifact's kind. `identity(recipe, kind)` collects these fields, and ids are hashes of them. Fields without a
+mark (worker counts, intervals, logging) may change while a run goes on.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from services.common.hardware.instance_types import TRN1, Accelerators, family_of, read_instance_types
+from services.common.hardware.instance_types import read_instance_types
 from services.common.input.credentials import require_no_credentials
+from services.common.recipe.agreement import require_agreement
 from services.common.recipe.presets import MODEL_PRESETS
 
 Kind = Literal["corpus", "compile_cache", "checkpoint"]
@@ -24,42 +25,28 @@ Stage = Literal["tokenizer", "compiler", "trainer"]
 Device = Literal["cpu", "cuda", "neuron", "xla"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 STAGES: tuple[Stage, ...] = ("tokenizer", "compiler", "trainer")
-ACCELERATORS: dict[Device, Accelerators] = {"cuda": "GPUs", "neuron": "NeuronCores", "xla": "NeuronCores"}
-"""Kind of accelerator that each device of a recipe is; a CPU is none."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Marks a recipe field as part of what artifacts of these kinds are made from."""
+    """Marks a recipe field that decides the bytes of artifacts of these kinds."""
 
     kinds: tuple[Kind, ...]
-    is_added: bool = False
-    """The field is newer than artifacts that are kept: at its default it is left out, so that they keep their ids."""
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Marks a field that was part of the identity of these kinds while it had one legal value: artifacts keep their ids
-    by that value."""
-
-    kinds: tuple[Kind, ...]
-    value: Any
 
 
 CORPUS = Identity(("corpus",))
 TRACED = Identity(("compile_cache", "checkpoint"))  # a constant of the compiled graphs, and of the weights
-TRACED_ADDED = Identity(TRACED.kinds, is_added=True)  # runs from before the field keep their ids
 TRAINED = Identity(("checkpoint",))
 COMPILED = Identity(("compile_cache",))
 
 MAX_NAME_LENGTH = 128
-"""File systems take names of 255 bytes; hashes, endings and writers' tokens are added to a name."""
+"""Longest name of a run or corpus. File systems take 255 bytes, and stages add hashes, endings and tokens to a name."""
 
 MAX_ENTRIES = 10_000
-"""Entries of a list, such as the sources of a corpus: a folder, or a glob, is one for any number of files. To tell what
-is wrong with a million would take gigabytes."""
+"""Most entries of a list, such as the sources of a corpus; a folder or a glob is one entry. The errors of a million bad
+entries would take gigabytes."""
 MAX_ADDRESS_CHARACTERS = 8_000
-"""Characters of the address of a source or of a vocabulary. Paths of Linux end at 4,096 bytes."""
+"""Most characters of a source's or a vocabulary's address. The paths of Linux end at 4,096 bytes."""
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=MAX_NAME_LENGTH)]
 Positive = Annotated[int, Field(gt=0)]
@@ -69,14 +56,14 @@ _FLAGS_OF_THE_CACHE = ("--cache_dir", "--no_cache", "--retry_failed_compilation"
 
 
 def _require_compiler_flag(flag: str) -> str:
-    """One flag of neuronx-cc, as one argument: nothing splits it or expands it."""
+    """Check that a text is one flag of neuronx-cc, passed as one argument without splitting or expansion."""
     name = flag.partition("=")[0]
     if not flag.startswith("-") or not flag.isprintable() or any(character.isspace() for character in flag):
-        raise ValueError(f"{flag!r} is no flag: write each as one text with its value, as in '--optlevel=2'")
+        raise ValueError(f"{flag!r} is not a compiler flag; write name and value as one string, such as '--optlevel=2'")
     if name in _FLAGS_OF_THE_STAGE:
-        raise ValueError(f"{name} is the compiler stage's to set")
+        raise ValueError(f"{name} is set by the compiler stage and cannot be a flag of the recipe")
     if name in _FLAGS_OF_THE_CACHE:
-        raise ValueError(f"{name} is for libneuronxla and no flag of neuronx-cc: the stages keep the cache themselves")
+        raise ValueError(f"{name} is an option of libneuronxla and not of neuronx-cc; the stages manage the cache")
     return flag
 
 
@@ -90,7 +77,7 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        hide_input_in_errors=True,  # it may hold what is refused
+        hide_input_in_errors=True,  # it may hold a credential
     )
 
     @model_validator(mode="before")
@@ -104,8 +91,8 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _fits_the_machine(cls, value: Any) -> Any:
-        """Integers of 64 bits, as TOML has them and arithmetic with floats stays finite; text that can be a path, and
-        that everybody may read who reads what is made by it.
+        """Refuse integers of more than 64 bits, which TOML does not have and floats cannot hold, text with a NUL, and
+        credentials.
         """
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError("an integer of more than 64 bits")
@@ -118,94 +105,97 @@ class Section(BaseModel):
 
 
 class Source(Section):
-    """Where documents come from, in the order in which they enter the corpus."""
+    """A source of documents. Documents enter the corpus in the order of the sources."""
 
     uri: Annotated[str, Field(max_length=MAX_ADDRESS_CHARACTERS)]
     """`pydoc://` (the documentation that ships with CPython), a local or fsspec path, folder or glob, or
     `datasets://NAME`, a data set on the Hugging Face hub or in a folder.
 
     An address with a user, a password, or a parameter that may be a secret is refused, because recipes are stored and
-    shown: credentials belong into `~/.netrc`, the hub's token (`HF_TOKEN`) and AWS's credential chain. Of web addresses
-    every parameter is refused that is not known to be harmless, such as `download` or `version`; an `@` in the path of
-    an address with a port is written as `%40`.
+    shown. Credentials belong into `~/.netrc`, the hub's token (`HF_TOKEN`) and AWS's credential chain. A web address
+    may have only parameters that are known to be harmless, such as `download` or `version`. An `@` in the path of an
+    address with a port is written as `%40`.
     """
     format: Literal["auto", "text", "jsonl", "parquet", "arrow", "wikicorpus"] = "auto"
-    """`auto` goes by the file name's ending; `text` makes each file one document; `wikicorpus` is the format of the
-    original `raw.en.tgz`.
+    """Format of the files. `auto` goes by the file name's ending, `text` makes each file one document, and `wikicorpus`
+    is the format of the original `raw.en.tgz`.
     """
     column: str = "text"
     """The jsonl key, or the parquet or arrow column, that holds the document."""
     revision: str | None = None
-    """Of a repository on the Hugging Face hub: a commit, or a branch that `make pin` turns into one."""
+    """Commit of a repository on the Hugging Face hub, or a branch that `make pin` replaces by its commit."""
     subset: str | None = None
-    """Of `datasets://`: the configuration's name."""
+    """Name of the configuration of a `datasets://` source."""
     split: str = "train"
-    """Of `datasets://`."""
+    """Name of the split of a `datasets://` source."""
     weight: Annotated[float, Field(gt=0, le=100)] = 1.0
-    """How often each document enters the corpus, on average: 0.25 takes a quarter, chosen by the documents' hashes, and
-    2.5 takes every document twice and half of them once more.
+    """Average number of times that a document enters the corpus. 0.25 takes a quarter of the documents, chosen by their
+    hashes, and 2.5 takes every document twice and half of them once more.
     """
 
     @model_validator(mode="after")
     def _keys_fit_the_uri(self) -> Self:
         is_dataset = self.uri.startswith("datasets://")
         if self.subset is not None and not is_dataset:
-            raise ValueError(f"subset is a key of datasets:// sources, and this one is {self.uri}")
+            raise ValueError(f"subset applies to datasets:// sources only, and this one is {self.uri}")
         if self.revision is not None and not (is_dataset or self.uri.startswith("hf://")):
-            raise ValueError(f"revision is a key of hf:// and datasets:// sources, and this one is {self.uri}")
+            raise ValueError(f"revision applies to hf:// and datasets:// sources only, and this one is {self.uri}")
         return self
 
 
 class Corpus(Section):
     name: Name
     sources: Annotated[tuple[Source, ...], Field(min_length=1, strict=False), CORPUS]
-    sequence_length: Annotated[int, Field(ge=8, le=1_048_576), Identity(("corpus", "compile_cache", "checkpoint"))]
+    sequence_length: Annotated[int, Field(ge=8, le=1_048_576), CORPUS, TRACED]
     """Tokens in a row of the corpus, and in a training sequence."""
     rows_per_shard: Annotated[Positive, CORPUS] = 32_768
+    """Rows of `sequence_length` tokens in a file of the corpus."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1), CORPUS] = 0.01
-    """Share of the documents, chosen by their hash, that training never sees."""
+    """Share of the documents, chosen by their hashes, that is kept for validation."""
     min_document_bytes: Annotated[int, Field(ge=0), CORPUS] = 0
-    """Shorter documents are dropped and counted."""
+    """Bytes of the shortest document; shorter ones are dropped and counted."""
     invalid_utf8: Annotated[Literal["replace", "reject"], CORPUS] = "replace"
-    """`replace` puts U+FFFD where bytes are not UTF-8 and counts the documents; `reject` stops."""
+    """Treatment of bytes that are not UTF-8: `replace` puts U+FFFD and counts the document, `reject` ends the stage."""
     control_text: Annotated[Literal["text"], CORPUS] = "text"
-    """What `</s>` typed in a document becomes: `text` is the tokens of its characters, never the special token."""
+    """Encoding of the name of a special token, such as `</s>`, in a document: always as text, never as that token."""
     max_document_bytes: Positive = 128 * 2**20
-    """Bytes of the largest document. A longer one, or a longer line that would hold it, ends the stage (exit code 3)
-    once so much of it was read: nothing is dropped, and no file takes memory without a limit. The longest books and
-    source files in known corpora have some 10 MB; a worker takes less than 1 GB for documents of 64 MB.
+    """Bytes of the largest document. A longer document or line ends the stage with exit code 3 once so many bytes were
+    read, so that nothing is dropped and no file takes memory without a limit. The longest books and source files in
+    known corpora have some 10 MB. A worker takes less than 1 GB for documents of 64 MB.
     """
     split_bytes: Positive = 64 * 2**20
-    """Input bytes that one encode task reads. Changes the number of tasks, never the corpus."""
+    """Input bytes that one encode task reads. This changes the number of tasks, never the corpus."""
 
 
 class VocabularyTraining(Section):
-    """SentencePiece BPE with Llama 2's settings: byte fallback, split digits, identity normalisation."""
+    """Training of a SentencePiece BPE model with Llama 2's settings: byte fallback, split digits, no normalisation."""
 
     vocab_size: Annotated[int, Field(ge=300, le=1_000_000)]
     max_bytes: Positive = 256 * 2**20
-    """Text read for training, from the first document on."""
+    """Bytes of text that the training reads, from the first document on."""
 
 
 class Tokenizer(Section):
     model: Annotated[str | None, Field(max_length=MAX_ADDRESS_CHARACTERS), CORPUS] = None
-    """Path, or an address without credentials, of a SentencePiece model, a `tokenizer.json` or a tiktoken file. When
-    absent, `train` makes a model.
+    """Path, or address without credentials, of a SentencePiece model, a `tokenizer.json` or a tiktoken file. Without
+    it, `train` makes a model.
     """
     train: Annotated[VocabularyTraining | None, CORPUS] = None
     bos_token: Annotated[str | None, CORPUS] = None
-    """Of a `tokenizer.json`: the special token before each document. Known for Llama 2 and 3."""
+    """Special token before each document, for a `tokenizer.json` other than Llama 2's and 3's."""
     eos_token: Annotated[str | None, CORPUS] = None
-    """Of a `tokenizer.json`: the special token after each document. Known for Llama 2 and 3."""
+    """Special token after each document, for a `tokenizer.json` other than Llama 2's and 3's."""
     encoder: Literal["auto", "reference"] = "auto"
-    """`auto` takes the fastest that gives the reference's ids; `reference` is the library that defines them."""
+    """`auto` takes the fastest encoder that gives the reference's ids; `reference` is the library that defines them."""
     num_workers: Positive = 1
-    """Encode tasks that run at the same time."""
+    """Number of encode tasks that run at the same time."""
 
     @model_validator(mode="after")
     def _has_one_vocabulary(self) -> Self:
         if (self.model is None) == (self.train is None):
-            raise ValueError("give exactly one of tokenizer.model (a path) and [tokenizer.train] (how to make one)")
+            raise ValueError(
+                "give exactly one of tokenizer.model (a file) and [tokenizer.train] (settings to make one)"
+            )
         return self
 
 
@@ -275,21 +265,21 @@ class Model(Section):
 
 class Parallel(Section):
     data_parallel_size: Positive = 1
-    """Models, each of `tensor_parallel_size` workers, that each process a part of the global batch."""
-    tensor_parallel_size: Annotated[Positive, COMPILED, Constant(("checkpoint",), 1)] = 1
-    """Workers that share one model: each has a part of every matrix, and of the sequence between the layers."""
-    reduce_dtype: Annotated[Literal["float32", "bfloat16"], TRACED_ADDED] = "float32"
+    """Number of copies of the model, which share the global batch; `tensor_parallel_size` workers hold a copy."""
+    tensor_parallel_size: Annotated[Positive, COMPILED] = 1
+    """Workers that share a copy of the model. Each has a part of every matrix, and of the sequence between layers."""
+    reduce_dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
     """Type in which the workers of a model sum activations and their gradients; the result has the activations' type.
-    `bfloat16` needs train.dtype `bfloat16` and sends half the bytes of these sums, which then round at each addition.
-    Sums of gradients of weights are float32 always."""
+    `bfloat16` needs train.dtype `bfloat16` and halves the bytes that are sent, but rounds at each addition. Sums of the
+    gradients of weights are always float32."""
     zero_stage: Literal[0, 1] = 0
-    """1: each data-parallel worker holds and updates a share of the optimizer's state, with the same bits (ZeRO-1)."""
+    """ZeRO stage; with 1, data-parallel workers share the optimizer's state, and update it with the same bits."""
     threads_per_worker: Annotated[Positive, COMPILED] = 1
-    """CPU threads of a worker. Compiled loops are cut for this number, so it is declared and never detected."""
-    device: Annotated[Device, Identity(("compile_cache",), is_added=True)] = "cpu"
-    """Where a worker computes, each on a device of its own. `xla` is a NeuronCore of trn1 by torch_xla, `neuron` one of
-    trn2 by TorchNeuron, operation by operation. `cuda` is an NVIDIA GPU. `cuda` and `neuron` are written by their
-    documentation and have not run."""
+    """CPU threads of a worker. Compiled loops depend on this number, so it is declared and never detected."""
+    device: Annotated[Device, COMPILED] = "cpu"
+    """Kind of device that a worker computes on; every worker has a device of its own. `xla` is a NeuronCore of trn1 by
+    torch_xla, `neuron` a NeuronCore of trn2 by TorchNeuron, operation by operation, and `cuda` an NVIDIA GPU. `cuda`
+    and `neuron` are written by their documentation and have not run."""
 
     @property
     def num_workers(self) -> int:
@@ -302,7 +292,16 @@ class Batch(Section):
     global_batch_size: Annotated[Positive, TRAINED]
     """Sequences in one optimizer step, over all workers."""
     loss_chunk_tokens: Annotated[Positive, TRACED] = 256
-    """Tokens whose logits exist at once: the full float32 logits are the largest tensor of a small model."""
+    """Tokens whose float32 logits exist at the same time; all logits together are a small model's largest tensor."""
+
+    @model_validator(mode="after")
+    def _has_whole_micro_batches(self) -> Self:
+        if self.global_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} must be a multiple of micro_batch_size "
+                f"{self.micro_batch_size}"
+            )
+        return self
 
     @property
     def num_micro_batches(self) -> int:
@@ -316,115 +315,122 @@ class Optimizer(Section):
     min_learning_rate: Annotated[float, Field(ge=0), TRAINED]
     warmup_steps: Annotated[int, Field(ge=0), TRAINED]
     decay_steps: Annotated[Positive, TRAINED]
-    """Step at which the rate reaches its minimum. Independent of train.max_steps, so a run can be made longer."""
+    """Step at which the rate reaches its minimum. It is independent of train.max_steps, so a run can be made longer."""
     beta1: Annotated[float, Field(ge=0, lt=1), TRACED] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1), TRACED] = 0.95
     epsilon: Annotated[float, Field(gt=0), TRACED] = 1e-8
     weight_decay: Annotated[float, Field(ge=0), TRACED] = 0.1
-    """Applied to matrices, not to norm weights."""
+    """Decay of matrices; norm weights have none."""
     max_grad_norm: Annotated[float, Field(gt=0), TRACED] = 1.0
+
+    @model_validator(mode="after")
+    def _rates_and_steps_rise(self) -> Self:
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(f"min_learning_rate {self.min_learning_rate} exceeds learning_rate {self.learning_rate}")
+        if self.warmup_steps >= self.decay_steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} must be below decay_steps {self.decay_steps}")
+        return self
 
 
 class Compile(Section):
     enabled: Annotated[bool, TRAINED] = True
     require_warm: bool = False
-    """Make the trainer stop (exit 4) as soon as a graph is not in the cache, instead of compiling it."""
+    """End the trainer with exit code 4 as soon as a graph is not in the cache, instead of compiling the graph."""
     trace_on: Literal["device", "cpu"] = "device"
-    """Where Neuron graphs are traced: on a node that has the device, or on any, where both give the same graphs."""
-    flags: Annotated[tuple[CompilerFlag, ...], Field(strict=False), Identity(("compile_cache",), is_added=True)] = ()
-    """Of neuronx-cc, in their order, such as "--model-type=transformer". Its target follows from the instance type."""
+    """Machine on which Neuron graphs are traced: a node with the device, or any CPU, if both give the same graphs."""
+    flags: Annotated[tuple[CompilerFlag, ...], Field(strict=False), COMPILED] = ()
+    """Flags of neuronx-cc in their order, such as "--model-type=transformer"; the stage sets its target."""
     num_workers: Positive = 5
-    """Graphs that are compiled for Neuron at the same time, each by a task of its own. By default as many as a run has:
-    the nodes are paid for until the last graph is compiled."""
+    """Number of Neuron graphs that are compiled at the same time, one a task. The default is the number of graphs of a
+    run, because all nodes are paid for until the last graph is compiled."""
     task_cpus: Annotated[int, Field(ge=1, le=1024)] = 8
-    """CPUs that a task takes of its node."""
+    """CPUs that Ray reserves for a compile task."""
     task_memory_gib: Annotated[float, Field(gt=0, le=16_384)] = 32.0
-    """GiB of memory that a task takes of its node, at first: one that is killed for memory is given twice as much."""
+    """GiB of memory that Ray reserves for a compile task. A task that was killed for memory gets twice as much."""
     task_timeout_seconds: Annotated[float, Field(gt=0)] = 7_200.0
-    """A task that takes longer is ended, and its graph has failed. Large graphs have been seen to take an hour."""
+    """Seconds after which a compile task is ended and its graph has failed. Large graphs were seen to take an hour."""
     task_attempts: Annotated[int, Field(ge=1, le=20)] = 3
-    """Tasks for one graph, at most: those that were killed, lost or ended with 70 are followed by another."""
+    """Most tasks for one graph. A task that was killed, was lost or ended with 70 is followed by another."""
 
 
 class Train(Section):
     max_steps: Positive
     seed: Annotated[int, Field(ge=0, lt=2**63), TRAINED] = 0
-    initial_weights: Annotated[
-        Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None, Identity(("checkpoint",), is_added=True)
-    ] = None
-    """Digest of the weights that the run begins with, as the trainer's `import` prints it; when absent, drawn ones."""
+    initial_weights: Annotated[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None, TRAINED] = None
+    """Digest of the imported weights that the run begins with, as `import` prints it; without it, they are random."""
     dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
-    """Arithmetic of matrix products. Master weights, moments and reductions are float32 always."""
-    param_dtype: Annotated[Literal["float32", "bfloat16"], TRACED_ADDED] = "float32"
-    """Type of all weights in the model, of norms too, of a micro-batch's gradients, and of activations between layers.
-    `bfloat16` needs dtype `bfloat16`: the optimizer then holds float32 masters, and each update ends with the model's
-    weights rounded from them."""
-    attention_mask: Annotated[Literal["causal", "block_causal"], TRACED_ADDED] = "causal"
-    """What a token attends to: all tokens before it in its row, or (`block_causal`) those of its document alone, with
-    positions that begin again at each document. Either way a document's last token predicts the next one's first."""
-    z_loss: Annotated[float, Field(ge=0), TRACED_ADDED] = 0.0
-    """Coefficient of log(Z)^2, the mean over tokens, in what is differentiated (PaLM, arXiv 2204.02311, has 1e-4). The
-    losses that are reported, of training and evaluation, are cross-entropy alone. 0 leaves it out."""
+    """Type of matrix products. Master weights, moments and reductions are always float32."""
+    param_dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
+    """Type of all weights in the model, of a micro-batch's gradients, and of activations between layers. `bfloat16`
+    needs dtype `bfloat16`. The optimizer then holds float32 master weights, and each update rounds the model's weights
+    from them."""
+    attention_mask: Annotated[Literal["causal", "block_causal"], TRACED] = "causal"
+    """Tokens that a token attends to: with `causal` all before it in its row, with `block_causal` only those of its
+    document, whose positions begin at 0. In both modes a document's last token predicts the next document's first."""
+    z_loss: Annotated[float, Field(ge=0), TRACED] = 0.0
+    """Coefficient of the mean of log(Z)^2 over tokens, which the gradient includes (PaLM, arXiv 2204.02311, has 1e-4).
+    The reported losses of training and evaluation are cross-entropy alone. 0 switches it off."""
     activation_checkpointing: Annotated[ActivationCheckpointing, COMPILED] = "none"
-    """What of a layer's forward pass the backward pass computes again instead of keeping it: nothing; all but matrix
-    products and attention (`selective`); or all (`full`). The bits are the same; on `xla` the compiler fuses, and so
-    rounds, otherwise."""
+    """Part of a layer's forward pass that the backward pass computes again instead of keeping it: nothing (`none`), all
+    but matrix products and attention (`selective`), or all (`full`). The bits are the same, except on `xla`, whose
+    compiler then fuses and rounds differently."""
     reduction: Annotated[Literal["exact", "fast"], TRAINED] = "exact"
-    """`exact` sums micro-batches in one fixed binary tree, so any number of workers gives the same bits; `fast` sums a
-    worker's in a row, and leaves the rest to the library. Of m micro-batches a worker's tree holds log2(m) sums of the
-    gradient, and a row one."""
+    """`exact` sums micro-batches in one fixed binary tree, so that any number of workers gives the same bits. `fast`
+    sums those of a worker one after the other, and leaves the sum over workers to the library. For m micro-batches, a
+    worker holds log2(m) sums of the gradient with `exact`, and one with `fast`."""
     evaluation_interval_steps: Positive = 100
+    """Steps between two evaluations."""
     evaluation_batches: Annotated[int, Field(ge=0)] = 8
-    """Micro-batches of the validation split in one evaluation; 0 switches evaluation off."""
+    """Micro-batches of the validation split in an evaluation; 0 switches evaluation off."""
     time_limit_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Stop with a committed checkpoint and exit 75 once a run command has taken this long."""
+    """Seconds after which a training command stops with a committed checkpoint and exit code 75."""
     max_consecutive_skipped_steps: Annotated[int, Field(ge=0)] = 10
-    """A step whose gradient is not finite updates nothing. More of them in a row end the run, with exit 2."""
+    """Most steps in a row whose gradient is not finite, and which update nothing. One more ends the run with exit 2."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Times that lost workers are started again within one command, since its newest checkpoint."""
+    """Most times that a command starts lost workers again without a new checkpoint in between."""
     watchdog_factor: Annotated[float, Field(ge=0)] = 10.0
-    """A worker whose step takes longer than this many median steps writes the stacks of its threads and ends, and with
-    it the group, which starts again. 0 switches it off."""
+    """Median step times after which a worker's step counts as hung. The worker writes the stacks of its threads and
+    ends, and all workers start again. 0 switches the watchdog off."""
     watchdog_min_seconds: Annotated[float, Field(gt=0, le=86_400)] = 120.0
-    """No step is ended before it has taken this long. Collectives end a minute after twice the limit."""
-    loss_spike_sigma: Annotated[float, Field(ge=0), Identity(("checkpoint",), is_added=True)] = 0.0
-    """A loss that exceeds the mean of the last ones by more than this many standard deviations is a spike: the run goes
-    back to its newest checkpoint and leaves the batch out. 0 lets every loss pass; OLMo has 6."""
-    loss_spike_window: Annotated[int, Field(ge=2, le=1_000), Identity(("checkpoint",), is_added=True)] = 128
-    """Losses that the next one is compared with. Until there are as many, every loss passes."""
+    """Seconds that a step always has before the watchdog ends it. Collectives end a minute after twice the limit."""
+    loss_spike_sigma: Annotated[float, Field(ge=0), TRAINED] = 0.0
+    """Standard deviations above the mean of the last losses from which on a loss is a spike. The run then goes back to
+    its newest checkpoint and leaves the batch out. 0 switches this off; OLMo has 6."""
+    loss_spike_window: Annotated[int, Field(ge=2, le=1_000), TRAINED] = 128
+    """Number of last losses that the next one is compared with. Until there are as many, no loss is a spike."""
 
     @model_validator(mode="after")
     def _weights_are_as_wide_as_products(self) -> Self:
         if self.param_dtype == "bfloat16" and self.dtype != "bfloat16":
             raise ValueError(
-                f"train.param_dtype 'bfloat16' needs train.dtype 'bfloat16', got {self.dtype!r}: products of rounded "
-                f"weights gain nothing from float32"
+                f"train.param_dtype 'bfloat16' needs train.dtype 'bfloat16', got {self.dtype!r}: float32 products of "
+                f"rounded weights gain no precision"
             )
         return self
 
 
 class Checkpoint(Section):
     interval_steps: Positive = 100
+    """Steps between two checkpoints."""
     keep_latest: Annotated[int, Field(ge=2)] = 2
-    """Newest checkpoints kept. At least 2: the newest may turn out to be damaged."""
+    """Number of newest checkpoints that are kept; at least 2, because the newest may be damaged."""
     keep_interval_steps: Positive | None = None
-    """Checkpoints whose step is a multiple of this are kept for good."""
+    """Checkpoints whose step is a multiple of this number are kept for good."""
 
 
 class Cluster(Section):
-    """Where the stages run on a cluster: a node is a pod, and a node of Ray. Nothing of it matters on one machine."""
+    """Nodes of the stages on a cluster, where a node is a pod and a node of Ray. One machine ignores this section."""
 
     tokenizer_nodes: Positive = 1
-    """Nodes that share the tokenizer's tasks."""
+    """Number of nodes that share the tokenizer's tasks."""
     compiler_nodes: Positive = 1
-    """Nodes of the compiler stage; when absent, one, or for Neuron as many as `compile.num_workers` tasks fill."""
+    """Number of nodes of the compiler stage. Default: one, or as many as `compile.num_workers` Neuron tasks need."""
     trainer_workers_per_node: Positive = 1
-    """Of the data_parallel_size x tensor_parallel_size workers, those that share a node. The trainer's nodes follow."""
+    """Workers that share a node. The trainer's nodes are data_parallel_size x tensor_parallel_size over this number."""
     trainer_instance_type: str | None = None
-    """EC2 type of the trainer's nodes, with NeuronCores or GPUs, whose memory, peak and price `plan` goes by; when
-    absent, it goes without."""
+    """EC2 type of the trainer's nodes, with NeuronCores or GPUs. `plan` needs it for memory, peak FLOP/s and price."""
     min_nodes: Positive | None = None
-    """The trainer goes on with as few when nodes are lost and none takes their place; when absent, it waits for all."""
+    """Fewest nodes with which the trainer goes on when lost nodes are not replaced. Without it, it waits for all."""
 
     @field_validator("trainer_instance_type")
     @classmethod
@@ -435,14 +441,14 @@ class Cluster(Section):
 
     @property
     def has_compiler_nodes(self) -> bool:
-        """Does the recipe say how many?"""
+        """Tell whether the recipe sets `compiler_nodes`."""
         return "compiler_nodes" in self.model_fields_set
 
     def fewer_nodes(self, num_workers: int, tensor_parallel_size: int, num_micro_batches: int) -> tuple[int, ...]:
-        """Numbers of nodes with which the trainer may go on after a loss, largest first; none without `min_nodes`.
+        """Return the numbers of nodes with which the trainer may go on after a loss, largest first.
 
-        With each, there are whole models, which all have as many micro-batches. Under `train.reduction = "exact"` the
-        bits stay the same.
+        There are none without `min_nodes`. Each number gives whole models with equal numbers of micro-batches. With
+        `train.reduction = "exact"` the bits stay the same.
         """
         if self.min_nodes is None:
             return ()
@@ -455,7 +461,7 @@ class Cluster(Section):
         return tuple(filter(shares_evenly, candidates))
 
     def nodes_of(self, stage: Stage, num_workers: int) -> int:
-        """Nodes of the stage's group; `num_workers` are the trainer's."""
+        """Return the number of nodes of a stage; `num_workers` counts the trainer's workers."""
         return {
             "tokenizer": self.tokenizer_nodes,
             "compiler": self.compiler_nodes,
@@ -478,152 +484,38 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        batch, models, workers = self.batch, self.parallel.data_parallel_size, self.parallel.num_workers
-        if batch.global_batch_size % batch.micro_batch_size:
-            raise ValueError(
-                f"batch.global_batch_size {batch.global_batch_size} must be a multiple of "
-                f"batch.micro_batch_size {batch.micro_batch_size}"
-            )
-        if batch.num_micro_batches % models:
-            raise ValueError(
-                f"{batch.num_micro_batches} micro-batches per step (batch.global_batch_size / batch.micro_batch_size) "
-                f"cannot be shared by parallel.data_parallel_size {models}"
-            )
-        if self.parallel.device == "xla" and not (self.compile.enabled and self.train.reduction == "fast"):
-            raise ValueError(
-                f"parallel.device 'xla' needs compile.enabled = true and train.reduction = 'fast', got "
-                f"{self.compile.enabled} and {self.train.reduction!r}: torch_xla runs compiled graphs alone, and the "
-                f"tree of exact sums is another graph for each micro-batch"
-            )
-        self._require_accelerators()
-        if self.parallel.reduce_dtype == "bfloat16" and self.train.dtype != "bfloat16":
-            raise ValueError(
-                f"parallel.reduce_dtype 'bfloat16' needs train.dtype 'bfloat16', got {self.train.dtype!r}: activations "
-                f"are summed in no narrower type than their own"
-            )
-        family = family_of(self.cluster.trainer_instance_type)
-        if self.parallel.device == "xla" and not family.startswith(TRN1):
-            raise ValueError(
-                f"parallel.device 'xla' is a NeuronCore of trn1, and cluster.trainer_instance_type is "
-                f"{self.cluster.trainer_instance_type}, whose cores take 'neuron'"
-            )
-        if self.parallel.device == "xla" and self.cluster.min_nodes is not None:
-            raise ValueError(
-                f"cluster.min_nodes {self.cluster.min_nodes} cannot be with parallel.device 'xla': its graphs list the "
-                f"workers that sum together, so a run with fewer needs a compile cache of its own"
-            )
-        if workers % self.cluster.trainer_workers_per_node:
-            raise ValueError(
-                f"the {workers} workers (parallel.data_parallel_size {models} x parallel.tensor_parallel_size "
-                f"{workers // models}) must be a multiple of cluster.trainer_workers_per_node "
-                f"{self.cluster.trainer_workers_per_node}: every node has as many workers. Change one of them, "
-                f"for example --cluster.trainer_workers_per_node=1"
-            )
-        self._require_equal_parts()
-        if self.train.reduction == "exact" and batch.num_micro_batches & (batch.num_micro_batches - 1):
-            raise ValueError(
-                f"train.reduction = 'exact' sums micro-batches in a binary tree and needs a power of two of them, "
-                f"got {batch.num_micro_batches} (batch.global_batch_size / batch.micro_batch_size)"
-            )
-        trained = self.tokenizer.train
-        if trained and trained.vocab_size != self.model.vocab_size:
-            raise ValueError(
-                f"tokenizer.train.vocab_size {trained.vocab_size} and model.vocab_size {self.model.vocab_size} differ"
-            )
-        if self.optimizer.min_learning_rate > self.optimizer.learning_rate:
-            raise ValueError(
-                f"optimizer.min_learning_rate {self.optimizer.min_learning_rate} exceeds "
-                f"optimizer.learning_rate {self.optimizer.learning_rate}"
-            )
-        if self.optimizer.warmup_steps >= self.optimizer.decay_steps:
-            raise ValueError(
-                f"optimizer.warmup_steps {self.optimizer.warmup_steps} must be below "
-                f"optimizer.decay_steps {self.optimizer.decay_steps}"
-            )
+        require_agreement(self)
         return self
-
-    def _require_accelerators(self) -> None:
-        """Raise `ValueError` where the trainer's nodes have no accelerators of the kind that the device is one of."""
-        name, wanted = self.cluster.trainer_instance_type, ACCELERATORS.get(self.parallel.device)
-        if name is None or wanted is None or read_instance_types()[name].accelerators == wanted:
-            return
-        fitting = [each.name for each in read_instance_types().values() if each.accelerators == wanted]
-        device = "cuda" if wanted == "NeuronCores" else "neuron, or xla on trn1"
-        raise ValueError(
-            f"parallel.device {self.parallel.device!r} is one of a node's {wanted}, and cluster.trainer_instance_type "
-            f"{name} has {read_instance_types()[name].accelerators}. Name a type with {wanted} ({', '.join(fitting)}), "
-            f"or the device that {name} has ({device})"
-        )
-
-    def _require_equal_parts(self) -> None:
-        """Raise `ValueError` unless tensor-parallel workers can have as much of everything."""
-        model, parts = self.model, self.parallel.tensor_parallel_size
-        shared = {
-            "model.num_attention_heads": model.num_attention_heads,
-            "model.intermediate_size": model.intermediate_size,
-            "model.vocab_size": model.vocab_size,
-            "corpus.sequence_length": self.corpus.sequence_length,
-        }
-        heads = model.num_key_value_heads
-
-        def possible() -> str:
-            largest = math.gcd(*shared.values())
-            sizes = [
-                size
-                for size in range(1, largest + 1)
-                if largest % size == 0 and (heads % size == 0 or size % heads == 0)
-            ]
-            return f"Possible sizes: {', '.join(map(str, sizes))}"
-
-        for name, size in shared.items():
-            if size % parts:
-                raise ValueError(
-                    f"{name} {size:,} cannot be shared by parallel.tensor_parallel_size {parts}: each of its workers "
-                    f"has an equal part. {possible()}"
-                )
-        if heads % parts and parts % heads:
-            raise ValueError(
-                f"model.num_key_value_heads {heads} and parallel.tensor_parallel_size {parts}: one must be a multiple "
-                f"of the other, so that each worker has whole heads, or as many workers hold each head. {possible()}"
-            )
 
 
 def stage_nodes(recipe: Recipe, stage: Stage) -> int:
-    """Nodes of the stage's group on a cluster."""
+    """Return the number of nodes of a stage on a cluster."""
     return recipe.cluster.nodes_of(stage, recipe.parallel.num_workers)
 
 
 def key_value_copies(recipe: Recipe) -> int:
-    """Workers of a model that hold the same key-value head; 1 where there are no more workers than heads."""
+    """Return how many workers of a model hold the same key-value head: 1 unless there are more workers than heads."""
     return max(1, recipe.parallel.tensor_parallel_size // recipe.model.num_key_value_heads)
 
 
 def identity(recipe: Recipe, kind: Kind) -> dict[str, Any]:
-    """The recipe's fields that decide the bytes of an artifact of this kind, by dotted name."""
+    """Return the recipe's fields that decide the bytes of an artifact of this kind, by dotted name."""
     return dict(_identity_fields(recipe, kind, prefix=""))
 
 
 def fingerprint(value: Any) -> str:
-    """SHA-256 of a JSON value in canonical form (sorted keys, no spaces), as hex."""
+    """Return the SHA-256, in hexadecimal, of a JSON value in canonical form (sorted keys, no spaces)."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _identity_fields(section: BaseModel, kind: str, prefix: str) -> list[tuple[str, Any]]:
-    fields: list[tuple[str, Any]] = []
+def _identity_fields(section: BaseModel, kind: str, prefix: str) -> Iterator[tuple[str, Any]]:
+    plain = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        constants = [mark.value for mark in field.metadata if isinstance(mark, Constant) and kind in mark.kinds]
-        if constants:
-            fields.append((prefix + name, constants[0]))
-            continue
-        marks = [mark for mark in field.metadata if isinstance(mark, Identity) and kind in mark.kinds]
-        if any(not mark.is_added or value != field.default for mark in marks):
-            # A preset is a way of writing the other fields, so it never tells two runs apart.
-            plain = value.model_dump(mode="json", exclude={"preset"}) if isinstance(value, BaseModel) else value
-            if isinstance(plain, tuple):
-                plain = [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in plain]
-            fields.append((prefix + name, plain))
+        if any(isinstance(mark, Identity) and kind in mark.kinds for mark in field.metadata):
+            if isinstance(value, Model):
+                del plain[name]["preset"]  # another way of writing the other fields
+            yield prefix + name, plain[name]
         elif isinstance(value, BaseModel):
-            fields.extend(_identity_fields(value, kind, f"{prefix}{name}."))
-    return fields
+            yield from _identity_fields(value, kind, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""Small artifacts for tests, published as the stages publish theirs: compile caches and checkpoints."""
+"""Publishes small compile caches and checkpoints for tests, as the stages publish theirs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = {"graphs/ab/inner/one.bin": b"one" * 100, "graphs/two.bin": b"two" * 100
 
 
 def fill(workspace: Workspace, files: Mapping[str, bytes] = FILES, inputs: tuple[InputLink, ...] = ()) -> Draft:
-    """What a stage's `build` does: write the files and describe them, as a compile cache."""
+    """Write the files and describe them as a compile cache, which is the work of a stage's `build`."""
     for name, content in files.items():
         path = workspace.files / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def address_in(root: Path, identifier: str = ID) -> Address:
 def publish(
     root: Path, recipe: Recipe, identifier: str = ID, build: Callable[[Workspace], Draft] = fill
 ) -> tuple[Artifact[CompileCacheManifest], bool]:
-    """A compile cache that says of its program what is true of the recipe, and whether it is new."""
+    """Publish a compile cache whose program fits the recipe; return it, and whether this call built it."""
 
     def build_of_recipe(workspace: Workspace) -> Draft:
         draft = build(workspace)
@@ -68,7 +68,7 @@ def publish(
 def publish_checkpoint(
     root: Path, recipe: Recipe, step: int, waivers: tuple[str, ...] = (), inputs: tuple[InputLink, ...] = (CORPUS,)
 ) -> Artifact[CheckpointManifest]:
-    """A checkpoint whose file has no bytes."""
+    """Publish a checkpoint whose only shard is an empty file."""
     run = f"{recipe.name}-{0:08x}"
     state = CheckpointPayload(
         step=step,

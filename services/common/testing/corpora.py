@@ -1,4 +1,4 @@
-"""The manifest of a small corpus."""
+"""Makes the payload of a small corpus's manifest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.common.artifacts.corpus import CorpusPayload, Split, SplitCounts, 
 def corpus_payload(
     vocabulary: Vocabulary, splits: Mapping[Split, SplitCounts], *, sequence_length: int, rows_per_shard: int
 ) -> CorpusPayload:
-    """Of a corpus that no encoder has made, and of which nothing was left out."""
+    """Return the payload of a corpus without an encoder and without dropped documents."""
     return CorpusPayload(
         vocabulary=vocabulary,
         token_dtype="uint16",

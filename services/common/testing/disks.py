@@ -1,4 +1,4 @@
-"""A small file system of a test's own, which can be full or read-only."""
+"""Mounts a small file system for a test, which can be full or read-only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def mounted(folder: Path, size: str) -> Iterator[Path]:
-    """A tmpfs of that size at `folder`, which is made. Skips the test where this user cannot mount one."""
+    """Make `folder` and mount a tmpfs of that size there. Skips the test where this user cannot mount."""
     folder.mkdir()
     done = _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder)
     if done.returncode:
@@ -20,12 +20,12 @@ def mounted(folder: Path, size: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        # Lazy: a child of the stage that was ended may hold a file for a moment longer.
+        # Lazy, because a child of the ended stage may hold a file for a moment longer.
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def remount(folder: Path, options: str) -> None:
-    """Change what is mounted there: "size=64m", "ro"."""
+    """Mount the file system again with other options, such as "size=64m" or "ro"."""
     done = _mount("-o", f"remount,{options}", folder)
     assert done.returncode == 0, done.stderr
 

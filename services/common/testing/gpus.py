@@ -1,4 +1,4 @@
-"""A machine with NVIDIA GPUs, as far as its driver's tool tells: an nvidia-smi of a test's own, which really runs."""
+"""Installs a script as nvidia-smi for a test, so that the machine seems to have NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ for gpu in json.loads({gpus!r}):
 
 
 def install_gpus(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: Sequence[dict[str, str]]) -> None:
-    """Let nvidia-smi tell of these GPUs, numbered in their order, all of which CUDA shows to this process."""
+    """Let nvidia-smi list these GPUs in their order; CUDA shows all of them to this process."""
     numbered = [{"index": str(number), "uuid": f"GPU-{number}a", **gpu} for number, gpu in enumerate(gpus)]
     install_nvidia_smi(monkeypatch, folder, _PROGRAM.format(python=sys.executable, gpus=json.dumps(numbered)))
 
 
 def install_nvidia_smi(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
-    """Let `program`, a script with its first line, be the nvidia-smi that is found on PATH."""
+    """Write `program`, a script with an interpreter line, as the nvidia-smi on PATH."""
     folder.mkdir()
     path = folder / "nvidia-smi"
     path.write_text(program, encoding="utf-8")

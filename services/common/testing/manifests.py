@@ -1,4 +1,4 @@
-"""Manifests as other programs might write them: other fields, and a seal that fits."""
+"""Writes manifests as other programs might: with other fields, and with a valid seal."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Fields = dict[str, Any]
 
 
 def write_sealed(folder: Path, fields: Mapping[str, Any]) -> None:
-    """A manifest of these fields, whatever they are."""
+    """Write a sealed manifest with any fields."""
     (folder / MANIFEST).write_text(json.dumps({**fields, "seal": fingerprint(dict(fields))}), encoding="utf-8")
 
 
 def reseal(folder: Path, change: Callable[[Fields], object]) -> None:
-    """Write an artifact's manifest again after `change` has had its fields."""
+    """Write an artifact's manifest again after `change` has changed its fields."""
     fields = read_sealed(folder)
     change(fields)
     write_sealed(folder, fields)
 
 
 def forge(folder: Path, change: Callable[[Fields], object] = lambda fields: None) -> None:
-    """As `reseal`, of a manifest that fits the files as they are now."""
+    """Do the same as `reseal`, with entries that fit the files as they are now."""
 
     def describe_then_change(fields: Fields) -> None:
         fields["files"] = [entry.model_dump(mode="json") for entry in describe_files(folder)]
@@ -37,9 +37,7 @@ def forge(folder: Path, change: Callable[[Fields], object] = lambda fields: None
 
 
 def in_all_of_state(**changes: Any) -> Callable[[Fields], None]:
-    """A change of a checkpoint's manifest, for `reseal`, by somebody who knows how it is made: the payload says this,
-    and so do the origins of the shards.
-    """
+    """Return a function for `reseal` that changes a checkpoint's payload and the origins of its shards alike."""
 
     def change(fields: Fields) -> None:
         state = fields["checkpoint"]

@@ -1,4 +1,4 @@
-"""One small recipe for all tests: a model of a few thousand parameters, and sources that are nowhere."""
+"""Makes the small recipe of all tests: a model of a few thousand parameters, and a source that does not exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SMALL: dict[str, dict[str, Any]] = {
 
 
 def recipe_text(**changes: Any) -> str:
-    """The small recipe as TOML, with changes such as `train__max_steps=7`; `tokenizer__train=None` leaves that out."""
+    """Return the small recipe as TOML, with changes such as `train__max_steps=7`; None leaves a key or section out."""
     sections = {name: dict(values) for name, values in _SMALL.items()}
     for name, value in changes.items():
         dotted = name.replace("__", ".")
@@ -47,19 +47,24 @@ def recipe_text(**changes: Any) -> str:
 
 
 def write_recipe(folder: Path, **changes: Any) -> Path:
-    """The small recipe as a file, with changes as in `recipe_text`."""
+    """Write the small recipe to a file, with changes as in `recipe_text`."""
     path = folder / "small.toml"
     path.write_text(recipe_text(**changes), encoding="utf-8")
     return path
 
 
 def make_recipe(folder: Path, **overrides: str) -> Recipe:
-    """The small recipe, written and read with overrides as in `load_with`."""
+    """Write the small recipe and load it with overrides as in `load_with`."""
     return load_with(write_recipe(folder), **overrides)
 
 
+def load_small(folder: Path, overrides: Mapping[str, str], **changes: Any) -> Recipe:
+    """Write the small recipe with changes, and load it with overrides by dotted name."""
+    return load_recipe(write_recipe(folder, **changes), dict(overrides))
+
+
 def load_with(path: Path, **overrides: str) -> Recipe:
-    """A recipe's file, read with overrides as a command line has them: `train__max_steps="7"`."""
+    """Load a recipe with overrides as on a command line, such as `train__max_steps="7"`."""
     return load_recipe(path, {name.replace("__", "."): text for name, text in overrides.items()})
 
 

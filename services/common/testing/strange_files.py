@@ -1,4 +1,4 @@
-"""What may lie where a regular file is expected: each is put at a path by a function, in the place of what is there."""
+"""Puts other kinds of files in the place of a regular one: folders, pipes, sockets, devices and links."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def _bind_socket(path: Path) -> None:
-    folder = os.open(path.parent, os.O_RDONLY)  # the path of a socket ends at 107 bytes
+    folder = os.open(path.parent, os.O_RDONLY)  # a socket's path has at most 107 bytes
     try:
         with socket.socket(socket.AF_UNIX) as bound:
             bound.bind(f"/proc/self/fd/{folder}/{path.name}")
@@ -45,7 +45,7 @@ STRANGE_FILES = tuple(_MAKERS)
 
 
 def replace_by(kind: str, path: Path) -> None:
-    """Put one of STRANGE_FILES at `path`. A link outside leads to a file three folders above it."""
+    """Put one of STRANGE_FILES at `path`. A link outside leads to a file three folders above `path`."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""Waiting in tests for what another process or thread will do."""
+"""Waits in tests for another process or thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 _PAUSE_SECONDS = 0.002
-_PAUSE_SHARE = 9  # times what a look took: a test that waits leaves the cores to what it waits for
+_PAUSE_SHARE = 9  # a pause takes this many times the look before it, so that a waiting test uses little CPU
 
 
 def wait_until(
@@ -15,13 +15,13 @@ def wait_until(
 ) -> None:
     """Look again and again until the condition holds.
 
-    Fails when it does not within so many seconds, or when `process` ends before: with what that said.
+    Fails after `seconds`, or with the output of `process` where that ends before.
     """
     deadline = time.monotonic() + seconds
     while True:
         looks_at = time.monotonic()
         has_ended = process is not None and process.poll() is not None
-        if condition():  # also of a process that has ended since the last look
+        if condition():  # it may hold although the process has ended since the last look
             return
         if process is not None and has_ended:
             said = "\n".join(filter(None, process.communicate()))

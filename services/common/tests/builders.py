@@ -1,4 +1,4 @@
-"""What the tests of the contracts start: processes that die, freeze or wait."""
+"""Starts processes that publish and then die, freeze or wait, for the tests of leases and artifacts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ fork_server.preload(__name__)
 
 
 def make_site_that_imports_torch_xla(folder: Path) -> Path:
-    """A folder of which every Python process with it on its path imports torch_xla: here a module of this name."""
+    """Make a folder for PYTHONPATH that lets every Python process import torch_xla, which is an empty module here."""
     site = folder / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text("import torch_xla\n", encoding="utf-8")
@@ -34,7 +34,7 @@ def make_site_that_imports_torch_xla(folder: Path) -> Path:
 
 
 def write_foreign_lock(path: Path, beats: int = 0, attempt: Any = "") -> None:
-    """A lock as a writer on another machine leaves it, or keeps it."""
+    """Write the lock of a writer on another machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     process = {"node": "another-machine", "pid": 1, "started": "1 ticks after boot"}
     owner = {"token": "f" * 32, **process, "attempt": attempt, "beats": beats}
@@ -42,9 +42,9 @@ def write_foreign_lock(path: Path, beats: int = 0, attempt: Any = "") -> None:
 
 
 def count_operations(root: Path, chosen: int = -1, signum: signal.Signals = signal.SIGKILL) -> list[str]:
-    """The list that this process's operations on the file system below `root` are added to from now on.
+    """Return the list to which this process's file system operations below `root` are added from now on.
 
-    Before the chosen one of them the process sends itself a signal.
+    Before the operation with the number `chosen`, the process sends itself a signal.
     """
     operations: list[str] = []
 
@@ -63,7 +63,7 @@ def count_operations(root: Path, chosen: int = -1, signum: signal.Signals = sign
 def publish_and_die(root: Path, recipe: Recipe, fatal_operation: int) -> None:
     """Publish in a process that kills itself before its n-th operation on the file system below `root`.
 
-    Without dying it exits with the number of operations that there were.
+    If it does not die, it exits with the number of operations.
     """
     operations = count_operations(root, fatal_operation)
     publish(root, recipe)
@@ -71,9 +71,9 @@ def publish_and_die(root: Path, recipe: Recipe, fatal_operation: int) -> None:
 
 
 def publish_elsewhere_and_freeze(root: Path, recipe: Recipe, operation: int) -> None:
-    """Publish on what others take for another machine, in a process that stops itself before its n-th operation.
+    """Publish under the name of another machine, in a process that stops itself before its n-th operation.
 
-    It ends with the exit code that the command would end with, and writes `<root>.log`.
+    It ends with the exit code of a command, and writes `<root>.log`.
     """
     logging.basicConfig(level=logging.INFO, filename=f"{root}.log", force=True)
     process.node_name = lambda: "another-machine"
@@ -87,7 +87,7 @@ def publish_elsewhere_and_freeze(root: Path, recipe: Recipe, operation: int) -> 
 
 
 def publish_slowly(root: Path, recipe: Recipe, name: str) -> None:
-    """Publish once the file `go` exists; what happens can be seen in the files `<name>.building|log|done`."""
+    """Publish once the file `go` exists; the files `<name>.building|log|done` show the progress."""
     folder = root.parent
     logging.basicConfig(level=logging.INFO, filename=folder / f"{name}.log", force=True)
 
@@ -103,9 +103,7 @@ def publish_slowly(root: Path, recipe: Recipe, name: str) -> None:
 
 
 def publish_slowly_in_attempt(root: Path, recipe: Recipe, attempt: str) -> None:
-    """`publish_slowly` as one attempt of several, on what others take for another machine. It ends with the exit code
-    that the command would end with.
-    """
+    """Run `publish_slowly` as an attempt under the name of another machine, and end with the exit code of a command."""
     os.environ[ATTEMPT_VARIABLE] = attempt
     process.node_name = lambda: f"pod of {attempt}"
 

@@ -1,4 +1,4 @@
-"""A stage in small, run as a program: `python -m services.common.tests.stage BEHAVIOUR [ROOT RECIPE]`."""
+"""Runs a small stage for tests: `python -m services.common.tests.stage BEHAVIOUR [ROOT RECIPE]`."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def wait_for_signal(arguments: list[str]) -> int:
 
 
 def load(arguments: list[str]) -> int:
-    """Import what catches every error of its own imports."""
+    """Wait during an import that catches every error of its own imports."""
     with on_stop_signal(end_at_once), suppress(Exception):
         wait_for_signal(arguments)
     return 0
 
 
 def defer(arguments: list[str]) -> int:
-    """Be in a call that loses what a signal handler raises; then find that a signal has come."""
+    """Wait in a call that loses the errors of signal handlers, and handle the signal afterwards."""
     with deferring_stop_signals(), suppress(BaseException):
         print("ready", flush=True)
         time.sleep(2)
@@ -71,13 +71,13 @@ def defer(arguments: list[str]) -> int:
 
 
 def call_back(arguments: list[str]) -> int:
-    """Be in a callback from C, which loses what is raised in it."""
+    """Wait in a callback from C, which loses every error raised in it."""
     ctypes.CFUNCTYPE(None)(lambda: wait_for_signal(arguments))()
     return wait_for_signal(arguments)
 
 
 def clean_up(arguments: list[str]) -> int:
-    """Take some time to end."""
+    """Wait, and take half a second to clean up."""
     try:
         return wait_for_signal(arguments)
     finally:
@@ -102,7 +102,7 @@ def many_lines(arguments: list[str]) -> int:
 
 
 def lost_pipe(arguments: list[str]) -> int:
-    """Write to a process of our own that has gone."""
+    """Write to a pipe that has no reader."""
     reader, writer = os.pipe()
     os.close(reader)
     os.write(writer, b"lost")
@@ -110,21 +110,21 @@ def lost_pipe(arguments: list[str]) -> int:
 
 
 def workers(arguments: list[str]) -> int:
-    """Start two that block; what follows the folder, they have imported before."""
+    """Start two workers that block; the arguments after the folder are modules that they import before."""
     folder, *preload = arguments
     inline.run_workers(work.block, Path(folder), WorkerGroupSpec(2, 1, 1, Path(folder), preload=tuple(preload)))
     return 0
 
 
 def tasks(arguments: list[str]) -> int:
-    """Run two that block."""
+    """Run two tasks that block."""
     folder = Path(arguments[0])
     list(inline.map_tasks(work.block_on, [folder, folder], 2))
     return 0
 
 
 def hang(arguments: list[str]) -> int:
-    """Wait in C, which no signal ends, for a lock that is never free; with `holding`, no thread can run Python."""
+    """Wait in C, where signals are not handled, for a lock that is never free; `holding` also holds Python's lock."""
     library = ctypes.PyDLL(None) if arguments == ["holding"] else ctypes.CDLL(None)
     mutex = ctypes.create_string_buffer(64)  # a pthread_mutex_t is smaller, and all zero where it is free
     print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""`python -m services.common.artifacts verify|show|list|gc`."""
+"""`python -m services.common.artifacts` verifies, shows, lists and cleans up artifacts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def make_folder(path: Path) -> Path:
 
 
 def publish_a_superseded_one(root: Path, recipe: Recipe) -> Path:
-    """Two artifacts for one recipe: `current.json` names the second."""
+    """Publish two artifacts of one recipe and return the first; `current.json` names the second."""
     superseded, _ = publish(root, recipe, "a" * 16)
     publish(root, recipe, "b" * 16)
     return superseded.path
@@ -104,7 +104,7 @@ def test_verify_ends_with_3_and_names_what_is_damaged(
 
 
 def in_cache(**changes: Any) -> Callable[[Fields], object]:
-    """A change that goes into the payload, made by somebody who knows of the fingerprint too."""
+    """Return a change of the payload that also makes the program fingerprint fit."""
 
     def change(fields: Fields) -> None:
         cache = fields["compile_cache"]
@@ -117,7 +117,7 @@ def in_cache(**changes: Any) -> Callable[[Fields], object]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda fields: fields["compile_cache"]["facts"].update(torch="9.9"), "its facts hash to "),
+        (lambda fields: fields["compile_cache"]["facts"].update(torch="9.9"), "facts hash to "),
         (lambda fields: fields["compile_cache"].update(program_fingerprint="0" * 64), "is 000000000000"),
         (in_cache(facts={"torch": "none"}), "the identity of its facts' recipe: "),
         (in_cache(facts={"recipe": {"model.hidden_size": 1}}), "the identity of its facts' recipe: "),
@@ -230,7 +230,7 @@ def test_gc_removes_what_dead_writers_left(root: Path, recipe: Recipe) -> None:
 def test_gc_watches_locks_of_other_machines_and_all_at_once(
     root: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The time of their last change tells nothing: that machine's clock may be slow by days."""
+    """The times in the locks are ignored: the clock of the other machine may be slow by days."""
     collection = publish(root, recipe)[0].path.parent
     identifiers = [f"{number:016x}" for number in range(20)]
     for identifier in identifiers:
@@ -276,7 +276,7 @@ def test_gc_does_not_wait_for_writers_that_are_known_to_be_dead(
 
 @pytest.mark.parametrize("is_alive", [False, True])
 def test_gc_takes_a_checkpoint_whose_removal_was_interrupted(root: Path, is_alive: bool) -> None:
-    """Its manifest went first. A folder that grows may be one that is being copied to here."""
+    """A removal begins with the manifest. A folder that still changes may be a copy in progress."""
     collection = root / "checkpoint" / RUN
     headless = make_folder(collection / "step-00000005")
     renamed = make_folder(collection / "step-00000005.mine")

@@ -17,8 +17,8 @@ from services.common.process.telemetry import JsonLines, configure_logging
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe, Section, Source
 from services.common.testing.recipes import recipe_text, write_recipe
+from services.common.tests.builders import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[3]
 MARKER = "MARKER4711"
 
 # Addresses as people paste them, and as they should not have been written.
@@ -116,7 +116,7 @@ def test_an_address_without_credentials_stays_as_it_is(tmp_path: Path, address: 
 
 
 def test_every_text_of_a_recipe_is_looked_at() -> None:
-    """By the base of all sections, whose validator no section leaves out."""
+    """The base class of all sections checks the text, so that no section can leave the check out."""
     assert issubclass(Recipe, Section)
     with pytest.raises(ValueError, match=r"\.netrc") as caught:
         Source(uri="x", column=f"https://user:{MARKER}@host")

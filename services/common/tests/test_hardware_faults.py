@@ -55,7 +55,7 @@ def test_a_fault_of_the_hardware_ends_with_75_and_names_host_and_device(
 
 
 def test_a_fault_outside_of_workers_ends_with_75_too() -> None:
-    """As of a compiler that traces on a device."""
+    """A compiler that traces on a device raises such an error."""
 
     def work() -> int:
         raise RuntimeError("NRT_EXEC_HW_ERR_NC_UE")

@@ -1,4 +1,4 @@
-"""One holder at a time, whatever clocks, networks and schedulers do; and nobody waits for the dead, or for itself."""
+"""A lease has one holder, whatever clocks, networks and schedulers do, and nobody waits for a dead one or itself."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_process_that_got_the_pid_of_a_dead_holder_is_not_taken_for_it(lock: P
 def test_a_holder_on_another_machine_is_dead_once_nothing_changes(
     lock: Path, short_lease: None, age_seconds: float
 ) -> None:
-    """However old its lock looks: the clock of that machine, or of the file server, may be wrong by days."""
+    """The age of the lock is ignored: the clock of that machine, or of the file server, may be wrong by days."""
     write_foreign_lock(lock)
     os.utime(lock, (time.time() - age_seconds,) * 2)
     watch = LockWatch(lock)
@@ -124,7 +124,7 @@ def test_a_holder_on_another_machine_is_dead_once_nothing_changes(
 
 
 def test_a_holder_on_another_machine_is_alive_while_it_changes_its_lock(lock: Path, short_lease: None) -> None:
-    """The time that its file server writes beside it may stand still."""
+    """The modification time of the lock, which the file server sets, may stand still."""
     watch = LockWatch(lock)
     began = time.monotonic()
     beats = 0
@@ -151,7 +151,7 @@ def test_a_holder_changes_its_lock_also_while_its_clock_stands_still(
 def test_a_reader_that_was_stopped_does_not_take_its_own_sleep_for_silence(
     lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It wakes up between two looks, and the holder has changed its lock meanwhile."""
+    """The reader wakes up between two looks, and the holder has changed its lock meanwhile."""
     write_foreign_lock(lock)
     watch = LockWatch(lock)
     watch.poll()
@@ -168,23 +168,18 @@ def test_a_reader_that_was_stopped_does_not_take_its_own_sleep_for_silence(
         b"",
         b"{",
         b"[" * 10_000,
-        b'{"token": 1, "node": 2, "pid": "x", "started": 3}',
+        b'{"token": 1, "node": 2, "pid": "x", "started": 3, "attempt": ""}',
+        b'{"token": "", "node": "", "pid": 1, "started": "", "attempt": ""}',
         b'{"token": "", "node": "", "pid": 1, "started": ""}',
     ],
 )
 def test_a_lock_that_names_nobody_is_free_once_it_stays_so(lock: Path, short_lease: None, content: bytes) -> None:
-    """As a machine that lost power leaves it."""
+    """A machine that lost power leaves such a lock."""
     lock.write_bytes(content)
     assert LockWatch(lock).poll() is LockState.UNKNOWN
 
     with hold_lease(lock) as held:
         assert held.is_held()
-
-
-def test_a_lock_of_a_version_that_wrote_times_of_day_is_judged_by_change(lock: Path) -> None:
-    lock.write_text(f'{{"token": "t", "node": "{process.node_name()}", "pid": {os.getpid()}, "started": 17.0}}')
-
-    assert LockWatch(lock).poll() is LockState.UNKNOWN
 
 
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO, errno.ESTALE])
@@ -226,7 +221,7 @@ def test_a_lock_that_this_process_could_not_remove_is_not_waited_for(
 def test_a_lock_that_cannot_be_read_for_a_while_is_not_stolen(
     lock: Path, short_lease: None, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """After a while it is given up, with 75."""
+    """After a while the attempt to read it ends with exit code 75."""
     opened, failures = os.open, [PATIENT]
 
     def fail(path: Any, *arguments: Any, **options: Any) -> int:
@@ -239,7 +234,7 @@ def test_a_lock_that_cannot_be_read_for_a_while_is_not_stolen(
     before = lock.read_bytes()
     monkeypatch.setattr(os, "open", fail)
     with (
-        pytest.raises(TryAgain, match=f"{lock}: the file system answers with '{os.strerror(number)}' since 0 s"),
+        pytest.raises(TryAgain, match=f"{lock}: .*'{os.strerror(number)}' for 0 s"),
         hold_lease(lock),
     ):
         pass
@@ -251,7 +246,7 @@ def test_a_lock_that_cannot_be_read_for_a_while_is_not_stolen(
         failures[0] = 3
         held.lease.require()
         failures[0] = PATIENT
-        with pytest.raises(TryAgain, match="the file system answers with"):
+        with pytest.raises(TryAgain, match=os.strerror(number)):
             held.lease.require()
         failures[0] = 0
     assert not lock.exists()
@@ -260,7 +255,7 @@ def test_a_lock_that_cannot_be_read_for_a_while_is_not_stolen(
 def test_the_lock_of_an_attempt_that_is_over_is_taken_over_at_the_first_look(
     lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its machine is gone, so no silence has to tell."""
+    """The scheduler has seen the end of that attempt, so nobody waits for silence."""
     never_wait(monkeypatch)
     monkeypatch.setenv(ATTEMPT_VARIABLE, "trainer-0a1b2c/11")
     write_foreign_lock(lock, attempt="trainer-0a1b2c/9")
@@ -310,8 +305,8 @@ def test_who_is_no_attempt_waits_for_one(lock: Path, monkeypatch: pytest.MonkeyP
 def test_an_attempt_that_was_given_up_and_lives_on_holds_nothing_any_more(
     lock: Path, short_lease: None, monkeypatch: pytest.MonkeyPatch, node: str | None
 ) -> None:
-    """Cut off from whoever started it, and not from the file system: it renews its lease all the while, on the next
-    attempt's machine or another.
+    """The attempt is cut off from its scheduler but not from the file system, and renews its lease all the while, on
+    the next attempt's machine or on another.
     """
     holder = start_process(hold, lock, node, "trainer-0a1b2c/1")
     wait_until(lock.exists)
@@ -344,9 +339,9 @@ def test_of_two_attempts_that_are_both_alive_the_later_alone_may_publish(
     monkeypatch.setattr(process, "node_name", lambda: "the next pod")
     monkeypatch.setenv(ATTEMPT_VARIABLE, "trainer-0a1b2c/2")
     with hold_lease(lock) as after:
-        with pytest.raises(TryAgain, match="lost to another writer"):
+        with pytest.raises(TryAgain, match=f"{lock}: .*lost"):
             lease_before.require()
-        with pytest.raises(TryAgain, match="lost to another writer"):
+        with pytest.raises(TryAgain, match=f"{lock}: .*lost"):
             before.renew()
         assert not before.beat()
         monkeypatch.setenv(ATTEMPT_VARIABLE, "trainer-0a1b2c/1")
@@ -370,11 +365,11 @@ def test_a_lease_is_lost_to_who_took_over_and_that_one_keeps_it(lock: Path) -> N
         with hold_lease(lock) as held:
             write_foreign_lock(lock)
             assert not held.beat()
-            with pytest.raises(TryAgain, match="lost to another writer"):
+            with pytest.raises(TryAgain, match=f"{lock}: .*lost"):
                 held.lease.require()
             raise FileNotFoundError("a folder that the other one removed")
 
-    with pytest.raises(TryAgain, match="lost to another writer") as caught:
+    with pytest.raises(TryAgain, match=f"{lock}: .*lost") as caught:
         work()
 
     assert isinstance(caught.value.__cause__, FileNotFoundError)
@@ -402,7 +397,7 @@ def change_hands_before_rename(lock: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_release_never_removes_the_lock_of_somebody_else(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who takes over may do so between the last look at the lock and its removal."""
+    """Another writer may take over between the last look at the lock and its removal."""
     with hold_lease(lock):
         change_hands_before_rename(lock, monkeypatch)
 
@@ -442,7 +437,7 @@ def test_with_a_new_token_the_holder_goes_on_and_what_had_the_old_one_does_not(l
 def test_a_lost_lease_gets_no_new_token(lock: Path) -> None:
     with hold_lease(lock) as held:
         write_foreign_lock(lock)
-        with pytest.raises(TryAgain, match="lost to another writer"):
+        with pytest.raises(TryAgain, match=f"{lock}: .*lost"):
             held.renew()
 
     assert "another-machine" in lock.read_text()
@@ -464,14 +459,14 @@ def test_who_is_told_to_stop_while_it_waits_leaves_nothing(lock: Path, monkeypat
 def test_a_link_to_nothing_in_the_place_of_a_lock_is_an_error_and_no_writer_to_wait_for(lock: Path) -> None:
     lock.symlink_to("/nowhere/at/all")
 
-    with pytest.raises(ArtifactError, match="a link to nothing: a lock belongs there"), hold_lease(lock):
+    with pytest.raises(ArtifactError, match=f"{lock}: a link to nothing"), hold_lease(lock):
         pass
 
 
 def test_a_folder_in_the_place_of_a_lock_is_an_error_that_says_so(lock: Path) -> None:
     lock.mkdir()
 
-    with pytest.raises(ArtifactError, match=r"a folder, .*a lock belongs there"), hold_lease(lock):
+    with pytest.raises(ArtifactError, match=f"{lock}: a folder"), hold_lease(lock):
         pass
 
 

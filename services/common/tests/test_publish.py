@@ -1,4 +1,4 @@
-"""Publishing: once, completely or not at all, whoever is killed and whenever."""
+"""An artifact is published once, and completely or not at all, whichever writer is killed at whatever moment."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ from services.common.tests.builders import (
 )
 
 NEVER = 10**6
-
-
 SHORT_LEASE_SECONDS = 0.2
 
 
@@ -142,7 +140,7 @@ def test_the_killed_waiter_of_two_leaves_the_other_alone(tmp_path: Path, root: P
 def test_an_attempt_that_was_given_up_and_still_works_publishes_nothing(
     tmp_path: Path, root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A deploy Job saw the end of its pod, which lives on behind a broken network and reaches the file system."""
+    """A deploy Job gave up a pod that lives on behind a broken network and still reaches the file system."""
     monkeypatch.setattr(lease, "LEASE_SECONDS", NEVER)
     given_up = start_process(publish_slowly_in_attempt, root, recipe, "trainer-0a1b2c/1")
     wait_until((tmp_path / "given-up.building").exists)
@@ -167,7 +165,7 @@ def test_a_writer_that_lost_its_lease_publishes_nothing(root: Path, recipe: Reci
         write_foreign_lock(lock)
         return fill(workspace)
 
-    with pytest.raises(TryAgain, match="lost to another writer"):
+    with pytest.raises(TryAgain, match=f"{lock}: .*lost"):
         publish(root, recipe, build=build)
 
     assert published_ids(address_in(root).collection) == []
@@ -178,7 +176,7 @@ def test_a_writer_that_lost_its_lease_publishes_nothing(root: Path, recipe: Reci
 def test_a_writer_that_was_frozen_anywhere_and_overtaken_damages_nothing(
     tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, stride: int
 ) -> None:
-    """It wakes up in the middle of what the next one does, who thinks that its machine is gone."""
+    """The frozen writer wakes up while the next one works, which takes its machine for dead."""
     counted = start_process(publish_and_die, tmp_path / "whole", recipe, NEVER)
     counted.join()
     monkeypatch.setattr(lease, "LEASE_SECONDS", SHORT_LEASE_SECONDS)
@@ -230,7 +228,7 @@ def test_of_two_writers_that_both_believe_to_hold_the_lease_one_publishes(
         monkeypatch.setattr(Lease, "is_held", lambda held: True)
         return fill(workspace, {"graphs/other.bin": b"other"})
 
-    with pytest.raises(TryAgain, match="another writer, which this one did not see, put a folder there"):
+    with pytest.raises(TryAgain, match=f"{ID}: another writer published"):
         publish(root, recipe, build=build)
 
     assert publish(root, recipe) == (first[0], False)
@@ -342,7 +340,7 @@ def test_without_an_artifact_for_the_recipe_the_command_that_makes_one_is_named(
     publish(root, recipe)
     other = make_recipe(tmp_path, model__hidden_size="32")
 
-    with pytest.raises(ArtifactError, match=rf"1 there for other recipe settings: {ID}\). Make it with make it\."):
+    with pytest.raises(ArtifactError, match=rf"{ID}.*make it"):
         find_artifact(root, "compile_cache", "small", other, CompileCacheManifest, "make it")
 
 
@@ -358,7 +356,7 @@ def test_a_lost_or_torn_current_json_is_rebuilt(root: Path, recipe: Recipe, cont
 
 
 def test_current_json_is_not_rebuilt_past_a_damaged_manifest(root: Path, recipe: Recipe) -> None:
-    """The damaged one may be the newest: an older one in its place would train on other data without a word."""
+    """The damaged artifact may be the newest, and an older one in its place would be other data without a warning."""
     publish(root, recipe, "a" * 16)
     newest, _ = publish(root, recipe, "b" * 16)
     (newest.path / MANIFEST).write_bytes(b"{")

@@ -1,4 +1,4 @@
-"""The token of a batch job's Ray: one head never takes another's away, and what is no token is said to be none."""
+"""The token of a batch job's Ray: a head never takes another head's token, and a file without a token is refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_token_is_for_this_user_alone_and_goes_with_its_head(tmp_path: Path) -
 
 
 def test_an_old_head_that_wakes_up_leaves_its_successors_token(tmp_path: Path) -> None:
-    """It was frozen while Batch gave it up and began the next attempt."""
+    """The node was frozen while Batch gave it up and began the next attempt."""
     old = offering_token(tmp_path, NODE, HEAD, say)
     old.__enter__()
     with offering_token(tmp_path, LATER, LATER.main_address, say) as token:
@@ -50,7 +50,7 @@ def test_an_old_head_that_wakes_up_leaves_its_successors_token(tmp_path: Path) -
 
 
 def test_two_heads_of_one_attempt_have_their_own_children(tmp_path: Path) -> None:
-    """As where somebody runs the same container twice."""
+    """Somebody may run the same container twice."""
     other = replace(NODE, main_address="10.0.0.9")
     first = offering_token(tmp_path, NODE, HEAD, say)
     token = first.__enter__()

@@ -1,4 +1,4 @@
-"""A stage is given nodes when what it reads is there and fits, and when it can write."""
+"""A stage is ready when its inputs are published and fit the recipe, and when it can write below the root."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOTHING = SplitCounts(documents=0, document_tokens=0, bos=0, eos=0, rows=0, tail
 def publish_corpus(
     folder: Path, vocab_size: int = 300, sequence_length: int = 16, identifier: str = "c" * 16
 ) -> Artifact[CorpusManifest]:
-    """A corpus of one sample, made for the small recipe: its manifest, that is, and files which nobody reads here."""
+    """Publish a corpus of one sample for the small recipe; its files have any content, because no test reads them."""
     recipe, shard = make_recipe(folder, corpus__sequence_length=f"{sequence_length}"), "train/shard-00000.arrow"
     one_sample = SplitCounts(
         documents=1, document_tokens=sequence_length - 1, bos=1, eos=1, rows=1, tail_tokens=1, shards=(shard,)
@@ -54,7 +54,7 @@ def publish_corpus(
 def ask(
     capsys: pytest.CaptureFixture[str], folder: Path, stage: str, *options: str, root: Path | None = None
 ) -> tuple[int, Any]:
-    """Exit code and the printed object."""
+    """Run the check; return its exit code and the printed object."""
     command = ["--stage", stage, "--recipe", str(write_recipe(folder)), "--root", str(root or folder / "fsx")]
     exit_code = exit_code_of(lambda: main([*command, *options]))
     return exit_code, json.loads(capsys.readouterr().out)
@@ -107,7 +107,7 @@ def test_a_missing_corpus_names_the_stage_that_makes_it(tmp_path: Path, capsys: 
     exit_code, report = ask(capsys, tmp_path, "trainer")
 
     assert (exit_code, report["upstream"]) == (3, [])
-    assert "no corpus for this recipe. Make it with the tokenizer stage: `python -m" in report["problem"]
+    assert "`python -m services.tokenizer " in report["problem"]
 
 
 def test_a_missing_compile_cache_names_the_stage_that_makes_it(
@@ -119,8 +119,7 @@ def test_a_missing_compile_cache_names_the_stage_that_makes_it(
     exit_code, report = ask(capsys, tmp_path, "trainer")
 
     assert (exit_code, len(report["upstream"])) == (3, 1)
-    assert "1 there for other recipe settings" in report["problem"]
-    assert "Make it with the compiler stage: `python -m" in report["problem"]
+    assert "`python -m services.compiler " in report["problem"]
 
 
 def test_eager_training_needs_no_compile_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,8 +133,8 @@ def test_eager_training_needs_no_compile_cache(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("corpus", "message"),
     [
-        ({"vocab_size": 301}, "its vocabulary has 301 pieces, model.vocab_size is 300"),
-        ({"sequence_length": 8}, "its rows have 8 tokens, corpus.sequence_length is 16"),
+        ({"vocab_size": 301}, "--model.vocab_size=301"),
+        ({"sequence_length": 8}, "8 tokens, corpus.sequence_length is 16"),
     ],
 )
 def test_a_corpus_that_does_not_fit_is_a_problem(
@@ -158,7 +157,7 @@ def test_a_root_that_cannot_be_written_is_a_problem(
     exit_code, report = ask(capsys, tmp_path, "tokenizer", root=tmp_path / root)
 
     assert exit_code == 5
-    assert "Or pass another --root." in report["problem"]
+    assert "--root" in report["problem"]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +170,7 @@ def test_a_root_that_cannot_be_written_is_a_problem(
 def test_what_the_stage_does_not_take_is_told_with_its_platform(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, stage: str, option: str, said: str
 ) -> None:
-    """Whoever asked compares the platform with the cluster's all the same."""
+    """The caller also compares the platform with that of the cluster."""
     exit_code, report = ask(capsys, tmp_path, stage, option)
 
     assert exit_code == 2
@@ -180,7 +179,7 @@ def test_what_the_stage_does_not_take_is_told_with_its_platform(
 
 
 def test_the_head_image_can_ask() -> None:
-    """It has no torch, and no stage."""
+    """The head's image has neither torch nor a stage."""
     program = "import sys, services.common.process.readiness; print(*sorted(sys.modules), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
 

@@ -13,8 +13,8 @@ def test_a_checkpoint_that_is_too_slow_for_the_notice(monkeypatch: pytest.Monkey
     assert explain_short_notice(100.0) == ""
     told = explain_short_notice(121.0)
 
-    assert "a checkpoint took 121.0 s, and a container gets notice of 300 s" in told
-    assert "asks for 363 s by itself" in told
+    assert "took 121.0 s, and this container has a termination notice of 300 s" in told
+    assert "sets 363 s" in told
 
 
 def test_a_laptop_gives_all_the_time_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What programs say while they work."""
+"""Programs report their work: records, progress, hangs, phases and logs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_without_a_terminal_progress_is_plain_lines(
 def test_after_a_restart_the_time_left_counts_from_the_new_attempt_s_first_step(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two minutes of starting workers again are no part of the rate, nor are the steps that are done twice."""
+    """The rate excludes the two minutes of a restart, and the steps that are done twice."""
     now = 0.0
     monkeypatch.setattr(telemetry, "PLAIN_PROGRESS_SECONDS", 0.0)
     monkeypatch.setattr("time.monotonic", lambda: now)

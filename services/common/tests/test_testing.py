@@ -1,4 +1,4 @@
-"""What tests share: a wait that tells why it ended, a recipe that can be changed, a seed that can be drawn again."""
+"""The tools that tests share: a wait that explains its end, a recipe with changes, a seed that can be repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests let tasks and workers do; importable, so that other processes find it."""
+"""Functions that tests run in tasks and workers, in a module that other processes can import."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def square(number: int) -> int:
 
 
 def fail_or_block(number: int) -> int:
-    """Task 1 fails; the others would go on for ever."""
+    """Fail in task 1 and block for ever in the others."""
     if number == 1:
         raise ArtifactError("task 1 found damage")
     threading.Event().wait()
@@ -33,7 +33,7 @@ def die_or_square(number: int) -> int:
 
 
 def die_once_or_square(task: tuple[int, Path]) -> int:
-    """Task 1 dies the first time, which leaves a file in the folder."""
+    """Kill task 1 the first time, and mark that in the folder."""
     number, folder = task
     mark = folder / "died"
     if number == 1 and not mark.exists():
@@ -43,7 +43,7 @@ def die_once_or_square(task: tuple[int, Path]) -> int:
 
 
 def write_rank(folder: Path, environment: WorkerEnvironment) -> None:
-    """And which device of this machine the worker would take."""
+    """Make a file whose name has the worker's rank, the world size and the local rank."""
     (folder / f"{environment.rank}-of-{environment.world_size}-on-{environment.local_rank}").touch()
 
 
@@ -54,7 +54,7 @@ def kill_parent(_: None, environment: WorkerEnvironment) -> None:
 
 
 def stop_itself(can_fork: bool = True) -> None:
-    """Freeze this process, as while a fork server imports."""
+    """Freeze this process, such as a fork server during its imports."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -66,7 +66,7 @@ class StopsItsReader:
 
 
 def freeze_parent_and_die(_: None, environment: WorkerEnvironment) -> None:
-    """Of two workers, one freezes the process that they were forked from, and is killed."""
+    """Let one of two workers freeze the process from which they were forked, and kill itself."""
     if environment.rank == 1:
         os.kill(os.getppid(), signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -74,22 +74,22 @@ def freeze_parent_and_die(_: None, environment: WorkerEnvironment) -> None:
 
 
 def write_environment(folder: Path, environment: WorkerEnvironment) -> None:
-    """Leave the variables that this worker has."""
+    """Write this worker's environment variables."""
     (folder / f"{environment.rank}.json").write_text(json.dumps(dict(os.environ)), encoding="utf-8")
 
 
 def read_environments(folder: Path) -> list[dict[str, str]]:
-    """What `write_environment` left, by rank."""
+    """Return what `write_environment` wrote, in the order of ranks."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
 def write_node(folder: Path, environment: WorkerEnvironment) -> None:
-    """Leave the id of the Ray node that this worker is on."""
+    """Write the id of this worker's Ray node."""
     (folder / f"rank-{environment.rank}").write_text(_ray_node(), encoding="utf-8")
 
 
 def name_node(number: int) -> str:
-    """The id of the Ray node that this task is on, taking its time so that several run at once."""
+    """Return the id of this task's Ray node after a moment, so that several tasks run at the same time."""
     time.sleep(0.2)
     return _ray_node()
 

@@ -76,7 +76,7 @@ def _curves(run: Run) -> go.Figure:
     speeds = [record["tokens_per_second"] for record in run.metrics]
     figure.add_scatter(x=steps, y=speeds, name="tokens/s", line={"color": "#54a24b"}, row=1, col=3)
     for column, (metric, name) in enumerate({"mfu": "MFU", "goodput": "goodput", "data_share": "data wait"}.items(), 1):
-        known = [record for record in run.metrics if metric in record]  # records of older versions have none of them
+        known = [record for record in run.metrics if metric in record]  # `mfu` needs a known peak
         x, y = [record["step"] for record in known], [record[metric] for record in known]
         figure.add_scatter(x=x, y=y, name=name, row=2, col=column)
         figure.update_yaxes(rangemode="tozero", tickformat=".1%", row=2, col=column)

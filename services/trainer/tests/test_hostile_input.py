@@ -129,10 +129,10 @@ def list_no(path: str) -> Change:
         (in_vocabulary(sha256="0" * 64), "tokenizer.model: sha256 000000000000, `files` has "),
         (
             in_split(shards=["train/shard-00001.arrow", SHARD, "train/shard-00002.arrow"]),
-            "the shards of train are not in the order of their names",
+            "the shards of train are not listed in the order",
         ),
-        (be_made_of("elsewhere/*.jsonl", 1.0), "made of .*elsewhere.*, its recipe asks for "),
-        (be_made_of("pydoc://", 2.0), "made of .*2.0.*, its recipe asks for "),
+        (be_made_of("elsewhere/*.jsonl", 1.0), "elsewhere.*nowhere"),
+        (be_made_of("pydoc://", 2.0), "2.0.*1.0"),
         (in_split(rows=79, tail_tokens=21), "256 tokens of uint16 in 16 rows, the manifest says 240 of uint16 in 15"),
         (in_split(rows=80, tail_tokens=6, document_tokens=1_178), "the manifest says 6 of uint16 in 1"),
         (in_split(rows=2**70), "rows: Input should be less than"),
@@ -140,8 +140,8 @@ def list_no(path: str) -> Change:
         (in_corpus(rows_per_shard=80), "80 rows in 3 shards"),
         (in_corpus(sequence_length=0), "sequence_length: Input should be greater than or equal to 1"),
         (in_corpus(token_dtype="uint32"), "tokens of uint16 in 32 rows, the manifest says 512 of uint32 in 32"),
-        (in_corpus(splits={}), "its splits are none, expected train and validation"),
-        (in_vocabulary(bos_id=300), "BOS 300 or EOS 2 is beyond its 300 ids"),
+        (in_corpus(splits={}), "splits: none, expected train and validation"),
+        (in_vocabulary(bos_id=300), "bos_id 300 or eos_id 2 is not below vocab_size 300"),
         (in_vocabulary(vocab_size=290), "and its vocabulary has 290"),
         (in_vocabulary(vocab_size=70_000), "70,000 ids do not fit into uint16"),
         (in_split(documents=1), "1 documents with 54 BOS and 54 EOS"),
@@ -149,9 +149,9 @@ def list_no(path: str) -> Change:
         (in_corpus(documents_with_invalid_utf8=200), "200 of 108 documents with invalid UTF-8"),
         (
             lambda fields: fields["recipe"]["corpus"].update(sequence_length=99),
-            "corpus.sequence_length: 16, its recipe",
+            "corpus.sequence_length: 16, .*99",
         ),
-        (lambda fields: fields["recipe"]["corpus"].pop("rows_per_shard"), "corpus.rows_per_shard: 32, its recipe asks"),
+        (lambda fields: fields["recipe"]["corpus"].pop("rows_per_shard"), "corpus.rows_per_shard: 32, .*None"),
     ],
 )
 def test_a_manifest_that_does_not_fit_its_files_is_refused(corpus: Path, change: Change, message: str) -> None:
@@ -184,7 +184,7 @@ def make_starts(rows: int = 32, documents: int = DOCUMENTS) -> list[list[int]]:
         (lambda path: write_rows(path, pa.array([299] * 512, pa.uint16()), make_starts()), None),
         (
             lambda path: write_rows(path, pa.array([300] * 512, pa.uint16()), make_starts()),
-            "holds the id 300, and its vocabulary has 300",
+            "has the id 300, and its vocabulary has 300",
         ),
         (
             lambda path: write_rows(path, pa.array([1] * 496, pa.uint16()), make_starts(31)),
@@ -250,11 +250,11 @@ def be_the_shards_vocabulary(fields: dict[str, Any]) -> None:
         (in_vocabulary(kind="tokenizer_json"), "tokenizer.model is no tokenizer_json vocabulary"),
         (in_vocabulary(kind="tiktoken"), "tokenizer.model: "),
         (be_the_shards_vocabulary, "notes.txt is no sentencepiece vocabulary"),
-        (lambda fields: fields.update(identity_key="0" * 64), "has the identity_key 000000000000, its recipe has "),
-        (lambda fields: fields["recipe"]["corpus"].update(validation_fraction=0.5), "has the identity_key "),
-        (lambda fields: fields["recipe"].update(surprise=1), "has a recipe that this program does not read: surprise"),
+        (lambda fields: fields.update(identity_key="0" * 64), "identity_key 000000000000"),
+        (lambda fields: fields["recipe"]["corpus"].update(validation_fraction=0.5), "identity_key "),
+        (lambda fields: fields["recipe"].update(surprise=1), "cannot read the recipe in its manifest: surprise"),
         (lambda fields: fields["files"][0].update(sha256="0" * 64), "the manifest says " + "0" * 64),
-        (lambda fields: fields.update(name="other"), "its manifest is of other, its recipe is of sentences"),
+        (lambda fields: fields.update(name="other"), "name other, its recipe has sentences"),
     ],
 )
 def test_verify_holds_a_manifest_against_its_vocabulary_and_its_recipe(
@@ -288,7 +288,7 @@ def test_verify_takes_a_copy_under_a_name_of_ones_own_and_none_under_another_id(
     assert verify(tmp_path / "my-copy", capsys) == (0, "")
     exit_code, told = verify(tmp_path / ("0" * 16), capsys)
     assert exit_code == 3
-    assert f"its manifest is of {published.manifest.id}: it was copied here from there" in told
+    assert f"the manifest has the id {published.manifest.id}" in told
 
 
 def test_the_file_behind_a_link_is_not_mapped(corpus: Path, tmp_path: Path) -> None:
@@ -309,13 +309,13 @@ def test_a_corpus_that_lies_in_the_place_of_another_is_refused(tmp_path: Path) -
 
     corpus.path.rename(corpus.path.with_name("f" * 16))
     current.write_text(json.dumps({key: "f" * 16}))
-    with pytest.raises(ArtifactError, match=r"its manifest is of sentences/.*: it was copied here from there"):
+    with pytest.raises(ArtifactError, match=r"name and id sentences/"):
         open_corpus(recipe, tmp_path / "small.toml", tmp_path / "fsx")
 
     corpus.path.with_name("f" * 16).rename(corpus.path)
     forge(corpus.path, lambda fields: fields.update(identity_key="0" * 64))
     current.write_text(json.dumps({key: corpus.path.name}))
-    with pytest.raises(ArtifactError, match="for a recipe that it was not made for"):
+    with pytest.raises(ArtifactError, match=r"current\.json: names .* for another recipe"):
         open_corpus(recipe, tmp_path / "small.toml", tmp_path / "fsx")
 
 
@@ -417,7 +417,7 @@ def test_a_file_that_holds_no_tensors_is_refused(trained: Job) -> None:
         (in_all_of_state(step=2), "its manifest says that it is the state after step 2"),
         (lambda fields: fields["checkpoint"].update(step=2**64), "step: Input should be less than"),
         (lambda fields: fields["checkpoint"].update(skipped_steps=2), "2 of 1 steps skipped"),
-        (lambda fields: fields.update(id=checkpoint_id(2)), "it was copied here from there"),
+        (lambda fields: fields.update(id=checkpoint_id(2)), "name and id .*step-00000002"),
         (list_no(STATE_SHARD), "no file: expected shards"),
         (lambda fields: fields["files"][0].update(path="weights.bin"), "weights.bin: expected shards"),
     ],
@@ -455,7 +455,7 @@ def change_run(**changes: Any) -> Callable[[str], str]:
     ("change", "message"),
     [
         (change_run(paths={"corpus": "../../../x"}), "x: not a published artifact"),
-        (change_run(paths={"corpus": "a\0b"}), "cannot be read: no name of a file"),
+        (change_run(paths={"corpus": "a\0b"}), "cannot be read: not a file name"),
         (change_run(paths={"corpus": 5}), "damaged, or of another version"),
         (change_run(paths=[]), "damaged, or of another version"),
         (change_run(recipe={}), "damaged, or of another version"),

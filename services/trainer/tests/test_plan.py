@@ -157,11 +157,11 @@ def test_models_that_span_nodes_and_idle_cores_are_warned_of(capsys: pytest.Capt
         ),
         (
             ("--parallel.device=cuda",),
-            "'cuda' is one of a node's GPUs, and cluster.trainer_instance_type trn1.32xlarge has NeuronCores",
+            "'cuda' needs GPUs, and cluster.trainer_instance_type trn1.32xlarge has NeuronCores",
         ),
         (
             ("--cluster.trainer_instance_type=p5.48xlarge",),
-            "'xla' is one of a node's NeuronCores, and cluster.trainer_instance_type p5.48xlarge has GPUs",
+            "'xla' needs NeuronCores, and cluster.trainer_instance_type p5.48xlarge has GPUs",
         ),
         (("--mfu=0",), "--mfu 0.0: expected a number above 0"),
         (("--mfu=1.2",), "expected at most 1"),

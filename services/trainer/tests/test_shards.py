@@ -304,7 +304,7 @@ def in_shard(**changes: Any) -> Callable[[Fields], None]:
         (lambda fields: fields.update(identity_key=fields["identity_key"] + "0"), "0, expected "),
         (lambda fields: fields["recipe"]["train"].update(seed=5), "the identity of its recipe: "),
         (lambda fields: fields["recipe"]["train"].update(seed="x"), "has a recipe that this program does not read"),
-        (lambda fields: fields["inputs"].clear(), "its inputs are nothing, expected one corpus"),
+        (lambda fields: fields["inputs"].clear(), "inputs: nothing, expected one corpus"),
         (lambda fields: fields["inputs"][0].update(content_digest="0" * 64), "digests of its inputs: ['0000"),
         (
             lambda fields: fields["inputs"][0].update(content_digest=fields["inputs"][0]["content_digest"] + "0"),

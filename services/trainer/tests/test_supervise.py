@@ -9,14 +9,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.common.artifacts.lease import Lease, hold_lease
 from services.common.errors import HardwareFault, NoRoomForWorkers, WorkersLost
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.trainer.__main__ import begin_and_run
 from services.trainer.job import Job
 from services.trainer.supervise import supervise, train_on_node
+from services.trainer.tests.builders import write_recipe
 from services.trainer.worker_start import describe_workers
 
 
@@ -152,3 +155,18 @@ def test_a_worker_whose_device_fails_says_so(new_job: Callable[..., Job], monkey
 
     with pytest.raises(HardwareFault, match=re.escape(socket.gethostname())):
         train_on_node(job, WorkerEnvironment(0, 1, "inline", "", 0))
+
+
+def test_the_start_and_the_command_share_one_reading_of_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, really_open, opened = write_recipe(tmp_path), os.open, []
+
+    def note(path: str, *arguments: Any, **options: Any) -> int:
+        opened.append(Path(path))
+        return really_open(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", note)
+
+    assert begin_and_run(["--recipe", str(recipe), "--root", str(tmp_path / "fsx"), "--dry-run"]) == 0
+    assert opened.count(recipe) == 1
