@@ -17,6 +17,8 @@ import statistics
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +43,8 @@ END_SECONDS = 60.0
 STEPS_IN_MEDIAN = 50
 STDERR = 2
 FIRST_STEP = "first step"
+EVALUATION = "evaluation"
+BETWEEN_PHASES = "between phases"
 _HEARTBEAT_BYTES = 512
 _MAX_HEARTBEAT_BYTES = 2**16
 
@@ -80,39 +84,47 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.begin("end", self._activity.step)  # one that is just about to end the process lets it be
+        self._activity = _Activity("end", self._activity.step, is_limited=False)  # an end of the process is called off
         self._has_ended.set()
         self._thread.join(SILENT_SECONDS)  # where it writes a heartbeat to a file system that does not answer
         self._limit_collectives(self._longest_timeout)
 
-    def begin_step(self, step: int, is_limited: bool) -> None:
-        """`step` optimizer steps are done, and another one begins; one that compiles is not limited."""
-        self._begin(_Activity("step" if is_limited else FIRST_STEP, step, is_limited))
+    @contextmanager
+    def step(self, step: int, is_first: bool) -> Iterator[None]:
+        """Watch the optimizer step that the block takes after `step` steps.
 
-    def end_step(self, seconds: float, is_first: bool) -> None:
-        """The step took so long; the first one of a process does not count."""
+        The first step of a program compiles, so it has no limit, and the limit of later steps does not count it.
+        """
+        started = time.monotonic()
+        with self._doing(_Activity(FIRST_STEP if is_first else "step", step, is_limited=not is_first)):
+            yield
         if not is_first:
-            self._step_seconds.append(seconds)
+            self._step_seconds.append(time.monotonic() - started)
             self._limit_seconds = limit_seconds(list(self._step_seconds), self._train.watchdog_factor, self._floor)
 
-    def begin(self, phase: str, step: int) -> None:
-        """What may take long begins."""
-        self._begin(_Activity(phase, step, is_limited=False))
+    @contextmanager
+    def phase(self, phase: str, step: int) -> Iterator[None]:
+        """Name the phase of the block, which has no limit, in heartbeats."""
+        with self._doing(_Activity(phase, step, is_limited=False)):
+            yield
 
     @property
     def _floor(self) -> float:
         return self._train.watchdog_min_seconds
 
-    def _begin(self, activity: _Activity) -> None:
-        self._activity = activity
+    @contextmanager
+    def _doing(self, activity: _Activity) -> Iterator[None]:
         timeout = self._longest_timeout
         # A first step and the first evaluation compile, on one worker for longer than on another.
-        if self._limit_seconds and activity.phase not in (FIRST_STEP, "evaluation"):
+        if self._limit_seconds and activity.phase not in (FIRST_STEP, EVALUATION):
             timeout = timedelta(seconds=2 * self._limit_seconds + END_SECONDS)
         self._limit_collectives(timeout)
+        self._activity = activity
+        yield
+        self._activity = _Activity(BETWEEN_PHASES, activity.step, is_limited=False)
 
     def _limit_collectives(self, timeout: timedelta) -> None:
-        # Not for each breath of the median.
+        # A change of the median by a few percent is not worth it.
         if abs(timeout - self._timeout) > 0.2 * self._timeout:
             self._group.limit_collectives(timeout)
             self._timeout = timeout

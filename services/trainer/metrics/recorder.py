@@ -8,7 +8,8 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -75,8 +76,17 @@ class MetricsRecorder:
             gemm_flops_per_second=self._gemm_flops_per_second,
         )
 
-    def begin(self, step: StepRecord, workers: Sequence[WorkerNumbers]) -> None:
-        """Begin the record of a step with what the loop knows of it, and the numbers of all ranks."""
+    @contextmanager
+    def step(
+        self, step: StepRecord, workers: Sequence[WorkerNumbers], straggler: Mapping[str, float]
+    ) -> Iterator[None]:
+        """Write the record of a step at the end of the block, in which `add` completes it; not after an error."""
+        self._begin(step, workers)
+        self.add(**straggler)
+        yield
+        self._write()
+
+    def _begin(self, step: StepRecord, workers: Sequence[WorkerNumbers]) -> None:
         if not self._writer or not self._run:
             return
         reduced = reduce_over_ranks(workers)
@@ -102,12 +112,12 @@ class MetricsRecorder:
         self._record |= values
 
     def hold(self) -> None:
-        """Keep the record so far: a kill before `write` must not lose that of a step whose checkpoint is committed."""
+        """Keep the record so far: a kill before the block's end must not lose it where a checkpoint has the step."""
         if self._writer:
             self._writer.hold(self._record)
 
-    def write(self) -> None:
-        """Write the step's record. After the first one all workers measure at once what their cores can do."""
+    def _write(self) -> None:
+        """Write the step's record. After the first one all workers measure the speed of their cores together."""
         if self._writer:
             self._writer.log(self._record)
         if self._gauges:

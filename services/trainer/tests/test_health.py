@@ -65,7 +65,7 @@ def kinds(job: Job) -> list[str]:
 def test_a_frozen_worker_ends_in_stacks_and_75_and_the_same_command_continues(
     new_job: Callable[..., Job], command: Callable[..., None], healthy: Job
 ) -> None:
-    job = new_job(**TWO, train__watchdog_min_seconds="2", train__max_restarts="0")
+    job = new_job(**TWO, train__watchdog_min_seconds="4", train__max_restarts="0")
     with pytest.raises(WorkersLost, match=r"rank 0: step 7 has taken (?s:.*)No heartbeat comes from rank 1") as raised:
         command(work.train_with_a_worker_that_freezes, job)
 

@@ -34,13 +34,14 @@ from services.common.recipe.schema import Checkpoint
 from services.common.testing.artifacts import publish, publish_checkpoint
 from services.common.testing.manifests import forge, in_all_of_state
 from services.trainer.__main__ import main
+from services.trainer.checkpoints.loader import load_part
 from services.trainer.checkpoints.lookup import newest_checkpoint, verify_checkpoint
 from services.trainer.checkpoints.writer import discard_old
 from services.trainer.conversion.export import export
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.inspection.sample import TextGenerator, load_model
 from services.trainer.job import Job
-from services.trainer.loop import load_part, train
+from services.trainer.loop import train
 from services.trainer.node_staging import compile_cache_folder, prepare_node
 from services.trainer.run import RUN_FILE, open_run
 from services.trainer.tests.builders import DOCUMENT_TOKENS, make_corpus, make_program, make_recipe, write_recipe

@@ -16,10 +16,11 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.termination_notice import NOTICE_VARIABLE
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.step import Program
+from services.trainer.checkpoints.loader import load_part
 from services.trainer.checkpoints.lookup import newest_checkpoint, verify_checkpoint
 from services.trainer.checkpoints.writer import discard_old
 from services.trainer.job import Job, completed_step
-from services.trainer.loop import load_part, train
+from services.trainer.loop import train
 from services.trainer.metrics.events import NewWarnings, count_events
 from services.trainer.metrics.records import read_metrics
 from services.trainer.stop import STOP_FILE

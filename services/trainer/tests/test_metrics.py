@@ -238,9 +238,12 @@ def test_no_value_of_a_line_fails_a_view_of_the_run(
     for record in run.metrics:
         board.add(record["step"], known_metrics(record))
     board.close()
-    with MetricsRecorder(job, ProcessGroup(0, 1), make_program(job.recipe).backend, first_step=len(names)) as recorder:
-        recorder.begin(replace(LAST_STEP, step=len(names) + 1), [FAST])
-        recorder.write()
+    backend, first_step = make_program(job.recipe).backend, len(names)
+    with (
+        MetricsRecorder(job, ProcessGroup(0, 1), backend, first_step) as recorder,
+        recorder.step(replace(LAST_STEP, step=first_step + 1), [FAST], {}),
+    ):
+        pass
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -17,9 +17,10 @@ from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import make_mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
+from services.trainer.checkpoints.loader import load_part
 from services.trainer.conversion.export import export
 from services.trainer.job import Job
-from services.trainer.loop import load_part, train
+from services.trainer.loop import train
 from services.trainer.metrics.events import read_events
 from services.trainer.metrics.records import read_metrics
 from services.trainer.run import open_run

@@ -23,13 +23,14 @@ from services.common.process.entry_point import exit_code_of
 from services.common.program.llama import parameter_shapes
 from services.common.testing.manifests import Fields, forge, in_all_of_state, reseal
 from services.trainer.__main__ import main
+from services.trainer.checkpoints.loader import load_part
 from services.trainer.checkpoints.lookup import verify_state
 from services.trainer.checkpoints.shards import ORIGIN, ShardReader
 from services.trainer.conversion.export import export
 from services.trainer.inspection.checkpoint_content import inspect
 from services.trainer.inspection.sample import load_weights
 from services.trainer.job import Job
-from services.trainer.loop import load_part, train
+from services.trainer.loop import train
 from services.trainer.run import open_run
 from services.trainer.tests.builders import make_program, write_recipe
 from services.trainer.tests.runs import checkpoints, state_hash

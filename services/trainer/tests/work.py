@@ -90,8 +90,11 @@ def train_with_a_faulty_worker(job: Job, environment: WorkerEnvironment) -> None
 
 
 def train_with_a_worker_that_freezes(job: Job, environment: WorkerEnvironment) -> None:
-    """Rank 1 of the first start is stopped in its seventh step, as a debugger or a node without memory would."""
-    frozen, train_step = job.run_folder / "frozen", Program.train_step
+    """Rank 1 of the first start is stopped in its seventh step, as a debugger or a node without memory would.
+
+    That start waits for its checkpoints: a freeze while one is still being written would leave it uncommitted.
+    """
+    frozen, train_step, patch = job.run_folder / "frozen", Program.train_step, pytest.MonkeyPatch()
 
     def freeze(program: Program, step: int, *arguments: Any) -> Any:
         if step == 6 and environment.rank == 1 and not frozen.exists():
@@ -99,7 +102,9 @@ def train_with_a_worker_that_freezes(job: Job, environment: WorkerEnvironment) -
             os.kill(os.getpid(), signal.SIGSTOP)
         return train_step(program, step, *arguments)
 
-    pytest.MonkeyPatch().setattr(Program, "train_step", freeze)
+    patch.setattr(Program, "train_step", freeze)
+    if not frozen.exists():
+        patch.setattr(CheckpointWriter, "advance", CheckpointWriter.wait)
     train(job, environment)
 
 
