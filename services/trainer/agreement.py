@@ -1,4 +1,4 @@
-"""Checks that all workers run one program, take the same steps and hold the same state, and what they decide together.
+"""Checks that all workers run one program and hold the same state, and lets them agree on the outcome of a step.
 
 All workers call every function that takes the process group, in the same order.
 """

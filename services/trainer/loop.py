@@ -66,7 +66,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
 
 
 class StepOutcome(NamedTuple):
-    """One optimizer step: its numbers, and what all workers agreed on."""
+    """Numbers of an optimizer step, and the decisions that all workers share."""
 
     record: StepRecord
     workers: list[WorkerNumbers]
@@ -82,7 +82,7 @@ class StepOutcome(NamedTuple):
 
 
 class Training:
-    """One worker's part in a run: the program, the position in the run, and the reason for which the run ends.
+    """Trains as one worker: holds the program, the position in the run, and the reason for the run's end.
 
     All workers call every method, in the same order. All steps are taken within the contexts `recorder` and `watchdog`.
     """

@@ -55,7 +55,7 @@ def resume(job: Job, program: Program, group: ProcessGroup) -> ResumePoint:
             if damages and group.rank == 0:
                 record_event(job, "fallback", to_step=step, damages=damages)
             return ResumePoint(step, state.skipped_steps, state.loss_spikes)
-        logger.warning("passing over a damaged checkpoint: %s", problems[0])
+        logger.warning("skipping a damaged checkpoint: %s", problems[0])
         damages.append(f"{checkpoint_id(step)}: {problems[0]}")
     if damages:
         raise all_damaged(job.checkpoint_collection, damages)

@@ -29,7 +29,7 @@ from services.trainer.tests.runs import checkpoints, flip_a_bit, read_run, state
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 WHOLE = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "checkpoint__interval_steps": "4"}
-"""One worker's model."""
+"""Overrides for a run of one worker, whose model two workers can share."""
 SPLIT = {**WHOLE, "parallel__tensor_parallel_size": "2", "parallel__zero_stage": "1"}
 SHARED = {**WHOLE, "parallel__data_parallel_size": "4", "parallel__zero_stage": "1"}
 HALF, FULL = {"train__max_steps": "4"}, {"train__max_steps": "8"}
@@ -98,10 +98,9 @@ def test_each_worker_writes_what_it_owns_and_no_other_does(runs: Runs) -> None:
 def test_a_damaged_shard_of_one_worker_lets_all_fall_back_alike(runs: Runs) -> None:
     for rank in range(4):
         log = (runs.damaged.run_folder / "logs" / f"rank-{rank:05d}.log").read_text()
-        assert "passing over a damaged checkpoint" in log
         assert "shard-00002.safetensors: xxh3-128 is" in log
     assert read_run(runs.damaged.root).starts[-1].endswith("step-00000004")
-    [event] = read_events(runs.damaged.run_folder)  # of which the command tells
+    [event] = read_events(runs.damaged.run_folder)
     assert (event["event"], event["to_step"]) == ("fallback", 4)
     assert "shard-00002.safetensors: xxh3-128 is" in event["damages"][0]
     assert final_state(runs.damaged) == final_state(runs.straight)
