@@ -1,4 +1,4 @@
-"""`python -m services.trainer`; what it does is in `command`."""
+"""Entry point of `python -m services.trainer`; the commands are in `services.trainer.command`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def main(argv: list[str], recipe: Recipe | None = None) -> int:
 
 
 def begin_and_run(argv: list[str]) -> int:
-    """As `main`, for a process that does nothing else: what it begins early may outlast an error, and goes with it."""
+    """Run `main` in a process of its own, whose launcher prepares for the workers during the imports.
+
+    These preparations may outlast an error of `main`; they end with the process.
+    """
     with importing():
         from services.trainer.worker_start import begin_start  # noqa: PLC0415 - takes a fifth of a second
 

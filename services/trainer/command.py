@@ -1,6 +1,6 @@
 """The trainer stage: corpus/2 + compile_cache/1 -> checkpoint/3 and run/1.
 
-`python -m services.trainer [COMMAND] --recipe FILE`; `train` is the default. COMMANDS has them all.
+`python -m services.trainer [COMMAND] --recipe FILE`; COMMANDS lists the commands, and `train` is the default.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 import uuid
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -70,9 +70,10 @@ CLOSING_PROMPTS = ("If the", "Return a", "The method")
 def main(argv: list[str], recipe: Recipe | None = None) -> int:
     """Run the command in `argv`, whose recipe may have been loaded before."""
     configure_logging("trainer")
-    command, options = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("train", argv)
-    arguments, recipe = _parser(command).parse(options, recipe)
-    return COMMANDS[command](arguments, recipe)
+    name, options = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("train", argv)
+    command = COMMANDS[name]
+    arguments, recipe = command.make_parser().parse(options, recipe)
+    return command.run(arguments, recipe)
 
 
 def train(arguments: Namespace, recipe: Recipe) -> int:
@@ -92,17 +93,17 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             checkpoint = newest_checkpoint(job.checkpoint_collection, verify_state(recipe, job.corpus))
         if recipe.train.initial_weights and checkpoint is None:
             raise ArtifactError(
-                f"{job.run}: begins with imported weights (train.initial_weights), which are not there yet. Import "
+                f"{job.run}: begins with imported weights (train.initial_weights), which are not imported yet. Import "
                 f"them: `python -m services.trainer import --recipe {arguments.recipe} --root {job.root} --from FOLDER`"
             )
         if checkpoint is None and (before := explain_new_run(job.root, recipe, job.corpus)):
-            logger.info("%s is a new run, and does not continue %s", job.run, before)
+            logger.info("%s is a new run and does not continue %s", job.run, before)
         step = completed_step(checkpoint)
         if checkpoint and step < recipe.train.max_steps:
             job = continue_run(job, checkpoint, arguments.allow_changed_program)
         write_run(job)
         if checkpoint and step >= recipe.train.max_steps:
-            # Where they differ, the command was killed between the last commit and the report.
+            # They differ if the command was killed between the last commit and the report.
             if read_state(job.run_folder) != describe_state(checkpoint):
                 report_training(job, arguments.recipe)
             print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_collection}")
@@ -120,9 +121,9 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
 
 
 def plan(arguments: Namespace, recipe: Recipe) -> int:
-    """Print what the run will need, and take one step of its whole topology without holding any of it.
+    """Print the run's needs, and trace one step of the whole topology on tensors without memory.
 
-    Raises `RecipeError` where its nodes do not have the memory.
+    Raises `RecipeError` if a worker needs more memory than its device has.
     """
     assumptions = read_assumptions(arguments)
     corpus = _published_corpus(arguments, recipe)
@@ -142,7 +143,7 @@ def summary(arguments: Namespace, recipe: Recipe) -> int:
 
 
 def report(arguments: Namespace, recipe: Recipe) -> int:
-    """Write report.html into the run's folder, with a sample of the model's writing if that is asked for."""
+    """Write report.html into the run's folder, with a sample of the model's writing for `--sample`."""
     run = _find_run(arguments, recipe)
     path = write_report(run, closing_sample(run) if arguments.sample else None)
     print(path)
@@ -159,7 +160,7 @@ def print_sample(arguments: Namespace, recipe: Recipe) -> int:
 
 
 def export_model(arguments: Namespace, recipe: Recipe) -> int:
-    """Write a Hugging Face folder, or one of NxD's checkpoints, from the newest checkpoint."""
+    """Write the newest checkpoint as a Hugging Face folder or as an NxD checkpoint."""
     nxd = _read_nxd_layout(arguments)
     run = _find_run(arguments, recipe)
     print(export(run, arguments.output, nxd, allow_non_finite=arguments.allow_non_finite_weights))
@@ -176,7 +177,7 @@ def import_model(arguments: Namespace, recipe: Recipe) -> int:
 
 
 def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
-    """Print what is in a checkpoint: the newest one that verifies, or that of a step, of which no other is read."""
+    """Print the content of a checkpoint: of the given step, or the newest one that verifies."""
     corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
     collection = Address(arguments.root, "checkpoint", run_name(recipe, corpus), "").collection
     step, steps = arguments.step, checkpoint_steps(collection)
@@ -194,9 +195,9 @@ def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
 
 
 def report_training(job: Job, recipe_path: Path) -> None:
-    """Write the report of a run that is complete. It is a view: whatever it fails of, the training has succeeded.
+    """Write the report of a complete run. The report is a view: if it fails, the training has still succeeded.
 
-    It loads no weights, for which the command's node may be too small.
+    It loads no weights, because the command's node may be too small for them.
     """
     try:
         run = open_run(job.root, job.run)
@@ -206,17 +207,17 @@ def report_training(job: Job, recipe_path: Path) -> None:
     except Exception as error:
         expected = isinstance(error, MillraceError | OSError)
         logger.warning(
-            "training is complete, but its report could not be written: %s. Write it with "
+            "the training is complete, but its report could not be written: %s. Write it with "
             "`python -m services.trainer report --recipe %s --root %s`",
             error,
             recipe_path,
             job.root,
-            exc_info=not expected,  # a bug of ours, which must not look like a failed training
+            exc_info=not expected,  # a bug gets its traceback, and the training still counts
         )
 
 
 def closing_sample(run: Run) -> str:
-    """Three beginnings and what the model makes of them. It takes the memory of a float32 model."""
+    """Let the model continue CLOSING_PROMPTS. This needs the memory of the model in float32."""
     writer = TextGenerator(run)
     written = [writer.generate(prompt, num_tokens=60, temperature=0.7, seed=0) for prompt in CLOSING_PROMPTS]
     return "\n\n".join(f"> {text.strip()}" for text in written)
@@ -260,95 +261,135 @@ def _find_run(arguments: Namespace, recipe: Recipe) -> Run:
     return open_run(arguments.root, run_name(recipe, corpus))
 
 
-def _parser(command: str) -> RecipeParser:
-    if command == "plan":
-        return _plan_parser()
-    if command == "doctor":
-        return doctor_parser()
-    parser = StageParser("trainer", f"Train, and look at what was trained: [{'|'.join(COMMANDS)}].")
-    parser.add_argument("--corpus", type=Path, help="a corpus folder (default: the newest of this recipe)")
-    if command == "train":
-        parser.add_launch()
-        parser.add_argument("--cache", type=Path, help="a compile cache folder (default: the one of this program)")
-        parser.add_argument(ALLOW_COLD_COMPILE, action="store_true", help="compile here when there is no cache")
-        parser.add_argument(
-            ALLOW_CHANGED_PROGRAM, action="store_true", help="continue a checkpoint that another program made"
-        )
-        parser.add_argument(
-            "--metrics-port", type=int, metavar="PORT", help="serve /metrics for Prometheus; 0: any port"
-        )
-        parser.add_argument(
-            "--metrics-host", default="127.0.0.1", metavar="HOST", help="address (default: %(default)s)"
-        )
-        parser.add_argument("--tracker", action="append", default=[], choices=tuple(TRACKERS), help="may be repeated")
-    if command == "report":
-        parser.add_argument("--sample", action="store_true", help="load the model, and show what it writes")
-    if command == "sample":
-        parser.add_argument("--prompt", default="", help="text to continue (default: begin a document)")
-        parser.add_argument("--tokens", type=int, default=200)
-        parser.add_argument("--temperature", type=float, default=0.7, help="0 always takes the likeliest token")
-        parser.add_argument("--seed", type=int, default=0)
-    if command == "export":
-        parser.add_argument("--output", type=Path, required=True, help="folder to make; it must not exist")
-        parser.add_argument(
-            ALLOW_NON_FINITE_WEIGHTS, action="store_true", help="export weights that are NaN or infinite as they are"
-        )
-        _add_export_format(parser)
-    if command == "import":
-        parser.add_argument(
-            "--from",
-            dest="source",
-            type=Path,
-            required=True,
-            help="a Hugging Face folder of a Llama, or an NxD checkpoint: the folder of its tag",
-        )
-    if command == "inspect-checkpoint":
-        parser.add_argument("--step", type=int, help="default: the newest")
-    return parser
-
-
-def _add_export_format(parser: StageParser) -> None:
-    formats = ("hugging-face", "nxd")
-    parser.add_argument("--format", choices=formats, default=formats[0], help="default: %(default)s")
-    nxd = parser.add_argument_group("of --format nxd, as the run has it that shall load the checkpoint")
-    nxd.add_argument("--tensor-parallel-size", type=int, metavar="N", help="ranks, of which each gets a file")
-    nxd.add_argument("--kv-size-multiplier", type=int, metavar="N", help="copies of key-value heads (default: 1)")
-    nxd.add_argument("--qkv-linear", action="store_true", help="attention has a GQAQKVColumnParallelLinear")
-    nxd.add_argument("--fuse-qkv", action="store_true", help="attention has one matrix for queries, keys and values")
-
-
 def _read_nxd_layout(arguments: Namespace) -> NxdLayout | None:
     size, copies = arguments.tensor_parallel_size, arguments.kv_size_multiplier
     if arguments.format == "nxd":
         if size is None or size < 1 or (copies is not None and copies < 1):
-            raise RecipeError("--format nxd: needs --tensor-parallel-size, and numbers from 1. For example 8.")
+            raise RecipeError(
+                "--format nxd: needs --tensor-parallel-size of at least 1, and no --kv-size-multiplier below 1. For "
+                "example: --tensor-parallel-size 8"
+            )
         return NxdLayout(size, copies or 1, arguments.qkv_linear, arguments.fuse_qkv)
     if size is not None or copies is not None or arguments.qkv_linear or arguments.fuse_qkv:
-        raise RecipeError("--tensor-parallel-size and the like say how NxD splits a model: add --format nxd.")
+        raise RecipeError(
+            "--tensor-parallel-size, --kv-size-multiplier, --qkv-linear and --fuse-qkv apply to --format nxd only: add "
+            "--format nxd, or omit them."
+        )
     return None
 
 
+def _parser(command: str, description: str) -> RecipeParser:
+    parser = RecipeParser(f"trainer {command}", description)
+    parser.add_argument("--corpus", type=Path, help="corpus folder (default: the newest of this recipe)")
+    return parser
+
+
+def _train_parser() -> RecipeParser:
+    parser = StageParser("trainer", "Train the recipe's model to train.max_steps, from the newest checkpoint on.")
+    others = ", ".join(name for name in COMMANDS if name != "train")
+    parser.epilog = f"{parser.epilog}. Other commands, each with its own --help: {others}"
+    parser.add_launch()
+    parser.add_argument("--corpus", type=Path, help="corpus folder (default: the newest of this recipe)")
+    parser.add_argument("--cache", type=Path, help="compile cache folder (default: the cache of this program)")
+    parser.add_argument(ALLOW_COLD_COMPILE, action="store_true", help="compile at the start if there is no cache")
+    parser.add_argument(
+        ALLOW_CHANGED_PROGRAM, action="store_true", help="continue a checkpoint that another program made"
+    )
+    parser.add_argument("--metrics-port", type=int, metavar="PORT", help="serve metrics for Prometheus; 0: any port")
+    parser.add_argument(
+        "--metrics-host", default="127.0.0.1", metavar="HOST", help="address of --metrics-port (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tracker",
+        action="append",
+        default=[],
+        choices=tuple(TRACKERS),
+        help="send metrics to an experiment tracker; may be repeated",
+    )
+    return parser
+
+
 def _plan_parser() -> RecipeParser:
-    parser = RecipeParser("trainer plan", "Estimate what a run will need, before anything is held for it.")
-    parser.add_argument("--corpus", type=Path, help="a corpus folder (default: the newest of this recipe)")
+    parser = _parser("plan", "Estimate memory, time, cost and checkpoints of a run before it starts.")
     parser.add_argument(
         "--no-dry-run",
         dest="dry_run",
         action="store_false",
-        help="leave out the step that is taken on tensors without memory: half a minute for a large model",
+        help="skip the step on tensors without memory, which takes half a minute for a large model",
     )
     add_assumptions(parser)
     return parser
 
 
-COMMANDS: dict[str, Callable[[Namespace, Recipe], int]] = {
-    "train": train,
-    "plan": plan,
-    "doctor": doctor,
-    "summary": summary,
-    "report": report,
-    "sample": print_sample,
-    "export": export_model,
-    "import": import_model,
-    "inspect-checkpoint": inspect_checkpoint,
+def _summary_parser() -> RecipeParser:
+    return _parser("summary", "Print what the three stages made, and a sample of the model's writing.")
+
+
+def _report_parser() -> RecipeParser:
+    parser = _parser("report", "Write report.html with the run's curves into the run's folder.")
+    parser.add_argument("--sample", action="store_true", help="load the model and add a sample of its writing")
+    return parser
+
+
+def _sample_parser() -> RecipeParser:
+    parser = _parser("sample", "Let the newest checkpoint continue a prompt.")
+    parser.add_argument("--prompt", default="", help="text to continue (default: begin a document)")
+    parser.add_argument("--tokens", type=int, default=200, help="most tokens to write (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, help="0 takes the likeliest token (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
+    return parser
+
+
+def _export_parser() -> RecipeParser:
+    parser = _parser("export", "Write the newest checkpoint as a Hugging Face folder or as an NxD checkpoint.")
+    parser.add_argument("--output", type=Path, required=True, help="folder to make; it must not exist")
+    parser.add_argument(ALLOW_NON_FINITE_WEIGHTS, action="store_true", help="export NaN and infinite weights as well")
+    formats = ("hugging-face", "nxd")
+    parser.add_argument("--format", choices=formats, default=formats[0], help="(default: %(default)s)")
+    nxd = parser.add_argument_group("options of --format nxd, equal to those of the run that loads the checkpoint")
+    nxd.add_argument("--tensor-parallel-size", type=int, metavar="N", help="number of ranks, one file for each")
+    nxd.add_argument("--kv-size-multiplier", type=int, metavar="N", help="copies of key-value heads (default: 1)")
+    nxd.add_argument("--qkv-linear", action="store_true", help="attention has a GQAQKVColumnParallelLinear")
+    nxd.add_argument("--fuse-qkv", action="store_true", help="attention has one matrix for queries, keys and values")
+    return parser
+
+
+def _import_parser() -> RecipeParser:
+    parser = _parser("import", "Begin a run with the weights of a Hugging Face folder or of an NxD checkpoint.")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        required=True,
+        help="Hugging Face folder of a Llama, or the folder of an NxD checkpoint's tag",
+    )
+    return parser
+
+
+def _inspect_parser() -> RecipeParser:
+    parser = _parser("inspect-checkpoint", "Print the metadata and the tensors of a checkpoint.")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest that verifies)")
+    return parser
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the trainer, with its own options."""
+
+    run: Callable[[Namespace, Recipe], int]
+    make_parser: Callable[[], RecipeParser]
+
+
+COMMANDS = {
+    "train": Command(train, _train_parser),
+    "plan": Command(plan, _plan_parser),
+    "doctor": Command(doctor, doctor_parser),
+    "summary": Command(summary, _summary_parser),
+    "report": Command(report, _report_parser),
+    "sample": Command(print_sample, _sample_parser),
+    "export": Command(export_model, _export_parser),
+    "import": Command(import_model, _import_parser),
+    "inspect-checkpoint": Command(inspect_checkpoint, _inspect_parser),
 }

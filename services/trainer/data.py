@@ -1,9 +1,8 @@
-"""Which sample comes when: a pure function of the batch's number, for any number of workers.
+"""Chooses the samples of each batch: a pure function of the batch's number, for any number of workers.
 
-The batch's number is that of the step, unless batches before it were left out
-(`services.trainer.health.loss_spikes`). Sample number `batch * global_batch_size + i` of the run belongs to epoch
-`number // N` and is the entry `number % N` of that epoch's permutation of the N samples. So a checkpoint needs no
-loader state, and a batch may straddle two epochs.
+The batch's number equals the step's, unless batches before it were skipped (`services.trainer.health.loss_spikes`).
+Sample number `batch * global_batch_size + i` of the run belongs to epoch `number // N` and is the entry `number % N` of
+that epoch's permutation of the N samples. So a checkpoint needs no loader state, and a batch may straddle two epochs.
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ _ROUNDS = 6
 _MASK32 = np.uint64(0xFFFFFFFF)
 
 
-def micro_batches(stream: TokenStream, recipe: Recipe, step: int, mesh: Mesh) -> Iterator[MicroBatch]:
-    """This worker's micro-batches of a step, or of the batch with this number, in order."""
+def micro_batches(stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh) -> Iterator[MicroBatch]:
+    """Yield this worker's micro-batches of the batch with this number, in order."""
     batch = recipe.batch
     share = mesh.share(batch.global_batch_size)
-    first = step * batch.global_batch_size + share.start
+    first = number * batch.global_batch_size + share.start
     samples = sample_indices(stream.num_samples, recipe.train.seed, first, len(share))
     for start in range(0, len(share), batch.micro_batch_size):
         yield _read(stream, samples[start : start + batch.micro_batch_size], recipe)
 
 
 def evaluation_batch(stream: TokenStream, recipe: Recipe, index: int) -> MicroBatch:
-    """Full micro-batch number `index` of a split, in stored order."""
+    """Read micro-batch number `index` of a split, in stored order."""
     start = index * recipe.batch.micro_batch_size
     return _read(stream, np.arange(start, start + recipe.batch.micro_batch_size), recipe)
 
 
 def num_evaluation_batches(stream: TokenStream, batch: Batch, wanted: int) -> int:
-    """`wanted`, or as many full micro-batches as a smaller split has."""
+    """Return `wanted`, or the number of full micro-batches in a smaller split."""
     return min(wanted, stream.num_samples // batch.micro_batch_size)
 
 
 def sample_indices(num_samples: int, seed: int, first: int, count: int) -> npt.NDArray[np.int64]:
-    """Indices of the run's samples number `first` to `first + count - 1`."""
+    """Return the indices of the run's samples number `first` to `first + count - 1`."""
     numbers = np.arange(first, first + count, dtype=np.int64)
     epochs, positions = np.divmod(numbers, num_samples)
     indices = np.empty(count, dtype=np.int64)
@@ -57,10 +56,10 @@ def sample_indices(num_samples: int, seed: int, first: int, count: int) -> npt.N
 
 
 def permute(positions: npt.NDArray[np.int64], size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Entries `positions` of the permutation of range(size) keyed by (seed, epoch).
+    """Return the entries `positions` of the permutation of range(size) that (seed, epoch) selects.
 
-    A Feistel network on the next even number of bits; a value that lands outside the range walks its cycle
-    until it is inside (Black and Rogaway 2002). O(1) state, where a shuffled array of 20 million samples
+    The permutation is a Feistel network on the next even number of bits; a value outside the range walks its cycle
+    until it is inside (Black and Rogaway 2002). It needs O(1) memory, where a shuffled array of 20 million samples
     takes 0.9 s and 166 MB in every process. Raises `ValueError` for an empty range, where no walk would end.
     """
     if size < 1:
@@ -93,7 +92,7 @@ def _feistel(
 
 
 def _mix(values: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
-    """A 32-bit finaliser (Murmur3's constants) over each value and the round's key."""
+    """Apply a 32-bit finalizer with Murmur3's constants to each value and the round's key."""
     mixed = (values ^ key) & _MASK32
     mixed = ((mixed ^ (mixed >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & _MASK32
     mixed = ((mixed ^ (mixed >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & _MASK32

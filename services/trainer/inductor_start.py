@@ -1,6 +1,6 @@
-"""What Inductor imports and computes once in a process, before it finds a first graph in its cache.
+"""Lets Inductor do its one-time imports and hashes of a process before workers are forked from it.
 
-It does so when it is needed: at the first step. Workers that are forked have it done before.
+Otherwise Inductor does this work at the first step, before it finds the first graph in its cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 _KEYS = ("torch_key", "triton_key")
-# The last ones torch imports where it compiles, or finds, a graph, and not at the top of a file.
+# Torch imports all but the first module inside of functions that compile or find a graph.
 _MODULES = (
     "torch._inductor.compile_fx",
     "torch._dynamo.repro.after_dynamo",
@@ -27,11 +27,14 @@ _MODULES = (
 
 
 def begin_inductor(can_fork: bool) -> None:
-    """Import it, and compute the part of its keys that all graphs have in common: the hashes of torch's and Triton's
-    sources, 0.6 s. A fork does that meanwhile, where nothing speaks against one.
+    """Import Inductor and compute the part of cache keys that all graphs share: hashes of torch's and Triton's sources.
+
+    The hashes take 0.6 s. With `can_fork`, a forked process computes them during the imports.
     """
     codecache = importlib.import_module("torch._inductor.codecache")
-    hashes = [getattr(codecache, name) for name in _KEYS if hasattr(getattr(codecache, name), "set")]  # not torch 2.9
+    hashes = [
+        getattr(codecache, name) for name in _KEYS if hasattr(getattr(codecache, name), "set")
+    ]  # torch 2.9 has none
     with _calling_in_a_fork(hashes) if can_fork else nullcontext():
         for module in _MODULES:
             importlib.import_module(module)
@@ -41,7 +44,7 @@ def begin_inductor(can_fork: bool) -> None:
 
 @contextmanager
 def _calling_in_a_fork(functions: Sequence[Any]) -> Iterator[None]:
-    """Have each of torch's cached functions called while the block takes, on another core, and know its result then."""
+    """Call torch's cached functions in a forked process during the block, and store their results in the caches."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -53,7 +56,7 @@ def _calling_in_a_fork(functions: Sequence[Any]) -> Iterator[None]:
             written = file.read()
     finally:
         os.waitpid(child, 0)
-    if written:  # else it failed, and this process will find out why where it needs them
+    if written:  # after a failure this process calls the functions itself and sees the error
         for function, result in zip(functions, pickle.loads(written), strict=True):
             function.set(result)
 

@@ -1,4 +1,4 @@
-"""What the trainer's command hands to its workers: one value that says what to train from what, and where."""
+"""Describes a run to its workers: recipe, corpus, compile cache, folders and the command's attempt."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ ALLOW_CHANGED_PROGRAM = "--allow-changed-program"
 
 @dataclass(frozen=True)
 class Job:
+    """Immutable description of a run and of the command that trains it; every worker gets a copy."""
+
     recipe: Recipe
     root: Path
     run: str
     """Name of the run: the recipe's name and the hash of everything that decides the weights."""
     corpus: Artifact[CorpusManifest]
     cache: Artifact[CompileCacheManifest] | None
-    """None when nothing is compiled, or when the user allows a cold start."""
+    """Compile cache of the program; None if nothing is compiled or the user allows a cold start."""
     program_fingerprint: str
     waivers: tuple[str, ...]
-    """Flags that let this run go on where it would have been refused, this command's and earlier ones'."""
+    """Flags with which this command or an earlier one continued the run in spite of a mismatch."""
     launch: str
     started_at: datetime
     attempt: str
-    """Unique per command: names the node-local folder that its processes share."""
+    """Unique name of the command, and of the node-local folder that its processes share."""
     workers_started_at: datetime
-    """Begin of the newest start of the workers: `started_at`, or later where workers were lost."""
+    """Time of the newest start of the workers: `started_at`, or later if workers were lost."""
     lease: Lease | None = None
     start_number: int = 0
-    """Of the workers: 0 for the command's first ones, one more at every start after a loss."""
+    """Number of the workers' start: 0 for the command's first start, one more after each loss of workers."""
 
     @property
     def run_folder(self) -> Path:
@@ -59,12 +61,12 @@ class Job:
 
 
 def run_folder(root: Path, run: str) -> Path:
-    """run/1: the one mutable folder. Losing it loses no training state."""
+    """Return the folder of artifact run/1, the only mutable folder. Losing it loses no training state."""
     return root / "run" / run
 
 
 def run_name(recipe: Recipe, corpus: Artifact[CorpusManifest]) -> str:
-    """Equal for two commands exactly when the second continues the first."""
+    """Return the run's name. Two commands have the same name exactly when the second continues the first."""
     digest = artifact_id(recipe, "checkpoint", CONTENT_VERSION, [corpus.manifest.content_digest])
     return f"{recipe.name}-{digest[:8]}"
 
@@ -72,9 +74,9 @@ def run_name(recipe: Recipe, corpus: Artifact[CorpusManifest]) -> str:
 def open_cache(
     recipe: Recipe, recipe_path: Path, root: Path, explicit: Path | None, allow_cold: bool
 ) -> tuple[Artifact[CompileCacheManifest] | None, str]:
-    """The compile cache of this recipe's program on this machine, and the program's fingerprint.
+    """Return the compile cache of the recipe's program on this machine, and the program's fingerprint.
 
-    Raises `ArtifactError` when there is none, with what differs from the one that is there.
+    Raises `ArtifactError` if there is none, with the differences from the cache that exists.
     """
     facts = program_facts(recipe)
     ours = fingerprint(facts)
@@ -103,15 +105,15 @@ def _require_same_program(cache: Artifact[CompileCacheManifest], facts: dict[str
             list_problems(explain_difference(theirs.facts, facts).splitlines(), "facts that differ")
         )
         raise ArtifactError(
-            f"{cache.path}: compiled for program {theirs.program_fingerprint[:12]}, this run is {ours[:12]}. "
-            f"They differ in\n  {difference}\nMake a cache for this program with `{command}`."
+            f"{cache.path}: compiled for program {theirs.program_fingerprint[:12]}, but this run's program is "
+            f"{ours[:12]}. They differ in\n  {difference}\nMake a cache for this program with `{command}`."
         )
 
 
 def continue_run(job: Job, checkpoint: Artifact[CheckpointManifest], allow_changed_program: bool) -> Job:
-    """The job, with the waivers that `checkpoint` was made under.
+    """Return the job with the waivers of `checkpoint`.
 
-    Raises `ArtifactError` when another program made it: the steps to come would not be bit for bit those it would take.
+    Raises `ArtifactError` if another program made the checkpoint: the next steps would not be bit for bit the same.
     """
     state, maker = checkpoint.manifest.checkpoint, checkpoint.manifest.producer
     waivers = {*job.waivers, *state.waivers}
@@ -121,9 +123,9 @@ def continue_run(job: Job, checkpoint: Artifact[CheckpointManifest], allow_chang
             what = ", ".join(changed) or "torch, Python, the compiler, the CPU or services/common/program changed"
             raise ArtifactError(
                 f"{checkpoint.path}: made by program {state.program_fingerprint[:12]} (trainer {maker.version}, commit "
-                f"{maker.git_sha[:12]}, image {maker.image}), this one is {job.program_fingerprint[:12]}: {what}, and "
-                f"the bits may change with it. "
-                f"Continue with what made it, or pass {ALLOW_CHANGED_PROGRAM}, which the next checkpoints record."
+                f"{maker.git_sha[:12]}, image {maker.image}), but this program is {job.program_fingerprint[:12]}: "
+                f"{what}. The next steps may have other bits. Continue with the program that made the checkpoint, or "
+                f"pass {ALLOW_CHANGED_PROGRAM}, which the next checkpoints record."
             )
         waivers.add(ALLOW_CHANGED_PROGRAM)
     return replace(job, waivers=tuple(sorted(waivers)))

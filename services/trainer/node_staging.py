@@ -1,8 +1,7 @@
-"""What a node does once for all of a command's processes on it: verify what they read, copy the compile cache.
+"""Does once per node what all processes of a command need: verifies their inputs and copies the compile cache.
 
-The processes meet in a node-local folder named after the command's attempt; the first one to lock it does
-the work and leaves a stamp. The next command verifies again: a stamp never outlives its attempt, whose folder goes
-with the last process that uses it.
+The processes share a node-local folder named after the command's attempt. The first process to lock it does the work
+and leaves a stamp. The next command verifies again: the last process that uses the folder removes it with its stamps.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from services.trainer.job import Job
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "lock"
-"""Ends the names of files `lock` and `MODULE_....lock`."""
+"""Ending of the names of lock files: `lock` and `MODULE_....lock`."""
 
 
 def node_folder(job: Job) -> Path:
@@ -33,13 +32,13 @@ def node_folder(job: Job) -> Path:
 
 
 def compile_cache_folder(job: Job) -> Path:
-    """Node-local: caches write into the directory that they read, and a published one must not change."""
+    """Return the node-local copy: compilers write into the cache that they read; a published one must not change."""
     return node_folder(job) / "compile_cache"
 
 
 @contextmanager
 def using_node(job: Job) -> Iterator[None]:
-    """Keep the node's folder while the block takes. It stays for workers that are about to be started again."""
+    """Keep the node's folder during the block, and after it for workers that are about to be started again."""
     with private_folder(job.attempt, keep_after=(WorkersLost,)):
         yield
 
@@ -47,7 +46,7 @@ def using_node(job: Job) -> Iterator[None]:
 def prepare_node(job: Job) -> None:
     """Verify the corpus and copy the verified compile cache, unless another process of this command has done it.
 
-    Raises `ArtifactError` that names the damaged files.
+    Raises `ArtifactError`, which names the damaged files.
     """
     with _doing_once(job, "prepared") as is_to_do:
         if not is_to_do:
@@ -59,7 +58,7 @@ def prepare_node(job: Job) -> None:
         cache.mkdir()
         if job.cache:
             verify_files(job.cache.path, job.cache.manifest)
-            for entry in job.cache.manifest.files:  # what is listed, and so verified; not what else lies there
+            for entry in job.cache.manifest.files:  # only verified files are copied
                 folder_of_graphs, _, below = entry.path.partition("/")
                 if folder_of_graphs == GRAPHS and below:
                     target = cache / below  # no part of a listed path is `..`
@@ -68,10 +67,10 @@ def prepare_node(job: Job) -> None:
 
 
 def verify_on_node(job: Job, checkpoint: Artifact[CheckpointManifest], files: Iterable[str]) -> None:
-    """Check the bytes of the files that a worker is about to read. Each is checked by one of this command's processes
-    on the node, and by one of them again at every start after a loss, which may come weeks later.
+    """Verify the bytes of the files that a worker is about to read.
 
-    Raises `ArtifactError` that names one that is damaged.
+    One process of the command verifies each file on each node. It does so again after each restart of the workers,
+    which may come weeks later. Raises `ArtifactError`, which names a damaged file.
     """
     manifest = checkpoint.manifest
     for file in files:
@@ -85,8 +84,9 @@ def verify_on_node(job: Job, checkpoint: Artifact[CheckpointManifest], files: It
 
 @contextmanager
 def _doing_once(job: Job, what: str) -> Iterator[bool]:
-    """Whether `what` is still to be done by this node. It counts as done when the block ends without an error; others
-    wait meanwhile.
+    """Yield whether this node still has to do `what`, while other processes of the node wait.
+
+    The work counts as done when the block ends without an error.
     """
     folder = node_folder(job)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -98,9 +98,9 @@ def _doing_once(job: Job, what: str) -> Iterator[bool]:
 
 
 def new_cache_files(job: Job) -> int:
-    """Files in the node's copy of the compile cache that the published one does not have.
+    """Count the files in the node's copy of the compile cache that the published cache does not have.
 
-    The locks of libneuronxla are none: it makes them where it only reads.
+    Lock files do not count: libneuronxla makes them even where it only reads.
     """
     published = {entry.path for entry in job.cache.manifest.files} if job.cache else set()
     found = [path for path in list_files(compile_cache_folder(job)) if not path.endswith(LOCK_NAME)]

@@ -1,4 +1,4 @@
-"""run/1: the folder of one run, and the summary of what the three stages made for it."""
+"""Writes and reads run/1, the folder of a run, and summarizes the run and its artifacts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REPORT_FILE = "report.html"
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder and the artifacts that it names describe it."""
+    """A run with its artifacts and records, as read from its folder."""
 
     folder: Path
     recipe: Recipe
@@ -48,15 +48,15 @@ class Run:
     metrics: list[dict[str, Any]]
     attempts: list[dict[str, Any]]
     unreadable: dict[str, int]
-    """Lines that were passed over, by the file's name."""
+    """Number of unreadable lines, by the name of the file."""
 
     @property
     def state(self) -> str:
-        """Names the newest state, by its step and its bytes."""
+        """Identifier of the newest state, made of its step and its content digest."""
         return describe_state(self.checkpoint)
 
     def phases(self) -> dict[str, list[Phase]]:
-        """Timed phases of each stage, in the order in which the stages ran."""
+        """Return the timed phases of each stage, in the order in which the stages ran."""
         cache = list(self.cache.manifest.compile_cache.phases) if self.cache else []
         training = []
         for attempt in self.attempts:
@@ -72,7 +72,7 @@ def describe_state(checkpoint: Artifact[CheckpointManifest]) -> str:
 
 
 def write_run(job: Job) -> None:
-    """Name the artifacts that the run is made from, by their place below the root: a root may be moved or mounted."""
+    """Write run.json, which names the run's artifacts by their paths below the root: a root may be moved."""
     run: dict[str, Any] = {
         "schema": SCHEMA,
         "run": job.run,
@@ -91,13 +91,13 @@ def write_run(job: Job) -> None:
 
 
 def _below(root: Path, path: Path) -> str:
-    """`path` relative to the root; as it is where `--corpus` or `--cache` named a folder elsewhere."""
+    """Return `path` relative to the root, or absolute if `--corpus` or `--cache` named a folder outside."""
     path, root = path.absolute(), root.absolute()
     return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
 def open_run(root: Path, name: str) -> Run:
-    """Open a run that has a checkpoint. Raises `ArtifactError` when there is none yet."""
+    """Open a run that has a checkpoint. Raises `ArtifactError` if it has none yet."""
     folder = run_folder(root, name)
     if not (folder / RUN_FILE).exists():
         raise ArtifactError(f"{folder}: no such run. Start it with `python -m services.trainer --recipe FILE`.")
@@ -112,7 +112,7 @@ def open_run(root: Path, name: str) -> Run:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(
             f"{folder / RUN_FILE}: damaged, or of another version: {error}. "
-            f"The trainer's command for this recipe writes it anew."
+            f"The trainer's command for this recipe writes it again."
         ) from error
     if schema != SCHEMA:
         raise ArtifactError(f"{folder / RUN_FILE}: schema {schema!r}, this program reads {SCHEMA!r}.")
@@ -120,7 +120,7 @@ def open_run(root: Path, name: str) -> Run:
     if run_name(recipe, corpus) != name:
         raise ArtifactError(
             f"{folder / RUN_FILE}: describes the run {run_name(recipe, corpus)}, expected {name}. "
-            f"The trainer's command for this recipe writes it anew."
+            f"The trainer's command for this recipe writes it again."
         )
     collection = Address(root, "checkpoint", name, "").collection
     checkpoint = newest_checkpoint(collection)
@@ -141,15 +141,15 @@ def open_run(root: Path, name: str) -> Run:
 
 
 def vocabulary_file(run: Run) -> Path:
-    """The vocabulary of the run's corpus, verified. Raises `ArtifactError` when it is damaged."""
+    """Return the verified vocabulary file of the run's corpus. Raises `ArtifactError` if it is damaged."""
     manifest = run.corpus.manifest
     return listed_file(run.corpus.path, manifest, manifest.corpus.vocabulary.path)
 
 
 def summarize(run: Run) -> str:
-    """A dozen lines: what each stage made, how long it took, and how training went.
+    """Summarize in a dozen lines what each stage made, how long it took, and how training went.
 
-    Lines of the metrics that cannot be read are passed over and counted: they hold no training state.
+    Unreadable lines of the metrics are skipped and counted: they hold no training state.
     """
     validation = [record["validation_loss"] for record in run.metrics if "validation_loss" in record]
     made = {"tokenizer": run.corpus, "compiler": run.cache, "trainer": run.checkpoint}
@@ -161,14 +161,10 @@ def summarize(run: Run) -> str:
         f"trained on    {trained.tokens:,} tokens, {mean_tokens_per_second(run.metrics):,.0f} tokens/s",
         *_describe_efficiency(run.metrics),
         f"skipped       {describe_skips(run)}",
-        *([f"events        {told}"] if (told := describe_events(run)) else []),
+        *([f"events        {events}"] if (events := describe_events(run)) else []),
         f"checkpoints   {describe_checkpoints(run)}",
         f"misses        {describe_misses(run)}",
-        *(
-            f"passed over   {count:,} unreadable lines in {run.folder / file}"
-            for file, count in run.unreadable.items()
-            if count
-        ),
+        *(f"unreadable    {count:,} lines in {run.folder / file}" for file, count in run.unreadable.items() if count),
         f"report        {run.folder / REPORT_FILE}",
     ]
     return "\n".join(lines)
@@ -182,8 +178,8 @@ def _describe_loss(metrics: list[dict[str, Any]]) -> str:
 
 
 def _describe_efficiency(metrics: list[dict[str, Any]]) -> list[str]:
-    """One line; none where all records are older than these metrics."""
-    counted = [record for record in metrics if "data_share" in record and not record["is_first_of_process"]]
+    """Return one line, or none if only first steps were recorded."""
+    counted = [record for record in metrics if not record["is_first_of_process"]]
     if not counted:
         return []
     seconds = sum(record["step_seconds"] for record in counted)
@@ -201,36 +197,36 @@ def describe_skips(run: Run) -> str:
     state = run.checkpoint.manifest.checkpoint
     if state.skipped_steps == 0:
         return "no step"
-    return f"{state.skipped_steps:,} of {state.step:,} steps, whose gradients were not finite: they updated nothing"
+    return f"{state.skipped_steps:,} of {state.step:,} steps updated nothing, because gradients were not finite"
 
 
 def describe_events(run: Run) -> str:
-    """How many of each kind; nothing where all went well."""
+    """Return the number of events of each kind; empty if there were none."""
     return ", ".join(f"{count} {name}" for name, count in count_events(run.folder).items())
 
 
 def describe_checkpoints(run: Run) -> str:
-    """The interval between checkpoints beside what Young finds best for what they cost this run."""
+    """Describe the interval between checkpoints, and Young's optimum for the cost that this run measured."""
     every = f"every {run.recipe.checkpoint.interval_steps:,} steps"
     stalls = [record["checkpoint_stall_seconds"] for record in run.metrics if "checkpoint_stall_seconds" in record]
     speed = mean_tokens_per_second(run.metrics)
     if not stalls or not speed:
-        return f"{every}; what they cost is unknown: the run's metrics are lost"
+        return f"{every}; their cost is unknown: the run's metrics are lost"
     stall, nodes = sum(stalls) / len(stalls), stage_nodes(run.recipe, "trainer")
     optimum = optimal_interval_steps(stall, tokens_per_step(run.recipe) / speed, nodes, NODE_MTBF_HOURS)
     slowest = max((attempt.get("slowest_checkpoint_seconds", 0.0) for attempt in run.attempts), default=0.0)
     return (
-        f"{every}; each stopped training for {stall:.2f} s, for which every {optimum:,} are best where one of {nodes} "
-        f"nodes fails in {NODE_MTBF_HOURS / nodes:,.0f} hours (Young); the slowest took {slowest:.2f} s"
+        f"{every}; each stopped training for {stall:.2f} s, and the slowest took {slowest:.2f} s; Young's optimum is "
+        f"every {optimum:,} steps, if one of {nodes} nodes fails in {NODE_MTBF_HOURS / nodes:,.0f} hours"
     )
 
 
 def describe_misses(run: Run) -> str:
-    """Compile misses as the workers counted them, over all attempts that ended by themselves."""
+    """Describe the compile misses that workers counted in attempts that were not killed."""
     if not run.recipe.compile.enabled:
         return "none possible: compile.enabled = false"
     if not run.attempts:
-        return "not measured: no attempt of this run ended by itself"
+        return "not measured: every attempt of this run was killed"
     graphs = sum(attempt["graphs_compiled"] for attempt in run.attempts)
     files = sum(attempt["new_cache_files"] for attempt in run.attempts)
     return f"{graphs} graphs compiled and {files} files added to the compile cache while training"

@@ -1,4 +1,4 @@
-"""Where the trainer's command begins: the run's name, its step, and what makes it another run than the one before."""
+"""Describes the start of a command: the run's name, its first step, and the difference from the run before."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _RUN_ID = r"-[0-9a-f]{8}"
 
 
 def describe_start(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest] | None) -> dict[str, str]:
-    """The rows of `--dry-run` that say which run this is and where it begins. Manifests are read, and of the newest
-    checkpoint the sizes of its files.
+    """Return the rows of `--dry-run` with the run's name and the step at which it begins.
+
+    This reads manifests, and compares the sizes of the newest checkpoint's files.
     """
     if corpus is None:
-        return {"run": f"{recipe.name}-..., the rest of its name is known once the tokenizer has published the corpus"}
+        return {"run": f"{recipe.name}-..., completed by the corpus, which the tokenizer has not published yet"}
     rows, last = {"run": run_name(recipe, corpus)}, f"{recipe.train.max_steps:,}"
     try:
         checkpoint = newest_checkpoint(Address(root, "checkpoint", rows["run"], "").collection, verify_sizes)
@@ -41,7 +42,7 @@ def describe_start(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest] 
 
 
 def explain_new_run(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> str:
-    """The newest other run of the recipe's name, and what makes the recipe's run another; empty where there is none."""
+    """Return the newest other run of the recipe's name and the fields in which it differs; empty if there is none."""
     before = _newest_other_run(root, recipe.name, run_name(recipe, corpus))
     if before is None:
         return ""
@@ -54,7 +55,7 @@ def explain_new_run(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]
 
 
 def _newest_other_run(root: Path, name: str, run: str) -> Path | None:
-    """The folder of the run of this name that a command was started for last."""
+    """Return the folder of the other run of this name that was started last."""
     is_of_name = re.compile(re.escape(name) + _RUN_ID)
     found = [
         path.parent
@@ -65,9 +66,9 @@ def _newest_other_run(root: Path, name: str, run: str) -> Path | None:
 
 
 def _changes(described: dict[str, Any], recipe: Recipe, corpus: Artifact[CorpusManifest]) -> list[str]:
-    """What makes the recipe's run another than one that is described by its file."""
+    """List the differences between a run's description, from its file, and the recipe's run."""
     stored, before = described["recipe"], described["artifacts"]["corpus"]
     changed = [*changed_fields(stored, recipe, "checkpoint"), *changed_fields(stored, recipe, "corpus")]
     if not changed and before != corpus.manifest.id:
         changed.append(f"the corpus was {before} and is {corpus.manifest.id}")
-    return list(dict.fromkeys(changed)) or ["no field of the recipe, but the trainer's version or the corpus' bytes"]
+    return list(dict.fromkeys(changed)) or ["no recipe field; the trainer's version or the bytes of the corpus differ"]

@@ -1,7 +1,7 @@
-"""Why a run stops early, decided for all workers at once.
+"""Decides for all workers together whether a run stops early.
 
-Each worker looks at what it can see; the largest of their reasons, reduced over the group after every step,
-is everybody's. So all workers leave at the same step, with one checkpoint.
+After every step each worker checks the stop conditions that it can see, and all workers take the strongest reason in
+the group. So all workers stop after the same step, with one checkpoint.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from services.trainer.job import Job
 logger = logging.getLogger(__name__)
 
 STOP_FILE = "stop"
-# Ray answers through one actor and a barrier over all workers (9 ms), so it is not asked after every step.
+# Ray asks one actor and waits for all workers (9 ms), so this does not ask after every step.
 PREEMPTION_INTERVAL_STEPS = 10
 
 
 class StopReason(enum.IntEnum):
+    """Reasons to stop, from the weakest to the strongest."""
+
     NONE = 0
     TIME_LIMIT = 1
     PREEMPTION = 2
     STOP_FILE = 3
-    # Signals to the command, which it hands on through the stop file.
+    # The command gets these signals, and passes them on through the stop file.
     SIGTERM = 4
     INTERRUPT = 5
 
@@ -44,21 +46,21 @@ class StopReason(enum.IntEnum):
 
 
 class StopConditions:
-    """One worker's view of the reasons to stop."""
+    """Checks the reasons to stop that one worker can see."""
 
     def __init__(self, job: Job, environment: WorkerEnvironment) -> None:
         self._job = job
         self._environment = environment
         self._file = job.run_folder / STOP_FILE
         self._is_terminated = False
-        # From here on by a clock that nobody sets; the command may have begun on another machine.
+        # The command may have started on another machine, and nobody can set a monotonic clock.
         before_seconds = max(0.0, (datetime.now(UTC) - job.started_at).total_seconds())
         self._began_at = time.monotonic() - before_seconds
-        if threading.current_thread() is threading.main_thread():  # Ray calls a worker in another thread
+        if threading.current_thread() is threading.main_thread():  # Ray runs a worker in another thread
             signal.signal(signal.SIGTERM, self._terminate)
 
     def check(self, step: int) -> StopReason:
-        """The strongest reason that this worker sees. Called after every step, by every worker."""
+        """Return the strongest reason that this worker sees. All workers call this after every step."""
         reasons = [StopReason.NONE]
         if self._is_terminated:
             reasons.append(StopReason.SIGTERM)
@@ -78,13 +80,13 @@ class StopConditions:
 
 
 def request_stop(run_folder: Path, reason: StopReason) -> None:
-    """Ask the workers to stop, through the file system: it reaches Ray workers on any node."""
-    with suppress(IsADirectoryError):  # a person made the request, as a folder
+    """Ask the workers to stop, by a file in the run's folder that workers on all nodes see."""
+    with suppress(IsADirectoryError):  # a person has made a folder as a request
         write_durably(run_folder / STOP_FILE, reason.name.encode())
 
 
 def clear_stop(run_folder: Path) -> None:
-    """The request has been carried out: remove it, where that is possible. `stopped` says where it is not."""
+    """Remove the request after the run has stopped. Where that is impossible, `stopped` says so."""
     path = run_folder / STOP_FILE
     with suppress(OSError):
         if stat.S_ISDIR(path.lstat().st_mode):
@@ -94,29 +96,29 @@ def clear_stop(run_folder: Path) -> None:
 
 
 def forget_signals(run_folder: Path) -> None:
-    """Drop a request that a signal to an earlier command left; one that a person made is kept, and announced."""
+    """Remove the request of a signal to an earlier command. A request that a person made stays, with a warning."""
     path = run_folder / STOP_FILE
     reason = _read_request(path)
     if reason > StopReason.STOP_FILE:
         path.unlink(missing_ok=True)
     elif reason:
-        logger.warning("%s is there: the run will stop after its first step, with a checkpoint", path)
+        logger.warning("%s exists: the run will stop after its first step, with a checkpoint", path)
 
 
 def stopped(reason: StopReason, step: int, run_folder: Path) -> MillraceError:
-    """What a stopped run ends with: exit 75, or 130 for Ctrl-C."""
+    """Make the error of a run that stopped early. Its exit code is 75, or 130 for Ctrl-C."""
     kind = Interrupted if reason is StopReason.INTERRUPT else TryAgain
     path = run_folder / STOP_FILE
     text = f"Stopped by {reason} after step {step}; its checkpoint is committed. The same command continues."
     if os.path.lexists(path):
-        text += f" But {path} is still there and would stop it after its first step: remove it."
+        text += f" But {path} is still there and would stop it after its first step: remove it first."
     return kind(text)
 
 
 def _read_request(path: Path) -> StopReason:
-    """Whatever lies at `path` is a request to stop: a file with any content, a folder, a link to nowhere.
+    """Read the request at `path`, which may be a file with any content, a folder, or a dangling link.
 
-    What `request_stop` wrote says whose signal it was.
+    A file that `request_stop` wrote names the signal.
     """
     if not os.path.lexists(path):
         return StopReason.NONE
@@ -126,7 +128,7 @@ def _read_request(path: Path) -> StopReason:
 
 
 def _read_begin(path: Path) -> bytes:
-    """The first bytes of a regular file; nothing of what cannot be read, or would block as a pipe does."""
+    """Return the first bytes of a regular file; empty if it cannot be read or is not a regular file."""
     try:
         with open_regular_file(path, within=path.parent) as file:
             return file.read(64).strip()

@@ -1,4 +1,4 @@
-"""The command's side of a run: start the workers, start them again when one is lost, pass on signals, show progress."""
+"""Supervises the workers for the command: starts and restarts them, passes on signals, and shows progress."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ PROGRESS_SECONDS = 1.0
 
 
 def supervise(job: Job, lease: HeldLease) -> None:
-    """Run the workers until the run is complete. Each attempt has a token of its own: what is left of a lost one, a
-    process that was cut off or frozen, commits nothing any more.
+    """Run the workers until the run is complete.
 
-    Raises what they raised; `WorkersLost` when they were lost more than `train.max_restarts` times since the newest
-    checkpoint.
+    Each start of the workers has its own lease token, so a process of a lost start, disconnected or frozen, cannot
+    commit anything later. Raises the workers' error, and `WorkersLost` when workers were lost more than
+    `train.max_restarts` times since the newest checkpoint.
     """
     max_restarts = job.recipe.train.max_restarts
     forget_signals(job.run_folder)
@@ -65,14 +65,14 @@ def supervise(job: Job, lease: HeldLease) -> None:
                 if request.signum is not None:
                     raise Stopped(
                         request.signum,
-                        f"Stopped by {name_signal(request.signum)}, and the workers were lost meanwhile ({error}). The "
-                        f"same command continues from the newest committed checkpoint.",
+                        f"Stopped by {name_signal(request.signum)}, but the workers were lost before they stopped "
+                        f"({error}). The same command continues from the newest committed checkpoint.",
                     ) from error
                 before, committed = committed, newest_step(job.checkpoint_collection) or 0
-                restarts = 0 if committed > before else restarts  # a run of weeks may lose workers many times
+                restarts = 0 if committed > before else restarts  # a run of weeks loses workers many times
                 if restarts == max_restarts:
                     raise WorkersLost(
-                        f"workers were lost {restarts + 1} times, train.max_restarts is {max_restarts}; the last time: "
+                        f"workers were lost {restarts + 1} times, train.max_restarts is {max_restarts}. The last loss: "
                         f"{loss}\nThe same command continues from the newest checkpoint."
                     ) from error
                 restarts += 1
@@ -83,27 +83,27 @@ def supervise(job: Job, lease: HeldLease) -> None:
 
 
 def train_on_node(job: Job, environment: WorkerEnvironment) -> None:
-    """What a worker runs: `train`, leaving nothing on a node that no other process of this command uses."""
-    # Inductor keeps files there whose paths it splits at spaces.
+    """Train as one worker. The last process of this command on a node removes the node's temporary files."""
+    # Inductor keeps files in TMPDIR and splits their paths at spaces.
     os.environ["TMPDIR"] = tempfile.tempdir = str(private_base().parent)
     with using_node(job), naming_hardware_faults():
         train(job, environment)
 
 
 class _StopRequest:
-    """SIGTERM, SIGHUP and Ctrl-C ask the workers for a checkpoint at the next step."""
+    """Passes SIGTERM, SIGHUP and Ctrl-C on to the workers, which then stop after the next step with a checkpoint."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._recorded: dict[str, Any] | None = None
         self.signum: int | None = None
-        """Of the signal that made the request."""
+        """Number of the signal that made the request."""
 
     def begin_attempt(self) -> None:
         self._recorded = self._last_record()
 
     def make(self, signum: int) -> None:
-        """Raises `Stopped` where there is nothing to wait for: no step was recorded since the workers were started."""
+        """Ask the workers to stop. Raises `Stopped` at once if this start of the workers has not recorded a step."""
         self.signum = signum
         if self._last_record() == self._recorded:
             raise Stopped(
@@ -111,11 +111,13 @@ class _StopRequest:
                 f"Stopped by {name_signal(signum)} before the first step. The same command continues from the newest "
                 f"committed checkpoint.",
             )
-        logger.warning("%s: stopping at the next step with a checkpoint; once more to end at once", name_signal(signum))
+        logger.warning(
+            "%s: stopping after the next step with a checkpoint; send it again to end at once", name_signal(signum)
+        )
         reason = StopReason.INTERRUPT if signum == signal.SIGINT else StopReason.SIGTERM
         try:
             request_stop(self._job.run_folder, reason)
-        except OSError:  # a full disk takes neither the request nor a checkpoint
+        except OSError:  # a full disk has no room for the request, nor for a checkpoint
             _end_at_once(signum)
 
     def _last_record(self) -> dict[str, Any] | None:
@@ -128,11 +130,11 @@ def _end_at_once(signum: int) -> NoReturn:
 
 @contextmanager
 def _progress_of(job: Job) -> Iterator[Progress]:
-    """Follow the run through its metrics file, which is the same for every launcher."""
+    """Show the run's progress from its metrics file, which every launcher has."""
     stop = threading.Event()
     max_steps = job.recipe.train.max_steps
     with show_progress("training", max_steps, "steps") as progress:
-        before = read_last_step(job.run_folder)  # told apart so: workers' clocks are not ours
+        before = read_last_step(job.run_folder)  # workers' clocks may differ from this one
         follower = threading.Thread(target=_follow, args=(job, progress, stop, before), name="progress", daemon=True)
         follower.start()
         try:
@@ -146,8 +148,8 @@ def _follow(job: Job, progress: Progress, stop: threading.Event, before: dict[st
     is_over, warnings = False, NewWarnings(job)
     while not is_over:
         is_over = stop.wait(PROGRESS_SECONDS)
-        for told in warnings.read():
-            logger.warning(told)
+        for warning in warnings.read():
+            logger.warning(warning)
         last = read_last_step(job.run_folder)
         if last and last != before:
             progress.advance_to(last["step"], f"loss {last['loss']:.2f}, {last['tokens_per_second']:,.0f} tokens/s")

@@ -1,7 +1,7 @@
-"""The workers of a run, as a launcher starts them; and what a command begins of it before it imports its own program.
+"""Describes a run's workers to the launcher, and lets the launcher prepare before the command imports its program.
 
-That is the part of a start that takes seconds. `begin_start` looks at the command line and the recipe alone; what is
-wrong with them, the command says when it reads them.
+Those imports take seconds. `begin_start` reads only the command line and the recipe, and leaves all errors in them to
+the command.
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ def describe_workers(recipe: Recipe, shared_folder: Path) -> WorkerGroupSpec:
 
 
 def _modules_of_workers(recipe: Recipe) -> tuple[str, ...]:
-    """Nothing for a device that a worker has to be told of before it imports torch. Nothing either beside a GPU:
-    Inductor's imports open it, also for recipes of the CPU, and no fork of a process that has opened it can use torch.
+    """Return the modules that workers can be forked with.
+
+    There are none for a device that a worker must choose before it imports torch. There are none on a machine with a
+    GPU either: Inductor's imports open the GPU, even for a recipe for the CPU, and a fork of a process that has opened
+    a GPU cannot use torch.
     """
     if recipe.parallel.device != "cpu" or any(map(os.path.exists, GPU_FILES)):
         return ()

@@ -1,4 +1,4 @@
-"""Checkpoints as a run finds them: the newest one that verifies, and what a worker takes from it."""
+"""Finds a run's checkpoints, opens them, and verifies that they belong to the run."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ from services.trainer.checkpoints.shards import ShardReader
 logger = logging.getLogger(__name__)
 
 Verify = Callable[[Artifact[CheckpointManifest]], None]
-"""Raises `ArtifactError` for a checkpoint that is damaged."""
+"""Function that raises `ArtifactError` for a damaged checkpoint."""
 
 
 def verify_checkpoint(checkpoint: Artifact[CheckpointManifest]) -> None:
-    """Check the bytes of all files. Raises `ArtifactError` that names those that are damaged."""
+    """Verify the bytes of all files. Raises `ArtifactError`, which names the damaged files."""
     verify_files(checkpoint.path, checkpoint.manifest)
 
 
 def verify_sizes(checkpoint: Artifact[CheckpointManifest]) -> None:
-    """Check that all files are there, whole: what one process can do for a checkpoint of any size."""
+    """Verify that all files exist with their sizes, which one process can do for a checkpoint of any size."""
     verify_files(checkpoint.path, checkpoint.manifest, level="size")
 
 
 def verify_state(recipe: Recipe, corpus: Artifact[CorpusManifest], level: Level = "full") -> Verify:
-    """What checks all that can be checked of a checkpoint of the recipe's run: the files, by their bytes or sizes, that
-    the manifest describes this run, that the shards hold each element of its model's state once and, at the level
-    "full", that training leaves such values. That level reads each file twice, the second time from the kernel's cache.
+    """Return a function that verifies a checkpoint of the recipe's run completely.
+
+    It verifies the bytes or sizes of the files, that the manifest describes this run, that the shards hold each element
+    of the model's state once and, at the level "full", that training can produce the values. That level reads each file
+    twice, the second time from the kernel's cache.
     """
 
     def verify(checkpoint: Artifact[CheckpointManifest]) -> None:
@@ -52,9 +54,7 @@ def verify_state(recipe: Recipe, corpus: Artifact[CorpusManifest], level: Level 
 
 
 def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, corpus: Artifact[CorpusManifest]) -> None:
-    """Raise `ArtifactError` unless a checkpoint's manifest says of its recipe, corpus and tokens what is true of the
-    run that this recipe makes of this corpus.
-    """
+    """Raise `ArtifactError` unless the checkpoint's manifest has the recipe, corpus and tokens of this run."""
     manifest, state = checkpoint.manifest, checkpoint.manifest.checkpoint
     try:
         stored_key = identity_key(Recipe.model_validate(manifest.recipe), "checkpoint")
@@ -62,7 +62,7 @@ def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, cor
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ArtifactError(
-            f"{checkpoint.path}: its manifest has a recipe that this program does not read: {where}: {first['msg']}. "
+            f"{checkpoint.path}: its manifest has a recipe that this program cannot read: {where}: {first['msg']}. "
             f"Restore the checkpoint from a copy, or use the version of Millrace that wrote it."
         ) from error
     key = identity_key(recipe, "checkpoint")
@@ -88,15 +88,15 @@ def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, cor
         raise ArtifactError(
             f"{checkpoint.path}: its manifest describes another run than {manifest.name}:\n  "
             + "\n  ".join(wrong)
-            + "\nRestore the checkpoint from a copy, or move its folder away: the run then goes on from the one before."
+            + "\nRestore the checkpoint from a copy, or move its folder away: the run continues from the one before."
         )
 
 
 def newest_checkpoint(collection: Path, verify: Verify = verify_checkpoint) -> Artifact[CheckpointManifest] | None:
-    """The newest checkpoint that verifies; damaged ones are reported and passed over.
+    """Return the newest intact checkpoint; damaged ones are reported and skipped.
 
-    Raises `UnreadableError` for one that this user may not read: it may be intact. Raises `ArtifactError` when there
-    are checkpoints and all of them are damaged: starting again from nothing would not be what the user meant.
+    Raises `UnreadableError` for a checkpoint that this user may not read, because it may be intact. Raises
+    `ArtifactError` if all existing checkpoints are damaged: nobody wants such a run to start again from step 0.
     """
     damages = []
     for step in reversed(checkpoint_steps(collection)):
@@ -105,7 +105,7 @@ def newest_checkpoint(collection: Path, verify: Verify = verify_checkpoint) -> A
         except UnreadableError:
             raise
         except ArtifactError as error:
-            logger.warning("passing over a damaged checkpoint: %s", error)
+            logger.warning("skipping a damaged checkpoint: %s", error)
             damages.append(f"{checkpoint_id(step)}: {error}")
     if damages:
         raise all_damaged(collection, damages)
@@ -126,17 +126,17 @@ def no_checkpoint_yet(collection: Path) -> ArtifactError:
 
 
 def checkpoint_steps(collection: Path) -> list[int]:
-    """Steps of the published checkpoints, ascending; not what a person has renamed."""
+    """Return the steps of the published checkpoints, ascending, without folders that a person has renamed."""
     return sorted(step for name in published_ids(collection) if (step := step_of(name)) is not None)
 
 
 def open_checkpoint(collection: Path, step: int, verify: Verify = verify_checkpoint) -> Artifact[CheckpointManifest]:
-    """Raises `ArtifactError` for one that is damaged, or that is not what its place says."""
+    """Open and verify the checkpoint of a step. Raises `ArtifactError` if it is damaged or another step's."""
     folder = collection / checkpoint_id(step)
     checkpoint = require_in_place(open_artifact(folder, CheckpointManifest))
     if checkpoint.manifest.checkpoint.step != step:
         raise ArtifactError(
-            f"{folder}: its manifest says that it is the state after step {checkpoint.manifest.checkpoint.step:,}."
+            f"{folder}: its manifest describes the state after step {checkpoint.manifest.checkpoint.step:,}."
         )
     verify(checkpoint)
     return checkpoint
@@ -145,11 +145,11 @@ def open_checkpoint(collection: Path, step: int, verify: Verify = verify_checkpo
 def is_intact(collection: Path, step: int, verify: Verify) -> bool:
     try:
         open_checkpoint(collection, step, verify)
-    except (ArtifactError, LimitError, TryAgain, OSError):  # also what cannot be read at this moment
+    except (ArtifactError, LimitError, TryAgain, OSError):  # some of these mean that it cannot be read now
         return False
     return True
 
 
 def newest_step(collection: Path) -> int | None:
-    """Of the committed checkpoints, without a look at whether they verify."""
+    """Return the newest committed step without verifying its checkpoint; None if there is none."""
     return max(checkpoint_steps(collection), default=None)

@@ -1,7 +1,7 @@
-"""The files of a checkpoint: slices of the state, written by the worker that owns them, read by those that need them.
+"""Reads and writes the shards of a checkpoint: each worker writes its slices of the state, and reads those it needs.
 
-Any safetensors library opens one. A key says which slice of which tensor it is (see `StateSlice.key`), and the header's
-metadata say of which run, step, layout and rank the file is.
+Any safetensors library opens a shard. A key names a slice of a tensor (see `StateSlice.key`), and the header's metadata
+name the run, step, layout and rank of the file.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from services.common.process.limits import explain_lack
 from services.common.program.state import Misfit, StateKind, StateSlice, fill, find_misfit, overlap
 
 Shapes = Mapping[str, Collection[int]]
-"""Of the model's full parameters, by name."""
+"""Shapes of the model's full parameters, by name."""
 ORIGIN = "millrace_origin"
-"""The key of a header's metadata that has the `ShardOrigin`, as JSON. It is the only one: safetensors writes several in
-another order each time, and equal states shall have equal bytes."""
+"""Key of a header's metadata with the `ShardOrigin` as JSON. It is the only key: safetensors writes several keys in
+random order, but equal states must have equal bytes.
+"""
 _SHOWN_MISFITS = 10
 
 
 def write_shard(folder: Path, file: str, origin: ShardOrigin, slices: Mapping[StateSlice, Tensor]) -> FileEntry:
-    """Write what a rank owns; the bytes are on disk when this returns, and described as a manifest lists them."""
+    """Write a rank's slices, and return the file's entry for the manifest once the bytes are on disk."""
     content = {piece.key: tensor.view(piece.shape) for piece, tensor in slices.items()}
     # Through a Python file: safetensors' own writer reports a full disk without its errno.
     with (folder / file).open("wb") as opened:
@@ -55,13 +56,13 @@ class _Place(NamedTuple):
 
 
 class ShardReader:
-    """Where each slice of a checkpoint is, from its files' headers, and the reading of them.
+    """Finds the slices of a checkpoint in its files' headers, and reads them.
 
-    Every file is opened once for its header; what is found there is compared by sorting, so the time grows with the
-    number of slices, hardly faster than they, and not with their elements.
+    Every file is opened once for its header, and the slices are compared by sorting: n slices cost n log n comparisons,
+    whatever their sizes.
 
-    Raises `ArtifactError` for files that cannot be read or come from another state than the manifest says, for tensors
-    that are not the model's, and unless the slices make up the model's state, each element once.
+    Raises `ArtifactError` for files that cannot be read or belong to another state than the manifest's, for tensors
+    that are not the model's, and unless the slices hold each element of the model's state once.
     """
 
     def __init__(self, checkpoint: Artifact[CheckpointManifest], shapes: Shapes) -> None:
@@ -74,18 +75,18 @@ class ShardReader:
         self._require_each_element_once()
 
     def files_of(self, targets: Collection[StateSlice]) -> list[str]:
-        """The files that have elements of the targets."""
+        """Return the files that have elements of the targets."""
         return sorted({place.file for target in targets for place in self._overlapping(target)})
 
     def num_slices(self, kind: StateKind, name: str) -> int:
-        """Into how many slices a tensor is cut."""
+        """Return the number of slices of a tensor."""
         return len(self._places[kind, name])
 
     def read(self, targets: Mapping[StateSlice, Tensor], *, allows_non_finite: bool = False) -> None:
-        """Fill the tensors with the elements of their slices. The files that have them must have been verified.
+        """Fill the tensors with the elements of their slices, from verified files.
 
-        Raises `ArtifactError` for values that no training leaves, as `require_values_of_training` does: each slice is
-        looked at as it is read. Those that are NaN or infinite can be allowed.
+        Raises `ArtifactError` for values that training cannot produce, as `require_values_of_training` does, for each
+        slice as it is read. `allows_non_finite` allows NaN and infinite values.
         """
         with ExitStack() as opened:
             files = {file: opened.enter_context(_open(self._folder, file)) for file in self.files_of(targets)}
@@ -110,7 +111,7 @@ class ShardReader:
                     self._read_slice(tensors, place, allows_non_finite=False)
 
     def read_weights(self, names: Iterable[str], *, allows_non_finite: bool = False) -> dict[str, Tensor]:
-        """Full weights by name. Raises `ArtifactError` as `read` does."""
+        """Read full weights, by name. Raises `ArtifactError` as `read` does."""
         shapes = {name: tuple(self._shapes[name]) for name in names}
         weights = {StateSlice.whole("weight", name, shape): torch.empty(shape) for name, shape in shapes.items()}
         self.read(weights, allows_non_finite=allows_non_finite)
@@ -118,18 +119,18 @@ class ShardReader:
 
     def _read_slice(self, file: Any, place: _Place, allows_non_finite: bool) -> Tensor:
         found: Tensor = file.get_tensor(place.key)
-        lowest, highest = (each.item() for each in found.aminmax())  # in one pass; each is NaN where any element is
+        lowest, highest = (each.item() for each in found.aminmax())  # one pass; both are NaN if any element is
         is_finite = math.isfinite(lowest) and math.isfinite(highest)
         if place.piece.kind == "exp_avg_sq" and lowest < 0:
-            problem = f"its lowest value is {lowest:g}, and a mean of squares is never below zero"
+            problem = f"its lowest value is {lowest:g}, but a mean of squares is never below zero"
         elif not is_finite and not allows_non_finite:
             num_bad = int((~torch.isfinite(found)).sum())
-            problem = f"{num_bad:,} of {found.numel():,} values are NaN or infinite, and no such state is saved"
+            problem = f"{num_bad:,} of {found.numel():,} values are NaN or infinite, but no run saves such a state"
         else:
             return found
         raise ArtifactError(
             f"{self._folder / place.file}: {place.key}: {problem}. Restore the checkpoint from a copy, or move its "
-            f"folder away: the run then continues from the one before."
+            f"folder away: then the run continues from the one before."
         )
 
     def _overlapping(self, target: StateSlice) -> list[_Place]:
@@ -159,20 +160,20 @@ class ShardReader:
                     misfits.append(_explain_misfit(misfit, places))
         if misfits:
             more = len(misfits) - _SHOWN_MISFITS
-            shown = [*misfits[:_SHOWN_MISFITS], *([f"and {more:,} tensors more"] if more > 0 else [])]
+            shown = [*misfits[:_SHOWN_MISFITS], *([f"and {more:,} more tensors"] if more > 0 else [])]
             raise ArtifactError(
                 f"{self._folder}: is not the state of the model: its files must hold each element of "
-                f"{len(get_args(StateKind)) * len(self._shapes):,} tensors once, which is not so for "
+                f"{len(get_args(StateKind)) * len(self._shapes):,} tensors once, but do not for "
                 f"{len(misfits):,}:\n  " + "\n  ".join(shown) + "\nFiles of several checkpoints "
                 "were mixed, or another program wrote them. Restore the checkpoint from a copy, or move its folder "
-                "away: the run then continues from the one before."
+                "away: then the run continues from the one before."
             )
 
 
 def _explain_misfit(misfit: Misfit, places: list[_Place]) -> str:
     beside = " and ".join(f"{places[number].key} in {places[number].file}" for number in misfit.numbers)
     if not misfit.is_gap:
-        return f"{misfit.part.key} is there twice: {beside}"
+        return f"{misfit.part.key} exists twice: {beside}"
     if not places:
         return f"{misfit.part.key} is missing: no file has a slice of this tensor"
     return f"{misfit.part.key} is missing" + (f", beside {beside}" if beside else ": no file has any of these rows")
@@ -183,18 +184,18 @@ def _require_origin(path: Path, metadata: Mapping[str, str] | None, expected: Sh
         found = ShardOrigin.model_validate_json((metadata or {})[ORIGIN])
     except KeyError:
         raise ArtifactError(
-            f"{path}: its header does not say of which run and step it is ({ORIGIN}), so Millrace did not write it. "
+            f"{path}: its header does not name its run and step ({ORIGIN}), so Millrace did not write it. "
             f"Restore the checkpoint from a copy."
         ) from None
     except ValidationError as error:
         raise ArtifactError(
-            f"{path}: its header says nothing that could be read of its run and step: {error.errors()[0]['msg']}. "
+            f"{path}: its header does not name its run and step in a readable form: {error.errors()[0]['msg']}. "
             f"Restore the checkpoint from a copy."
         ) from error
     if found != expected:
         raise ArtifactError(
-            f"{path}: is a shard of another state than the manifest says: {explain_origins(found, expected)}. Restore "
-            f"the checkpoint from a copy, or move its folder away: the run then continues from the one before."
+            f"{path}: is a shard of another state than the manifest's: {explain_origins(found, expected)}. Restore "
+            f"the checkpoint from a copy, or move its folder away: then the run continues from the one before."
         )
 
 
@@ -206,12 +207,12 @@ def _require_of_model(path: Path, key: str, piece: StateSlice, shapes: Shapes) -
         last <= length for (_, last), length in zip(piece.box, shape, strict=True)
     )
     if not is_inside:
-        raise ArtifactError(f"{path}: {key} is no part of the model's {piece.name}, which is {list(shape)}.")
+        raise ArtifactError(f"{path}: {key} is not a part of the model's {piece.name}, which is {list(shape)}.")
 
 
 @contextmanager
 def _open(folder: Path, file: str) -> Iterator[Any]:
-    """The file's tensors, read as they are asked for. Raises `ArtifactError` for what cannot be read."""
+    """Open a file whose tensors are read on demand. Raises `ArtifactError` if it cannot be read."""
     path = locate(folder, file)
     try:
         require_regular_file(path, folder)

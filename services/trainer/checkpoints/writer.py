@@ -1,6 +1,6 @@
-"""Checkpoints as a run makes them: staged to memory, written by all workers in the background, committed by one rename.
+"""Writes checkpoints in the background: workers copy state to memory and write shards, and rank 0 commits by a rename.
 
-While a checkpoint is written, the workers ask each other once a step whether all shards are there; then rank 0 commits.
+After each step the workers ask each other whether all shards are written; then rank 0 commits the checkpoint.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSchedule:
-    """When a checkpoint is due."""
+    """Decides after which steps a checkpoint is due."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._interval_steps, self._max_steps = recipe.checkpoint.interval_steps, recipe.train.max_steps
         self._is_interval_over = False
 
     def is_due(self, step: int, is_stopping: bool, is_applied: bool) -> bool:
-        """Asked once after each step: is it the last one, a stop's, or an update with which the interval is over?
+        """Return whether a checkpoint is due: after the last step, at a stop, and when an interval is over.
 
-        The interval does not end with a skipped step. The checkpoint would hold nothing new, and in a run that diverges
-        it would push out one from before.
+        This is asked once after each step. The interval does not end with a skipped step: that checkpoint would hold
+        nothing new, and in a run that diverges it would replace an older, useful one.
         """
         self._is_interval_over |= step % self._interval_steps == 0
         return step == self._max_steps or is_stopping or (self._is_interval_over and is_applied)
@@ -58,10 +58,10 @@ class CheckpointSchedule:
 
 
 class CheckpointWriter:
-    """A worker's part in the checkpoints: it writes what it owns, and rank 0 commits what all have written.
+    """Writes one worker's shards of checkpoints; rank 0 also commits the checkpoints.
 
-    Every method is called by all workers, in the same order. All raise what a write or the commit failed with, on the
-    worker where it did.
+    All workers call every method, in the same order. Each method raises the error of a failed write or commit on the
+    worker where it failed.
     """
 
     def __init__(self, job: Job, mesh: Mesh, group: ProcessGroup) -> None:
@@ -74,8 +74,8 @@ class CheckpointWriter:
         self._committing: Future[None] | None = None
         self._committed_steps: list[int] = []
         self.slowest_seconds = 0.0
-        """Of the checkpoints so far, from when training stood still to the commit; known to rank 0."""
-        self._is_short_notice_told = False
+        """Seconds of the slowest checkpoint, from the begin of its copy to its commit. Only rank 0 knows it."""
+        self._is_short_notice_recorded = False
         self._verify = verify_state(job.recipe, job.corpus)
 
     def save(
@@ -86,10 +86,10 @@ class CheckpointWriter:
         started: float,
         loss_spikes: LossSpikes | None = None,
     ) -> None:
-        """Begin a copy of what this worker owns of the state after `step` steps, and write it once it is there. The
-        save before it has been waited for.
+        """Begin to copy this worker's part of the state after `step` steps, and write it in the background.
 
-        `started` is the `time.perf_counter()` since which training stands still for it.
+        The caller has waited for the save before. `started` is the `time.perf_counter()` at which training stopped for
+        this checkpoint.
         """
         assert not self._writing
         assert not self._committing
@@ -112,7 +112,7 @@ class CheckpointWriter:
         self._writing = self._thread.submit(self._write, self._payload, begin_snapshot())
 
     def advance(self) -> None:
-        """Called once a step: commit the checkpoint once all workers have written their shards."""
+        """Commit the checkpoint if all workers have written their shards. All workers call this once per step."""
         if self._writing:
             if self._writing.done():
                 self._writing.result()
@@ -122,7 +122,7 @@ class CheckpointWriter:
             self._committing.result()
 
     def wait(self) -> None:
-        """Return once the last save is committed, which may take longer than a collective."""
+        """Wait until the last save is committed, which may take longer than the timeout of a collective."""
         if self._writing:
             self._group.wait_for_work(self._writing.result)
             self._commit()
@@ -130,8 +130,9 @@ class CheckpointWriter:
         self._group.wait_for_work(committing.result if committing else lambda: None)
 
     def _begin(self, step: int) -> bool:
-        """Make the folder that all write into; False when there is a checkpoint that an attempt wrote which was killed
-        right after: it has the same bytes.
+        """Make the folder that all workers write into.
+
+        Returns False if the checkpoint exists: an earlier attempt was killed after it had committed these bytes.
         """
         address = self._job.checkpoint_address(step)
 
@@ -147,7 +148,7 @@ class CheckpointWriter:
         return bool(self._group.maximum(self._group.wait_for_work(prepare)))
 
     def _write(self, payload: CheckpointPayload, snapshot: Callable[[], Mapping[StateSlice, Tensor]]) -> FileEntry:
-        with naming_a_lost_lease(self._lease):  # also to a newer attempt of this command
+        with naming_a_lost_lease(self._lease):  # a newer attempt of this command may hold it
             folder = partial_of(self._job.checkpoint_address(payload.step), self._lease)
             file = shard_name(self._group.rank)
             return write_shard(folder, file, payload.shards[file], snapshot())
@@ -168,10 +169,10 @@ class CheckpointWriter:
         logger.info("committed checkpoint step=%d", payload.step)
         seconds = time.perf_counter() - self._started
         self.slowest_seconds = max(self.slowest_seconds, seconds)
-        told = "" if self._is_short_notice_told else explain_short_notice(seconds)
-        if told:
-            self._is_short_notice_told = True
-            record_event(job, "short_notice", step=payload.step, message=told)
+        message = "" if self._is_short_notice_recorded else explain_short_notice(seconds)
+        if message:
+            self._is_short_notice_recorded = True
+            record_event(job, "short_notice", step=payload.step, message=message)
         self._committed_steps.append(payload.step)
         discard_old(job.checkpoint_collection, job.recipe.checkpoint, self._committed_steps, self._lease, self._verify)
 
@@ -179,11 +180,12 @@ class CheckpointWriter:
 def discard_old(
     collection: Path, policy: Checkpoint, committed_steps: Sequence[int], lease: Lease, verify: Verify
 ) -> None:
-    """Remove what is older than the `keep_latest` newest intact checkpoints, but for those that are kept for good.
+    """Remove checkpoints that are older than the `keep_latest` newest intact ones, except those kept permanently.
 
-    `committed_steps` were committed by this process, the last one just now; the others count once they verify. Damaged
-    ones among those that are kept stay where they are, for a person to look at. Later ones are damaged too, or the run
-    would have continued from them. A removal that fails is reported: the run needs none.
+    This process committed `committed_steps`, the last of them just now; any other checkpoint counts as intact if it
+    verifies. Damaged checkpoints that are newer than the oldest kept one stay for a person to inspect. Checkpoints of
+    later steps are ignored: they are damaged, or the run would have continued from them. A failed removal is only
+    logged.
     """
     steps = [step for step in reversed(checkpoint_steps(collection)) if step <= committed_steps[-1]]
     intact = 0

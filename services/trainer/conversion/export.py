@@ -1,4 +1,4 @@
-"""Write a checkpoint as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` opens, or as one of NxD."""
+"""Exports a checkpoint as a Hugging Face folder, or as an NxD checkpoint."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ ALLOW_NON_FINITE_WEIGHTS = "--allow-non-finite-weights"
 
 
 def export(run: Run, output: Path, nxd: NxdLayout | None = None, *, allow_non_finite: bool = False) -> Path:
-    """Make `output` with config.json, the weights (float32) and the vocabulary's file; complete or absent.
+    """Make the folder `output` with config.json, float32 weights and the vocabulary's file; it is complete or absent.
 
-    With a layout, the weights are those of an NxD checkpoint, of which `output` is the tag's folder.
+    `AutoModelForCausalLM.from_pretrained` opens the folder. With a layout the weights are those of an NxD checkpoint,
+    and `output` is its tag's folder.
 
-    Encode with the library whose file it is. AutoTokenizer in transformers 5 rebuilds merges from a SentencePiece model
-    by id instead of by score and gives other ids for runs of spaces.
+    Encode text with the library of the vocabulary's file. AutoTokenizer in transformers 5 rebuilds the merges of a
+    SentencePiece model by id instead of by score, and gives other ids for runs of spaces.
 
-    Raises `ArtifactError` for weights that are not finite, unless they are allowed: then they are warned of.
+    Raises `ArtifactError` for weights that are not finite, unless they are allowed; then it logs a warning.
     """
     _require_new(output)
     partial = output.with_name(f".export-{uuid.uuid4().hex[:8]}.partial")
@@ -52,17 +53,17 @@ def export(run: Run, output: Path, nxd: NxdLayout | None = None, *, allow_non_fi
         error.filename = error.filename or str(output)
         raise explain_storage_error(error, option="--output") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone by now, unless something failed
+        shutil.rmtree(partial, ignore_errors=True)  # exists only after an error
     return output
 
 
 def _require_new(output: Path) -> None:
-    """Raise `RecipeError` unless a folder can be made there."""
+    """Raise `RecipeError` unless the folder `output` can be made."""
     if os.path.lexists(output):
-        raise RecipeError(f"{output}: exists already. Name a folder that does not, or remove this one first.")
+        raise RecipeError(f"{output}: exists already. Name a folder that does not exist, or remove this one first.")
     above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
     if not above.is_dir():
-        raise RecipeError(f"{output}: {above} is no folder, so none can be made in it. Pass another --output.")
+        raise RecipeError(f"{output}: {above} is not a folder, so no folder can be made in it. Pass another --output.")
 
 
 def _write(run: Run, folder: Path, nxd: NxdLayout | None, allow_non_finite: bool) -> None:
@@ -88,13 +89,13 @@ def _require_finite(checkpoint: Path, name: str, weight: Tensor, allow_non_finit
     num_bad = int((~torch.isfinite(weight)).sum())
     if not num_bad:
         return
-    told = f"{checkpoint}: {name}: {num_bad:,} of {weight.numel():,} values are NaN or infinite"
+    problem = f"{checkpoint}: {name}: {num_bad:,} of {weight.numel():,} values are NaN or infinite"
     if not allow_non_finite:
         raise ArtifactError(
-            f"{told}: a model with them computes nothing. Move this checkpoint's folder away to export the one before "
-            f"it, or pass {ALLOW_NON_FINITE_WEIGHTS} to export them as they are."
+            f"{problem}: a model with such weights computes nothing. Move this checkpoint's folder away to export the "
+            f"one before, or pass {ALLOW_NON_FINITE_WEIGHTS} to export them anyway."
         )
-    logger.warning("%s, exported as they are", told)
+    logger.warning("%s, but are exported", problem)
 
 
 def _rename_to_new(partial: Path, output: Path) -> None:
@@ -103,4 +104,6 @@ def _rename_to_new(partial: Path, output: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
-        raise RecipeError(f"{output}: somebody made it meanwhile. Name a folder that does not exist.") from error
+        raise RecipeError(
+            f"{output}: was made by another program during the export. Name a folder that does not exist."
+        ) from error

@@ -1,4 +1,4 @@
-"""Hugging Face's folder of a Llama: its configuration, both ways, and the weights of one that is read."""
+"""Reads and writes Hugging Face's folder of a Llama: its configuration and its weights."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FILE_ELEMENTS = 2**30
-"""Of a file that is written, at most: 4 GiB, as much as a process that writes one has in memory."""
+"""Largest number of elements in a file that is written: 4 GiB, which is also the memory that writing needs."""
 DTYPES = ("F32", "BF16", "F16")
 
 
 def hugging_face_config(recipe: Recipe, vocabulary: Vocabulary) -> dict[str, Any]:
-    """The model as transformers' LlamaConfig describes it."""
+    """Describe the model as transformers' LlamaConfig does."""
     model = recipe.model.model_dump(mode="json", exclude={"preset", "rope_scaling", "rope_theta"})
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": recipe.model.rope_theta}
     if recipe.model.rope_scaling:
@@ -41,7 +41,7 @@ def hugging_face_config(recipe: Recipe, vocabulary: Vocabulary) -> dict[str, Any
         **model,
         "head_dim": recipe.model.head_dim,
         "max_position_embeddings": recipe.corpus.sequence_length,
-        # transformers 5 reads rope_parameters, 4 the two keys after it.
+        # transformers 5 reads rope_parameters; transformers 4 reads the two keys after it.
         "rope_parameters": rope,
         "rope_theta": recipe.model.rope_theta,
         "rope_scaling": rope if recipe.model.rope_scaling else None,
@@ -75,15 +75,15 @@ def require_same_model(folder: Path, model: Model) -> None:
         if theirs[name] != value
     ]
     if differences:
-        raise RecipeError(f"{folder}: is another model than the recipe's:\n" + "\n".join(differences))
+        raise RecipeError(f"{folder}: is not the recipe's model:\n" + "\n".join(differences))
 
 
 _PLAIN = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""What every Llama has, and a program of ours no choice of."""
+"""Values that every Llama has, and that no recipe can change."""
 
 
 def _describe(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe's names and what `config.json` says of each, where a key that is absent has transformers' default."""
+    """Return the values of `config.json` under the recipe's names; absent keys have transformers' defaults."""
     heads = config.get("num_attention_heads")
     rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10_000.0)}
     scaling = config.get("rope_scaling") or rope
@@ -117,7 +117,7 @@ def _describe_scaling(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def group_parameters(shapes: Mapping[str, torch.Size], max_elements: int) -> list[list[str]]:
-    """Names of the parameters that go into one file each: of no more elements, or one parameter that has more."""
+    """Group the names of parameters by file, with at most `max_elements` in a file or a single larger parameter."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():
@@ -132,7 +132,10 @@ def group_parameters(shapes: Mapping[str, torch.Size], max_elements: int) -> lis
 def write_weights(
     folder: Path, shapes: Mapping[str, torch.Size], read: Callable[[Sequence[str]], Mapping[str, Tensor]]
 ) -> None:
-    """Write weights as `save_pretrained` does: in one file, or in several and an index. `read` gives those of one."""
+    """Write weights as `save_pretrained` does: in one file, or in several with an index.
+
+    `read` returns the weights of one file by their names.
+    """
     groups = group_parameters(shapes, FILE_ELEMENTS)
     places: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
@@ -147,10 +150,10 @@ def write_weights(
 
 @contextmanager
 def open_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[Callable[[str], Tensor]]:
-    """The weights in a folder, in one file or in those that an index names: a function that reads one, as float32.
+    """Open the weights in a folder, in one file or in those of an index; yield a function that reads one as float32.
 
-    Raises `ArtifactError` unless they are those of `shapes`, of a type that float32 holds exactly, and, as one is read,
-    for values that are not finite: with them every step would be skipped.
+    Raises `ArtifactError` unless the weights have the names and `shapes`, and a type that float32 holds exactly. The
+    function raises it for values that are not finite, with which every step would be skipped.
     """
     with ExitStack() as opened:
         files: dict[str, Any] = {}
@@ -169,12 +172,12 @@ def open_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[Cal
 
 
 def require_finite(folder: Path, name: str, tensor: Tensor) -> None:
-    """Raise `ArtifactError` for a weight with values that no training begins with."""
+    """Raise `ArtifactError` for a weight with values that are NaN or infinite."""
     num_bad = int((~torch.isfinite(tensor)).sum())
     if num_bad:
         raise ArtifactError(
-            f"{folder}: {name}: {num_bad:,} of {tensor.numel():,} values are NaN or infinite, expected weights that "
-            f"can be trained on. Fetch or convert them again."
+            f"{folder}: {name}: {num_bad:,} of {tensor.numel():,} values are NaN or infinite, expected finite "
+            f"weights. Download or convert them again."
         )
 
 
@@ -203,7 +206,7 @@ def _require_there(folder: Path, file: str) -> None:
             f"{folder}: has neither {WEIGHTS} nor {INDEX}, only {found}. Convert other formats with transformers' "
             f"`save_pretrained`."
         )
-    raise ArtifactError(f"{folder / file}: missing, and {INDEX} names it. Fetch the folder again, whole.")
+    raise ArtifactError(f"{folder / file}: missing, but {INDEX} names it. Download the whole folder again.")
 
 
 def _open(folder: Path, file: str) -> Any:
@@ -215,8 +218,8 @@ def _open(folder: Path, file: str) -> Any:
         raise unreadable(path, error) from error
     except (safetensors.SafetensorError, OSError, ValueError, MemoryError) as error:
         raise explain_lack(error, path) or ArtifactError(
-            f"{path}: cannot be read as safetensors: {error}. If it is damaged, fetch it again; convert other formats "
-            f"with transformers' `save_pretrained`."
+            f"{path}: cannot be read as safetensors: {error}. If it is damaged, download it again; convert other "
+            f"formats with transformers' `save_pretrained`."
         ) from error
 
 
@@ -225,7 +228,7 @@ def _require_shapes(folder: Path, files: Mapping[str, Any], shapes: Mapping[str,
     missing = [name for name in shapes if name not in files]
     if unknown or missing:
         raise ArtifactError(
-            f"{folder}: holds other weights than the recipe's model: {len(missing)} missing "
+            f"{folder}: does not hold the weights of the recipe's model: {len(missing)} missing "
             f"({', '.join(missing[:3]) or 'none'}), {len(unknown)} unknown ({', '.join(unknown[:3]) or 'none'})."
         )
     for name, shape in shapes.items():
@@ -238,5 +241,5 @@ def _require_shapes(folder: Path, files: Mapping[str, Any], shapes: Mapping[str,
 
 
 def _is_stored_twice(name: str) -> bool:
-    """A tied head is the embedding; rotary frequencies, which some versions stored, follow from the configuration."""
+    """Return whether a weight is redundant: a tied head is the embedding, rotary frequencies are configured."""
     return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")

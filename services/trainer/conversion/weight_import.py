@@ -1,4 +1,4 @@
-"""Begin a run with the weights of a Hugging Face folder or an NxD checkpoint: its checkpoint after step 0."""
+"""Begins a run with the weights of a Hugging Face folder or an NxD checkpoint, as its checkpoint after step 0."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from services.trainer.job import Job
 logger = logging.getLogger(__name__)
 
 SHARD_ELEMENTS = 2**28
-"""About as many weights go into one file: with their moments 3 GiB, all that is in memory at once."""
+"""Approximate number of weights in one shard. With their moments they take 3 GiB, the memory that an import needs."""
 
 
 def import_weights(job: Job, folder: Path, lease: Lease) -> Path:
-    """Write the checkpoint after step 0 with the folder's weights, and moments of zero.
+    """Write the checkpoint after step 0 with the folder's weights and with moments of zero.
 
-    Raises `RecipeError` when the folder is of another model or vocabulary than the recipe's, or when the recipe does
-    not name its weights; `ArtifactError` when it cannot be read, or when the run has begun already.
+    Raises `RecipeError` if the folder has another model or vocabulary than the recipe, or if the recipe does not name
+    its weights. Raises `ArtifactError` if the folder cannot be read, or if the run has begun already.
     """
     recipe, address = job.recipe, job.checkpoint_address(0)
     shapes = parameter_shapes(recipe.model)
@@ -64,7 +64,7 @@ def import_weights(job: Job, folder: Path, lease: Lease) -> Path:
 
 
 def digest_weights(shapes: Mapping[str, Iterable[int]], read: Callable[[str], Tensor]) -> str:
-    """SHA-256 over names, shapes and float32 values, whatever files and types the weights were stored in."""
+    """Return the SHA-256 over names, shapes and float32 values, whatever files and types store the weights."""
     digest = hashlib.sha256()
     for name in sorted(shapes):
         digest.update(f"{name} {list(shapes[name])}\n".encode())
@@ -75,7 +75,7 @@ def digest_weights(shapes: Mapping[str, Iterable[int]], read: Callable[[str], Te
 @contextmanager
 def _open_source(folder: Path, job: Job, shapes: Mapping[str, torch.Size]) -> Iterator[Callable[[str], Tensor]]:
     with ExitStack() as opened:
-        with reading_inputs(folder):  # what the block below writes is another matter
+        with reading_inputs(folder):  # errors of writing the checkpoint are handled elsewhere
             read = _open_weights(folder, job, shapes, opened)
         yield read
 
@@ -100,16 +100,16 @@ def _open_weights(
     if not is_nxd:
         return opened.enter_context(open_weights(folder, shapes))
     weights = NxdWeights(folder, model)
-    logger.info("weights are %s", "the optimizer's masters" if weights.has_masters else "those in `model`: no masters")
+    logger.info("weights are %s", "the optimizer's masters" if weights.has_masters else "from `model`: no masters")
     return weights.read
 
 
 def _require_named(folder: Path, digest: str, named: str | None) -> None:
     if named == digest:
         return
-    what = f"the recipe begins with {named}" if named else "the recipe does not say which weights it begins with"
+    what = f"the recipe begins with {named}" if named else "the recipe names no initial weights"
     raise RecipeError(
-        f"{folder}: has the weights {digest}; {what}. They decide the run, so the recipe names them:\n\n"
+        f"{folder}: has the weights {digest}, but {what}. They decide the run, so the recipe must name them:\n\n"
         f'  [train]\n  initial_weights = "{digest}"\n\nThen run the same command.'
     )
 
@@ -117,13 +117,13 @@ def _require_named(folder: Path, digest: str, named: str | None) -> None:
 def _require_same_vocabulary(folder: Path, job: Job) -> None:
     vocabulary = job.corpus.manifest.corpus.vocabulary
     path = folder / Path(vocabulary.path).name
-    if not os.path.lexists(path):  # it may have its vocabulary in another form
+    if not os.path.lexists(path):  # the folder may have its vocabulary in another form
         return
     found = hashlib.sha256(read_file(path, folder)).hexdigest()
     if found != vocabulary.sha256:
         raise RecipeError(
-            f"{path}: is another vocabulary ({found[:12]}) than that of the corpus ({vocabulary.sha256[:12]}): its ids "
-            f'would mean other text to these weights. Tokenize with `[tokenizer] model = "{path}"`.'
+            f"{path}: is another vocabulary ({found[:12]}) than the corpus's ({vocabulary.sha256[:12]}): the ids of "
+            f'the corpus mean other text to these weights. Tokenize with `[tokenizer] model = "{path}"`.'
         )
 
 

@@ -1,7 +1,8 @@
-"""A run whose numbers diverge ends: the same steps from the same checkpoint would diverge again.
+"""Ends a run that diverges, and finds the worker whose hardware made a gradient that is not finite.
 
-A gradient that is not finite is computed again, as Megatron's rerun state machine does: one that is finite then was not
-made by the data but by a worker that computes otherwise at times, and the run does not go on with that one's numbers.
+The same steps from the same checkpoint would diverge again, so a diverged run is not retried. A gradient that is not
+finite is computed again, as in Megatron's rerun state machine. If the second result is finite, the cause is not the
+data but a worker with inconsistent results, and the run does not continue with that worker's numbers.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class SkippedSteps:
     def __init__(self, job: Job, total: int) -> None:
         self._limit = job.recipe.train.max_consecutive_skipped_steps
         self.total = total
-        """Since the begin of the run."""
+        """Number of skipped steps since the run began."""
         self.in_a_row = 0
-        """Up to the newest step of this process; 0 when that one was applied."""
+        """Number of skipped steps in a row, up to the newest step of this process; 0 if that step was applied."""
 
     def count(self, is_applied: bool) -> None:
         self.total += not is_applied
@@ -43,11 +44,11 @@ class SkippedSteps:
 def find_faulty_worker(
     job: Job, program: Program, group: ProcessGroup, step: int, batch: int, micro_batches: Sequence[MicroBatch]
 ) -> WorkersLost | None:
-    """Compute the gradient of step number `step` (from 1) again, which was not finite, and record why it was not.
+    """Compute the gradient of step number `step` (from 1) again, which was not finite, and record the cause.
 
-    All workers call it. The error is for a worker whose own gradient is finite in one of the two computations alone:
-    what it computed before may be wrong too, so the group starts again from the newest checkpoint. A lazy device
-    computes nothing again, because keeping a step's gradients would change its graph.
+    All workers call this. It returns an error if the gradient of a worker is finite in only one of the two
+    computations: earlier results of that worker may be wrong too, so the group starts again from the newest checkpoint.
+    A lazy device computes nothing again, because keeping a step's gradients would change its graph.
     """
     facts = {"step": step, "batch": batch}
     again = program.compute_again(micro_batches)
@@ -65,27 +66,27 @@ def find_faulty_worker(
         return None
     named = ", ".join(f"rank {rank} ({workers[rank]['host']})" for rank in faulty)
     return WorkersLost(
-        f"{named}: the gradient of step {step} was finite in one of two computations of the same micro-batches alone: "
-        f"the CPU, the device or the memory there computes otherwise at times. Where this comes again from one node, "
-        f"take it out; the same command continues."
+        f"{named}: the gradient of step {step} was finite in only one of two computations of the same micro-batches: "
+        f"the CPU, the device or the memory gives inconsistent results; suspect its hardware. The same command "
+        f"continues. If the same node causes this again, replace it."
     )
 
 
 def diverged(job: Job, record: StepRecord, skipped: SkippedSteps) -> RecipeError:
-    """What a run that diverged ends with: exit 2, for no retry can help."""
+    """Make the error of a run that diverged. Its exit code is 2, because a retry would repeat the divergence."""
     train, newest = job.recipe.train, newest_step(job.checkpoint_collection)
     if skipped.are_too_many:
         what = (
-            f"{skipped.in_a_row} steps in a row were skipped because their gradients were not finite, "
+            f"{skipped.in_a_row} steps in a row were skipped because their gradients were not finite; "
             f"train.max_consecutive_skipped_steps is {train.max_consecutive_skipped_steps}"
         )
     else:
-        what = "its weights are not finite any more, so they were not saved"
-    kept = f"the newest is that of step {newest}" if newest is not None else "there is none yet"
+        what = "its weights are no longer finite, so they were not saved"
+    kept = f"the newest is of step {newest}" if newest is not None else "there is none yet"
     return RecipeError(
         f"{job.run}: the run diverged at step {record.step}: {what}. The last gradient norm is "
-        f"{record.gradient_norm:g}, the learning rate is {record.learning_rate:g}; in all {skipped.total} of "
-        f"{record.step} steps were skipped. The same command would repeat these steps bit for bit. "
-        f"Change what they are made of, first of all a lower optimizer.learning_rate, a longer optimizer.warmup_steps "
-        f"or another train.seed: that begins a run of its own. Checkpoints stay in {job.checkpoint_collection}; {kept}."
+        f"{record.gradient_norm:g}, the learning rate is {record.learning_rate:g}; {skipped.total} of all "
+        f"{record.step} steps were skipped. The same command would repeat these steps bit for bit. Change the recipe, "
+        f"which begins another run: try a lower optimizer.learning_rate, a longer optimizer.warmup_steps or another "
+        f"train.seed. Checkpoints stay in {job.checkpoint_collection}; {kept}."
     )

@@ -1,4 +1,4 @@
-"""Which worker the others wait for: the time until its own gradient is there, compared over some steps."""
+"""Finds the worker that the others wait for, by the seconds that each worker needs for its own gradient."""
 
 from __future__ import annotations
 
@@ -6,25 +6,35 @@ import statistics
 from collections.abc import Sequence
 
 STEPS = 10
-"""Compared at a time: of one alone, a worker that the machine interrupted is the slowest."""
+"""Number of steps in one comparison. In a single step, any worker that the machine interrupted is the slowest."""
 NOTABLE_SCORE = 1.5
+"""Smallest ratio of a straggler's seconds to the median worker's."""
 NOTABLE_SECONDS = 10.0
-"""That the others waited in these steps: steps of milliseconds differ by as much on any machine that has other work."""
+"""Smallest number of seconds that the others waited for a straggler in these steps. Workers with steps of milliseconds
+reach NOTABLE_SCORE on any busy machine.
+"""
 
 
 class Stragglers:
-    """Of one start of the workers. Under tensor parallelism the workers of a model wait for one another all the time:
-    then models are compared, by any of their workers."""
+    """Compares the workers of one start.
+
+    Under tensor parallelism the workers of one model wait for each other in every layer, so any of them stands for the
+    whole model.
+    """
 
     def __init__(self) -> None:
         self._steps: list[Sequence[float]] = []
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self.metrics: dict[str, float] = {}
-        """`slowest_rank`, and `straggler_score`, its time over that of the median worker; nothing of one that is alone,
-        or before enough steps."""
+        """`slowest_rank` and `straggler_score`, the ratio of its seconds to the median worker's. Empty for a single
+        worker, and before the first comparison.
+        """
 
     def add(self, seconds: Sequence[float]) -> int | None:
-        """Of a step, each worker's by rank. Returns the rank of one that is found far behind for the first time."""
+        """Add the seconds of all workers for one step, by rank.
+
+        Returns the rank of a straggler when it is found for the first time.
+        """
         self._steps.append(seconds)
         if len(self._steps) < STEPS:
             return None
@@ -38,7 +48,7 @@ class Stragglers:
         score = totals[slowest] / median if median > 0 else 1.0
         self.metrics = {"slowest_rank": slowest, "straggler_score": score}
         is_notable = score >= NOTABLE_SCORE and totals[slowest] - median >= NOTABLE_SECONDS
-        if not is_notable or slowest in self._told:
+        if not is_notable or slowest in self._reported:
             return None
-        self._told.add(slowest)
+        self._reported.add(slowest)
         return slowest

@@ -1,9 +1,10 @@
-"""A worker's heartbeat, and the watchdog that ends a worker which hangs.
+"""Writes a worker's heartbeat, and ends the worker when a step hangs.
 
-A thread of every worker writes `heartbeats/rank-00003.json` in the run's folder: what the worker does, and since when.
-A frozen worker (SIGSTOP, a node without memory, a dead network file system) writes none any more. Its peers hang in the
-next collective; their watchdogs write all stacks to `logs/rank-00003.stacks`, find out whose heartbeat stands still,
-and end their process: then the launcher ends the group, the frozen worker too, and the command starts it again.
+A thread of every worker writes `heartbeats/rank-00003.json` in the run's folder: the worker's phase and step, and the
+seconds since the phase began. A frozen worker (SIGSTOP, a node without memory, a dead network file system) stops
+writing. Its peers hang in the next collective. Their watchdogs write all stacks to `logs/rank-00003.stacks`, find the
+ranks whose heartbeat stands still, and end their own process. Then the launcher ends the whole group, including the
+frozen worker, and the command starts it again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import statistics
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,31 +38,34 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 3 * HEARTBEAT_SECONDS
-"""Without a heartbeat: a worker is silent."""
+"""Seconds without a heartbeat after which a worker counts as silent."""
 END_SECONDS = 60.0
-"""In which a watchdog ends its process, whatever it says before; collectives give it that time."""
+"""Seconds within which a watchdog ends its process after a step is late. The timeout of collectives includes them."""
 STEPS_IN_MEDIAN = 50
 STDERR = 2
 FIRST_STEP = "first step"
+EVALUATION = "evaluation"
+BETWEEN_PHASES = "between phases"
 _HEARTBEAT_BYTES = 512
 _MAX_HEARTBEAT_BYTES = 2**16
 
 
 @dataclass(frozen=True, eq=False)
 class _Activity:
-    """What the worker's main thread does; another one is another object."""
+    """The main thread's current phase. Two activities are equal only if they are the same object."""
 
     phase: str
     step: int
     """Optimizer steps done."""
     is_limited: bool
+    """Whether the watchdog ends the process when the phase takes longer than the limit of a step."""
 
 
 class Watchdog:
-    """Ends this process with 75 when a step takes longer than the recipe allows; to be used as a context.
+    """Context that ends this process with exit code 75 when a step takes longer than the recipe allows.
 
-    Steps are limited from the third one of the process on: the first one compiles, and the second one is timed.
-    Evaluation and checkpoints are not; there the collectives' timeout has to do.
+    The limit applies from the third step of the process on: the first step compiles, and the second step is the first
+    one that is timed. Evaluations and checkpoints have no limit besides the timeout of collectives.
     """
 
     def __init__(self, job: Job, group: ProcessGroup) -> None:
@@ -80,45 +86,53 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.begin("end", self._activity.step)  # one that is just about to end the process lets it be
+        self._activity = _Activity("end", self._activity.step, is_limited=False)  # an end of the process is called off
         self._has_ended.set()
-        self._thread.join(SILENT_SECONDS)  # where it writes a heartbeat to a file system that does not answer
+        self._thread.join(SILENT_SECONDS)  # it may be writing a heartbeat to a file system that hangs
         self._limit_collectives(self._longest_timeout)
 
-    def begin_step(self, step: int, is_limited: bool) -> None:
-        """`step` optimizer steps are done, and another one begins; one that compiles is not limited."""
-        self._begin(_Activity("step" if is_limited else FIRST_STEP, step, is_limited))
+    @contextmanager
+    def step(self, step: int, is_first: bool) -> Iterator[None]:
+        """Watch the optimizer step that the block takes after `step` steps.
 
-    def end_step(self, seconds: float, is_first: bool) -> None:
-        """The step took so long; the first one of a process does not count."""
+        The first step of a program compiles, so it has no limit, and the limit of later steps does not count it.
+        """
+        started = time.monotonic()
+        with self._doing(_Activity(FIRST_STEP if is_first else "step", step, is_limited=not is_first)):
+            yield
         if not is_first:
-            self._step_seconds.append(seconds)
+            self._step_seconds.append(time.monotonic() - started)
             self._limit_seconds = limit_seconds(list(self._step_seconds), self._train.watchdog_factor, self._floor)
 
-    def begin(self, phase: str, step: int) -> None:
-        """What may take long begins."""
-        self._begin(_Activity(phase, step, is_limited=False))
+    @contextmanager
+    def phase(self, phase: str, step: int) -> Iterator[None]:
+        """Name the phase of the block, which has no limit, in heartbeats."""
+        with self._doing(_Activity(phase, step, is_limited=False)):
+            yield
 
     @property
     def _floor(self) -> float:
         return self._train.watchdog_min_seconds
 
-    def _begin(self, activity: _Activity) -> None:
-        self._activity = activity
+    @contextmanager
+    def _doing(self, activity: _Activity) -> Iterator[None]:
         timeout = self._longest_timeout
         # A first step and the first evaluation compile, on one worker for longer than on another.
-        if self._limit_seconds and activity.phase not in (FIRST_STEP, "evaluation"):
+        if self._limit_seconds and activity.phase not in (FIRST_STEP, EVALUATION):
             timeout = timedelta(seconds=2 * self._limit_seconds + END_SECONDS)
         self._limit_collectives(timeout)
+        self._activity = activity
+        yield
+        self._activity = _Activity(BETWEEN_PHASES, activity.step, is_limited=False)
 
     def _limit_collectives(self, timeout: timedelta) -> None:
-        # Not for each breath of the median.
+        # The median changes a little with each step, and setting a timeout costs more than that is worth.
         if abs(timeout - self._timeout) > 0.2 * self._timeout:
             self._group.limit_collectives(timeout)
             self._timeout = timeout
 
     def _watch(self) -> None:
-        """Count the time that passes while this thread runs: a process that was frozen itself is not late."""
+        """Count only seconds in which this thread runs: a process that was frozen itself is not late."""
         watched, stalled_seconds, before = self._activity, 0.0, time.monotonic()
         self._beat(watched, stalled_seconds)
         while not self._has_ended.wait(HEARTBEAT_SECONDS):
@@ -147,9 +161,10 @@ class Watchdog:
             "limit_seconds": self._limit_seconds and round(self._limit_seconds, 1),
         }
         try:
-            # In place, and always as long: no reader finds an empty file, and closing it sends it to a server.
+            # The file is overwritten in place at a fixed length, so that no reader finds it empty; closing it makes
+            # network file systems send it.
             path = heartbeat_file(self._job.run_folder, self._group.rank)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)  # no pipe is waited for
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)  # a pipe would block
             try:
                 os.write(descriptor, json.dumps(heartbeat).encode().ljust(_HEARTBEAT_BYTES) + b"\n")
             finally:
@@ -158,8 +173,8 @@ class Watchdog:
             logger.debug("no heartbeat: %s", error)
 
     def _end_process(self, activity: _Activity, seconds: float) -> None:
-        """The main thread may be in C for ever, so nothing but the process's end gets it out."""
-        # By a thread of C's, should what comes now hang too, as on a file system whose server is gone.
+        """Write all stacks, record an event and end the process: the main thread may hang in C code for ever."""
+        # A thread in C ends the process even if the following lines hang, as on a file system whose server is gone.
         faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=STDERR)
         rank = self._group.rank
         stacks = stacks_file(self._job.run_folder, rank)
@@ -175,7 +190,7 @@ class Watchdog:
         silent = self._find_silent_ranks()
         if self._activity is not activity:
             faulthandler.cancel_dump_traceback_later()
-            logger.warning("%s, and has ended meanwhile", late)
+            logger.warning("%s, but it ended in the meantime", late)
             return
         rule = f"the larger of train.watchdog_min_seconds and {self._train.watchdog_factor:g} median steps"
         message = f"{late} ({rule}). {silent} Stacks are in {stacks}."
@@ -183,16 +198,16 @@ class Watchdog:
         event = {"step": step, "rank": rank, "silent_ranks": silent.ranks, "seconds": round(seconds, 1)}
         speakers = [each for each in range(self._group.world_size) if each not in silent.ranks]
         if rank != min(speakers, default=rank):
-            time.sleep(SILENT_SECONDS)  # the first one to end ends the others, which have stacks to write
+            time.sleep(SILENT_SECONDS)  # the first process to end ends the others, which still write their stacks
             if self._activity is not activity:
                 faulthandler.cancel_dump_traceback_later()
                 return
-        if not find_watchdog_event(self._job):  # by whoever is late first: the lowest rank may be on time
+        if not find_watchdog_event(self._job):  # one event per start of the workers
             record_event(self._job, "watchdog", **event, stacks=str(stacks), message=message)
         os._exit(WorkersLost.exit_code)
 
     def _find_silent_ranks(self) -> SilentRanks:
-        """Whose heartbeat stands still, by its number: the clocks of nodes differ."""
+        """Find the ranks whose heartbeat stands still, by its number, because the clocks of nodes differ."""
         before = [self._read_heartbeat(rank) for rank in range(self._group.world_size)]
         deadline = time.monotonic() + SILENT_SECONDS
         while (left := deadline - time.monotonic()) > 0:
@@ -205,14 +220,14 @@ class Watchdog:
         return SilentRanks(silent, after)
 
     def _read_heartbeat(self, rank: int) -> dict[str, Any]:
-        """Of this start of the workers; empty where there is none."""
+        """Return a worker's newest heartbeat of this start of the workers; empty if there is none."""
         found = read_heartbeat(self._job.run_folder, rank)
         is_ours = (found.get("attempt"), found.get("start")) == (self._job.attempt, self._job.start_number)
         return found if is_ours else {}
 
 
 class SilentRanks:
-    """Workers without a heartbeat, and what they were last seen at."""
+    """Ranks without a heartbeat, and the last heartbeat of each rank."""
 
     def __init__(self, ranks: list[int], heartbeats: list[dict[str, Any]], are_readable: bool = True) -> None:
         self.ranks = ranks
@@ -220,19 +235,19 @@ class SilentRanks:
 
     def __str__(self) -> str:
         if not self._are_readable:
-            return "Heartbeats cannot be written to the run's folder, so nobody knows which worker is silent."
+            return "Heartbeats cannot be written to the run's folder, so the silent worker is unknown."
         if not self.ranks:
             return "All workers have a heartbeat."
-        told = []
+        described = []
         for rank in self.ranks:
             last = self._heartbeats[rank]
             seen = f" ({last['host']}, pid {last['pid']}; last seen in {last['phase']} after step {last['step']})"
-            told.append(f"rank {rank}{seen if last else ''}")
-        return f"No heartbeat comes from {'; '.join(told)}."
+            described.append(f"rank {rank}{seen if last else ''}")
+        return f"No heartbeat comes from {'; '.join(described)}."
 
 
 def limit_seconds(step_seconds: list[float], factor: float, min_seconds: float) -> float | None:
-    """How long a step may take after these; None for no limit."""
+    """Return the seconds that the next step may take, from the seconds of steps before it; None for no limit."""
     return max(min_seconds, factor * statistics.median(step_seconds)) if factor and step_seconds else None
 
 
@@ -245,7 +260,7 @@ def stacks_file(run_folder: Path, rank: int) -> Path:
 
 
 def read_heartbeat(run_folder: Path, rank: int) -> dict[str, Any]:
-    """The newest heartbeat of a worker; empty where there is none that can be read."""
+    """Return the newest heartbeat of a worker; empty if there is none or it cannot be read."""
     try:
         content = read_file(heartbeat_file(run_folder, rank), max_bytes=_MAX_HEARTBEAT_BYTES)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, for a person: who wrote it, how it is cut, and the size of its numbers."""
+"""Describes a checkpoint for a person: its producer, its slices, and the magnitude of its values."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ COLUMNS = ("parameter", "shape", "slices", "weight rms", "largest", "exp_avg rms
 
 
 def inspect(checkpoint: Artifact[CheckpointManifest], recipe: Recipe) -> Iterator[str]:
-    """Lines about a checkpoint that has been verified; it is read whole, a tensor at a time.
+    """Yield lines about a verified checkpoint, of which one tensor at a time is in memory.
 
-    Raises `ArtifactError` when it is not of the recipe's model.
+    Raises `ArtifactError` if the checkpoint is not of the recipe's model.
     """
     manifest, state = checkpoint.manifest, checkpoint.manifest.checkpoint
     maker, shapes = manifest.producer, parameter_shapes(recipe.model)
@@ -41,7 +41,7 @@ def inspect(checkpoint: Artifact[CheckpointManifest], recipe: Recipe) -> Iterato
         for tensor in tensors.values():
             digest.update(tensor.numpy().data)
         rows.append(_describe(reader, name, shape, tensors))
-    yield f"digest      {digest.hexdigest()} (of the values: equal states have it under every layout of workers)"
+    yield f"digest      {digest.hexdigest()} (of the values: equal for equal states, whatever the layout of workers)"
     yield ""
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     for row in rows:

@@ -1,7 +1,7 @@
-"""Everything that a run will need, looked at before it begins: `doctor` prints one table, and what to do next.
+"""Checks all requirements of a run before it begins: `doctor` prints one table with the next steps.
 
-It publishes nothing and takes no lease, so that it may run beside a command that trains. Each node is looked at where
-it is, by one task; artifacts and the run's folder by the command, once.
+It publishes nothing and takes no lease, so it may run beside a command that trains. One task checks each node; the
+command itself checks artifacts and the run's folder once.
 """
 
 from __future__ import annotations
@@ -60,40 +60,45 @@ from services.trainer.metrics.records import read_attempts, read_metrics
 from services.trainer.stop import STOP_FILE
 
 FILES_AT_A_TIME = 32
-"""Verified between two signs of progress."""
+"""Number of files that are verified between two updates of the progress."""
 CLOCK_READINGS = 3
 SKEW_SECONDS = 1.0
-"""Between clocks of nodes, beyond what the way to them explains. Amazon's time service keeps milliseconds."""
+"""Largest difference in seconds between the clocks of nodes, besides the uncertainty of reading them. Amazon's time
+service keeps clocks within milliseconds.
+"""
 STRAGGLER = 0.1
-"""Share by which a node's matrix products may be slower than the median node's: all wait for the slowest in a step."""
+"""Share by which a node's matrix products may be slower than the median node's. In every step all nodes wait for the
+slowest.
+"""
 
 
 @dataclass
 class _Found:
-    """What a check leaves for those after it."""
+    """Results that later checks use."""
 
     corpus: Artifact[CorpusManifest] | None = None
     cache: Artifact[CompileCacheManifest] | None = None
     program: str = ""
     checkpoints: int = 0
+    """Number of the run's checkpoints."""
 
 
 def doctor_parser() -> RecipeParser:
-    parser = RecipeParser("trainer doctor", "Look at everything that a run will need, and say what to do next.")
-    parser.add_argument("--corpus", type=Path, help="a corpus folder (default: the newest of this recipe)")
-    parser.add_argument("--cache", type=Path, help="a compile cache folder (default: the one of this program)")
-    parser.add_argument("--quick", action="store_true", help="compare sizes of files, and not their checksums")
+    parser = RecipeParser("trainer doctor", "Check all requirements of a run and print the next steps.")
+    parser.add_argument("--corpus", type=Path, help="corpus folder (default: the newest of this recipe)")
+    parser.add_argument("--cache", type=Path, help="compile cache folder (default: the cache of this program)")
+    parser.add_argument("--quick", action="store_true", help="compare sizes of files instead of checksums")
     parser.add_argument(
         "--launch",
         choices=tuple(LAUNCHERS),
-        help="ray: look at every node of the cluster; inline: at this machine, in this process (default: ray where "
-        "RAY_ADDRESS names a cluster, else inline, which takes seconds less)",
+        help="ray: check every node of the cluster; inline: check this machine, which is seconds quicker (default: ray "
+        "if RAY_ADDRESS names a cluster, inline otherwise)",
     )
     return parser
 
 
 def doctor(arguments: Namespace, recipe: Recipe) -> int:
-    """Print the table. The exit code is 0, or that of the most serious problem."""
+    """Print the table, and return 0 or the exit code of the most serious problem."""
     launch = arguments.launch or ("ray" if cluster_address() else "inline")
     found = _Found()
     level: Level = "size" if arguments.quick else "full"
@@ -108,7 +113,7 @@ def doctor(arguments: Namespace, recipe: Recipe) -> int:
         job = _describe_job(arguments, recipe, found)
         restore = "restore it from a copy, or move its folder away"
         findings += look_at("checkpoints", partial(_look_at_checkpoints, job, level, arguments, found), restore)
-        findings += look_at("writer", partial(_look_at_writer, job), "wait for it, or look after the mount")
+        findings += look_at("writer", partial(_look_at_writer, job), "wait for it, or check the mount")
         findings += look_at("run's folder", partial(_look_at_run_folder, job), "make it readable for this user")
     question = NodeQuestion(
         recipe=recipe,
@@ -120,7 +125,7 @@ def doctor(arguments: Namespace, recipe: Recipe) -> int:
         shards=sum(len(split.shards) for split in found.corpus.manifest.corpus.splits.values()) if found.corpus else 0,
         shared=found.corpus.path if found.corpus else arguments.root if os.access(arguments.root, os.F_OK) else None,
     )
-    cluster = "python -m services.trainer doctor with --launch inline looks at this machine alone"
+    cluster = "python -m services.trainer doctor with --launch inline checks this machine only"
     findings += look_at("nodes", partial(_look_at_nodes, launch, question), cluster)
     print(format_table(findings, terminal_width()))
     print(f"\n{recipe.name} in {arguments.root}: {summarize(findings)}")
@@ -152,7 +157,7 @@ def _look_at_corpus(arguments: Namespace, recipe: Recipe, level: Level, found: _
 
 
 def _look_at_cache(arguments: Namespace, recipe: Recipe, level: Level, found: _Found) -> Iterator[Finding]:
-    found.program = fingerprint(program_facts(recipe))  # also where there is no cache
+    found.program = fingerprint(program_facts(recipe))  # needed even if there is no cache
     found.cache, _ = open_cache(recipe, arguments.recipe, arguments.root, arguments.cache, allow_cold=False)
     if found.cache is None:
         yield ok("compile cache", "none needed: compile.enabled = false")
@@ -161,7 +166,7 @@ def _look_at_cache(arguments: Namespace, recipe: Recipe, level: Level, found: _F
 
 
 def _verify(check: str, artifact: Artifact[Any], level: Level, root: Path, command: str) -> Finding:
-    """Raises `UnreadableError` for what this user may not read."""
+    """Verify an artifact's files. Raises `UnreadableError` for a file that this user may not read."""
     files, done = artifact.manifest.files, 0.0
     damages = []
     with show_progress(f"verifying the {check}", total_bytes(files) / 1e6, "MB") as progress:
@@ -176,7 +181,7 @@ def _verify(check: str, artifact: Artifact[Any], level: Level, root: Path, comma
             done += total_bytes(some) / 1e6
             progress.advance_to(done)
     if damages:
-        # A stage leaves what is published alone, damaged or not.
+        # A stage does not touch a published artifact, even if it is damaged.
         away = f"mv {artifact.path} {root / f'damaged-{artifact.manifest.id}'} && {command}"
         return problem(check, ArtifactError("\n".join(damages)), away)
     what = "checksums" if level == "full" else "sizes"
@@ -185,7 +190,7 @@ def _verify(check: str, artifact: Artifact[Any], level: Level, root: Path, comma
 
 
 def _describe_job(arguments: Namespace, recipe: Recipe, found: _Found) -> Job:
-    """The run that a command with this recipe would go on with."""
+    """Describe the run that a command with this recipe would continue."""
     assert found.corpus
     now = datetime.now(UTC)
     return Job(
@@ -204,7 +209,7 @@ def _describe_job(arguments: Namespace, recipe: Recipe, found: _Found) -> Job:
 
 
 def _look_at_checkpoints(job: Job, level: Level, arguments: Namespace, found: _Found) -> Iterator[Finding]:
-    """The newest ones are verified until one is whole; of those before it, the sizes."""
+    """Verify the newest checkpoints until one is intact, and only the sizes of older ones."""
     collection, steps = job.checkpoint_collection, checkpoint_steps(job.checkpoint_collection)
     damages: dict[int, str] = {}
     newest = None
@@ -221,11 +226,13 @@ def _look_at_checkpoints(job: Job, level: Level, arguments: Namespace, found: _F
     if damages and newest is None:
         raise all_damaged(collection, list(damages.values()))
     for damage in damages.values():
-        yield warning("checkpoints", damage, "restore it from a copy if its steps matter: the run goes on without it")
+        yield warning(
+            "checkpoints", damage, "restore it from a copy if you need its steps: the run continues without it"
+        )
     if newest is None:
         if job.recipe.train.initial_weights:
             none = ArtifactError(
-                f"{job.run}: begins with imported weights (train.initial_weights), which are not there"
+                f"{job.run}: begins with imported weights (train.initial_weights), which are not imported yet"
             )
             command = f"python -m services.trainer import --recipe {arguments.recipe} --root {job.root} --from FOLDER"
             yield problem("checkpoints", none, command)
@@ -237,9 +244,9 @@ def _look_at_checkpoints(job: Job, level: Level, arguments: Namespace, found: _F
         try:
             continue_run(job, newest, allow_changed_program=False)
         except ArtifactError as error:
-            yield problem("checkpoints", error, f"train with {ALLOW_CHANGED_PROGRAM}, or use what made it")
+            yield problem("checkpoints", error, f"train with {ALLOW_CHANGED_PROGRAM}, or with the program that made it")
             return
-    goes_on = f"goes on from step {state.step:,} of {max_steps:,}" if state.step < max_steps else "is complete"
+    goes_on = f"continues from step {state.step:,} of {max_steps:,}" if state.step < max_steps else "is complete"
     skipped = f", {state.skipped_steps:,} steps skipped so far" if state.skipped_steps else ""
     yield ok("checkpoints", f"{len(steps) - len(damages)} of {job.run}, which {goes_on}{skipped}")
 
@@ -256,8 +263,8 @@ def _look_at_writer(job: Job) -> Iterator[Finding]:
     else:
         yield warning(
             "writer",
-            f"{watch.holder} holds this run, which is on another node",
-            f"wait for it: a command takes over after {LEASE_SECONDS:.0f} s without a sign of it",
+            f"{watch.holder}, on another node, holds this run",
+            f"wait for it: another command takes over {LEASE_SECONDS:.0f} s after its last sign of life",
         )
 
 
@@ -266,18 +273,18 @@ def _look_at_run_folder(job: Job) -> Iterator[Finding]:
     folders = (job.run_folder, job.run_folder / "logs", job.checkpoint_collection)
     for place in dict.fromkeys(map(existing_place, folders)):
         if not os.access(place, os.W_OK | os.X_OK):
-            told = f"{place}: this user cannot write there, and the run does"
-            yield problem(check, StorageError(told), f"let {getpass.getuser()} write there: chown, or chmod")
+            seen = f"{place}: this user cannot write there, but the run must"
+            yield problem(check, StorageError(seen), f"let {getpass.getuser()} write there, with chown or chmod")
     if os.path.lexists(stop):
-        yield warning(check, f"{stop} is there: the run would stop after its first step", f"rm -r {stop}")
+        yield warning(check, f"{stop} exists: the run would stop after its first step", f"rm -r {stop}")
     attempts, metrics = read_attempts(job.run_folder), read_metrics(job.run_folder)
     starts = sum(record["is_first_of_process"] for record in metrics.lines)
-    seen = f"{starts} starts of the workers, of which {len(attempts.lines)} ended by themselves"
+    seen = f"{starts} starts of the workers, of which {len(attempts.lines)} were not killed"
     if attempts.unreadable or metrics.unreadable:
         damaged = f"{attempts.unreadable + metrics.unreadable:,} lines cannot be read"
-        yield warning(check, f"{seen}; {damaged}", "nothing: they hold no training state and are passed over")
+        yield warning(check, f"{seen}; {damaged}", "nothing to do: these lines hold no training state and are skipped")
     else:
-        yield ok(check, seen if starts else f"{job.run_folder}: nothing has been trained yet")
+        yield ok(check, seen if starts else f"{job.run_folder}: no step was trained yet")
 
 
 def _stop_file(job: Job) -> Path:
@@ -289,11 +296,11 @@ def _look_at_nodes(launch: str, question: NodeQuestion) -> Iterator[Finding]:
     views: dict[str, NodeView] = {}
     for node, view in launcher.map_nodes(look_at_node, question):
         if isinstance(view, LostTask):
-            yield problem("nodes", TryAgain(f"{node}: {view.reason}"), "look after the node, and ask again")
+            yield problem("nodes", TryAgain(f"{node}: {view.reason}"), "check the node, then run doctor again")
         else:
             views[node] = view
     if not views:
-        raise DeviceError("no node that this stage's work may be placed on")
+        raise DeviceError("no node can take this stage's work")
     yield from merge_nodes({node: view.findings for node, view in sorted(views.items())})
     yield from _compare_programs(views)
     yield from _compare_speeds(views)
@@ -310,7 +317,7 @@ def _compare_programs(views: dict[str, NodeView]) -> Iterator[Finding]:
         others = ", ".join(sorted(node for node, program in programs.items() if program != most))
         yield problem(
             "programs",
-            DeviceError(f"of another CPU, torch, Python or compiler than the other nodes, and refused: {others}"),
+            DeviceError(f"a run would refuse nodes with another CPU, torch, Python or compiler: {others}"),
             "make all nodes of the stage the same instance type and image",
         )
 
@@ -322,28 +329,28 @@ def _compare_speeds(views: dict[str, NodeView]) -> Iterator[Finding]:
     median = statistics.median_high(speeds.values())  # of two nodes, the faster one
     slow = {node: speed for node, speed in speeds.items() if speed < (1 - STRAGGLER) * median}
     if slow:
-        told = ", ".join(f"{node} {speed / 1e9:,.0f} GFLOP/s" for node, speed in sorted(slow.items()))
+        listed = ", ".join(f"{node} {speed / 1e9:,.0f} GFLOP/s" for node, speed in sorted(slow.items()))
         yield warning(
             "stragglers",
-            f"the median node does {median / 1e9:,.0f} GFLOP/s, and slower by a tenth or more: {told}",
-            "see what else runs there, or drain these nodes: all wait for the slowest in every step",
+            f"the median node does {median / 1e9:,.0f} GFLOP/s; slower by a tenth or more: {listed}",
+            "find other processes there, or drain these nodes: in every step all nodes wait for the slowest",
         )
 
 
 def _look_at_clocks(launch: str) -> Iterator[Finding]:
-    """No decision goes by the clocks: leases go by change. Logs, metrics and TLS do."""
+    """Compare the nodes' clocks. No decision depends on them, but logs, metrics and TLS do."""
     readings: dict[str, tuple[float, float]] = {}
     for _ in range(CLOCK_READINGS):
         began = time.time()
-        for node, told in choose_launcher(launch).map_nodes(read_clock, None):
-            if isinstance(told, LostTask):
+        for node, reading in choose_launcher(launch).map_nodes(read_clock, None):
+            if isinstance(reading, LostTask):
                 continue
             ended = time.time()
             uncertain = (ended - began) / 2
             if node not in readings or uncertain < readings[node][1]:
-                readings[node] = (told - (began + ended) / 2, uncertain)
+                readings[node] = (reading - (began + ended) / 2, uncertain)
     if not readings:
-        raise TryAgain("no node told its time")
+        raise TryAgain("no node reported its time")
     offsets = [offset for offset, _ in readings.values()]
     uncertain = max(each for _, each in readings.values())
     middle = statistics.median(offsets)
@@ -355,7 +362,7 @@ def _look_at_clocks(launch: str) -> Iterator[Finding]:
     if wrong:
         named = ", ".join(f"{node} {offset:+.1f} s" for node, offset in sorted(wrong.items()))
         yield warning(
-            "clocks", f"off the other nodes: {named}; logs, metrics and TLS go by them", "start chrony on these nodes"
+            "clocks", f"differ from the other nodes: {named}; logs, metrics and TLS use them", "start chrony there"
         )
     else:
         spread = max(offsets) - min(offsets)

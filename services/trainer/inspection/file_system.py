@@ -1,7 +1,7 @@
-"""What a file system promises and how fast it is, measured by doing what a run does there.
+"""Checks a file system's guarantees and measures its speed, with the operations of a run.
 
-Everything happens in one folder, `.probe-<token>`, that goes away with the block. One that a killed process left is
-removed by the next probe at the same place.
+All probes happen in one folder, `.probe-<token>`, which is removed afterwards. The next probe in the same place removes
+the folder of a probe that was killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMALL_BYTES = 4096
 BLOCK_BYTES = 4 * 2**20
 REPEATS = 9
 ABANDONED_SECONDS = 3600.0
-"""After which a probe of another node counts as left behind: one takes seconds."""
+"""Seconds after which a probe's folder from another node counts as abandoned. A probe takes seconds."""
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _OWNER = "owner.json"
@@ -36,47 +36,51 @@ _OWNER = "owner.json"
 
 @dataclass(frozen=True)
 class Mount:
+    """A mounted file system."""
+
     point: str
     kind: str
-    """As /proc names it: ext4, tmpfs, overlay, nfs4, lustre."""
+    """Type of the file system in /proc's words: ext4, tmpfs, overlay, nfs4, lustre."""
 
 
 @dataclass(frozen=True)
 class FileSystemSpeed:
+    """Measured speed of a file system."""
+
     fsync_seconds: float
-    """Median of a write of SMALL_BYTES and its fsync."""
+    """Median seconds for a write of SMALL_BYTES and its fsync."""
     create_seconds: float
-    """Median of making an empty file."""
+    """Median seconds for making an empty file."""
     write_bytes_per_second: float
-    """One file from begin to end, with its fsync."""
+    """Speed of writing one file with its fsync."""
     read_bytes_per_second: float
-    """The same file, after the kernel was asked to forget it. A network file system may still remember it."""
+    """Speed of reading that file after the kernel dropped it from its cache. A file server may still cache it."""
 
 
 def find_mount(path: Path) -> Mount | None:
-    """The mount that `path` is on; None where the kernel does not list mounts, as on macOS."""
+    """Return the mount of `path`; None if the kernel does not list mounts, as on macOS."""
     try:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except FileNotFoundError:
         return None
     real, found = Path(os.path.realpath(path)), None
-    for line in lines:  # proc(5): fields vary in number up to a dash
+    for line in lines:  # proc(5): the number of fields before the dash varies
         fields, _, after = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
-        # Of two mounts at one place the later one is seen.
+        # The later one of two mounts at the same point hides the other.
         if real.is_relative_to(point) and (found is None or len(point) >= len(found.point)):
             found = Mount(point, after.split()[0])
     return found
 
 
 def existing_place(path: Path) -> Path:
-    """`path`, or the nearest folder above it that exists: what is made at `path` will be on its file system."""
+    """Return `path` or the nearest existing folder above it, on whose file system `path` will be made."""
     return next(place for place in (path, *path.parents) if place.exists())
 
 
 @contextmanager
 def probe_folder(place: Path) -> Iterator[Path]:
-    """An empty folder at `place` for a probe. Raises `OSError` where none can be made."""
+    """Make an empty folder at `place` for a probe, and remove it afterwards. Raises `OSError` if that fails."""
     folder = place / f"{PROBE_PREFIX}{uuid.uuid4().hex[:8]}"
     folder.mkdir(mode=0o700)
     try:
@@ -98,15 +102,20 @@ def _is_abandoned(folder: Path, own: Path) -> bool:
     try:
         owner = ProcessName(**parse_json(read_file(folder / _OWNER, folder)))
         is_alive = is_running(owner)
-    except (FileNotFoundError, InputFileError, ValueError, TypeError):  # killed before it wrote its name
+    except (
+        FileNotFoundError,
+        InputFileError,
+        ValueError,
+        TypeError,
+    ):  # a probe that was killed before it wrote its name
         is_alive = None
-    if is_alive is None:  # both times are the file system's, of folders that it has made
+    if is_alive is None:  # both times come from the file system's clock
         return own.stat().st_mtime - folder.stat().st_mtime > ABANDONED_SECONDS
     return not is_alive
 
 
 def require_commits(folder: Path) -> None:
-    """Raise `StorageError` unless renames and links do in `folder`, which is empty, what a commit and a lease go by."""
+    """Raise `StorageError` unless renames and links in the empty `folder` work as commits and leases need."""
     new, old = folder / "new", folder / "old"
     old.write_bytes(b"old")
     with new.open("wb") as file:
@@ -130,7 +139,7 @@ def require_commits(folder: Path) -> None:
     moved = folder / "moved"
     other.rename(moved)
     if not (moved / "file").exists():
-        raise _broken(folder, "a folder that was renamed is not seen at its new place")
+        raise _broken(folder, "a renamed folder is missing at its new place")
     os.link(old, folder / "link")
     try:
         os.link(full / "file", folder / "link")
@@ -146,7 +155,7 @@ def _broken(folder: Path, what: str) -> StorageError:
 
 
 def measure_speed(folder: Path, num_bytes: int) -> FileSystemSpeed:
-    """Of `folder`, with a file of `num_bytes`. Raises `OSError`."""
+    """Measure the speed of the file system at `folder` with a file of `num_bytes`. Raises `OSError`."""
     synced, created = [], []
     with (folder / "synced").open("wb", buffering=0) as file:
         for _ in range(REPEATS):

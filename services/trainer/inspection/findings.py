@@ -1,4 +1,4 @@
-"""What `doctor` finds, one line for each check, and the table of them."""
+"""Describes the findings of `doctor`'s checks, merges those of several nodes, and formats them as a table."""
 
 from __future__ import annotations
 
@@ -35,22 +35,26 @@ _NARROWEST = 40
 
 
 class Result(enum.StrEnum):
+    """The result of one check."""
+
     OK = "ok"
     WARNING = "warning"
-    """The run can begin, and may be slow, end early or be lost later."""
+    """The run can begin, but may be slow, end early or be lost later."""
     PROBLEM = "problem"
     """The run would be refused, or would fail."""
 
 
 @dataclass(frozen=True)
 class Finding:
+    """A row of the table: the result of a check, the facts, and the next step."""
+
     check: str
     result: Result
     seen: str
     next: str = ""
-    """What to do where something is wrong: a command where one does it."""
+    """Next step after a warning or a problem: a command, if one command does it."""
     exit_code: int = 0
-    """Of a problem."""
+    """Exit code of a problem; 0 otherwise."""
 
 
 def ok(check: str, seen: str) -> Finding:
@@ -62,7 +66,7 @@ def warning(check: str, seen: str, next_step: str) -> Finding:
 
 
 def problem(check: str, error: MillraceError, next_step: str) -> Finding:
-    # The sentence with the same command would say it twice.
+    # The error's own sentence with this command would repeat the next step.
     seen = re.sub(rf"\s*[^.\n]*{re.escape(f'`{next_step}`')}\.?", "", str(error))
     return Finding(check, Result.PROBLEM, seen, next_step, error.exit_code)
 
@@ -71,26 +75,26 @@ Look = Callable[[], Iterable[Finding]]
 
 
 def look_at(check: str, look: Look, next_step: str) -> list[Finding]:
-    """What `look` finds, up to what it fails of, which is a problem: the checks after it are made all the same."""
+    """Run one check. Its error becomes a problem, after the findings before it, and does not stop other checks."""
     found = []
     try:
         for finding in look():
-            found.append(finding)  # each by itself: what comes before a failure is kept
+            found.append(finding)  # one by one, so that findings before an error stay
     except Interrupted:
         raise
     except MillraceError as error:
         found.append(problem(check, error, next_step))
     except OSError as error:
         found.append(problem(check, explain_os_error(error) or StorageError(str(error)), next_step))
-    except Exception as error:  # a bug of ours in one check must not hide what the others find
+    except Exception as error:  # a bug in one check must not hide the other findings
         logger.debug("%s failed", check, exc_info=True)
-        told = f"the check failed of a bug: {type(error).__name__}: {error}"
-        found.append(Finding(check, Result.PROBLEM, told, "report it, with this line", EXIT_BUG))
+        seen = f"the check has a bug: {type(error).__name__}: {error}"
+        found.append(Finding(check, Result.PROBLEM, seen, "report this line as a bug", EXIT_BUG))
     return found
 
 
 def merge_nodes(found: dict[str, list[Finding]]) -> list[Finding]:
-    """One list from those of the nodes: a check that is ok on all of them is one line, of the first one."""
+    """Merge the findings of all nodes: all results `ok` of one check become one line, with the first node's facts."""
     if len(found) == 1:
         return next(iter(found.values()))
     merged = []
@@ -108,13 +112,13 @@ def merge_nodes(found: dict[str, list[Finding]]) -> list[Finding]:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0 without a problem, else that of the most serious kind."""
+    """Return the exit code of the most serious problem; 0 if there is none."""
     codes = {finding.exit_code for finding in findings if finding.result is Result.PROBLEM}
     return next((code for code in MOST_SERIOUS_FIRST if code in codes), max(codes, default=0))
 
 
 def format_table(findings: Sequence[Finding], width: int | None = None) -> str:
-    """Lines are broken to `width` columns where it is given; else a finding's text stays one line as it is."""
+    """Format the findings, with lines broken to `width` columns if it is given."""
     check_width = max(len("check"), *(len(finding.check) for finding in findings))
     result_width = max(len(result) for result in Result)
     margin = " " * (check_width + result_width + 4)
@@ -122,7 +126,7 @@ def format_table(findings: Sequence[Finding], width: int | None = None) -> str:
     lines = [f"{'check':<{check_width}}  {'result':<{result_width}}  seen"]
     for finding in findings:
         begin = f"{finding.check:<{check_width}}  {finding.result:<{result_width}}  "
-        # Commands stay one line: they are to be copied.
+        # Commands stay on one line, so that they can be copied.
         shown = [*_broken(finding.seen, room), *([f"{NEXT}{finding.next}"] if finding.next else [])]
         lines += [f"{begin if number == 0 else margin}{line}".rstrip() for number, line in enumerate(shown)]
     return "\n".join(lines)
@@ -134,17 +138,17 @@ def summarize(findings: Sequence[Finding]) -> str:
     )
     if problems:
         seen = f"{_count(problems, 'problem')} and {_count(warnings, 'warning')}"
-        return f"{seen}: do what `{NEXT.strip()}` says, then ask again"
+        return f"{seen}: do the steps after `{NEXT.strip()}`, then run doctor again"
     return f"the run can begin: no problem and {_count(warnings, 'warning')}"
 
 
 def show_size(num_bytes: float) -> str:
-    """The size in the unit that a person reads it in: MiB, or GiB from one on."""
+    """Format a size in MiB, or in GiB from 1 GiB on."""
     return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.1f} MiB"
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that standard output is; None where it is none."""
+    """Return the columns of the terminal at standard output; None if that is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

@@ -1,4 +1,4 @@
-"""Whether a worker's memory holds what a run needs, and which changes of its recipe would make it fit."""
+"""Checks whether a run fits into its workers' memory, and finds changes of the recipe that make it fit."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ Changes = dict[str, str | int]
 
 
 def instance_type(recipe: Recipe) -> InstanceType | None:
-    """Of the trainer's nodes, where the recipe says it, with cores as small as its workers on a node need."""
+    """Return the instance type of the trainer's nodes, divided for its workers; None if the recipe names none."""
     name = recipe.cluster.trainer_instance_type
     return read_instance_types()[name].divided_for(recipe.cluster.trainer_workers_per_node) if name else None
 
 
 def require_fit(recipe: Recipe) -> None:
-    """Raise `RecipeError` where a node has fewer NeuronCores or GPUs than workers, or a worker less memory than its
-    part of the run takes at its peak; the message names what to change next.
+    """Raise `RecipeError` if a node has more workers than NeuronCores or GPUs, or a worker too little memory.
 
-    Without an instance type in the recipe there is nothing to compare with.
+    The message names the change that makes the run fit. Without an instance type in the recipe nothing is checked.
     """
     device, cluster = instance_type(recipe), recipe.cluster
     if device is None:
@@ -41,13 +40,13 @@ def require_fit(recipe: Recipe) -> None:
     if memory.peak_bytes > device.worker_memory_bytes:
         largest = max(memory.parts, key=lambda part: max(part.sizes))
         raise RecipeError(
-            f"a worker needs about {memory.peak_bytes / GIB:.1f} GiB at its peak, and one of {device.name} has "
+            f"a worker needs about {memory.peak_bytes / GIB:.1f} GiB at its peak, but a worker of {device.name} has "
             f"{device.worker_memory_bytes / GIB:.0f} GiB. Its largest part: {largest.name}. {_advise(recipe, device)}"
         )
 
 
 def _advise(recipe: Recipe, device: InstanceType) -> str:
-    """The first change with which the run fits; all of them, one upon the other, where none is enough alone."""
+    """Describe the cheapest change with which the run fits, or several changes together if no single one is enough."""
     together: Changes = {}
     for changes in _cheapest_first(recipe):
         for candidate in (changes, together | changes):
@@ -60,12 +59,12 @@ def _advise(recipe: Recipe, device: InstanceType) -> str:
             together |= changes
     return (
         "No sharding, reduction, activation checkpointing or tensor parallelism that divides this model makes it fit: "
-        "take a smaller model or sequence, or nodes whose workers have more memory"
+        "use a smaller model or sequence, or nodes whose workers have more memory"
     )
 
 
 def _cheapest_first(recipe: Recipe) -> Iterator[Changes]:
-    """What takes less memory, from what costs least time to what costs most."""
+    """Yield changes that save memory, from the cheapest in time to the most expensive."""
     parallel, batch = recipe.parallel, recipe.batch
     yield {"parallel.zero_stage": 1}
     if recipe.train.dtype == "bfloat16":
@@ -84,7 +83,7 @@ def _cheapest_first(recipe: Recipe) -> Iterator[Changes]:
 
 
 def _change(recipe: Recipe, changes: Changes) -> Recipe | None:
-    """The recipe with these values; None where they do not go with its others."""
+    """Return the recipe with these values; None if they do not fit its other values."""
     values = recipe.model_dump(mode="json")
     for dotted, value in changes.items():
         section, _, key = dotted.partition(".")

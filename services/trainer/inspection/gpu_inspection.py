@@ -1,4 +1,4 @@
-"""What one node has of GPUs: how many, of which kind, with how much memory, and how fast they multiply."""
+"""Checks one node's GPUs: their number, kind, memory, and speed of matrix products."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MEASURED_SECONDS = 0.3
 
 
 def look_at_gpus(recipe: Recipe, workers: int) -> Iterator[Finding]:
-    """Are there as many GPUs as the node's `workers`, and has each the memory of one?
+    """Check that the node has a GPU for each of its `workers`, with a worker's memory.
 
-    Raises `DeviceError` where nvidia-smi cannot say.
+    Raises `DeviceError` if nvidia-smi fails.
     """
     check, gpus = "GPUs", list_visible_gpus()
     visible = os.environ.get(VISIBLE_VARIABLE, "not set")
@@ -71,41 +71,41 @@ def _count_kinds(gpus: list[Gpu]) -> str:
 
 
 def _describe_peaks(recipe: Recipe, gpus: list[Gpu]) -> str:
-    """Words about what the metric `mfu` of a run on these GPUs is held against."""
+    """Describe the peak with which the metric `mfu` compares a run on these GPUs."""
     if recipe.cluster.trainer_instance_type:
-        return f"MFU is held against the peak of {recipe.cluster.trainer_instance_type}"
+        return f"MFU is relative to the peak of {recipe.cluster.trainer_instance_type}"
     names = sorted({gpu.name for gpu in gpus})
     if unknown := [name for name in names if name not in PEAK_TFLOPS]:
         return (
-            f"no peak is known of {', '.join(unknown)}, so the metrics have no mfu "
-            f"(services/common/hardware/gpu_peaks.py has the known ones)"
+            f"the peak of {', '.join(unknown)} is unknown, so the metrics have no mfu "
+            f"(services/common/hardware/gpu_peaks.py lists the known peaks)"
         )
-    return "MFU is held against " + ", ".join(f"{PEAK_TFLOPS[name]:,g} TFLOP/s of each {name}" for name in names)
+    return "MFU is relative to " + ", ".join(f"{PEAK_TFLOPS[name]:,g} TFLOP/s of each {name}" for name in names)
 
 
 def _look_at_memory(recipe: Recipe, gpus: list[Gpu]) -> Finding:
-    """A finding about the GPU with the least memory of those that workers take, and what of it is taken already."""
+    """Check the memory of the workers' GPUs, and whether other processes use it."""
     check, peak = "GPU memory", memory_of_worker(recipe).peak_bytes
     sizes = {gpu: gpu.memory_bytes for gpu in gpus if gpu.memory_bytes is not None}
     takes = f"a worker takes {show_size(peak)} at its peak, libraries not counted"
     if not sizes:
-        return ok(check, f"the driver does not tell it; {takes}")
+        return ok(check, f"the driver does not report it; {takes}")
     smallest = min(sizes, key=lambda gpu: sizes[gpu])
     seen = f"{show_size(sizes[smallest])} each; {takes}"
     if peak > sizes[smallest]:
         return problem(
             check,
             DeviceError(f"GPU {smallest.index}: {seen}"),
-            "run `plan`, which says what takes it and what to change",
+            "run `plan`, which shows what uses the memory and what to change",
         )
     taken = [gpu for gpu in sizes if _is_taken(gpu, sizes[gpu], peak)]
     if taken:
-        told = ", ".join(f"{show_size(gpu.used_bytes or 0)} of GPU {gpu.index}" for gpu in taken)
-        return warning(check, f"{seen}; other processes hold {told}", "see which, and end them: nvidia-smi")
+        used = ", ".join(f"{show_size(gpu.used_bytes or 0)} of GPU {gpu.index}" for gpu in taken)
+        return warning(check, f"{seen}; other processes hold {used}", "find these processes with nvidia-smi")
     return ok(check, seen)
 
 
 def _is_taken(gpu: Gpu, memory_bytes: int, peak_bytes: int) -> bool:
-    """Do other processes hold most of the GPU's memory, or leave a worker too little?"""
+    """Return whether other processes hold most of the GPU's memory, or leave a worker too little."""
     used = gpu.used_bytes or 0
     return used > memory_bytes // 2 or used + peak_bytes > memory_bytes

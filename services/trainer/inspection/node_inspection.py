@@ -1,4 +1,4 @@
-"""What one node has of what a run needs: its disks, cores, memory, device and compiler. A task for every node."""
+"""Checks one node: disks, cores, memory, device and limits. `doctor` runs it as a task on every node."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ from services.trainer.inspection.gpu_inspection import look_at_gpus, look_at_pro
 
 PROBE_BYTES = 64 * MIB
 SLOW_FSYNC_SECONDS = 0.25
-"""A commit syncs each of its files and folders: with eight of them, two seconds. NFS and Lustre take a few ms."""
+"""Seconds of an fsync above which `doctor` warns: a commit with eight files and folders then takes two seconds. NFS and
+Lustre take a few milliseconds.
+"""
 FORGETFUL = {
-    "tmpfs": "memory: what is there is lost with the machine",
-    "ramfs": "memory: what is there is lost with the machine",
-    "overlay": "a container's own layer: what is there is lost with the container",
+    "tmpfs": "memory: its files are lost with the machine",
+    "ramfs": "memory: its files are lost with the machine",
+    "overlay": "a container's own layer: its files are lost with the container",
 }
 SPARE_FILES = 16
-"""Of a checkpoint, besides its shards: manifest, lock, partial folders."""
+"""Number of files of a checkpoint besides its shards: manifest, lock, partial folders."""
 OPEN_FILES = 256
-"""Of a worker, besides the corpus: sockets, logs, TensorBoard, libraries."""
+"""Number of files that a worker opens besides the corpus: sockets, logs, TensorBoard, libraries."""
 RAY_SHARED_BYTES = 128 * MIB
 _CGROUP = Path("/sys/fs/cgroup")
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -54,19 +56,21 @@ _CHECK_ROOT = "file system"
 
 @dataclass(frozen=True)
 class NodeQuestion:
+    """Requirements of the run that every node is checked for."""
+
     recipe: Recipe
     root: Path
     launch: str
     workers: int
-    """That the node gets."""
+    """Number of workers on the node."""
     cache_bytes: int
-    """Of the compile cache, which the node copies."""
+    """Size of the compile cache, which the node copies."""
     checkpoints: int
-    """That the run has."""
+    """Number of checkpoints the run has."""
     shards: int
-    """Of the corpus."""
+    """Number of the corpus's shards."""
     shared: Path | None
-    """What the command sees below the root, and so every node has to: None where nothing is there yet."""
+    """A path below the root that the command's node has, so every node must have it; None if there is none yet."""
 
     @property
     def threads(self) -> int:
@@ -75,20 +79,22 @@ class NodeQuestion:
 
 @dataclass(frozen=True)
 class NodeView:
+    """Result of checking one node."""
+
     findings: list[Finding]
     fingerprint: str
-    """Of the node's program; empty where it has none."""
+    """Fingerprint of the program on this node; empty if the node lacks its device or backend."""
     gemm_flops_per_second: float
-    """0 where it was not measured."""
+    """Measured speed of matrix products; 0 if it was not measured."""
 
 
 def read_clock(_: None) -> float:
-    """Seconds since 1970, as this node has it."""
+    """Return this node's time, in seconds since 1970."""
     return time.time()
 
 
 def look_at_node(question: NodeQuestion) -> NodeView:
-    """Raises nothing: what cannot be looked at is a finding."""
+    """Check this node. A check that fails becomes a finding, so this raises nothing."""
     recipe = question.recipe
     try:
         place = existing_place(question.root)
@@ -104,21 +110,19 @@ def look_at_node(question: NodeQuestion) -> NodeView:
         *look_at("disk space", partial(_look_at_space, place, question), elsewhere),
         *look_at("node's own folder", partial(_look_at_private_folder, question), "set TMPDIR to a folder of your own"),
         *look_at("CPU cores", partial(_look_at_cores, question), "lower parallel.threads_per_worker"),
-        *look_at("memory", partial(_look_at_memory, question), "run `plan`, which says what takes it"),
-        *look_at("GPUs", partial(_look_at_gpus, question), "see what the driver says: nvidia-smi"),
+        *look_at("memory", partial(_look_at_memory, question), "run `plan`, which shows what uses the memory"),
+        *look_at("GPUs", partial(_look_at_gpus, question), "run nvidia-smi, which shows the state of the driver"),
         *look_at("device", partial(_look_at_device, question, fingerprints), _device_advice(recipe)),
         *look_at("limits", partial(_look_at_limits, question), "ulimit -n 65536"),
-        *look_at("matrix products", partial(_look_at_gemm, question, speeds), "see what else runs on this node"),
+        *look_at("matrix products", partial(_look_at_gemm, question, speeds), "find other processes on this node"),
     ]
     return NodeView(findings, "".join(fingerprints), sum(speeds))
 
 
 def _look_at_root(place: Path, question: NodeQuestion) -> Iterator[Finding]:
     if question.shared and not question.shared.exists():
-        told = (
-            f"{question.shared}: not there, and the command's node sees it: another file system is at {question.root}"
-        )
-        yield problem(_CHECK_ROOT, StorageError(told), "mount the same volume on every node of the stage")
+        seen = f"{question.shared}: missing here, but the command's node has it: {question.root} is another file system"
+        yield problem(_CHECK_ROOT, StorageError(seen), "mount the same volume on every node of the stage")
         return
     mount = find_mount(place)
     free = _free_bytes(place)
@@ -126,7 +130,7 @@ def _look_at_root(place: Path, question: NodeQuestion) -> Iterator[Finding]:
         require_commits(folder)
         speed = measure_speed(folder, max(MIB, min(PROBE_BYTES, free // 8)))
     where = f"{mount.kind} at {mount.point}" if mount else f"{place}"
-    absent = "" if place == question.root else f"; {question.root} is not there yet and is made by the first stage"
+    absent = "" if place == question.root else f"; {question.root} does not exist yet, and the first stage makes it"
     yield _judge_kind(f"{where}, renames and links are atomic{absent}", mount)
     yield _judge_speed(speed, question.recipe)
 
@@ -145,17 +149,17 @@ def _judge_speed(speed: FileSystemSpeed, recipe: Recipe) -> Finding:
         f"checkpoint of {show_size(size)} takes {size / speed.write_bytes_per_second:,.1f} s at least"
     )
     if speed.fsync_seconds > SLOW_FSYNC_SECONDS:
-        return warning("disk speed", seen, "see what else writes there; each commit waits for several fsyncs")
+        return warning("disk speed", seen, "find what else writes there; each commit waits for several fsyncs")
     return ok("disk speed", seen)
 
 
 def _look_at_space(place: Path, question: NodeQuestion) -> Iterator[Finding]:
     recipe, found = question.recipe, os.statvfs(place)
-    # While one is written, those to keep are there too.
+    # While a checkpoint is written, those to keep exist too.
     count = max(2, recipe.checkpoint.keep_latest + 1 - question.checkpoints)
     needed, free = count * checkpoint_bytes(recipe), _free_bytes(place)
     files, free_files = count * (recipe.parallel.num_workers + SPARE_FILES), found.f_favail
-    inodes = f", {free_files:,} free inodes" if found.f_files else ""  # btrfs and some network file systems say 0
+    inodes = f", {free_files:,} free inodes" if found.f_files else ""  # btrfs and some network file systems report 0
     seen = (
         f"{show_size(free)} free{inodes} at {place}, {count} checkpoints take {show_size(needed)} and {files:,} inodes"
     )
@@ -169,7 +173,7 @@ def _look_at_space(place: Path, question: NodeQuestion) -> Iterator[Finding]:
         all_kept = show_size(kept * checkpoint_bytes(recipe))
         yield warning(
             "disk space",
-            f"{seen}; the {kept:,} that stay for good take {all_kept}",
+            f"{seen}; the {kept:,} that are kept permanently take {all_kept}",
             "raise checkpoint.keep_interval_steps",
         )
         return
@@ -183,22 +187,22 @@ def _look_at_private_folder(question: NodeQuestion) -> Iterator[Finding]:
     if needed > free:
         yield problem(check, StorageError(seen), "free some space there, or set TMPDIR to a folder with more")
     elif os.statvfs(base).f_flag & getattr(os, "ST_NOEXEC", 0) and question.recipe.compile.enabled:
-        told = f"{base}: mounted noexec, and compiled graphs are run from there"
-        yield problem(check, StorageError(told), "set TMPDIR to a folder that programs can be run from")
+        seen = f"{base}: mounted noexec, but compiled graphs are executed from there"
+        yield problem(check, StorageError(seen), "set TMPDIR to a folder on a mount without noexec")
     else:
         with probe_folder(base) as folder:
-            (folder / "file").write_bytes(b"a few bytes, which a full file system refuses")
+            (folder / "file").write_bytes(b"a full file system refuses these bytes")
         yield ok(check, seen)
 
 
 def _look_at_cores(question: NodeQuestion) -> Iterator[Finding]:
     cores = num_cores()
     threads = question.recipe.parallel.threads_per_worker
-    seen = f"{cores:g}, and {question.workers} workers of {threads} threads take {question.threads}"
+    seen = f"{cores:g}; {question.workers} workers of {threads} threads take {question.threads}"
     if question.threads > cores:
         yield warning(
             "CPU cores",
-            f"{seen}: they wait for one another in every step",
+            f"{seen}, so they wait for each other in every step",
             f"--parallel.threads_per_worker={max(1, int(cores // question.workers))}, or fewer workers on a node",
         )
     else:
@@ -206,7 +210,7 @@ def _look_at_cores(question: NodeQuestion) -> Iterator[Finding]:
 
 
 def num_cores() -> float:
-    """Of this process: those that it may use, or fewer where its control group gets less time."""
+    """Return the number of cores that this process may use, or less if its control group has a smaller quota."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota, _, period = _read_line(_CGROUP / "cpu.max").partition(" ")
     return min(cores, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else cores
@@ -228,11 +232,11 @@ def _look_at_memory(question: NodeQuestion) -> Iterator[Finding]:
         f"{show_size(available)} of {show_size(total)} available; {question.workers} workers take "
         f"{show_size(needed)} at their peak, libraries not counted"
     )
-    advice = "lower batch.micro_batch_size, or use fewer workers on a node; `plan` says what takes the memory"
+    advice = "lower batch.micro_batch_size, or use fewer workers on a node; `plan` shows what uses the memory"
     if needed > total:
         yield problem("memory", DeviceError(seen), advice)
     elif needed > available:
-        yield warning("memory", seen, "end what else runs here")
+        yield warning("memory", seen, "end other processes on this node")
     else:
         yield ok("memory", seen)
 
@@ -254,7 +258,7 @@ def _look_at_device(question: NodeQuestion, fingerprints: list[str]) -> Iterator
 
 def _device_advice(recipe: Recipe) -> str:
     check = "python -m services.common.hardware.image_platform"
-    return f"see what this node has: {check}; the recipe says {recipe.parallel.device}"
+    return f"show this node's devices with {check}; the recipe says {recipe.parallel.device}"
 
 
 def _look_at_gemm(question: NodeQuestion, speeds: list[float]) -> Iterator[Finding]:
@@ -275,7 +279,7 @@ def _look_at_gemm(question: NodeQuestion, speeds: list[float]) -> Iterator[Findi
 
 
 def _nodes_of_a_step(question: NodeQuestion) -> float:
-    """Nodes that share a step, by the workers that this one gets."""
+    """Return the number of nodes that share a step, if all nodes have as many workers as this one."""
     return question.recipe.parallel.num_workers / question.workers
 
 
@@ -293,20 +297,22 @@ def _look_at_limits(question: NodeQuestion) -> Iterator[Finding]:
     if shm.is_dir():
         found = os.statvfs(shm)
         size = found.f_bavail * found.f_frsize
-        told = f"{show_size(size)} free in {shm}"
+        seen = f"{show_size(size)} free in {shm}"
         if question.launch == "ray" and size < RAY_SHARED_BYTES:
             wanted = show_size(RAY_SHARED_BYTES)
             yield warning(
-                "shared memory", f"{told}, Ray's object store takes {wanted}", "--shm-size=256m of the container"
+                "shared memory",
+                f"{seen}, Ray's object store takes {wanted}",
+                "start the container with --shm-size=256m",
             )
         else:
-            yield ok("shared memory", told)
+            yield ok("shared memory", seen)
     if question.recipe.parallel.device in ("neuron", "xla") and _INFINIBAND.is_dir():
         yield from _look_at_pinned_memory()
 
 
 def _look_at_maps(question: NodeQuestion) -> Iterator[Finding]:
-    """A worker maps each file of the corpus."""
+    """Check the limit of memory maps: a worker maps each file of the corpus."""
     most = max_maps()
     if most is None:
         return
@@ -319,7 +325,7 @@ def _look_at_maps(question: NodeQuestion) -> Iterator[Finding]:
 
 
 def _look_at_pinned_memory() -> Iterator[Finding]:
-    """What EFA registers with the network card."""
+    """Check the memory that EFA can register with the network card."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     free = _read_line(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"))
     locked = "any" if soft == resource.RLIM_INFINITY else show_size(soft)

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page with the curves of a run and a timeline of the three stages."""
+"""Writes report.html: one self-contained page with the curves of a run and a timeline of the three stages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from services.trainer.run import REPORT_FILE, Run, summarize
 
 _COLORS = {"tokenizer": "#4c78a8", "compiler": "#f58518", "trainer": "#54a24b"}
 _FADES = (1.0, 0.75, 0.55, 0.4, 0.85, 0.65)
-_LABELLED_SHARE = 0.04  # a narrower bar has no room for its name; hovering shows it
+_LABELLED_SHARE = 0.04  # a narrower bar has no room for its name, but hovering shows it
 _CONFIG = {"displaylogo": False, "displayModeBar": False}
 
 
 def write_report(run: Run, sample_text: str | None = None) -> Path:
-    """Write `report.html` into the run's folder; it needs no network and no other file.
+    """Write `report.html` into the run's folder. The page needs no network and no other file.
 
-    Without a sample of the model's writing it says how to get one.
+    Without a sample of the model's writing the page says how to get one.
     """
     curves = _curves(run).to_html(full_html=False, include_plotlyjs="inline", config=_CONFIG)
     timeline = _timeline(run).to_html(full_html=False, include_plotlyjs=False, config=_CONFIG)
@@ -39,7 +39,7 @@ def write_report(run: Run, sample_text: str | None = None) -> Path:
 
 
 def read_state(run_folder: Path) -> str | None:
-    """The `Run.state` that the report in this folder was made of; None when there is no report, or not one of ours."""
+    """Return the `Run.state` of the report in this folder; None if there is no report or it has no state."""
     try:
         with open_regular_file(run_folder / REPORT_FILE) as file:
             begin = file.read(4096).decode(errors="replace")
@@ -87,7 +87,7 @@ def _curves(run: Run) -> go.Figure:
 
 
 def _timeline(run: Run) -> go.Figure:
-    """Seconds of work of each stage, one after the other: stages may have run days apart, so gaps are left out."""
+    """Draw the seconds of work of all stages in a row, without the gaps between stages, which may be days."""
     figure = go.Figure()
     start = 0.0
     total_seconds = sum(phase.seconds for phases in run.phases().values() for phase in phases)
@@ -118,7 +118,7 @@ def _timeline(run: Run) -> go.Figure:
     return figure
 
 
-_NO_SAMPLE = "`python -m services.trainer report --sample` puts a sample here: it loads the whole model."
+_NO_SAMPLE = "`python -m services.trainer report --sample` adds a sample here, for which it loads the whole model."
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{name} - Millrace run</title>
 <meta name="millrace-state" content="{state}">

@@ -1,6 +1,6 @@
-"""What a run will need, before anything is held for it: topology, memory, time, cost and checkpoints.
+"""Estimates a run's topology, memory, time, cost and checkpoints from its recipe, before the run holds anything.
 
-All of it are estimates from the recipe; what they go by is in the README of this service.
+The sources of the estimates are in docs/benchmarks/trainer.md.
 """
 
 from __future__ import annotations
@@ -32,39 +32,44 @@ from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.step_trace import StepTrace
 
 NEURON_MFU = 0.29
-"""The share of its peak that a plan assumes of a NeuronCore: that of Llama 2 13B with 84.0 sequences of 4,096 tokens a
-second on 32 trn1.32xlarge (AWS Neuron SDK 2.20's training benchmarks), counted by `flops_per_token`. Llama 2 7B reaches
-0.37 on 16 nodes, Llama 3.1 8B 0.21 on 32; of trn2 no training benchmark is published."""
+"""Share of its peak that a NeuronCore is assumed to reach: that of Llama 2 13B with 84.0 sequences of 4,096 tokens a
+second on 32 trn1.32xlarge (AWS Neuron SDK 2.20's training benchmarks), by `flops_per_token`. Llama 2 7B reaches 0.37
+on 16 nodes, Llama 3.1 8B 0.21 on 32. No training benchmark is published for trn2.
+"""
 GPU_MFU = 0.45
-"""The share of its dense bfloat16 peak that a plan assumes of a GPU: what this trainer aims at with a compiled Llama of
-a billion parameters on one H100 or H200."""
+"""Share of its dense bfloat16 peak that a GPU is assumed to reach: the goal of this trainer for a compiled Llama of a
+billion parameters on one H100 or H200.
+"""
 MFU_OF_ACCELERATORS: dict[Accelerators, float] = {"NeuronCores": NEURON_MFU, "GPUs": GPU_MFU}
 CRAMPED = 0.9
-"""Share of a device's memory above which a plan warns: the runtime and the collectives take some, too."""
+"""Share of a device's memory above which a plan warns, because the runtime and the collectives need memory too."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no recipe says, and a user may know better."""
+    """Numbers that are not in the recipe, which a user can override."""
 
     mfu: float | None
-    """Model FLOPs utilization: the share of the peak that the model's own operations reach. None: `MFU_OF_ACCELERATORS`
-    says it for the accelerators of the instance type."""
+    """Model FLOPs utilization: the share of the peak that the model's own operations reach. None stands for the
+    accelerator's share in MFU_OF_ACCELERATORS.
+    """
     storage_gb_per_second: float | None
-    """Speed at which all workers together write a checkpoint, in 10^9 bytes a second; None stands for the speed of
-    `default_lustre_size`."""
+    """Speed at which all workers together write a checkpoint, in 10^9 bytes a second. None stands for the speed of
+    `default_lustre_size`.
+    """
     node_mtbf_hours: float
+    """Mean time between failures of one node, in hours."""
     dollars_per_node_hour: float | None
-    """None: the hint of the instance type."""
+    """Price of a node in dollars an hour. None stands for the price of the instance type."""
 
 
 def add_assumptions(parser: ArgumentParser) -> None:
     defaults = ", ".join(f"{share} of {accelerators}" for accelerators, share in MFU_OF_ACCELERATORS.items())
-    parser.add_argument("--mfu", type=float, help=f"share of the peak FLOP/s (default: {defaults})")
+    parser.add_argument("--mfu", type=float, help=f"share of the peak FLOP/s that a step reaches (default: {defaults})")
     parser.add_argument(
         "--storage-gb-per-second",
         type=float,
-        help=f"at which checkpoints are written (default: {default_lustre_size().bytes_per_second / 1e9:.3g}, that of "
+        help=f"speed of writing checkpoints (default: {default_lustre_size().bytes_per_second / 1e9:.3g}, the speed of "
         f"the stacks' file system)",
     )
     parser.add_argument(
@@ -73,27 +78,29 @@ def add_assumptions(parser: ArgumentParser) -> None:
         default=NODE_MTBF_HOURS,
         help=f"mean time between failures of a node (default: {NODE_MTBF_HOURS:,.0f})",
     )
-    parser.add_argument("--dollars-per-node-hour", type=float, help="(default: a hint for the instance type)")
+    parser.add_argument(
+        "--dollars-per-node-hour", type=float, help="price of a node (default: on demand, by instance type)"
+    )
 
 
 def read_assumptions(arguments: Namespace) -> Assumptions:
-    """Raises `RecipeError` for a number that nothing can be estimated by."""
+    """Read the assumptions from the command line. Raises `RecipeError` for a number out of range."""
     for name in ("mfu", "storage_gb_per_second", "node_mtbf_hours", "dollars_per_node_hour"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < math.inf:
             raise RecipeError(f"--{name.replace('_', '-')} {value}: expected a number above 0.")
     if arguments.mfu is not None and arguments.mfu > 1:
-        raise RecipeError(f"--mfu {arguments.mfu}: it is a share of the peak, expected at most 1.")
+        raise RecipeError(f"--mfu {arguments.mfu}: expected a share of the peak, at most 1.")
     return Assumptions(
         arguments.mfu, arguments.storage_gb_per_second, arguments.node_mtbf_hours, arguments.dollars_per_node_hour
     )
 
 
 def describe_plan(recipe: Recipe, corpus: CorpusPayload | None, assumptions: Assumptions) -> str:
-    """The plan as a page of text; the numbers of the data need the corpus."""
+    """Return the plan as a page of text. The numbers of the data need the corpus."""
     device = instance_type(recipe)
     sections = [
-        f"{recipe.name}: what the run will need. These are estimates; services/trainer/README.md has their sources",
+        f"{recipe.name}: estimates of the run's needs (docs/benchmarks/trainer.md has their sources)",
         _table("recipe", derive(recipe, corpus)),
         _table("topology", _topology(recipe, device)),
         _memory_table(recipe, device),
@@ -106,7 +113,7 @@ def describe_plan(recipe: Recipe, corpus: CorpusPayload | None, assumptions: Ass
 
 
 def describe_trace(recipe: Recipe, trace: StepTrace) -> str:
-    """What a step of the program was seen to do, beside what was estimated of it."""
+    """Describe the traced step beside the estimate of its memory."""
     workers, parts = recipe.parallel.num_workers, recipe.parallel.tensor_parallel_size
     held, model = trace.parameters * parts, recipe.model.num_parameters
     rows = {
@@ -121,7 +128,7 @@ def describe_trace(recipe: Recipe, trace: StepTrace) -> str:
         )
     if parts > 1:
         rows["activations"] = f"summed in {recipe.parallel.reduce_dtype} by the workers that share a model"
-    title = f"dry run: a step of rank 0 of {workers}, on tensors without memory; rank {workers - 1} holds as much"
+    title = f"dry run: a step of rank 0 of {workers} on tensors without memory; rank {workers - 1} holds as much"
     return _table(title, rows)
 
 
@@ -167,12 +174,12 @@ def _memory_table(recipe: Recipe, device: InstanceType | None) -> str:
         columns = [f"{size / unit_bytes:>8.2f}" if size else " " * 7 + "-" for size in part.sizes]
         lines.append(f"  {part.name:<{width}}  {' '.join(columns)}")
     if device is None:
-        elsewhere = "; `doctor` asks the GPUs of its node" if recipe.parallel.device == "cuda" else ""
+        elsewhere = "; `doctor` compares it with the GPUs of its node" if recipe.parallel.device == "cuda" else ""
         return "\n".join([*lines, f"  not compared: the recipe has no cluster.trainer_instance_type{elsewhere}"])
     share = memory.peak_bytes / device.worker_memory_bytes
     lines.append(f"  the peak is {share:.0%} of the {_size(device.worker_memory_bytes)} of a worker of {device.name}")
     if CRAMPED < share <= 1:
-        lines.append("  warning: little is left for the runtime, the graphs and the buffers of collectives")
+        lines.append("  warning: little memory is left for the runtime, the graphs and the buffers of collectives")
     return "\n".join(lines)
 
 
@@ -185,9 +192,7 @@ def _mfu(device: InstanceType, assumptions: Assumptions) -> float:
 
 
 def _step_seconds(recipe: Recipe, device: InstanceType, mfu: float) -> float:
-    """Seconds of an optimizer step whose operations reach the share `mfu` of the peak of all workers: what is idle on a
-    node takes no part.
-    """
+    """Return the seconds of an optimizer step at the share `mfu` of all workers' peak, without idle cores."""
     peak = recipe.parallel.num_workers * device.worker_peak_flops_per_second
     return flops_per_token(recipe) * tokens_per_step(recipe) / (peak * mfu)
 
@@ -212,7 +217,7 @@ def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Ass
 
 
 def _price(device: InstanceType, assumptions: Assumptions) -> tuple[float, str]:
-    """Dollars for an hour of a node, and where they are from."""
+    """Return the price of a node in dollars an hour, and its source."""
     if assumptions.dollars_per_node_hour is not None:
         return assumptions.dollars_per_node_hour, "--dollars-per-node-hour"
     return device.dollars_per_hour, f"on demand, {device.price_source}"
@@ -234,19 +239,19 @@ def _checkpoints(recipe: Recipe, device: InstanceType | None, assumptions: Assum
     step, interval = _step_seconds(recipe, device, _mfu(device, assumptions)), recipe.checkpoint.interval_steps
     optimum = optimal_interval_steps(write_seconds, step, nodes, assumptions.node_mtbf_hours)
     price, _ = _price(device, assumptions)
-    # Until the next checkpoint is committed, the one before is the newest.
+    # Until the next checkpoint is committed, a failure loses the steps since the one before.
     lost_hours = (interval * step + write_seconds) / SECONDS_PER_HOUR
     rows |= {
-        "loss": f"{lost_hours * 60:,.0f} min at most of a failure without notice, ${lost_hours * nodes * price:,.0f}: "
-        f"{interval:,} steps and the write of the next checkpoint",
-        "Young's optimum": f"every {optimum:,} steps ({optimum * step / 60:,.0f} min), if training stood still for the "
-        f"whole write; the recipe says {interval:,}. It stands still for a copy to the host alone, which a run's "
-        f"summary measures: short intervals cost less than that",
+        "loss": f"a failure without notice loses at most {lost_hours * 60:,.0f} min, "
+        f"${lost_hours * nodes * price:,.0f}: {interval:,} steps and the write of the next checkpoint",
+        "Young's optimum": f"every {optimum:,} steps ({optimum * step / 60:,.0f} min) if training stopped for the "
+        f"whole write; the recipe says {interval:,}. Training stops only for a copy to the host, which a run's summary "
+        f"measures, so shorter intervals cost less",
     }
     if write_seconds > interval * step:
         rows["warning, interval"] = (
-            f"a checkpoint takes longer than the {interval * step:,.1f} s from one to the next, which then waits for "
-            f"it: raise checkpoint.interval_steps"
+            f"a checkpoint takes longer than the {interval * step:,.1f} s to the next one, which then waits: raise "
+            f"checkpoint.interval_steps"
         )
     return rows
 
@@ -266,24 +271,24 @@ def _describe_storage(assumptions: Assumptions) -> str:
 
 
 def _describe_space(recipe: Recipe) -> str:
-    """What checkpoints take of the file system at most: those that are kept, and one that is being written."""
+    """Describe the largest space that checkpoints need: those that are kept, and one that is being written."""
     policy, size = recipe.checkpoint, checkpoint_bytes(recipe)
     for_good = recipe.train.max_steps // policy.keep_interval_steps if policy.keep_interval_steps else 0
-    kept = f", and {for_good:,} that stay for good" if for_good else ""
+    kept = f", and {for_good:,} that are kept permanently" if for_good else ""
     return f"{_size((policy.keep_latest + 1 + for_good) * size)} for {policy.keep_latest + 1} checkpoints{kept}"
 
 
 def _describe_notice(recipe: Recipe, write_seconds: float) -> dict[str, str]:
-    """Whether a stop's notice holds as many checkpoints as it should."""
+    """Describe whether the termination notice is long enough for the checkpoints that it should hold."""
     needed = needed_notice_seconds(write_seconds)
-    told = f"{CHECKPOINTS_PER_NOTICE} checkpoints take {needed:,} s"
+    seconds = f"{CHECKPOINTS_PER_NOTICE} checkpoints take {needed:,} s"
     if needed <= TRAINER_NOTICE_SECONDS:
-        return {"notice": f"{told}, and a stop gives a container {TRAINER_NOTICE_SECONDS} s: it loses nothing"}
+        return {"notice": f"{seconds}, and a stopped container has {TRAINER_NOTICE_SECONDS} s: no step is lost"}
     enough = math.ceil(CHECKPOINTS_PER_NOTICE * checkpoint_bytes(recipe) / TRAINER_NOTICE_SECONDS / 1e8) / 10
     return {
-        "warning, notice": f"{told}, and a stop gives a container {TRAINER_NOTICE_SECONDS} s, so that it may lose the "
-        f"steps since the checkpoint before: take a file system of {enough:g} GB/s (fsx in terraform.tfvars), or ask "
-        f"for more notice (on Kubernetes DRAIN={needed})"
+        "warning, notice": f"{seconds}, but a stopped container has {TRAINER_NOTICE_SECONDS} s and may lose the steps "
+        f"since the last checkpoint: use a file system of {enough:g} GB/s (fsx in terraform.tfvars), or a longer "
+        f"notice (on Kubernetes DRAIN={needed})"
     }
 
 

@@ -1,4 +1,4 @@
-"""Let a checkpoint write."""
+"""Generates text with the model of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from services.trainer.run import Run, vocabulary_file
 
 TOP_TOKENS = 50
 MIN_TEMPERATURE = 1e-3
-"""Below it float32 cannot divide every logit."""
+"""Smallest temperature by which float32 can divide every logit."""
 
 
 class TextGenerator:
-    """A run's newest checkpoint and its vocabulary, loaded once for all that they write."""
+    """Generates texts with the model of a run's newest checkpoint, which is loaded once."""
 
     def __init__(self, run: Run) -> None:
         self._corpus = run.corpus.path
@@ -29,7 +29,7 @@ class TextGenerator:
         self._sequence_length = run.recipe.corpus.sequence_length
 
     def generate(self, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
-        """The prompt and up to `num_tokens` tokens of its continuation, ending at a document's end."""
+        """Return the prompt with up to `num_tokens` tokens of its continuation, which ends with the document."""
         generator = torch.Generator().manual_seed(seed)
         tokens = [self._vocabulary.bos_id, *(self._codec.encode(prompt) if prompt else [])]
         for _ in range(num_tokens):
@@ -43,25 +43,25 @@ class TextGenerator:
             return self._codec.decode(tokens[1:])
         except LookupError as error:
             raise ArtifactError(
-                f"{self._corpus}: its vocabulary has no text for an id that it claims to have ({error})."
+                f"{self._corpus}: its vocabulary has no text for an id below its size ({error})."
             ) from error
 
 
 def load_model(run: Run) -> Llama:
-    """The run's model with the weights of its newest checkpoint."""
+    """Load the run's model with the weights of its newest checkpoint."""
     model = Llama(run.recipe.model, run.recipe.corpus.sequence_length)
     model.load_state_dict(load_weights(run), strict=not run.recipe.model.tie_word_embeddings)
     return model.eval()
 
 
 def load_weights(run: Run) -> dict[str, Tensor]:
-    """The weights of the run's newest checkpoint. Raises `ArtifactError` when they are not those of its model."""
+    """Load the weights of the run's newest checkpoint. Raises `ArtifactError` if they are not its model's."""
     shapes = parameter_shapes(run.recipe.model)
     return ShardReader(run.checkpoint, shapes).read_weights(shapes)
 
 
 def require_drawable(num_tokens: int, temperature: float, seed: int) -> None:
-    """Raise `RecipeError` for what no text can be drawn with."""
+    """Raise `RecipeError` for numbers with which no text can be generated."""
     if num_tokens < 0:
         raise RecipeError(f"--tokens {num_tokens}: expected 0 or more.")
     if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
@@ -73,7 +73,7 @@ def require_drawable(num_tokens: int, temperature: float, seed: int) -> None:
 
 
 def choose_token(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Draw from the likeliest tokens; temperature 0 takes the likeliest."""
+    """Draw one of the TOP_TOKENS likeliest tokens; temperature 0 takes the likeliest."""
     if not torch.isfinite(logits_V).all():
         raise ArtifactError("The checkpoint's weights give logits that are not finite: its training has diverged.")
     if temperature == 0:

@@ -1,6 +1,7 @@
-"""One train step of a whole topology in this process: the program's own code on tensors with shapes and no memory.
+"""Traces one train step of a whole topology in this process: the program's own code on tensors without memory.
 
-The process is one rank of a fake process group, and its tensors are torch's fake tensors.
+The process is one rank of a fake process group, and its tensors are torch's fake tensors. `memory_estimate` computes
+the same peak from the recipe alone, in microseconds and without torch: `plan` prints both, and tests compare them.
 """
 
 from __future__ import annotations
@@ -32,21 +33,23 @@ from services.common.recipe.memory_estimate import (
 )
 from services.common.recipe.schema import Recipe
 
-RING_PASSES = {  # times that a ring carries (n - 1) / n of the whole tensor past each of n workers
+RING_PASSES = {  # how often a ring of n workers carries (n - 1) / n of the whole tensor past each of them
     OPS.all_gather_into_tensor.default: 1,
     OPS.reduce_scatter_tensor.default: 1,
     OPS.all_to_all_single.default: 1,
     OPS.all_reduce.default: 2,
 }
 _AXES_BY_GROUP = {name: axis for axis, name in GROUP_NAMES.items()}
-MAX_MICRO_BATCHES = 2  # the first leaves a sum, and every later one does what the second does
+MAX_MICRO_BATCHES = 2  # the first leaves a sum, and all later ones do the same as the second
 
 
 @dataclass(frozen=True)
 class Traffic:
+    """Collectives along one axis of the mesh."""
+
     calls: int = 0
     sent_bytes: int = 0
-    """That a worker sends to the others, around a ring."""
+    """Bytes that a worker sends to the others, around a ring."""
     largest_bytes: int = 0
     """Bytes of the largest tensor that one call sums, gathers or exchanges."""
 
@@ -60,20 +63,20 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What the program does in a step on each worker of the topology."""
+    """Parameters, memory and traffic of a step on each worker of the topology."""
 
     parameters: int
-    """That a worker holds."""
+    """Number of parameters that a worker holds."""
     peak_bytes: int
-    """Of tensors that are alive at once, while each operation runs by itself."""
+    """Largest number of bytes of live tensors, if each operation runs by itself."""
     traffic: dict[Axis, Traffic]
-    """Of the step's collectives, by the axis of the mesh along which they go."""
+    """The step's collectives, by the axis of the mesh."""
 
 
 def trace_step(recipe: Recipe) -> StepTrace:
-    """Make the program of the first and of the last rank, and take one step of the first.
+    """Make the programs of the first and of the last rank, and trace one step of the first.
 
-    Raises `AssertionError` unless both hold parts of the same shapes, which together are the recipe's model.
+    Raises `AssertionError` unless both hold parts of equal shapes, and all parts together are the recipe's model.
     """
     recipe = recipe.model_copy(update={"compile": recipe.compile.model_copy(update={"enabled": False})})
     workers = recipe.parallel.num_workers
@@ -100,7 +103,7 @@ def _fake_program(recipe: Recipe, rank: int) -> Iterator[tuple[Program, _Watch]]
 
 
 class _InPieces(TorchNative):
-    """Cuts collectives as the backend of `xla` does, which can be imported where torch_xla is."""
+    """Cuts collectives as the backend for `xla` does, which can be imported only where torch_xla is installed."""
 
     def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         gather = partial(self._gather_whole, axis)
@@ -118,7 +121,7 @@ class _InPieces(TorchNative):
 
 
 def _require_whole_model(program: Program) -> dict[str, torch.Size]:
-    """Shapes of the parts that the worker holds, by name. Of the whole, each has to be as many as there are parts."""
+    """Return the shapes of the worker's parts, by name, after a check that all workers' parts make the whole model."""
     recipe, shardings, mesh = program.recipe, program.model.shardings(), program.backend.mesh
     shapes = {name: parameter.shape for name, parameter in program.model.named_parameters()}
     whole = sum(shardings[name].full_shape(shape).numel() for name, shape in shapes.items())
@@ -169,7 +172,7 @@ class _Allocation:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees each operation: how many bytes are alive after it, and what a collective sends."""
+    """Follows each operation: the bytes that are alive after it, and the bytes that a collective sends."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -179,16 +182,16 @@ class _Watch(TorchDispatchMode):
         self.phase = _Phase(0)
 
     def begin_phase(self) -> None:
-        """Begin to count peak and traffic anew."""
+        """Begin a phase with a peak and traffic of its own."""
         self.phase = _Phase(self._live_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # what fake tensors ask each other, ten times as often as the rest
+        if func is torch.ops.prim.device.default:  # fake tensors call this ten times as often as all else
             return args[0].fake_device
         out = func(*args, **(kwargs or {}))
         if func in RING_PASSES:
             self._count_traffic(func, args)
-        # The result of waiting is the waited tensor; a fake one has another storage.
+        # Waiting returns the same tensor, but a fake tensor then has another storage.
         same = self._allocations[_key(args[0])] if func is OPS.wait_tensor.default else None
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and _key(tensor) not in self._allocations:

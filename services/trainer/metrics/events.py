@@ -1,7 +1,7 @@
-"""What happened to a run besides its steps: `events.jsonl`, written by workers and by the command.
+"""Records events of a run besides its steps, from workers and from the command, in `events.jsonl`.
 
-Every event has `event` (its kind), `time`, and `attempt` and `start`, which name the start of the workers.
-The file is a record for people: no decision is read from it.
+Every event has `event` (its kind), `time`, and `attempt` and `start`, which identify the start of the workers. People
+and reports read the file; no decision depends on it, except for the text of an error.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Kind = Literal["watchdog", "restart", "nan", "loss_spike", "rollback", "straggle
 
 
 def record_event(job: Job, event: Kind, **facts: Any) -> None:
-    """Append an event. One that cannot be written is logged: what it tells of goes on without it."""
+    """Append an event. An event that cannot be written is only logged, and the run goes on."""
     line = {"event": event, "time": time.time(), "attempt": job.attempt, "start": job.start_number, **facts}
-    if event not in ("watchdog", "restart", "fallback"):  # of which a sentence was logged
+    if event not in ("watchdog", "restart", "fallback"):  # the callers log these as sentences
         logger.warning("%s: %s", event, ", ".join(f"{name}={value}" for name, value in facts.items()))
     try:
-        # One write to the file's end: workers of several processes write here.
+        # One write call per event, because several processes append to this file.
         with open_for_append(job.run_folder / EVENTS_FILE) as file:
             os.write(file.fileno(), json.dumps(mask_values(line)).encode() + b"\n")
     except (OSError, StorageError) as error:
@@ -43,28 +43,28 @@ def record_event(job: Job, event: Kind, **facts: Any) -> None:
 
 
 def read_events(run_folder: Path) -> list[dict[str, Any]]:
-    """Oldest first; lines that cannot be read are left out."""
+    """Return the run's events, oldest first, without lines that cannot be read."""
     try:
         lines = read_json_lines(run_folder / EVENTS_FILE)
-    except OSError as error:  # a run goes on without them
+    except OSError as error:  # a run goes on without its events
         logger.warning("%s cannot be read: %s", run_folder / EVENTS_FILE, error)
         return []
     return [line for line in lines if line is not None and isinstance(line.get("event"), str)]
 
 
 def count_events(run_folder: Path) -> dict[str, int]:
-    """By kind; of NaNs also by cause, as `nan (data)`."""
+    """Count events by kind; a NaN's kind includes its cause, as in `nan (data)`."""
     return dict(Counter(_name(event) for event in read_events(run_folder)))
 
 
 def explain_loss(job: Job, error: Exception) -> str:
-    """What lost the workers of this start: what a watchdog wrote, and else what the launcher saw."""
+    """Describe the loss of this start's workers: the watchdog's message, if it wrote one, and the launcher's error."""
     event = find_watchdog_event(job)
     return f"{event.get('message')}\n{error}" if event else str(error)
 
 
 def find_watchdog_event(job: Job) -> dict[str, Any] | None:
-    """What a watchdog wrote of this start of the workers."""
+    """Return the event that a watchdog recorded for this start of the workers; None if there is none."""
     for event in reversed(read_events(job.run_folder)):
         if (event["event"], event.get("attempt"), event.get("start")) == ("watchdog", job.attempt, job.start_number):
             return event
@@ -72,15 +72,16 @@ def find_watchdog_event(job: Job) -> dict[str, Any] | None:
 
 
 class NewWarnings:
-    """What a command says of what its workers met and went on from: checkpoints that were passed over, and a notice
-    that is too short for one. The file is read where it has grown alone.
+    """Reads new events that the command shows as warnings: `fallback` and `short_notice`.
+
+    The file is read only after it has grown.
     """
 
     def __init__(self, job: Job) -> None:
         self._job, self._num_bytes, self._num_read = job, 0, 0
 
     def read(self) -> list[str]:
-        """A text for each since the last call."""
+        """Return the warnings of events since the last call."""
         try:
             num_bytes = (self._job.run_folder / EVENTS_FILE).stat().st_size
         except OSError:  # no event yet
@@ -89,17 +90,16 @@ class NewWarnings:
             return []
         self._num_bytes, attempt = num_bytes, self._job.attempt
         events = read_events(self._job.run_folder)
-        found = [each for each in events if each["event"] in _WARNINGS and each.get("attempt") == attempt]
+        found = [event for event in events if event["event"] in _WARNINGS and event.get("attempt") == attempt]
         new, self._num_read = found[self._num_read :], len(found)
-        return [_WARNINGS[each["event"]](each) for each in new]
+        return [_WARNINGS[event["event"]](event) for event in new]
 
 
 def _describe_fallback(event: dict[str, Any]) -> str:
     damages = event.get("damages")
     found = damages if isinstance(damages, list) else [damages]
-    told = "\n  ".join(list_problems(map(str, found), "damaged checkpoints"))
-    step = event.get("to_step")
-    return f"the run goes on after step {step}, from the newest checkpoint that is whole. Damaged:\n  {told}"
+    listed = "\n  ".join(list_problems(map(str, found), "damaged checkpoints"))
+    return f"the run continues from the newest intact checkpoint, of step {event.get('to_step')}. Damaged:\n  {listed}"
 
 
 _WARNINGS: dict[str, Callable[[dict[str, Any]], str]] = {

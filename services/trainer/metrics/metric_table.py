@@ -1,4 +1,4 @@
-"""What is measured of a step, once for all views: metrics.jsonl, TensorBoard, Prometheus, trackers and the README."""
+"""Lists the metrics of a step for all views: metrics.jsonl, TensorBoard, Prometheus, trackers and the README."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Metric:
+    """A metric and its description."""
+
     name: str
-    """Of the field in metrics.jsonl; Prometheus puts PREFIX before it."""
+    """Name of the field in metrics.jsonl; Prometheus puts PREFIX before it."""
     unit: str
     reduction: str
-    """How the workers' values become one."""
+    """Operation that makes one value of the workers' values."""
     help: str
 
 
@@ -23,59 +25,61 @@ _EQUAL = "equal on all"
 _RANK_0 = "rank 0's"
 
 METRICS = (
-    Metric("step", "steps", _EQUAL, "optimizer steps done; a rollback lowers it"),
+    Metric("step", "steps", _EQUAL, "optimizer steps done; a rollback lowers this"),
     Metric("loss", "nats per token", "mean over the global batch", "cross-entropy"),
     Metric("loss_max", "nats per token", "max over micro-batches", "loss of the worst micro-batch; not on `xla`"),
-    Metric("validation_loss", "nats per token", "mean over the batches", "of the newest evaluation"),
-    Metric("gradient_norm", "1", "norm over all parameters", "before clipping"),
-    Metric("learning_rate", "1", _EQUAL, "of this step"),
-    Metric("tokens", "tokens", "sum", "trained on since the begin of the run"),
-    Metric("tokens_per_second", "tokens/s", "sum", "of this step"),
-    Metric("mean_tokens_per_second", "tokens/s", "sum", "of this process, its first step left out"),
+    Metric("validation_loss", "nats per token", "mean over the batches", "cross-entropy of the newest evaluation"),
+    Metric("gradient_norm", "1", "norm over all parameters", "gradient norm before clipping"),
+    Metric("learning_rate", "1", _EQUAL, "learning rate of this step"),
+    Metric("tokens", "tokens", "sum", "tokens trained on since the run began"),
+    Metric("tokens_per_second", "tokens/s", "sum", "tokens of this step over its seconds"),
+    Metric("mean_tokens_per_second", "tokens/s", "sum", "mean of this process without its first step"),
     Metric("mfu", "share", "sum over the sum of peaks", "model FLOP/s over the peak; from a process's second step on"),
-    Metric("step_seconds", "s", "max", "from the first read of data to the update"),
-    Metric("gradient_seconds_spread", "s", "max - min", "of the time until a worker has its own gradient"),
-    Metric("slowest_rank", "rank", "argmax", "of that time, over 10 steps; with several workers"),
-    Metric("straggler_score", "ratio", "max / median", "of that time, over 10 steps; with several workers"),
-    Metric("data_seconds", "s", "max", "a step's wait for its data"),
+    Metric("step_seconds", "s", "max", "seconds from the first read of data to the update"),
+    Metric("gradient_seconds_spread", "s", "max - min", "spread of the seconds until a worker has its own gradient"),
+    Metric("slowest_rank", "rank", "argmax", "worker with the most such seconds in 10 steps; with several workers"),
+    Metric("straggler_score", "ratio", "max / median", "ratio of such seconds in 10 steps; with several workers"),
+    Metric("data_seconds", "s", "max", "seconds for which a step waits for its data"),
     Metric("data_share", "share", "max", "`data_seconds` over `step_seconds`"),
-    Metric("checkpoint_stall_seconds", "s", _RANK_0, "that training stood still for the newest checkpoint"),
+    Metric("checkpoint_stall_seconds", "s", _RANK_0, "seconds for which the newest checkpoint stopped training"),
     Metric("graphs_compiled", "graphs", "max", "compile misses of this process"),
-    Metric("peak_rss_bytes", "bytes", "max", "most memory of the host that a worker's process had"),
-    Metric("peak_device_bytes", "bytes", "max", "most memory of the device that tensors had; on `cuda`"),
-    Metric("skipped_steps", "steps", _EQUAL, "updated nothing, for a gradient was not finite"),
-    Metric("restarts", "starts", _RANK_0, "of the workers, after the first that took a step"),
-    Metric("goodput", "share", _RANK_0, "productive time over time since the run began"),
+    Metric("peak_rss_bytes", "bytes", "max", "largest host memory of a worker's process so far"),
+    Metric("peak_device_bytes", "bytes", "max", "largest device memory of tensors so far; on `cuda`"),
+    Metric("skipped_steps", "steps", _EQUAL, "steps without an update, because a gradient was not finite"),
+    Metric("restarts", "starts", _RANK_0, "starts of the workers after the first one that took a step"),
+    Metric("goodput", "share", _RANK_0, "productive seconds over seconds since the run began"),
 )
 
 
 class WorkerNumbers(NamedTuple):
-    """What a worker tells the others of a step. What it cannot know is NaN."""
+    """A worker's measurements of a step. Unknown numbers are NaN."""
 
     gradient_seconds: float
-    """Until its own gradient was there, the wait for data included."""
+    """Seconds until the worker had its own gradient, including the wait for data."""
     step_seconds: float
     data_seconds: float
     loss_max: float
-    """Of its micro-batches."""
+    """Largest loss of the worker's micro-batches."""
     graphs_compiled: float
     peak_rss_bytes: float
     peak_device_bytes: float
     gemm_flops_per_second: float
-    """Its share of the peak of its machine, once that was measured."""
+    """The worker's share of its machine's measured peak; NaN before the measurement."""
 
 
 class ReducedNumbers(NamedTuple):
+    """Measurements of a step, reduced over all workers."""
+
     fields: dict[str, float]
-    """By the names of METRICS; those that nobody knows are left out."""
+    """Values by the names of METRICS, without unknown ones."""
     gemm_flops_per_second: float
-    """Of all workers together; NaN while one has not measured it."""
+    """Measured peak of all workers together; NaN until all have measured theirs."""
 
 
 def reduce_over_ranks(workers: Sequence[WorkerNumbers]) -> ReducedNumbers:
-    """What METRICS says of the workers' `WorkerNumbers`.
+    """Reduce the workers' numbers as METRICS says.
 
-    A loss of one worker that is no number is the result's: it must not hide behind those that are.
+    A loss that is NaN on one worker makes the result NaN, so that finite losses do not hide it.
     """
     columns = dict(zip(WorkerNumbers._fields, zip(*workers, strict=True), strict=True))
     most = {name: math.nan if any(map(math.isnan, values)) else max(values) for name, values in columns.items()}

@@ -1,4 +1,4 @@
-"""The metrics of a run, as they come about: of each step and of each start of the workers. Rank 0 writes them."""
+"""Records the metrics of each step and of each start of the workers. Rank 0 writes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -31,20 +32,20 @@ if TYPE_CHECKING:
     from services.common.launch.ray_launcher import RayGauges
 
 PEAK_SECONDS = 0.05
-"""Two or three products: a peak to hold MFU against, without a wait that anybody notices."""
+"""Seconds for which each worker measures its peak: enough for two or three products, and too short to notice."""
 RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 class MetricsRecorder:
-    """Every worker has one, and those of other ranks than 0 write nothing. All workers make it at the same time."""
+    """Records metrics; only rank 0 writes. All workers construct it together, because that gathers facts of all."""
 
     def __init__(self, job: Job, group: ProcessGroup, backend: Backend, first_step: int) -> None:
         self._recipe, self._backend, self._group = job.recipe, backend, group
         self._step_tokens = tokens_per_step(job.recipe)
         self._step_flops = flops_per_token(job.recipe) * self._step_tokens
-        told = group.gather({"host": socket.gethostname(), "gpu": _name_of_gpu(backend)})
-        self._workers_of_host = [worker["host"] for worker in told].count(socket.gethostname())
-        self._published_peak = published_peak(job.recipe, [worker["gpu"] for worker in told])
+        workers = group.gather({"host": socket.gethostname(), "gpu": _name_of_gpu(backend)})
+        self._workers_of_host = [worker["host"] for worker in workers].count(socket.gethostname())
+        self._published_peak = published_peak(job.recipe, [worker["gpu"] for worker in workers])
         self._gemm_flops_per_second = math.nan
         self._counted_steps, self._counted_seconds = 0, 0.0
         self._record: dict[str, Any] = {}
@@ -62,7 +63,7 @@ class MetricsRecorder:
             self._writer.close()
 
     def measure(self, program: Program, step_seconds: float, data_seconds: float) -> WorkerNumbers:
-        """What this worker has to tell the others of the step that it has just done."""
+        """Measure the step that this worker has just done."""
         is_cuda = self._backend.device.type == "cuda"
         return WorkerNumbers(
             gradient_seconds=data_seconds + program.gradient_seconds,
@@ -75,8 +76,17 @@ class MetricsRecorder:
             gemm_flops_per_second=self._gemm_flops_per_second,
         )
 
-    def begin(self, step: StepRecord, workers: Sequence[WorkerNumbers]) -> None:
-        """Begin the record of a step with what the loop knows of it, and the numbers of all ranks."""
+    @contextmanager
+    def step(
+        self, step: StepRecord, workers: Sequence[WorkerNumbers], straggler: Mapping[str, float]
+    ) -> Iterator[None]:
+        """Write the record of a step at the end of the block, in which `add` completes it; not after an error."""
+        self._begin(step, workers)
+        self.add(**straggler)
+        yield
+        self._write()
+
+    def _begin(self, step: StepRecord, workers: Sequence[WorkerNumbers]) -> None:
         if not self._writer or not self._run:
             return
         reduced = reduce_over_ranks(workers)
@@ -102,12 +112,12 @@ class MetricsRecorder:
         self._record |= values
 
     def hold(self) -> None:
-        """Keep the record so far: a kill before `write` must not lose that of a step whose checkpoint is committed."""
+        """Keep the record so far: a kill before the block's end must not lose it where a checkpoint has the step."""
         if self._writer:
             self._writer.hold(self._record)
 
-    def write(self) -> None:
-        """Write the step's record. After the first one all workers measure at once what their cores can do."""
+    def _write(self) -> None:
+        """Write the step's record. After the first one all workers measure the speed of their cores together."""
         if self._writer:
             self._writer.log(self._record)
         if self._gauges:
@@ -122,8 +132,10 @@ class MetricsRecorder:
             self._writer.log_attempt(attempt)
 
     def _measure_peak(self) -> float:
-        """This worker's share of its machine's peak. Workers with more threads than there are cores take turns, and the
-        fastest product is one that no other worker interrupted: they have no more than the cores together.
+        """Measure this worker's share of its machine's peak in FLOP/s.
+
+        Workers with more threads than the machine has cores take turns, so the fastest product is one that no other
+        worker interrupted. All workers together then count as the machine's cores.
         """
         threads = self._recipe.parallel.threads_per_worker
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -132,7 +144,7 @@ class MetricsRecorder:
 
 
 class _RunTime:
-    """How much of the time since a run began went into steps that count: across starts, from what records hold."""
+    """Computes goodput over all starts of a run, from the records of earlier starts."""
 
     def __init__(self, job: Job, first_step: int) -> None:
         self._folder = job.run_folder
@@ -143,7 +155,9 @@ class _RunTime:
         self._go_back(first_step)
 
     def add(self, step: StepRecord, seconds: float) -> dict[str, float]:
-        """A step that a later one replaces does not count, nor do steps that updated nothing, nor the first of a
+        """Add a step and return its fields about the run.
+
+        Productive are all steps except those that are done again later, those that updated nothing, and the first of a
         process, which loads or compiles its graphs.
         """
         if step.step != self._step + 1:
@@ -161,14 +175,14 @@ class _RunTime:
         }
 
     def _go_back(self, step: int) -> None:
-        """To the state after a step whose checkpoint was loaded."""
+        """Continue from the record of the step whose checkpoint was loaded."""
         record = (read_record_of(self._folder, step) or {}) if step else {}
         self._step, self._skipped_steps = step, record.get("skipped_steps", 0)
         self._productive_seconds = record.get("productive_seconds", 0.0)
 
 
 def _make_gauges(job: Job) -> RayGauges | None:
-    """Where the worker is one of Ray's."""
+    """Make the gauges that Ray exports, if Ray has started this worker."""
     if job.launch != "ray":
         return None
     from services.common.launch.ray_launcher import RayGauges  # noqa: PLC0415 - inline workers do without Ray
@@ -178,14 +192,14 @@ def _make_gauges(job: Job) -> RayGauges | None:
 
 
 def _name_of_gpu(backend: Backend) -> str:
-    """The driver's name of this worker's GPU; empty on other devices."""
+    """Return the driver's name of this worker's GPU; empty on other devices."""
     return torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else ""
 
 
 def published_peak(recipe: Recipe, gpus: Sequence[str]) -> float | None:
-    """Dense bfloat16 FLOP/s of what all workers compute on: by the recipe's instance type, or by their GPUs' names.
+    """Return the dense bfloat16 peak of all workers' devices in FLOP/s, by the instance type or the names of GPUs.
 
-    None on CPUs, and where neither is known.
+    Returns None on CPUs, and if neither is known.
     """
     if recipe.parallel.device == "cpu":
         return None

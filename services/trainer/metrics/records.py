@@ -1,4 +1,4 @@
-"""One record per step: JSON lines are the truth, TensorBoard is a view of them."""
+"""Writes and reads the records of steps and attempts: JSON lines are the truth, TensorBoard is a view of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ATTEMPTS_FILE = "attempts.jsonl"
 BLOCK_BYTES = 2**20
 
 _MAX_NUMBER = 1e100
-"""A float32 has no number above 3.4e38, and sums of so many as a run has lines stay finite floats."""
+"""Largest number that a line may have. A float32 is at most 3.4e38, and a sum over all lines of a run stays finite."""
 
 
 def _require_sane(value: float) -> float:
@@ -34,20 +34,20 @@ def _require_sane(value: float) -> float:
 
 
 Number = Annotated[float, AfterValidator(_require_sane)]
-"""A loss or a norm, which may be NaN or infinite where a step was skipped."""
+"""A loss or a norm, which may be NaN or infinite if the step was skipped."""
 FiniteNumber = Annotated[FiniteFloat, AfterValidator(_require_sane)]
 # A century: a date and so many seconds are a date again.
 Seconds = Annotated[FiniteFloat, Field(ge=0, le=3.2e9)]
-# A processor's clock has no shorter ticks, and numbers are divided by these.
+# No clock has shorter ticks, and numbers are divided by these seconds.
 StepSeconds = Annotated[Seconds, Field(ge=1e-9)]
-# 1970 to 2100: what a date can be made of.
+# From 1970 to 2100, so that a date can be made of it.
 Timestamp = Annotated[FiniteFloat, Field(ge=0, le=4_102_444_800)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What the loop knows of a step; losses in nats per token, gradient norm before clipping."""
+    """Numbers of one step that the loop knows; the loss is in nats per token, the gradient norm is before clipping."""
 
     step: int
     """Optimizer steps done, this one included."""
@@ -58,17 +58,17 @@ class StepRecord:
     data_seconds: float
     skipped_steps: int
     is_first_of_process: bool
-    """The first step of a process loads or compiles its graphs."""
+    """Whether the step loaded or compiled the graphs of its process."""
 
 
 class _Line(BaseModel):
-    """What readers of a line go by; it may have more. A skipped step has losses that are no numbers."""
+    """Fields of a line that readers use; a line may have more. The loss of a skipped step may be NaN."""
 
     model_config = ConfigDict(strict=True)
 
 
 class _StepLine(_Line):
-    """Among its fields are all METRICS: a view makes a float of each that a record has."""
+    """Fields of a step's line, including all METRICS."""
 
     step: Count
     loss: Number
@@ -81,6 +81,9 @@ class _StepLine(_Line):
     time: Timestamp
     step_tokens: Count
     tokens_per_second: FiniteNumber
+    data_share: FiniteNumber
+    goodput: FiniteNumber
+    restarts: Count
     tokens: Count = 0
     mean_tokens_per_second: FiniteNumber = 0.0
     validation_loss: Number = 0.0
@@ -92,10 +95,7 @@ class _StepLine(_Line):
     peak_rss_bytes: Number = 0.0
     peak_device_bytes: Number = 0.0
     checkpoint_stall_seconds: Seconds = 0.0
-    data_share: FiniteNumber = 0.0
     mfu: FiniteNumber = 0.0
-    goodput: FiniteNumber = 0.0
-    restarts: Count = 0
     productive_seconds: Seconds = 0.0
     run_started_at: Timestamp = 0.0
 
@@ -111,7 +111,7 @@ class _AttemptLine(_Line):
 
 @dataclass(frozen=True)
 class ParsedLines:
-    """What a file of JSON lines holds, and how many of its lines could not be read."""
+    """Lines of a file of JSON lines, and the number of lines that could not be read."""
 
     lines: list[dict[str, Any]]
     unreadable: int
@@ -131,16 +131,16 @@ class MetricsWriter:
         self._take_held(first_step)
 
     def hold(self, record: Mapping[str, Any]) -> None:
-        """Keep the record of a step whose checkpoint may be committed before its `log`: a kill must not lose it."""
+        """Keep a record whose step may be committed before `log`, so that a kill does not lose the record."""
         partial = self._held.with_suffix(".partial")
-        partial.unlink(missing_ok=True)  # of a process that was killed; a pipe in its place would be waited for
+        partial.unlink(missing_ok=True)  # a killed process may have left it
         with partial.open("x", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         partial.replace(self._held)
         self._is_holding = True
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write the record of one step; its `step` counts the optimizer steps that are done."""
+        """Write the record of one step. Raises `OSError` if the line cannot be written."""
         self._lines.append(record)
         if self._is_holding:
             self._held.unlink()
@@ -148,7 +148,7 @@ class MetricsWriter:
         self._board.add(record["step"], {k: v for k, v in known_metrics(record).items() if k != "step"})
 
     def log_attempt(self, record: dict[str, Any]) -> None:
-        """Write how one start of the workers ended, with its compile misses. A killed attempt leaves none."""
+        """Write how one start of the workers ended, with its compile misses. A killed start leaves no record."""
         attempts = JsonLines(self._run_folder / ATTEMPTS_FILE)
         attempts.append(record)
         attempts.close()
@@ -162,7 +162,7 @@ class MetricsWriter:
         return self._run_folder / HELD_FILE
 
     def _take_held(self, first_step: int) -> None:
-        """Write what a killed process held, unless its step was written, or will be done again."""
+        """Write the record that a killed process held, unless its step was written or will be done again."""
         held, last = read_last_json_line(self._held), read_last_step(self._run_folder)
         written = last["step"] if last else 0
         if held and _is_readable(held, _StepLine) and written < held["step"] <= first_step:
@@ -171,7 +171,7 @@ class MetricsWriter:
 
 
 def read_metrics(run_folder: Path) -> ParsedLines:
-    """One record per step, in order. A step that was done again after a crash counts once, as done last."""
+    """Return one record per step, in order: the last one of a step that was done again after a crash."""
     found = _read(run_folder / METRICS_FILE, _StepLine)
     by_step = {record["step"]: record for record in found.lines}
     return ParsedLines([by_step[step] for step in sorted(by_step)], found.unreadable)
@@ -182,15 +182,15 @@ def read_attempts(run_folder: Path) -> ParsedLines:
 
 
 def read_last_step(run_folder: Path) -> dict[str, Any] | None:
-    """The newest record of a run; None when there is none that can be read."""
+    """Return the newest record of a run; None if there is none or it cannot be read."""
     record = read_last_json_line(run_folder / METRICS_FILE)
     return record if record and _is_readable(record, _StepLine) else None
 
 
 def read_record_of(run_folder: Path, step: int) -> dict[str, Any] | None:
-    """The newest record of `step`, or of the last step before it that has one; None when there is none.
+    """Return the newest record of `step`, or of the last step before it that has one; None if there is none.
 
-    Reads the file from its end: a run of months has millions of lines.
+    This reads the file from its end, because a run of months has millions of lines.
     """
     try:
         with open_regular_file(run_folder / METRICS_FILE) as file:
@@ -210,14 +210,14 @@ def read_record_of(run_folder: Path, step: int) -> dict[str, Any] | None:
 
 
 class MetricsTail:
-    """The records that are appended to a run's metrics from now on, to be read as they come."""
+    """Reads records as they are appended to a run's metrics, beginning now."""
 
     def __init__(self, run_folder: Path) -> None:
         self._path = run_folder / METRICS_FILE
         self._position = self._size()
 
     def read(self) -> list[dict[str, Any]]:
-        """Those since the last call; none while the file cannot be read."""
+        """Return the records since the last call; empty while the file cannot be read."""
         if self._size() < self._position:  # a torn line was cut off
             self._position = self._size()
         try:
@@ -237,19 +237,19 @@ class MetricsTail:
 
 
 def known_metrics(record: Mapping[str, Any]) -> dict[str, float]:
-    """What a record has of METRICS, in their order."""
+    """Return the METRICS that a record has, in the order of METRICS."""
     return {metric.name: float(record[metric.name]) for metric in METRICS if metric.name in record}
 
 
 def mean_tokens_per_second(records: list[dict[str, Any]]) -> float:
-    """Over all steps but the first of each process, which loads the compiled graphs."""
+    """Return the mean over all steps except the first of each process, which loads the compiled graphs."""
     counted = [record for record in records if not record["is_first_of_process"]]
     seconds = sum(record["step_seconds"] for record in counted)
     return sum(record["step_tokens"] for record in counted) / seconds if seconds else 0.0
 
 
 def _read(path: Path, kind: type[_Line]) -> ParsedLines:
-    """Raises `ArtifactError` where something else than a file is there."""
+    """Read lines of one kind. Raises `ArtifactError` if `path` is not a regular file."""
     try:
         lines = read_json_lines(path)
     except OSError as error:
@@ -257,7 +257,7 @@ def _read(path: Path, kind: type[_Line]) -> ParsedLines:
         if not is_damage(explained):
             raise explained from error
         raise ArtifactError(
-            f"{explained} It holds no training state: move it away, `mv {path} {path}.aside`."
+            f"{explained} It holds no training state. Move it away: `mv {path} {path}.aside`."
         ) from error
     readable = [line for line in lines if line is not None and _is_readable(line, kind)]
     return ParsedLines(readable, len(lines) - len(readable))

@@ -1,7 +1,7 @@
-"""TensorBoard's events: a view of the metrics, which a run goes on without.
+"""Writes TensorBoard's events. They are a view of the metrics: a run goes on while they cannot be written.
 
-Written by the training process itself. tensorboardX's writer has a thread that ends at its first failed write; its
-queue then fills, and the training process blocks in it for ever.
+The training process writes them itself. The writer of tensorboardX has a thread that ends at its first failed write;
+then its queue fills up and the training process blocks for ever.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILE_VERSION = "brain.Event:2"
 
 
 class TensorBoard:
-    """Appends events to a file in `folder`. When that fails it says so once, and tries another file after a while."""
+    """Appends events to a file in `folder`. After a failure it warns once, and tries again every RETRY_SECONDS."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,7 +36,7 @@ class TensorBoard:
         self._has_failed = False
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write the scalars of a step, to be seen at once; leave them out while that fails."""
+        """Write the scalars of a step and flush them. Steps are left out while writing fails."""
         if self._file is None and time.monotonic() < self._retry_at:
             return
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
@@ -55,7 +55,7 @@ class TensorBoard:
             self._give_up(error)
 
     def _open(self, step: int) -> BinaryIO:
-        """A new file, whose begin hides the events from `step` on that an attempt before this one wrote."""
+        """Begin a file whose first event hides the events of earlier attempts from `step` on."""
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._file = file = (self._folder / name).open("wb")
@@ -78,12 +78,12 @@ class TensorBoard:
         self._retry_at = time.monotonic() + RETRY_SECONDS
         file, self._file = self._file, None
         if file:
-            with suppress(OSError):  # it tries once more to write what it holds
+            with suppress(OSError):  # closing flushes, which may fail again
                 file.close()
 
 
 def _frame(event: Event) -> bytes:
-    """A record of a TFRecord file: the length, its checksum, the bytes, their checksum."""
+    """Encode a record of a TFRecord file: the length, its checksum, the bytes, their checksum."""
     data: bytes = event.SerializeToString()
     length = struct.pack("<Q", len(data))
     checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]

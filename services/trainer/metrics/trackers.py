@@ -1,6 +1,6 @@
-"""Experiment trackers that a command asks for: they follow metrics.jsonl, and a run goes on without them.
+"""Sends the records of metrics.jsonl to experiment trackers. A run goes on if a tracker fails.
 
-The command feeds them, in a thread: no step waits for a tracker's network, and workers need none.
+The command sends them in a thread: no step waits for a tracker's network, and workers need no network.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ logger = logging.getLogger(__name__)
 PROJECT = "millrace"
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 60.0
-"""A tracker that has not taken the last records by then is left behind."""
+"""Seconds for which the end of a command waits for its trackers to take the last records."""
 
 
 class Tracker(Protocol):
+    """An experiment tracker, which gets the metrics of every new record."""
+
     def log(self, step: int, values: dict[str, float]) -> None: ...
     def close(self, exit_code: int) -> None: ...
 
 
 class Wandb:
-    """A run of Weights & Biases, which a later command continues. WANDB_MODE, WANDB_DIR and its key are read by it."""
+    """A run of Weights & Biases, which a later command continues. The library reads its own WANDB_ variables."""
 
     def __init__(self, job: Job) -> None:
         wandb: Any = importlib.import_module("wandb")
@@ -41,7 +43,7 @@ class Wandb:
         self._run = wandb.init(
             project=PROJECT, id=job.run, name=job.run, resume="allow", dir=job.run_folder, config=mask_values(recipe)
         )
-        # Its own steps only grow, and a run that rolled back or was resumed takes some again.
+        # W&B's own steps must increase, but a run that rolls back or resumes repeats steps.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -52,7 +54,7 @@ class Wandb:
 
 
 class Mlflow:
-    """A run of MLflow, which a later command continues. It goes where MLFLOW_TRACKING_URI says."""
+    """A run of MLflow at MLFLOW_TRACKING_URI, which a later command continues."""
 
     def __init__(self, job: Job) -> None:
         mlflow: Any = importlib.import_module("mlflow")
@@ -79,19 +81,19 @@ TRACKERS: dict[str, Callable[[Job], Tracker]] = {"wandb": Wandb, "mlflow": Mlflo
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Raise `DeviceError` for a tracker that is asked for and not installed."""
+    """Raise `DeviceError` if a requested tracker is not installed."""
     for name in names:
         found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of that name, which W&B leaves where it has run, is none
+        if found is None or found.origin is None:  # W&B leaves a folder of that name
             raise DeviceError(
-                f"--tracker {name}: the package is not installed here. Install it with `pip install {name}`, or leave "
-                f"the option out: metrics.jsonl and TensorBoard have every step."
+                f"--tracker {name}: the package is not installed here. Install it with `pip install {name}`, or omit "
+                f"the option: metrics.jsonl and TensorBoard have every step."
             )
 
 
 @contextmanager
 def tracking(job: Job, names: Sequence[str]) -> Iterator[None]:
-    """Hand each record from now on to the trackers. Raises `DeviceError` when one cannot be started."""
+    """Send new records to the trackers during the block. Raises `DeviceError` if a tracker cannot be started."""
     following = _Following(MetricsTail(job.run_folder))
     exit_code = EXIT_BUG
     try:
@@ -111,15 +113,15 @@ def tracking(job: Job, names: Sequence[str]) -> Iterator[None]:
 def _open(name: str, job: Job) -> Tracker:
     try:
         return TRACKERS[name](job)
-    except Exception as error:  # of any type: it is a library's, at the start, where the user can act on it
+    except Exception as error:  # libraries raise errors of any type; the user can act on this one
         raise DeviceError(
-            f"--tracker {name}: it could not be started: {type(error).__name__}: {error}. Check its settings, or leave "
-            f"the option out."
+            f"--tracker {name}: could not be started: {type(error).__name__}: {error}. Check its settings, or omit the "
+            f"option."
         ) from error
 
 
 class _Following:
-    """The trackers of a command, and the thread that hands the records to them."""
+    """Holds the trackers of a command and the thread that sends records to them."""
 
     def __init__(self, tail: MetricsTail) -> None:
         self.trackers: dict[str, Tracker] = {}
@@ -130,16 +132,16 @@ class _Following:
         self._thread.start()
 
     def end(self, exit_code: int) -> None:
-        """Hand over the last records, and how the command ended."""
+        """Send the last records and the command's exit code."""
         self._exit_code = exit_code
         self._stop.set()
         if not self.trackers:
             return
-        if not self._thread.ident:  # the command ends before it has trained: another tracker could not be started
+        if not self._thread.ident:  # another tracker could not be started
             self.start()
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            logger.warning("%s: took none of the last records for %.0f s", ", ".join(self.trackers), CLOSE_SECONDS)
+            logger.warning("%s: did not take the last records within %.0f s", ", ".join(self.trackers), CLOSE_SECONDS)
 
     def _follow(self) -> None:
         is_over = False
@@ -152,9 +154,9 @@ class _Following:
                         tracker.log(record["step"], known_metrics(record))
                     if is_over:
                         tracker.close(self._exit_code)
-                except Exception as error:  # of any type: no view of a run ends it
+                except Exception as error:  # libraries raise errors of any type, and no view ends a run
                     logger.warning(
-                        "%s: it failed and gets no more records: %s. metrics.jsonl has every step.",
+                        "%s: failed and gets no more records: %s. metrics.jsonl has every step.",
                         name,
                         error,
                         exc_info=True,

@@ -1,4 +1,4 @@
-"""Small real inputs for the trainer's tests: a recipe of a few thousand parameters and a published corpus."""
+"""Builds small real inputs for the trainer's tests: a recipe of a few thousand parameters and a corpus."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SMALL: dict[str, Any] = {
     "train__evaluation_batches": 2,
     "checkpoint__interval_steps": 5,
 }
-"""What the small recipe lacks: a run of two workers that evaluates, and commits checkpoints."""
+"""Additions to the small recipe: two workers, evaluations and checkpoints."""
 
 
 LLAMA_3_1 = {
@@ -58,9 +58,9 @@ LLAMA_3_1 = {
     "model__rope_scaling": "{factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, "
     "original_max_position_embeddings = 8}",
 }
-"""The shape of it, with original positions that the small recipe's rows go beyond."""
+"""Overrides for the rope scaling of Llama 3.1, with fewer original positions than a row of the small recipe."""
 DOCUMENT_TOKENS = 24
-"""Of every document: rows of 16 have a begin at 0, one at 8, or none."""
+"""Tokens of each document, so that rows of 16 tokens have a document's begin at 0, at 8, or none."""
 
 
 def write_recipe(folder: Path) -> Path:
@@ -78,7 +78,7 @@ def make_program(recipe: Recipe) -> Program:
 
 
 def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lease: Lease) -> Job:
-    """What the command hands to its workers, for eager training in this process."""
+    """Make a job for eager training in this process."""
     now = datetime.now(UTC)
     job = Job(
         recipe=recipe,
@@ -177,7 +177,7 @@ def _write(path: Path, batch: pa.RecordBatch) -> None:
 
 
 def _write_vocabulary(folder: Path, kind: VocabularyKind, vocab_size: int) -> Vocabulary:
-    """Of 200 sentences; of a tiktoken file the bytes alone are tokens, with 256 special ones above."""
+    """Write a vocabulary of 200 sentences. A tiktoken file has only bytes as tokens, and 256 special tokens."""
     sentences = [f"sentence {n} of a small text about {n * 7} words" for n in range(200)]
     match kind:
         case "sentencepiece":

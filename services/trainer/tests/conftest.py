@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -17,7 +19,7 @@ fork_server.preload("services.trainer.supervise", "services.trainer.tests.work")
 
 @pytest.fixture(scope="module", autouse=True)
 def forked_workers() -> Iterator[None]:
-    """Of commands and workers that a test calls; commands that it starts by themselves start theirs as they are."""
+    """Fork the workers of tests and of commands that tests call; commands in processes of their own are unchanged."""
     with fork_server.forking_workers():
         yield
 
@@ -37,7 +39,22 @@ def new_job(tmp_path: Path, lease: Lease) -> Iterator[Callable[..., Job]]:
 
 @pytest.fixture(scope="module")
 def new_shared_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Job]]:
-    """As `new_job`, for runs that the tests of a module share."""
+    """Build a job for a run that the tests of a module share; see `new_job`."""
     folder = tmp_path_factory.mktemp("shared")
     with hold_lease(folder / "run.lock") as held, building_jobs(folder, held.lease) as build:
         yield build
+
+
+@pytest.fixture
+def tensor_reference() -> Iterator[type]:
+    """Make a class that is pickled under the name of torch_xla's, which need not be installed."""
+    name = "torch_xla.utils.serialization"
+    module = ModuleType(name)
+    reference = type("TensorReference", (), {"__module__": name})
+    module.__dict__["TensorReference"] = reference
+    with pytest.MonkeyPatch.context() as patch:
+        for each in ("torch_xla", "torch_xla.utils"):
+            if each not in sys.modules:
+                patch.setitem(sys.modules, each, ModuleType(each))
+        patch.setitem(sys.modules, name, module)
+        yield reference

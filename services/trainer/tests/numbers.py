@@ -1,7 +1,7 @@
-"""The numbers of 50 steps of the small recipe: `python -m services.trainer.tests.numbers` writes them anew.
+"""Golden numbers of 50 steps of the small recipe; `python -m services.trainer.tests.numbers` writes them again.
 
-Whoever does that on purpose says so in the commit and in the changelog: runs that are under way will not go on with the
-bits that they began with.
+A change of these numbers belongs into the commit message and the changelog: runs in progress will not continue bit for
+bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).with_name("golden_numbers.json")
 NAMES = ("loss", "gradient_norm", "validation_loss")
 
 Numbers = dict[str, dict[str, float]]
-"""By the name in the metrics and the step."""
+"""Values by the metric's name and the step."""
 
 
 OF_GOLDEN_RUN = {"train__max_steps": "50", "optimizer__decay_steps": "50"}

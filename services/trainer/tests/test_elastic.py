@@ -24,7 +24,7 @@ EVERY_FOUR = {"checkpoint__interval_steps": "4", "checkpoint__keep_latest": "10"
 
 
 def samples_of_committed_steps(job: Job, attempts: list[str]) -> dict[int, Counter[int]]:
-    """What the workers read for each step, in the last attempt that took it: what came before it was lost."""
+    """Return the samples that workers read for each step, in the last attempt that took the step."""
     lines = [json.loads(line) for line in (job.run_folder / work.AUDIT).read_text(encoding="utf-8").splitlines()]
     found: dict[int, Counter[int]] = {}
     for attempt in attempts:
@@ -37,7 +37,7 @@ def samples_of_committed_steps(job: Job, attempts: list[str]) -> dict[int, Count
 
 
 def test_four_workers_of_which_one_is_killed_in_a_save_become_two_and_four_again(new_job: Callable[..., Job]) -> None:
-    """And one of the last four is told to stop, with which all do."""
+    """When one of the last four workers gets SIGTERM, all stop."""
     if torch.__version__ < "2.10":
         pytest.skip("torch 2.9's gloo damages the heap of one of four workers now and then")
     attempts: list[str] = []
@@ -57,7 +57,7 @@ def test_four_workers_of_which_one_is_killed_in_a_save_become_two_and_four_again
     run(work.train_audited, 2, max_steps=12)
     assert list(checkpoints(root)) == [f"step-{step:08d}" for step in (4, 8, 12)]
 
-    with pytest.raises(TryAgain, match="Stopped by sigterm after step 15; its checkpoint is committed") as raised:
+    with pytest.raises(TryAgain, match="sigterm after step 15") as raised:
         run(work.train_until_one_is_terminated, 4)
     assert raised.value.exit_code == 75
     assert len(list(checkpoints(root)["step-00000015"].glob("shard-*"))) == 4

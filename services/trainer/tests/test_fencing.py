@@ -1,4 +1,4 @@
-"""What is left of an attempt that was given up, frozen or cut off, commits nothing when it wakes up."""
+"""A worker of a lost attempt, frozen or disconnected, commits nothing when it wakes up."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_alone(job: Job, program: Program) -> CheckpointWriter:
 def test_a_worker_that_wakes_up_while_it_writes_ends_and_damages_nothing(
     tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Meanwhile the next attempt has written the same checkpoint, and removed what was unfinished."""
+    """The next attempt has written the same checkpoint and removed the unfinished one."""
     serialize, calls = safetensors.torch.save, itertools.count()
     with hold_lease(tmp_path / "command.lock") as held:
         lost = replace(new_job(), lease=held.lease)

@@ -45,7 +45,7 @@ def test_set_up_evaluation_and_writing_may_take_longer_than_a_collective(new_job
 
 def test_a_worker_whose_state_differs_ends_the_run_and_its_state_is_not_saved(new_job: Callable[..., Job]) -> None:
     job = new_job()
-    with pytest.raises(DeviceError, match=r"after step 10 the workers' states differ") as raised:
+    with pytest.raises(DeviceError, match=r"after step 10 the workers' states") as raised:
         run_two(work.train_with_a_faulty_worker, job)
 
     assert "weights: " in str(raised.value)
@@ -63,5 +63,5 @@ def test_workers_on_nodes_of_different_kinds_are_refused_without_a_cache_too(new
 
 def test_workers_on_another_kind_of_node_than_the_command_are_refused(new_job: Callable[..., Job]) -> None:
     job = replace(new_job(), program_fingerprint="0" * 64)
-    with pytest.raises(DeviceError, match="the command's 000000000000"):
+    with pytest.raises(DeviceError, match="000000000000"):
         train(job, ALONE)

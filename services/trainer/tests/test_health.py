@@ -65,8 +65,8 @@ def kinds(job: Job) -> list[str]:
 def test_a_frozen_worker_ends_in_stacks_and_75_and_the_same_command_continues(
     new_job: Callable[..., Job], command: Callable[..., None], healthy: Job
 ) -> None:
-    job = new_job(**TWO, train__watchdog_min_seconds="2", train__max_restarts="0")
-    with pytest.raises(WorkersLost, match=r"rank 0: step 7 has taken (?s:.*)No heartbeat comes from rank 1") as raised:
+    job = new_job(**TWO, train__watchdog_min_seconds="4", train__max_restarts="0")
+    with pytest.raises(WorkersLost, match=r"rank 0: step 7 (?s:.*)heartbeat .*rank 1") as raised:
         command(work.train_with_a_worker_that_freezes, job)
 
     assert raised.value.exit_code == 75
@@ -167,7 +167,7 @@ def test_a_loss_that_spikes_on_every_batch_ends_the_run_with_2(
 ) -> None:
     job = new_job(**SPIKY)
     work.spike(monkeypatch, *range(8, 40))
-    with pytest.raises(RecipeError, match=r"at step 9: its loss is .* 3 batches right before it were left out"):
+    with pytest.raises(RecipeError, match=r"step 9: .*train\.loss_spike_sigma 6 .* 3 batches"):
         train(job, ALONE)
     assert kinds(job) == ["loss_spike", "rollback"] * 3 + ["loss_spike"]
     assert list(checkpoints(job.root)) == ["step-00000005"]
@@ -220,6 +220,6 @@ def test_the_straggler_is_the_worker_that_the_others_waited_for() -> None:
 
     assert exchange(2, 2, 4, 2) == [None] * (STEPS - 1) + [2]
     assert stragglers.metrics == {"slowest_rank": 2, "straggler_score": 2.0}
-    assert set(exchange(2, 2, 4, 2)) == {None}  # it was told
+    assert set(exchange(2, 2, 4, 2)) == {None}  # it was reported before
     assert set(exchange(0.02, 0.02, 0.02, 0.04)) == {None}  # nobody waited for long
     assert stragglers.metrics == {"slowest_rank": 3, "straggler_score": 2.0}

@@ -84,7 +84,7 @@ print(json.dumps([before, after]))
 
 @pytest.fixture(scope="module")
 def trained(new_shared_job: Callable[..., Job]) -> list[str]:
-    """What the program reads: a corpus, a checkpoint, two exports of it, and the recipe."""
+    """Make the inputs that the program reads: a corpus, a checkpoint, two exports of it, and the recipe."""
     job = new_shared_job(train__max_steps="1")
     train(job, ALONE)
     run = open_run(job.root, job.run)

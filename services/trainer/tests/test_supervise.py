@@ -1,4 +1,4 @@
-"""How often a command starts its workers."""
+"""A command restarts lost workers, up to its limit, and gives each start a lease token of its own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_lost_workers_are_started_again_but_not_where_there_is_no_room(
     starts: int,
     message: str,
 ) -> None:
-    """What is left of an attempt, frozen or cut off, does not hold the lease any more when the next one starts."""
+    """A frozen or disconnected worker of a lost start no longer holds the lease when the next start begins."""
     started: list[WorkerGroupSpec] = []
     attempts: list[Lease] = []
 
@@ -94,7 +94,7 @@ def test_the_launcher_is_told_what_the_workers_compute_on(
 def test_a_restart_has_a_begin_of_its_own(
     tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the set-up time of the second attempt would contain the first one's training."""
+    """Otherwise the second start's set-up time would include the first start's training."""
     jobs: list[Job] = []
     lost_at: list[datetime] = []
 
@@ -120,7 +120,7 @@ def test_a_restart_has_a_begin_of_its_own(
 def test_restarts_are_counted_since_the_newest_checkpoint(
     tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each checkpoint begins the count anew; without one, `max_restarts` are all."""
+    """The count begins again with each checkpoint; without a checkpoint the command gives up after `max_restarts`."""
     job = new_job(train__max_restarts="2")
     progress = iter([1, 2, 3, 3, 3])  # steps of the newest checkpoint when the workers are lost
     starts = 0

@@ -1,4 +1,4 @@
-"""What the tests let workers do; importable, so that other processes find it."""
+"""Functions that the tests run as workers, importable by other processes."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ COLLECTIVE_SECONDS = 3.0
 SLOW_SECONDS = 4.5
 EVALUATION_BATCHES = 6
 AUDIT = "audit.jsonl"
-"""In the run's folder."""
+"""Name of the file in the run's folder with the samples that each worker read."""
 
 
 def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
-    """Train where collectives end after COLLECTIVE_SECONDS. What a worker does besides steps takes longer."""
+    """Train with a timeout of COLLECTIVE_SECONDS for collectives, while all work besides steps takes longer."""
     process_group.COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
     write, loss, patch = CheckpointWriter._write, Program._micro_loss, pytest.MonkeyPatch()
 
     def prepare_slowly(job: Job) -> None:
-        if environment.rank == 1:  # on a node of its own, with a large corpus to verify
+        if environment.rank == 1:  # as on a node with a large corpus to verify
             time.sleep(SLOW_SECONDS)
         prepare_node(job)
 
@@ -69,14 +69,14 @@ def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
 
 
 def train_on_unlike_nodes(job: Job, environment: WorkerEnvironment) -> None:
-    """Rank 1 multiplies matrices in other arithmetic."""
+    """Train while rank 1 multiplies matrices in another arithmetic."""
     if environment.rank == 1:
         os.environ["DNNL_DEFAULT_FPMATH_MODE"] = "BF16"
     train(job, environment)
 
 
 def train_with_a_faulty_worker(job: Job, environment: WorkerEnvironment) -> None:
-    """One weight of rank 1 is another one after the seventh step."""
+    """Train while one weight of rank 1 is wrong after the seventh step."""
     healthy = Program.train_step
 
     def faulty(program: Program, step: int, *arguments: Any) -> Any:
@@ -90,8 +90,11 @@ def train_with_a_faulty_worker(job: Job, environment: WorkerEnvironment) -> None
 
 
 def train_with_a_worker_that_freezes(job: Job, environment: WorkerEnvironment) -> None:
-    """Rank 1 of the first start is stopped in its seventh step, as a debugger or a node without memory would."""
-    frozen, train_step = job.run_folder / "frozen", Program.train_step
+    """Rank 1 of the first start is stopped in its seventh step, as a debugger or a node without memory would.
+
+    That start waits for its checkpoints: a freeze while one is still being written would leave it uncommitted.
+    """
+    frozen, train_step, patch = job.run_folder / "frozen", Program.train_step, pytest.MonkeyPatch()
 
     def freeze(program: Program, step: int, *arguments: Any) -> Any:
         if step == 6 and environment.rank == 1 and not frozen.exists():
@@ -99,7 +102,9 @@ def train_with_a_worker_that_freezes(job: Job, environment: WorkerEnvironment) -
             os.kill(os.getpid(), signal.SIGSTOP)
         return train_step(program, step, *arguments)
 
-    pytest.MonkeyPatch().setattr(Program, "train_step", freeze)
+    patch.setattr(Program, "train_step", freeze)
+    if not frozen.exists():
+        patch.setattr(CheckpointWriter, "advance", CheckpointWriter.wait)
     train(job, environment)
 
 
@@ -142,7 +147,7 @@ def train_until_one_is_terminated(job: Job, environment: WorkerEnvironment) -> N
 
 
 def train_audited(job: Job, environment: WorkerEnvironment) -> None:
-    """Each worker notes the samples that it reads for a step, before it takes the step."""
+    """Train while all workers write the samples of a step to AUDIT before they take the step."""
 
     def note(stream: TokenStream, recipe: Recipe, step: int, mesh: Mesh) -> list[MicroBatch]:
         listening = _ListeningStream(stream)
@@ -174,7 +179,7 @@ def train_with_spikes(job: Job, environment: WorkerEnvironment) -> None:
 
 
 def spike(patch: pytest.MonkeyPatch, *spiked_batches: int) -> None:
-    """Batches that ruin the weights, with a loss that shows it."""
+    """Let some batches ruin the weights and raise the loss."""
     train_step, batches = Program.train_step, []
 
     def read(*arguments: Any) -> Any:
@@ -210,7 +215,7 @@ def train_in_turn(jobs: list[Job], environment: WorkerEnvironment) -> None:
 
 
 def poison(patch: pytest.MonkeyPatch, *poisoned_steps: int, is_once: bool = False) -> None:
-    """This worker's gradients of some steps are not numbers; or, of a faulty worker, the first that it computes."""
+    """Make this worker's gradients of some steps NaN, or with `is_once` only the first micro-batch's."""
     loss, train_step = Program._micro_loss, Program.train_step
     steps: list[int] = []
     calls: list[int] = []

@@ -1,10 +1,12 @@
-"""A checkpoint of NxD's `save_checkpoint` and `load_checkpoint` (neuronx-distributed 0.18): the folder of its tag.
+"""Reads and writes checkpoints of NxD's `save_checkpoint` and `load_checkpoint` (neuronx-distributed 0.18).
 
-    checkpoint, done            say that its save has begun, and that it has ended
+The folder of a checkpoint's tag has:
+
+    checkpoint, done            markers: the save has begun, the save has ended
     model/dp_rank_00_tp_rank_03_pp_rank_00.pt
     optim/dp_rank_17_tp_rank_03_pp_rank_00.pt
 
-Of the optimizer's files the masters are read; `scheduler.pt` and `user_content.pt` are not.
+Only the float32 weights are read of the optimizer's files; `scheduler.pt` and `user_content.pt` are ignored.
 """
 
 from __future__ import annotations
@@ -30,35 +32,39 @@ MODEL = "model"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Rank = tuple[int, int]
-"""Of the pipeline and of the tensor axis."""
+"""Ranks along the pipeline axis and the tensor axis."""
 
 
 def is_nxd_checkpoint(folder: Path) -> bool:
-    """Is it the folder of a tag? Raises `ArtifactError` for the one above or below, and for NxD's older form."""
+    """Return whether a folder is that of an NxD checkpoint's tag.
+
+    Raises `ArtifactError` for the folder above or below a tag's, and for NxD's older format.
+    """
     if (folder / MODEL).is_dir():
         return True
     tags = sorted(path.parent.name for path in folder.glob(f"*/{BEGUN}"))
     if tags:
-        raise ArtifactError(f"{folder}: is a folder of NxD's checkpoints. Name one of them: {', '.join(tags[-5:])}.")
+        raise ArtifactError(f"{folder}: contains NxD checkpoints. Name one of them: {', '.join(tags[-5:])}.")
     if (folder / rank_file_name(0, 0, 0)).exists():
-        raise ArtifactError(f"{folder}: is a part of NxD's checkpoint. Name the folder above it.")
+        raise ArtifactError(f"{folder}: is a part of an NxD checkpoint. Name the folder above it.")
     if any(folder.glob("tp_rank_*")):
         raise ArtifactError(
-            f"{folder}: is of NxD's form before `nxd.save_checkpoint`. Load it in NxD, and save it with that function."
+            f"{folder}: has NxD's format from before `nxd.save_checkpoint`. Load it in NxD and save it with that "
+            f"function."
         )
     return False
 
 
 class NxdWeights:
-    """The weights of a checkpoint that was committed and holds the model: full ones, from the parts of the ranks.
+    """Joins the full weights of a committed checkpoint from the parts of its ranks.
 
-    Raises `ArtifactError` for another one, and where copies of what it has several times differ.
+    Raises `ArtifactError` unless the checkpoint is complete and of the model, and if copies of a tensor differ.
     """
 
     def __init__(self, folder: Path, model: Model) -> None:
         if not (folder / COMMITTED).exists():
             raise ArtifactError(
-                f"{folder}: has no file `{COMMITTED}`: its save did not end, or its removal began. Use another tag."
+                f"{folder}: has no file `{COMMITTED}`: its save did not finish, or its removal began. Use another tag."
             )
         _, self._num_tensor, self._num_pipeline = count_ranks(folder / MODEL)
         ranks = {
@@ -78,19 +84,19 @@ class NxdWeights:
         }
 
     def read(self, name: str) -> Tensor:
-        """A full parameter, by Hugging Face's name, as float32: the optimizer's master where there is one."""
+        """Read a full parameter by Hugging Face's name, in float32: the optimizer's master if there is one."""
         found: Tensor | None = None
         for nxd_name, stage, number in self._places(name):
             weight = self._join(nxd_name, stage, number)
             require_finite(self._folder, name, weight)
             if found is not None and not torch.equal(found, weight):
-                raise ArtifactError(f"{self._folder}: its copies of {name} differ: {nxd_name} of stage {stage}.")
+                raise ArtifactError(f"{self._folder}: the copies of {name} differ: {nxd_name} of stage {stage}.")
             found = weight
         assert found is not None  # _require_model
         return found
 
     def _places(self, name: str) -> Iterator[tuple[str, int, int]]:
-        """Of a parameter: the tensors that have it, each with its pipeline stage and the number of the part there."""
+        """Yield the tensors that have a parameter, with their pipeline stage and the number of the part in them."""
         for nxd_name, parts in self._tensors.items():
             names = [part.name for part in parts]
             if name in names:
@@ -112,18 +118,18 @@ class NxdWeights:
             ) from error
 
     def _require_model(self, ranks: Mapping[Rank, Mapping[str, Tensor]]) -> None:
-        """Each name is there, on all ranks of a stage, with the shape that it has to have."""
+        """Raise `ArtifactError` unless all ranks of a stage have its names, with the shapes of the model."""
         present = {name for weights in ranks.values() for name in weights}
         missing, unknown = [name for name in self._tensors if name not in present], sorted(present - set(self._tensors))
         if missing or unknown:
             raise ArtifactError(
-                f"{self._folder}: holds other weights than the recipe's model: {len(missing)} missing "
+                f"{self._folder}: does not hold the weights of the recipe's model: {len(missing)} missing "
                 f"({', '.join(missing[:3]) or 'none'}), {len(unknown)} unknown ({', '.join(unknown[:3]) or 'none'})."
             )
         for (stage, index), weights in ranks.items():
             path = self._folder / MODEL / rank_file_name(0, index, stage)
             if uneven := set(weights) ^ set(ranks[stage, 0]):
-                raise ArtifactError(f"{path}: {min(uneven)} is on some ranks of its stage and not on others.")
+                raise ArtifactError(f"{path}: {min(uneven)} is only on some ranks of its stage.")
             for name, weight in weights.items():
                 shapes = [part.shape(self._shapes[part.name], self._layout) for part in self._tensors[name]]
                 expected = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
@@ -131,20 +137,20 @@ class NxdWeights:
                     raise ArtifactError(
                         f"{path}: {name} is {list(weight.shape)}, expected {expected}: the recipe's model on "
                         f"{self._num_tensor} tensor-parallel ranks, with {self._layout.kv_size_multiplier} of each "
-                        f"key-value head. It is of another model, or the files of the last ranks are missing."
+                        f"key-value head. The checkpoint is of another model, or files of the last ranks are missing."
                     )
 
 
 def write_nxd_model(
     folder: Path, model: Model, layout: NxdLayout, read: Callable[[Iterable[str]], Mapping[str, Tensor]]
 ) -> None:
-    """Write a checkpoint's `model`, float32, and its markers. In memory are one rank's tensors, and one parameter.
+    """Write a checkpoint's `model` in float32, and its markers. One rank's tensors and one parameter are in memory.
 
-    Raises `RecipeError` where the model cannot be split so.
+    Raises `RecipeError` if NxD cannot split the model by this layout.
     """
     misfit = layout.find_misfit(model)
     if misfit:
-        raise RecipeError(f"NxD cannot have this model so: {misfit}. Change the options of `export --format nxd`.")
+        raise RecipeError(f"NxD cannot split this model: {misfit}. Change the options of `export --format nxd`.")
     write_durably(folder / BEGUN, b"1")
     (folder / MODEL).mkdir()
     for index in range(layout.tensor_parallel_size):
@@ -164,7 +170,7 @@ def _load_weights(path: Path) -> dict[str, Tensor]:
     weights = {
         str(name): resolve(path, name, value)
         for name, value in load_rank_file(path).items()
-        if not str(name).endswith(".rotary_emb.inv_freq")  # which older versions stored, and the configuration says
+        if not str(name).endswith(".rotary_emb.inv_freq")  # older versions stored these, but they are configured
     }
     for name, weight in weights.items():
         if weight.dtype not in DTYPES:
@@ -187,7 +193,7 @@ def _read_masters(
 def _find_layout(
     folder: Path, ranks: Mapping[Rank, Mapping[str, Tensor]], model: Model, tensor_parallel_size: int
 ) -> NxdLayout:
-    """That of the names in the files, and of how many rows their keys have."""
+    """Find the layout from the names in the files and the number of rows of their keys."""
     shapes = {name: weight.shape for weights in ranks.values() for name, weight in weights.items()}
     prefix = "model.layers.0.self_attn."
     key_rows = model.num_key_value_heads * model.head_dim
@@ -202,6 +208,6 @@ def _find_layout(
     if misfit:
         raise ArtifactError(
             f"{folder}: has files of {tensor_parallel_size} tensor-parallel ranks. With the recipe's model, {misfit}. "
-            f"It is of another model, or files are missing."
+            f"The checkpoint is of another model, or files are missing."
         )
     return layout

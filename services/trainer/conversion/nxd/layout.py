@@ -1,8 +1,8 @@
-"""Which part of which parameter a rank of NxD's Llama has, by the names of its modules.
+"""Maps parameters to the tensors of the ranks of NxD's Llama, by the names of its modules.
 
-As in `examples/training/llama/modeling_llama_nxd.py` and `modules/qkv_linear.py` of neuronx-distributed 0.18. Names are
-Hugging Face's, but for two layers that are several projections at once: their tensor on a rank has that rank's part of
-each, one after the other.
+The mapping follows `examples/training/llama/modeling_llama_nxd.py` and `modules/qkv_linear.py` of neuronx-distributed
+0.18. Names are Hugging Face's, except for two layers that combine several projections: their tensor on a rank has that
+rank's parts of all projections, one after the other.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ Heads = Literal["query", "key_value"]
 
 @dataclass(frozen=True)
 class NxdLayout:
-    """How a model is split and named. The fields are NxD's own options, of the same names."""
+    """Split and names of a model in NxD. The fields are NxD's options of the same names."""
 
     tensor_parallel_size: int
     kv_size_multiplier: int = 1
-    """Copies of every key-value head, so that there is one for each rank."""
+    """Number of copies of each key-value head, so that every rank has one."""
     qkv_linear: bool = False
-    """Attention's first projection is `GQAQKVColumnParallelLinear`, which alone can have copies."""
+    """Whether attention's first projection is a `GQAQKVColumnParallelLinear`, the only one that can have copies."""
     fuse_qkv: bool = False
-    """It is one tensor."""
+    """Whether queries, keys and values have one tensor together."""
 
     def find_misfit(self, model: Model) -> str | None:
-        """Why NxD cannot split this model so; None where it can."""
+        """Return the reason for which NxD cannot split the model by this layout; None if it can."""
         size, copies = self.tensor_parallel_size, self.kv_size_multiplier
         is_grouped = model.num_key_value_heads < model.num_attention_heads
         if copies > 1 and not self.qkv_linear:
-            return f"only its qkv_linear has copies of key-value heads, and there are {copies}"
+            return f"only qkv_linear can have copies of key-value heads, and kv_size_multiplier is {copies}"
         if self.fuse_qkv and is_grouped and not self.qkv_linear:
-            return "of a model with fewer key-value heads than heads, only its qkv_linear can be fused"
+            return "if a model has fewer key-value heads than heads, fuse_qkv needs qkv_linear"
         if size % copies:
             return f"{copies} copies of key-value heads do not divide {size} ranks"
         if (model.num_attention_heads // model.num_key_value_heads) % copies:
-            return f"{copies} copies of a key-value head do not divide the query heads that look at it"
+            return f"{copies} copies of a key-value head do not divide its query heads"
         divided = {
             "num_attention_heads": model.num_attention_heads,
             "num_key_value_heads x kv_size_multiplier": model.num_key_value_heads * copies,
@@ -53,17 +53,17 @@ class NxdLayout:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank's tensor has of one parameter: a slice of it along `dim`, once its heads are in NxD's order."""
+    """Part of a rank's tensor: a slice of one parameter along `dim`, with its heads in NxD's order."""
 
     name: str
-    """Of the parameter, as Hugging Face has it."""
+    """Hugging Face's name of the parameter."""
     dim: int | None
-    """None: every rank has all of it."""
+    """Dimension along which ranks share the parameter; None if every rank has the whole parameter."""
     heads: Heads | None = None
-    """What lies along `dim`, where NxD has it in another order or several times."""
+    """Kind of heads along `dim`, if NxD orders them differently or copies them."""
 
     def shape(self, full: torch.Size, layout: NxdLayout) -> torch.Size:
-        """Of a rank's slice."""
+        """Return the shape of a rank's slice."""
         copies = layout.kv_size_multiplier if self.heads == "key_value" else 1
         return torch.Size(
             length * copies // layout.tensor_parallel_size if dim == self.dim else length
@@ -71,7 +71,7 @@ class Part:
         )
 
     def split(self, full: Tensor, layout: NxdLayout, model: Model) -> tuple[Tensor, ...]:
-        """The slice of each rank."""
+        """Split the full parameter into the slices of all ranks."""
         if self.dim is None:
             return (full,) * layout.tensor_parallel_size
         copies, heads = layout.kv_size_multiplier, model.num_key_value_heads
@@ -82,7 +82,7 @@ class Part:
         return full.chunk(layout.tensor_parallel_size, self.dim)
 
     def join(self, slices: list[Tensor], layout: NxdLayout, model: Model) -> Tensor:
-        """The full parameter from the slices of all ranks. Raises `ValueError` where copies of it differ."""
+        """Join the full parameter from the slices of all ranks. Raises `ValueError` if copies differ."""
         copies, heads = layout.kv_size_multiplier, model.num_key_value_heads
         if self.dim is None:
             return _require_equal(slices, "rank")
@@ -95,7 +95,7 @@ class Part:
 
 
 def rank_tensors(model: Model, layout: NxdLayout) -> dict[str, tuple[Part, ...]]:
-    """NxD's names, in its model's order, and what a rank's tensor has along dimension 0, one part after the other."""
+    """Return the parts of a rank's tensors along dimension 0, by NxD's names, in the order of NxD's model."""
     tensors: dict[str, tuple[Part, ...]] = {"model.embed_tokens.weight": (Part("model.embed_tokens.weight", 0),)}
     for number in range(model.num_hidden_layers):
         layer = f"model.layers.{number}."
@@ -129,10 +129,10 @@ def _attention(prefix: str, layout: NxdLayout) -> dict[str, tuple[Part, ...]]:
 
 
 def _transpose_blocks(full: Tensor, dim: int, rows: int, columns: int) -> Tensor:
-    """Read blocks along a dimension as a matrix, and write it transposed.
+    """Transpose blocks along a dimension: read them as a matrix, and write its transpose.
 
-    With m copies of K key-value heads, NxD has the copies one after the other (K0 K1 .. K0 K1 ..: on trn1), so query
-    heads, of which m blocks look at each key-value head, are not in rows of m any more but in rows of K.
+    With m copies of K key-value heads, NxD on trn1 stores one copy of all heads after the other (K0 K1 .. K0 K1 ..).
+    The query heads of each key-value head form m blocks; NxD stores them in m rows of K instead of K rows of m.
     """
     return full.unflatten(dim, (rows, columns, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 

@@ -1,7 +1,7 @@
-"""The float32 weights of NxD's ZeRO-1 optimizer, which saves them where `use_master_weights_in_ckpt` says so.
+"""Reads the float32 weights of NxD's ZeRO-1 optimizer, which a run with `use_master_weights_in_ckpt` saves.
 
-Each data-parallel rank has some rows of each tensor, filled up with zeros so that all have as many; the optimizer knows
-tensors by number, in the order in which the run's script grouped them, which is saved nowhere. So a number's tensor is
+Each data-parallel rank has some rows of each tensor, padded with zeros to equal numbers of rows. The optimizer numbers
+its tensors in the order in which the run's script grouped them, and that order is not saved. So a number's tensor is
 found by its values: rounded, they are the weights in `model`.
 """
 
@@ -21,16 +21,16 @@ from services.trainer.conversion.nxd.rank_file import count_ranks, load_rank_fil
 OPTIMIZER = "optim"
 MASTERS = "sharded_master_weights"
 RELATIVE_TOLERANCE = 2.0**-7
-"""Of bfloat16 by its spacing: rounding is to the nearest, or stochastic, which can take the next one."""
+"""Spacing of bfloat16 relative to its values: stochastic rounding can round to either neighbor."""
 
 
 def read_masters(
     folder: Path, rank: tuple[int, int], weights: Mapping[str, Tensor]
 ) -> dict[str, Callable[[], Tensor]] | None:
-    """Functions that read a rank's masters, by the names of its weights; None where the checkpoint has none.
+    """Return functions that read a rank's masters, by the names of its weights; None if the checkpoint has no masters.
 
-    `rank` is that of the pipeline and of the tensor axis. Raises `ArtifactError` for masters that are not complete, or
-    not those of the weights.
+    `rank` has the ranks along the pipeline axis and the tensor axis. Raises `ArtifactError` if masters are incomplete,
+    or belong to other weights.
     """
     optimizer, (stage, index) = folder / OPTIMIZER, rank
     if not optimizer.exists():
@@ -49,8 +49,8 @@ def read_masters(
         name = next((name for name, weight in remaining.items() if _is_rounded(first, weight, num_data)), None)
         if name is None:
             raise ArtifactError(
-                f"{paths[0]}: its tensor {number}, {list(first.shape)}, is the master of no weight in `model` that has "
-                f"none yet. Both were not saved at one step."
+                f"{paths[0]}: its tensor {number}, {list(first.shape)}, is the master of no weight in `model` "
+                f"that still lacks one. The two were not saved at the same step."
             )
         found[name] = partial(_join, paths[0], name, remaining.pop(name), shards)
     if remaining:
@@ -61,14 +61,14 @@ def read_masters(
 def _masters(path: Path, content: Mapping[str, Any]) -> dict[Any, Any]:
     masters = content.get(MASTERS)
     if not isinstance(masters, dict):
-        raise ArtifactError(f"{path}: has no {MASTERS}, which other ranks have.")
+        raise ArtifactError(f"{path}: has no {MASTERS}, but other ranks have them.")
     return masters
 
 
 def _shard(path: Path, content: Mapping[str, Any], number: object) -> Tensor:
     masters = _masters(path, content)
     if number not in masters:
-        raise ArtifactError(f"{path}: has no master of tensor {number}, which other ranks have.")
+        raise ArtifactError(f"{path}: has no master of tensor {number}, but other ranks have it.")
     master = resolve(path, number, masters[number])
     if master.dtype != torch.float32:
         raise ArtifactError(f"{path}: the master of tensor {number} is {master.dtype}, expected float32.")
@@ -76,13 +76,13 @@ def _shard(path: Path, content: Mapping[str, Any], number: object) -> Tensor:
 
 
 def _is_rounded(shard: Tensor, weight: Tensor, num_data: int) -> bool:
-    """Are these the first of the weight's rows, before rounding?"""
+    """Return whether a shard has the first rows of the weight before rounding."""
     return shard.shape == (-(-len(weight) // num_data), *weight.shape[1:]) and _are_near(shard, weight)
 
 
 def _are_near(master: Tensor, weight: Tensor) -> bool:
     rows = min(len(master), len(weight))
-    smallest = torch.finfo(torch.float32).tiny  # a device may have none below it
+    smallest = torch.finfo(torch.float32).tiny  # a device may flush smaller numbers to zero
     return torch.allclose(master[:rows], weight[:rows].float(), rtol=RELATIVE_TOLERANCE, atol=smallest)
 
 
@@ -91,7 +91,7 @@ def _join(path: Path, name: str, weight: Tensor, readers: list[Callable[[], Tens
     is_even = all(shard.shape == shards[0].shape for shard in shards)
     if not is_even or not _are_near(torch.cat(shards), weight):
         raise ArtifactError(
-            f"{path}: the shards of {name}'s master on {len(shards)} data-parallel ranks are not the weight in `model` "
-            f"before rounding. Files of several checkpoints were mixed."
+            f"{path}: the shards of {name}'s master on {len(shards)} data-parallel ranks do not round to the weight in "
+            f"`model`. Files of several checkpoints were mixed."
         )
     return torch.cat(shards)[: len(weight)]

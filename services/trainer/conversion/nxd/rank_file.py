@@ -1,6 +1,6 @@
-"""A file that a rank of NxD writes with `torch.save`, read without running anything that it says.
+"""Reads a file that a rank of NxD wrote with `torch.save`, without executing code from the file.
 
-With `use_xser` a tensor in it is a reference to a file of its own: `NAME.pt.tensors/tensor_7.pt`.
+With `use_xser` a tensor in the file is a reference to a file of its own: `NAME.pt.tensors/tensor_7.pt`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ def rank_file_name(data_parallel_rank: int, tensor_parallel_rank: int, pipeline_
 
 
 def count_ranks(folder: Path) -> tuple[int, int, int]:
-    """Data-, tensor- and pipeline-parallel ranks that have a file here. Raises `ArtifactError` where one lacks its."""
+    """Return the numbers of data-, tensor- and pipeline-parallel ranks that have files in a folder.
+
+    Raises `ArtifactError` if the file of a rank is missing.
+    """
     names = {path.name for path in folder.iterdir()}
     numbers = [tuple(map(int, match.groups())) for name in names if (match := _NAME.fullmatch(name))]
     found = {ranks for ranks in numbers if rank_file_name(*ranks) in names}
     if not found:
         raise ArtifactError(
-            f"{folder}: has no {rank_file_name(0, 0, 0)}. It has {', '.join(sorted(names)[:3]) or 'nothing'}; of NxD's "
-            f"checkpoints, those of `nxd.save_checkpoint` without expert parallelism are read."
+            f"{folder}: has no {rank_file_name(0, 0, 0)}, only {', '.join(sorted(names)[:3]) or 'no files'}. "
+            f"Expected a checkpoint of `nxd.save_checkpoint` without expert parallelism."
         )
     sizes = [max(along) + 1 for along in zip(*found, strict=True)]
     num_missing = math.prod(sizes) - len(found)
@@ -57,7 +60,10 @@ def count_ranks(folder: Path) -> tuple[int, int, int]:
 
 
 def load_rank_file(path: Path) -> dict[Any, Any]:
-    """Its dictionary, tensors on disk until they are used. Raises `ArtifactError` for what is none, or damaged."""
+    """Load a file's dictionary, whose tensors stay on disk until they are used.
+
+    Raises `ArtifactError` if the file is damaged or holds no dictionary.
+    """
     content = _load(path, _named_folder(path))
     if not isinstance(content, dict):
         raise ArtifactError(f"{path}: holds a {type(content).__name__}, expected a dictionary of tensors.")
@@ -65,32 +71,32 @@ def load_rank_file(path: Path) -> dict[Any, Any]:
 
 
 def resolve(path: Path, name: object, value: object) -> Tensor:
-    """The tensor of an entry of a rank's file, on disk until it is used, whether it is in that file or beside it.
+    """Return the tensor of an entry of a rank's file, in that file or beside it; it stays on disk until it is used.
 
     Raises `ArtifactError` unless it is a dense tensor with values.
     """
     if isinstance(value, TensorReference):
         if type(value.tid) is not int or not 0 <= value.tid < 2**63:
-            raise ArtifactError(f"{path}: {name} is no tensor of a number from 0 on, as its file should have.")
+            raise ArtifactError(f"{path}: {name} refers to a tensor's file without a number from 0 on.")
         file = path.with_name(f"{path.name}.tensors") / f"tensor_{value.tid}.pt"
         if not os.path.lexists(file):
             raise ArtifactError(
-                f"{file}: is missing, and has {name}. The copy is not complete, or the run had "
-                f"avoid_saving_lower_precision_weights: then load and save the checkpoint once in NxD without it."
+                f"{file}: is missing, but has {name}. The copy is incomplete, or the run had "
+                f"avoid_saving_lower_precision_weights: then load the checkpoint in NxD and save it without the option."
             )
         value = _load(file, _named_folder(path))
     if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
         raise ArtifactError(f"{path}: {name} is a {type(value).__name__}, expected a dense tensor.")
     if value.device.type != "cpu":
         raise ArtifactError(
-            f"{path}: {name} is on the device `{value.device}`, where it has no values, expected a tensor with values. "
-            f"The run saved its model before it had any: use the checkpoint of another step."
+            f"{path}: {name} is on the device `{value.device}` without values, expected a tensor with values. The run "
+            f"saved its model before it had values: use the checkpoint of another step."
         )
     return value.detach().resolve_conj().resolve_neg()
 
 
 def _named_folder(path: Path) -> Path:
-    """The checkpoint's folder, of the path of a rank's file: what is read lies in it, whatever a link says."""
+    """Return the checkpoint's folder from the path of a rank's file. No link may lead out of that folder."""
     return path.parent.parent
 
 
@@ -106,9 +112,9 @@ def _load(path: Path, within: Path) -> object:
     except Exception as error:  # a damaged pickle can raise anything
         if (lack := explain_lack(error, path)) is not None:
             raise lack from error
-        # Before this torch advises to load the file without its protection.
+        # The text before this advises to load the file without protection.
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0] or type(error).__name__
         raise ArtifactError(
-            f"{path}: cannot be read as a file of torch.save with tensors alone: {reason}. It is damaged, or "
-            f"no part of an NxD checkpoint; copy it again."
+            f"{path}: cannot be read as a file of torch.save with nothing but tensors: {reason}. It is damaged, or not "
+            f"a part of an NxD checkpoint; copy it again."
         ) from error

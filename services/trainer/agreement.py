@@ -1,0 +1,100 @@
+"""Checks that all workers run one program and hold the same state, and lets them agree on the outcome of a step.
+
+All workers call every function that takes the process group, in the same order.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+from services.common.errors import DeviceError, WorkersLost
+from services.common.program.fingerprint import explain_difference, program_facts
+from services.common.program.process_group import ProcessGroup
+from services.common.program.step import Program
+from services.common.recipe.schema import fingerprint
+from services.trainer.job import Job
+from services.trainer.metrics.metric_table import WorkerNumbers
+from services.trainer.stop import StopReason
+
+
+class WorkerStep(NamedTuple):
+    """A step as one worker sees it. All workers exchange theirs after each step."""
+
+    stop_reason: StopReason
+    is_spike: bool
+    """Whether the loss is above the limit of the worker's spike detector."""
+    is_applied: bool
+    """Whether the step updated the weights."""
+    numbers: WorkerNumbers
+
+    def exchange(self, group: ProcessGroup) -> list[Self]:
+        """Return the steps of all workers, in the order of their ranks."""
+        own = [float(self.stop_reason), float(self.is_spike), float(self.is_applied), *self.numbers]
+        return [self._decode(numbers) for numbers in group.gather_numbers(own)]
+
+    @classmethod
+    def _decode(cls, numbers: Sequence[float]) -> Self:
+        stop_reason, is_spike, is_applied, *measured = numbers
+        return cls(StopReason(int(stop_reason)), bool(is_spike), bool(is_applied), WorkerNumbers(*measured))
+
+
+def require_same_program(job: Job, group: ProcessGroup) -> None:
+    """Raise `DeviceError` unless every worker's node gives the bits of the program that the command was started for.
+
+    Replicas on CPUs of two kinds would drift apart, and a checkpoint would name a program that did not make it.
+    """
+    facts = program_facts(job.recipe)
+    for rank, theirs in enumerate(group.gather(facts)):
+        if theirs != facts:
+            difference = explain_difference(theirs, facts, sides=(f"rank {rank}", f"rank {group.rank}"))
+            raise DeviceError(
+                f"the workers' nodes are of different kinds:\n{difference}\nRun all workers on one kind of node."
+            )
+    if fingerprint(facts) != job.program_fingerprint:
+        raise DeviceError(
+            f"the workers' nodes differ in CPU, compiler, library versions or environment from the command's node: "
+            f"their program is {fingerprint(facts)[:12]}, the command's {job.program_fingerprint[:12]}. Run the "
+            f"command and all workers on one kind of node."
+        )
+
+
+def require_same_outcome(are_applied: Sequence[bool], step: int) -> None:
+    """Raise `WorkersLost` where a step updated the weights on some workers only: all decide it from the same norm."""
+    if len(set(are_applied)) > 1:
+        fewer = min((True, False), key=are_applied.count)
+        ranks = ", ".join(str(rank) for rank, is_applied in enumerate(are_applied) if is_applied == fewer)
+        raise WorkersLost(
+            f"step {step} was {'applied' if fewer else 'skipped'} on rank {ranks} only, but all workers decide from "
+            f"the same gradient norm. The same command continues. If the same node causes this again, replace it."
+        )
+
+
+def require_same_state(program: Program, group: ProcessGroup, step: int) -> None:
+    """Raise `DeviceError` unless all workers with the same part of the model hold the same bits.
+
+    The check reads the whole state, which a GPU copies to the host. Where no two workers have the same part it reads
+    nothing.
+    """
+    if program.backend.mesh.data_parallel_size == 1:
+        return
+    part = program.backend.mesh.index("tensor")
+    workers = group.gather({"host": socket.gethostname(), "part": part, "digests": program.state.digests()})
+    holders: dict[tuple[int, str], dict[int, list[str]]] = {}
+    for rank, worker in enumerate(workers):
+        for tensors, digest in worker["digests"].items():
+            found = holders.setdefault((worker["part"], tensors), {})
+            found.setdefault(digest, []).append(f"{rank} ({worker['host']})")
+    differences = []
+    for (_, tensors), found in holders.items():
+        if len(found) > 1:
+            held = [f"{digest:016x} on rank {', '.join(ranks)}" for digest, ranks in found.items()]
+            differences.append(f"  {tensors}: {'; '.join(held)}")
+    if differences:
+        raise DeviceError(
+            f"after step {step} the workers' states differ, but must be equal bit for bit:\n"
+            + "\n".join(differences)
+            + "\nThis state was not saved; in the newest checkpoint all states were equal. The CPU or the memory of "
+            "one node gives wrong results: replace the node, then run the same command to continue."
+        )

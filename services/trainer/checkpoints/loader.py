@@ -1,0 +1,97 @@
+"""Loads the newest intact checkpoint into the workers, which verify the files that they read."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from services.common.artifacts.checkpoint import LossSpikes, checkpoint_id
+from services.common.errors import ArtifactError, UnreadableError
+from services.common.program.llama import parameter_shapes
+from services.common.program.process_group import ProcessGroup
+from services.common.program.state import StateSlice
+from services.common.program.step import Program
+from services.trainer.checkpoints.lookup import (
+    all_damaged,
+    checkpoint_steps,
+    open_checkpoint,
+    require_of_run,
+    verify_sizes,
+)
+from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.job import Job
+from services.trainer.metrics.events import record_event
+from services.trainer.node_staging import verify_on_node
+
+logger = logging.getLogger(__name__)
+
+
+class ResumePoint(NamedTuple):
+    """The part of a checkpoint besides weights and moments; the defaults are those of a new run."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    skipped_steps: int = 0
+    """Steps whose update was not applied because a gradient was not finite."""
+    loss_spikes: LossSpikes | None = None
+
+
+def resume(job: Job, program: Program, group: ProcessGroup) -> ResumePoint:
+    """Load the newest checkpoint that all workers can verify; a new run keeps its initial state. All workers call this.
+
+    Raises `ArtifactError` when all checkpoints are damaged, or when the workers see different ones.
+    """
+    damages: list[str] = []
+    for step in reversed(_agree_on_checkpoints(job, group)):
+        with program.state.writing() as held:
+            found = group.wait_for_work(partial(load_part, job, held, step))
+        problems = [problem for worker in group.gather({"problem": found}) if (problem := worker["problem"])]
+        if not problems:
+            state = open_checkpoint(job.checkpoint_collection, step, verify_sizes).manifest.checkpoint
+            logger.info("resuming after step=%d from %s", step, job.checkpoint_address(step).path)
+            if damages and group.rank == 0:
+                record_event(job, "fallback", to_step=step, damages=damages)
+            return ResumePoint(step, state.skipped_steps, state.loss_spikes)
+        logger.warning("skipping a damaged checkpoint: %s", problems[0])
+        damages.append(f"{checkpoint_id(step)}: {problems[0]}")
+    if damages:
+        raise all_damaged(job.checkpoint_collection, damages)
+    logger.info("starting a new run")
+    return ResumePoint()
+
+
+def load_part(job: Job, held: dict[StateSlice, Tensor], step: int) -> str:
+    """Load this worker's slices of a checkpoint into `held`, from verified files.
+
+    Returns the problem of a damaged checkpoint, and an empty text otherwise.
+    """
+    try:
+        checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
+        require_of_run(checkpoint, job.recipe, job.corpus)
+        reader = ShardReader(checkpoint, parameter_shapes(job.recipe.model))
+        files = reader.files_of(held)
+        logger.info("reading %d of %d shards of %s", len(files), len(checkpoint.manifest.files), checkpoint.path)
+        verify_on_node(job, checkpoint, files)
+        reader.read(held)
+    except UnreadableError:
+        raise
+    except ArtifactError as error:
+        return str(error)
+    return ""
+
+
+def _agree_on_checkpoints(job: Job, group: ProcessGroup) -> list[int]:
+    """Return the steps of the checkpoints, ascending. Raises `ArtifactError` when the workers see different ones."""
+    seen = group.gather({"steps": checkpoint_steps(job.checkpoint_collection)})
+    for rank, theirs in enumerate(seen):
+        if theirs != seen[0]:
+            one, other = (max(worker["steps"], default=0) for worker in (seen[0], theirs))
+            raise ArtifactError(
+                f"{job.checkpoint_collection}: rank 0 sees {len(seen[0]['steps'])} checkpoints, the newest after step "
+                f"{one}, but rank {rank} sees {len(theirs['steps'])}, the newest after step {other}: the folder is not "
+                f"the same on their nodes. Compare with `python -m services.common.artifacts list` on each node."
+            )
+    return list(seen[0]["steps"])

@@ -1,0 +1,218 @@
+"""TensorBoard, Prometheus and experiment trackers show every step, and their failures do not end a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import socket
+import struct
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from services.common.errors import RecipeError, TryAgain
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.testing.waiting import wait_until
+from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.metrics import tensorboard
+from services.trainer.metrics.metric_table import METRICS, PREFIX
+from services.trainer.metrics.prometheus import serve_metrics
+from services.trainer.metrics.records import (
+    METRICS_FILE,
+    MetricsWriter,
+    read_metrics,
+)
+from services.trainer.metrics.trackers import TRACKERS, tracking
+from services.trainer.stop import StopReason, request_stop
+from services.trainer.tests.builders import write_recipe
+from services.trainer.tests.metric_lines import STEP, append
+from services.trainer.tests.runs import call_trainer
+
+ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+
+
+def events_in(folder: Path) -> Iterator[Event]:
+    """Yield the events that TensorBoard reads from the files of a run."""
+    for path in sorted(folder.iterdir()):
+        content, position = path.read_bytes(), 0
+        while position < len(content):
+            (size,) = struct.unpack_from("<Q", content, position)
+            yield Event.FromString(content[position + 12 : position + 12 + size])
+            position += 12 + size + 4
+
+
+def scalars_in(folder: Path) -> dict[int, dict[str, float]]:
+    return {
+        event.step: {value.tag: value.simple_value for value in event.summary.value}
+        for event in events_in(folder)
+        if event.summary.value
+    }
+
+
+def test_tensorboard_shows_every_step_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, first_step=0)
+    for step in (1, 2):
+        writer.log({"step": step, "loss": 4.0 / step, "note": 1})
+        assert scalars_in(tmp_path / "tensorboard") == {each: {"loss": 4.0 / each} for each in range(1, step + 1)}
+    writer.close()
+    assert next(events_in(tmp_path / "tensorboard")).file_version == "brain.Event:2"
+
+
+def test_a_folder_for_tensorboard_that_cannot_be_made_stops_nothing_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tensorboard, "RETRY_SECONDS", 0.0)
+    (tmp_path / "tensorboard").write_text("not a folder")
+    writer = MetricsWriter(tmp_path, first_step=0)
+    for step in (1, 2):
+        writer.log({**STEP, "step": step})
+    (tmp_path / "tensorboard").unlink()
+    writer.log({**STEP, "step": 3})
+    writer.close()
+
+    assert [record["step"] for record in read_metrics(tmp_path).lines] == [1, 2, 3]
+    assert list(scalars_in(tmp_path / "tensorboard")) == [3]
+    assert caplog.text.count("TensorBoard's events cannot be written") == 1
+
+
+def test_a_file_system_that_fails_while_events_are_written_stops_no_run(new_job: Callable[..., Job]) -> None:
+    job = new_job(train__max_steps="40")
+    folder = job.run_folder / "tensorboard"
+    folder.mkdir(parents=True)
+    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=4k tmpfs '{folder}' 2>/dev/null") != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        train(job, ALONE)  # its events do not fit
+        log = (job.run_folder / "logs" / "rank-00000.log").read_text(encoding="utf-8")
+    finally:
+        os.system(f"umount '{folder}'")
+    assert log.count("TensorBoard's events cannot be written: No space left on device") == 1
+    assert [record["step"] for record in read_metrics(job.run_folder).lines] == list(range(1, 41))
+
+
+def scrape(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(url, timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    samples = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+    for kind in ("HELP", "TYPE"):
+        described = [line.split()[2] for line in lines if line.startswith(f"# {kind} ")]
+        assert described == [name.partition("{")[0] for name, _, _ in samples]
+    return {name.partition("{")[0]: float(value) for name, _, value in samples}
+
+
+def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
+    new_job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = new_job(
+        parallel__data_parallel_size="1",
+        train__max_steps="100000",
+        train__evaluation_interval_steps="2",
+        checkpoint__interval_steps="2",
+    )
+    with serve_metrics(job.run_folder, job.run, "127.0.0.1", 0):
+        url = capfd.readouterr().out.split()[-1]
+        run = threading.Thread(target=pytest.raises, args=(TryAgain, train, job, ALONE))
+        run.start()
+        try:
+            while not (found := scrape(url))["millrace_step"] >= 3:
+                assert run.is_alive()
+                time.sleep(0.05)
+        finally:
+            request_stop(job.run_folder, StopReason.STOP_FILE)
+            run.join()
+
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    table = readme.split("\n## Metrics\n")[1].split("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| `")
+    ]
+    assert rows == [[f"`{each.name}`", each.unit, each.reduction, each.help] for each in METRICS]
+    assert list(found) == [PREFIX + each.name for each in METRICS]
+    unknown = {name.removeprefix(PREFIX) for name, value in found.items() if math.isnan(value)}
+    assert unknown == {"slowest_rank", "straggler_score", "peak_device_bytes"}  # of one worker, on a CPU
+
+
+def test_a_client_that_resets_its_connection_is_no_event_of_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The client resets before, during and after its request."""
+    with serve_metrics(tmp_path, "run", "127.0.0.1", 0):
+        url = capfd.readouterr().out.split()[-1]
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        for request in (b"", b"GET /met", b"GET /metrics HTTP/1.1\r\n", b"GET /metrics HTTP/1.1\r\n\r\n") * 5:
+            client = socket.create_connection(("127.0.0.1", port))
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+            client.sendall(request)
+            client.close()
+        assert scrape(url)
+        wait_until(lambda: not [each for each in threading.enumerate() if "process_request" in each.name], 60)
+
+    assert capfd.readouterr().err == ""
+
+
+def test_a_port_that_is_taken_is_an_error_of_the_command_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(RecipeError, match=f"--metrics-port {port}: cannot listen"),
+            serve_metrics(tmp_path, "run", "127.0.0.1", port),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_that_is_asked_for_and_absent_ends_the_command_at_start(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if importlib.util.find_spec(name):
+        pytest.skip(f"{name} is installed here")
+    code, printed = call_trainer(capfd, write_recipe(tmp_path), tmp_path / "fsx", "--tracker", name)
+    assert code == 4
+    assert f"pip install {name}" in printed
+    assert not (tmp_path / "fsx").exists()
+
+
+def test_a_tracker_gets_every_new_record_and_one_that_fails_ends_nothing(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kept:
+        def __init__(self, job: Job) -> None:
+            self.steps: list[int] = []
+            kept.append(self)
+
+        def log(self, step: int, values: dict[str, float]) -> None:
+            self.steps.append(step)
+
+        def close(self, exit_code: int) -> None:
+            self.steps.append(-exit_code)
+
+    class Failing(Kept):
+        def log(self, step: int, values: dict[str, float]) -> None:
+            raise ConnectionError("the network is gone")
+
+    kept: list[Kept] = []
+    monkeypatch.setitem(TRACKERS, "wandb", Failing)
+    monkeypatch.setitem(TRACKERS, "mlflow", Kept)
+
+    def train_until_stopped(job: Job) -> None:
+        with tracking(job, ["wandb", "mlflow"]):
+            train(job, ALONE)
+            raise TryAgain("stopped")
+
+    job = new_job(train__max_steps="3", parallel__data_parallel_size="1")
+    append(job.run_folder / METRICS_FILE, json.dumps({**STEP, "step": 1}).encode())
+    with pytest.raises(TryAgain, match="stopped"):
+        train_until_stopped(job)
+
+    assert [tracker.steps for tracker in kept] == [[], [1, 2, 3, -TryAgain.exit_code]]
+    log = (job.run_folder / "logs" / "rank-00000.log").read_text(encoding="utf-8")
+    assert len(re.findall("wandb: .*the network is gone", log)) == 1
