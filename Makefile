@@ -202,4 +202,4 @@ lock: ## Resolve the requirements into lockfiles/, keeping pins that fit. UPGRAD
 
 clean: ## Remove .venv, .uv and caches; never ROOT, never images.
 	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
-	find $(wildcard services tests images deploy k8s batch benchmarks infra) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(wildcard services tests images deploy k8s benchmarks infra) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.artifacts.manifest import write_durably
-from services.common.input_file import parse_json, read_file
+from services.common.input.files import parse_json, read_file
 
 GOOD_IMAGES_KEPT = 5
 FOLDER = "deploy"

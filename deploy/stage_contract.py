@@ -1,7 +1,7 @@
 """The contract of a stage: what every target gives to the stage's container, and what the container may rely on.
 
 A target renders it in its own words: for KubeRay `k8s/client/settings.py` puts it into the worker groups, for AWS Batch
-`batch/job_definition.py` makes a job definition of it.
+`deploy/batch/job_definition.py` makes a job definition of it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from services.common.recipe import Stage
-from services.common.stop_notice import NOTICE_VARIABLE, TRAINER_NOTICE_SECONDS
-from services.common.subcommands import ONE_OFF
+from services.common.process.subcommands import ONE_OFF
+from services.common.process.termination_notice import NOTICE_VARIABLE, TRAINER_NOTICE_SECONDS
+from services.common.recipe.schema import Stage
 
 MountKind = Literal["temporary", "memory", "shared", "recipe"]
 

@@ -29,8 +29,8 @@ from images.platforms import REPOSITORY, SERVICES, VARIANTS, CudaNode, NeuronNod
 from images.release import release
 from images.sbom import write_sboms
 from images.versions import describe_build
-from services.common.entry_point import exit_code_of
 from services.common.errors import RecipeError
+from services.common.process.entry_point import exit_code_of
 
 
 def main(argv: list[str]) -> int:

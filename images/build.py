@@ -25,8 +25,8 @@ from images.platforms import (
 )
 from images.registry import find_image
 from images.versions import Build, describe_build, is_released
-from services.common.credentials import mask
 from services.common.errors import DeviceError, RecipeError
+from services.common.input.credentials import mask
 
 LOGS = REPOSITORY / "dist/logs"
 CA_BUNDLE = REPOSITORY / "images/inputs/ca-bundle.crt"

@@ -69,10 +69,12 @@ ENV PATH=/opt/venv/bin:$PATH \
 FROM packages AS code
 ARG SERVICE
 ARG VARIANT
-COPY services/common/credentials.py services/common/entry_point.py services/common/errors.py \
-    services/common/hardware_faults.py services/common/image_platform.py services/common/input_file.py \
-    services/common/limits.py services/common/stop_signals.py /app/services/common/
-RUN MILLRACE_VARIANT=$VARIANT python -m services.common.image_platform --without-device
+COPY services/common/errors.py /app/services/common/
+COPY services/common/hardware/faults.py services/common/hardware/image_platform.py /app/services/common/hardware/
+COPY services/common/input/credentials.py services/common/input/files.py /app/services/common/input/
+COPY services/common/process/entry_point.py services/common/process/limits.py \
+    services/common/process/stop_signals.py /app/services/common/process/
+RUN MILLRACE_VARIANT=$VARIANT python -m services.common.hardware.image_platform --without-device
 COPY services/common /app/services/common
 COPY infra/shapes.json /app/infra/shapes.json
 COPY services/${SERVICE} /app/services/${SERVICE}

@@ -14,7 +14,7 @@ from images.platforms import REPOSITORY, STAGES_WITH_PROGRAM, dockerfile_of, loc
 from services.common.errors import DeviceError
 
 # Code that the head's image contains besides services/common and services/head.
-CONTROLLER_FOLDERS = ("deploy", "k8s/objects", "k8s/controller", "k8s/deploy")
+CONTROLLER_FOLDERS = ("deploy", "k8s/objects", "k8s/controller")
 
 
 @dataclass(frozen=True)

@@ -33,16 +33,16 @@ from infra.teardown.sequence import Teardown, Workloads
 from infra.workloads.batch_workloads import BatchWorkloads
 from infra.workloads.cluster_workloads import ClusterWorkloads
 from services.common.artifacts.manifest import write_durably
-from services.common.entry_point import exit_code_of
 from services.common.errors import DeviceError, RecipeError
-from services.common.recipe import STAGES
-from services.common.recipe_file import load_recipe
+from services.common.process.entry_point import exit_code_of
+from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import STAGES
 
 HOURS = 24.0
 RECIPE = Path(__file__).parents[1] / "recipes/llama2-7b-trn1.toml"
 """The recipe that both targets deploy where nobody names one; a test holds it to theirs."""
 OVERLAYS = SETTINGS.parents[1]
-CONFIG = Path(__file__).parents[1] / "batch/config.txt"
+CONFIG = Path(__file__).parents[1] / "deploy/batch/config.txt"
 
 
 def main(argv: list[str]) -> int:
@@ -143,7 +143,7 @@ def _print_rest_of_road(target: Target, place: Place) -> None:
 
 
 def _write_config(stack: Stack, inputs: Inputs) -> None:
-    """`batch/config.txt`, or CONFIG=FILE, which deployments on AWS Batch read."""
+    """`deploy/batch/config.txt`, or CONFIG=FILE, which deployments on AWS Batch read."""
     path, outputs = _config(), stack.outputs()
     config = str(outputs["config"])
     write_durably(path, config.encode())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from images.platforms import NeuronNode, read_platforms
-from services.common.input_file import read_file
+from services.common.input.files import read_file
 
 AWS_RELEASES_JSON = Path(__file__).parent / "aws_releases.json"
 

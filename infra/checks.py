@@ -65,9 +65,9 @@ def copy_sources(repository: Path, target: Path) -> None:
     """Everything that git knows or would add: no state, no provider, no virtual environment."""
     for name in git(repository, "ls-files", "--cached", "--others", "--exclude-standard").splitlines():
         source = repository / name
-        if source.is_file() and not source.is_symlink():
+        if source.is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target / name)
+            shutil.copy2(source, target / name, follow_symlinks=False)
 
 
 def check_format(root: Path) -> list[str]:

@@ -1,11 +1,12 @@
 """The shapes of nodes: what an EC2 instance type has, what it leaves to pods, where there is any, about what it costs.
 
-`shapes.json` is the one table of it. Terraform reads it with `jsondecode`, `services/common/instance_types.py` for the
-services, which know no infrastructure, and everything else through this module. Its facts are those of EC2's
-DescribeInstanceTypes and DescribeInstanceTypeOfferings, to which a test holds them; the memory of a Trainium2 and the
-peaks of Trainium are those of AWS Neuron's documentation, the peaks of GPUs those of `services/common/gpu_peaks.py`;
-`pod` and the prices are ours. Types with GPUs are there for the trainer's plan alone: no stack makes nodes of them.
-`file_system` in the same file is no shape: see `services/common/lustre.py`.
+`shapes.json` is the only table of shapes. Terraform reads it with `jsondecode`, the services, which know no
+infrastructure, through `services/common/hardware/instance_types.py`, and everything else through this module. Its
+facts are those of EC2's DescribeInstanceTypes and DescribeInstanceTypeOfferings, to which a test holds them. The memory
+of a Trainium2 and the peaks of Trainium come from AWS Neuron's documentation, the peaks of GPUs from
+`services/common/hardware/gpu_peaks.py`; `pod` and the prices are our own. Instance types with GPUs serve the trainer's
+plan alone: no stack makes nodes of them.
+`file_system` in the same file is no shape: see `services/common/hardware/lustre.py`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from services.common.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of
 
 
 def call(capfd: pytest.CaptureFixture[str], module: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 def main(recipe_path: str, cache: str) -> int:
     started = time.perf_counter()
     from services.common.launch.fork_server import import_modules  # noqa: PLC0415 - a part of what is measured
-    from services.common.recipe_file import load_recipe  # noqa: PLC0415
+    from services.common.recipe.file import load_recipe  # noqa: PLC0415
     from services.trainer.worker_start import describe_workers  # noqa: PLC0415
 
     recipe = load_recipe(Path(recipe_path), {"parallel.data_parallel_size": "1"})

@@ -26,10 +26,10 @@ from benchmarks.parallel import work
 from services.common.artifacts.lease import hold_lease
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 from services.common.testing.recipes import load_with, write_recipe
 from services.trainer.loop import train
-from services.trainer.metrics import read_metrics
+from services.trainer.metrics.records import read_metrics
 from services.trainer.tests.builders import make_corpus, make_job
 
 MODEL = {

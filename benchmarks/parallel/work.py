@@ -14,9 +14,9 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import Mesh, make_mesh
 from services.common.program.micro_batch import MicroBatch
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 
 Seconds = dict[str, list[float]]
 """By row, of each round."""
@@ -33,7 +33,7 @@ class Measurement:
 
 def measure_steps(measurement: Measurement, environment: WorkerEnvironment) -> None:
     """The time of a train step under each recipe, one after another in each round, after a step that warms up."""
-    group = WorkerGroup.join(environment.rank, environment.world_size, environment.rendezvous)
+    group = ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous)
     steps = {name: _step_of(recipe, environment) for name, recipe in measurement.recipes.items()}
     _write(measurement, environment, _measure(group, steps, measurement.rounds))
     group.leave()
@@ -41,7 +41,7 @@ def measure_steps(measurement: Measurement, environment: WorkerEnvironment) -> N
 
 def measure_sums(measurement: Measurement, environment: WorkerEnvironment) -> None:
     """The time of one sum over all workers, by either reduction."""
-    group = WorkerGroup.join(environment.rank, environment.world_size, environment.rendezvous)
+    group = ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous)
     mesh = Mesh(environment.rank, data_parallel_size=environment.world_size)
     backends = {reduction: TorchNative(mesh, 1, reduction) for reduction in ("exact", "fast")}
     gradient = torch.randn(measurement.num_elements)  # in memory that the backend decides on
@@ -72,7 +72,7 @@ as long.
 """
 
 
-def _measure(group: WorkerGroup, rows: dict[str, Callable[[], object]], rounds: int) -> Seconds:
+def _measure(group: ProcessGroup, rows: dict[str, Callable[[], object]], rounds: int) -> Seconds:
     seconds: Seconds = {name: [] for name in rows}
     for number in range(WARM_UP_ROUNDS + rounds):
         for name, run in rows.items():

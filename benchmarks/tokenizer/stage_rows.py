@@ -118,7 +118,7 @@ def _stage(bench: BenchmarkFolder, num_workers: int) -> RowMeasurement:
 
 def _encode_tasks(bench: BenchmarkFolder, num_processes: int) -> RowMeasurement:
     """Encode partitions in processes. A process that is done takes the next partition, as with the launchers."""
-    from services.common.recipe_file import load_recipe  # noqa: PLC0415
+    from services.common.recipe.file import load_recipe  # noqa: PLC0415
     from services.tokenizer.build import make_tasks  # noqa: PLC0415
     from services.tokenizer.corpus_plan import plan_corpus  # noqa: PLC0415
     from services.tokenizer.vocabulary.provision import provide_vocabulary  # noqa: PLC0415

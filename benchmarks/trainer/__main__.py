@@ -39,7 +39,7 @@ from benchmarks.trainer.measurement import PEERS, ROWS, STEPS, Measurement, meas
 from benchmarks.trainer.profile import print_profile
 from benchmarks.trainer.start_rows import make_table
 from benchmarks.trainer.workbench import Workbench
-from services.common.derived import flops_per_token, tokens_per_step
+from services.common.recipe.derived import flops_per_token, tokens_per_step
 
 REPOSITORY = Path(__file__).parents[2]
 OUTPUT = REPOSITORY / ".benchmarks"

@@ -9,7 +9,7 @@ from benchmarks.trainer.workbench import Workbench
 from services.common.artifacts.lease import hold_lease
 from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.loop import train
-from services.trainer.metrics import read_metrics
+from services.trainer.metrics.records import read_metrics
 from services.trainer.tests.builders import make_corpus, make_job
 
 

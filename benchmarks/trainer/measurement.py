@@ -12,7 +12,7 @@ from benchmarks.trainer import speed_rows
 from benchmarks.trainer.hugging_face_trainer import run_trainer
 from benchmarks.trainer.loop_row import run_loop
 from benchmarks.trainer.workbench import STEPS_LEFT_OUT, Workbench
-from services.trainer.gemm_peak import measure_gemm_peak
+from services.trainer.inspection.gemm_peak import measure_gemm_peak
 
 STEPS = {
     row.__name__: row

@@ -53,10 +53,10 @@ def _ours(bench: Workbench, *, is_compiled: bool) -> Step:
     recipe = bench.recipe(is_compiled=is_compiled)
     backend = TorchNative(Mesh(0, data_parallel_size=1), bench.threads, recipe.train.reduction)
     program, weights = Program(recipe, backend), bench.read_weights()
-    for piece, held in program.held_state().items():
-        if piece.kind == "weight":
-            held.copy_(weights[piece.name].flatten()[piece.start : piece.stop])
-    program.update_weights()
+    with program.state.writing() as held:
+        for piece, tensor in held.items():
+            if piece.kind == "weight":
+                tensor.copy_(weights[piece.name].flatten()[piece.start : piece.stop])
 
     def run(step: int) -> float:
         return backend.defer(program.train_step(step, [MicroBatch(bench.tokens(step))])._asdict()).read()["loss"]

@@ -30,9 +30,9 @@ from typing import Any, TypeVar
 import psutil
 
 from services.common.launch.launcher import LAUNCHERS
-from services.common.recipe import Recipe
-from services.common.recipe_file import load_recipe
-from services.trainer.metrics import read_metrics
+from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import Recipe
+from services.trainer.metrics.records import read_metrics
 
 LIMIT_SECONDS = 300.0
 POLL_SECONDS = 0.1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from services.common.program.llama import Llama, initialize
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 from services.common.testing.recipes import load_with, write_recipe
 
 RATE = 1e-3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deploy.client.outline import Outline
 from images.platforms import explain_no_image
-from services.common.instance_types import family_of, read_instance_types
+from services.common.hardware.instance_types import family_of, read_instance_types
 
 IN_THE_RECIPE = "cluster.trainer_instance_type"
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from deploy.client.outline import Outline, read_outline, read_outline_of_text
 from deploy.client.request import recipe_overrides, require_stage_name, user_name
 from deploy.client.variables import read_hours, read_number, read_switch
-from services.common.brought_files import FileReceiver
-from services.common.credentials import WHERE_THEY_BELONG, mask
 from services.common.errors import DeviceError, RecipeError, TryAgain
-from services.common.input_file import read_file
-from services.common.recipe import Stage
-from services.common.recipe_file import MAX_RECIPE_BYTES
-from services.common.subcommands import LABEL, SUBCOMMANDS, names_of, require_subcommand
+from services.common.input.credentials import WHERE_THEY_BELONG, mask
+from services.common.input.files import read_file
+from services.common.launch.brought_files import FileReceiver
+from services.common.process.subcommands import LABEL, SUBCOMMANDS, names_of, require_subcommand
+from services.common.recipe.file import MAX_RECIPE_BYTES
+from services.common.recipe.schema import Stage
 
 HOURS = 6.0
 """Hours after which a one-off is ended, unless HOURS says otherwise."""

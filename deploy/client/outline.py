@@ -13,9 +13,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.common.errors import RecipeError
-from services.common.memory import checkpoint_bytes_of
-from services.common.recipe import Cluster, Model, Positive, Stage
-from services.common.recipe_file import read_values
+from services.common.recipe.file import read_values
+from services.common.recipe.memory_estimate import checkpoint_bytes_of
+from services.common.recipe.schema import Cluster, Model, Positive, Stage
 
 
 class _Outline(BaseModel):

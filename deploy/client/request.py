@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 from deploy.client.outline import Outline, read_outline, read_outline_of_text
-from services.common.command_line import read_override
 from services.common.errors import RecipeError
-from services.common.input_file import read_file
-from services.common.recipe import STAGES
-from services.common.recipe import Stage as StageName
-from services.common.recipe_file import MAX_RECIPE_BYTES, load_recipe
+from services.common.input.files import read_file
+from services.common.process.command_line import read_override
+from services.common.recipe.file import MAX_RECIPE_BYTES, load_recipe
+from services.common.recipe.schema import STAGES
+from services.common.recipe.schema import Stage as StageName
 
 DEFAULT_RECIPE = Path("recipes/tiny-cpu.toml")
 RESERVED_OPTIONS = ("--recipe", "--root", "--launch", "--dry-run")

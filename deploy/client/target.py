@@ -6,7 +6,7 @@ from typing import Protocol, TextIO
 
 from deploy.client.one_off import OneOffRequest
 from deploy.client.request import DeployRequest
-from services.common.recipe import Stage
+from services.common.recipe.schema import Stage
 
 
 class Target(Protocol):

@@ -17,9 +17,9 @@ from deploy.client.one_off import read_one_off, split_words
 from deploy.client.request import LOSS_TIMEOUT_SECONDS, DeployRequest, Mode, require_stage_name
 from deploy.client.target import Target
 from deploy.client.variables import read_hours, read_number, read_switch, read_target, require_taken
-from services.common.entry_point import exit_code_of
 from services.common.errors import RecipeError
-from services.common.recipe import Stage
+from services.common.process.entry_point import exit_code_of
+from services.common.recipe.schema import Stage
 
 START_TIMEOUT_SECONDS = 1800
 RETRIES = 3
@@ -88,7 +88,7 @@ def _target() -> Target:
         from k8s.objects.api import connect  # noqa: PLC0415
 
         return KubeRay(connect())
-    from batch.target import connect_batch  # noqa: PLC0415
+    from deploy.batch.target import connect_batch  # noqa: PLC0415
 
     return connect_batch(Path(os.environ["CONFIG"]) if os.environ.get("CONFIG") else None)
 

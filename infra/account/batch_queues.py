@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infra.account.session import STACK_TAG, Account
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 
 ACTIVE_STATUSES = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING")
 

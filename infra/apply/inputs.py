@@ -17,8 +17,8 @@ from infra.apply.terraform import STACK
 from infra.cost.estimate import Sizes
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
-from services.common.input_file import read_file
-from services.common.lustre import LustreSize, default_lustre_size
+from services.common.hardware.lustre import LustreSize, default_lustre_size
+from services.common.input.files import read_file
 
 REPOSITORIES = "millrace"  # of both stacks; the contract test holds it to theirs
 VARIABLES_FILE = "terraform.tfvars"  # terraform reads it by itself
@@ -77,7 +77,7 @@ def read_variables(given: Path | None, folder: Path = STACK) -> dict[str, Any]:
     Raises `RecipeError` for a file that is no HCL.
     """
     values: dict[str, Any] = {}
-    for name, variable in _declared(folder / "variables.tf").items():
+    for name, variable in _read_declarations(folder).items():
         if "default" in variable:
             values[name] = variable["default"]
         if f"TF_VAR_{name}" in os.environ:
@@ -92,7 +92,7 @@ def read_variables(given: Path | None, folder: Path = STACK) -> dict[str, Any]:
 
 def complete_variables(values: Mapping[str, Any], folder: Path = STACK) -> dict[str, Any]:
     """With the attributes that `optional` gives an object; a plan shows variables without them."""
-    types = {name: str(each.get("type", "")) for name, each in _declared(folder / "variables.tf").items()}
+    types = {name: str(each.get("type", "")) for name, each in _read_declarations(folder).items()}
     return {
         name: _optional_attributes(types.get(name, "")) | value if isinstance(value, dict) else value
         for name, value in values.items()
@@ -185,12 +185,13 @@ def _attribute(variables: Mapping[str, Any], name: str, attribute: str) -> Any:
     return value
 
 
-def _declared(path: Path) -> dict[str, dict[str, Any]]:
-    """Type and default of each variable."""
-    blocks = _parse(path).get("variable", []) if path.is_file() else []
+def _read_declarations(folder: Path) -> dict[str, dict[str, Any]]:
+    """Type and default of every variable that the root module declares, in whichever of its files."""
+    files = (path for path in sorted(folder.glob("*.tf")) if b'variable "' in read_file(path))
     return {
         _plain(name): {key: _plain(variable[key]) for key in ("type", "default") if key in variable}
-        for block in blocks
+        for path in files
+        for block in _parse(path).get("variable", [])
         for name, variable in block.items()
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import DeviceError
-from services.common.input_file import read_file
+from services.common.input.files import read_file
 
 SETTINGS = Path(__file__).parents[2] / "k8s/overlays/eks/settings.env"
 PLACEHOLDER = "CHANGE-ME"

@@ -72,7 +72,7 @@ ROADS: dict[Target, tuple[Step, ...]] = {
         ),
         Step("make infra-cost STACK=batch NODES=4 HOURS=24", "offline, before anything else"),
         Step("make infra-preflight STACK=batch", "what the account would refuse"),
-        Step("make infra-up STACK=batch", "cost, plan, question; writes batch/config.txt"),
+        Step("make infra-up STACK=batch", "cost, plan, question; writes deploy/batch/config.txt"),
         _LOGIN,
         Step("make images VARIANT=neuron PUSH={registry}", ""),
         Step("make deploy-stage STAGE=tokenizer TARGET=batch", "Llama 2 7B, unless RECIPE= says another"),

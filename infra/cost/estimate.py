@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
-from services.common.instance_types import GIB
-from services.common.lustre import LustreSize
-from services.common.memory import checkpoint_bytes
-from services.common.recipe import Recipe
-from services.common.stop_notice import CHECKPOINTS_PER_NOTICE, TRAINER_NOTICE_SECONDS, needed_notice_seconds
+from services.common.hardware.instance_types import GIB
+from services.common.hardware.lustre import LustreSize
+from services.common.process.termination_notice import (
+    CHECKPOINTS_PER_NOTICE,
+    TRAINER_NOTICE_SECONDS,
+    needed_notice_seconds,
+)
+from services.common.recipe.memory_estimate import checkpoint_bytes
+from services.common.recipe.schema import Recipe
 
 FSX_THROUGHPUTS = (125, 250, 500, 1000)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
-from batch.config import read_config
+from deploy.batch.config import read_config
 from infra.apply.terraform import type_of
 from infra.shapes import find_shape
 from infra.teardown.neighbours import find_in_account

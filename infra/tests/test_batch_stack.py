@@ -12,8 +12,8 @@ from infra.apply.terraform import STACK
 from infra.tests.conftest import REGION, Aws
 from infra.tests.moto_batch import make_queue
 from infra.tests.programs import Programs
-from services.common.lustre import default_lustre_size
-from services.common.recipe import STAGES
+from services.common.hardware.lustre import default_lustre_size
+from services.common.recipe.schema import STAGES
 from tests.command import call
 
 ZONE = "usw2-az4"

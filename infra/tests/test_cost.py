@@ -16,9 +16,9 @@ from infra.apply.terraform import STACK
 from infra.cost.estimate import FSX_THROUGHPUTS, require_budget
 from infra.cost.prices import fsx_gb_month, read_prices
 from services.common.errors import RecipeError
-from services.common.lustre import LustreSize, default_lustre_size
-from services.common.memory import checkpoint_bytes
-from services.common.recipe_file import load_recipe
+from services.common.hardware.lustre import LustreSize, default_lustre_size
+from services.common.recipe.file import load_recipe
+from services.common.recipe.memory_estimate import checkpoint_bytes
 from tests.command import call
 
 STANDING = 0.10 + 2 * 0.4032 + 0.045 + 0.005 + 1200 * 0.600 / 730  # of the defaults, by the hour
@@ -174,7 +174,13 @@ def test_a_file_system_that_is_too_slow_for_a_checkpoint_in_the_notice_is_said_t
 
 def test_the_commands_need_nothing_but_what_their_small_lock_has() -> None:
     """No torch is waited for before the first price is said; `infra-down` runs the deploy tool in that environment."""
-    modules = ("infra.__main__", "deploy.commands.__main__", "k8s.client.__main__", "k8s.client.target", "batch.target")
+    modules = (
+        "infra.__main__",
+        "deploy.commands.__main__",
+        "k8s.client.__main__",
+        "k8s.client.target",
+        "deploy.batch.target",
+    )
 
     done, with_torch = (
         subprocess.run(

@@ -12,8 +12,8 @@ import pytest
 
 from infra.shapes import find_shape, read_shapes
 from services.common.errors import RecipeError
-from services.common.gpu_peaks import sum_peaks
-from services.common.instance_types import TERA
+from services.common.hardware.gpu_peaks import sum_peaks
+from services.common.hardware.instance_types import TERA
 
 CAPTURE = Path(moto.ec2.__file__).parent / "resources"
 MIB_PER_GIB = 1024

@@ -9,7 +9,7 @@ from infra.account.batch_queues import list_definitions, list_job_ids, list_queu
 from infra.account.polling import wait_until_none
 from infra.account.session import Account, explaining_refusals
 from infra.teardown.neighbours import Neighbour, find_in_account
-from services.common.input_file import read_file
+from services.common.input.files import read_file
 
 # A trainer commits a checkpoint within its stop timeout; a job that is being placed is ended once it has been.
 JOBS_SECONDS = 1800.0

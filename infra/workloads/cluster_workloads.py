@@ -22,7 +22,7 @@ from infra.teardown.leftovers import list_claim_volumes, list_pool_instances
 from infra.teardown.neighbours import Neighbour, find_in_account
 from infra.workloads import kubernetes_cluster
 from services.common.errors import MillraceError
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 
 NAMESPACE = "millrace"  # of the stages; the contract test holds it to the stack's
 NODES_SECONDS = 1800.0  # a node group answers to its new size within minutes, a Trainium node takes some more to end

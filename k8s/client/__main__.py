@@ -11,7 +11,7 @@ import sys
 
 from k8s.client.overlay import choose_overlay, cluster_down, cluster_up, write_overlay
 from k8s.objects.api import connect
-from services.common.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of
 
 
 def main(argv: list[str]) -> int:

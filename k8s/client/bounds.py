@@ -22,7 +22,7 @@ from k8s.objects.names import (
 )
 from k8s.objects.one_off_job import CPU_STAGE
 from k8s.objects.worker_group import quantity, worker_group_of
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 
 # The head, another one that replaces it, and those of stages that have Ray clusters of their own.
 MOST_HEADS = 2 + len(STAGES)

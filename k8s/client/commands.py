@@ -30,7 +30,7 @@ from k8s.objects.record import Record, ask_to_stop, read_record, read_running_re
 from k8s.objects.teardown import release_pods, stop_rayjobs
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup, read_worker_group
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 
 POLL_SECONDS = 1.0
 STOP_MARGIN_SECONDS = 300.0

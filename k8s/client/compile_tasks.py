@@ -8,7 +8,7 @@ from deploy.client.outline import Outline
 from k8s.objects.names import NEURON
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import RecipeError
-from services.common.instance_types import GIB
+from services.common.hardware.instance_types import GIB
 from services.common.launch.launcher import TaskDemand
 
 TASKS = "--compile.num_workers"

@@ -12,7 +12,7 @@ from k8s.objects.api import Api, Object
 from k8s.objects.names import COMPONENT_LABEL, NAMESPACE, STAGE_LABEL
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 
 POLICIES_ANNOTATION = "millrace.dev/network-policies"  # of the namespace
 NOT_ENFORCED = "not-enforced"

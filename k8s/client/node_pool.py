@@ -28,7 +28,7 @@ from k8s.objects.node_shares import (
 )
 from k8s.objects.worker_group import WorkerGroup
 from services.common.errors import DeviceError
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 
 
 def check_reservation(group: WorkerGroup) -> str:

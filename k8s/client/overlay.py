@@ -27,7 +27,7 @@ from k8s.objects.placement import ask_for_operator, explain_start, heads_of, is_
 from k8s.objects.record import read_running_record
 from k8s.objects.worker_group import WorkerGroup, head_pod_of, image_of, read_cluster, worker_group_of
 from services.common.errors import DeviceError, RecipeError, TryAgain
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 
 OVERLAYS = Path(__file__).parents[1] / "overlays"
 LOCAL_KUBECTL = Path(__file__).parents[2] / ".cluster/bin/kubectl"

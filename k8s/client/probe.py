@@ -127,7 +127,7 @@ def probe_head(api: Api, group: WorkerGroup) -> Probe:
     head = group.head_pod
     # No shell: the admission policies let a deploy Job's account run programs of the head's image alone.
     arguments = [f"--node-pool={group.node_pool}"] if group.node_pool else []
-    command = ["python", "-m", "k8s.deploy.head_facts"]
+    command = ["python", "-m", "k8s.controller.head_facts"]
     job = _job(group, "head", head, head["containers"][0], {"command": command, "args": arguments}, {}, LEAST_SECONDS)
     if group.node_pool:
         for metadata in (job["metadata"], job["spec"]["template"]["metadata"]):
@@ -143,7 +143,7 @@ def probe_stage(
 ) -> Probe:
     """Asks a stage's image whether it takes the recipe, and finds what it needs."""
     script = (
-        'printf %s "$RECIPE" > "$TMPDIR/recipe.toml" && exec python -m services.common.readiness '
+        'printf %s "$RECIPE" > "$TMPDIR/recipe.toml" && exec python -m services.common.process.readiness '
         f"--stage {group.name} --recipe $TMPDIR/recipe.toml --root {group.root} {shlex.join(arguments)}"
     )
     seconds = max(timeout_seconds, LEAST_SECONDS)

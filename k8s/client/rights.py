@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from k8s.client.reaper_job import REAPER
 from k8s.objects.names import CLUSTER, lease_name
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from k8s.objects.names import (
     node_price_annotation,
     node_shape_annotation,
 )
-from services.common.credentials import mask
 from services.common.errors import DeviceError, RecipeError
-from services.common.recipe import STAGES
+from services.common.input.credentials import mask
+from services.common.recipe.schema import STAGES
 
 CONFIG_MAP = "overlay-settings"
 OUR_IMAGES = "millrace/"

@@ -12,7 +12,7 @@ from k8s.objects.pod_group import placed_size
 from k8s.objects.rayjob import nodes_of
 from k8s.objects.record import Outcome, Record, read_record
 from k8s.objects.worker_group import WorkerGroup, read_cluster, worker_group_of
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 
 
 def describe_status(api: Api) -> str:

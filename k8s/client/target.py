@@ -10,7 +10,7 @@ from k8s.client.commands import deploy_stage, rollback_stage, run_pipeline, show
 from k8s.client.one_off import run_one_off
 from k8s.client.status import describe_status
 from k8s.objects.api import Api
-from services.common.recipe import Stage
+from services.common.recipe.schema import Stage
 
 
 class KubeRay:

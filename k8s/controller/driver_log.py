@@ -10,7 +10,7 @@ from pathlib import Path
 
 from k8s.controller.ray_jobs import RayJobs, RayUnreachable
 from services.common.errors import StorageError
-from services.common.input_file import open_for_append
+from services.common.input.files import open_for_append
 
 LOG_FOLDER = "log"
 AGAIN_SECONDS = 1.0

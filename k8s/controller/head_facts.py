@@ -1,4 +1,4 @@
-"""The facts of a head's image. A client asks for them before it sends anything: `python -m k8s.deploy.head_facts`
+"""The facts of a head's image. A client asks for them before it sends anything: `python -m k8s.controller.head_facts`
 prints a JSON object.
 
 `platform` (variant, python, ray) decides which stages' images may join; `records` are the versions of a deployment's
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 
 from k8s.objects.deployment import RECORDS_READ
 from k8s.objects.eks import NodeGroupError, describe_node_group
-from services.common.image_platform import describe_platform
+from services.common.hardware.image_platform import describe_platform
 
 
 def describe_head() -> dict[str, object]:
@@ -30,8 +31,12 @@ def describe_pool(name: str) -> dict[str, object]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m k8s.deploy.head_facts")
+    parser = argparse.ArgumentParser(prog="python -m k8s.controller.head_facts")
     parser.add_argument("--node-pool", default="")
     pool = parser.parse_known_args(argv)[0].node_pool  # a newer client may ask for more
     print(json.dumps(describe_head() | ({"node_pool": describe_pool(pool)} if pool else {})))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

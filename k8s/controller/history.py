@@ -14,7 +14,7 @@ from k8s.objects.names import checkpoint_annotation, good_images_annotation
 from k8s.objects.placement import pods_of
 from k8s.objects.worker_group import WorkerGroup
 from services.common.artifacts.manifest import MANIFEST
-from services.common.telemetry import read_last_json_line
+from services.common.process.telemetry import read_last_json_line
 
 RUN_DIGEST = "[0-9a-f]" * 8
 STEP_DIGITS = "[0-9]" * 8

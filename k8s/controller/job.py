@@ -1,4 +1,4 @@
-"""The program of a deploy Job, which names it `python -m k8s.deploy.job DEPLOYMENT`.
+"""The program of a deploy Job, which names it `python -m k8s.controller.job DEPLOYMENT`.
 
 It ends the Job, with 0 or 64, only when the deployment is over, or cannot be read; its exit code is in the outcome. On
 everything else Kubernetes starts it again.
@@ -64,3 +64,7 @@ def connect_patiently() -> Api:
             if time.monotonic() > deadline:
                 sys.exit(EXIT_START_AGAIN)
         time.sleep(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

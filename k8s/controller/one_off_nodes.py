@@ -1,8 +1,8 @@
-"""The node of a one-off: held while the one-off's Job goes on, and given back after it.
+"""Holds the node of a one-off while the one-off's Job runs, and gives it back afterwards.
 
-A Job beside the one-off's own runs `python -m k8s.deploy.one_off_nodes JOB`, since a subcommand has no rights in the
-cluster and a client has no AWS account. It is level-triggered and may be killed at any time: its next pod goes on, and
-the reaper gives back what nobody does.
+A second Job runs `python -m k8s.controller.one_off_nodes JOB` for this, because a one-off has no rights in the cluster
+and a client has no AWS account. The program is level-triggered and may be killed at any time: the Job's next pod goes
+on, and the reaper gives back a node that no Job holds.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from k8s.objects.one_off_job import cpu_group_of, is_active
 from k8s.objects.record import Outcome
 from k8s.objects.worker_group import read_cluster
 from services.common.errors import MillraceError
+from services.common.process.entry_point import exit_code_of
 
 POLL_SECONDS = 2.0
 APPEAR_SECONDS = 120.0
@@ -106,3 +107,7 @@ def main(one_off: str) -> int:
         except MillraceError as error:  # the API is away, EKS does not answer, somebody wrote in between
             print(f"nodes: again in {POLL_SECONDS:.0f} s: {error}", file=sys.stderr, flush=True)
         time.sleep(POLL_SECONDS) if terminated.is_set() else terminated.wait(POLL_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: main(sys.argv[1])))

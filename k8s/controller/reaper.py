@@ -1,10 +1,9 @@
-"""The reaper takes down what no deploy Job holds any more: a CronJob starts `python -m k8s.deploy.reaper` every quarter
-of an hour.
+"""The reaper takes down stages that no deploy Job holds any more.
 
-A stage is orphaned when its Job was deleted with `--cascade=orphan`, or has failed, or was never made, and its pods or
-its gang, or the nodes that it holds of a pool, are still there. It is taken down when that has been so for a while and
-nobody renewed its Lease. Stages that were deployed with KEEP=1 stay. The node of a one-off is given back when its Job
-has been over for as long.
+The CronJob `reaper` runs `python -m k8s.controller.reaper` every quarter of an hour. A stage is orphaned when its
+deploy Job was deleted with `--cascade=orphan`, has failed or was never created, while the stage still has pods, a
+PodGroup or nodes of a pool. The reaper takes it down after `ORPHAN_SECONDS` in which nobody renewed its Lease. Stages
+that were deployed with KEEP=1 stay. The reaper also gives back the node of a one-off whose Job has been over that long.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from k8s.objects.record import read_record
 from k8s.objects.teardown import release_pods, stop_rayjobs
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import MillraceError
-from services.common.recipe import STAGES
+from services.common.process.entry_point import exit_code_of
+from services.common.recipe.schema import STAGES
 
 POLL_SECONDS = 2.0
 ORPHAN_SECONDS = 120.0  # four times as long as a Lease holds
@@ -161,3 +161,7 @@ def _advance(reaper: _Reaper) -> bool:
         print(f"reaper: {error}", file=sys.stderr, flush=True)
         # Somebody wrote in between, or what is asked does not answer at the moment.
         return isinstance(error, ApiUnreachable | Conflict | EksUnreachable)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main))

@@ -20,7 +20,7 @@ from kubernetes.dynamic.exceptions import ResourceNotFoundError
 
 from k8s.objects.names import NAMESPACE
 from services.common.errors import DeviceError
-from services.common.input_file import require_regular_file
+from services.common.input.files import require_regular_file
 
 Object = dict[str, Any]
 

@@ -102,7 +102,7 @@ def render_deploy_job(group: WorkerGroup, deployment: Deployment) -> Object:
     pod = render_head_program(
         group,
         name="deploy",
-        program="k8s.deploy.job",
+        program="k8s.controller.job",
         argument=deployment.to_json(),
         variables=[
             {"name": "RAY_AUTH_MODE", "value": "token"},

@@ -13,7 +13,7 @@ from k8s.objects.api import Api, Object
 from k8s.objects.eks import NODE_GROUP_LABEL, split_name
 from k8s.objects.names import NAMESPACE, NODE_POOLS, NODE_POOLS_ANNOTATION
 from services.common.errors import DeviceError
-from services.common.input_file import parse_json
+from services.common.input.files import parse_json
 
 
 @dataclass(frozen=True)

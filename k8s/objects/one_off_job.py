@@ -26,8 +26,8 @@ from k8s.objects.names import (
 )
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, WorkerGroup, quantity, worker_group_of
 from services.common.errors import DeviceError, LimitError
-from services.common.launch.batch_node import RECIPE_VARIABLE
-from services.common.recipe import Stage
+from services.common.launch.batch.node import RECIPE_VARIABLE
+from services.common.recipe.schema import Stage
 
 CONTAINER = "one-off"
 CPU_STAGE: Stage = "tokenizer"
@@ -127,7 +127,7 @@ def render_one_off_nodes_job(cpu_group: WorkerGroup, one_off: OneOff) -> Object:
     pod = render_head_program(
         cpu_group,
         name="nodes",
-        program="k8s.deploy.one_off_nodes",
+        program="k8s.controller.one_off_nodes",
         argument=one_off.name,
         variables=[],
         volumes=(SCRATCH.name,),

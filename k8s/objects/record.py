@@ -21,7 +21,7 @@ from k8s.objects.names import (
     STOP_ANNOTATION,
     job_name,
 )
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 
 FULL_MESSAGES = 20
 SHORT_MESSAGE_CHARACTERS = 80

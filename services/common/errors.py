@@ -14,7 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from services.common.credentials import mask
+from services.common.input.credentials import mask
+
+MAX_MESSAGE_CHARACTERS = 100_000
+"""Characters of a message that are shown, half of them from its begin and half from its end: what a file names, such as
+an artifact's name, can have megabytes."""
 
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
@@ -39,7 +43,17 @@ class MillraceError(Exception):
     exit_code = EXIT_BUG
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(mask(str(message)))
+        super().__init__(mask(_shorten_at_spaces(str(message))))
+
+
+def _shorten_at_spaces(message: str) -> str:
+    """A message of MAX_MESSAGE_CHARACTERS at most. A word that does not fit is left out whole: of half of an address
+    nobody can tell that it holds a password.
+    """
+    if len(message) <= MAX_MESSAGE_CHARACTERS:
+        return message
+    half = MAX_MESSAGE_CHARACTERS // 2
+    return f"{message[:half].rpartition(' ')[0]} [...] {message[-half:].partition(' ')[2]}"
 
 
 class RecipeError(MillraceError):

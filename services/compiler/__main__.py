@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.common.entry_point import importing
-from services.common.stage_program import run_stage
+from services.common.process.entry_point import importing
+from services.common.process.stage_program import run_stage
 
 
 def main(argv: list[str]) -> int:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.store import publish_once
-from services.common.command_line import StageParser
-from services.common.derived import describe
-from services.common.image_platform import require_backend
+from services.common.hardware.image_platform import require_backend
+from services.common.process.command_line import StageParser
+from services.common.process.telemetry import configure_logging
 from services.common.program.fingerprint import program_facts
-from services.common.recipe import fingerprint
-from services.common.telemetry import configure_logging
+from services.common.recipe.derived import describe
+from services.common.recipe.schema import fingerprint
 from services.compiler.compile import compile_graphs
-from services.compiler.plan import plan
+from services.compiler.graph_plan import plan
 
 
 def main(argv: list[str]) -> int:

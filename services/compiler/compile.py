@@ -22,10 +22,10 @@ from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import DeviceError, StorageError, WorkersLost
 from services.common.launch.launcher import choose_launcher
-from services.common.private_folder import new_name, private_folder
+from services.common.process.private_folder import new_name, private_folder
+from services.common.process.telemetry import show_progress
 from services.common.program.backends.choice import choose_backend
-from services.common.recipe import Recipe, fingerprint
-from services.common.telemetry import show_progress
+from services.common.recipe.schema import Recipe, fingerprint
 from services.compiler import neuron_cache
 from services.compiler.trace import FOR_PLAN, PHASES
 

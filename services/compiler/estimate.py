@@ -14,10 +14,10 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.files import listed_file
 from services.common.artifacts.store import Artifact, open_artifact, published_ids
 from services.common.errors import ArtifactError
-from services.common.input_file import read_file
-from services.common.instance_types import GIB, read_dollars_per_hour, read_pod_room
+from services.common.hardware.instance_types import GIB, read_dollars_per_hour, read_pod_room
+from services.common.input.files import read_file
 from services.common.launch.launcher import TaskDemand
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 from services.compiler.neuron_cache import MODULES_FILE
 from services.compiler.neuronx_cc import NO_COMPILER, CompiledModule
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.errors import ArtifactError
-from services.common.input_file import parse_json, read_file
+from services.common.input.files import parse_json, read_file
 
 GRAPH = "model.hlo_module.pb"
 FLAGS = "compile_flags.json"

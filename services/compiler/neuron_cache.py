@@ -18,7 +18,7 @@ from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Draft, Workspace, discard
 from services.common.errors import DeviceError
 from services.common.launch.launcher import Launcher
-from services.common.recipe import Recipe, fingerprint
+from services.common.recipe.schema import Recipe, fingerprint
 from services.compiler.fan_out import compile_modules, make_tasks
 from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF, Module, find_modules
 from services.compiler.neuronx_cc import (

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.program.backends.neuron_xla import CACHE_VARIABLE, CPU, NEURON, PJRT_VARIABLE, NeuronXla
+from services.common.program.backends.neuron_xla import NeuronXla
 from services.common.program.backends.protocol import CacheReport
+from services.common.program.backends.xla_environment import CACHE_VARIABLE, CPU, NEURON, PJRT_VARIABLE
 from services.common.program.mesh import Mesh
 from services.compiler.modules import COMPILER_PREFIX, DONE, FLAGS, GRAPH, NEFF
 from services.compiler.neuronx_cc import compiler_version_if_any

@@ -24,12 +24,12 @@ from pydantic import ValidationError
 from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import Count, ManifestModel, Xxh3, sync_folder, write_durably
 from services.common.errors import DeviceError, StorageError
-from services.common.input_file import read_file
-from services.common.instance_types import family_of
-from services.common.private_folder import new_name, private_folder
-from services.common.recipe import Recipe
+from services.common.hardware.instance_types import family_of
+from services.common.input.files import read_file
+from services.common.process.private_folder import new_name, private_folder
+from services.common.recipe.schema import Recipe
+from services.compiler.child_process_group import run_in_group
 from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF, Module
-from services.compiler.process_group import run_in_group
 
 COMPILER = "neuronx-cc"
 NO_COMPILER = "absent"

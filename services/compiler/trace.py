@@ -17,17 +17,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from services.common.entry_point import run_program
+from services.common.process.entry_point import run_program
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend, CacheReport
 from services.common.program.mesh import Mesh, make_mesh
 from services.common.program.micro_batch import make_synthetic_micro_batch
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 
 MAX_MICRO_BATCHES = 2
-"""Of a step on a device whose graphs take seconds to trace: sums are held there, so every one has the same graph."""
+"""Number of micro-batches of a traced step: every micro-batch after the second has the graphs of the second."""
 FOR_PLAN = "--for-plan"
 PHASES = ("first step", "second step", "third step", "save and resume", "step after resume", "evaluation")
 
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 def trace(recipe: Recipe, tell: Callable[[str], None], is_for_plan: bool = False) -> CacheReport:
     """Run PHASES as rank 0 of all the recipe's workers. `tell` is given the name of each phase when it is done."""
     world_size = recipe.parallel.num_workers
-    group = WorkerGroup.fake(world_size)
+    group = ProcessGroup.fake(world_size)
     backend = make_backend(recipe, make_mesh(recipe, rank=0, world_size=world_size), is_for_plan)
     run_phases(recipe, backend, tell)
     group.leave()
@@ -59,7 +59,7 @@ def make_backend(recipe: Recipe, mesh: Mesh, is_for_plan: bool = False) -> Backe
     """
     threads, device = recipe.parallel.threads_per_worker, recipe.parallel.device
     if device == "xla":
-        from services.common.program.backends.neuron_xla import compiler_flags  # noqa: PLC0415 - of one device
+        from services.common.program.backends.xla_environment import compiler_flags  # noqa: PLC0415 - of one device
         from services.compiler.neuron_trace import KEEP_GRAPHS, KeptXla, TracedXla  # noqa: PLC0415
 
         if recipe.compile.trace_on == "cpu" or is_for_plan:
@@ -72,18 +72,16 @@ def make_backend(recipe: Recipe, mesh: Mesh, is_for_plan: bool = False) -> Backe
 def run_phases(recipe: Recipe, backend: Backend, tell: Callable[[str], None]) -> None:
     """On synthetic tokens."""
     program = Program(recipe, backend)
-    num_micro_batches = len(backend.mesh.share(recipe.batch.num_micro_batches))
-    if backend.is_lazy:
-        num_micro_batches = min(num_micro_batches, MAX_MICRO_BATCHES)
+    num_micro_batches = min(len(backend.mesh.share(recipe.batch.num_micro_batches)), MAX_MICRO_BATCHES)
     batches = [make_synthetic_micro_batch(recipe) for _ in range(num_micro_batches)]
     for step in range(3):
         program.train_step(step, batches)
         tell(PHASES[step])
-    program.is_finite()
-    saved = {piece: tensor.clone() for piece, tensor in program.held_state().items()}
-    for piece, tensor in program.held_state().items():
-        tensor.copy_(saved[piece])
-    program.update_weights()
+    program.state.is_finite()
+    saved = {piece: tensor.clone() for piece, tensor in program.state.read().items()}
+    with program.state.writing() as held:
+        for piece, tensor in held.items():
+            tensor.copy_(saved[piece])
     tell(PHASES[3])
     program.train_step(3, batches)
     tell(PHASES[4])

@@ -12,11 +12,11 @@ from services.common.artifacts.manifest import require_listable, write_durably
 from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Draft, Workspace
 from services.common.errors import ArtifactError
-from services.common.input_file import read_file
+from services.common.input.files import read_file
 from services.common.launch.launcher import Launcher
-from services.common.limits import DEFAULT_MAX_MAPS, SPARE_MAPS, maps_to_allow
-from services.common.recipe import Recipe
-from services.common.telemetry import show_progress
+from services.common.process.limits import DEFAULT_MAX_MAPS, SPARE_MAPS, maps_to_allow
+from services.common.process.telemetry import show_progress
+from services.common.recipe.schema import Recipe
 from services.tokenizer.corpus_plan import CorpusPlan
 from services.tokenizer.encode_task import EncodedPartition, EncodeTask, encode_partition
 from services.tokenizer.encoding.encoder import token_dtype

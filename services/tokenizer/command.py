@@ -15,11 +15,11 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Address, Artifact, publish_once
-from services.common.command_line import StageParser
-from services.common.derived import describe
 from services.common.errors import RecipeError
 from services.common.launch.launcher import choose_launcher
-from services.common.telemetry import configure_logging
+from services.common.process.command_line import StageParser
+from services.common.process.telemetry import configure_logging
+from services.common.recipe.derived import describe
 from services.tokenizer.build import build_corpus
 from services.tokenizer.corpus_plan import plan_corpus
 from services.tokenizer.tools.pinning import pin

@@ -9,7 +9,7 @@ import xxhash
 
 from services.common.artifacts.manifest import InputLink
 from services.common.artifacts.store import artifact_id
-from services.common.recipe import Recipe, fingerprint
+from services.common.recipe.schema import Recipe, fingerprint
 from services.tokenizer.sources.documents import cut_file, list_inputs
 from services.tokenizer.sources.file_range import FileRange, InputFile, InputPartition
 from services.tokenizer.sources.file_system import read_vocabulary

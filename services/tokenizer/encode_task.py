@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from services.common.artifacts.corpus import SPLITS, Split, Vocabulary
 from services.common.artifacts.files import xxh3_of
 from services.common.artifacts.manifest import ManifestModel
-from services.common.input_file import read_file
+from services.common.input.files import read_file
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
 from services.tokenizer.encoding.encoder_choice import EncoderChoice, load_encoder

@@ -9,7 +9,7 @@ from pathlib import Path
 from services.common.artifacts.corpus import Vocabulary
 from services.common.artifacts.manifest import write_durably
 from services.common.artifacts.store import Workspace, discard
-from services.common.recipe import fingerprint
+from services.common.recipe.schema import fingerprint
 from services.tokenizer.atomic_file import TEMPORARY_SUFFIX
 from services.tokenizer.corpus_plan import CorpusPlan
 from services.tokenizer.encoding.encoder_choice import EncoderChoice

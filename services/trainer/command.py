@@ -18,16 +18,16 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact
 from services.common.artifacts.upstream import open_corpus
-from services.common.brought_files import offer_file
-from services.common.command_line import RecipeParser, StageParser
-from services.common.derived import describe
 from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
-from services.common.image_platform import require_backend
-from services.common.problem_list import list_names
+from services.common.hardware.image_platform import require_backend
+from services.common.input.problem_list import list_names
+from services.common.launch.brought_files import offer_file
+from services.common.process.command_line import RecipeParser, StageParser
+from services.common.process.telemetry import configure_logging
 from services.common.program.fingerprint import program_facts
-from services.common.recipe import Recipe, fingerprint
-from services.common.telemetry import configure_logging
-from services.trainer.checkpoint import (
+from services.common.recipe.derived import describe
+from services.common.recipe.schema import Recipe, fingerprint
+from services.trainer.checkpoints.lookup import (
     checkpoint_steps,
     newest_checkpoint,
     no_checkpoint_yet,
@@ -36,10 +36,16 @@ from services.trainer.checkpoint import (
     verify_sizes,
     verify_state,
 )
-from services.trainer.doctor import doctor, doctor_parser
-from services.trainer.export import ALLOW_NON_FINITE_WEIGHTS, export
-from services.trainer.fit import require_fit
-from services.trainer.inspection import inspect
+from services.trainer.conversion.export import ALLOW_NON_FINITE_WEIGHTS, export
+from services.trainer.conversion.nxd.layout import NxdLayout
+from services.trainer.conversion.weight_import import import_weights
+from services.trainer.inspection.checkpoint_content import inspect
+from services.trainer.inspection.doctor import doctor, doctor_parser
+from services.trainer.inspection.fit import require_fit
+from services.trainer.inspection.report import read_state, write_report
+from services.trainer.inspection.run_plan import add_assumptions, describe_plan, describe_trace, read_assumptions
+from services.trainer.inspection.sample import TextGenerator, require_drawable
+from services.trainer.inspection.step_trace import trace_step
 from services.trainer.job import (
     ALLOW_CHANGED_PROGRAM,
     ALLOW_COLD_COMPILE,
@@ -49,18 +55,12 @@ from services.trainer.job import (
     open_cache,
     run_name,
 )
+from services.trainer.metrics.prometheus import serve_metrics
+from services.trainer.metrics.trackers import TRACKERS, require_trackers, tracking
 from services.trainer.node_staging import prepare_node, using_node
-from services.trainer.nxd.layout import NxdLayout
-from services.trainer.plan import add_assumptions, describe_plan, describe_trace, read_assumptions
-from services.trainer.prometheus import serve_metrics
-from services.trainer.report import read_state, write_report
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
 from services.trainer.run_start import describe_start, explain_new_run
-from services.trainer.sample import TextGenerator, require_drawable
-from services.trainer.step_trace import trace_step
 from services.trainer.supervise import supervise
-from services.trainer.trackers import TRACKERS, require_trackers, tracking
-from services.trainer.weight_import import import_weights
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 """Which sample comes when: a pure function of the batch's number, for any number of workers.
 
-The batch's number is that of the step, unless batches before it were left out (`services.trainer.loss_spikes`). Sample
-number `batch * global_batch_size + i` of the run belongs to epoch `number // N` and is the entry
-`number % N` of that epoch's permutation of the N samples. So a checkpoint needs no loader state, and a batch
-may straddle two epochs.
+The batch's number is that of the step, unless batches before it were left out
+(`services.trainer.health.loss_spikes`). Sample number `batch * global_batch_size + i` of the run belongs to epoch
+`number // N` and is the entry `number % N` of that epoch's permutation of the N samples. So a checkpoint needs no
+loader state, and a batch may straddle two epochs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from services.common.artifacts.token_stream import TokenStream
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
-from services.common.recipe import Batch, Recipe
+from services.common.recipe.schema import Batch, Recipe
 
 _ROUNDS = 6
 _MASK32 = np.uint64(0xFFFFFFFF)

@@ -14,10 +14,10 @@ from services.common.artifacts.lease import Lease
 from services.common.artifacts.store import Address, Artifact, artifact_id, open_artifact
 from services.common.artifacts.upstream import find_cache, stage_command
 from services.common.errors import ArtifactError
-from services.common.problem_list import list_problems
+from services.common.input.problem_list import list_problems
 from services.common.program.fingerprint import explain_difference, program_facts
-from services.common.recipe import Recipe, fingerprint
-from services.common.recipe_changes import changed_fields
+from services.common.recipe.changes import changed_fields
+from services.common.recipe.schema import Recipe, fingerprint
 
 CONTENT_VERSION = 2
 ALLOW_COLD_COMPILE = "--allow-cold-compile"

@@ -10,40 +10,44 @@ import time
 from functools import partial
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from services.common.artifacts.checkpoint import LossSpikes, checkpoint_id
 from services.common.artifacts.token_stream import TokenStream
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError, UnreadableError, WorkersLost
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.process.telemetry import configure_logging
 from services.common.program.backends.choice import choose_backend
 from services.common.program.backends.protocol import Backend
 from services.common.program.fingerprint import explain_difference, program_facts
+from services.common.program.llama import parameter_shapes
 from services.common.program.mesh import make_mesh
 from services.common.program.optimizer import learning_rate
+from services.common.program.process_group import ProcessGroup
+from services.common.program.state import StateSlice
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
-from services.common.recipe import fingerprint
-from services.common.telemetry import configure_logging
-from services.trainer.checkpoint import (
+from services.common.recipe.schema import fingerprint
+from services.trainer.checkpoints.lookup import (
     all_damaged,
     checkpoint_steps,
     open_checkpoint,
     require_of_run,
     verify_sizes,
 )
-from services.trainer.checkpoint_writer import CheckpointSchedule, CheckpointWriter
+from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.checkpoints.writer import CheckpointSchedule, CheckpointWriter
 from services.trainer.data import evaluation_batch, micro_batches, num_evaluation_batches
-from services.trainer.divergence import ENDED_BY, SkippedSteps, diverged, find_faulty_worker
-from services.trainer.events import record_event
+from services.trainer.health.divergence import ENDED_BY, SkippedSteps, diverged, find_faulty_worker
+from services.trainer.health.loss_spikes import SpikeDetector, spiked_for_ever
+from services.trainer.health.straggler import Stragglers
+from services.trainer.health.watchdog import Watchdog
 from services.trainer.job import Job
-from services.trainer.loss_spikes import SpikeDetector, spiked_for_ever
-from services.trainer.metric_table import WorkerNumbers
-from services.trainer.metrics import StepRecord
+from services.trainer.metrics.events import record_event
+from services.trainer.metrics.metric_table import WorkerNumbers
+from services.trainer.metrics.recorder import MetricsRecorder
+from services.trainer.metrics.records import StepRecord
 from services.trainer.node_staging import compile_cache_folder, new_cache_files, prepare_node, verify_on_node
-from services.trainer.recorder import MetricsRecorder
-from services.trainer.shards import ShardReader
 from services.trainer.stop import StopConditions, StopReason, clear_stop, stopped
-from services.trainer.straggler import Stragglers
-from services.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +62,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
     recipe, rank = job.recipe, environment.rank
     configure_logging("trainer", rank=rank, file=job.run_folder / "logs" / f"rank-{rank:05d}.log")
     # The group comes before all work: what may take long is waited for through it.
-    group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
+    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
     group.wait_for_work(lambda: prepare_node(job))
     require_same_program(job, group)
     backend = make_backend(job, environment)
@@ -114,7 +118,6 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
             if not is_applied:
                 watchdog.begin("compute again", step)
                 fault = find_faulty_worker(job, program, group, done, batch, batches)
-            program.forget_gradients()
             if is_spike:
                 recorder.begin(record, workers)
                 recorder.write()
@@ -190,7 +193,7 @@ def make_backend(job: Job, environment: WorkerEnvironment) -> Backend:
     return backend
 
 
-def require_same_program(job: Job, group: WorkerGroup) -> None:
+def require_same_program(job: Job, group: ProcessGroup) -> None:
     """Raise `DeviceError` unless every worker's node gives the bits of the program that the command was started for.
 
     Replicas on unlike CPUs would drift apart, and no checkpoint would be that of the program that it names.
@@ -218,17 +221,17 @@ class Resumed(NamedTuple):
     loss_spikes: LossSpikes | None = None
 
 
-def resume(job: Job, program: Program, group: WorkerGroup) -> Resumed:
+def resume(job: Job, program: Program, group: ProcessGroup) -> Resumed:
     """Load the newest checkpoint of which every worker's part verifies; nothing for a new run.
 
     Raises `ArtifactError` when all checkpoints are damaged, or when the workers see different ones.
     """
     damages: list[str] = []
     for step in reversed(agree_on_checkpoints(job, group)):
-        found = group.wait_for_work(partial(load_part, job, program, step))
+        with program.state.writing() as held:
+            found = group.wait_for_work(partial(load_part, job, held, step))
         problems = [problem for each in group.gather({"problem": found}) if (problem := each["problem"])]
         if not problems:
-            program.update_weights()
             state = open_checkpoint(job.checkpoint_collection, step, verify_sizes).manifest.checkpoint
             logger.info("resuming after step=%d from %s", step, job.checkpoint_address(step).path)
             if damages and group.rank == 0:
@@ -264,7 +267,7 @@ def describe_end(reason: StopReason, has_diverged: bool, fault: MillraceError | 
 
 
 def skip_batch(
-    job: Job, group: WorkerGroup, writer: CheckpointWriter, spikes: SpikeDetector, record: StepRecord, batch: int
+    job: Job, group: ProcessGroup, writer: CheckpointWriter, spikes: SpikeDetector, record: StepRecord, batch: int
 ) -> MillraceError | None:
     """Leave out the batch on which the loss spiked, with what is being written committed; an error where that is of no
     use.
@@ -277,7 +280,7 @@ def skip_batch(
     return None if spikes.skip_batch(batch) else spiked_for_ever(job, record.step, record.loss, limit)
 
 
-def roll_back(job: Job, program: Program, group: WorkerGroup, step: int) -> Resumed:
+def roll_back(job: Job, program: Program, group: ProcessGroup, step: int) -> Resumed:
     """Load the newest checkpoint, in the middle of a run."""
     state = resume(job, program, group)
     if group.rank == 0:
@@ -285,7 +288,7 @@ def roll_back(job: Job, program: Program, group: WorkerGroup, step: int) -> Resu
     return state
 
 
-def agree_on_checkpoints(job: Job, group: WorkerGroup) -> list[int]:
+def agree_on_checkpoints(job: Job, group: ProcessGroup) -> list[int]:
     """Steps of the checkpoints, ascending. Raises `ArtifactError` when the workers see different ones."""
     seen = group.gather({"steps": checkpoint_steps(job.checkpoint_collection)})
     for rank, theirs in enumerate(seen):
@@ -299,12 +302,12 @@ def agree_on_checkpoints(job: Job, group: WorkerGroup) -> list[int]:
     return list(seen[0]["steps"])
 
 
-def load_part(job: Job, program: Program, step: int) -> str:
-    """Load what this worker holds of a checkpoint, verified; what is wrong with it, or nothing."""
+def load_part(job: Job, held: dict[StateSlice, Tensor], step: int) -> str:
+    """Load what this worker holds of a checkpoint into `held`, verified; what is wrong with it, or nothing."""
     try:
         checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
         require_of_run(checkpoint, job.recipe, job.corpus)
-        reader, held = ShardReader(checkpoint, program.shapes()), program.held_state()
+        reader = ShardReader(checkpoint, parameter_shapes(job.recipe.model))
         files = reader.files_of(held)
         logger.info("reading %d of %d shards of %s", len(files), len(checkpoint.manifest.files), checkpoint.path)
         verify_on_node(job, checkpoint, files)
@@ -317,12 +320,12 @@ def load_part(job: Job, program: Program, step: int) -> str:
 
 
 def is_finite(program: Program) -> bool:
-    """See `Program.is_finite`; waits for the device."""
-    return bool(program.backend.defer({"is_finite": program.is_finite()}).read()["is_finite"])
+    """See `ShardedState.is_finite`; waits for the device."""
+    return bool(program.backend.defer({"is_finite": program.state.is_finite()}).read()["is_finite"])
 
 
 def save(
-    program: Program, group: WorkerGroup, writer: CheckpointWriter, record: StepRecord, loss_spikes: LossSpikes | None
+    program: Program, group: ProcessGroup, writer: CheckpointWriter, record: StepRecord, loss_spikes: LossSpikes | None
 ) -> float:
     """Begin a checkpoint of the state after a step; the seconds that training stood still for it.
 
@@ -332,11 +335,11 @@ def save(
     started = time.perf_counter()
     writer.wait()
     require_same_state(program, group, record.step)
-    writer.save(program.begin_snapshot, record.step, record.skipped_steps, started, loss_spikes)
+    writer.save(program.state.begin_snapshot, record.step, record.skipped_steps, started, loss_spikes)
     return time.perf_counter() - started
 
 
-def require_same_state(program: Program, group: WorkerGroup, step: int) -> None:
+def require_same_state(program: Program, group: ProcessGroup, step: int) -> None:
     """Raise `DeviceError` unless all workers with the same part of the model hold the same bits of it.
 
     It reads the whole state, and from a GPU to the host; where no two workers have the same part it reads nothing.
@@ -344,7 +347,7 @@ def require_same_state(program: Program, group: WorkerGroup, step: int) -> None:
     if program.backend.mesh.data_parallel_size == 1:
         return
     part = program.backend.mesh.index("tensor")
-    workers = group.gather({"host": socket.gethostname(), "part": part, "digests": program.digests()})
+    workers = group.gather({"host": socket.gethostname(), "part": part, "digests": program.state.digests()})
     holders: dict[tuple[int, str], dict[int, list[str]]] = {}
     for rank, worker in enumerate(workers):
         for what, digest in worker["digests"].items():
@@ -374,7 +377,7 @@ def evaluate(program: Program, validation: TokenStream) -> dict[str, float]:
     return program.backend.defer({"validation_loss": loss}).read()
 
 
-def count_compile_misses(job: Job, backend: Backend, group: WorkerGroup) -> dict[str, Any]:
+def count_compile_misses(job: Job, backend: Backend, group: ProcessGroup) -> dict[str, Any]:
     """Graphs compiled, and files added to the published cache: the largest count of any worker."""
     return {
         "graphs_compiled": group.maximum(backend.cache_report().graphs_compiled),

@@ -19,7 +19,7 @@ from services.common.artifacts.compile_cache import GRAPHS
 from services.common.artifacts.files import list_files, locate, verify_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import WorkersLost
-from services.common.private_folder import private_base, private_folder
+from services.common.process.private_folder import private_base, private_folder
 from services.trainer.job import Job
 
 logger = logging.getLogger(__name__)

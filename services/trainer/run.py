@@ -14,16 +14,22 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import listed_file, total_bytes
 from services.common.artifacts.manifest import Phase, write_durably
 from services.common.artifacts.store import Address, Artifact, open_artifact
-from services.common.credentials import mask_values
-from services.common.derived import tokens_per_step
 from services.common.errors import ArtifactError
-from services.common.input_file import parse_json, read_file, unreadable
-from services.common.recipe import Recipe, stage_nodes
-from services.trainer.checkpoint import newest_checkpoint, no_checkpoint_yet, require_of_run
-from services.trainer.checkpoint_interval import NODE_MTBF_HOURS, optimal_interval_steps
-from services.trainer.events import count_events
+from services.common.input.credentials import mask_values
+from services.common.input.files import parse_json, read_file, unreadable
+from services.common.recipe.derived import tokens_per_step
+from services.common.recipe.schema import Recipe, stage_nodes
+from services.trainer.checkpoints.interval import NODE_MTBF_HOURS, optimal_interval_steps
+from services.trainer.checkpoints.lookup import newest_checkpoint, no_checkpoint_yet, require_of_run
 from services.trainer.job import Job, run_folder, run_name
-from services.trainer.metrics import ATTEMPTS_FILE, METRICS_FILE, mean_tokens_per_second, read_attempts, read_metrics
+from services.trainer.metrics.events import count_events
+from services.trainer.metrics.records import (
+    ATTEMPTS_FILE,
+    METRICS_FILE,
+    mean_tokens_per_second,
+    read_attempts,
+    read_metrics,
+)
 
 RUN_FILE = "run.json"
 SCHEMA = "run/1"

@@ -9,11 +9,11 @@ from typing import Any
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import Address, Artifact
 from services.common.errors import ArtifactError
-from services.common.input_file import parse_json, read_file
-from services.common.problem_list import list_problems
-from services.common.recipe import Recipe
-from services.common.recipe_changes import changed_fields
-from services.trainer.checkpoint import newest_checkpoint, verify_sizes
+from services.common.input.files import parse_json, read_file
+from services.common.input.problem_list import list_problems
+from services.common.recipe.changes import changed_fields
+from services.common.recipe.schema import Recipe
+from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes
 from services.trainer.job import completed_step, run_folder, run_name
 from services.trainer.run import RUN_FILE
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import Interrupted, MillraceError, TryAgain
-from services.common.input_file import open_regular_file
+from services.common.input.files import open_regular_file
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher
 from services.trainer.job import Job
 

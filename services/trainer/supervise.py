@@ -15,16 +15,16 @@ from typing import Any, NoReturn
 
 from services.common.artifacts.lease import HeldLease
 from services.common.errors import NoRoomForWorkers, WorkersLost
-from services.common.hardware_faults import naming_hardware_faults
+from services.common.hardware.faults import naming_hardware_faults
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher
-from services.common.private_folder import private_base
-from services.common.stop_signals import Stopped, end_soon, name_signal, on_stop_signal
-from services.common.telemetry import Progress, show_progress
-from services.trainer.checkpoint import newest_step
-from services.trainer.events import NewWarnings, explain_loss, record_event
+from services.common.process.private_folder import private_base
+from services.common.process.stop_signals import Stopped, end_soon, name_signal, on_stop_signal
+from services.common.process.telemetry import Progress, show_progress
+from services.trainer.checkpoints.lookup import newest_step
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.metrics import read_last_step
+from services.trainer.metrics.events import NewWarnings, explain_loss, record_event
+from services.trainer.metrics.records import read_last_step
 from services.trainer.node_staging import using_node
 from services.trainer.stop import StopReason, forget_signals, request_stop
 from services.trainer.worker_start import describe_workers

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from services.common.command_line import StageParser, read_override
 from services.common.errors import MillraceError
 from services.common.launch.launcher import WorkerGroupSpec, choose_launcher
-from services.common.recipe import Recipe
-from services.common.recipe_file import load_recipe
-from services.trainer.fit import instance_type
+from services.common.process.command_line import StageParser, read_override
+from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import Recipe
+from services.trainer.inspection.fit import instance_type
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 _EVERY_WORKER = ("services.trainer.supervise", "services.common.program.backends.torch_native")

@@ -18,17 +18,16 @@ from tests.architecture.imports import (
 
 STAGES = ("tokenizer", "compiler", "trainer")
 SERVICES = (*STAGES, "head")
-FIRST_PARTIES = ("services", "images", "deploy", "k8s", "batch", "infra", "tests", "benchmarks")
+FIRST_PARTIES = ("services", "images", "deploy", "k8s", "infra", "tests", "benchmarks")
 # What deploys stages, and what of ours each part may import besides itself. The head's image has all but the client,
 # and no `images`.
 DEPLOY_ROOMS = {
     "deploy": ("services.common",),
     "deploy.client": ("deploy", "images", "services.common"),
-    "deploy.commands": ("deploy.client", "k8s.client", "k8s.objects", "batch", "services.common"),
+    "deploy.commands": ("deploy.client", "k8s.client", "k8s.objects", "deploy.batch", "services.common"),
     "k8s.objects": ("deploy", "services.common"),
     "k8s.controller": ("k8s.objects", "deploy", "services.common"),
-    "k8s.deploy": ("k8s.controller", "services.common"),
-    "batch": (
+    "deploy.batch": (
         "deploy.client",
         "deploy",
         "images",
@@ -70,7 +69,7 @@ def deploy_rooms_import_what_is_below_them(root: Path) -> list[str]:
     """The client and the controller ignore each other, and what runs in the cluster never imports `images`."""
     return [
         f"{module} imports {name}"
-        for module, path in modules_of(root, "k8s", "batch", "deploy").items()
+        for module, path in modules_of(root, "k8s", "deploy").items()
         if (room := _room_of(module))
         for name in sorted(imports_of(path))
         if name.partition(".")[0] in FIRST_PARTIES and not _may_import(room, name)
@@ -88,10 +87,10 @@ def _may_import(room: str, name: str) -> bool:
 
 
 def deploy_rooms_are_all_there_is(root: Path) -> list[str]:
-    """A module of k8s, batch or deploy that is in no room is bound by no rule."""
+    """A module of k8s or deploy that is in no room is bound by no rule."""
     return [
         f"{module} is in none of {', '.join(DEPLOY_ROOMS)}"
-        for module in modules_of(root, "k8s", "batch", "deploy")
+        for module in modules_of(root, "k8s", "deploy")
         if not _is_in(module, tuple(DEPLOY_ROOMS))
     ]
 
@@ -120,7 +119,7 @@ def infrastructure_ignores_what_runs_on_it(root: Path) -> list[str]:
 
 
 def ray_is_imported_in_one_place(root: Path) -> list[str]:
-    modules = ("ray_launcher", "ray_cluster", "ray_neuron", "ray_nodes")
+    modules = ("ray_launcher", "ray_cluster", "ray_neuron", "batch.ray_nodes")
     return _who_imports(root, {"ray"}, but_for=[f"services.common.launch.{module}" for module in modules])
 
 
@@ -200,19 +199,19 @@ def one_function_joins_paths_of_manifests(root: Path) -> list[str]:
 
 
 READ_THEIR_OWN = {
-    "services.common.input_file": "is the one way",
+    "services.common.input.files": "is the one way",
     "services.common.artifacts.lease": "writes into the lock that it has read, without waiting for a pipe",
     "services.common.artifacts.manifest": "syncs folders, and reads the version of this program",
     "services.common.artifacts.process": "asks the kernel",
     "services.common.artifacts.token_stream": "maps what `locate` has found to be regular",
-    "services.common.file_system": "measures with files of its own, and asks the kernel",
-    "services.common.instance_types": "reads a table of this program",
+    "services.trainer.inspection.file_system": "measures with files of its own, and asks the kernel",
+    "services.common.hardware.instance_types": "reads a table of this program",
     "services.common.launch.guard": "asks the kernel",
     "services.common.launch.process_family": "asks the kernel",
-    "services.common.launch.ray_token": "opens what lies in a folder that it holds open, without waiting for a pipe",
-    "services.common.limits": "asks the kernel",
-    "services.common.lustre": "reads a table of this program",
-    "services.common.private_folder": "locks in a folder of this user alone",
+    "services.common.launch.batch.ray_token": "opens files of a folder that it holds open, without waiting for a pipe",
+    "services.common.process.limits": "asks the kernel",
+    "services.common.hardware.lustre": "reads a table of this program",
+    "services.common.process.private_folder": "locks in a folder of this user alone",
     "services.common.program.backends.compiler_shim": "reads what its own compiler was asked, in a private folder",
     "services.common.program.source": "reads this program",
     "services.compiler.compile": "reads what its own child has written, in its scratch folder",
@@ -221,10 +220,10 @@ READ_THEIR_OWN = {
     "services.tokenizer.encoding.compiled_kernels": "reads this program, and asks the kernel",
     "services.tokenizer.pack": "maps files of its own, whose checksums were compared",
     "services.tokenizer.sources.file_system": "opens any file system, and local files after `require_regular_file`",
-    "services.trainer.hugging_face": "lets safetensors open a path after `require_regular_file`",
-    "services.trainer.node_inspection": "asks the kernel",
-    "services.trainer.nxd.rank_file": "lets torch open a path after `require_regular_file`",
-    "services.trainer.shards": "lets safetensors open a path after `require_regular_file`",
+    "services.trainer.conversion.hugging_face": "lets safetensors open a path after `require_regular_file`",
+    "services.trainer.inspection.node_inspection": "asks the kernel",
+    "services.trainer.conversion.nxd.rank_file": "lets torch open a path after `require_regular_file`",
+    "services.trainer.checkpoints.shards": "lets safetensors open a path after `require_regular_file`",
     "infra.addons.releases": "reads files of this repository",
     "infra.checks": "reads files of this repository",
     "infra.cost.prices": "reads a table of this repository",
@@ -236,8 +235,8 @@ READ_THEIR_OWN = {
 def supplied_files_are_opened_in_one_way(root: Path) -> list[str]:
     """A pipe would be waited for, a device has no end, and a link may lead anywhere: `input_file` refuses them."""
     return [
-        f"{module}: {call}; use services.common.input_file"
-        for module, path in modules_of(root, "services", "deploy", "k8s", "batch", "infra").items()
+        f"{module}: {call}; use services.common.input.files"
+        for module, path in modules_of(root, "services", "deploy", "k8s", "infra").items()
         if module not in READ_THEIR_OWN and not module.startswith("services.common.testing.")
         for call in reads_of(path)
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.recipe_file import load_recipe
+from services.common.recipe.file import load_recipe
 from tests.architecture import rules
 from tests.architecture.imports import REPOSITORY, modules_of
 
@@ -105,15 +105,15 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
     ),
     (
         rules.deploy_rooms_import_what_is_below_them,
-        "k8s/deploy/job.py",
+        "k8s/controller/job.py",
         "from services.trainer import loop",
-        "k8s.deploy.job imports services.trainer.loop",
+        "k8s.controller.job imports services.trainer.loop",
     ),
     (
         rules.deploy_rooms_import_what_is_below_them,
-        "batch/target.py",
+        "deploy/batch/target.py",
         "from k8s.objects.api import Api",
-        "batch.target imports k8s.objects.api.Api",
+        "deploy.batch.target imports k8s.objects.api.Api",
     ),
     (
         rules.deploy_rooms_are_all_there_is,
@@ -204,7 +204,7 @@ BREACHES: list[tuple[Rule, str, str, str]] = [
             rules.supplied_files_are_opened_in_one_way,
             "services/trainer/loop.py",
             f"def f(path):\n    return {call}",
-            f"services.trainer.loop: {call}; use services.common.input_file",
+            f"services.trainer.loop: {call}; use services.common.input.files",
         )
         for call in (
             *("path.read_text()", "path.open('rb')", "open(path)", "os.open(path, os.O_RDONLY)"),
@@ -250,12 +250,11 @@ def repository(tmp_path: Path) -> Path:
         "deploy/history.py": "from services.common.near import something",
         "k8s/objects/api.py": "import kubernetes\nfrom deploy import history",
         "k8s/controller/reaper.py": "from k8s.objects.api import Api",
-        "k8s/deploy/job.py": "from k8s.controller.reaper import main",
         "k8s/client/commands.py": "import images.versions, infra.shapes\nfrom k8s.objects.api import Api",
         "infra/shapes.py": "from services.common.near import something",
         "infra/cost.py": "import images.platforms\nfrom infra.shapes import find_shape",
         "services/compiler/trace.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import some_stubs",
-        "services/compiler/plan.py": "try:\n    import some_library\nexcept ImportError:\n    pass",
+        "services/compiler/graph_plan.py": "try:\n    import some_library\nexcept ImportError:\n    pass",
     }
     for stage in rules.SERVICES:
         files[f"services/{stage}/README.md"] = stage
@@ -315,11 +314,11 @@ def test_the_rules_look_at_all_services() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "services.common.recipe",
-        "services.common.recipe_file",
+        "services.common.recipe.schema",
+        "services.common.recipe.file",
         "services.common.errors",
-        "services.common.telemetry",
-        "services.common.command_line",
+        "services.common.process.telemetry",
+        "services.common.process.command_line",
         "services.common.artifacts.store",
         "services.common.launch.launcher",
     ],

@@ -25,7 +25,7 @@ from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job, render_one_off_nodes_job
 from k8s.objects.placement import heads_of
 from k8s.objects.worker_group import WorkerGroup, read_worker_group
-from services.common.recipe import STAGES, Stage
+from services.common.recipe.schema import STAGES, Stage
 from services.common.testing.waiting import wait_until
 from tests.cluster.harness import write_overlay as write_overlay_of
 from tests.cluster.kit import cluster

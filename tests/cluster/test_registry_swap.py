@@ -152,14 +152,15 @@ def write_pulling_overlay(folder: Path, registry: str) -> Path:
 
 def with_new_key(place: Place, folder: Path) -> tuple[str, Path]:
     """A tokenizer of the next version, whose recipe has a key more, in the registry; and a recipe with that key."""
-    recipe = (REPOSITORY / "services/common/recipe.py").read_text(encoding="utf-8")
+    recipe = (REPOSITORY / "services/common/recipe/schema.py").read_text(encoding="utf-8")
     changed = recipe.replace("class Tokenizer(Section):\n", 'class Tokenizer(Section):\n    note: str = ""\n')
     assert changed != recipe
-    (folder / "recipe.py").write_text(changed, encoding="utf-8")
+    (folder / "schema.py").write_text(changed, encoding="utf-8")
     (folder / "Dockerfile").write_text(
-        f"FROM {name_of('tokenizer')}\nCOPY --chown=0:0 recipe.py /app/services/common/recipe.py\n", encoding="utf-8"
+        f"FROM {name_of('tokenizer')}\nCOPY --chown=0:0 schema.py /app/services/common/recipe/schema.py\n",
+        encoding="utf-8",
     )
-    (folder / "recipe.py").chmod(0o644)
+    (folder / "schema.py").chmod(0o644)
     docker("build", "--quiet", "--tag", "millrace-test/tokenizer:next", str(folder))
     small = place.harness.recipe.read_text(encoding="utf-8")
     file = folder / "next.toml"

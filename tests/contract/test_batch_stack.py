@@ -9,8 +9,8 @@ from typing import Any
 import hcl2
 import pytest
 
-from batch.config import CONFIG, KEYS, PLACES, read_config
-from batch.job_definition import HOST_FOLDERS, pool_of, read_container, render_job_definition
+from deploy.batch.config import CONFIG, KEYS, PLACES, read_config
+from deploy.batch.job_definition import HOST_FOLDERS, pool_of, read_container, render_job_definition
 from deploy.client.outline import read_outline
 from deploy.stage_contract import DRAIN_SECONDS, ROOT, SCRATCH, find_contract
 from images.demo import IMAGE_USER
@@ -18,10 +18,10 @@ from images.platforms import REPOSITORY
 from infra import __main__ as infra_commands
 from infra.apply.inputs import read_variables
 from services.common.errors import RecipeError
-from services.common.launch.batch_node import ROOT_MARKER
-from services.common.recipe import STAGES
-from services.common.stop_notice import CHECKPOINTS_PER_NOTICE
-from tests.batch.builders import job_deployment_of
+from services.common.launch.batch.node import ROOT_MARKER
+from services.common.process.termination_notice import CHECKPOINTS_PER_NOTICE
+from services.common.recipe.schema import STAGES
+from tests.deploy.batch.builders import job_deployment_of
 
 STACK = REPOSITORY / "infra/stacks/batch"
 MODULE = REPOSITORY / "infra/modules/batch"
@@ -46,7 +46,7 @@ def locals_of(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def stack() -> dict[str, Any]:
-    return locals_of(STACK / "main.tf")
+    return locals_of(STACK / "common.tf") | locals_of(STACK / "main.tf")
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +134,10 @@ def test_folders_belong_to_the_user_of_the_images(module: dict[str, Any]) -> Non
     assert module["user"] == IMAGE_USER
 
 
-def test_a_stage_has_the_same_part_of_the_bucket_on_both_targets(stack: dict[str, Any]) -> None:
+def test_a_stage_has_the_same_part_of_the_bucket_on_both_targets() -> None:
     """Their roles say it in the same words, but for where the stage's name comes from."""
     parts = [
         re.findall(r'\$\{(?:account|each\.key)\}(/\*)"', (REPOSITORY / path).read_text(encoding="utf-8"))
         for path in ("infra/modules/eks/identities.tf", "infra/modules/batch/identities.tf")
     ]
     assert parts == [["/*", "/*"], ["/*", "/*"]]
-    assert stack["bucket_users"] == locals_of(REPOSITORY / "infra/stacks/eks/main.tf")["bucket_users"]

@@ -18,9 +18,9 @@ from services.common.artifacts.__main__ import MANIFEST_TYPES, read_manifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import Draft, Workspace
-from services.common.entry_point import exit_code_of
 from services.common.errors import ArtifactError
-from services.common.recipe_file import load_recipe
+from services.common.process.entry_point import exit_code_of
+from services.common.recipe.file import load_recipe
 from services.common.testing.artifacts import fill, publish, publish_checkpoint
 from services.common.testing.recipes import write_recipe
 from services.tokenizer.__main__ import main as tokenizer

@@ -7,19 +7,19 @@ from __future__ import annotations
 import pytest
 from kubernetes.utils.quantity import parse_quantity
 
-from batch.job_definition import OneOff as BatchOneOff
-from batch.job_definition import read_container, render_one_off_definition
+from deploy.batch.job_definition import OneOff as BatchOneOff
+from deploy.batch.job_definition import read_container, render_one_off_definition
 from k8s.client.overlay import find_kubectl, render
 from k8s.client.stage_image import repository_of
 from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
-from services.common.recipe import STAGES, Stage
-from services.common.subcommands import ARTIFACTS, LABEL, names_of
+from services.common.process.subcommands import ARTIFACTS, LABEL, names_of
+from services.common.recipe.schema import STAGES, Stage
 from services.compiler.command import main as compile_graphs
 from services.tokenizer.command import TOOLS
 from services.trainer.command import COMMANDS
-from tests.batch.builders import config_of
+from tests.deploy.batch.builders import config_of
 from tests.images.dockerfiles import read_dockerfile, settings_of_image
 from tests.k8s.builders import DIGEST
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of

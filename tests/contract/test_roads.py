@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-import batch.request
 import infra.__main__
-from batch.target import Batch
+from deploy.batch.request import DEFAULT_RECIPE as NEURON_RECIPE
+from deploy.batch.target import Batch
 from deploy.client.instance_type import check_instance_type
 from deploy.client.one_off import OneOffRequest, read_one_off
 from deploy.client.request import DeployRequest
@@ -30,9 +30,9 @@ from k8s.client.overlay import find_kubectl, render
 from k8s.client.request import resolve
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import DeviceError
-from services.common.recipe import STAGES
-from tests.batch.cloud import TAG, simulated_account
+from services.common.recipe.schema import STAGES
 from tests.contract.agreements import read_settings
+from tests.deploy.batch.cloud import TAG, simulated_account
 from tests.k8s.builders import DIGEST
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
@@ -133,7 +133,7 @@ def test_a_stage_of_the_eks_road_fits_its_overlay(eks: Thing, monkeypatch: pytes
 def test_the_cost_is_held_against_the_recipe_that_both_targets_deploy() -> None:
     of_the_overlay = REPOSITORY / read_settings(OVERLAYS["eks"] / "settings.env")["RECIPE"]
 
-    assert of_the_overlay == REPOSITORY / batch.request.DEFAULT_RECIPE == infra.__main__.RECIPE
+    assert of_the_overlay == REPOSITORY / NEURON_RECIPE == infra.__main__.RECIPE
 
 
 def test_the_stages_of_the_batch_road_are_submitted(
@@ -146,7 +146,7 @@ def test_the_stages_of_the_batch_road_are_submitted(
             assert Batch(cloud.config, cloud.jobs).deploy(request, None) == 0
             cloud.move("SUCCEEDED", 0)
         with monkeypatch.context() as patch:
-            patch.setattr("batch.one_off.find_labels", lambda image: {})
+            patch.setattr("deploy.batch.one_off.find_labels", lambda image: {})
             assert (
                 Batch(cloud.config, cloud.jobs).run_one_off(replace(read_export("batch"), is_followed=False), None) == 0
             )

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from kubernetes.utils.quantity import parse_quantity
 
-from batch.config import Config
-from batch.job_definition import Request, pool_of, read_container, render_job_definition
+from deploy.batch.config import Config
+from deploy.batch.job_definition import Request, pool_of, read_container, render_job_definition
 from deploy.exit_codes import is_tried_again
 from deploy.stage_contract import ROOT, SCRATCH
 from images.platforms import REPOSITORY
@@ -26,9 +26,9 @@ from k8s.client.stage_image import repository_of
 from k8s.objects.rayjob import render_rayjob
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import DeviceError
-from services.common.launch.batch_node import RECIPE_VARIABLE
-from services.common.recipe import STAGES, Stage
-from tests.batch.builders import config_of, job_deployment_of
+from services.common.launch.batch.node import RECIPE_VARIABLE
+from services.common.recipe.schema import STAGES, Stage
+from tests.deploy.batch.builders import config_of, job_deployment_of
 from tests.k8s.builders import deployment_of
 
 Thing = dict[str, Any]

@@ -20,9 +20,9 @@ from deploy.client.one_off import (
     read_one_off,
     require_known,
 )
-from services.common.brought_files import pack_file
 from services.common.errors import DeviceError, RecipeError, TryAgain
-from services.common.subcommands import LABEL
+from services.common.launch.brought_files import pack_file
+from services.common.process.subcommands import LABEL
 from services.common.testing.recipes import recipe_text
 
 IMAGE = "millrace/trainer@sha256:0"

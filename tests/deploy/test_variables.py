@@ -9,8 +9,8 @@ import pytest
 from deploy.client.variables import COMMANDS, TARGETS, VARIABLES, require_taken
 from deploy.commands.__main__ import main
 from images.platforms import REPOSITORY
-from services.common.entry_point import exit_code_of
 from services.common.errors import RecipeError
+from services.common.process.entry_point import exit_code_of
 
 VALUES = {"STAGE": "trainer", "DRY_RUN": "1", "KEEP": "1", "AGAIN": "1", "FOLLOW": "0"}
 

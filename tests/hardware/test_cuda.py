@@ -25,7 +25,7 @@ from services.common.program.step import Program
 from services.common.program.tests.work import micro_batches_of
 from services.common.testing.recipes import make_recipe
 from services.trainer.job import Job
-from services.trainer.metrics import read_attempts, read_metrics
+from services.trainer.metrics.records import read_attempts, read_metrics
 from services.trainer.tests.numbers import read_numbers
 from services.trainer.tests.runs import REPOSITORY, checkpoints, run_trainer, start_trainer, state_hash
 from tests.hardware.conftest import train_with_workers
@@ -111,9 +111,9 @@ def test_a_snapshot_has_the_bits_of_its_step_while_the_gpu_goes_on(tmp_path: Pat
     recipe = make_recipe(tmp_path, **ON_CUDA, **wide, compile__enabled="false")
     program = Program(recipe, TorchNative(Mesh(0, data_parallel_size=1), 1, "exact", "cuda"))
     program.train_step(0, micro_batches_of(recipe, 0))
-    expected = {piece: tensor.clone() for piece, tensor in program.held_state().items()}
+    expected = {piece: tensor.clone() for piece, tensor in program.state.read().items()}
 
-    snapshot = program.begin_snapshot()
+    snapshot = program.state.begin_snapshot()
     for step in range(1, 4):
         program.train_step(step, micro_batches_of(recipe, step))
     found = snapshot()

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from services.common.artifacts.lease import Lease
-from services.common.derived import flops_per_token
-from services.common.instance_types import read_instance_types
+from services.common.hardware.instance_types import read_instance_types
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec
+from services.common.recipe.derived import flops_per_token
 from services.common.testing.recipes import load_with
 from services.trainer.job import Job
-from services.trainer.metrics import mean_tokens_per_second, read_attempts, read_metrics
+from services.trainer.metrics.records import mean_tokens_per_second, read_attempts, read_metrics
 from services.trainer.tests.builders import make_corpus, make_job, make_recipe, write_recipe
 from services.trainer.tests.numbers import GOLDEN, OF_GOLDEN_RUN, read_numbers
 from services.trainer.tests.runs import REPOSITORY

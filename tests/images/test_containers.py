@@ -253,7 +253,7 @@ def test_the_neuron_image_keeps_the_torch_of_its_base_and_says_what_nodes_it_nee
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_neuron_image_has_what_its_service_stands_on(neuron_images: dict[str, str], service: str) -> None:
-    check = ("--entrypoint", "python", neuron_images[service], "-m", "services.common.image_platform")
+    check = ("--entrypoint", "python", neuron_images[service], "-m", "services.common.hardware.image_platform")
     assert "neuron" in docker("run", "--rm", "--read-only", "--tmpfs", "/scratch", *check)
 
 
@@ -311,7 +311,7 @@ def cuda_trainer(checkout: Path) -> str:
 
 
 def test_a_cuda_image_has_cuda_and_asks_for_the_gpus_and_the_driver_s_tools(cuda_trainer: str) -> None:
-    check = ("--entrypoint", "python", cuda_trainer, "-m", "services.common.image_platform")
+    check = ("--entrypoint", "python", cuda_trainer, "-m", "services.common.hardware.image_platform")
     assert "cuda-toolkit         13.0." in docker("run", "--rm", "--read-only", "--tmpfs", "/scratch", *check)
     asked = {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"}
     assert asked <= set(inspect_image(cuda_trainer)["Config"]["Env"])

@@ -11,7 +11,7 @@ import pytest
 from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, VARIANTS
 from images.versions import CONTROLLER_FOLDERS, sources_of
 from services.common.artifacts.__main__ import MANIFEST_TYPES
-from services.common.instance_types import SHAPES_JSON
+from services.common.hardware.instance_types import SHAPES_JSON
 from services.trainer.run import SCHEMA as RUN_SCHEMA
 from tests.architecture.imports import closure_of, modules_of
 from tests.images.dockerfiles import (
@@ -150,9 +150,9 @@ def test_an_image_gets_its_code_after_its_libraries_were_found(service: str) -> 
     text = read_dockerfile(service)
     code = instructions_of(text[text.index("FROM packages AS code") :])
     check = next(number for number, (name, _) in enumerate(code) if name == "RUN")
-    assert "services.common.image_platform --without-device" in code[check][1]
+    assert "services.common.hardware.image_platform --without-device" in code[check][1]
     copied = [word for name, rest in code[:check] if name == "COPY" for word in rest.split()[:-1]]
-    checked = closure_of(modules_of(REPOSITORY), {"services.common.image_platform"})
+    checked = closure_of(modules_of(REPOSITORY), {"services.common.hardware.image_platform"})
     assert {f"{module.replace('.', '/')}.py" for module in checked} == set(copied)
     assert "code" not in stages_of_image(text)
 
@@ -173,7 +173,7 @@ def test_every_image_has_the_table_of_instance_types(service: str) -> None:
 def test_the_head_s_image_has_all_that_the_controller_imports_and_no_client() -> None:
     """The Dockerfile copies it, a build may read it, Pants passes it, and a change of it is a new tag."""
     modules = modules_of(REPOSITORY, "services/common", "deploy", "k8s")
-    programs = {module for module in modules if module.startswith("k8s.deploy.")}
+    programs = {f"k8s.controller.{name}" for name in ("job", "one_off_nodes", "reaper", "head_facts")}
     reached = closure_of(modules, programs)
     folders = {module.rpartition(".")[0].replace(".", "/") for module in reached if not module.startswith("services.")}
     assert folders == set(CONTROLLER_FOLDERS)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM
-from services.common.image_platform import EVERY_SERVICE, LIBRARIES, NEURON_LIBRARIES, WITH_PROGRAM
+from services.common.hardware.image_platform import EVERY_SERVICE, LIBRARIES, NEURON_LIBRARIES, WITH_PROGRAM
 from tests.command import call
 from tests.small import write_notes, write_small_recipe
 
@@ -76,7 +76,7 @@ def test_a_cluster_is_told_before_it_gives_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MILLRACE_VARIANT", variant)
-    done = call(capfd, "services.common.readiness", "--stage", stage, *options)
+    done = call(capfd, "services.common.process.readiness", "--stage", stage, *options)
 
     assert done.returncode == 4, done.stderr
     assert f"{variant} image" in json.loads(done.stdout)["problem"]
@@ -97,7 +97,7 @@ def test_the_tokenizer_needs_no_device(
     options: tuple[str, ...], variant: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MILLRACE_VARIANT", variant)
-    ready = call(capfd, "services.common.readiness", "--stage", "tokenizer", *options)
+    ready = call(capfd, "services.common.process.readiness", "--stage", "tokenizer", *options)
 
     assert ready.returncode == 0, ready.stdout
     assert json.loads(ready.stdout)["platform"]["variant"] == variant
@@ -127,7 +127,7 @@ def test_a_library_that_is_there_and_breaks_is_named(tmp_path: Path) -> None:
     (tmp_path / "rich.py").write_text(BROKEN_RICH, encoding="utf-8")
 
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
-    done = run("services.common.image_platform", MILLRACE_SERVICE="head", PYTHONPATH=path)
+    done = run("services.common.hardware.image_platform", MILLRACE_SERVICE="head", PYTHONPATH=path)
 
     assert done.returncode == 4, done.stderr
     assert "rich" in done.stderr
@@ -145,8 +145,8 @@ def test_where_images_are_built_neuron_libraries_are_not_imported(tmp_path: Path
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)]),
     }
 
-    built = run("services.common.image_platform", "--without-device", **neuron)
-    started = run("services.common.image_platform", **neuron)
+    built = run("services.common.hardware.image_platform", "--without-device", **neuron)
+    started = run("services.common.hardware.image_platform", **neuron)
 
     assert built.returncode == 0, built.stderr
     assert started.returncode == 4
@@ -156,7 +156,7 @@ def test_where_images_are_built_neuron_libraries_are_not_imported(tmp_path: Path
 
 @pytest.mark.parametrize("service", ["tokenizer", "head"])
 def test_images_without_the_program_need_no_neuron_library(service: str) -> None:
-    done = run("services.common.image_platform", MILLRACE_SERVICE=service, MILLRACE_VARIANT="neuron")
+    done = run("services.common.hardware.image_platform", MILLRACE_SERVICE=service, MILLRACE_VARIANT="neuron")
 
     assert done.returncode == 0, done.stderr
 
@@ -167,7 +167,7 @@ def check_build(folder: Path, service: str, **modules: str) -> subprocess.Comple
         (folder / f"{name}.py").write_text(source, encoding="utf-8")
     path = os.pathsep.join([str(folder), str(REPOSITORY)])
     environment = {"MILLRACE_SERVICE": service, "MILLRACE_VARIANT": "cuda", "PYTHONPATH": path}
-    return run("services.common.image_platform", "--without-device", **environment)
+    return run("services.common.hardware.image_platform", "--without-device", **environment)
 
 
 TORCH_FOR_GPUS = "__version__ = '2.13.0+cu130'\nclass version:\n    cuda = '13.0'\n"

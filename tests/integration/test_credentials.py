@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batch.config import read_config
+from deploy.batch.config import read_config
 from deploy.client.outline import read_outline
 from images.build import repository_of
 from k8s.client.settings import CONFIG_MAP, fill_in

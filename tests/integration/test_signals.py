@@ -113,18 +113,25 @@ def test_a_signal_to_the_group_does_not_reach_ray_and_commits_a_checkpoint(
     traces.require_gone()
 
 
-@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("raylet", "raylet ended with -9"),
+        ("gcs_server", "gcs_server ended with -9"),
+        ("ray::RuntimeEnvAgent", "raylet ended with 0"),  # with its agent, and tells others before
+    ],
+)
 def test_a_lost_ray_ends_the_command_with_75(
-    folder: Path, start: Callable[[str], subprocess.Popen[str]], name: str
+    folder: Path, start: Callable[[str], subprocess.Popen[str]], name: str, told: str
 ) -> None:
     process = start("ray")
     train_a_step(folder, process)
     traces = traces_of(folder, process)
-    next(each for each in traces.processes if each.name() == name).kill()
+    next(each for each in traces.processes if name in f"{each.name()} {' '.join(each.cmdline())}").kill()
     output, _ = process.communicate(timeout=END_SECONDS)
 
     assert process.returncode == 75, output
-    assert f"Ray was lost: its process {name} ended with -9" in output
+    assert f"Ray was lost: its process {told}" in output
     assert "Traceback" not in output
     traces.require_gone()
 

@@ -17,12 +17,12 @@ from k8s.client.request import ResolvedRequest, resolve
 from k8s.objects.pod_group import render_pod_group
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError
-from services.common.image_platform import BACKENDS
-from services.common.recipe import Compile
+from services.common.hardware.image_platform import BACKENDS
+from services.common.recipe.schema import Compile
 from services.compiler.estimate import CPU_NODE_TYPE, Rate, size_of
 from services.compiler.fan_out import make_tasks
+from services.compiler.graph_plan import describe_plan as describe_graphs
 from services.compiler.modules import Module
-from services.compiler.plan import describe_plan as describe_graphs
 from tests.k8s.builders import DIGEST
 from tests.k8s.rendered import Thing, cluster_of
 from tests.k8s.rules import node_types_that_ray_reads

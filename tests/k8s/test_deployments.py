@@ -227,7 +227,7 @@ def test_what_nodes_follow_from_has_to_be_read_all_the_same(trainer: WorkerGroup
 
 def test_a_deploy_job_reads_no_recipe() -> None:
     """Its image may know other keys than the stage's."""
-    program = "import sys, k8s.deploy.job; sys.exit('services.common.recipe_file' in sys.modules)"
+    program = "import sys, k8s.controller.job; sys.exit('services.common.recipe.file' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=OVERLAYS["local"].parents[2], check=True)
 
 

@@ -15,7 +15,7 @@ from infra.addons.releases import choose_releases, read_releases
 from k8s.client.overlay import OVERLAYS, render, require_filled_in
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import RecipeError
-from services.common.recipe import STAGES
+from services.common.recipe.schema import STAGES
 from tests.k8s import rules
 from tests.k8s.rendered import Thing, cluster_of, name_of
 from tests.k8s.test_settings import FILLED_IN

@@ -314,7 +314,7 @@ def test_kept_pods_keep_their_nodes_until_they_are_stopped(
     assert cloud.size == 2
     [job] = [name for name in world.api.names("Job") if name.startswith("reaper-")]
     spec = world.api.find("Job", job)["spec"]["template"]["spec"]  # type: ignore[index]
-    assert spec["containers"][0]["command"] == ["python", "-m", "k8s.deploy.reaper"]
+    assert spec["containers"][0]["command"] == ["python", "-m", "k8s.controller.reaper"]
     reap(world, 3 * ORPHAN_SECONDS)
     world.pass_time()
     assert cloud.sizes == [0, 2, 0]

@@ -25,12 +25,12 @@ from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job, re
 from k8s.objects.recipe import render_recipe_config_map
 from k8s.objects.record import Outcome
 from k8s.objects.worker_group import worker_group_of
-from services.common.brought_files import pack_file
-from services.common.entry_point import exit_code_of
 from services.common.errors import DeviceError, LimitError, MillraceError, RecipeError
-from services.common.launch.batch_node import RECIPE_VARIABLE, unpack_recipe
-from services.common.recipe import STAGES, Stage
-from services.common.subcommands import LABEL
+from services.common.launch.batch.node import RECIPE_VARIABLE, unpack_recipe
+from services.common.launch.brought_files import pack_file
+from services.common.process.entry_point import exit_code_of
+from services.common.process.subcommands import LABEL
+from services.common.recipe.schema import STAGES, Stage
 from services.common.testing.recipes import recipe_text
 from tests.k8s.builders import DIGEST, deployment_of
 from tests.k8s.memory_api import MemoryApi
@@ -229,7 +229,7 @@ def test_what_holds_the_node_has_the_deployer_s_account_and_no_shared_file_syste
     assert job["metadata"]["name"] == "one-off-nodes-trainer-abc123"
     assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("deployer", {"millrace.dev/pool": "core"})
     assert [*container["command"], *container["args"]] == [
-        *("python", "-m", "k8s.deploy.one_off_nodes"),
+        *("python", "-m", "k8s.controller.one_off_nodes"),
         "one-off-trainer-abc123",
     ]
     assert [volume["name"] for volume in pod["volumes"]] == ["scratch"]

@@ -182,7 +182,7 @@ def test_the_head_s_image_looks_at_the_pool_with_the_deployer_s_account(
     pods = {job["metadata"]["name"].split("-")[1]: job["spec"]["template"] for job in api.jobs.values()}
     head = pods["head"]["spec"]
     assert head["serviceAccountName"] == "deployer"
-    assert head["containers"][0]["command"] == ["python", "-m", "k8s.deploy.head_facts"]
+    assert head["containers"][0]["command"] == ["python", "-m", "k8s.controller.head_facts"]
     assert head["containers"][0]["args"] == [f"--node-pool={POOL}"]
     assert {"name": "AWS_REGION", "value": REGION} in head["containers"][0]["env"]
     assert pods["head"]["metadata"]["labels"]["millrace.dev/component"] == "preflight-pool"

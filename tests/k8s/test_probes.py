@@ -154,7 +154,7 @@ def test_labels_that_do_not_fit_spare_the_pull(trainer: WorkerGroup, monkeypatch
 @pytest.mark.parametrize(
     ("head", "code", "expected"),
     [
-        ("/opt/venv/bin/python: No module named k8s.deploy.head_facts", 1, "is older than this checkout.*cluster-up"),
+        ("python: No module named k8s.controller.head_facts", 1, "is older than this checkout.*cluster-up"),
         ({"platform": PLATFORM, "records": [1]}, 0, "the head's image is the older one: update the head.*HEAD_TAG="),
         (
             {"platform": PLATFORM, "records": [8, 9]},

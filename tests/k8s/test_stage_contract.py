@@ -13,7 +13,7 @@ from infra.shapes import find_shape
 from k8s.client.stage_image import repository_of
 from k8s.objects.worker_group import DRAIN_MARGIN_SECONDS, worker_group_of
 from services.common.artifacts.attempt import Attempt
-from services.common.recipe import STAGES, Stage
+from services.common.recipe.schema import STAGES, Stage
 from tests.k8s.rendered import OVERLAYS, REMOVED, Thing, changed, cluster_of, environment_of
 
 TRAINIUM, CPU = find_shape("trn1.32xlarge").pod_resources, find_shape("m7i.8xlarge").pod_resources

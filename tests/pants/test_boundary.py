@@ -49,7 +49,7 @@ def test_what_is_here_crosses_no_boundary(copy: Path) -> None:
     ("file", "line", "module"),
     [
         ("services/trainer/loop.py", "from services.tokenizer import pack", "services.tokenizer.pack"),
-        ("services/common/derived.py", "import services.trainer.loop", "services.trainer.loop"),
+        ("services/common/recipe/derived.py", "import services.trainer.loop", "services.trainer.loop"),
         # Torch would come along.
         ("services/tokenizer/pack.py", "import services.common.program.step", "services.common.program.step"),
     ],

@@ -1,6 +1,6 @@
 # AWS Batch for the three stages: two queues, whose nodes Batch starts for a job and terminates after it. The NAT gateway and
 # the file system are always up, unless config names existing ones. Job definitions are not here: a job definition names an
-# image, so each deployment registers its own.
+# image, so each deployment registers its own (deploy/batch/job_definition.py).
 
 locals {
   # deploy/ has these names too; tests/contract/test_batch_stack.py compares them.

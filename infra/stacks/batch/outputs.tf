@@ -1,4 +1,4 @@
-# `make infra-up STACK=batch` writes `config` to batch/config.txt, which deployments read.
+# `make infra-up STACK=batch` writes `config` to deploy/batch/config.txt, which deployments read.
 
 output "config" {
   description = "Lines of KEY=VALUE: those of the older scripts for Batch first."

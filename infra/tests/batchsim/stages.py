@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from batch.job_definition import OneOff, read_container, render_job_definition, render_one_off_definition
+from deploy.batch.job_definition import OneOff, read_container, render_job_definition, render_one_off_definition
 from infra.tests.batchsim.job import EvaluateOnExit, JobDefinition
-from services.common.launch.batch_node import ROOT_MARKER
-from services.common.recipe import Stage
-from services.common.stage_program import ON_BATCH
-from tests.batch.builders import DIGEST, REGISTRY, config_of, job_deployment_of
+from services.common.launch.batch.node import ROOT_MARKER
+from services.common.process.stage_program import ON_BATCH
+from services.common.recipe.schema import Stage
+from tests.deploy.batch.builders import DIGEST, REGISTRY, config_of, job_deployment_of
 
 # As many as one trainer takes; torch spins where there are more threads than cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "60"}
@@ -65,5 +65,5 @@ def define_one_off(
 def define_script(script: Path, root: Path, *, join_seconds: int = 120, **settings: Any) -> JobDefinition:
     """A job whose stage is a Python script."""
     command = ("python", str(script), "-m", "services.tokenizer", "--recipe", "none", "--root", str(root))
-    batch = ("python", "-m", "services.common.launch.batch", "--join-seconds", str(join_seconds), "--")
+    batch = ("python", "-m", "services.common.launch.batch.job", "--join-seconds", str(join_seconds), "--")
     return JobDefinition((*batch, *command), environment=ENVIRONMENT, **settings)

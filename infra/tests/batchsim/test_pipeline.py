@@ -20,7 +20,7 @@ from infra.tests.batchsim.job import Job, JobDefinition
 from infra.tests.batchsim.network import Network
 from infra.tests.batchsim.stages import define_stage, make_root
 from services.common.artifacts.__main__ import read_manifest
-from services.common.recipe import Stage
+from services.common.recipe.schema import Stage
 from services.common.testing.waiting import wait_until
 from services.trainer.tests.runs import checkpoints, read_run, state_hash
 from tests.small import write_notes, write_small_recipe

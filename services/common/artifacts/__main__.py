@@ -17,10 +17,10 @@ from services.common.artifacts.lease import FolderWatch, LeaseTaken, LockWatch, 
 from services.common.artifacts.manifest import MANIFEST, Manifest, read_sealed
 from services.common.artifacts.store import CURRENT, LOCK_SUFFIX, discard, is_id, is_work, read_current
 from services.common.artifacts.verification import verify_artifact
-from services.common.entry_point import run_program
 from services.common.errors import ArtifactError, RecipeError
-from services.common.input_file import is_damage, parse_json, read_file, unreadable
-from services.common.problem_list import ProblemList
+from services.common.input.files import is_damage, parse_json, read_file, unreadable
+from services.common.input.problem_list import ProblemList
+from services.common.process.entry_point import run_program
 
 MANIFEST_TYPES: dict[str, type[Manifest]] = {
     each.SCHEMA.split("/")[0]: each for each in (CorpusManifest, CompileCacheManifest, CheckpointManifest)

@@ -23,9 +23,9 @@ from pydantic import (
     model_validator,
 )
 
-from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, RelativePath, Sha256
-from services.common.problem_list import list_names
-from services.common.recipe import fingerprint
+from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, RelativePath, Sha256, Text
+from services.common.input.problem_list import list_names
+from services.common.recipe.schema import fingerprint
 
 
 class LossSpikes(ManifestModel):
@@ -50,7 +50,7 @@ class ShardOrigin(ManifestModel):
     another's place.
     """
 
-    run: str
+    run: Text
     step: Count
     """Optimizer steps done."""
     skipped_steps: Count
@@ -60,7 +60,7 @@ class ShardOrigin(ManifestModel):
     data_parallel_size: Count
     tensor_parallel_size: Count
     zero_stage: Literal[0, 1]
-    program_fingerprint: str
+    program_fingerprint: Text
     """It tells a run from its copy elsewhere that was continued by another program."""
     payload_digest: Sha256
     """Hash of the manifest's payload without `shards`: it also covers the batches that the run leaves out."""
@@ -78,8 +78,8 @@ class CheckpointPayload(ManifestModel):
     zero_stage: Literal[0, 1]
     shards: dict[RelativePath, ShardOrigin]
     """The origin that each shard's header names, by the shard's file name."""
-    program_fingerprint: str
-    waivers: Many[str]
+    program_fingerprint: Text
+    waivers: Many[Text]
     """Flags such as `--allow-cold-compile` under which this state was made."""
     loss_spikes: LossSpikes | None = None
     """Absent in runs without `train.loss_spike_sigma`."""
@@ -122,6 +122,13 @@ class CheckpointManifest(Manifest):
             raise ValueError(
                 f"{list_names(others) if others else 'no file'}: expected shards, as {shard_name(0)} is one"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _is_trained_on_one_corpus(self) -> Self:
+        schemas = [link.schema_id for link in self.inputs]
+        if [schema.partition("/")[0] for schema in schemas] != ["corpus"]:
+            raise ValueError(f"its inputs are {list_names(schemas)}, expected one corpus")
         return self
 
     @model_validator(mode="after")

@@ -7,13 +7,13 @@ works on a node-local copy, because caches write into the directory that they re
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, Phase, Sha256
 from services.common.artifacts.store import Address
-from services.common.recipe import Device, Recipe
+from services.common.recipe.schema import Device, Recipe, fingerprint
 
 GRAPHS = "graphs"
 """Subfolder that holds the compiler's cache directory."""
@@ -30,6 +30,13 @@ class CompileCachePayload(ManifestModel):
     """Graphs that a second process had to compile although it was given this cache."""
     world_size_traced: Count
     phases: Many[Phase]
+
+    @model_validator(mode="after")
+    def _is_of_its_facts(self) -> Self:
+        found = fingerprint(self.facts)
+        if found != self.program_fingerprint:
+            raise ValueError(f"its facts hash to {found[:12]}, program_fingerprint is {self.program_fingerprint[:12]}")
+        return self
 
 
 def compile_cache_address(root: Path, recipe: Recipe, program_fingerprint: str) -> Address:

@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, Phase, RelativePath, Sha256
-from services.common.problem_list import list_names
+from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, Phase, RelativePath, Sha256, Text
+from services.common.input.problem_list import list_names
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -68,7 +68,7 @@ class SplitCounts(ManifestModel):
 class SourceCounts(ManifestModel):
     """What a source of the recipe became."""
 
-    uri: str
+    uri: Text
     weight: Annotated[float, Field(ge=0)]
     documents: Count
     """Kept, once for each time that a weight above 1 keeps them."""
@@ -83,9 +83,9 @@ class CorpusPayload(ManifestModel):
     token_dtype: Literal["uint16", "uint32"]
     sequence_length: Annotated[int, Field(ge=1, lt=2**31)]
     rows_per_shard: Annotated[int, Field(ge=1, lt=2**63)]
-    encoder: str
+    encoder: Text
     """What made the ids."""
-    reference: str
+    reference: Text
     """The library that defines them."""
     documents_checked: Count
     """Encoded by both, with the same ids: documents of this corpus, and fuzz."""
@@ -165,6 +165,11 @@ class CorpusManifest(Manifest):
         shards = [path for counts in self.corpus.splits.values() for path in counts.shards]
         read = [vocabulary.path, *shards, *map(tail_path, self.corpus.splits)]
         self.require_listed(read)
+        for split, counts in self.corpus.splits.items():
+            if list(counts.shards) != sorted(counts.shards, key=lambda path: (len(path), path)):
+                raise ValueError(
+                    f"the shards of {split} are not in the order of their names, which is that of the text"
+                )
         if twice := [path for path, count in Counter(read).items() if count > 1]:
             raise ValueError(f"{list_names(twice)}: named more than once, so rows would be read twice")
         for split, counts in self.corpus.splits.items():
@@ -178,6 +183,16 @@ class CorpusManifest(Manifest):
     @model_validator(mode="after")
     def _is_what_its_recipe_asks_for(self) -> Self:
         asked = self.recipe.get("corpus")
+        if self.corpus.sources:
+            made_of = [(each.uri, each.weight) for each in self.corpus.sources]
+            wanted = [
+                (each.get("uri"), each.get("weight", 1.0)) if isinstance(each, dict) else each
+                for each in (asked.get("sources") or () if isinstance(asked, dict) else ())
+            ]
+            if made_of != wanted:
+                raise ValueError(
+                    f"made of {list_names(map(str, made_of))}, its recipe asks for {list_names(map(str, wanted))}"
+                )
         for name in ("sequence_length", "rows_per_shard"):
             made = getattr(self.corpus, name)
             if not isinstance(asked, dict) or asked.get(name) != made:

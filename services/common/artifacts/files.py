@@ -16,10 +16,11 @@ import xxhash
 
 from services.common.artifacts.manifest import MANIFEST, FileEntry, Manifest, sync_folder
 from services.common.errors import ArtifactError
-from services.common.input_file import is_damage, open_regular_file, stat_within, unreadable
-from services.common.problem_list import ProblemList
+from services.common.input.files import is_damage, open_regular_file, stat_within, unreadable
+from services.common.input.problem_list import ProblemList
 
-Level = Literal["full", "size"]
+Level = Literal["provenance", "full", "size"]
+"""What is checked of a file: its size, its size and the checksum that readers go by, or these and its SHA-256."""
 
 _BLOCK_BYTES = 4 * 2**20
 _CACHED_BLOCK_BYTES = 2**19
@@ -42,9 +43,8 @@ def describe_files(folder: Path) -> tuple[FileEntry, ...]:
 def verify_files(
     folder: Path, manifest: Manifest, *, level: Level = "full", paths: Collection[str] | None = None
 ) -> None:
-    """Check what the manifest lists against the disk: sizes (`level="size"`), or sizes and checksums (`"full"`).
-
-    All of it, or the files at `paths` alone, which have to be listed.
+    """Check what the manifest lists against the disk. All of it, or the files at `paths` alone, which have to be
+    listed.
 
     Raises `ArtifactError` that names the files which are missing, resized or changed, or are no regular files inside of
     the folder, ten of each kind; `UnreadableError` when this user may not read one; `LimitError` or `TryAgain` when one
@@ -123,6 +123,11 @@ def describe_file(folder: Path, path: str) -> FileEntry:
     return FileEntry(path=path, bytes=size, xxh3_128=fast.hexdigest(), sha256=strong.hexdigest())
 
 
+def _sha256_of(path: Path) -> str:
+    with open_regular_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _find_damage(folder: Path, entry: FileEntry, level: Level) -> tuple[str, str] | None:
     """The kind of the damage, and what is wrong with this file."""
     path = folder / entry.path
@@ -130,8 +135,10 @@ def _find_damage(folder: Path, entry: FileEntry, level: Level) -> tuple[str, str
         size = stat_within(folder, entry.path).st_size
         if size != entry.bytes:
             return "of another size", f"{entry.path}: {size:,} bytes, the manifest says {entry.bytes:,}"
-        if level == "full" and (found := xxh3_of(path)) != entry.xxh3_128:
+        if level != "size" and (found := xxh3_of(path)) != entry.xxh3_128:
             return "changed", f"{entry.path}: xxh3-128 is {found}, the manifest says {entry.xxh3_128}"
+        if level == "provenance" and (found := _sha256_of(path)) != entry.sha256:
+            return "of another SHA-256", f"{entry.path}: sha256 is {found}, the manifest says {entry.sha256}"
     except FileNotFoundError:
         return "missing", f"{entry.path}: missing"
     except OSError as error:

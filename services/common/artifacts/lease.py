@@ -31,7 +31,7 @@ from typing import NamedTuple, TypeVar
 from services.common.artifacts.attempt import Attempt, this_attempt
 from services.common.artifacts.process import ProcessName, is_running, this_process
 from services.common.errors import TRANSIENT_ERRNOS, ArtifactError, Interrupted, TryAgain
-from services.common.input_file import InputFileError, open_regular_file
+from services.common.input.files import InputFileError, open_regular_file
 
 logger = logging.getLogger(__name__)
 

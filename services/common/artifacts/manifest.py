@@ -28,11 +28,11 @@ from pydantic import (
     field_validator,
 )
 
-from services.common.credentials import mask
 from services.common.errors import ArtifactError, RecipeError
-from services.common.input_file import parse_json, read_file, unreadable
-from services.common.problem_list import ProblemList, list_names, shorten
-from services.common.recipe import fingerprint
+from services.common.input.credentials import mask
+from services.common.input.files import parse_json, read_file, unreadable
+from services.common.input.problem_list import ProblemList, list_names, shorten
+from services.common.recipe.schema import fingerprint
 
 MANIFEST = "manifest.json"
 MAX_FILES = 300_000
@@ -56,6 +56,8 @@ def _require_relative(path: str) -> str:
 
 RelativePath = Annotated[str, AfterValidator(_require_relative)]
 """Below the artifact's folder, with forward slashes. `files.listed_file` opens it."""
+Text = Annotated[str, Field(max_length=10_000)]
+"""A name, an id or an address. They are shown, and looked through for credentials, which takes time by their length."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -105,23 +107,23 @@ class FileEntry(ManifestModel):
 
 
 class InputLink(ManifestModel):
-    schema_id: Annotated[str, Field(alias="schema")]
-    path: Annotated[str, AfterValidator(mask)]
-    id: str
-    content_digest: str
+    schema_id: Annotated[Text, Field(alias="schema")]
+    path: Annotated[Text, AfterValidator(mask)]
+    id: Text
+    content_digest: Text
 
 
 class Producer(ManifestModel):
-    service: str
-    version: str
-    git_sha: str
-    image: str
+    service: Text
+    version: Text
+    git_sha: Text
+    image: Text
 
 
 class Phase(ManifestModel):
     """A timed part of a stage's work, for the timeline of the report."""
 
-    name: str
+    name: Text
     started_at: AwareDatetime
     seconds: Annotated[float, Field(ge=0)]
 
@@ -131,10 +133,10 @@ class Manifest(ManifestModel):
 
     SCHEMA: ClassVar[str]
 
-    schema_id: Annotated[str, Field(alias="schema")]
-    name: str
-    id: str
-    identity_key: str
+    schema_id: Annotated[Text, Field(alias="schema")]
+    name: Text
+    id: Text
+    identity_key: Text
     """Hash of the recipe's identity fields for this kind: how a stage finds the artifact of its recipe."""
     created_at: AwareDatetime
     producer: Producer

@@ -38,8 +38,8 @@ from services.common.artifacts.manifest import (
     write_durably,
 )
 from services.common.errors import ArtifactError, TryAgain, naming_the_place
-from services.common.input_file import parse_json, read_file, unreadable
-from services.common.recipe import Kind, Recipe, fingerprint, identity
+from services.common.input.files import parse_json, read_file, unreadable
+from services.common.recipe.schema import Kind, Recipe, fingerprint, identity
 
 logger = logging.getLogger(__name__)
 

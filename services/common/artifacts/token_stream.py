@@ -14,7 +14,7 @@ from services.common.artifacts.corpus import SPLITS, CorpusManifest, CorpusPaylo
 from services.common.artifacts.files import Level, locate, verify_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError
-from services.common.limits import explain_lack
+from services.common.process.limits import explain_lack
 
 Tokens = npt.NDArray[np.integer[Any]]
 

@@ -8,7 +8,7 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import Artifact, find_artifact, open_artifact
 from services.common.errors import ArtifactError
-from services.common.recipe import Recipe, Stage
+from services.common.recipe.schema import Recipe, Stage
 
 
 def stage_command(stage: Stage, recipe_path: Path, root: Path) -> str:

@@ -8,25 +8,28 @@ from typing import cast
 from pydantic import ValidationError
 
 from services.common.artifacts.checkpoint import CheckpointManifest, step_of
+from services.common.artifacts.compile_cache import GRAPHS, CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import locate, verify_files
 from services.common.artifacts.manifest import Manifest
 from services.common.artifacts.store import identity_key, is_id
 from services.common.artifacts.token_stream import verify_ids
 from services.common.errors import ArtifactError, DeviceError
-from services.common.recipe import Kind, Recipe
+from services.common.recipe.schema import Kind, Recipe, fingerprint
 
 
 def verify_artifact(folder: Path, manifest: Manifest) -> None:
     """Raise `ArtifactError` for an artifact whose files are damaged, or whose manifest contradicts its files, its
     recipe or its place, whoever sealed it, and `DeviceError` where no library here reads its vocabulary. All files
-    are read; those of a corpus twice, the second time from the kernel's cache.
+    are read twice, and those of a corpus three times, from the second time on from the kernel's cache.
     """
-    verify_files(folder, manifest)
+    verify_files(folder, manifest, level="provenance")
     if isinstance(manifest, CorpusManifest):
         verify_ids(folder, manifest.corpus)
         _verify_vocabulary(folder, manifest)
-    _require_own_recipe(folder, manifest)
+    recipe = _require_own_recipe(folder, manifest)
+    if isinstance(manifest, CompileCacheManifest):
+        _require_own_program(folder, manifest, recipe)
     _require_own_place(folder, manifest)
 
 
@@ -55,8 +58,8 @@ def _verify_vocabulary(folder: Path, manifest: CorpusManifest) -> None:
         ) from error
 
 
-def _require_own_recipe(folder: Path, manifest: Manifest) -> None:
-    """Raise `ArtifactError` unless the manifest's identity and name are those of the recipe that it holds."""
+def _require_own_recipe(folder: Path, manifest: Manifest) -> Recipe:
+    """The recipe that the manifest holds. Raises `ArtifactError` unless the manifest's identity and name are its."""
     kind = cast("Kind", manifest.kind)
     try:
         recipe = Recipe.model_validate(manifest.recipe)
@@ -78,6 +81,25 @@ def _require_own_recipe(folder: Path, manifest: Manifest) -> None:
         raise ArtifactError(
             f"{folder}: its manifest is of {manifest.name}, its recipe is of {name}: one of them is of another "
             f"artifact. Move the folder away and run the stage again."
+        )
+    return recipe
+
+
+def _require_own_program(folder: Path, manifest: CompileCacheManifest, recipe: Recipe) -> None:
+    """Raise `ArtifactError` unless a compile cache is for its recipe's device and workers, and holds graphs."""
+    cache = manifest.compile_cache
+    facts = {
+        "the identity of its facts' recipe": (fingerprint(cache.facts.get("recipe")), manifest.identity_key),
+        "target": (cache.target, recipe.parallel.device),
+        "world_size_traced": (cache.world_size_traced, recipe.parallel.num_workers),
+        "whether it has files of graphs": (any(entry.path.startswith(f"{GRAPHS}/") for entry in manifest.files), True),
+    }
+    wrong = [f"{what}: {found}, expected {expected}" for what, (found, expected) in facts.items() if found != expected]
+    if wrong:
+        raise ArtifactError(
+            f"{folder}: its manifest contradicts itself:\n  "
+            + "\n  ".join(wrong)
+            + "\nMove the folder away and run the stage again."
         )
 
 

@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 
 from services.common.errors import WorkersLost, print_traceback
 from services.common.launch.process_family import STOPPED_SECONDS, Stopwatch, has_ended, is_stopped
-from services.common.stop_signals import STOP_SIGNALS, deferring_stop_signals
+from services.common.process.stop_signals import STOP_SIGNALS, deferring_stop_signals
 
 IS_SUPPORTED = sys.platform == "linux"
 

@@ -41,7 +41,7 @@ from services.common.launch.process_family import (
     find_stopped,
     is_stopped,
 )
-from services.common.stop_signals import (
+from services.common.process.stop_signals import (
     END_SECONDS,
     REPEAT_SECONDS,
     STOP_SIGNALS,
@@ -251,7 +251,7 @@ class _Watch:
 def _remove_folders() -> None:
     """Remove the private folders that no living process uses."""
     # Here, because the guard imports as little as it can while the command starts.
-    from services.common.private_folder import private_base, remove_abandoned  # noqa: PLC0415
+    from services.common.process.private_folder import private_base, remove_abandoned  # noqa: PLC0415
 
     for is_short in (True, False):
         remove_abandoned(private_base(is_short))

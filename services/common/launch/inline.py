@@ -45,8 +45,8 @@ from services.common.launch.neuron_environment import (
     require_every_core,
     set_neuron_environment,
 )
-from services.common.private_folder import new_name, private_folder
-from services.common.stop_signals import STOP_SIGNALS, deferring_stop_signals
+from services.common.process.private_folder import new_name, private_folder
+from services.common.process.stop_signals import STOP_SIGNALS, deferring_stop_signals
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from services.common.brought_files import offered_files, pack_file
 from services.common.errors import RecipeError
-from services.common.launch.batch_node import RECIPE_VARIABLE, require_root, unpack_recipe
-from services.common.recipe import Stage
-from services.common.subcommands import find_subcommand
+from services.common.launch.batch.node import RECIPE_VARIABLE, require_root, unpack_recipe
+from services.common.launch.brought_files import offered_files, pack_file
+from services.common.process.subcommands import find_subcommand
+from services.common.recipe.schema import Stage
 
 RECIPE_FILE = "recipe.toml"
 

@@ -28,6 +28,7 @@ holds, whose state is another.
 _TRACKER_SECONDS = 1.0
 _AGAIN_SECONDS = 0.05
 _MOST_SECONDS_BETWEEN_LOOKS = 2.0
+_IS_EXITING = 0x4  # PF_EXITING of linux/sched.h, in the flags of proc_pid_stat(5)
 
 
 def is_stopped(pid: int) -> bool:
@@ -76,10 +77,14 @@ class Stopwatch:
 def find_family(command: int, sessions: Collection[int], mark: str) -> list[psutil.Process]:
     """The living processes that the command `command` has started. It is not among them, and neither is this process,
     nor one of either's threads.
+
+    Among them are all processes of this user that are ending at this moment, whoever has started them: they have given
+    their environment back, their parent may be gone, and until they have ended they hold files and locks.
     """
     parents: dict[int, int] = {}
     processes: dict[int, psutil.Process] = {}
     members: set[int] = set()
+    ending: set[int] = set()
     sign = f"{MARK}={mark}".encode()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -89,6 +94,8 @@ def find_family(command: int, sessions: Collection[int], mark: str) -> list[psut
             processes[process.pid] = process
             if os.getsid(process.pid) in sessions or sign in _read_environment(process.pid):
                 members.add(process.pid)
+            elif _is_ending(process.pid) and process.uids().real == os.getuid():
+                ending.add(process.pid)  # no member: what it has started may be somebody else's
     strangers = {command, os.getpid()}
     for pid in parents:
         line = [pid]
@@ -97,7 +104,7 @@ def find_family(command: int, sessions: Collection[int], mark: str) -> list[psut
         # Below the guard, which is a child of the command, there is nothing.
         if any(each in members or each == command for each in line[1:]):
             members.add(pid)
-    return [processes[pid] for pid in members - strangers]
+    return [processes[pid] for pid in (members | ending) - strangers]
 
 
 def end_family(
@@ -137,6 +144,15 @@ def _has_threads(zombie: int) -> bool:
     with suppress(OSError):
         return len(list(Path(f"/proc/{zombie}/task").iterdir())) > 1
     return False
+
+
+def _is_ending(pid: int) -> bool:
+    """Has the kernel begun to take this process apart? Unknown, and so no, on systems without /proc."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    return bool(int(after_name[6]) & _IS_EXITING)
 
 
 def _read_environment(pid: int) -> bytes:

@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 
 import ray
 
-from services.common.entry_point import call_at_end
 from services.common.errors import DeviceError, MillraceError, TryAgain
+from services.common.launch.batch.ray_process import OBJECT_STORE_BYTES
 from services.common.launch.cluster_address import AUTO, cluster_address, split_address
 from services.common.launch.guard import start_guard
-from services.common.launch.ray_process import OBJECT_STORE_BYTES
-from services.common.private_folder import new_name, private_folder
-from services.common.stop_signals import deferring_stop_signals
+from services.common.process.entry_point import call_at_end
+from services.common.process.private_folder import new_name, private_folder
+from services.common.process.stop_signals import deferring_stop_signals
 
 JOIN_SECONDS = 60.0
 POLL_SECONDS = 1.0

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import psutil
 import ray
@@ -27,6 +27,7 @@ from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from services.common.errors import MillraceError, NoRoomForWorkers, WorkersLost
+from services.common.input.files import read_file
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.fork_server import import_modules
 from services.common.launch.launcher import (
@@ -44,7 +45,7 @@ from services.common.launch.launcher import (
 )
 from services.common.launch.neuron_environment import NEURON_DEVICES, require_every_core
 from services.common.launch.ray_cluster import begin_start, call_in_thread, calling_ray, connect, is_lost
-from services.common.private_folder import new_name, private_folder
+from services.common.process.private_folder import new_name, private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -211,9 +212,9 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
     demand = {"CPU": float(spec.threads_per_worker), **devices, **_share_of_group(_worker_share(spec.workers_per_node))}
     _wait_for_room(demand, spec.num_workers)
     with _storage(spec.shared_folder) as storage:
-        rendezvous_file = None if cluster_address() else Path(storage) / "rendezvous"
+        local_folder = None if cluster_address() else Path(storage)
         trainer = DataParallelTrainer(
-            _WorkerFunction(function, argument, rendezvous_file, spec.preload),
+            _WorkerFunction(function, argument, local_folder, spec.preload),
             backend_config=ray_neuron.NeuronConfig(spec.device, spec.logical_core_size) if is_on_neuron else None,
             scaling_config=ray.train.ScalingConfig(
                 num_workers=spec.num_workers, use_gpu=is_on_gpu, resources_per_worker=demand
@@ -234,6 +235,7 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
         )
         if cluster_address() is None:
             _leave_cleaner_out(trainer)
+            _keep_out_of_object_store()
         failure = call_in_thread(trainer.fit)
     if cluster_address():
         with calling_ray():
@@ -261,6 +263,27 @@ def _leave_cleaner_out(trainer: Any) -> None:
     trainer._create_default_callbacks = lambda: kept
 
 
+class _Value(Generic[T]):
+    """What Ray Train is handed in place of its reference to an object in the object store, where that is small."""
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def get(self) -> T:
+        return self._value
+
+
+def _keep_out_of_object_store() -> None:
+    """Let Ray Train pass the function of the workers by value.
+
+    The object store goes with the raylet. Ray's library ends a process with 1, there and then, that has lost an object
+    with it and tells itself so, which is before a command of ours can end with 75.
+    """
+    from ray.train.v2.api import data_parallel_trainer  # noqa: PLC0415
+
+    vars(data_parallel_trainer)["ObjectRefWrapper"] = _Value  # it does not export the name
+
+
 def is_preemption_noticed() -> bool:
     """See `Launcher.is_preemption_noticed`. Takes up to 9 ms: a barrier over all workers through one actor."""
     import ray.train  # noqa: PLC0415
@@ -275,18 +298,23 @@ class _WorkerFunction:
         self,
         function: Callable[[Any, WorkerEnvironment], None],
         argument: Any,
-        rendezvous_file: Path | None,
+        local_folder: Path | None,
         preload: tuple[str, ...],
     ) -> None:
+        """In a `local_folder`, which all workers see and nobody else, lies what else would be sent to each of them."""
         # As bytes: Ray would import what they are of, at its own pace.
-        self._work = pickle.dumps((function, argument))
-        self._rendezvous_file, self._preload = rendezvous_file, preload
+        work = pickle.dumps((function, argument))
+        self._work_file = local_folder and local_folder / "work"
+        if self._work_file:
+            self._work_file.write_bytes(work)
+        self._work = b"" if self._work_file else work
+        self._rendezvous_file, self._preload = local_folder and local_folder / "rendezvous", preload
 
     def __call__(self) -> None:
         import ray.train  # noqa: PLC0415
 
         import_modules(self._preload, can_fork=False)
-        function, argument = pickle.loads(self._work)
+        function, argument = pickle.loads(read_file(self._work_file) if self._work_file else self._work)
 
         context = ray.train.get_context()
         rank = context.get_world_rank()

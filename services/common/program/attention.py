@@ -1,4 +1,4 @@
-"""Causal attention by torch's own function; a device with a better one has it in its backend.
+"""Causal attention by torch's `scaled_dot_product_attention`. A backend may use a faster kernel of its device.
 
 Shape suffixes: B sequences, S positions, H query heads, K key-value heads, N head dimension.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def attend(q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor:
-    """Each token attends to itself and to those before it, or to those that the mask says. [B, H, S, N]"""
+    """Return attention [B, H, S, N] of each token to itself and earlier tokens, or to those that the mask allows."""
     return F.scaled_dot_product_attention(
         q_BHSN,
         k_BKSN,

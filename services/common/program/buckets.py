@@ -1,6 +1,7 @@
-"""All parameters of a model in a few flat tensors, so that reduction, clipping and AdamW are loops over large ones.
+"""Buckets: all parameters of a model in a few flat tensors, over which reduction, clipping and AdamW run.
 
-Shape suffixes: P elements of a bucket with its padding, B elements of a block.
+Shape suffixes: P elements of a bucket with its padding, S elements of this rank's shard of a bucket, N blocks of a
+bucket, B elements of a block.
 """
 
 from __future__ import annotations
@@ -11,57 +12,60 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from services.common.program.layers import Layout
 from services.common.program.mesh import Axis
+from services.common.program.sharding import Sharding
 
 MAX_BLOCKS = 64
 VECTORS = "vectors"
 LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+ROW = 16_384
+"""Elements of a block that one thread sums by itself, so that the bits do not depend on the number of threads."""
 
 
 class Bucket:
     """Parameters of one kind, which become views of one flat tensor [P] of whole blocks.
 
-    A block is what one sum of squares is taken over, and what AdamW updates at once. A bucket has as many blocks for
-    any number of workers that share them, so that the bits of the norm do not depend on that.
+    A block is the unit of one sum of squares and of one AdamW update. The number of blocks does not depend on the
+    number of ranks that share the bucket, so neither do the bits of the gradient norm.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], num_blocks: int, sum_axis: Axis | None = None) -> None:
         self.parameters = dict(parameters)
         self.num_blocks = num_blocks
         self.sum_axis = sum_axis
-        """Workers along it hold the same parameters, and each of them only a part of the gradient."""
+        """Axis along which the ranks hold the same parameters and partial gradients, which have to be summed."""
         self.is_decayed = all(parameter.ndim > 1 for parameter in self.parameters.values())
-        """Weight decay applies to matrices."""
+        """Whether weight decay applies: it applies to matrices."""
         num_elements = sum(parameter.numel() for parameter in self.parameters.values())
         self._padding = -num_elements % num_blocks
         self.size = num_elements + self._padding
-        """P."""
+        """Number of elements P."""
         self._hold_parameters()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model's weights."""
+        """Type of the model's weights."""
         return next(iter(self.parameters.values())).dtype
 
     @property
     def weights(self) -> list[Tensor]:
-        """The memory of the model's weights."""
+        """Tensors that hold the model's weights."""
         return [self.weights_P]
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Round the model's weights to `dtype`: its parameters become views of a copy. Nothing is copied where they
-        have it.
+        """Round the model's weights to `dtype`: its parameters become views of a rounded copy.
+
+        Nothing is copied where the weights have that type.
         """
         self._hold(self.weights_P.to(dtype))
 
     def write(self, flat_P: Tensor) -> None:
-        """Make the model's weights these, in their type."""
+        """Overwrite the model's weights with these, rounded to their type."""
         if flat_P is not self.weights_P:
             self.weights_P.copy_(flat_P)
 
     def views(self, flat_P: Tensor) -> dict[str, Tensor]:
-        """The parts of a flat tensor under their parameters' names, in their shapes, sharing its memory."""
+        """Return views of a flat tensor by parameter name, in the parameters' shapes."""
         sizes = [parameter.numel() for parameter in self.parameters.values()]
         pieces = flat_P[: sum(sizes)].split(sizes)
         return {
@@ -70,8 +74,8 @@ class Bucket:
         }
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
-        """The parameters that lie in elements `start` to `stop` of the bucket: (name, first element of the parameter,
-        end, its place in the bucket). The padding is none of them.
+        """Yield the parameters in elements `start` to `stop` of the bucket: (name, first element within the parameter,
+        end within the parameter, first element within the bucket). The padding belongs to no parameter.
         """
         begin = 0
         for name, parameter in self.parameters.items():
@@ -88,12 +92,20 @@ class Bucket:
         for name, view in self.views(weights_P).items():
             self.parameters[name].data = view
 
-    def blocks(self, share_S: Tensor) -> list[Tensor]:
-        """The blocks [B] of a flat tensor or of a worker's share of one, sharing its memory."""
-        return list(share_S.split(self.size // self.num_blocks))
+    def blocks(self, shard_S: Tensor) -> list[Tensor]:
+        """Return views of the blocks [B] in a rank's shard of a flat tensor, or in all of it."""
+        return list(shard_S.split(self.size // self.num_blocks))
+
+    def update_units(self, shard_S: Tensor) -> list[Tensor]:
+        """Return views of the parts of a shard that AdamW updates one at a time."""
+        return self.blocks(shard_S)
+
+    def sums_of_squares(self, shard_S: Tensor) -> Tensor:
+        """Return the sum of squares of each block in a shard [N], in one pass over memory."""
+        return torch.cat([_sum_of_squares(block_B) for block_B in self.blocks(shard_S)])
 
     def flatten(self, tensors: Iterable[Tensor]) -> Tensor:
-        """One float32 tensor [P] from a tensor for each parameter, in their order; one pass for any types."""
+        """Copy a tensor for each parameter, in the parameters' order and of any type, into one float32 tensor [P]."""
         device = next(iter(self.parameters.values())).device
         flat_P = torch.empty(self.size, dtype=torch.float32, device=device)
         for view, tensor in zip(self.views(flat_P).values(), tensors, strict=True):
@@ -103,9 +115,10 @@ class Bucket:
 
 
 class SeparateBucket(Bucket):
-    """A bucket whose parameters have memory of their own, on a device that computes at the end of a graph.
+    """A bucket for a lazy device: its parameters have memory of their own.
 
-    There a view is an output of a graph beside the tensor that it is a part of, so each weight would be there twice.
+    On such a device a view is an output of a graph beside the tensor that it views, so each weight would be there
+    twice; and one operation on a whole shard is a smaller graph than one for each block.
     """
 
     def __init__(
@@ -129,6 +142,12 @@ class SeparateBucket(Bucket):
                 parameter.data = self._place(self._to_host(parameter.detach()).to(dtype))
         del self.weights_P
 
+    def update_units(self, shard_S: Tensor) -> list[Tensor]:
+        return [shard_S]
+
+    def sums_of_squares(self, shard_S: Tensor) -> Tensor:
+        return torch.cat([block_B.square().sum(0, keepdim=True) for block_B in self.blocks(shard_S)])
+
     def flatten(self, tensors: Iterable[Tensor]) -> Tensor:
         parts = [tensor.flatten() for tensor in tensors]
         return torch.cat([*parts, parts[0].new_zeros(self._padding)]).float()
@@ -138,35 +157,43 @@ class SeparateBucket(Bucket):
             self.parameters[name].copy_(piece)
 
     def _hold_parameters(self) -> None:
-        # On the host, for the optimizer to begin with.
+        # The optimizer copies its master weights from here, on the host; `cast` then frees this tensor.
         self.weights_P = self.flatten(self._to_host(parameter.detach()) for parameter in self.parameters.values())
 
 
 def make_buckets(
     parameters: Mapping[str, nn.Parameter],
-    layouts: Mapping[str, Layout],
+    shardings: Mapping[str, Sharding],
     num_blocks: int,
-    new_bucket: Callable[..., Bucket] = Bucket,
+    make_bucket: Callable[[Mapping[str, nn.Parameter], int, Axis | None], Bucket] = Bucket,
 ) -> list[Bucket]:
-    """A bucket for the matrices of each layer, one for each other matrix, and one for all vectors (norm weights).
+    """Make one bucket for the matrices of each layer, one for each other matrix, and one for all vectors (norms).
 
-    Matrices that other workers hold copies of have buckets of their own.
+    Parameters whose gradients are summed along another axis have buckets of their own.
     """
     groups: dict[tuple[str, Axis | None], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
         layer = LAYER.search(name)
         place = VECTORS if parameter.ndim == 1 else name[: layer.end()] if layer else name
-        groups.setdefault((place, layouts[name].sum_axis), {})[name] = parameter
+        groups.setdefault((place, shardings[name].sum_axis), {})[name] = parameter
     ordered = sorted(groups.items(), key=lambda item: item[0][0] == VECTORS)  # stable: vectors come last
-    return [new_bucket(members, num_blocks, sum_axis) for (_, sum_axis), members in ordered]
+    return [make_bucket(members, num_blocks, sum_axis) for (_, sum_axis), members in ordered]
 
 
 def choose_num_blocks(num_micro_batches: int, data_parallel_size: int) -> int:
-    """Blocks of a bucket, which the workers of the data axis share evenly.
+    """Choose the number of blocks of a bucket, which the ranks of the data axis share evenly.
 
-    They follow from the batch alone wherever they can: for every number of workers that its micro-batches can be shared
-    by, or of a power of two of micro-batches, which `exact` sums have, every number up to MAX_BLOCKS.
+    It follows from the global batch alone, and so is the same for every number of ranks, where there are at most
+    MAX_BLOCKS micro-batches, or a power of two of micro-batches (as `exact` sums have) and at most MAX_BLOCKS ranks.
     """
     if num_micro_batches <= MAX_BLOCKS:
         return num_micro_batches
     return data_parallel_size if MAX_BLOCKS % data_parallel_size else MAX_BLOCKS
+
+
+def _sum_of_squares(x_B: Tensor) -> Tensor:
+    """Return the sum of squares [1] over rows of ROW elements, each of which one thread sums."""
+    whole = len(x_B) // ROW * ROW
+    rows, rest = x_B[:whole].view(-1, ROW), x_B[whole:].view(1, -1)
+    norms = torch.cat([torch.linalg.vector_norm(each, dim=1) for each in (rows, rest)])
+    return norms.square().sum(0, keepdim=True)

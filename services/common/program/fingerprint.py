@@ -1,7 +1,7 @@
-"""What a compiled graph depends on. A cache is used only by a program with equal facts.
+"""The facts that compiled graphs depend on. A program uses a compile cache only where all facts are equal.
 
-No library's own key is complete, so the directory is chosen by these facts, and they are stored beside it to say what
-differs.
+No library's own cache key is complete. So these facts select the cache's directory, and are stored with it, so that an
+error can name those that differ.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 
 from services.common.program.backends.choice import choose_backend
 from services.common.program.source import source_digest
-from services.common.recipe import Recipe, identity
+from services.common.recipe.schema import Recipe, identity
 
 CONTENT_VERSION = 1
-"""Raised when the compiler stage would store other bytes for the same program."""
+"""Number to raise when the compiler stage stores other bytes for the same program."""
 
 
 def program_facts(recipe: Recipe) -> dict[str, Any]:
-    """Everything that decides the graphs and the bits of this recipe's step on this machine, by name.
+    """Return by name all facts that decide the graphs and the bits of this recipe's step on this machine.
 
-    Raises `DeviceError` when there is no backend for the device, or the recipe compiles and a compiler is missing.
+    Raises `DeviceError` where there is no backend for the device, or the recipe compiles and a compiler is missing.
     """
     backend = choose_backend(recipe.parallel.device)
     return {
@@ -39,14 +39,14 @@ def program_facts(recipe: Recipe) -> dict[str, Any]:
 def explain_difference(
     theirs: dict[str, Any], ours: dict[str, Any], sides: tuple[str, str] = ("cache", "this run")
 ) -> str:
-    """The facts in which two programs differ, both sides, one per line."""
+    """Return the facts in which two programs differ, one a line with both sides."""
     lines = []
     for name in sorted({*theirs, *ours}):
         left, right = theirs.get(name), ours.get(name)
         if isinstance(left, dict) and isinstance(right, dict):
             lines += [f"{name}.{line}" for line in explain_difference(left, right, sides).splitlines()]
         elif left != right:
-            if isinstance(left, list) and isinstance(right, list):  # of dozens of CPU features: those that one lacks
+            if isinstance(left, list) and isinstance(right, list):  # show only the CPU features that one side lacks
                 left, right = [each for each in left if each not in right], [each for each in right if each not in left]
             lines.append(f"{name}: {sides[0]} {_short(left)}, {sides[1]} {_short(right)}")
     return "\n".join(lines)

@@ -1,33 +1,34 @@
-"""Layers whose weights are split over the workers of the tensor axis, and what moves activations between them.
+"""Tensor-parallel layers with sequence parallelism (Megatron-LM, arXiv 1909.08053 and 2205.05198).
 
-Between blocks each of the t workers holds a slice of the sequence, [B, S / t, D], which norms and residuals need; a
-block gathers the sequence, computes with its part of the weights, and scatters the sum of the parts (Megatron-LM, arXiv
-1909.08053 and 2205.05198). With one worker every layer is the plain one, and nothing is moved.
+Between blocks each of the t ranks of the tensor axis holds a slice of the sequence, [B, S / t, D], which is enough for
+norms and residuals. A block all-gathers the sequence, computes with its shard of the weights, and reduce-scatters the
+result. On one rank every layer is the plain layer, and no collective runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from services.common.program.activation_checkpointing import run_checkpointed
 from services.common.program.attention import attend
 from services.common.program.backends.protocol import Collectives
 from services.common.program.mesh import Axis, Mesh
+from services.common.program.sharding import HeadKind, Sharding, shard_along
+from services.common.recipe.schema import ActivationCheckpointing
 
-Heads = Literal["query", "key_value"]
-"""What lies along the dimension that is split: a worker's query heads look at its key-value heads."""
-SEQUENCE = 1  # its dimension in an activation
+SEQUENCE = 1
+"""Dimension of an activation [B, S, D] along which its slices lie."""
 
 
 class OneWorker:
-    """The collectives of a model that is not split: see `Collectives`."""
+    """`Collectives` of a model on one rank of the host's CPU."""
 
     mesh = Mesh(0, data_parallel_size=1)
-    is_lazy = False
+    runs_eagerly = True
 
     def index(self, axis: Axis) -> Tensor:
         return torch.zeros(1, dtype=torch.int32)
@@ -41,56 +42,23 @@ class OneWorker:
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         return x
 
-    def fence(self, *tensors: Tensor, after: Tensor) -> tuple[Tensor, ...]:
-        return tensors
-
     def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor:
         return attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
 
-
-@dataclass(frozen=True)
-class Layout:
-    """Which part of a parameter a worker of the tensor axis has."""
-
-    dim: int | None = None
-    """Along which it is split; None: every worker has all of it."""
-    num_parts: int = 1
-    part: int = 0
-    sum_axis: Axis | None = None
-    """Workers along it have the same part, and each of them only a part of its gradient."""
-
-    def take(self, full: Tensor) -> Tensor:
-        """This worker's part of the full tensor."""
-        return full if self.dim is None else full.chunk(self.num_parts, self.dim)[self.part]
-
-    def box(self, shape: torch.Size) -> tuple[tuple[int, int], ...]:
-        """Begin and end along each dimension of the full tensor, of a part that has this shape."""
-        firsts = (self.part * length if dim == self.dim else 0 for dim, length in enumerate(shape))
-        return tuple((first, first + length) for first, length in zip(firsts, shape, strict=True))
-
-    def full_shape(self, shape: torch.Size) -> torch.Size:
-        """Shape of the full tensor of which a part has this one."""
-        return torch.Size(length * (self.num_parts if dim == self.dim else 1) for dim, length in enumerate(shape))
-
-
-def split(mesh: Mesh, dim: int, heads: Heads | None = None) -> Layout:
-    """A part for each worker of the tensor axis, or for each group of those that hold copies of key-value heads."""
-    num_copies = mesh.key_value_copies if heads == "key_value" else 1
-    sum_axis: Axis | None = "key_value" if num_copies > 1 else None
-    if mesh.tensor_parallel_size == num_copies:
-        return Layout(sum_axis=sum_axis)
-    part = {None: mesh.index("tensor"), "query": mesh.query_part, "key_value": mesh.key_value_part}[heads]
-    return Layout(dim, mesh.tensor_parallel_size // num_copies, part, sum_axis)
+    def run_checkpointed(self, layer: nn.Module, mode: ActivationCheckpointing, *arguments: Tensor | None) -> Tensor:
+        return run_checkpointed(layer, mode, *arguments)
 
 
 class Linear(nn.Module):
-    """x W^T without a bias, of which this worker has a part of W [out, in], split along `dim`."""
+    """Linear layer x W^T without a bias. This rank holds one shard of W [out, in], sharded along `dim`."""
 
-    def __init__(self, in_features: int, out_features: int, mesh: Mesh, dim: int, heads: Heads | None = None) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, mesh: Mesh, dim: int, heads: HeadKind | None = None
+    ) -> None:
         super().__init__()
-        self.layout = split(mesh, dim, heads)
+        self.sharding = shard_along(mesh, dim, heads)
         shape = [out_features, in_features]
-        shape[dim] //= self.layout.num_parts
+        shape[dim] //= self.sharding.num_shards
         self.weight = nn.Parameter(torch.empty(shape))
 
     def forward(self, x_BSI: Tensor) -> Tensor:
@@ -98,30 +66,30 @@ class Linear(nn.Module):
 
 
 class ColumnParallelLinear(Linear):
-    """Split by outputs, the columns of W^T: each worker computes some of them, of the whole sequence."""
+    """Linear layer sharded by outputs, the columns of W^T: a rank computes some of them for the whole sequence."""
 
-    def __init__(self, in_features: int, out_features: int, mesh: Mesh, heads: Heads | None = None) -> None:
+    def __init__(self, in_features: int, out_features: int, mesh: Mesh, heads: HeadKind | None = None) -> None:
         super().__init__(in_features, out_features, mesh, dim=0, heads=heads)
 
 
 class RowParallelLinear(Linear):
-    """Split by inputs, the rows of W^T: the workers' results are to be summed, which `reduce_scatter_sequence` does."""
+    """Linear layer sharded by inputs, the rows of W^T: `reduce_scatter_sequence` then sums the ranks' results."""
 
-    def __init__(self, in_features: int, out_features: int, mesh: Mesh, heads: Heads | None = None) -> None:
+    def __init__(self, in_features: int, out_features: int, mesh: Mesh, heads: HeadKind | None = None) -> None:
         super().__init__(in_features, out_features, mesh, dim=1, heads=heads)
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """A table [V, D] of which each worker has some rows. The workers' results are to be summed."""
+    """Embedding table [V, D] sharded by rows. A rank returns zeros for tokens of other shards: sum over the ranks."""
 
     def __init__(self, vocab_size: int, hidden_size: int, collectives: Collectives) -> None:
         super().__init__()
         self._collectives = collectives
-        self.layout = split(collectives.mesh, dim=0)
-        self.weight = nn.Parameter(torch.empty(vocab_size // self.layout.num_parts, hidden_size))
+        self.sharding = shard_along(collectives.mesh, dim=0)
+        self.weight = nn.Parameter(torch.empty(vocab_size // self.sharding.num_shards, hidden_size))
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        if self.layout.num_parts == 1:
+        if self.sharding.num_shards == 1:
             return F.embedding(tokens_BS, self.weight)
         num_rows = self.weight.shape[0]
         rows_BS = tokens_BS - self._collectives.index("tensor") * num_rows
@@ -131,11 +99,11 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """arXiv 1910.07467. Statistics in float32 whatever the input's type. A worker norms its slice of the sequence."""
+    """RMSNorm (arXiv 1910.07467) of this rank's slice of the sequence; its statistics are float32 for any dtype."""
 
     def __init__(self, size: int, epsilon: float, mesh: Mesh) -> None:
         super().__init__()
-        self.layout = Layout(sum_axis="tensor" if mesh.tensor_parallel_size > 1 else None)
+        self.sharding = Sharding(sum_axis="tensor" if mesh.tensor_parallel_size > 1 else None)
         self.weight = nn.Parameter(torch.ones(size))
         self.epsilon = epsilon
 
@@ -146,8 +114,9 @@ class RMSNorm(nn.Module):
 
 
 def gather_sequence(x_BSD: Tensor, collectives: Collectives, sum_dtype: torch.dtype) -> Tensor:
-    """[B, S / t, D] -> [B, S, D]. Gradients of the workers, each for its use of the whole, are summed and scattered: in
-    `sum_dtype`, or in their own type where that is wider.
+    """All-gather an activation's slices along the sequence: [B, S / t, D] -> [B, S, D].
+
+    The backward pass reduce-scatters the ranks' gradients, in `sum_dtype` or in their own dtype where that is wider.
     """
     if collectives.mesh.tensor_parallel_size == 1:
         return x_BSD
@@ -156,8 +125,10 @@ def gather_sequence(x_BSD: Tensor, collectives: Collectives, sum_dtype: torch.dt
 
 
 def reduce_scatter_sequence(x_BSD: Tensor, collectives: Collectives, sum_dtype: torch.dtype) -> Tensor:
-    """The workers' [B, S, D] -> this worker's slice [B, S / t, D] of their sum, in their type. It is summed in
-    `sum_dtype`, or in their type where that is wider.
+    """Sum the ranks' activations and return this rank's slice of the sum: [B, S, D] -> [B, S / t, D].
+
+    The sum is computed in `sum_dtype`, or in the activations' own dtype where that is wider, and returned in theirs.
+    The backward pass all-gathers the slices' gradients.
     """
     if collectives.mesh.tensor_parallel_size == 1:
         return x_BSD
@@ -188,6 +159,6 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
 
 def _sum_and_scatter(x_BSD: Tensor, collectives: Collectives, sum_dtype: torch.dtype) -> Tensor:
-    """A sum of t terms that is rounded once, where one in bfloat16 is rounded at each addition."""
+    """Reduce-scatter in a wide dtype, so that the sum is rounded once: in bfloat16 each addition would round."""
     wide_BSD = x_BSD.to(torch.promote_types(x_BSD.dtype, sum_dtype))
     return collectives.reduce_scatter(wide_BSD, "tensor", SEQUENCE).to(x_BSD.dtype)

@@ -1,11 +1,11 @@
-"""Llama, with Hugging Face's parameter names, so that a checkpoint needs no converter.
+"""Llama with Hugging Face's parameter names, so that a checkpoint needs no converter.
 
-In eager float32, logits and every gradient are bit-equal to transformers' `LlamaForCausalLM` with SDPA
-attention; the order of the operations below is part of that promise.
+In eager float32, logits and every gradient are bit-equal to those of transformers' `LlamaForCausalLM` with SDPA
+attention. The order of the operations below is part of that promise.
 
 Shape suffixes: B sequences, S positions, D hidden size, H query heads, K key-value heads, N head dimension,
-F intermediate size, V vocabulary, T = B * S tokens, and t workers of the tensor axis (see `layers`). The cosines and
-sines of rotary positions are [S, N], or [B, 1, S, N] where sequences have documents of their own.
+F intermediate size, V vocabulary, T = B * S tokens, and t ranks of the tensor axis (see `layers`). The cosines and
+sines of rotary positions are [S, N], or [B, 1, S, N] where positions restart at each document.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from services.common.program.activation_checkpointing import run_checkpointed
 from services.common.program.backends.protocol import Collectives
 from services.common.program.layers import (
     ColumnParallelLinear,
-    Layout,
     Linear,
     OneWorker,
     RMSNorm,
@@ -31,13 +29,14 @@ from services.common.program.layers import (
     gather_sequence,
     reduce_scatter_sequence,
 )
-from services.common.recipe import ActivationCheckpointing, Model, RopeScaling
+from services.common.program.sharding import Sharding
+from services.common.recipe.schema import ActivationCheckpointing, Model, RopeScaling
 
 
 class Llama(nn.Module):
-    """One worker's part of the model; all of it without other workers.
+    """One rank's shard of the model, which is the whole model on one rank.
 
-    `forward` stops before the language-model head: the loss applies it in chunks (see `loss`).
+    `forward` stops before the language-model head, which the loss applies in chunks (see `loss`).
     """
 
     def __init__(
@@ -48,8 +47,9 @@ class Llama(nn.Module):
         activation_checkpointing: ActivationCheckpointing = "none",
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`reduce_dtype` is what activations and their gradients are summed in over the workers that share the model,
-        unless theirs is wider."""
+        """Make a model without values. Activations and their gradients are summed over the tensor axis in
+        `reduce_dtype`, or in their own dtype where that is wider.
+        """
         super().__init__()
         self.collectives = collectives or OneWorker()
         self.model = _Decoder(config, sequence_length, self.collectives, activation_checkpointing, reduce_dtype)
@@ -58,47 +58,46 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        """Final hidden states [B, S / t, D] of this worker's slice of the sequence, normalised.
+        """Return the normalised final hidden states [B, S / t, D] of this rank's slice of the sequence.
 
-        With `positions_BS`, each token's distance from the begin of its document, attention stays within documents, and
-        rotary positions are these. Without them a sequence is one document.
+        `positions_BS` are the tokens' distances from the begins of their documents: attention then stays within
+        documents, and rotary positions are these. Without them a sequence is one document.
         """
         hidden_BSD: Tensor = self.model(tokens_BS, positions_BS)
         return hidden_BSD
 
     def logits(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V] of the token that follows each position. Of a model on one worker."""
+        """Return the logits [B, S, V] of the token that follows each position, for a model on one rank."""
         assert self.collectives.mesh.tensor_parallel_size == 1
         logits_BSV: Tensor = self.lm_head(self(tokens_BS, positions_BS))
         return logits_BSV
 
-    def weights_of_products(self) -> set[str]:
-        """Names of the parameters that are only ever multiplied with: autocast rounds them at each use."""
+    def linear_weights(self) -> set[str]:
+        """Return the names of the weights that linear layers alone use, which autocast rounds at each use."""
         linear = [name for name, module in self.named_modules() if isinstance(module, Linear)]
         return {f"{name}.weight" for name in linear} & {name for name, _ in self.named_parameters()}
 
-    def layouts(self) -> dict[str, Layout]:
-        """Which part of each parameter is here, by its name."""
-        return {name: self.get_submodule(name.rpartition(".")[0]).layout for name, _ in self.named_parameters()}  # type: ignore[misc]
+    def shardings(self) -> dict[str, Sharding]:
+        """Return the sharding of each parameter, by its name."""
+        return {name: self.get_submodule(name.rpartition(".")[0]).sharding for name, _ in self.named_parameters()}  # type: ignore[misc]
 
 
 def parameter_shapes(config: Model) -> dict[str, torch.Size]:
-    """Shapes of the full parameters, by name."""
+    """Return the shapes of the full parameters, by name."""
     with torch.device("meta"):
         model = Llama(config, sequence_length=1)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def initialize(model: Llama, config: Model, seed: int, place: Callable[[Tensor], Tensor] = Tensor.detach) -> None:
-    """Draw every weight from a normal distribution, each from a stream of its own keyed by (seed, name).
+    """Draw every weight from a normal distribution, each from a random stream of its own keyed by (seed, name).
 
-    A weight does not depend on the order of creation, on the other weights or on the workers. Projections into the
-    residual stream are scaled by 1 / sqrt(2 * layers), so that its variance does not grow with depth (GPT-2).
-
-    Weights are drawn on the host; `place` brings one to the model's device.
+    So a weight does not depend on the order of creation, on the other weights or on the number of ranks. Projections
+    into the residual stream are scaled by 1 / sqrt(2 * layers), so that its variance does not grow with depth (GPT-2).
+    Weights are drawn on the host, and `place` moves each to the model's device.
     """
     residual_scale = 1.0 / math.sqrt(2 * config.num_hidden_layers)
-    layouts = model.layouts()
+    shardings = model.shardings()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -107,9 +106,9 @@ def initialize(model: Llama, config: Model, seed: int, place: Callable[[Tensor],
             key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
             scale = residual_scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-            full = torch.empty(layouts[name].full_shape(parameter.shape))
+            full = torch.empty(shardings[name].full_shape(parameter.shape))
             full.normal_(0.0, config.initializer_range * scale, generator=generator)
-            parameter.copy_(place(layouts[name].take(full)))
+            parameter.copy_(place(shardings[name].take(full)))
 
 
 class _Decoder(nn.Module):
@@ -136,7 +135,7 @@ class _Decoder(nn.Module):
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
         length, mode = tokens_BS.shape[1], self._activation_checkpointing
         rows_BSD = self.embed_tokens(tokens_BS)
-        # One worker has a token's row, and the others zeros: the sum is exact in the rows' own type.
+        # One rank has a token's row and the others have zeros, so the sum is exact in the rows' own dtype.
         hidden_BSD = reduce_scatter_sequence(rows_BSD, self._collectives, rows_BSD.dtype)
         cos, sin = self.cos_SN[:length], self.sin_SN[:length]  # type: ignore[index]
         mask_B1SS = None
@@ -144,7 +143,7 @@ class _Decoder(nn.Module):
             cos, sin = cos[positions_BS][:, None], sin[positions_BS][:, None]
             mask_B1SS = block_causal_mask(positions_BS, self.indices_S[:length])[:, None]  # type: ignore[index]
         for layer in self.layers:
-            hidden_BSD = run_checkpointed(layer, mode, self._collectives, hidden_BSD, cos, sin, mask_B1SS)
+            hidden_BSD = self._collectives.run_checkpointed(layer, mode, hidden_BSD, cos, sin, mask_B1SS)
         normed_BSD: Tensor = self.norm(hidden_BSD)
         return normed_BSD
 
@@ -163,7 +162,7 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Each worker has some query heads, and the key-value heads that these look at."""
+    """Attention of this rank's query heads to the key-value heads that belong to them."""
 
     def __init__(self, config: Model, collectives: Collectives, reduce_dtype: torch.dtype) -> None:
         super().__init__()
@@ -203,18 +202,18 @@ class _FeedForward(nn.Module):
 
 
 def block_causal_mask(positions_BS: Tensor, indices_S: Tensor) -> Tensor:
-    """bool [B, S, S]: a token (row) attends to itself and to those before it in its document.
+    """Return the attention mask bool [B, S, S]: a token (row) attends to itself and to earlier tokens of its document.
 
-    `positions_BS` are distances from the begins of documents, `indices_S` 0 to S - 1.
+    `positions_BS` are the tokens' distances from the begins of their documents, and `indices_S` is 0 to S - 1.
     """
     begins_BS = indices_S - positions_BS
     return (indices_S >= begins_BS[..., None]) & (indices_S <= indices_S[:, None])
 
 
 def rotary_table(config: Model, sequence_length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [S, N] of the rotary position embedding (arXiv 2104.09864), halves duplicated; on the host.
+    """Return the cosines and sines [S, N] of the rotary position embedding (arXiv 2104.09864), with halves duplicated.
 
-    Arithmetic on the meta device would import Dynamo, which takes 2 s.
+    They are computed on the host: arithmetic on the meta device would import Dynamo, which takes 2 s.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device="cpu").to(torch.float) / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
@@ -226,7 +225,7 @@ def rotary_table(config: Model, sequence_length: int) -> tuple[Tensor, Tensor]:
 
 
 def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Slow down long waves by `factor`, keep short ones, and interpolate between (transformers, rope type llama3)."""
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between (transformers, rope type llama3)."""
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
     shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor

@@ -11,9 +11,6 @@ from torch import Tensor
 from services.common.program.backends.protocol import Collectives
 from services.common.program.layers import gather_sequence
 
-EAGER_DEVICES = ("cpu", "cuda")
-"""That compute operation by operation, by kernels that are known to give these bits."""
-
 
 def next_token_loss(
     hidden_BSD: Tensor,
@@ -24,17 +21,18 @@ def next_token_loss(
     z_loss: float = 0.0,
     reduce_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Mean cross-entropy in nats over all B * S targets. Its gradient is that of itself + `z_loss` * mean(log(Z)^2).
+    """Return the mean cross-entropy in nats over all B * S targets, computed in chunks of `chunk_tokens` tokens.
 
-    The penalty keeps Z, a softmax's sum of exponentials, near 1 (PaLM, arXiv 2204.02311, section 5). The value leaves
-    it out, so that runs with it and without can be compared.
+    With `z_loss` the gradient is that of the cross-entropy + `z_loss` * mean(log(Z)^2). This penalty keeps Z, the
+    softmax's sum of exponentials, near 1 (PaLM, arXiv 2204.02311, section 5). The returned value leaves the penalty
+    out, so that runs with and without it can be compared.
 
-    With t workers along the tensor axis `hidden_BSD` is this worker's slice of the sequence, and `lm_head_VD` its rows
-    of the vocabulary; all get the same loss. The hidden states' gradients are summed over them in `reduce_dtype`, or in
-    their own type where that is wider.
+    Where the tensor axis has t ranks, `hidden_BSD` is this rank's slice of the sequence and `lm_head_VD` its rows of
+    the vocabulary; all ranks return the same loss. The hidden states' gradients are summed over the ranks in
+    `reduce_dtype`, or in their own dtype where that is wider.
 
-    The float32 logits [B * S, V] are the largest tensor of a small model; chunks that stay in the processor's
-    cache make the same sum faster. One chunk for everything is bit-equal to transformers' loss.
+    The float32 logits [B * S, V] are the largest tensor of a small model, and chunks of them that stay in the
+    processor's cache are faster. With one chunk for all tokens the loss is bit-equal to that of transformers.
     """
     hidden_TD = gather_sequence(hidden_BSD, collectives, reduce_dtype).flatten(0, 1)
     targets_T = targets_BS.flatten()
@@ -42,25 +40,26 @@ def next_token_loss(
         arguments = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, collectives, z_loss, torch.is_grad_enabled())
         mean: Tensor = _VocabularyParallelLoss.apply(*arguments)  # type: ignore[no-untyped-call]
         return mean
-    if not torch.compiler.is_compiling() and hidden_TD.device.type in EAGER_DEVICES:
+    if not torch.compiler.is_compiling() and collectives.runs_eagerly:
         inputs = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, z_loss, torch.is_grad_enabled())
         mean_of_chunks: Tensor = _ChunkedLoss.apply(*inputs)  # type: ignore[no-untyped-call]
         return mean_of_chunks
-    # Compilers fuse the same by themselves, and AOTAutograd would keep no graph with a gradient of our own.
+    # A compiler fuses this by itself, and AOTAutograd does not cache a graph with an autograd function of our own.
     total = torch.zeros((), dtype=torch.float32, device=hidden_BSD.device)
     for chunk_TD, chunk_T in zip(hidden_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True):
         logits_TV = F.linear(chunk_TD, lm_head_VD).float()
         total = total + F.cross_entropy(logits_TV, chunk_T, reduction="sum")
         if z_loss and torch.is_grad_enabled():
             penalty = z_loss * logits_TV.logsumexp(-1).square().sum()
-            total = total + (penalty - penalty.detach())  # 0, with the penalty's gradient
+            total = total + (penalty - penalty.detach())  # the value 0, with the gradient of the penalty
     return total / targets_T.numel()
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The forward pass computes the gradients too, so that one chunk's logits exist at once, and are in a cache.
+    """Chunked loss on one rank, whose forward pass also computes the gradients.
 
-    In float32, one chunk for everything has the bits of `F.cross_entropy` and its gradient.
+    So only one chunk's logits exist at a time, and they stay in the processor's cache. In float32, one chunk for all
+    tokens has the bits of `F.cross_entropy` and its gradient.
     """
 
     @staticmethod
@@ -105,8 +104,10 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
-    """Each worker has logits of its rows of the vocabulary. The forward pass computes the gradients too, so that no
-    chunk's logits outlive it (the split of arXiv 1909.08053, section 3)."""
+    """Chunked loss over ranks that each hold rows of the vocabulary (arXiv 1909.08053, section 3).
+
+    The forward pass also computes the gradients, so that no chunk's logits outlive it.
+    """
 
     @staticmethod
     def forward(

@@ -1,12 +1,12 @@
-"""Where a worker stands among the others: all rank arithmetic there is."""
+"""The device mesh of a run: every computation with ranks is in this module."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from services.common.instance_types import TRN1, family_of
-from services.common.recipe import Recipe, key_value_copies
+from services.common.hardware.instance_types import TRN1, family_of
+from services.common.recipe.schema import Recipe, key_value_copies
 
 Axis = Literal["data", "tensor", "key_value"]
 AXES: tuple[Axis, ...] = ("data", "tensor", "key_value")
@@ -14,12 +14,13 @@ AXES: tuple[Axis, ...] = ("data", "tensor", "key_value")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The workers of a run as a grid: rank = data index x tensor_parallel_size + tensor index.
+    """One rank's position in the grid of workers: rank = data index x tensor_parallel_size + tensor index.
 
-    Workers that differ in their tensor index alone hold the parts of one model, so they are neighbours: of one node, as
-    long as `tensor_parallel_size` divides a node's workers. Where there are more of them than key-value heads,
-    `key_value_copies` of them hold the same head: the axis `key_value`, a part of the axis `tensor`. They are
-    neighbours, or as far from each other as there are heads (`are_copies_apart`).
+    Ranks that differ in their tensor index alone hold the shards of one model replica. They are neighbours, so they lie
+    on one node as long as `tensor_parallel_size` divides the workers of a node. Where a replica has more ranks than
+    key-value heads, `key_value_copies` of its ranks hold the same heads: they form the axis `key_value`, which is a
+    part of the axis `tensor`. Those ranks are neighbours too, or, with `are_copies_apart`, their distance is the number
+    of shards of key-value heads.
     """
 
     rank: int
@@ -31,12 +32,13 @@ class Mesh:
     def __post_init__(self) -> None:
         if min(self.data_parallel_size, self.tensor_parallel_size) < 1 or not 0 <= self.rank < self.world_size:
             raise ValueError(
-                f"rank {self.rank} is none of {self.data_parallel_size} x {self.tensor_parallel_size} workers"
+                f"rank {self.rank} is outside of the mesh of {self.data_parallel_size} x {self.tensor_parallel_size} "
+                f"workers"
             )
         if self.key_value_copies < 1 or self.tensor_parallel_size % self.key_value_copies:
             raise ValueError(
-                f"{self.key_value_copies} copies of a key-value head do not divide the {self.tensor_parallel_size} "
-                f"workers of a model"
+                f"key_value_copies = {self.key_value_copies} does not divide tensor_parallel_size = "
+                f"{self.tensor_parallel_size}"
             )
 
     @property
@@ -51,56 +53,59 @@ class Mesh:
         }[axis]
 
     def index(self, axis: Axis) -> int:
-        """This worker's place along the axis. A graph must not contain it: all ranks then trace the same one."""
+        """Return this rank's index along the axis. No graph may contain it: all ranks have to trace the same graph."""
         if axis == "data":
             return self.rank // self.tensor_parallel_size
         if axis == "key_value" and self.are_copies_apart:
-            return self.rank % self.tensor_parallel_size // self._num_key_value_parts
+            return self.rank % self.tensor_parallel_size // self._num_key_value_shards
         return self.rank % self.size(axis)
 
     @property
-    def key_value_part(self) -> int:
-        """Which part of the key-value heads this worker holds."""
+    def key_value_shard(self) -> int:
+        """Index of the shard of key-value heads that this rank holds."""
         tensor_index = self.index("tensor")
-        return (
-            tensor_index % self._num_key_value_parts if self.are_copies_apart else tensor_index // self.key_value_copies
-        )
+        if self.are_copies_apart:
+            return tensor_index % self._num_key_value_shards
+        return tensor_index // self.key_value_copies
 
     @property
-    def query_part(self) -> int:
-        """Which part of the query heads this worker holds: one of those that look at its key-value heads."""
-        return self.key_value_part * self.key_value_copies + self.index("key_value")
+    def query_shard(self) -> int:
+        """Index of the shard of query heads that this rank holds: they attend to its key-value heads."""
+        return self.key_value_shard * self.key_value_copies + self.index("key_value")
 
     @property
-    def _num_key_value_parts(self) -> int:
+    def _num_key_value_shards(self) -> int:
         return self.tensor_parallel_size // self.key_value_copies
 
     def groups(self, axis: Axis) -> list[list[int]]:
-        """Ranks along the axis, each rank in one group, every worker's list the same."""
+        """Return the groups of ranks along the axis. Every rank is in one group, and all workers get the same list."""
         ranks = range(self.world_size)
         if axis == "data":
             return [list(ranks[first :: self.tensor_parallel_size]) for first in range(self.tensor_parallel_size)]
         if axis == "key_value" and self.are_copies_apart:
-            models, step = self.groups("tensor"), self._num_key_value_parts
+            models, step = self.groups("tensor"), self._num_key_value_shards
             return [model[first::step] for model in models for first in range(step)]
         size = self.size(axis)
         return [list(ranks[first : first + size]) for first in ranks[::size]]
 
     def group(self, axis: Axis) -> list[int]:
-        """Ranks of this worker's own group, in the order of their index."""
+        """Return the ranks of this worker's own group along the axis, in the order of their index."""
         return next(group for group in self.groups(axis) if self.rank in group)
 
     def share(self, count: int) -> range:
-        """Which of `count` items of a global batch this worker's model takes. Raises `ValueError` if uneven."""
+        """Return the items of a global batch of `count` items that this rank's model replica takes.
+
+        Raises `ValueError` where the replicas cannot share them evenly.
+        """
         if count % self.data_parallel_size:
-            raise ValueError(f"{count} items cannot be shared evenly by {self.data_parallel_size} models")
+            raise ValueError(f"{count} items cannot be shared evenly by {self.data_parallel_size} model replicas")
         size = count // self.data_parallel_size
         first = self.index("data") * size
         return range(first, first + size)
 
 
 def make_mesh(recipe: Recipe, rank: int, world_size: int) -> Mesh:
-    """Where a worker of the recipe's run stands."""
+    """Make the mesh of the recipe's run, as `rank` sees it."""
     tensor_parallel_size = recipe.parallel.tensor_parallel_size
     return Mesh(
         rank,
@@ -112,6 +117,10 @@ def make_mesh(recipe: Recipe, rank: int, world_size: int) -> Mesh:
 
 
 def _are_copies_apart(recipe: Recipe) -> bool:
-    """Cores of trn1 are linked in rings of 4 that are 8 apart, and its groups of 4 are those: neuronx-distributed,
-    `initialize_model_parallel` and `arrange_kv_groups`. On trn2 copies are neighbours."""
+    """Whether the ranks that hold copies of a key-value head are apart, which they are on trn1 alone.
+
+    A trn1 node links its cores in rings of 4 whose members are 8 cores apart, and neuronx-distributed forms the groups
+    of key-value heads along these rings (`initialize_model_parallel` and `arrange_kv_groups`). On trn2 they are
+    neighbours.
+    """
     return recipe.parallel.device == "xla" and family_of(recipe.cluster.trainer_instance_type).startswith(TRN1)

@@ -1,36 +1,32 @@
-"""What one forward and backward pass takes, and what a graph knows of the data: shapes alone."""
+"""Micro-batches: the input of one forward and backward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 
 
 class MicroBatch(NamedTuple):
+    """Tokens of a micro-batch, and their positions where documents are kept apart."""
+
     tokens: Tensor
-    """int64 [B, L + 1]: columns [:-1] are inputs, and [1:] the targets."""
+    """int64 [B, L + 1]: columns [:-1] are inputs, columns [1:] are targets."""
     positions: Tensor | None = None
-    """int32 [B, L]: each input's distance from the begin of its document, or of the row where the document began before
-    it. None where a row is attended to as one document."""
+    """int32 [B, L]: distance of each input from the first token of its document, or from the begin of the row where the
+    document began before it. None where attention takes a row as one document."""
 
-    def to(self, device: torch.device) -> MicroBatch:
-        positions = None if self.positions is None else _send(self.positions, device)
-        return MicroBatch(_send(self.tokens, device), positions)
-
-
-def _send(x: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device. From pageable memory a GPU copies only when it has done all it was asked for before,
-    and the host waits for that: the next micro-batch's kernels would be launched late.
-    """
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    def sent_by(self, send: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return the micro-batch of the tensors that `send` returns for these."""
+        return MicroBatch(send(self.tokens), None if self.positions is None else send(self.positions))
 
 
 def make_synthetic_micro_batch(recipe: Recipe) -> MicroBatch:
-    """With the shapes of the recipe's micro-batches: a graph depends on these, and not on the tokens."""
+    """Make a micro-batch of the recipe's shapes. A graph depends on these alone, and not on the tokens."""
     size, length = recipe.batch.micro_batch_size, recipe.corpus.sequence_length
     has_documents = recipe.train.attention_mask == "block_causal"
     positions_BS = torch.arange(length, dtype=torch.int32).repeat(size, 1) if has_documents else None

@@ -1,7 +1,7 @@
 """AdamW on buckets of parameters, a global gradient clip, and the learning-rate schedule.
 
-Shape suffixes: K buckets, N blocks of a bucket, P elements of a bucket, S elements of this worker's share of one, B
-elements of a block, 1 and 4 numbers.
+Shape suffixes: K buckets, N blocks of a bucket, P elements of a bucket, S elements of this rank's shard of a bucket,
+U elements of a unit that is updated at once, 1 and 4 numbers.
 """
 
 from __future__ import annotations
@@ -15,15 +15,11 @@ from torch import Tensor
 from services.common.program.backends.protocol import Backend
 from services.common.program.buckets import Bucket
 from services.common.program.state import StateKind
-from services.common.recipe import Optimizer
-
-ROW = 16_384
-FUSED_DEVICES = ("cpu", "cuda")
-"""Devices for which torch has a kernel of AdamW that goes over memory once."""
+from services.common.recipe.schema import Optimizer
 
 
 def learning_rate(optimizer: Optimizer, step: int) -> float:
-    """Rate of the update number `step` (from 0): linear warm-up, then cosine decay. A function of the step alone."""
+    """Return the learning rate of step number `step` (from 0): linear warm-up, then cosine decay."""
     if step < optimizer.warmup_steps:
         return optimizer.learning_rate * (step + 1) / optimizer.warmup_steps
     progress = min(1.0, (step - optimizer.warmup_steps) / (optimizer.decay_steps - optimizer.warmup_steps))
@@ -32,34 +28,25 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
 
 
 def step_scalars(optimizer: Optimizer, step: int, skipped_steps: int = 0) -> Tensor:
-    """[4] float32: the learning rate, AdamW's two bias corrections, and the number of updates that they count. A
-    tensor, so that no graph bakes a step in.
+    """Return the learning rate, AdamW's two bias corrections, and the number of updates that they count: [4] float32.
 
-    The moments are means over the updates that were applied, so the corrections count those: `skipped_steps` of the
-    steps before this one were not.
+    They are a tensor, so that no graph contains the step. The moments are means over the applied updates, so the bias
+    corrections count those: `skipped_steps` steps before this one were not applied.
     """
     updates = step + 1 - skipped_steps
     corrections = (1.0 - optimizer.beta1**updates, 1.0 - optimizer.beta2**updates)
     return torch.tensor([learning_rate(optimizer, step), *corrections, updates], dtype=torch.float32)
 
 
-def sum_of_squares(x_B: Tensor) -> Tensor:
-    """[1], in one pass over memory. A thread sums whole rows, so that the bits do not depend on how many there are."""
-    whole = len(x_B) // ROW * ROW
-    rows, rest = x_B[:whole].view(-1, ROW), x_B[whole:].view(1, -1)
-    norms = torch.cat([torch.linalg.vector_norm(each, dim=1) for each in (rows, rest)])
-    return norms.square().sum(0, keepdim=True)
-
-
 class AdamW:
-    """AdamW (arXiv 1711.05101) with a global gradient clip, block by block over buckets of parameters.
+    """AdamW (arXiv 1711.05101) with a global gradient clip, over buckets of parameters. Both moments begin at 0.
 
-    Sharded, each worker of the data axis updates its share of every bucket and holds the moments of that alone (ZeRO-1,
-    arXiv 1910.02054). The bits are the same: a block's update does not depend on who has the block, and the clip's norm
-    sums the blocks' sums in one order. Both moments begin at 0.
+    Sharded, each rank of the data axis updates its shard of every bucket and holds master weights and moments of that
+    shard alone (ZeRO-1, arXiv 1910.02054). The bits are those of the update that is not sharded: a block's update does
+    not depend on the rank that holds the block, and the gradient norm sums the blocks' sums of squares in one order.
 
-    The weights that are updated are float32 masters: the model's own, a share's copy, or, once the buckets are cast to
-    a narrower type, what the model's are rounded from (arXiv 1710.03740, section 3.1).
+    Master weights are float32. They are the memory of the model's own weights until a bucket is cast to a narrower
+    type; from then on the model's weights are rounded from them (arXiv 1710.03740, section 3.1).
     """
 
     def __init__(
@@ -67,35 +54,31 @@ class AdamW:
     ) -> None:
         self._buckets, self._settings, self._backend = buckets, settings, backend
         self.is_sharded = is_sharded and backend.mesh.data_parallel_size > 1
-        # A share within the bucket's memory would be another graph on each worker: a graph knows where an input begins.
-        self._weights_S = [backend.place(self._share(bucket.weights_P)) for bucket in buckets]
-        if self.is_sharded and not backend.is_lazy:
-            self._weights_S = [share_S.clone() for share_S in self._weights_S]
-        self.exp_avg_S = [backend.place(torch.zeros_like(self._share(bucket.weights_P))) for bucket in buckets]
-        self.exp_avg_sq_S = [backend.place(torch.zeros_like(self._share(bucket.weights_P))) for bucket in buckets]
+        self._weights_S = [backend.place(self._make_master(bucket)) for bucket in buckets]
+        self.exp_avg_S = [backend.place(torch.zeros_like(self._shard(bucket.weights_P))) for bucket in buckets]
+        self.exp_avg_sq_S = [backend.place(torch.zeros_like(self._shard(bucket.weights_P))) for bucket in buckets]
         copies = [backend.mesh.size(bucket.sum_axis) if bucket.sum_axis else 1 for bucket in buckets]
         self._counted_K = backend.place(torch.tensor([1.0 / each for each in copies]))
-        """How much of a bucket's squares this worker adds to the norm: copies of parameters count once."""
+        """Factor of a bucket's squares in the norm: 1 / c where c ranks hold copies, so that these count once."""
         self._is_decayed_1 = [backend.place(torch.full((1,), float(bucket.is_decayed))) for bucket in buckets]
-        # On a GPU torch's kernel takes all blocks at once, where compiled code is launched for each of them.
-        self._is_fused = backend.device.type in FUSED_DEVICES and (not is_compiled or backend.device.type == "cuda")
+        self._is_fused = backend.has_fused_adamw(is_compiled)
         is_update_compiled = is_compiled and not self._is_fused
         update = self._update
-        self._update_block: Callable[..., None] = backend.compile_elementwise(update) if is_update_compiled else update
-        self._sum_of_squares = _square_and_sum if backend.is_lazy else sum_of_squares
+        self._update_unit: Callable[..., None] = backend.compile_elementwise(update) if is_update_compiled else update
 
     @torch.no_grad()
     def step(self, sums_P: Sequence[Tensor], divisor: int, scalars_4: Tensor) -> tuple[Tensor, Tensor]:
-        """One update with `step_scalars` and what this worker's micro-batches sum up to, a flat tensor for each bucket,
-        which is consumed where the update is applied.
+        """Update the weights once, with `step_scalars` and the sums of this rank's micro-batch gradients, one for each
+        bucket. The sums are overwritten where the update is applied.
 
-        The sum over all workers is `divisor` times the gradient. Returns (gradient norm before clipping, was it
-        applied), [1] on the device. When the norm is not finite nothing changes: a poisoned gradient must not reach the
-        weights or the moments.
+        Summed over all ranks they are `divisor` times the gradient. Returns the gradient norm before clipping, and
+        whether the update was applied, both [1] on the device. Where the norm is not finite nothing changes: a gradient
+        that is not finite must reach neither weights nor moments.
         """
         gradients_S = [self._reduce(bucket, sum_P) for bucket, sum_P in zip(self._buckets, sums_P, strict=True)]
-        blocks = [bucket.blocks(gradient_S) for bucket, gradient_S in zip(self._buckets, gradients_S, strict=True)]
-        squares_NK = torch.stack([torch.cat(list(map(self._sum_of_squares, each))) for each in blocks], dim=1)
+        squares_NK = torch.stack(
+            [bucket.sums_of_squares(each_S) for bucket, each_S in zip(self._buckets, gradients_S, strict=True)], dim=1
+        )
         if self.is_sharded:
             squares_NK = self._backend.all_gather(squares_NK, "data")
         squares_1 = (squares_NK.sum(0) * self._counted_K).sum(0, keepdim=True)
@@ -109,59 +92,64 @@ class AdamW:
                 self.exp_avg_sq_S[number],
                 gradients_S[number],
             )
+            units_U = [bucket.update_units(each_S) for each_S in tensors_S]
             if self._is_fused:
-                blocks_B = [bucket.blocks(each) for each in tensors_S]
-                self._update_fused(blocks_B, scale_1, is_finite_1, scalars_4, bucket.is_decayed)
+                self._update_fused(units_U, scale_1, is_finite_1, scalars_4, bucket.is_decayed)
                 continue
-            for tensors_B in [tensors_S] if self._backend.is_lazy else zip(*map(bucket.blocks, tensors_S), strict=True):
-                self._update_block(*tensors_B, scale_1, is_finite_1, scalars_4, self._is_decayed_1[number])
+            for unit_U in zip(*units_U, strict=True):
+                self._update_unit(*unit_U, scale_1, is_finite_1, scalars_4, self._is_decayed_1[number])
         self.update_weights()
         return norm_1, is_finite_1
 
     def state(self) -> dict[StateKind, list[Tensor]]:
-        """What this worker holds of each bucket [S]: its share of it, or all of it where nothing is sharded."""
+        """Return this rank's shard [S] of each bucket by kind: the whole bucket where nothing is sharded."""
         return {"weight": self._weights_S, "exp_avg": self.exp_avg_S, "exp_avg_sq": self.exp_avg_sq_S}
 
     def update_weights(self) -> None:
-        """Make the model's weights those of the state, in the model's type; all workers gather their shares in it."""
+        """Round the model's weights from the master weights. Ranks with shards all-gather them in the model's type."""
         for bucket, weights_S in zip(self._buckets, self._weights_S, strict=True):
             is_sharded = self.is_sharded
             bucket.write(self._backend.all_gather(weights_S.to(bucket.dtype), "data") if is_sharded else weights_S)
 
-    def _share(self, flat_P: Tensor) -> Tensor:
-        """What this worker updates of a bucket [S]; without shards all of it."""
+    def _make_master(self, bucket: Bucket) -> Tensor:
+        weights_S = self._shard(bucket.weights_P)
+        # A graph depends on where an input begins within its memory, which would differ by rank: hence the copy.
+        return weights_S.clone() if self.is_sharded else weights_S
+
+    def _shard(self, flat_P: Tensor) -> Tensor:
+        """Return the shard [S] of a bucket that this rank updates; the whole bucket where nothing is sharded."""
         mesh = self._backend.mesh
         return flat_P.chunk(mesh.data_parallel_size)[mesh.index("data")] if self.is_sharded else flat_P
 
     def _reduce(self, bucket: Bucket, sum_P: Tensor) -> Tensor:
-        """This worker's share of the sum over all workers; over the data axis first, where the tree begins."""
+        """Return this rank's shard of the sum over all ranks: over the data axis first, where the tree begins."""
         reduce = self._backend.reduce_scatter if self.is_sharded else self._backend.all_reduce
         gradient_S = reduce(sum_P, "data")
         return self._backend.all_reduce(gradient_S, bucket.sum_axis) if bucket.sum_axis else gradient_S
 
     def _update_fused(
         self,
-        blocks_B: Sequence[list[Tensor]],
+        units_U: Sequence[list[Tensor]],
         scale_1: Tensor,
         is_finite_1: Tensor,
         scalars_4: Tensor,
         is_decayed: bool,
     ) -> None:
-        """All blocks of a bucket, by torch's own kernel: `_update`, operation by operation, is 15 passes over memory.
+        """Update all units of a bucket by torch's fused kernel, in one pass over memory; `_update` makes 15.
 
-        What is no full vector at a tensor's end is computed otherwise, so it gets blocks: those do not depend on the
-        number of workers, and the vectors of one not on the number of threads. It writes the clipped gradients, too.
+        The kernel computes the elements at a tensor's end that fill no vector with other bits. So it is given blocks:
+        those depend neither on the number of ranks nor on the number of threads. It also writes the clipped gradients.
         """
         settings = self._settings
         rate, _, _, updates = scalars_4.unbind()
-        weights_B, exp_avg_B, exp_avg_sq_B, gradients_B = blocks_B
+        weights_U, exp_avg_U, exp_avg_sq_U, gradients_U = units_U
         torch._fused_adamw_(
-            weights_B,
-            gradients_B,
-            exp_avg_B,
-            exp_avg_sq_B,
+            weights_U,
+            gradients_U,
+            exp_avg_U,
+            exp_avg_sq_U,
             [],
-            [updates] * len(weights_B),
+            [updates] * len(weights_U),
             lr=rate,
             beta1=settings.beta1,
             beta2=settings.beta2,
@@ -175,10 +163,10 @@ class AdamW:
 
     def _update(
         self,
-        weights_B: Tensor,
-        exp_avg_B: Tensor,
-        exp_avg_sq_B: Tensor,
-        gradient_B: Tensor,
+        weights_U: Tensor,
+        exp_avg_U: Tensor,
+        exp_avg_sq_U: Tensor,
+        gradient_U: Tensor,
         scale_1: Tensor,
         is_finite_1: Tensor,
         scalars_4: Tensor,
@@ -186,15 +174,11 @@ class AdamW:
     ) -> None:
         settings = self._settings
         rate, correction1, correction2, _ = scalars_4.unbind()
-        clipped_B = gradient_B * scale_1
-        new_exp_avg_B = settings.beta1 * exp_avg_B + (1.0 - settings.beta1) * clipped_B
-        new_exp_avg_sq_B = settings.beta2 * exp_avg_sq_B + (1.0 - settings.beta2) * clipped_B.square()
-        direction_B = (new_exp_avg_B / correction1) / ((new_exp_avg_sq_B / correction2).sqrt() + settings.epsilon)
+        clipped_U = gradient_U * scale_1
+        new_exp_avg_U = settings.beta1 * exp_avg_U + (1.0 - settings.beta1) * clipped_U
+        new_exp_avg_sq_U = settings.beta2 * exp_avg_sq_U + (1.0 - settings.beta2) * clipped_U.square()
+        direction_U = (new_exp_avg_U / correction1) / ((new_exp_avg_sq_U / correction2).sqrt() + settings.epsilon)
         decay_1 = is_decayed_1 * (rate * settings.weight_decay)
-        weights_B.copy_(torch.where(is_finite_1, weights_B - decay_1 * weights_B - rate * direction_B, weights_B))
-        exp_avg_B.copy_(torch.where(is_finite_1, new_exp_avg_B, exp_avg_B))
-        exp_avg_sq_B.copy_(torch.where(is_finite_1, new_exp_avg_sq_B, exp_avg_sq_B))
-
-
-def _square_and_sum(x_B: Tensor) -> Tensor:
-    return x_B.square().sum(0, keepdim=True)
+        weights_U.copy_(torch.where(is_finite_1, weights_U - decay_1 * weights_U - rate * direction_U, weights_U))
+        exp_avg_U.copy_(torch.where(is_finite_1, new_exp_avg_U, exp_avg_U))
+        exp_avg_sq_U.copy_(torch.where(is_finite_1, new_exp_avg_sq_U, exp_avg_sq_U))

@@ -1,23 +1,36 @@
 """Sums over micro-batches whose bits do not depend on the number of workers.
 
-A global batch is M micro-batches of a fixed size, M a power of two. Worker r of W holds the r-th M / W of
-them, in order. They are summed in one fixed binary tree: neighbours within a worker, then workers at
-distance 1, 2, 4, ... The tree is the same for every W, and so are the bits, because a float addition
-is commutative although it is not associative.
+A global batch is M micro-batches of a fixed size. Rank r of the W ranks of the data axis holds the r-th M / W of them,
+in order. With M and W powers of two they are summed in one fixed binary tree: neighbours within a rank, then ranks at
+distance 1, 2, 4, ... The tree is the same for every W, and so are the bits, because a float addition is commutative
+although it is not associative.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 
+class Sum(Protocol):
+    """A sum over tensors that come one after the other. It may overwrite the tensors that it is given."""
+
+    def add(self, leaf: Tensor) -> None:
+        """Add a tensor to the sum."""
+        ...
+
+    def result(self) -> Tensor:
+        """Return the sum, and begin another one."""
+        ...
+
+
 class TreeSum:
-    """Sums a power-of-two number of tensors pairwise as they come, holding log2 of them. Consumes its inputs."""
+    """A `Sum` in a binary tree: adds tensors pairwise as they come, holding log2 of their number."""
 
     def __init__(self) -> None:
-        self._partial: list[tuple[int, Tensor]] = []  # (how many leaves it sums, the sum), sizes strictly falling
+        self._partial: list[tuple[int, Tensor]] = []  # (number of leaves, their sum), with falling numbers of leaves
 
     def add(self, leaf: Tensor) -> None:
         size = 1
@@ -28,7 +41,10 @@ class TreeSum:
         self._partial.append((size, leaf))
 
     def result(self) -> Tensor:
-        """The sum; leaves that do not fill the tree are added from the smallest partial sum up."""
+        """Return the sum, and begin another one.
+
+        Where the number of leaves is no power of two, the partial sums are added from the smallest up.
+        """
         _, total = self._partial.pop()
         while self._partial:
             _, left = self._partial.pop()
@@ -37,7 +53,7 @@ class TreeSum:
 
 
 class RunningSum:
-    """Sums tensors in the order in which they come, holding one. Consumes its inputs."""
+    """A `Sum` in the order in which the tensors come, holding one tensor."""
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
@@ -46,14 +62,16 @@ class RunningSum:
         self._total = leaf if self._total is None else self._total.add_(leaf)
 
     def result(self) -> Tensor:
-        """The sum; another one begins after it."""
         total, self._total = self._total, None
         assert total is not None
         return total
 
 
 class HeldSum:
-    """A running sum in memory that it is given, zeros, and keeps: to add the first tensor is what to add any is."""
+    """A running `Sum` in memory that it keeps from step to step, so that every addition is the same graph.
+
+    `zeros` is that memory, a tensor of zeros on the device.
+    """
 
     def __init__(self, zeros: Tensor) -> None:
         self._total = zeros
@@ -62,17 +80,16 @@ class HeldSum:
         self._total.add_(leaf)
 
     def result(self) -> Tensor:
-        """The sum; another one begins after it."""
         total = self._total.clone()
         self._total.zero_()
         return total
 
 
 def sum_in_tree(parts: Sequence[Tensor]) -> Tensor:
-    """The upper levels of the tree: the sum of the workers' parts, in the order of their ranks.
+    """Return the sum of the ranks' parts, given in the order of their ranks: the upper levels of the tree.
 
-    The parts stay as they are: selective activation checkpointing keeps what a collective returned, and refuses it when
-    it was written to.
+    The parts are not overwritten: selective activation checkpointing keeps what a collective returned, and raises an
+    error where that was written to.
     """
     tree, num_paired = TreeSum(), len(parts) // 2 * 2
     for left, right in zip(parts[:num_paired:2], parts[1:num_paired:2], strict=True):

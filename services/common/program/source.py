@@ -1,4 +1,4 @@
-"""What the source says, without how it says it: comments, docstrings and layout do not make another program."""
+"""A digest of the program's source, which comments, docstrings and formatting do not change."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ PACKAGE = "services.common.program"
 
 
 def source_digest(*modules: str) -> str:
-    """SHA-256 over the syntax of these modules of the program, and of all that they import of it.
+    """Return the SHA-256 of the syntax trees of these modules and of all modules of the program that they import.
 
-    Raises `FileNotFoundError` where the program is installed without its source: no two programs could be told apart.
+    Raises `FileNotFoundError` where the program is installed without its source, and has no digest.
     """
     digest = hashlib.sha256()
     for module, tree in sorted(_closure_of(modules).items()):
@@ -26,7 +26,7 @@ def _closure_of(modules: tuple[str, ...]) -> dict[str, ast.Module]:
     while waiting:
         module = waiting.pop()
         path = _path_of(module)
-        if module in trees or (module not in modules and not path.is_file()):  # a name that a module defines
+        if module in trees or (module not in modules and not path.is_file()):  # a name in a module
             continue
         trees[module] = ast.parse(path.read_text(encoding="utf-8"))
         waiting += [name for name in _imports_of(trees[module]) if name.startswith(f"{PACKAGE}.")]
@@ -38,7 +38,7 @@ def _path_of(module: str) -> Path:
 
 
 def _imports_of(tree: ast.Module) -> list[str]:
-    """Full names, also of imports inside of functions; `from a import b` is `a` and `a.b`."""
+    """Return the full names of all imports, also of those inside of functions: `from a import b` is `a` and `a.b`."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -49,7 +49,7 @@ def _imports_of(tree: ast.Module) -> list[str]:
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:
-    """`tree`, changed: no statement is left that is a text alone."""
+    """Remove all statements that are a text alone from the tree, and return it."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):

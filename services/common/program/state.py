@@ -1,7 +1,8 @@
-"""Slices of a program's state, in coordinates that do not depend on the workers which hold them.
+"""Slices of a run's state, in coordinates that do not depend on the ranks which hold them.
 
-A worker's part of a parameter is a box of the full tensor, and its share of the optimizer's state is a run of that
-box's elements in row-major order. So a slice is a run of a box; checkpoints are made of slices, under any layout.
+A rank's tensor-parallel shard of a parameter is a box of the full tensor, and its ZeRO-1 shard of that is a run of the
+box's elements in row-major order. So a slice is a run of a box, and a checkpoint of slices can be read by every other
+number of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
-"""The float32 master weight of a parameter, and AdamW's two moments of it."""
+"""Kind of a tensor of the state: the float32 master weights of a parameter, or one of AdamW's two moments of it."""
 
 _KEY = re.compile(
     rf"(?P<kind>{'|'.join(get_args(StateKind))})/(?P<name>[\w.]+)"
@@ -28,53 +29,53 @@ _KEY = re.compile(
 
 @dataclass(frozen=True)
 class StateSlice:
-    """Elements `start` to `stop` of a box of a parameter's full tensor, a vector or a matrix."""
+    """Elements `start` to `stop` of a box of a parameter's full tensor, which is a vector or a matrix."""
 
     kind: StateKind
     name: str
-    """Of the parameter, as Hugging Face has it."""
+    """Hugging Face's name of the parameter."""
     box: tuple[tuple[int, int], ...]
-    """Begin and end along each dimension."""
+    """Range of indices along each dimension of the full tensor: first index and end."""
     start: int
     stop: int
 
     @classmethod
     def whole(cls, kind: StateKind, name: str, shape: Iterable[int]) -> Self:
-        """All of a tensor."""
+        """Make the slice of a whole tensor of this shape."""
         box = tuple((0, length) for length in shape)
         return cls(kind, name, box, 0, math.prod(stop for _, stop in box))
 
     @classmethod
     def parse(cls, key: str) -> Self:
-        """The slice with this key. Raises `ValueError` for what is none."""
+        """Read a slice from its key. Raises `ValueError` where the text is not the key of a slice."""
         found = _KEY.fullmatch(key)
         if not found:
-            raise ValueError(f"{key[:200]!r} is no name of a slice, as 'weight/model.norm.weight[0:16]' is")
+            raise ValueError(f"{key[:200]!r} is not the key of a slice, such as 'weight/model.norm.weight[0:16]'")
         sides = [side.split(":") for side in found["box"].split(",")]
         box = tuple((int(first), int(last)) for first, last in sides)
         num_elements = math.prod(last - first for first, last in box)
         start, stop = (int(found["start"]), int(found["stop"])) if found["start"] else (0, num_elements)
         if any(first >= last for first, last in box) or not 0 <= start < stop <= num_elements:
-            raise ValueError(f"{key[:200]!r} has a begin behind its end")
+            raise ValueError(f"{key[:200]!r} has an empty range, or one that leaves its box")
         piece = cls(cast(StateKind, found["kind"]), found["name"], box, start, stop)
-        if piece.key != key:  # other digits, zeros in front, or a run that is all of its box
-            raise ValueError(f"{key[:200]!r} names the slice that is written {piece.key!r}")
+        if piece.key != key:  # other digits, leading zeros, or a run that is the whole box
+            raise ValueError(f"{key[:200]!r} is not the canonical key of its slice, {piece.key!r}")
         return piece
 
     @property
     def key(self) -> str:
-        """As numpy would write it: `exp_avg/model.norm.weight[0:16]`, and `.flat[4:8]` for a part of the box."""
+        """The slice as text in numpy's notation: `exp_avg/model.norm.weight[0:16]`, with `.flat[4:8]` for a run."""
         box = ",".join(f"{first}:{last}" for first, last in self.box)
         return f"{self.kind}/{self.name}[{box}]" + ("" if self.is_box else f".flat[{self.start}:{self.stop}]")
 
     @property
     def is_box(self) -> bool:
-        """Are these all elements of the box?"""
+        """Whether the slice has all elements of its box."""
         return len(self) == math.prod(self._box_shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its tensor: the box's, or one dimension where it is a part of that."""
+        """Shape of the slice's tensor: that of the box, or one dimension where the slice is only a run of it."""
         return self._box_shape if self.is_box else (len(self),)
 
     def __len__(self) -> int:
@@ -85,7 +86,7 @@ class StateSlice:
         return tuple(last - first for first, last in self.box)
 
     def _rectangles(self) -> Iterator[_Rectangle]:
-        """At most three: the rest of a row, whole rows, and the begin of a row."""
+        """Yield at most three rectangles: the rest of a row, whole rows, and the beginning of a row."""
         (top, _), (left, right) = self.box if len(self.box) == 2 else ((0, 1), *self.box)
         width, position = right - left, self.start
         while position < self.stop:
@@ -103,7 +104,7 @@ class _Rectangle(NamedTuple):
     left: int
     right: int
     offset: int
-    """Of its first element in the slice."""
+    """Position of the rectangle's first element within the slice."""
 
     def intersect(self, other: _Rectangle) -> _Rectangle | None:
         top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
@@ -111,21 +112,21 @@ class _Rectangle(NamedTuple):
         return _Rectangle(top, bottom, left, right, 0) if top < bottom and left < right else None
 
     def view(self, flat: Tensor, part: _Rectangle) -> Tensor:
-        """A part of this rectangle, in the memory of the slice's flat tensor."""
+        """Return a view of `part` of this rectangle in the flat tensor of the slice."""
         height, width = self.bottom - self.top, self.right - self.left
         full = flat[self.offset : self.offset + height * width].view(height, width)
         return full[part.top - self.top : part.bottom - self.top, part.left - self.left : part.right - self.left]
 
 
 def overlap(one: StateSlice, other: StateSlice) -> bool:
-    """Have two slices an element in common?"""
+    """Return whether two slices have an element in common."""
     return one.kind == other.kind and one.name == other.name and any(_common_rectangles(one, other))
 
 
 def fill(target: StateSlice, tensor: Tensor, sources: Mapping[StateSlice, Callable[[], Tensor]]) -> None:
-    """Write `target`'s elements into `tensor`, from slices that overlap with it, whose tensors are read one by one.
+    """Write the elements of `target` into `tensor`, from slices that overlap with it and are read one by one.
 
-    Raises `ValueError` when the sources lack an element.
+    Raises `ValueError` where no source has an element.
     """
     flat, is_filled = tensor.view(-1), torch.zeros(len(target), dtype=torch.bool)
     for source, read in sources.items():
@@ -139,25 +140,25 @@ def fill(target: StateSlice, tensor: Tensor, sources: Mapping[StateSlice, Callab
 
 
 class Misfit(NamedTuple):
-    """A part of a tensor that two of its slices have, or none: the slices do not make it up."""
+    """A part of a tensor that two slices have, or none, so that the slices do not partition the tensor."""
 
     part: StateSlice
     numbers: tuple[int, ...]
-    """Positions, in the sequence that was looked at, of the two slices that have the part, or of the slices beside the
-    part that no slice has."""
+    """Positions in the checked sequence of the two slices that both have the part, or of the slices beside a gap."""
     is_gap: bool
+    """Whether no slice has the part."""
 
 
 def find_misfit(whole: StateSlice, pieces: Sequence[StateSlice]) -> Misfit | None:
-    """The first place where `pieces` do not cover all elements of the whole tensor exactly once; None where they do.
+    """Return the first part of the whole tensor that `pieces` do not cover exactly once; None where there is none.
 
-    Every piece has to lie inside of the tensor. No element is looked at: a line sweeps over the rows at which the
-    pieces begin and end, so n pieces cost n log n comparisons: 64,000 of them take 2 s.
+    Every piece has to lie inside of the tensor. This sweeps over the rows at which pieces begin and end instead of
+    looking at elements, so n pieces cost n log n comparisons: 64,000 pieces take 2 s.
     """
     ((_, height, _, width, _),) = whole._rectangles()
     begins = sorted((part, number) for number, piece in enumerate(pieces) for part in piece._rectangles())
     ends: list[tuple[int, int]] = []
-    open_parts: list[tuple[int, int, int]] = []  # left, right and number, of those that have the row, from the left
+    open_parts: list[tuple[int, int, int]] = []  # (left, right, number) of the parts that cover the row, from the left
     row, next_begin, covered = 0, 0, 0
     while row < height:
         while ends and ends[0][0] <= row:

@@ -5,129 +5,131 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from services.common.program.backends.protocol import Backend
-from services.common.program.buckets import Bucket, SeparateBucket, choose_num_blocks, make_buckets
+from services.common.program.buckets import choose_num_blocks, make_buckets
 from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
-from services.common.program.reduction import HeldSum, RunningSum, TreeSum
-from services.common.program.snapshot import Snapshots
-from services.common.program.state import StateKind, StateSlice
-from services.common.program.worker_group import naming_workers_lost_in_graphs
-from services.common.recipe import Recipe
+from services.common.program.process_group import naming_workers_lost_in_graphs
+from services.common.program.sharded_state import ShardedState
+from services.common.recipe.schema import Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class StepResult(NamedTuple):
-    """Each [1] on the device; they are read through `Backend.defer`."""
+    """Results of one train step, each [1] on the device; `Backend.defer` reads them."""
 
     loss: Tensor
-    """Mean over the global batch, nats per token."""
+    """Mean loss over the global batch, in nats per token."""
     gradient_norm: Tensor
-    """Before clipping."""
+    """Global norm of the gradient before clipping."""
     is_applied: Tensor
-    """False when a gradient was not finite and the update was skipped."""
+    """Whether the update was applied: False where the gradient was not finite."""
+
+
+class Recomputation(NamedTuple):
+    """Outcome of computing a step's gradient twice on one rank, before any reduction over the data axis."""
+
+    was_finite: bool
+    """Whether the gradient that the step computed was finite."""
+    is_finite: bool
+    """Whether the gradient that was computed again is finite."""
 
 
 class Program:
-    """The model, or this worker's part of it, its optimizer state and the step."""
+    """One rank's shard of the model and of its optimizer, and the train step."""
 
     def __init__(self, recipe: Recipe, backend: Backend) -> None:
         self.recipe = recipe
         self.backend = backend
-        length, checkpointing = recipe.corpus.sequence_length, recipe.train.activation_checkpointing
+        batch, train, is_compiled = recipe.batch, recipe.train, recipe.compile.enabled
+        length, checkpointing = recipe.corpus.sequence_length, train.activation_checkpointing
         self._reduce_dtype = DTYPES[recipe.parallel.reduce_dtype]
         with backend.device:
             self.model = Llama(recipe.model, length, backend, checkpointing, self._reduce_dtype)
-        is_compiled = recipe.compile.enabled
         with backend.host:
-            initialize(self.model, recipe.model, recipe.train.seed, backend.place)
-            self.buckets = self._make_buckets()
+            initialize(self.model, recipe.model, train.seed, backend.place)
+            shardings = self.model.shardings()
+            num_blocks = choose_num_blocks(batch.num_micro_batches, backend.mesh.data_parallel_size)
+            self.buckets = make_buckets(dict(self.model.named_parameters()), shardings, num_blocks, backend.make_bucket)
             is_sharded = recipe.parallel.zero_stage > 0
             self.optimizer = AdamW(self.buckets, recipe.optimizer, backend, is_compiled, is_sharded)
             self._cast_buckets()
-            self._sums = [self._make_sum(bucket.size) for bucket in self.buckets]
-            self._losses = self._make_sum(1) if backend.is_lazy else TreeSum()
+            in_tree = train.reduction == "exact"
+            self._sums = [backend.make_sum(bucket.size, in_tree) for bucket in self.buckets]
+            self._losses = backend.make_sum(1, in_tree=True)
+        self.state = ShardedState(self.buckets, shardings, self.optimizer, backend)
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
         self._run_loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
-        self._host_state: dict[StateKind, list[Tensor]] = {}
-        self._snapshots = Snapshots(backend.device)
-        self._own_gradients: list[Tensor] = []
+        self._own_gradients: tuple[Tensor, ...] = ()
         self._own_losses: list[Tensor] = []
         self.gradient_seconds = 0.0
-        """Of the last step, until this worker's gradient was there; on a device that computes by itself, until it was
-        asked for."""
+        """Seconds of the last step until this rank's gradient was computed, or until the host had asked for it where
+        the device computes asynchronously."""
 
     @naming_workers_lost_in_graphs()
     def train_step(self, step: int, micro_batches: Iterable[MicroBatch], skipped_steps: int = 0) -> StepResult:
-        """Update `step` (from 0) with this worker's share of the global batch, micro-batches on the host.
+        """Run step number `step` (from 0) with this rank's share of the global batch: micro-batches on the host.
 
-        `skipped_steps` of the steps before it were not applied. Raises `WorkersLost`.
+        `skipped_steps` is the number of earlier steps that were not applied. Raises `WorkersLost`.
         """
         started = time.perf_counter()
-        self._own_losses.clear()
+        self._forget_step()
         for micro_batch in micro_batches:
             self._add_gradients(micro_batch)
             self.backend.end_graph()
         self.gradient_seconds = time.perf_counter() - started
         count = self.recipe.batch.num_micro_batches
         loss_1 = self.backend.all_reduce(self._losses.result(), "data") / count
-        scalars_4 = step_scalars(self.recipe.optimizer, step, skipped_steps).to(self.backend.device)
+        scalars_4 = self.backend.place(step_scalars(self.recipe.optimizer, step, skipped_steps))
         gradients = [total.result() for total in self._sums]
-        self._snapshots.hold()
+        self.state.hold_updates()
         norm_1, is_applied_1 = self.optimizer.step(gradients, count, scalars_4)
-        if not self.backend.is_lazy:
-            self._own_gradients = gradients
+        self._own_gradients = self.backend.keep(*gradients)
         del gradients  # on a lazy device a tensor that is alive when the graph ends is one of its outputs
         self.backend.end_graph()
         return StepResult(loss_1, norm_1, is_applied_1)
 
     def largest_loss(self) -> float:
-        """Of the last step's micro-batches on this worker, in nats per token; waits for the device.
+        """Wait for the largest micro-batch loss of the last step on this rank, in nats per token.
 
-        NaN where one is no number, and where the device is lazy: there it would be one more output of the graph.
+        It is NaN where a loss is NaN, and on a device that keeps no losses (`Backend.keep`).
         """
         return float(torch.cat(self._own_losses).max()) if self._own_losses else math.nan
 
-    def forget_gradients(self) -> None:
-        """Free what `compute_again` would compare with: the next step needs the memory."""
-        self._own_gradients.clear()
-
     @naming_workers_lost_in_graphs()
-    def compute_again(self, micro_batches: Iterable[MicroBatch]) -> tuple[bool, bool]:
-        """Was this worker's own gradient of the last step finite, before any reduction over the data axis, and is it
-        finite when the same micro-batches are computed again? Nothing is updated. All workers call it.
+    def compute_again(self, micro_batches: Iterable[MicroBatch]) -> Recomputation | None:
+        """Compute this rank's gradient of the last step again, from the same micro-batches, and update nothing.
 
-        Not where the device is lazy, and not after `forget_gradients`.
+        None on a device that keeps no gradients (`Backend.keep`). A gradient can be computed again once, and only where
+        the step was not applied. All workers call it.
         """
-        assert self._own_gradients
-        self._own_losses.clear()
+        if not self._own_gradients:
+            return None
         was_finite = _are_finite(self._own_gradients)
-        self.forget_gradients()
+        self._forget_step()
         for micro_batch in micro_batches:
             self._add_gradients(micro_batch)
         self._losses.result()
-        return was_finite, _are_finite([total.result() for total in self._sums])
+        return Recomputation(was_finite, _are_finite([total.result() for total in self._sums]))
 
     @naming_workers_lost_in_graphs()
     @torch.no_grad()
     def evaluate(self, read: Callable[[int], MicroBatch], count: int) -> Tensor:
-        """Mean loss over the micro-batches `read(0)` to `read(count - 1)`, shared by the workers. A scalar on the
-        host. Raises `WorkersLost`.
+        """Return the mean loss over the micro-batches `read(0)` to `read(count - 1)`, a scalar on the host.
 
-        In each round every worker takes one, and all learn of all losses: the mean has the same bits on each worker and
-        for every number of them, and none waits longer than for one forward pass. One that the last round has nothing
-        for takes the last again: all workers run the same graphs.
+        In each round every rank of the data axis evaluates one micro-batch, and all ranks gather all losses: the mean
+        has the same bits on every rank and for every number of ranks, and no rank waits longer than for one forward
+        pass. A rank for which the last round has no micro-batch evaluates the last one again, so that all workers run
+        the same graphs. Raises `WorkersLost`.
         """
         rounds: list[Tensor] = []
         mesh = self.backend.mesh
@@ -136,131 +138,43 @@ class Program:
             self.backend.end_graph()
         return torch.cat([self.backend.to_host(losses) for losses in rounds])[:count].mean()
 
-    @torch.no_grad()
-    def is_finite(self) -> Tensor:
-        """Are all weights of the model numbers? One that is not stays so, whatever the gradients are. [1] on the
-        device.
-        """
-        is_finite_1 = self.backend.all_reduce(self._find_bad_weights(), "tensor", "max") == 0
-        self.backend.end_graph()
-        return is_finite_1
-
-    def digests(self) -> dict[str, int]:
-        """A 63-bit hash over the bytes of each part of the state that all workers of the data axis hold whole: equal on
-        them as long as their bits are.
-        """
-        parts = {"weights": [each for bucket in self.buckets for each in bucket.weights]}
-        if not self.optimizer.is_sharded:
-            parts |= {"first moments": self.optimizer.exp_avg_S, "second moments": self.optimizer.exp_avg_sq_S}
-            if any(bucket.dtype != torch.float32 for bucket in self.buckets):
-                parts["master weights"] = self.optimizer.state()["weight"]
-        return {name: _digest(map(self.backend.to_host, tensors)) for name, tensors in parts.items()}
-
-    def held_state(self) -> dict[StateSlice, Tensor]:
-        """All of the state that this worker holds: flat tensors on the host.
-
-        After they were written to, `update_weights` has to be called.
-        """
-        self._host_state = self._copy_to_host()
-        return self._slice_state(self._host_state, is_owned=False)
-
-    def begin_snapshot(self) -> Callable[[], dict[StateSlice, Tensor]]:
-        """Begin to copy to the host what this worker alone answers for of `held_state`: all workers' copies together
-        are the state, each element once. Returns a function that returns the copy once it is there, in any thread.
-
-        The copy lasts until the next one begins, for which the caller has to have waited for this one.
-        """
-        # A view of a tensor on a lazy device would be a graph of its own.
-        state = self._copy_to_host() if self.backend.is_lazy else self.optimizer.state()
-        return self._snapshots.begin(self._slice_state(state, is_owned=True))
-
-    @torch.no_grad()
-    def update_weights(self) -> None:
-        """Make the model's weights those of the state. All workers call it."""
-        self._snapshots.hold()
-        for kind, tensors in self.optimizer.state().items():
-            for held, written in zip(tensors, self._host_state.pop(kind, tensors), strict=True):
-                if written is not held:
-                    held.copy_(self.backend.place(written))
-        self.optimizer.update_weights()
-        self.backend.end_graph()
-
-    def shapes(self) -> dict[str, torch.Size]:
-        """Of the model's full parameters, by name."""
-        layouts = self.model.layouts()
-        return {name: layouts[name].full_shape(each.shape) for name, each in self.model.named_parameters()}
-
-    def _copy_to_host(self) -> dict[StateKind, list[Tensor]]:
-        """The optimizer's state; itself where the device is the host."""
-        return {kind: list(map(self.backend.to_host, held)) for kind, held in self.optimizer.state().items()}
-
-    def _slice_state(self, state: Mapping[StateKind, Sequence[Tensor]], is_owned: bool) -> dict[StateSlice, Tensor]:
-        mesh, layouts = self.backend.mesh, self.model.layouts()
-        slices: dict[StateSlice, Tensor] = {}
-        for number, bucket in enumerate(self.buckets):
-            is_copy = bucket.sum_axis is not None and mesh.index(bucket.sum_axis) > 0
-            if is_owned and is_copy:
-                continue
-            share = bucket.size // mesh.data_parallel_size
-            first = mesh.index("data") * share
-            begin = first if self.optimizer.is_sharded else 0  # of what is held
-            start, stop = (first, first + share) if is_owned else (begin, begin + len(self.optimizer.exp_avg_S[number]))
-            for name, run_start, run_stop, place in bucket.runs(start, stop):
-                box = layouts[name].box(bucket.parameters[name].shape)
-                for kind, held in state.items():
-                    elements = held[number][place - begin :][: run_stop - run_start]
-                    slices[StateSlice(kind, name, box, run_start, run_stop)] = elements
-        return slices
-
-    def _make_buckets(self) -> list[Bucket]:
-        backend, parameters = self.backend, dict(self.model.named_parameters())
-        num_blocks = choose_num_blocks(self.recipe.batch.num_micro_batches, backend.mesh.data_parallel_size)
-        new_bucket = partial(SeparateBucket, place=backend.place, to_host=backend.to_host)
-        return make_buckets(parameters, self.model.layouts(), num_blocks, new_bucket if backend.is_lazy else Bucket)
-
     def _cast_buckets(self) -> None:
-        """Give the model's weights the types that it computes with.
+        """Store the model's weights in the types that it computes with.
 
-        What autocast would round at each use is rounded once an update, without a pass over the weights and one over
-        their gradients for each micro-batch. Without compilation or a split head these are autocast's bits; else the
-        gradients of a weight that is used several times are rounded once more. A lazy device leaves it to autocast.
+        A weight that is only multiplied with is rounded to `train.dtype` once an update, where autocast would round it
+        at each use: without one pass over the weights and one over their gradients for each micro-batch. The bits are
+        autocast's where nothing is compiled and the language-model head is not sharded; otherwise gradients of a weight
+        that is used several times are rounded once more.
         """
-        train, rounded = self.recipe.train, self.model.weights_of_products()
+        train, only_multiplied = self.recipe.train, self.model.linear_weights()
         for bucket in self.buckets:
-            is_rounded = not self.backend.is_lazy and bucket.parameters.keys() <= rounded
+            is_rounded = self.backend.rounds_weights and bucket.parameters.keys() <= only_multiplied
             bucket.cast(DTYPES[train.dtype if is_rounded else train.param_dtype])
 
-    def _make_sum(self, size: int) -> TreeSum | RunningSum | HeldSum:
-        """Of gradients, or of losses."""
-        if self.backend.is_lazy:
-            return HeldSum(self.backend.place(torch.zeros(size)))
-        return TreeSum() if self.recipe.train.reduction == "exact" else RunningSum()
+    def _forget_step(self) -> None:
+        """Free what the last step kept: the next one needs the memory."""
+        self._own_gradients = ()
+        self._own_losses.clear()
 
     def _add_gradients(self, micro_batch: MicroBatch) -> None:
-        """And the loss. When this returns, nothing else of the pass is alive."""
+        """Add a micro-batch's loss and gradients to the step's sums. Afterwards nothing else of the pass is alive."""
         loss = self._loss(micro_batch)
         gradients = deque(torch.autograd.grad(loss, self._parameters))
         for bucket, total in zip(self.buckets, self._sums, strict=True):  # frees a bucket's gradients as it adds them
             total.add(bucket.flatten(gradients.popleft() for _ in bucket.parameters))
-        if not self.backend.is_lazy:
-            self._own_losses.append(loss.detach().reshape(1).clone())  # the sum consumes what it is given
-        self._losses.add(loss.detach().reshape(1))
+        loss_1 = loss.detach().reshape(1)
+        self._own_losses += [kept_1.clone() for kept_1 in self.backend.keep(loss_1)]  # the sum may overwrite loss_1
+        self._losses.add(loss_1)
 
     def _gather_losses(self, micro_batch: MicroBatch) -> Tensor:
-        """The loss of this worker's, and those of the others' at the same time."""
-        loss = self._loss(micro_batch)
-        return self.backend.all_gather(loss.reshape(1), "data")
-
-    def _find_bad_weights(self) -> Tensor:
-        """[1]: 1 where one of this worker's weights is no number."""
-        weights = [each for bucket in self.buckets for each in bucket.weights]
-        extremes = [extreme for each in weights for extreme in (each.min(), each.max())]
-        return torch.stack(extremes).isfinite().all().logical_not().float().reshape(1)
+        """Return the ranks' losses of their micro-batches. Nothing else of the pass is alive afterwards."""
+        return self.backend.all_gather(self._loss(micro_batch).reshape(1), "data")
 
     def _loss(self, micro_batch: MicroBatch) -> Tensor:
-        # Outside of what is compiled: AOTAutograd keeps no graph that enters it, and traces that again at each start.
+        # The context stays outside of the compiled function: AOTAutograd does not cache a graph that enters autocast,
+        # and would trace it again at each start.
         with self.backend.autocast(self.recipe.train.dtype):
-            return self._run_loss(*micro_batch.to(self.backend.device))
+            return self._run_loss(*micro_batch.sent_by(self.backend.send))
 
     def _micro_loss(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         hidden_BSD = self.model(tokens_BS[:, :-1], positions_BS)
@@ -271,10 +185,3 @@ class Program:
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
-
-
-def _digest(tensors: Iterable[Tensor]) -> int:
-    digest = xxhash.xxh3_64()
-    for tensor in tensors:
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)  # numpy has no bfloat16
-    return digest.intdigest() >> 1

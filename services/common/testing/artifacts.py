@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from services.common.artifacts.checkpoint import (
@@ -14,9 +15,11 @@ from services.common.artifacts.checkpoint import (
 from services.common.artifacts.compile_cache import CompileCacheManifest, CompileCachePayload
 from services.common.artifacts.manifest import InputLink
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe, fingerprint, identity
 
 ID = "0123456789abcdef"
+CORPUS = InputLink(schema_id="corpus/2", path="/corpus/small", id="fedcba9876543210", content_digest="0" * 64)
+FACTS = {"torch": "none"}
 FILES = {"graphs/ab/inner/one.bin": b"one" * 100, "graphs/two.bin": b"two" * 100, "three.json": b"{}"}
 
 
@@ -28,8 +31,8 @@ def fill(workspace: Workspace, files: Mapping[str, bytes] = FILES, inputs: tuple
         path.write_bytes(content)
     payload = CompileCachePayload(
         target="cpu",
-        program_fingerprint="0" * 64,
-        facts={"torch": "none"},
+        program_fingerprint=fingerprint(FACTS),
+        facts=FACTS,
         graphs_compiled=2,
         graphs_missed_by_verification=0,
         world_size_traced=1,
@@ -45,12 +48,25 @@ def address_in(root: Path, identifier: str = ID) -> Address:
 def publish(
     root: Path, recipe: Recipe, identifier: str = ID, build: Callable[[Workspace], Draft] = fill
 ) -> tuple[Artifact[CompileCacheManifest], bool]:
-    """A compile cache, and whether it is new."""
-    return publish_once(address_in(root, identifier), CompileCacheManifest, "compiler", recipe, build)
+    """A compile cache that says of its program what is true of the recipe, and whether it is new."""
+
+    def build_of_recipe(workspace: Workspace) -> Draft:
+        draft = build(workspace)
+        facts = {**draft.payload.facts, "recipe": identity(recipe, "compile_cache")}
+        said = {
+            "target": recipe.parallel.device,
+            "facts": facts,
+            "program_fingerprint": fingerprint(facts),
+            "world_size_traced": recipe.parallel.num_workers,
+        }
+        return replace(draft, payload=draft.payload.model_copy(update=said))
+
+    address = Address(root, "compile_cache", recipe.name, identifier)
+    return publish_once(address, CompileCacheManifest, "compiler", recipe, build_of_recipe)
 
 
 def publish_checkpoint(
-    root: Path, recipe: Recipe, step: int, waivers: tuple[str, ...] = (), inputs: tuple[InputLink, ...] = ()
+    root: Path, recipe: Recipe, step: int, waivers: tuple[str, ...] = (), inputs: tuple[InputLink, ...] = (CORPUS,)
 ) -> Artifact[CheckpointManifest]:
     """A checkpoint whose file has no bytes."""
     run = f"{recipe.name}-{0:08x}"

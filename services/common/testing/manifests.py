@@ -9,7 +9,7 @@ from typing import Any
 
 from services.common.artifacts.files import describe_files
 from services.common.artifacts.manifest import MANIFEST, read_sealed
-from services.common.recipe import fingerprint
+from services.common.recipe.schema import fingerprint
 
 Fields = dict[str, Any]
 

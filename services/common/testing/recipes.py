@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.recipe import Recipe
-from services.common.recipe_file import load_recipe
+from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import Recipe
 
 _SMALL: dict[str, dict[str, Any]] = {
     "": {"name": "small"},

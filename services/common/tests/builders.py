@@ -13,8 +13,8 @@ from typing import Any
 from services.common.artifacts import process
 from services.common.artifacts.attempt import ATTEMPT_VARIABLE
 from services.common.artifacts.store import Draft, Workspace
-from services.common.entry_point import exit_code_of
-from services.common.recipe import Recipe
+from services.common.process.entry_point import exit_code_of
+from services.common.recipe.schema import Recipe
 from services.common.testing import fork_server
 from services.common.testing.artifacts import fill, publish
 from services.common.testing.waiting import wait_until

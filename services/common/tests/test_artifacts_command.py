@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,13 +31,12 @@ from services.common.artifacts.store import (
     Draft,
     Workspace,
     find_artifact,
-    publish_once,
 )
-from services.common.entry_point import exit_code_of
-from services.common.recipe import Recipe
+from services.common.process.entry_point import exit_code_of
+from services.common.recipe.schema import Recipe, fingerprint
 from services.common.testing.artifacts import ID, address_in, fill, publish, publish_checkpoint
 from services.common.testing.fork_server import start_process
-from services.common.testing.manifests import reseal
+from services.common.testing.manifests import Fields, reseal
 from services.common.testing.recipes import make_recipe
 from services.common.testing.waiting import wait_until
 from services.common.tests.builders import REPOSITORY, publish_slowly, write_foreign_lock
@@ -101,6 +101,41 @@ def test_verify_ends_with_3_and_names_what_is_damaged(
     assert f"ok       {whole.path}" in printed.out
     assert f"DAMAGED  {torn.path}" in printed.out
     assert "three.json: xxh3-128 is" in printed.err
+
+
+def in_cache(**changes: Any) -> Callable[[Fields], object]:
+    """A change that goes into the payload, made by somebody who knows of the fingerprint too."""
+
+    def change(fields: Fields) -> None:
+        cache = fields["compile_cache"]
+        cache.update(changes)
+        cache["program_fingerprint"] = fingerprint(cache["facts"])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda fields: fields["compile_cache"]["facts"].update(torch="9.9"), "its facts hash to "),
+        (lambda fields: fields["compile_cache"].update(program_fingerprint="0" * 64), "is 000000000000"),
+        (in_cache(facts={"torch": "none"}), "the identity of its facts' recipe: "),
+        (in_cache(facts={"recipe": {"model.hidden_size": 1}}), "the identity of its facts' recipe: "),
+        (in_cache(target="cuda"), "target: cuda, expected cpu"),
+        (in_cache(world_size_traced=7), "world_size_traced: 7, expected 1"),
+        (lambda fields: fields.update(files=fields["files"][-1:]), "whether it has files of graphs: False"),
+    ],
+)
+def test_verify_holds_a_compile_cache_against_its_facts_and_its_recipe(
+    root: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str], change: Callable[[Fields], object], said: str
+) -> None:
+    artifact, _ = publish(root, recipe)
+    assert run("verify", root) == 0
+    reseal(artifact.path, change)
+
+    assert run("verify", root) == 3
+
+    assert said in capsys.readouterr().err
 
 
 def test_verify_where_nothing_is_published_ends_with_3(tmp_path: Path) -> None:
@@ -301,7 +336,7 @@ def test_an_artifact_is_seen_whatever_its_recipe_is_called(
     recipe = make_recipe(tmp_path, name=f'"{name}"')
     addresses = [Address(root, "compile_cache", name, identifier) for identifier in ("a" * 16, "b" * 16)]
     for address in addresses:
-        publish_once(address, CompileCacheManifest, "compiler", recipe, fill)
+        publish(root, recipe, address.id)
     left = make_folder(addresses[0].beside(PARTIAL_SUFFIX))
 
     for command in ("list", "verify"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import DeviceError, RecipeError, StorageError
-from services.common.launch.batch_node import (
+from services.common.launch.batch.node import (
     MOST_RECIPE_BYTES,
     RECIPE_VARIABLE,
     RECIPES,
@@ -216,7 +216,7 @@ def test_a_command_that_is_no_program_ends_with_2(tmp_path: Path) -> None:
     (tmp_path / ROOT_MARKER).touch()
     words = ["no-such-python", "-m", "services.trainer", "--recipe", "none", "--root", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", "services.common.launch.batch", "--", *words],
+        [sys.executable, "-m", "services.common.launch.batch.job", "--", *words],
         cwd=REPOSITORY,
         env={**os.environ, "AWS_BATCH_JOB_ID": "3b1f"},
         capture_output=True,

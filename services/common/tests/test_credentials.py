@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from services.common.artifacts.manifest import InputLink
-from services.common.credentials import MASK, is_secret, mask
 from services.common.errors import ArtifactError, RecipeError
-from services.common.recipe import Recipe, Section, Source
-from services.common.recipe_file import load_recipe
-from services.common.telemetry import JsonLines, configure_logging
+from services.common.input.credentials import MASK, is_secret, mask
+from services.common.process.telemetry import JsonLines, configure_logging
+from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import Recipe, Section, Source
 from services.common.testing.recipes import recipe_text, write_recipe
 
 REPOSITORY = Path(__file__).parents[3]
@@ -172,9 +172,30 @@ def test_no_recipe_and_no_manifest_of_ours_is_taken_for_one_with_credentials() -
         assert mask(text) == text, path
 
 
+def test_a_long_text_that_almost_holds_credentials_is_looked_at_in_seconds() -> None:
+    """These took minutes while the time grew with the square of the length."""
+    texts = ["x:.=,", "(arn:", "=sha256:", "eyJsk-"]
+    code = (
+        f"from services.common.input.credentials import mask\nfor text in {texts}: mask(text * (200_000 // len(text)))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False, timeout=60)
+
+    assert done.returncode == 0
+
+
+def test_a_message_is_no_longer_than_a_person_reads_and_no_part_of_an_address_is_in_it() -> None:
+    address = f"https://user:{MARKER * 10_000}@host/a"
+
+    message = str(ArtifactError(f"begin {address} end"))
+
+    assert message == "begin [...] end"
+    assert str(ArtifactError("word " * 10_000)) == "word " * 10_000
+
+
 def test_a_traceback_of_a_bug_is_masked() -> None:
     program = f"""
-from services.common.entry_point import run_program
+from services.common.process.entry_point import run_program
 def main(argv):
     try:
         raise OSError(5000, "https://user:{"MARK"}" + "ER4711@host/")

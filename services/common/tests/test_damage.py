@@ -145,6 +145,7 @@ def rewrite(**changes: object) -> Callable[[Path], None]:
         (rewrite(schema="compile_cache/2"), "schema 'compile_cache/2', this program reads 'compile_cache/1'"),
         (rewrite(surprise=1), "does not follow compile_cache/1"),
         (rewrite(created_at="2026-01-01T00:00:00"), "created_at: Input should have timezone info"),
+        (rewrite(name="x" * 10_001), "name: String should have at most 10000 characters"),
         (rewrite(files=[{}] * 1_000), "and 3,990 more"),
         (rewrite(files=[{}] * 2_001), "\n    and 7,994 more: missing"),
         (replace_by('{"files": [' + "1," * 300_000 + "1]}"), "it lists 300,001 files, expected at most 300,000"),

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from services.common.artifacts.store import published_ids
-from services.common.entry_point import exit_code_of
 from services.common.errors import (
     ArtifactError,
     DeviceError,
@@ -24,6 +23,7 @@ from services.common.errors import (
     WorkersLost,
     explain_storage_error,
 )
+from services.common.process.entry_point import exit_code_of
 from services.common.testing.artifacts import address_in, publish
 from services.common.testing.recipes import make_recipe, write_recipe
 from services.common.tests.builders import REPOSITORY

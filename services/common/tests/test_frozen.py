@@ -19,8 +19,8 @@ import pytest
 
 from services.common.launch import fork_server
 from services.common.launch.guard import semaphore_prefix
-from services.common.launch.process_family import MARK, STOPPED_SECONDS, is_stopped
-from services.common.stop_signals import REPEAT_SECONDS, say_if_heard
+from services.common.launch.process_family import MARK, STOPPED_SECONDS, find_family, is_stopped
+from services.common.process.stop_signals import REPEAT_SECONDS, say_if_heard
 from services.common.testing.waiting import wait_until
 from services.common.tests.builders import REPOSITORY
 
@@ -145,6 +145,31 @@ def test_nothing_is_left_in_shared_memory_where_who_would_remove_it_was_killed_b
     process.communicate()
 
     require_nothing_left(tmp_path, family, mark)
+
+
+HALF_ENDED = """
+import ctypes, os, platform, subprocess, sys, threading, time
+child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
+print(os.getpid(), child.pid, flush=True)
+threading.Thread(target=time.sleep, args=(600,)).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit, of this thread alone
+"""
+
+
+def test_a_process_that_is_ending_is_waited_for_whoever_has_started_it_and_its_children_are_not_killed() -> None:
+    """A worker whose parent is gone, and which has given its memory back, still holds its lock of a folder."""
+    with subprocess.Popen([sys.executable, "-c", HALF_ENDED], stdout=subprocess.PIPE, text=True) as ending:
+        assert ending.stdout is not None
+        _, child = map(int, ending.stdout.readline().split())
+        try:
+            wait_until(lambda: psutil.Process(ending.pid).status() == psutil.STATUS_ZOMBIE)
+            found = {process.pid for process in find_family(command=-1, sessions=(), mark="of-nobody")}
+        finally:
+            os.kill(child, signal.SIGKILL)
+            ending.kill()
+
+    assert ending.pid in found
+    assert child not in found
 
 
 def is_watching(guard: int) -> bool:

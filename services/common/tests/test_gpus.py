@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import DeviceError
-from services.common.gpu_peaks import find_peak, sum_peaks
-from services.common.nvidia_smi import VISIBLE_VARIABLE, describe_kinds, list_gpus, list_visible_gpus
+from services.common.hardware.gpu_peaks import find_peak, sum_peaks
+from services.common.hardware.nvidia_smi import VISIBLE_VARIABLE, describe_kinds, list_gpus, list_visible_gpus
 from services.common.testing.gpus import H200, install_gpus, install_nvidia_smi
 
 L4 = H200 | {"name": "NVIDIA L4", "compute_cap": "8.9", "memory.total": "23034"}

@@ -7,10 +7,10 @@ import socket
 
 import pytest
 
-from services.common.entry_point import exit_code_of
 from services.common.errors import HardwareFault, RecipeError, WorkersLost
-from services.common.hardware_faults import explain_hardware_fault, naming_hardware_faults
+from services.common.hardware.faults import explain_hardware_fault, naming_hardware_faults
 from services.common.launch.launcher import name_the_cause
+from services.common.process.entry_point import exit_code_of
 
 FAULTS = {
     "INTERNAL: nrt_execute failed: NRT_EXEC_HW_ERR_HBM_UE": "NRT_EXEC_HW_ERR_HBM_UE",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ArtifactError, LimitError, StorageError, TryAgain, UnreadableError
-from services.common.input_file import (
+from services.common.input.files import (
     MAX_KEYS,
     MAX_VALUES,
     InputFileError,
@@ -141,8 +141,8 @@ def test_a_lack_that_nobody_explained_ends_with_its_limit_and_no_traceback(
     program = (
         "import resource, sys\n"
         "from pathlib import Path\n"
-        "from services.common.entry_point import run_program\n"
-        "from services.common.input_file import read_file\n"
+        "from services.common.process.entry_point import run_program\n"
+        "from services.common.input.files import read_file\n"
         "def main(argv):\n"
         "    held = []\n"
         f"    resource.setrlimit(resource.{limit}, (1 << 30 if sys.argv[1] == 'RLIMIT_AS' else 64,) * 2)\n"

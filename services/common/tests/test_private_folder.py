@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import StorageError, WorkersLost
-from services.common.private_folder import private_base, private_folder, require_private
+from services.common.process.private_folder import private_base, private_folder, require_private
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from services.common.artifacts.store import (
     published_ids,
 )
 from services.common.errors import ArtifactError, TryAgain
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 from services.common.testing.artifacts import FILES, ID, address_in, fill, publish
 from services.common.testing.fork_server import start_process
 from services.common.testing.recipes import make_recipe

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import StorageError
-from services.common.launch.batch_node import BatchNode
-from services.common.launch.ray_token import offering_token, read_token
+from services.common.launch.batch.node import BatchNode
+from services.common.launch.batch.ray_token import offering_token, read_token
 
 HEAD = "10.0.0.7"
 NODE = BatchNode("3b1f", attempt=1, index=1, num_nodes=2, main_index=0, main_address=HEAD)

@@ -14,8 +14,8 @@ import pytest
 
 from services.common.artifacts.corpus import SPLITS, CorpusManifest, Split, SplitCounts, Vocabulary, tail_path
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
-from services.common.entry_point import exit_code_of
-from services.common.readiness import main
+from services.common.process.entry_point import exit_code_of
+from services.common.process.readiness import main
 from services.common.testing.artifacts import fill, publish
 from services.common.testing.corpora import corpus_payload
 from services.common.testing.recipes import make_recipe, write_recipe
@@ -181,7 +181,7 @@ def test_what_the_stage_does_not_take_is_told_with_its_platform(
 
 def test_the_head_image_can_ask() -> None:
     """It has no torch, and no stage."""
-    program = "import sys, services.common.readiness; print(*sorted(sys.modules), sep='\\n')"
+    program = "import sys, services.common.process.readiness; print(*sorted(sys.modules), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
 
     loaded = done.stdout.split()

@@ -12,12 +12,12 @@ from pydantic import BaseModel
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import LOCK_SUFFIX, Address, artifact_id, find_artifact, publish_once
-from services.common.command_line import StageParser
-from services.common.derived import derive, describe
 from services.common.errors import RecipeError
-from services.common.presets import MODEL_PRESETS
-from services.common.recipe import MAX_NAME_LENGTH, Cluster, Identity, Kind, Model, Recipe, identity, stage_nodes
-from services.common.recipe_file import load_recipe
+from services.common.process.command_line import StageParser
+from services.common.recipe.derived import derive, describe
+from services.common.recipe.file import load_recipe
+from services.common.recipe.presets import MODEL_PRESETS
+from services.common.recipe.schema import MAX_NAME_LENGTH, Cluster, Identity, Kind, Model, Recipe, identity, stage_nodes
 from services.common.testing.artifacts import fill
 from services.common.testing.recipes import make_recipe, write_recipe
 
@@ -351,6 +351,7 @@ def test_a_path_that_cannot_be_read_is_a_recipe_error(tmp_path: Path, name: str,
         ("corpus.sources", "[" * 5_000, "--corpus.sources: cannot be read: nested deeper than 64"),
         ("model.vocab_size", '"' + "x" * 100_000 + '"', "model.vocab_size: got 'xxx"),
         ("corpus.sources", "[1" + ", 1" * 1_000 + "]", "and 991 more"),
+        ("corpus.sources", "[" + "1, " * 10_001 + "]", "corpus: sources: 10,001 entries, expected at most 10,000"),
         ("corpus.sources", '[{ uri = "a\\u0000b" }]', r"corpus.sources.0.uri: 'a\\x00b' has a NUL character"),
         ("tokenizer.model", "a\0b", r"tokenizer.model: 'a\\x00b' has a NUL character"),
         ("tokenizer.model", "\udcff", "--tokenizer.model: cannot be read"),

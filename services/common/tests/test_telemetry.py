@@ -11,9 +11,15 @@ from pathlib import Path
 import pytest
 import rich.console
 
-from services.common import telemetry
 from services.common.artifacts.phase_timer import PhaseTimer
-from services.common.telemetry import JsonLines, configure_logging, read_json_lines, read_last_json_line, show_progress
+from services.common.process import telemetry
+from services.common.process.telemetry import (
+    JsonLines,
+    configure_logging,
+    read_json_lines,
+    read_last_json_line,
+    show_progress,
+)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""Text to ids and back, by the library that defines a vocabulary: for prompts and samples that people write and read.
+"""Conversion between text and token ids by the library that defines a vocabulary, for prompts and samples.
 
-Corpora come from `services.tokenizer`, which gives the same ids faster.
+`services.tokenizer` encodes corpora: it returns the same ids, and is faster.
 """
 
 from __future__ import annotations
@@ -11,39 +11,42 @@ from typing import NamedTuple
 
 from services.common.artifacts.corpus import Vocabulary, VocabularyKind
 from services.common.errors import ArtifactError
-from services.common.input_file import read_file, unreadable
+from services.common.input.files import read_file, unreadable
 
 
 class Codec(NamedTuple):
+    """Functions that convert text to token ids and back."""
+
     encode: Callable[[str], list[int]]
-    """Without BOS and EOS; the text of a special token is text."""
+    """Return the ids of a text, without BOS and EOS. The name of a special token in it is encoded as text."""
     decode: Callable[[list[int]], str]
-    """Raises `LookupError` for an id that is not in the vocabulary."""
+    """Return the text of ids. Raises `LookupError` for an id that is not in the vocabulary."""
 
 
 def load_codec(path: Path, vocabulary: Vocabulary) -> Codec:
-    """The codec of a vocabulary's file, which `listed_file` has checked. Each kind loads its own library alone.
+    """Load the codec of a vocabulary's file, which `listed_file` has checked, with the library of its kind.
 
-    Raises `ArtifactError` when that library does not take the file.
+    Raises `ArtifactError` where that library refuses the file.
     """
     try:
         content = read_file(path)
     except OSError as error:
         raise unreadable(path, error) from error
-    if not content:  # SentencePiece takes it for a model without pieces
-        raise ArtifactError(f"{path}: has no bytes, so it is no vocabulary.")
+    if not content:  # SentencePiece accepts it as a model without pieces
+        raise ArtifactError(f"{path} is empty, so it is no vocabulary.")
     try:
         codec = _LOADERS[vocabulary.kind](content, vocabulary)
     except ArtifactError as error:
         raise ArtifactError(f"{path}: {error}") from error
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # what the libraries raise for other files
-        raise ArtifactError(f"{path}: is no {vocabulary.kind} vocabulary: {error}") from error
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # the libraries raise these for other files
+        raise ArtifactError(f"{path} is no {vocabulary.kind} vocabulary: {error}") from error
 
     def encode(text: str) -> list[int]:
         ids = codec.encode(text)
         if max(ids, default=0) >= vocabulary.vocab_size:
             raise ArtifactError(
-                f"{path}: makes the id {max(ids):,} of a text, the manifest says it has {vocabulary.vocab_size:,}."
+                f"{path} encodes a text with the id {max(ids):,}, and its manifest has vocab_size = "
+                f"{vocabulary.vocab_size:,}."
             )
         return ids
 
@@ -63,9 +66,9 @@ def _load_tokenizer_json(content: bytes, vocabulary: Vocabulary) -> Codec:
     tokenizer = load_tokenizer(content)
 
     def decode(ids: list[int]) -> str:
-        unknown = [token for token in ids if token >= vocabulary.vocab_size]  # decode() leaves them out
+        unknown = [token for token in ids if token >= vocabulary.vocab_size]  # decode() omits them
         if unknown:
-            raise LookupError(f"{unknown[0]:,} is none")
+            raise LookupError(f"{unknown[0]:,} is not an id of the vocabulary")
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     return Codec(lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids), decode)

@@ -1,4 +1,4 @@
-"""A SentencePiece model: loading it, and the settings in its file that decide how text becomes ids."""
+"""SentencePiece models: loading a model, and reading the settings by which it turns text into ids."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import sentencepiece
 
 from services.common.errors import ArtifactError
 
-# Field numbers of sentencepiece_model.proto. The Python classes that sentencepiece brings for it want a newer protobuf
-# than the Neuron images have, and nine fields need no generated code.
+# Field numbers of sentencepiece_model.proto. Nine fields need no generated code, and the Python classes that come with
+# sentencepiece need a newer protobuf than the Neuron images have.
 _PIECE, _TRAINER_SPEC, _NORMALIZER_SPEC = 1, 2, 3
 _PIECE_TYPE = 3
 _MODEL_TYPE, _WHITESPACE_AS_SUFFIX = 3, 24
@@ -24,21 +24,21 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 @dataclass(frozen=True)
 class SentencePieceSettings:
-    """The file's settings, with the defaults of sentencepiece_model.proto for what it leaves out."""
+    """Settings in a model's file, with the defaults of sentencepiece_model.proto for those that it leaves out."""
 
     is_bpe: bool
     changes_characters: bool
-    """A table of the normaliser replaces characters."""
+    """Whether a table of the normaliser replaces characters."""
     adds_dummy_prefix: bool
     removes_extra_whitespaces: bool
     escapes_whitespaces: bool
     puts_whitespace_last: bool
     has_user_defined_pieces: bool
-    """Pieces that are cut out of the text before anything is merged."""
+    """Whether there are pieces that are cut out of a text before anything is merged."""
 
 
 def load_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
-    """Raises `ArtifactError` for bytes that are no SentencePiece model."""
+    """Load a model from its bytes. Raises `ArtifactError` where they are no SentencePiece model."""
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except (RuntimeError, ValueError) as error:
@@ -47,7 +47,7 @@ def load_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
 
 @lru_cache(maxsize=1)  # 0.2 s in Python for 32,000 pieces
 def read_settings(model: bytes) -> SentencePieceSettings:
-    """The settings of a model that `load_model` has accepted."""
+    """Return the settings of a model that `load_model` has accepted."""
     trainer: dict[int, int | bytes] = {}
     normalizer: dict[int, int | bytes] = {}
     has_user_defined_pieces = False
@@ -71,7 +71,7 @@ def read_settings(model: bytes) -> SentencePieceSettings:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of a protobuf message (protobuf.dev/programming-guides/encoding)."""
+    """Yield number and value of each field of a protobuf message (protobuf.dev/programming-guides/encoding)."""
     at = 0
     while at < len(message):
         tag, at = _read_varint(message, at)

@@ -1,6 +1,6 @@
-"""A tiktoken file holds ranks alone, so its regular expression and its special tokens are Llama 3's.
+"""tiktoken files, which hold ranks alone: the regular expression and the special tokens here are those of Llama 3.
 
-Source: github.com/meta-llama/llama3, llama/tokenizer.py.
+Their source is llama/tokenizer.py of github.com/meta-llama/llama3.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ LLAMA3_SPECIAL_TOKENS = (
     *("<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"),
     *(f"<|reserved_special_token_{number}|>" for number in range(5, 251)),
 )
-"""Above the ranks, in this order."""
+"""Special tokens, whose ids follow the ranks in this order."""
 
 
 def load_encoding(content: bytes) -> tiktoken.Encoding:
-    """It takes the text of special tokens as text when it encodes with `disallowed_special=()`."""
+    """Load the encoding of a tiktoken file.
+
+    With `disallowed_special=()` it encodes the name of a special token in a text as text. Raises `ArtifactError`.
+    """
     ranks = read_ranks(content)
     special_tokens = {token: len(ranks) + index for index, token in enumerate(LLAMA3_SPECIAL_TOKENS)}
     return tiktoken.Encoding("tokenizer", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens)
 
 
 def read_ranks(content: bytes) -> dict[bytes, int]:
-    """Token to rank, of a tiktoken file: a line is a token in base64, a space and its rank.
+    """Return the rank of each token of a tiktoken file, whose lines are a token in base64, a space and its rank.
 
-    Raises `ArtifactError` for another kind of file, or when a byte has no token.
+    Raises `ArtifactError` for another kind of file, and where a byte has no token.
     """
     ranks = {}
     for number, line in enumerate(content.splitlines(), start=1):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.store import Artifact, publish_once
-from services.common.entry_point import run_program
 from services.common.launch.launcher import choose_launcher
-from services.common.recipe import Recipe, fingerprint
-from services.common.recipe_file import load_recipe
-from services.common.telemetry import configure_logging
+from services.common.process.entry_point import run_program
+from services.common.process.telemetry import configure_logging
+from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import Recipe, fingerprint
 from services.compiler.modules import COMPILER_PREFIX, FLAGS, GRAPH, find_modules
 from services.compiler.neuron_cache import build_neuron_cache
 from services.compiler.tests.neuronx_cc import VERSION

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from services.common.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of
 from services.common.testing.disks import mounted
 from services.common.testing.recipes import write_recipe
 from services.common.testing.waiting import wait_until

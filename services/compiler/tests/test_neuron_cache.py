@@ -22,16 +22,16 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.files import list_files, verify_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError, DeviceError, StorageError
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 from services.common.testing import fork_server
 from services.common.testing.recipes import load_with, write_recipe
 from services.common.testing.waiting import wait_until
 from services.compiler.estimate import ASSUMED_SECONDS_PER_MB, NodeSize, Rate, find_rate, makespan, read_records
 from services.compiler.fan_out import make_tasks
+from services.compiler.graph_plan import describe_plan, describe_published
 from services.compiler.modules import FLAGS, GRAPH, find_modules
 from services.compiler.neuron_cache import COMPILED
 from services.compiler.neuronx_cc import NO_COMPILER
-from services.compiler.plan import describe_plan, describe_published
 from services.compiler.tests import neuron_stage, neuronx_cc
 from services.compiler.tests.neuron_stage import FLAGS_OF_TRACE, publish_neuron_cache, write_graph
 
@@ -367,7 +367,7 @@ def test_a_killed_worker_is_replaced_and_its_graph_compiled_again(workplace: Wor
     neuronx_cc.behave(workplace.compiler, large="hang-once")
     process = start(workplace, launch, num_workers=1)
     at_work = wait_for_work(workplace, process, count=1)
-    group = next(each for each in at_work if "process_group.py" in " ".join(each.cmdline()))
+    group = next(each for each in at_work if "child_process_group.py" in " ".join(each.cmdline()))
     worker = group.parent()
     assert worker is not None
     assert worker.pid != process.pid

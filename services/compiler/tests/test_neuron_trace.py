@@ -16,7 +16,7 @@ from services.common.errors import DeviceError
 from services.common.program.backends.neuron_xla import MAX_COLLECTIVE_BYTES
 from services.common.program.fingerprint import program_facts
 from services.common.program.mesh import make_mesh
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 from services.common.testing.recipes import load_with, make_recipe, write_recipe
 from services.compiler.__main__ import main
 from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF

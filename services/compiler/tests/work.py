@@ -22,9 +22,9 @@ from services.common.program.backends.protocol import CacheReport
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import make_mesh
 from services.common.program.micro_batch import MicroBatch, make_synthetic_micro_batch
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 from services.common.testing.waiting import wait_until
 from services.compiler import trace
 
@@ -106,7 +106,7 @@ def trace_then_train(gang: Gang, environment: WorkerEnvironment) -> None:
 
 def begin(gang: Gang, environment: WorkerEnvironment) -> int:
     """A step and an evaluation; the graphs that the cache did not hold."""
-    group = WorkerGroup.join(environment.rank, environment.world_size, environment.rendezvous)
+    group = ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous)
     program, share = make_program(gang, gang.recipe, environment.rank)
     program.train_step(0, share)
     program.evaluate(lambda index: share[0], count=3)
@@ -121,11 +121,11 @@ def resume(gang: Gang, environment: WorkerEnvironment) -> int:
     Then rank 1 ends without a word, and rank 0, in its next step, leaves what that raises.
     """
     rank = environment.rank
-    group = WorkerGroup.join(rank, gang.fewer.parallel.num_workers, environment.rendezvous + "-again")
+    group = ProcessGroup.join(rank, gang.fewer.parallel.num_workers, environment.rendezvous + "-again")
     program, share = make_program(gang, gang.fewer, rank)
-    for tensor in program.held_state().values():
-        tensor.copy_(torch.zeros_like(tensor))
-    program.update_weights()
+    with program.state.writing() as held:
+        for tensor in held.values():
+            tensor.copy_(torch.zeros_like(tensor))
     program.train_step(7, share)
     group.barrier()
     missed = program.backend.cache_report().graphs_compiled

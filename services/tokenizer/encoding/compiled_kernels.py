@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from services.common.private_folder import require_private
+from services.common.process.private_folder import require_private
 
 SHIPPED_VARIABLE = "MILLRACE_COMPILED_KERNELS"
 

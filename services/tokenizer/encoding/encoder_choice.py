@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.common.artifacts.corpus import Vocabulary
-from services.common.input_file import read_file
+from services.common.input.files import read_file
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.encoding.chunk_tables import obstacle_to_chunks
 from services.tokenizer.encoding.encoder import Encoder

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.recipe import Source
+from services.common.recipe.schema import Source
 from services.tokenizer.sources import arrow, hub, jsonl, parquet, python_docs, text, wikicorpus
 from services.tokenizer.sources.document_limit import too_large
 from services.tokenizer.sources.file_range import FileRange, Format, InputFile

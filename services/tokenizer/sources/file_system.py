@@ -26,11 +26,11 @@ import pyarrow as pa
 import xxhash
 
 from services.common.artifacts.files import xxh3_of
-from services.common.credentials import holds_secret
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
-from services.common.input_file import reading_inputs, require_regular_file
-from services.common.limits import explain_lack
-from services.common.recipe import Source, fingerprint
+from services.common.input.credentials import holds_secret
+from services.common.input.files import reading_inputs, require_regular_file
+from services.common.process.limits import explain_lack
+from services.common.recipe.schema import Source, fingerprint
 from services.tokenizer.sources.file_range import Format, InputFile
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,11 @@ def list_paths(uris: list[str], file_format: Format, column: str) -> list[InputF
 
 
 def find_file_system(uri: str) -> tuple[Any, str]:
-    """The fsspec file system of a URI, and the path in it. Raises `DeviceError` when its package is missing."""
+    """The fsspec file system of a URI, and the path in it.
+
+    Raises `DeviceError` when its package is missing, `ArtifactError` when its server does not answer, and `RecipeError`
+    when it takes more than an address to open it.
+    """
     protocol = uri.partition("://")[0]
     if "::" in uri:
         raise RecipeError(f"{uri}: chained file systems (`::`) are not supported. Unpack the archive into a folder.")
@@ -110,6 +114,13 @@ def find_file_system(uri: str) -> tuple[Any, str]:
         raise DeviceError(
             f"{uri}: no file system called {protocol!r}. Install the fsspec package that provides it, or "
             f"use one of: file, http, s3, gs, hf (`python -c 'import fsspec; print(fsspec.available_protocols())'`)."
+        ) from error
+    except OSError as error:
+        raise explain_lack(error, uri) or ArtifactError(f"{uri}: cannot be read: {_reason(error)}.") from error
+    except Exception as error:  # whatever the package of a file system raises for an address without its options
+        raise RecipeError(
+            f"{uri}: {protocol}:// cannot be opened by its address alone ({_reason(error)}). Copy the files to a "
+            f"folder, or to a store whose addresses are read: file, http, s3, gs, hf."
         ) from error
     return file_system, path
 

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from services.common.errors import ArtifactError, DeviceError, MillraceError, RecipeError
-from services.common.recipe import Source
+from services.common.recipe.schema import Source
 from services.tokenizer.sources.file_range import Format, InputFile
 from services.tokenizer.sources.file_system import list_paths
 

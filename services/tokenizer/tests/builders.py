@@ -19,7 +19,7 @@ import sentencepiece
 
 from services.common.artifacts.corpus import CorpusManifest, Split
 from services.common.artifacts.store import Artifact, open_artifact
-from services.common.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of
 from services.common.testing import recipes
 from services.tokenizer.__main__ import main
 from services.tokenizer.vocabulary.training import train_vocabulary

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of
 from services.common.testing import fork_server
 from services.tokenizer.__main__ import main
 from services.tokenizer.tests.builders import Tool, ToolResult

@@ -19,8 +19,8 @@ import pytest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import Workspace, find_artifact
-from services.common.recipe import Recipe
-from services.common.recipe_file import load_recipe
+from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import Recipe
 from services.common.testing.seeds import draw_seed
 from services.common.testing.waiting import wait_until
 from services.tokenizer.build import make_tasks

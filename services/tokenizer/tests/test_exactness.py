@@ -71,7 +71,7 @@ def model(request: pytest.FixtureRequest) -> bytes:
 
 @functools.cache
 def python_documentation() -> Sequence[bytes]:
-    from services.common.recipe import Source  # noqa: PLC0415
+    from services.common.recipe.schema import Source  # noqa: PLC0415
 
     pieces = [piece for file in list_inputs(Source(uri=URI)) for piece in cut_file(file, 2**20, MAX_DOCUMENT_BYTES)]
     return tuple(

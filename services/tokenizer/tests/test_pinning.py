@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.recipe_file import load_recipe
+from services.common.recipe.file import load_recipe
 from services.tokenizer.tests.builders import REPOSITORY, write_recipe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

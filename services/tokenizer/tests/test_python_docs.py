@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ArtifactError, DeviceError
-from services.common.recipe import Source
+from services.common.recipe.schema import Source
 from services.tokenizer.sources import python_docs
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tests.builders import MAX_DOCUMENT_BYTES

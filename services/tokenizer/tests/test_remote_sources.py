@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.recipe import Source
+from services.common.recipe.schema import Source
 from services.tokenizer.sources import hub
 from services.tokenizer.sources.documents import list_inputs
 from services.tokenizer.sources.file_system import list_paths

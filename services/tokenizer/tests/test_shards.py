@@ -14,7 +14,7 @@ from services.common.artifacts.corpus import CorpusManifest, arrow_schema
 from services.common.artifacts.store import Artifact
 from services.common.artifacts.token_stream import TokenFile, TokenStream
 from services.common.errors import ArtifactError
-from services.common.limits import SPARE_MAPS
+from services.common.process.limits import SPARE_MAPS
 from services.tokenizer import build
 from services.tokenizer.tests.builders import (
     make_documents,

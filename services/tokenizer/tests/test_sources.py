@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.common.recipe import Source
-from services.common.recipe_file import load_recipe
+from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import Source
 from services.tokenizer.corpus_plan import plan_corpus
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tests.builders import (

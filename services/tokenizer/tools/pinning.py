@@ -8,9 +8,9 @@ from pathlib import Path
 
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import DeviceError, RecipeError
-from services.common.input_file import read_file
-from services.common.recipe import Source
-from services.common.recipe_file import MAX_RECIPE_BYTES, load_recipe
+from services.common.input.files import read_file
+from services.common.recipe.file import MAX_RECIPE_BYTES, load_recipe
+from services.common.recipe.schema import Source
 from services.tokenizer.sources.hub import DATASETS, is_commit
 from services.tokenizer.tools.tool_parser import ToolParser
 

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from services.common.command_line import require_text
 from services.common.errors import RecipeError
+from services.common.process.command_line import require_text
 
 
 class ToolParser(argparse.ArgumentParser):

@@ -13,10 +13,10 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from services.common.artifacts.manifest import write_durably
-from services.common.brought_files import offer_file
 from services.common.errors import ArtifactError, RecipeError, naming_the_place
-from services.common.recipe import Corpus, Source, VocabularyTraining
-from services.common.telemetry import configure_logging
+from services.common.launch.brought_files import offer_file
+from services.common.process.telemetry import configure_logging
+from services.common.recipe.schema import Corpus, Source, VocabularyTraining
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tools.tool_parser import ToolParser

@@ -8,7 +8,7 @@ import logging
 
 from services.common.artifacts.corpus import Vocabulary, VocabularyKind
 from services.common.errors import ArtifactError
-from services.common.recipe import Tokenizer
+from services.common.recipe.schema import Tokenizer
 from services.common.vocabularies.sentencepiece_model import load_model
 
 logger = logging.getLogger(__name__)

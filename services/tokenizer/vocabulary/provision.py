@@ -11,8 +11,8 @@ import xxhash
 from services.common.artifacts.corpus import Vocabulary
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import ArtifactError, RecipeError
-from services.common.input_file import read_file
-from services.common.recipe import Recipe, VocabularyTraining
+from services.common.input.files import read_file
+from services.common.recipe.schema import Recipe, VocabularyTraining
 from services.tokenizer.corpus_plan import CorpusPlan
 from services.tokenizer.scratch import VOCABULARY
 from services.tokenizer.sources.documents import read_documents

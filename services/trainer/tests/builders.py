@@ -34,7 +34,7 @@ from services.common.program.backends.torch_native import TorchNative
 from services.common.program.fingerprint import program_facts
 from services.common.program.mesh import Mesh
 from services.common.program.step import Program
-from services.common.recipe import Recipe, fingerprint
+from services.common.recipe.schema import Recipe, fingerprint
 from services.common.testing import recipes
 from services.common.testing.corpora import corpus_payload
 from services.trainer.job import Job, run_name

@@ -15,7 +15,7 @@ from services.common.artifacts.lease import hold_lease
 from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.metrics import read_metrics
+from services.trainer.metrics.records import read_metrics
 from services.trainer.tests.builders import building_jobs
 
 GOLDEN = Path(__file__).with_name("golden_numbers.json")

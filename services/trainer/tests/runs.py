@@ -18,13 +18,13 @@ import xxhash
 
 from services.common.artifacts.checkpoint import CheckpointManifest, step_of
 from services.common.artifacts.store import open_artifact
-from services.common.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of
 from services.common.program.llama import parameter_shapes
 from services.common.program.state import StateKind, StateSlice
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 from services.trainer.__main__ import main
-from services.trainer.metrics import read_metrics
-from services.trainer.shards import ShardReader
+from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.metrics.records import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

@@ -17,12 +17,12 @@ from services.common.artifacts.checkpoint import shard_name
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import read_sealed
 from services.common.artifacts.store import Artifact
-from services.common.brought_files import offered_files
-from services.common.entry_point import exit_code_of
+from services.common.launch.brought_files import offered_files
+from services.common.process.entry_point import exit_code_of
 from services.common.testing.disks import mounted, remount
 from services.common.testing.waiting import wait_until
 from services.trainer.__main__ import main
-from services.trainer.report import read_state
+from services.trainer.inspection.report import read_state
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.runs import (
     call_trainer,
@@ -267,7 +267,7 @@ def test_training_succeeds_without_its_views_and_never_loads_the_model_for_them(
 
     with monkeypatch.context() as small_machine:
         small_machine.setattr("services.trainer.command.TextGenerator", out_of_memory)
-        small_machine.setattr("services.trainer.report._timeline", out_of_memory)
+        small_machine.setattr("services.trainer.inspection.report._timeline", out_of_memory)
         exit_code, output = train_alone(capfd, recipe, root, "--train.max_steps=2")
         assert exit_code == 0, output
         assert "training is complete, but its report could not be written" in output

@@ -13,20 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from services.common import limits
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import LOCK_SUFFIX, Artifact, Draft, publish_once
-from services.common.entry_point import exit_code_of
-from services.common.file_system import PROBE_PREFIX, probe_folder
+from services.common.process import limits
+from services.common.process.entry_point import exit_code_of
 from services.common.program.fingerprint import program_facts
-from services.common.recipe import fingerprint
+from services.common.recipe.schema import fingerprint
 from services.common.testing import artifacts
 from services.common.testing.disks import mounted, remount
 from services.common.testing.gpus import H200, install_gpus
 from services.common.testing.waiting import wait_until
 from services.trainer.__main__ import main
-from services.trainer.findings import Finding, Result, format_table, merge_nodes, ok
+from services.trainer.inspection.file_system import PROBE_PREFIX, probe_folder
+from services.trainer.inspection.findings import Finding, Result, format_table, merge_nodes, ok
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.runs import REPOSITORY, call_trainer, checkpoints, flip_a_bit
 
@@ -252,8 +252,8 @@ def test_what_a_killed_doctor_left_is_removed_by_the_next(tmp_path: Path) -> Non
     left = """
 import sys, time
 from pathlib import Path
-from services.common.entry_point import exit_code_of
-from services.common.file_system import probe_folder
+from services.common.process.entry_point import exit_code_of
+from services.trainer.inspection.file_system import probe_folder
 with probe_folder(Path(sys.argv[1])):
     time.sleep(600)
 """

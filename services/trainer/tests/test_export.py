@@ -12,11 +12,11 @@ from services.common.artifacts.corpus import VocabularyKind
 from services.common.errors import ArtifactError, RecipeError, StorageError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.testing.disks import mounted
-from services.trainer.export import export
+from services.trainer.conversion.export import export
+from services.trainer.inspection.sample import TextGenerator, load_model, load_weights
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.run import Run, open_run, vocabulary_file
-from services.trainer.sample import TextGenerator, load_model, load_weights
 from services.trainer.tests.builders import LLAMA_3_1
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
@@ -44,7 +44,7 @@ def test_a_large_model_is_exported_in_several_files_and_an_index(
     transformers = pytest.importorskip("transformers")  # in no image, so Pants leaves this test out
     job = new_job(train__max_steps="1")
     train(job, ALONE)
-    monkeypatch.setattr("services.trainer.hugging_face.FILE_ELEMENTS", 5_000)
+    monkeypatch.setattr("services.trainer.conversion.hugging_face.FILE_ELEMENTS", 5_000)
     run = open_run(job.root, job.run)
     folder = export(run, tmp_path / "hugging-face")
 
@@ -87,7 +87,7 @@ def test_an_export_leaves_alone_what_lies_beside_it_and_nothing_when_it_fails(
         return vocabulary_file(run)
 
     export(run, folder / "model")
-    monkeypatch.setattr("services.trainer.export.vocabulary_file", make_it_meanwhile)
+    monkeypatch.setattr("services.trainer.conversion.export.vocabulary_file", make_it_meanwhile)
     with pytest.raises(RecipeError, match="other: somebody made it meanwhile"):
         export(run, folder / "other")
 

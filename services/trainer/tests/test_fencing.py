@@ -14,10 +14,10 @@ from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import is_work
 from services.common.errors import TryAgain
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
-from services.trainer.checkpoint import newest_checkpoint
-from services.trainer.checkpoint_writer import CheckpointWriter
+from services.trainer.checkpoints.lookup import newest_checkpoint
+from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import train
 from services.trainer.tests.builders import make_program
@@ -39,8 +39,8 @@ def test_a_worker_of_an_earlier_attempt_commits_nothing(tmp_path: Path, new_job:
 
 
 def write_alone(job: Job, program: Program) -> CheckpointWriter:
-    writer = CheckpointWriter(job, program.backend.mesh, WorkerGroup(rank=0, world_size=1))
-    writer.save(program.begin_snapshot, 5, 0, started=0.0)
+    writer = CheckpointWriter(job, program.backend.mesh, ProcessGroup(rank=0, world_size=1))
+    writer.save(program.state.begin_snapshot, 5, 0, started=0.0)
     return writer
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from services.common.nvidia_smi import VISIBLE_VARIABLE
+from services.common.hardware.nvidia_smi import VISIBLE_VARIABLE
 from services.common.testing.gpus import H200, install_gpus
-from services.trainer.findings import format_table
-from services.trainer.gpu_inspection import look_at_gpus
-from services.trainer.recorder import published_peak
+from services.trainer.inspection.findings import format_table
+from services.trainer.inspection.gpu_inspection import look_at_gpus
+from services.trainer.metrics.recorder import published_peak
 from services.trainer.tests.builders import make_recipe
 
 

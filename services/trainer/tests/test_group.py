@@ -12,7 +12,7 @@ from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.metrics import read_attempts, read_metrics
+from services.trainer.metrics.records import read_attempts, read_metrics
 from services.trainer.tests import work
 from services.trainer.tests.runs import checkpoints, state_hash
 

@@ -17,17 +17,17 @@ from services.common.errors import RecipeError, WorkersLost
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.common.program.step import Program
-from services.trainer.events import EVENTS_FILE, read_events
+from services.trainer.health.loss_spikes import SpikeDetector
+from services.trainer.health.straggler import STEPS, Stragglers
+from services.trainer.health.watchdog import limit_seconds, read_heartbeat, stacks_file
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.loss_spikes import SpikeDetector
-from services.trainer.metrics import read_metrics
+from services.trainer.metrics.events import EVENTS_FILE, read_events
+from services.trainer.metrics.records import read_metrics
 from services.trainer.run import open_run, summarize
-from services.trainer.straggler import STEPS, Stragglers
 from services.trainer.supervise import supervise
 from services.trainer.tests import work
 from services.trainer.tests.runs import checkpoints, read_run, state_hash
-from services.trainer.watchdog import limit_seconds, read_heartbeat, stacks_file
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 TWO = {"parallel__data_parallel_size": "2"}

@@ -27,22 +27,22 @@ from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import CURRENT, Artifact, open_artifact
 from services.common.artifacts.token_stream import TokenStream
 from services.common.artifacts.upstream import open_corpus
-from services.common.entry_point import exit_code_of
 from services.common.errors import ArtifactError, UnreadableError
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.recipe import Checkpoint
+from services.common.process.entry_point import exit_code_of
+from services.common.recipe.schema import Checkpoint
 from services.common.testing.artifacts import publish, publish_checkpoint
 from services.common.testing.manifests import forge, in_all_of_state
 from services.trainer.__main__ import main
-from services.trainer.checkpoint import newest_checkpoint, verify_checkpoint
-from services.trainer.checkpoint_writer import discard_old
-from services.trainer.export import export
+from services.trainer.checkpoints.lookup import newest_checkpoint, verify_checkpoint
+from services.trainer.checkpoints.writer import discard_old
+from services.trainer.conversion.export import export
+from services.trainer.conversion.nxd.layout import NxdLayout
+from services.trainer.inspection.sample import TextGenerator, load_model
 from services.trainer.job import Job
 from services.trainer.loop import load_part, train
 from services.trainer.node_staging import compile_cache_folder, prepare_node
-from services.trainer.nxd.layout import NxdLayout
 from services.trainer.run import RUN_FILE, open_run
-from services.trainer.sample import TextGenerator, load_model
 from services.trainer.tests.builders import DOCUMENT_TOKENS, make_corpus, make_program, make_recipe, write_recipe
 from services.trainer.tests.runs import checkpoints
 
@@ -92,6 +92,20 @@ def be_of_one_document(fields: dict[str, Any]) -> None:
     fields["corpus"]["documents_read"] -= 53
 
 
+def be_made_of(uri: str, weight: float) -> Change:
+    """The corpus says that all of it comes from this source."""
+
+    def change(fields: dict[str, Any]) -> None:
+        splits = fields["corpus"]["splits"].values()
+        documents = sum(split["documents"] for split in splits)
+        tokens = documents * 2 + sum(split["document_tokens"] for split in splits)
+        in_corpus(sources=[{"uri": uri, "weight": weight, "documents": documents, "tokens": tokens, "share": 1.0}])(
+            fields
+        )
+
+    return change
+
+
 def list_no(path: str) -> Change:
     return lambda fields: fields.update(files=[entry for entry in fields["files"] if entry["path"] != path])
 
@@ -113,6 +127,12 @@ def list_no(path: str) -> Change:
             f"{VALIDATION_SHARD}: named more than once",
         ),
         (in_vocabulary(sha256="0" * 64), "tokenizer.model: sha256 000000000000, `files` has "),
+        (
+            in_split(shards=["train/shard-00001.arrow", SHARD, "train/shard-00002.arrow"]),
+            "the shards of train are not in the order of their names",
+        ),
+        (be_made_of("elsewhere/*.jsonl", 1.0), "made of .*elsewhere.*, its recipe asks for "),
+        (be_made_of("pydoc://", 2.0), "made of .*2.0.*, its recipe asks for "),
         (in_split(rows=79, tail_tokens=21), "256 tokens of uint16 in 16 rows, the manifest says 240 of uint16 in 15"),
         (in_split(rows=80, tail_tokens=6, document_tokens=1_178), "the manifest says 6 of uint16 in 1"),
         (in_split(rows=2**70), "rows: Input should be less than"),
@@ -227,12 +247,13 @@ def be_the_shards_vocabulary(fields: dict[str, Any]) -> None:
     ("change", "said"),
     [
         (in_vocabulary(vocab_size=290), "and its vocabulary has 290"),
-        (in_vocabulary(kind="tokenizer_json"), "tokenizer.model: is no tokenizer_json vocabulary"),
+        (in_vocabulary(kind="tokenizer_json"), "tokenizer.model is no tokenizer_json vocabulary"),
         (in_vocabulary(kind="tiktoken"), "tokenizer.model: "),
-        (be_the_shards_vocabulary, "notes.txt: is no sentencepiece vocabulary"),
+        (be_the_shards_vocabulary, "notes.txt is no sentencepiece vocabulary"),
         (lambda fields: fields.update(identity_key="0" * 64), "has the identity_key 000000000000, its recipe has "),
         (lambda fields: fields["recipe"]["corpus"].update(validation_fraction=0.5), "has the identity_key "),
         (lambda fields: fields["recipe"].update(surprise=1), "has a recipe that this program does not read: surprise"),
+        (lambda fields: fields["files"][0].update(sha256="0" * 64), "the manifest says " + "0" * 64),
         (lambda fields: fields.update(name="other"), "its manifest is of other, its recipe is of sentences"),
     ],
 )
@@ -356,9 +377,9 @@ def rename_norm(name: str) -> Change:
         (rename_norm("weight/model.norm.weight[0:16].flat[0:15]"), "is F32 .16., expected F32 .15."),
         (rename_norm("weight/model.norm.weight[1:17]"), "is no part of the model's model.norm.weight, which is"),
         (rename_norm("weight/model.norm.weight[0:4,0:4]"), "is no part of the model's model.norm.weight, which is"),
-        (rename_norm("weight/model.norm.weight[16:0]"), "has a begin behind its end"),
+        (rename_norm("weight/model.norm.weight[16:0]"), r"'weight/model.norm.weight.16:0.'"),
         (rename_norm("weight/more.weight[0:16]"), "the recipe's model has no parameter more.weight"),
-        (rename_norm("model.norm.weight"), "'model.norm.weight' is no name of a slice"),
+        (rename_norm("model.norm.weight"), "'model.norm.weight' is not the key of a slice"),
         (lambda tensors: tensors.update({NORM: torch.ones(1)}), "is F32 .1., expected F32 .16."),
         (lambda tensors: tensors.update({NORM: torch.ones(16).double()}), "is F64 .16., expected F32 .16."),
         (lambda tensors: tensors.clear(), "embed_tokens.weight.0:300,0:16. is missing(?s:.*)and 53 tensors more"),
@@ -371,7 +392,7 @@ def test_tensors_that_are_not_the_models_are_refused(
     rewrite_tensors(folder, change)
     run = open_run(trained.root, trained.run)
 
-    assert re.search(message, load_part(trained, make_program(trained.recipe), step=1))
+    assert re.search(message, load_part(trained, make_program(trained.recipe).state.read(), step=1))
     for work in (
         lambda: load_model(run),
         lambda: export(run, tmp_path / "exported"),
@@ -384,7 +405,7 @@ def test_a_file_that_holds_no_tensors_is_refused(trained: Job) -> None:
     (trained.checkpoint_address(1).path / STATE_SHARD).write_bytes(b"\xff" * 100)
     forge(trained.checkpoint_address(1).path)
 
-    assert "cannot be read as safetensors" in load_part(trained, make_program(trained.recipe), step=1)
+    assert "cannot be read as safetensors" in load_part(trained, make_program(trained.recipe).state.read(), step=1)
     with pytest.raises(ArtifactError, match=r"all 1 checkpoints are damaged(?s:.*)cannot be read as safetensors"):
         train(trained, ALONE)
 

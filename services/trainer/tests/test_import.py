@@ -15,18 +15,18 @@ import torch
 from services.common.artifacts.lease import Lease
 from services.common.errors import RecipeError
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.presets import MODEL_PRESETS
 from services.common.program.llama import parameter_shapes
-from services.common.recipe import Model
-from services.trainer.export import export
-from services.trainer.hugging_face import require_same_model
+from services.common.recipe.presets import MODEL_PRESETS
+from services.common.recipe.schema import Model
+from services.trainer.conversion.export import export
+from services.trainer.conversion.hugging_face import require_same_model
+from services.trainer.conversion.weight_import import digest_weights, import_weights
+from services.trainer.inspection.sample import load_weights
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.run import open_run
-from services.trainer.sample import load_weights
 from services.trainer.tests.builders import LLAMA_3_1, write_recipe
 from services.trainer.tests.runs import call_trainer, checkpoints, train_alone
-from services.trainer.weight_import import digest_weights, import_weights
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 Change = Callable[[dict[str, Any]], object]

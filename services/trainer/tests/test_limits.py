@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.export import export
+from services.trainer.conversion.export import export
+from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.nxd.layout import NxdLayout
 from services.trainer.run import open_run
 from services.trainer.tests.builders import write_recipe
 from services.trainer.tests.runs import REPOSITORY
@@ -29,12 +29,12 @@ from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import open_artifact
 from services.common.artifacts.token_stream import TokenStream
-from services.common.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of
 from services.common.program.llama import parameter_shapes
-from services.common.recipe_file import load_recipe
-from services.trainer.hugging_face import open_weights
-from services.trainer.nxd.checkpoint import NxdWeights
-from services.trainer.shards import ShardReader
+from services.common.recipe.file import load_recipe
+from services.trainer.conversion.hugging_face import open_weights
+from services.trainer.conversion.nxd.checkpoint import NxdWeights
+from services.trainer.checkpoints.shards import ShardReader
 
 limit, corpus, checkpoint, whole, nxd, recipe_file = sys.argv[1], *map(Path, sys.argv[2:])
 recipe = load_recipe(recipe_file)

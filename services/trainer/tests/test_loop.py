@@ -13,15 +13,15 @@ from services.common.artifacts.checkpoint import shard_name
 from services.common.artifacts.manifest import MANIFEST
 from services.common.errors import ArtifactError, TryAgain
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.process.termination_notice import NOTICE_VARIABLE
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.step import Program
-from services.common.stop_notice import NOTICE_VARIABLE
-from services.trainer.checkpoint import newest_checkpoint, verify_checkpoint
-from services.trainer.checkpoint_writer import discard_old
-from services.trainer.events import NewWarnings, count_events
+from services.trainer.checkpoints.lookup import newest_checkpoint, verify_checkpoint
+from services.trainer.checkpoints.writer import discard_old
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import load_part, train
-from services.trainer.metrics import read_metrics
+from services.trainer.metrics.events import NewWarnings, count_events
+from services.trainer.metrics.records import read_metrics
 from services.trainer.stop import STOP_FILE
 from services.trainer.tests import work
 from services.trainer.tests.builders import make_program
@@ -81,12 +81,12 @@ def test_a_checkpoint_that_was_verified_is_verified_again_when_workers_were_lost
     job = new_job(train__max_steps="10")
     train(job, ALONE)
     program = make_program(job.recipe)
-    assert load_part(job, program, 10) == ""
+    assert load_part(job, program.state.read(), 10) == ""
 
     flip_a_bit(checkpoints(job.root)["step-00000010"] / shard_name(0))
 
-    assert load_part(job, program, 10) == ""  # as this command has found it
-    assert "shard-00000.safetensors: xxh3-128 is" in load_part(replace(job, start_number=1), program, 10)
+    assert load_part(job, program.state.read(), 10) == ""  # as this command has found it
+    assert "shard-00000.safetensors: xxh3-128 is" in load_part(replace(job, start_number=1), program.state.read(), 10)
 
 
 @pytest.mark.parametrize("damage", ["flipped bit", "truncated", "file removed", "manifest torn"])

@@ -25,15 +25,19 @@ from services.common.artifacts.lease import hold_lease
 from services.common.errors import RecipeError, TryAgain
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
-from services.common.program.worker_group import WorkerGroup
+from services.common.program.process_group import ProcessGroup
+from services.common.testing.strange_files import replace_by
 from services.common.testing.waiting import wait_until
-from services.trainer import tensorboard
-from services.trainer.doctor import _look_at_run_folder as look_at_run_folder
-from services.trainer.events import EVENTS_FILE, NewWarnings, explain_loss
+from services.trainer.inspection.doctor import _look_at_run_folder as look_at_run_folder
+from services.trainer.inspection.report import write_report
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.metric_table import METRICS, PREFIX, WorkerNumbers, reduce_over_ranks
-from services.trainer.metrics import (
+from services.trainer.metrics import tensorboard
+from services.trainer.metrics.events import EVENTS_FILE, NewWarnings, explain_loss
+from services.trainer.metrics.metric_table import METRICS, PREFIX, WorkerNumbers, reduce_over_ranks
+from services.trainer.metrics.prometheus import NewestMetrics, format_metrics, serve_metrics
+from services.trainer.metrics.recorder import MetricsRecorder
+from services.trainer.metrics.records import (
     ATTEMPTS_FILE,
     METRICS_FILE,
     MetricsWriter,
@@ -42,16 +46,13 @@ from services.trainer.metrics import (
     read_attempts,
     read_metrics,
 )
-from services.trainer.prometheus import NewestMetrics, format_metrics, serve_metrics
-from services.trainer.recorder import MetricsRecorder
-from services.trainer.report import write_report
+from services.trainer.metrics.tensorboard import TensorBoard
+from services.trainer.metrics.trackers import TRACKERS, tracking
 from services.trainer.run import open_run, summarize
 from services.trainer.stop import StopReason, request_stop
 from services.trainer.supervise import supervise
-from services.trainer.tensorboard import TensorBoard
 from services.trainer.tests.builders import make_program, write_recipe
 from services.trainer.tests.runs import call_trainer
-from services.trainer.trackers import TRACKERS, tracking
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 
@@ -237,7 +238,7 @@ def test_no_value_of_a_line_fails_a_view_of_the_run(
     for record in run.metrics:
         board.add(record["step"], known_metrics(record))
     board.close()
-    with MetricsRecorder(job, WorkerGroup(0, 1), make_program(job.recipe).backend, first_step=len(names)) as recorder:
+    with MetricsRecorder(job, ProcessGroup(0, 1), make_program(job.recipe).backend, first_step=len(names)) as recorder:
         recorder.begin(replace(LAST_STEP, step=len(names) + 1), [FAST])
         recorder.write()
     assert "Traceback" not in capfd.readouterr().err
@@ -324,6 +325,21 @@ def test_the_record_of_a_step_with_a_checkpoint_survives_a_kill_while_it_is_eval
     lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
     assert [line["step"] for line in lines] == found
     assert all("validation_loss" in line for line in lines if line["step"] in logged)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link outside", "device that is full"])
+def test_a_record_is_held_whatever_lies_at_its_draft(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "a" / "run").mkdir(parents=True)
+    run_folder = tmp_path / "a" / "run"
+    replace_by(kind, run_folder / "metrics.held.partial")
+    writer = MetricsWriter(run_folder, first_step=0)
+
+    writer.hold({**STEP, "step": 1})
+    writer.close()
+    MetricsWriter(run_folder, first_step=1).close()
+
+    assert [record["step"] for record in read_metrics(run_folder).lines] == [1]
+    assert sorted(path.name for path in run_folder.iterdir()) == [METRICS_FILE]
 
 
 def test_metrics_of_four_ranks_reduce_to_what_one_worker_computes(new_job: Callable[..., Job]) -> None:

@@ -20,17 +20,17 @@ from torch import Tensor
 from services.common.errors import ArtifactError, RecipeError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.llama import parameter_shapes
-from services.common.recipe import Model
-from services.trainer.export import export
+from services.common.recipe.schema import Model
+from services.trainer.conversion.export import export
+from services.trainer.conversion.nxd.checkpoint import NxdWeights, write_nxd_model
+from services.trainer.conversion.nxd.layout import NxdLayout
+from services.trainer.conversion.weight_import import digest_weights
+from services.trainer.inspection.sample import load_weights
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.nxd.checkpoint import NxdWeights, write_nxd_model
-from services.trainer.nxd.layout import NxdLayout
 from services.trainer.run import open_run
-from services.trainer.sample import load_weights
 from services.trainer.tests.builders import write_recipe
 from services.trainer.tests.runs import call_trainer, checkpoints, train_alone
-from services.trainer.weight_import import digest_weights
 
 RANK_0, RANK_3 = "dp_rank_00_tp_rank_00_pp_rank_00.pt", "dp_rank_00_tp_rank_03_pp_rank_00.pt"
 MASTERS = "sharded_master_weights"

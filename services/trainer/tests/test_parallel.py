@@ -15,13 +15,13 @@ from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.mesh import make_mesh
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
-from services.trainer.events import read_events
-from services.trainer.export import export
+from services.trainer.conversion.export import export
 from services.trainer.job import Job
 from services.trainer.loop import load_part, train
-from services.trainer.metrics import read_metrics
+from services.trainer.metrics.events import read_events
+from services.trainer.metrics.records import read_metrics
 from services.trainer.run import open_run
 from services.trainer.tests import work
 from services.trainer.tests.runs import checkpoints, flip_a_bit, read_run, state_hash
@@ -148,9 +148,9 @@ def test_a_worker_reads_and_verifies_only_the_shards_that_it_loads(runs: Runs) -
     flip_a_bit(job.checkpoint_address(8).path / shard_name(2))
     problems = []
     for rank in range(4):
-        group = WorkerGroup.fake(4, rank)
+        group = ProcessGroup.fake(4, rank)
         program = Program(job.recipe, TorchNative(make_mesh(job.recipe, rank, 4), 1, "exact"))
-        problems.append(load_part(job, program, 8))
+        problems.append(load_part(job, program.state.read(), 8))
         group.leave()
 
     # Rank 3 has a part of the matrices of rank 2's model, and with it the norms, which rank 2 writes.

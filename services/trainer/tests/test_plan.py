@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.derived import flops_per_token
-from services.common.entry_point import exit_code_of
-from services.common.instance_types import read_instance_types
-from services.common.lustre import default_lustre_size
-from services.common.memory import FLOAT32_BYTES, memory_of_worker
+from services.common.hardware.instance_types import read_instance_types
+from services.common.hardware.lustre import default_lustre_size
+from services.common.process.entry_point import exit_code_of
 from services.common.program.backends.neuron_xla import MAX_COLLECTIVE_BYTES
-from services.common.recipe import Recipe
-from services.common.recipe_file import load_recipe
+from services.common.recipe.derived import flops_per_token
+from services.common.recipe.file import load_recipe
+from services.common.recipe.memory_estimate import FLOAT32_BYTES, memory_of_worker
+from services.common.recipe.schema import Recipe
 from services.common.testing.recipes import load_with, write_recipe
 from services.trainer.__main__ import main
-from services.trainer.checkpoint_interval import NODE_MTBF_HOURS, optimal_interval_seconds, optimal_interval_steps
-from services.trainer.plan import GPU_MFU, NEURON_MFU
-from services.trainer.step_trace import trace_step
+from services.trainer.checkpoints.interval import NODE_MTBF_HOURS, optimal_interval_seconds, optimal_interval_steps
+from services.trainer.inspection.run_plan import GPU_MFU, NEURON_MFU
+from services.trainer.inspection.step_trace import trace_step
 
 RECIPES = sorted((Path(__file__).resolve().parents[3] / "recipes").glob("*.toml"))
 SMALLEST, LARGE = "tiny-cpu", [path for path in RECIPES if not path.stem.startswith("tiny-")]

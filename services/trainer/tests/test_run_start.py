@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of
 from services.trainer.__main__ import main
 from services.trainer.run import RUN_FILE
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe

@@ -17,20 +17,20 @@ import torch
 
 from services.common.artifacts.checkpoint import CheckpointManifest, shard_name
 from services.common.artifacts.store import open_artifact
-from services.common.entry_point import exit_code_of
 from services.common.errors import ArtifactError
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.process.entry_point import exit_code_of
 from services.common.program.llama import parameter_shapes
 from services.common.testing.manifests import Fields, forge, in_all_of_state, reseal
 from services.trainer.__main__ import main
-from services.trainer.checkpoint import verify_state
-from services.trainer.export import export
-from services.trainer.inspection import inspect
+from services.trainer.checkpoints.lookup import verify_state
+from services.trainer.checkpoints.shards import ORIGIN, ShardReader
+from services.trainer.conversion.export import export
+from services.trainer.inspection.checkpoint_content import inspect
+from services.trainer.inspection.sample import load_weights
 from services.trainer.job import Job
 from services.trainer.loop import load_part, train
 from services.trainer.run import open_run
-from services.trainer.sample import load_weights
-from services.trainer.shards import ORIGIN, ShardReader
 from services.trainer.tests.builders import make_program, write_recipe
 from services.trainer.tests.runs import checkpoints, state_hash
 
@@ -172,7 +172,7 @@ def test_values_that_no_training_leaves_end_with_3_and_a_run_continues_from_the_
     expected = state_hash(job.checkpoint_address(2).path)
     rewrite(job.checkpoint_address(2).path, set_one(key, value))
 
-    problem = load_part(job, make_program(job.recipe), step=2)
+    problem = load_part(job, make_program(job.recipe).state.read(), step=2)
     options = ["--recipe", str(write_recipe(tmp_path)), "--root", str(job.root)]
     assert exit_code_of(lambda: main(["inspect-checkpoint", *options])) == 3
     printed = capfd.readouterr().err
@@ -185,7 +185,7 @@ def test_values_that_no_training_leaves_end_with_3_and_a_run_continues_from_the_
 def require_unread(job: Job, tmp_path: Path, *said: str) -> None:
     """Resume, inspection, export, sampling and doctor refuse the newest checkpoint, and say this of it."""
     run = open_run(job.root, job.run)
-    told = [load_part(job, make_program(job.recipe), step=2)]
+    told = [load_part(job, make_program(job.recipe).state.read(), step=2)]
     for work in (
         lambda: verify_state(job.recipe, job.corpus, "size")(run.checkpoint),
         lambda: list(inspect(run.checkpoint, job.recipe)),
@@ -300,11 +300,16 @@ def in_shard(**changes: Any) -> Callable[[Fields], None]:
         (in_all_of_state(tokens=1), "tokens: 1, expected 256"),
         (in_all_of_state(loss_spikes={"skipped_batches": [3], "recent_losses": []}), "whether it has loss_spikes"),
         (in_state(loss_spikes={"skipped_batches": [3, 3], "recent_losses": []}), "batch 3 comes after batch 3"),
-        (lambda fields: fields.update(identity_key="0" * 64), "identity_key: 000000000000, expected "),
+        (lambda fields: fields.update(identity_key="0" * 64), f"identity_key: {'0' * 64}, expected "),
+        (lambda fields: fields.update(identity_key=fields["identity_key"] + "0"), "0, expected "),
         (lambda fields: fields["recipe"]["train"].update(seed=5), "the identity of its recipe: "),
         (lambda fields: fields["recipe"]["train"].update(seed="x"), "has a recipe that this program does not read"),
-        (lambda fields: fields["inputs"].clear(), "the digests of its inputs: [], expected ["),
-        (lambda fields: fields["inputs"][0].update(content_digest="0" * 64), "digests of its inputs: ['000000000000']"),
+        (lambda fields: fields["inputs"].clear(), "its inputs are nothing, expected one corpus"),
+        (lambda fields: fields["inputs"][0].update(content_digest="0" * 64), "digests of its inputs: ['0000"),
+        (
+            lambda fields: fields["inputs"][0].update(content_digest=fields["inputs"][0]["content_digest"] + "0"),
+            "0'], expected ['",
+        ),
     ],
 )
 def test_a_resealed_manifest_that_contradicts_its_run_or_its_files_is_refused(
@@ -312,7 +317,7 @@ def test_a_resealed_manifest_that_contradicts_its_run_or_its_files_is_refused(
 ) -> None:
     reseal(job.checkpoint_address(2).path, change)
 
-    assert said in load_part(job, make_program(job.recipe), step=2)
+    assert said in load_part(job, make_program(job.recipe).state.read(), step=2)
     with pytest.raises(ArtifactError):
         verify_state(job.recipe, job.corpus)(open_artifact(job.checkpoint_address(2).path, CheckpointManifest))
 

@@ -13,7 +13,7 @@ import pytest
 from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.job import Job
 from services.trainer.loop import train
-from services.trainer.metrics import read_metrics
+from services.trainer.metrics.records import read_metrics
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not here: `make test-torch29` has it"

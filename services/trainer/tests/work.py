@@ -19,19 +19,19 @@ from services.common.artifacts.checkpoint import ShardOrigin, shard_name
 from services.common.artifacts.manifest import FileEntry
 from services.common.artifacts.token_stream import TokenStream
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.program import worker_group
+from services.common.program import process_group
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.state import StateSlice
 from services.common.program.step import Program
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 from services.common.testing.waiting import wait_until
-from services.trainer.checkpoint_writer import CheckpointWriter
+from services.trainer.checkpoints.shards import write_shard
+from services.trainer.checkpoints.writer import CheckpointWriter
 from services.trainer.data import micro_batches
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.node_staging import prepare_node
-from services.trainer.shards import write_shard
 from services.trainer.tests.runs import checkpoints, flip_a_bit
 
 COLLECTIVE_SECONDS = 3.0
@@ -43,7 +43,7 @@ AUDIT = "audit.jsonl"
 
 def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
     """Train where collectives end after COLLECTIVE_SECONDS. What a worker does besides steps takes longer."""
-    worker_group.COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
+    process_group.COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
     write, loss, patch = CheckpointWriter._write, Program._micro_loss, pytest.MonkeyPatch()
 
     def prepare_slowly(job: Job) -> None:
@@ -123,7 +123,7 @@ def train_and_die_in_a_save(job: Job, environment: WorkerEnvironment) -> None:
         return entry
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.trainer.checkpoint_writer.write_shard", write_half)
+        patch.setattr("services.trainer.checkpoints.writer.write_shard", write_half)
         train_audited(job, environment)
 
 

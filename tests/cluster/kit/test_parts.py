@@ -15,7 +15,7 @@ import pytest
 from images.platforms import REPOSITORY
 from k8s.client.stage_image import full_name, repository_of
 from services.common.errors import DeviceError, RecipeError
-from services.common.stop_signals import name_signal
+from services.common.process.stop_signals import name_signal
 from tests.cluster.kit import __main__ as command
 from tests.cluster.kit import cluster, fake_nodes, node_images
 

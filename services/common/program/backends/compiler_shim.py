@@ -1,7 +1,7 @@
-"""A neuronx-cc that compiles nothing, for a run whose graphs have to be in its cache.
+"""A shim of neuronx-cc that compiles nothing, for a run whose graphs all have to be in its cache.
 
-libneuronxla starts `neuronx-cc compile ...` by name, from PATH, for each graph that its cache does not hold. There the
-shim comes first: it notes what it was asked for and fails, so that a miss takes a second and not an hour on every core.
+libneuronxla starts `neuronx-cc compile ...` from PATH for each graph that its cache does not hold. The shim comes first
+on PATH, records the request and fails, so that a miss takes a second instead of an hour on every core.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from services.common.errors import DeviceError
-from services.common.private_folder import new_name, private_folder
+from services.common.process.private_folder import new_name, private_folder
 
 COMPILER = "neuronx-cc"
 EXIT_CODE = DeviceError.exit_code
@@ -29,16 +29,16 @@ _SCRIPT = """\
 #!/bin/sh
 if [ "$1" != compile ]; then {otherwise}; fi
 printf '%s\\n' "$*" >> {requests}
-echo "millrace: compile.require_warm is set, and neuronx-cc was asked for: $*" >&2
+echo "millrace: compile.require_warm is set, and neuronx-cc was asked to compile: $*" >&2
 exit {exit_code}
 """
 
 
 class CompilerShim:
-    """The shim in a folder of its own."""
+    """The executable shim in a folder of its own, and the requests that it recorded."""
 
     def __init__(self, folder: Path) -> None:
-        """Writes the shim, which hands on to the neuronx-cc that PATH has now what does not compile."""
+        """Write the shim. It passes commands other than `compile` on to the neuronx-cc that PATH has now."""
         self._requests = folder / _REQUESTS
         real = shutil.which(COMPILER)
         otherwise = f'exec {shlex.quote(real)} "$@"' if real else "exit 127"
@@ -48,23 +48,24 @@ class CompilerShim:
         shim.chmod(0o700)
 
     def refusal(self) -> DeviceError | None:
-        """What a run ends with once the shim was asked for a graph; nothing before that."""
+        """Return the error that names the requested graphs; None where no graph was requested."""
         if not self._requests.exists():
             return None
         requests = self._requests.read_text(encoding="utf-8", errors="replace").splitlines()
         graphs = list(dict.fromkeys(_name_graph(request) for request in requests))
         named = ", ".join(graphs[:_SHOWN_GRAPHS]) + (" ..." if len(graphs) > _SHOWN_GRAPHS else "")
         return DeviceError(
-            f"compile.require_warm is set, and the compile cache does not hold {named} ({len(graphs)} in all). It was "
-            f"made for another step; run the compiler stage again, or set --compile.require_warm=false to compile here."
+            f"compile.require_warm is set, and the compile cache does not hold {named} ({len(graphs)} in all), because "
+            f"it was made for another step. Run the compiler stage again, or set --compile.require_warm=false to "
+            f"compile here."
         )
 
 
 def forbid_compiler() -> CompilerShim:
-    """Put the shim first on this process's PATH, for as long as the process lives. Call it before a first graph."""
+    """Put the shim first on this process's PATH, until the process ends. Call it before the first graph is made."""
     stack = ExitStack()
     folder = stack.enter_context(private_folder(new_name("shim")))
-    atexit.register(stack.close)  # of a process that is killed, the next command removes it
+    atexit.register(stack.close)  # after a kill, the next command removes the folder
     shim = CompilerShim(folder)
     os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     return shim

@@ -1,4 +1,4 @@
-"""Inductor, told to compile for static shapes and watched while it does."""
+"""Inductor with settings for reproducible graphs, and a counter of the graphs that it compiles."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ import torch._inductor.config
 import torch._inductor.cpu_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from services.common.credentials import is_secret
 from services.common.errors import DeviceError
+from services.common.input.credentials import is_secret
 from services.common.program.backends.inductor_facts import CACHE_VARIABLE
 
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
-# Parts of names, as `generate_env_vars_string` in torch/_dynamo/debug_utils.py has them.
+# `generate_env_vars_string` in torch/_dynamo/debug_utils.py stores variables with these words in their names.
 _STORED_VARIABLES = ("TORCH", "DYNAMO", "INDUCTOR", "TRITON")
 
 
 class Inductor:
-    """Compiles functions; `counter` counts the graphs that were not in the cache."""
+    """Compiles functions, and counts in `counter` the graphs that were not in the cache."""
 
     def __init__(self) -> None:
         _forget_secrets()
-        torch.use_deterministic_algorithms(True)  # Inductor's own choices, too
+        torch.use_deterministic_algorithms(True)  # this makes Inductor's own choices deterministic too
         self.counter = CompileCounter()
         torch._inductor.config.post_grad_custom_pre_pass = self.counter
         if _is_cache_filled():
-            # Inductor precompiles its C++ header (8 s, 155 MB) before it looks whether there is a kernel to compile.
+            # Inductor precompiles its C++ header (8 s, 155 MB) before it knows whether there is a kernel to compile.
             torch._inductor.codecache._precompile_header = _name_header  # type: ignore[assignment]
-        # Inductor starts a Python for each instruction set of the CPU, which loads a library of it: 1.2 s in all.
+        # Inductor starts a Python process for each instruction set of the CPU to load a library: 1.2 s in all.
         torch._inductor.cpu_vec_isa.VecISA._probe_load = _is_loadable  # type: ignore[method-assign]
 
     def compile(self, function: Callable[..., R], is_dynamic: bool = False) -> Callable[..., R]:
-        """Compile for the shapes of the first call; another shape compiles again, unless it `is_dynamic`."""
+        """Compile a function for the shapes of its first call. Other shapes compile again, unless `is_dynamic`."""
         compiled = torch.compile(function, dynamic=is_dynamic, fullgraph=True)
 
         def call(*arguments: Any) -> R:
             try:
                 return compiled(*arguments)
-            except RuntimeError as error:  # Dynamo wraps what a pass raises
+            except RuntimeError as error:  # Dynamo wraps the error that the counter raises
                 if self.counter.refusal:
                     raise self.counter.refusal from error
                 raise
@@ -57,29 +57,31 @@ class Inductor:
 
 
 def _forget_secrets() -> None:
-    """Take variables that hold a password or a token out of this process, where torch would store them: with each graph
-    that it compiles goes a script that repeats it, which begins with all variables of such names.
+    """Remove variables that hold a password or a token from this process, because torch would store them.
+
+    With each compiled graph torch stores a script that reproduces it, and that begins with the process's variables.
     """
     for name, value in list(os.environ.items()):
         if any(part in name for part in _STORED_VARIABLES) and is_secret(name, value):
             logger.warning(
-                "%s holds a password or a token: workers do without it, or graphs would be stored with it", name
+                "%s holds a password or a token: it is removed from this worker, or torch would store it with graphs",
+                name,
             )
             del os.environ[name]
 
 
 def _is_cache_filled() -> bool:
-    """Is this process given graphs that another one compiled?"""
+    """Return whether the cache holds graphs that another process compiled."""
     return CACHE_VARIABLE in os.environ and any(Path(os.environ[CACHE_VARIABLE]).glob("*"))
 
 
 def _name_header(header: str, *_: Any, **__: Any) -> str:
-    """The header as it is, which g++ finds among those of torch: a kernel that has to be compiled takes longer."""
+    """Return the header without precompiling it. Kernels then compile more slowly, because g++ parses it each time."""
     return header
 
 
 def _is_loadable(self: torch._inductor.cpu_vec_isa.VecISA, output_path: str) -> bool:
-    """Does the library load? In this process: it only names functions of torch's, which is there, and runs none."""
+    """Return whether the library loads, tried in this process: it refers to functions of torch, and runs none."""
     try:
         ctypes.CDLL(output_path)
     except OSError:
@@ -88,10 +90,10 @@ def _is_loadable(self: torch._inductor.cpu_vec_isa.VecISA, output_path: str) -> 
 
 
 class CompileCounter(CustomGraphPass):
-    """An Inductor pass that changes nothing and counts: it runs when a graph is compiled, not when it is found.
+    """Inductor pass that counts graphs: it runs when a graph is compiled, and not when the graph is in the cache.
 
-    Inductor's own counters also call "hit" a graph whose machine code it then builds anew. The pass has a fixed
-    `uuid`, so it is part of every cache key in the same way in the compiler and in the trainer.
+    Inductor's own counters report a hit also where it then builds the graph's machine code again. The pass changes no
+    graph. Its `uuid` is fixed, so that cache keys of the compiler and of the trainer are equal.
     """
 
     def __init__(self) -> None:
@@ -103,8 +105,8 @@ class CompileCounter(CustomGraphPass):
         self.graphs_compiled += 1
         if self.is_forbidden:
             self.refusal = DeviceError(
-                "a graph is not in the compile cache and compile.require_warm is set. The cache was made for another "
-                "step; run the compiler stage again, or set --compile.require_warm=false to compile here."
+                "compile.require_warm is set, and the compile cache lacks a graph, because it was made for another "
+                "step. Run the compiler stage again, or set --compile.require_warm=false to compile here."
             )
             raise self.refusal
 

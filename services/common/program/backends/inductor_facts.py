@@ -1,7 +1,7 @@
-"""What decides Inductor's graphs and their bits on this machine.
+"""The facts of this machine that decide Inductor's graphs and their bits.
 
-Inductor's own key leaves out the CPU's instruction set and the C++ compiler: a cache built for AVX-512 and used with
-AVX2 is a "hit" that trains on NaN, and the reverse corrupts the heap (measured, torch 2.13).
+Inductor's own cache key leaves out the CPU's instruction set and the C++ compiler: a cache built for AVX-512 and used
+with AVX2 is a "hit" that trains on NaN, and the reverse corrupts the heap (measured, torch 2.13).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from services.common.credentials import is_secret
 from services.common.errors import DeviceError
+from services.common.input.credentials import is_secret
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
 """Variable that names the folder of Triton's kernels. Where it is unset, Inductor puts them below its own folder."""
-# The cache's place and the number of compile processes change where and how fast, not what.
+# These change where graphs are kept and how fast they are compiled, and no graph.
 _NEUTRAL_VARIABLES = frozenset({CACHE_VARIABLE, TRITON_CACHE_VARIABLE, "TORCHINDUCTOR_COMPILE_THREADS"})
 _GRAPH_VARIABLES = (
     *("TORCHINDUCTOR_", "TORCHDYNAMO_", "TRITON_", "ATEN_CPU_CAPABILITY"),
@@ -30,7 +30,7 @@ _GRAPH_VARIABLES = (
 
 
 def inductor_facts(is_compiled: bool) -> dict[str, Any]:
-    """By name. Raises `DeviceError` when something `is_compiled` and there is no C++ compiler."""
+    """Return the facts by name. Raises `DeviceError` where the recipe `is_compiled` and there is no C++ compiler."""
     return {
         "cxx": _compiler_version() if is_compiled else "none: nothing is compiled",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -46,13 +46,13 @@ def inductor_facts(is_compiled: bool) -> dict[str, Any]:
 def _cpu_features() -> list[str]:
     if hasattr(torch.cpu, "get_capabilities"):
         return sorted(name for name, value in torch.cpu.get_capabilities().items() if value is True)
-    # torch 2.9, the Neuron variant's, has one question per feature instead.
+    # torch 2.9, which the Neuron variant has, offers one function per CPU feature instead.
     questions = {name: getattr(torch._C._cpu, name) for name in dir(torch._C._cpu) if name.startswith("_is_")}
     return sorted(name for name, is_supported in questions.items() if is_supported())
 
 
 def _compiler_version() -> str:
-    """First line of `c++ --version` for the compiler that Inductor uses. Raises `DeviceError` without one."""
+    """Return the first line of `c++ --version` of the compiler that Inductor uses. Raises `DeviceError` without one."""
     command = shlex.split(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
     compiler = command[0]
     if shutil.which(compiler) is None:

@@ -1,6 +1,6 @@
-"""The devices that plain PyTorch runs the program on, by the recipe's names for them.
+"""The devices of plain PyTorch, by their names in a recipe.
 
-`cpu` is tested. `cuda` follows torch's documentation, and `neuron` that of TorchNeuron (native PyTorch on Trn2 and
+`cpu` is tested. `cuda` follows the documentation of torch and `neuron` that of TorchNeuron (native PyTorch on Trn2 and
 Trn3, https://awsdocs-neuron.readthedocs-hosted.com/en/latest/torch/guides/torch-distributed.html): neither has run.
 """
 
@@ -11,31 +11,39 @@ import os
 import re
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from services.common.errors import DeviceError
-from services.common.nvidia_smi import describe_kinds
-from services.common.recipe import Device
+from services.common.hardware.nvidia_smi import describe_kinds
+from services.common.recipe.schema import Device
 
 
 @dataclass(frozen=True)
 class NativeDevice:
+    """Differences between the devices that `TorchNative` runs on."""
+
     collectives: str
-    """Backend of the process groups along the axes of the mesh. On the host workers talk over gloo, whatever theirs."""
+    """Name of the torch.distributed backend of the process groups along the mesh's axes. The host's group is gloo."""
     visible_variable: str = ""
-    """Says which of the node's devices a process sees."""
+    """Environment variable that names those of the node's devices which a process sees."""
     library: str = ""
-    """Registers the device and its collectives with torch when it is imported."""
+    """Library that registers the device and its collectives with torch when it is imported."""
+    runs_eagerly: bool = True
+    """See `Collectives.runs_eagerly`."""
+    fused_adamw: Literal["never", "eager", "always"] = "never"
+    """Whether torch's fused AdamW kernel replaces the program's own update: never, where that would not be compiled, or
+    always."""
 
 
 NATIVE_DEVICES: dict[Device, NativeDevice] = {
-    "cpu": NativeDevice("gloo"),
-    "cuda": NativeDevice("nccl", "CUDA_VISIBLE_DEVICES"),
-    "neuron": NativeDevice("neuron", "NEURON_RT_VISIBLE_CORES", "torch_neuronx"),
+    "cpu": NativeDevice("gloo", fused_adamw="eager"),
+    # The fused kernel updates all blocks in one launch, where compiled code is launched for each block.
+    "cuda": NativeDevice("nccl", "CUDA_VISIBLE_DEVICES", fused_adamw="always"),
+    # TorchNeuron's fused AdamW ignores `found_inf`, and no bits of its other kernels have been seen.
+    "neuron": NativeDevice("neuron", "NEURON_RT_VISIBLE_CORES", "torch_neuronx", runs_eagerly=False),
 }
-
 
 CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 """Variable without which cuBLAS refuses to be deterministic, and the larger of the two values that NVIDIA allows for it
@@ -45,10 +53,11 @@ GPU_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
 def open_device(name: Device, local_rank: int) -> torch.device:
-    """The worker's own device: that of its index among the workers of its node.
+    """Return the device of worker `local_rank` of the node, and hide the node's other devices from this process.
 
-    It sees no other, and calls it number 0: a graph holds the number, and workers would compile one each. So this comes
-    before anything else that touches the device. Raises `DeviceError` where there is none for this worker.
+    So every worker's device has number 0. A graph contains that number, and workers with different numbers would
+    compile different graphs. Call this before anything else touches the device. Raises `DeviceError` where there is no
+    device for this worker.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -57,9 +66,9 @@ def open_device(name: Device, local_rank: int) -> torch.device:
     visible = _visible_devices(variable, torch.get_device_module(name).device_count())
     if local_rank >= len(visible):
         raise DeviceError(
-            f"worker {local_rank} of this node has no {name} device: {len(visible)} can be seen "
-            f"({variable}={os.environ.get(variable, 'not set')}), and each worker takes one. Start fewer workers on a "
-            f"node (cluster.trainer_workers_per_node, parallel.data_parallel_size), or let the command see more."
+            f"worker {local_rank} of this node has no {name} device: this process sees {len(visible)} of them "
+            f"({variable}={os.environ.get(variable, 'not set')}), and each worker needs one. Start fewer workers on a "
+            f"node (cluster.trainer_workers_per_node, parallel.data_parallel_size), or list more devices in {variable}."
         )
     os.environ[variable] = visible[local_rank]
     if name == "cuda":
@@ -68,9 +77,9 @@ def open_device(name: Device, local_rank: int) -> torch.device:
 
 
 def device_facts(name: Device, is_compiled: bool) -> dict[str, Any]:
-    """What decides a graph and its bits on the device, by name; nothing for a CPU, of which Inductor's facts tell.
+    """Return by name the facts of a device that decide graphs and bits. Inductor's facts describe a CPU.
 
-    Does not open the device. Raises `DeviceError` where there is none, or where none of its compilers is used here.
+    It opens no device. Raises `DeviceError` where there is no such device, or a recipe compiles for `neuron`.
     """
     if name == "cpu":
         return {}
@@ -82,19 +91,19 @@ def device_facts(name: Device, is_compiled: bool) -> dict[str, Any]:
             "device": describe_kinds(),
             "cuda": torch.version.cuda,
             "triton": version("triton"),
-            # The default is set when a worker opens its device, and the command asks before.
+            # A worker sets the default when it opens its device; the command reads these facts before.
             "gpu_environment": switches | {variable: os.environ.get(variable, default)},
         }
     if is_compiled:
         raise DeviceError(
-            "parallel.device = 'neuron' runs operation by operation: TorchNeuron has a compiler of its own, which this "
-            "backend does not call. Run without compiled graphs: --compile.enabled=false"
+            "parallel.device = 'neuron' cannot run compiled graphs: this backend does not call TorchNeuron's compiler. "
+            "Run without compiled graphs: --compile.enabled=false"
         )
     return {"device": name, NATIVE_DEVICES[name].library: version("torch-neuronx")}
 
 
 def require_device(name: Device) -> None:
-    """Raise `DeviceError` unless torch here knows the device and finds one."""
+    """Raise `DeviceError` unless the installed torch knows the device and finds one."""
     library = NATIVE_DEVICES[name].library
     try:
         if library:
@@ -102,20 +111,21 @@ def require_device(name: Device) -> None:
         num_devices = torch.get_device_module(name).device_count()
     except (ImportError, RuntimeError, AttributeError) as error:
         raise DeviceError(
-            f"parallel.device = {name!r}, and torch {torch.__version__} has no such device ({error}). Install a torch "
-            f"that has it{f' with {library}' if library else ''}, or choose another: --parallel.device=cpu"
+            f"parallel.device = {name!r}, and torch {torch.__version__} does not support that device ({error}). "
+            f"Install a torch that does{f', and {library}' if library else ''}, or choose another device: "
+            f"--parallel.device=cpu"
         ) from error
     if num_devices == 0:
         variable = NATIVE_DEVICES[name].visible_variable
         raise DeviceError(
-            f"parallel.device = {name!r}, and torch {torch.__version__} finds none here "
-            f"({variable}={os.environ.get(variable, 'not set')}). Run on a machine that has one, with its driver, or "
-            f"choose another: --parallel.device=cpu"
+            f"parallel.device = {name!r}, and torch {torch.__version__} finds no such device on this machine "
+            f"({variable}={os.environ.get(variable, 'not set')}). Run on a machine that has one and its driver, or "
+            f"choose another device: --parallel.device=cpu"
         )
 
 
 def _visible_devices(variable: str, num_devices: int) -> list[str]:
-    """Names of the devices that the process may use: numbers, ranges of them, or a vendor's ids."""
+    """Return the names of the devices that the process may use: numbers (ranges are expanded), or a vendor's ids."""
     if variable not in os.environ:
         return [str(number) for number in range(num_devices)]
     visible: list[str] = []

@@ -1,6 +1,6 @@
-"""What neuronx-distributed (NxD) 0.18 alone has: attention as a NKI kernel, and which ranks of a topology are joined.
+"""The parts of neuronx-distributed (NxD) 0.18 that the program uses: its NKI attention kernel, and its groups of ranks.
 
-Its layers stay out: each rank of a model would trace another graph. Nothing of it is imported before it is asked for.
+NxD's layers are not used, because with them each rank of a model traces another graph. NxD is imported on first use.
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ from services.common.program.mesh import Axis, Mesh
 
 LIBRARY = "neuronx_distributed"
 LOGICAL_CORE_SIZE = "NEURON_LOGICAL_NC_CONFIG"
-"""Physical cores that a worker's is made of, where the runtime is told: of trn1 it is one."""
+"""Variable with the number of physical cores of one logical core, which one worker uses. On trn1 it is 1."""
 SEQUENCE_MULTIPLE = 2048
 MAX_HEAD_DIM = 128
 
 
 def is_installed() -> bool:
-    """Whether NxD is here. Does not import it."""
+    """Return whether NxD is installed, without importing it."""
     return importlib.util.find_spec(LIBRARY) is not None
 
 
 def logical_core_size() -> int:
+    """Return the number of physical cores of a worker's logical core."""
     return int(os.environ.get(LOGICAL_CORE_SIZE, "1"))
 
 
 class FlashAttention:
-    """Causal attention by the kernel of `neuronx_distributed.kernels.flash_attn`, which holds no [S, S] scores."""
+    """Causal attention by the kernel of `neuronx_distributed.kernels.flash_attn`, which stores no [S, S] scores."""
 
     def __init__(self, kernel: Callable[..., Tensor], hardware: object, core_size: int = 1) -> None:
-        """`kernel` is NxD's `nki_flash_attn_func`, `hardware` one of its enumeration."""
+        """Wrap NxD's `nki_flash_attn_func` for a platform, which is a member of NxD's enumeration `hardware`."""
         self._kernel, self._hardware, self._core_size = kernel, hardware, core_size
 
     @classmethod
     def load(cls) -> Self:
-        """Raises `DeviceError` where NxD is installed and cannot be imported."""
+        """Import the kernel. Raises `DeviceError` where NxD is installed and cannot be imported."""
         core_size, hardware = logical_core_size(), _import("utils.utils").hardware
-        # Not asked of the platform, which a node that only traces cannot say. The kernel's form follows from the size.
+        # The platform follows from the core size, because a node that only traces graphs is on another platform.
         platform = hardware.TRN1 if core_size == 1 else hardware.TRN2
         return cls(_import("kernels.flash_attn").nki_flash_attn_func, platform, core_size)
 
     def __call__(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor) -> Tensor:
-        """[B, H, S, N], of what `why_not_flash` has nothing against."""
-        # NxD starts the kernel once for each query head, and each takes the key-value head of its own number: with
-        # fewer of them it would read what lies behind them.
+        """Return attention [B, H, S, N] of tensors for which `why_not_flash` returns an empty text."""
+        # NxD starts the kernel once for each query head, with the key-value head of the same number: where there are
+        # fewer key-value heads, it would read beyond them.
         copies = q_BHSN.shape[1] // k_BKSN.shape[1]
         mixed_BHSN: Tensor = self._kernel(
             q_BHSN,
@@ -60,18 +61,18 @@ class FlashAttention:
             lnc=self._core_size,
             softmax_scale=q_BHSN.shape[-1] ** -0.5,
             causal=True,
-            mixed_precision=True,  # float32 where nothing is multiplied, and in sums
+            mixed_precision=True,  # float32 for sums and for everything but products
             hardware_type=self._hardware,
-            transpose_nki_inputs=False,  # they are [B, H, S, N]; True is for [B, H, N, S]
+            transpose_nki_inputs=False,  # False for [B, H, S, N], True for [B, H, N, S]
         )
         return mixed_BHSN
 
 
 def why_not_flash(q_BHSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> str:
-    """What speaks against the kernel for tensors of these shapes and types; empty where nothing does."""
+    """Return why the kernel does not take tensors of these shapes and types; empty where it does."""
     _, num_heads, length, head_dim = q_BHSN.shape
     if mask_B1SS is not None:
-        return "tokens attend within their documents, and the kernel knows no documents"
+        return "tokens attend within their documents, and the kernel takes no mask"
     if length % SEQUENCE_MULTIPLE:
         return f"a sequence has {length:,} positions, and the kernel takes multiples of {SEQUENCE_MULTIPLE:,}"
     if head_dim > MAX_HEAD_DIM:
@@ -79,15 +80,15 @@ def why_not_flash(q_BHSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> s
     if v_BKSN.dtype != torch.bfloat16:
         return f"the kernel multiplies in bfloat16, and train.dtype is {str(v_BKSN.dtype).removeprefix('torch.')}"
     if num_heads % logical_core_size():
-        return f"{num_heads} heads of a worker cannot be shared by the {logical_core_size()} cores that are its one"
+        return f"a worker has {num_heads} heads, and its {logical_core_size()} physical cores cannot share them evenly"
     return ""
 
 
 def require_groups(mesh: Mesh) -> None:
-    """Raise `DeviceError` unless the groups of this worker's collectives are those that NxD chooses for its nodes.
+    """Raise `DeviceError` unless the mesh's groups of ranks are those that NxD chooses for this kind of node.
 
-    NxD knows which cores are joined by links: on trn1 the 4 of a group are not those that follow one another, and on
-    trn2 the halves of some groups lie in other rows of chips. Asks for lists alone; no device and no group is made.
+    NxD chooses groups by the links between cores: on trn1 a group of 4 has no neighbouring cores, and on trn2 the
+    halves of some groups lie in other rows of chips. This asks NxD for lists of ranks, and opens no device or group.
     """
     if mesh.world_size == 1:
         return
@@ -109,14 +110,14 @@ def require_groups(mesh: Mesh) -> None:
 
 
 def require_equal_groups(mesh: Mesh, theirs: Mapping[Axis, Sequence[Sequence[int]]], platform: str) -> None:
-    """Raise `DeviceError` that names both, where the ranks along an axis of the mesh are others than `theirs`."""
+    """Raise `DeviceError` where the mesh's groups along an axis are not `theirs`, and show both."""
     for axis, their_groups in theirs.items():
         ours = mesh.groups(axis)
         if sorted(map(list, their_groups)) != sorted(ours):
             raise DeviceError(
                 f"parallel.tensor_parallel_size = {mesh.tensor_parallel_size} on {mesh.world_size} workers of "
                 f"{platform}: the groups of the {axis} axis are {_show(ours)} here, and neuronx-distributed chooses "
-                f"{_show(their_groups)}, by the links between cores. Choose another size, of 8 or 32 on trn1: "
+                f"{_show(their_groups)}, by the links between cores. Choose another size, 8 or 32 on trn1: "
                 f"--parallel.tensor_parallel_size=8"
             )
 
@@ -136,7 +137,7 @@ def _import(module: str) -> Any:
     os.environ.setdefault("NXD_LOG_LEVEL", "warning")  # it would print every group of the topology
     try:
         return importlib.import_module(f"{LIBRARY}.{module}")
-    except Exception as error:  # whatever of five Neuron packages does not fit: no other attention instead
+    except Exception as error:  # five Neuron packages may not fit together; there is no fallback
         raise DeviceError(
             f"{LIBRARY} is installed, and {LIBRARY}.{module} cannot be imported ({type(error).__name__}: {error}). "
             f"The neuron images have the Neuron packages that fit together: make images VARIANT=neuron"

@@ -1,4 +1,4 @@
-"""What differs between devices; the rest of the program is the same code on all of them."""
+"""The device seam: every difference between devices is behind `Backend`; the rest of the program is common to all."""
 
 from __future__ import annotations
 
@@ -9,104 +9,182 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from services.common.program.buckets import Bucket
 from services.common.program.mesh import Axis, Mesh
-from services.common.recipe import Device, Recipe
+from services.common.program.reduction import Sum
+from services.common.program.snapshot import Snapshots
+from services.common.recipe.schema import ActivationCheckpointing, Device, Recipe
 
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class CacheReport:
-    """What became of the compile cache in this process."""
+    """Compile-cache misses of this process."""
 
     graphs_compiled: int
-    """Graphs that the cache did not hold."""
+    """Number of graphs that were compiled because the cache did not hold them."""
 
 
 class DeferredRead(Protocol):
+    """Scalars that the device may still be computing."""
+
     def read(self) -> dict[str, float]:
-        """The values, once the device has computed them."""
+        """Wait for the device and return the values by name."""
         ...
 
 
 class Collectives(Protocol):
-    """Where a worker stands in the mesh, what it computes with others along an axis of it, and what its device has a
-    way of its own for: see `Backend`."""
+    """The part of a backend that layers and loss call: this rank's mesh, its collectives, and operations of its device.
+
+    Collectives go along one axis of the mesh. All ranks of the axis call them in the same order. They return a new
+    tensor, or the given one where the axis has one rank, and raise `WorkersLost` where another worker has ended.
+    """
 
     mesh: Mesh
-    is_lazy: bool
+    runs_eagerly: bool
+    """Whether code that is not compiled runs operation by operation, in kernels of torch whose bits are known."""
 
-    def index(self, axis: Axis) -> Tensor: ...
-    def all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor: ...
-    def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor: ...
-    def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor: ...
-    def fence(self, *tensors: Tensor, after: Tensor) -> tuple[Tensor, ...]: ...
-    def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor: ...
+    def index(self, axis: Axis) -> Tensor:
+        """Return this rank's index along the axis as int32 [1] on the device: the only form that a graph may hold."""
+        ...
+
+    def all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """Return the sum or the maximum over the ranks, with the same bits on each.
+
+        With `train.reduction = "exact"` a sum also has the same bits for every number of ranks.
+        """
+        ...
+
+    def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+        """Return the ranks' tensors concatenated along `dim`, in the order of their index."""
+        ...
+
+    def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+        """Return this rank's slice along `dim` of the sum over the ranks; their number divides that dimension."""
+        ...
+
+    def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor:
+        """Return causal attention [B, H, S, N] by the device's best kernel; see `attention.attend`."""
+        ...
+
+    def run_checkpointed(self, layer: nn.Module, mode: ActivationCheckpointing, *arguments: Tensor | None) -> Tensor:
+        """Return `layer(*arguments)`, keeping for the backward pass the activations that `mode` says; see
+        `activation_checkpointing`.
+        """
+        ...
 
 
 class Backend(Collectives, Protocol):
-    """One worker's device, and its connection to those of the others.
+    """One worker's device and its connection to the other workers' devices.
 
-    Asked of the class, where there may be no device:
-
-    - `facts(recipe)`: what decides a graph and its bits on this machine, besides source and what the recipe says of
-      the program, by name. Raises `DeviceError` when the device is not there, or a program that compiles lacks its
-      compiler.
-    - `cache_environment(folder, recipe)`: the variables with which a process keeps its compiled graphs in `folder`, and
-      compiles others as the recipe says. To be set before the backend is made.
-
-    Made once the worker group has formed; `Backend(mesh, threads, reduction, device, local_rank)` takes the device of
-    this name that is the worker's on its node, with `threads` for what runs on the host, and raises `DeviceError` where
-    there is none. `device` is then where tensors of the program are, `mesh` where this worker stands.
-
-    Collectives go along one axis of the mesh, are called by all workers of the axis in the same order, and return a new
-    tensor, or the given one where the axis has one worker. They raise `WorkersLost`.
-
-    - `index(axis)`: this worker's index along the axis, int32 [1] on the device: the form in which a graph may hold it.
-    - `all_reduce(x, axis, op)`: the sum, or the maximum, on every worker the same bits; with reduction `exact` a sum
-      also has the same bits for every number of workers.
-    - `all_gather(x, axis, dim)`: the workers' tensors, one behind the other along `dim`.
-    - `reduce_scatter(x, axis, dim)`: of the sum, this worker's slice along `dim`, which the workers divide evenly.
-    - `fence(*tensors, after)`: copies of the tensors: a compiler computes nothing of a copy before `after` is there,
-      and takes nothing of it from what it computed of the original. Where `after` has no numbers, they have none.
-    - `attend(q, k, v, mask)`: causal attention, see `attention`.
-
-    State is made on `host` and placed. On a device that `is_lazy` nothing is computed before a graph ends; a graph is
-    then all that was asked for since the last one, its outputs are all tensors that are alive, and it is compiled. So
-    state is placed and not computed, sums are held from step to step, and no view of a tensor is kept.
-
-    - `place(x)`: x of the host, on the device; no graph computes it.
-    - `to_host(x)`: x of the device, on the host: itself where the device is the host, otherwise a copy.
-    - `end_graph()`: what was computed so far is one graph, and the device may run it.
-    - `defer(values)`: read scalars of the device later. This is the only way to read one.
-    - `autocast(dtype)`: the context in which the model computes in `dtype`.
-    - `compile(function)`: the function, compiled for the shapes of its first call. After `require_warm_cache()` a call
-      raises `DeviceError` where the cache does not hold its graph.
-    - `compile_elementwise(function)`: the same for a function of vectors, compiled once for all lengths of 2 and more
-      where the device allows it: then no graph depends on the number of workers that share a bucket.
-    - `cache_report()`: what was not in the cache.
+    State is made on `host` and placed on `device`. A device may be lazy, as torch_xla's is: it computes nothing before
+    `end_graph`, and then compiles and runs everything since the last one as one graph, whose outputs are all tensors
+    that are still alive. Code above this seam holds for such a device too: it places state instead of computing it,
+    drops gradients before the graph ends, and takes no view of a tensor except through `sliceable`.
     """
 
     device: torch.device
     host: torch.device
+    rounds_weights: bool
+    """Whether weights that are only multiplied with are stored in `train.dtype`. Elsewhere autocast rounds each use."""
 
-    def __init__(
-        self, mesh: Mesh, threads: int, reduction: str, device: Device = "cpu", local_rank: int = 0
-    ) -> None: ...
+    def __init__(self, mesh: Mesh, threads: int, reduction: str, device: Device = "cpu", local_rank: int = 0) -> None:
+        """Open the device of this name that belongs to worker `local_rank` of the node, after the process group formed.
+
+        `threads` is the number of CPU threads for work on the host. Raises `DeviceError` where there is no device.
+        """
+        ...
 
     @staticmethod
-    def facts(recipe: Recipe) -> dict[str, Any]: ...
-    @staticmethod
-    def cache_environment(folder: Path, recipe: Recipe) -> dict[str, str]: ...
+    def facts(recipe: Recipe) -> dict[str, Any]:
+        """Return by name what decides a graph and its bits on this machine, besides the source and the recipe.
 
-    def place(self, x: Tensor) -> Tensor: ...
-    def to_host(self, x: Tensor) -> Tensor: ...
-    def end_graph(self) -> None: ...
-    def defer(self, values: Mapping[str, Tensor]) -> DeferredRead: ...
-    def autocast(self, dtype: str) -> AbstractContextManager[Any]: ...
-    def compile(self, function: Callable[..., R]) -> Callable[..., R]: ...
-    def compile_elementwise(self, function: Callable[..., R]) -> Callable[..., R]: ...
-    def require_warm_cache(self) -> None: ...
-    def cache_report(self) -> CacheReport: ...
+        It opens no device. Raises `DeviceError` where the device is absent, or the recipe compiles and the compiler is.
+        """
+        ...
+
+    @staticmethod
+    def cache_environment(folder: Path, recipe: Recipe) -> dict[str, str]:
+        """Return the variables with which a process keeps its compiled graphs in `folder`, and compiles with the
+        recipe's flags. Set them before the backend is made.
+        """
+        ...
+
+    def make_bucket(self, parameters: Mapping[str, nn.Parameter], num_blocks: int, sum_axis: Axis | None) -> Bucket:
+        """Make the bucket of these parameters in the memory layout that suits the device."""
+        ...
+
+    def make_sum(self, size: int, in_tree: bool) -> Sum:
+        """Make a sum of tensors [size] over this rank's micro-batches.
+
+        `in_tree` asks for the fixed binary tree of `reduction`; a device whose graphs must not depend on the number of
+        micro-batches adds one after the other anyway.
+        """
+        ...
+
+    def make_snapshots(self) -> Snapshots:
+        """Make the memory on the host that holds the state of a checkpoint."""
+        ...
+
+    def has_fused_adamw(self, is_compiled: bool) -> bool:
+        """Whether torch's fused AdamW kernel is here, and faster than the update that the program would run instead,
+        compiled or not.
+        """
+        ...
+
+    def place(self, x: Tensor) -> Tensor:
+        """Return a host tensor on the device; no graph computes it."""
+        ...
+
+    def send(self, x: Tensor) -> Tensor:
+        """Return a micro-batch's tensor on the device. The host does not wait for earlier work of the device."""
+        ...
+
+    def to_host(self, x: Tensor) -> Tensor:
+        """Return a device tensor on the host: the tensor itself where the device is the host, otherwise a copy."""
+        ...
+
+    def sliceable(self, x: Tensor) -> Tensor:
+        """Return a tensor with the values of `x` whose views compute nothing: `x` itself, or a copy on the host."""
+        ...
+
+    def keep(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors for use after the step, or nothing where they would be further outputs of its graph."""
+        ...
+
+    def end_graph(self) -> None:
+        """End the graph of everything computed since the last call; the device may run it."""
+        ...
+
+    def defer(self, values: Mapping[str, Tensor]) -> DeferredRead:
+        """Return a read of these device scalars for later. The program reads no device value in another way."""
+        ...
+
+    def autocast(self, dtype: str) -> AbstractContextManager[Any]:
+        """Return the context in which the model computes in `dtype`."""
+        ...
+
+    def compile(self, function: Callable[..., R]) -> Callable[..., R]:
+        """Compile a function for the shapes of its first call.
+
+        After `require_warm_cache` a call raises `DeviceError` where the cache does not hold its graph.
+        """
+        ...
+
+    def compile_elementwise(self, function: Callable[..., R]) -> Callable[..., R]:
+        """Compile a function of vectors once for all lengths from 2, where the device allows it.
+
+        Then no graph depends on the number of ranks that share a bucket.
+        """
+        ...
+
+    def require_warm_cache(self) -> None:
+        """Forbid compilation from now on."""
+        ...
+
+    def cache_report(self) -> CacheReport:
+        """Return how many graphs the cache did not hold."""
+        ...

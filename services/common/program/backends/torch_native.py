@@ -1,4 +1,4 @@
-"""Plain PyTorch: a device, process groups and Inductor. See `native_device` for the devices."""
+"""The backend of plain PyTorch: a device of `native_device`, process groups along the axes, and Inductor."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from services.common.program.activation_checkpointing import run_checkpointed
 from services.common.program.attention import attend
 from services.common.program.backends.inductor_facts import CACHE_VARIABLE, TRITON_CACHE_VARIABLE, inductor_facts
 from services.common.program.backends.native_device import NATIVE_DEVICES, device_facts, open_device
 from services.common.program.backends.protocol import CacheReport
+from services.common.program.buckets import Bucket
 from services.common.program.mesh import AXES, Axis, Mesh
-from services.common.program.reduction import sum_in_tree
-from services.common.program.worker_group import COLLECTIVE_TIMEOUT, naming_lost_workers
-from services.common.recipe import Device, Recipe
+from services.common.program.process_group import COLLECTIVE_TIMEOUT, naming_lost_workers
+from services.common.program.reduction import RunningSum, Sum, TreeSum, sum_in_tree
+from services.common.program.snapshot import CudaSnapshots, Snapshots
+from services.common.recipe.schema import ActivationCheckpointing, Device, Recipe
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -30,35 +33,41 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""Parameters of mallopt, from glibc's malloc.h."""
 PIECE_ELEMENTS = 2**22
-"""Of an exact sum at a time. In one piece a sum of 100 MB by four workers takes 1.8 times as long as a fast one: the
-memory between its two exchanges is never the same. In pieces it takes 1.2 to 1.5 times as long.
+"""Elements that an exact sum takes at a time. In one piece, an exact sum of 100 MB over four workers takes 1.8 times as
+long as a fast one, because the memory between its two exchanges is new each time. In pieces it takes 1.2 to 1.5 times
+as long.
 """
-FAKE = "fake"  # of a group that stands for others, which has no device's collectives
-OPS = torch.ops._c10d_functional  # the form of collectives that a graph can hold
+FAKE = "fake"
+"""Name of the torch.distributed backend whose group consists of this process alone, whatever its size."""
+OPS = torch.ops._c10d_functional
+"""Functional collectives, the form that a compiled graph can contain."""
 GROUP_NAMES: dict[Axis, str] = {axis: f"millrace-{axis}" for axis in AXES}
+"""Names of the process groups, by axis; compiled graphs contain them."""
 
 
 class TorchNative:
-    """See `Backend`. No call has to be told that a graph ends, and a read waits by itself."""
+    """`Backend` on a CPU, a CUDA GPU, or a NeuronCore by TorchNeuron: operations run as they are called."""
 
-    is_lazy = False
     host = torch.device("cpu")
+    rounds_weights = True
 
     def __init__(self, mesh: Mesh, threads: int, reduction: str, device: Device = "cpu", local_rank: int = 0) -> None:
         torch.set_num_threads(threads)
-        # Large tensors on large pages: a sum of 100 MB by four workers takes half the time, a train step 2 % less.
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # which torch reads when it allocates the first of them
+        # Large pages for large tensors: a sum of 100 MB over four workers takes half the time, a train step 2 % less.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it when it allocates the first large tensor
         if device == "cpu":
             keep_freed_memory()
-        # What use_deterministic_algorithms(True) does, without its import of Inductor: 2.2 s of CPU.
+        # This does what use_deterministic_algorithms(True) does, without importing Inductor: 2.2 s of CPU.
         torch.set_deterministic_debug_mode("error")
-        # A debugging aid that comes with determinism and writes every new tensor twice.
+        # Deterministic mode would write every new tensor twice, as a debugging aid.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.mesh, self.device = mesh, open_device(device, local_rank)
-        self._reduction = reduction
-        self._groups = {axis: _form_group(mesh, axis, NATIVE_DEVICES[device].collectives) for axis in AXES}
+        self._native, self._reduction = NATIVE_DEVICES[device], reduction
+        self.runs_eagerly = self._native.runs_eagerly
+        self._groups = {axis: _form_group(mesh, axis, self._native.collectives) for axis in AXES}
         self._indices = {axis: torch.tensor([mesh.index(axis)], dtype=torch.int32).to(self.device) for axis in AXES}
 
     @staticmethod
@@ -93,17 +102,17 @@ class TorchNative:
         size = self.mesh.size(axis)
         if size == 1:
             return x
-        slices = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim))  # one for each worker
+        slices = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim))  # one for each rank
         if self._reduction == "exact":
-            # A ring's bytes, where summing everything everywhere would take size times as many.
+            # Each rank sends as many bytes as in a ring. Gathering all slices everywhere would send `size` times more.
             lengths = [len(slices) // size] * size
             return sum_in_tree(_run(OPS.all_to_all_single, slices, lengths, lengths, self._groups[axis]).chunk(size))
         return _run(OPS.reduce_scatter_tensor, slices, "sum", size, self._groups[axis])
 
     def _sum_exactly(self, x: Tensor, axis: Axis, size: int) -> Tensor:
-        """The tree's sum, for a ring's bytes: each worker sums a slice, and all gather them."""
+        """Return the sum in the tree: each rank sums one slice, then all gather. It sends as many bytes as a ring."""
         flat = x.flatten()
-        if flat.numel() % size:  # a few numbers
+        if flat.numel() % size:  # scalars and the like
             return sum_in_tree(self.all_gather(flat, axis).chunk(size)).view_as(x)
         length = PIECE_ELEMENTS // size * size
         if flat.numel() <= length:
@@ -113,21 +122,44 @@ class TorchNative:
             sums.copy_(self.all_gather(self.reduce_scatter(piece, axis), axis))
         return total.view_as(x)
 
-    def fence(self, *tensors: Tensor, after: Tensor) -> tuple[Tensor, ...]:
-        return tensors
-
     def attend(self, q_BHSN: Tensor, k_BKSN: Tensor, v_BKSN: Tensor, mask_B1SS: Tensor | None) -> Tensor:
         if self.device.type == "cuda" and mask_B1SS is not None:
-            # With a mask, torch's only kernel for CUDA that shares key-value heads keeps all of [B, H, S, S].
+            # With a mask, torch's only CUDA kernel for grouped queries keeps the scores [B, H, S, S] in memory.
             copies = q_BHSN.shape[1] // k_BKSN.shape[1]
             k_BKSN, v_BKSN = (each.repeat_interleave(copies, dim=1) for each in (k_BKSN, v_BKSN))
         return attend(q_BHSN, k_BKSN, v_BKSN, mask_B1SS)
 
+    def run_checkpointed(self, layer: nn.Module, mode: ActivationCheckpointing, *arguments: Tensor | None) -> Tensor:
+        return run_checkpointed(layer, mode, *arguments)
+
+    def make_bucket(self, parameters: Mapping[str, nn.Parameter], num_blocks: int, sum_axis: Axis | None) -> Bucket:
+        return Bucket(parameters, num_blocks, sum_axis)
+
+    def make_sum(self, size: int, in_tree: bool) -> Sum:
+        return TreeSum() if in_tree else RunningSum()
+
+    def make_snapshots(self) -> Snapshots:
+        return CudaSnapshots(self.device) if self.device.type == "cuda" else Snapshots()
+
+    def has_fused_adamw(self, is_compiled: bool) -> bool:
+        return self._native.fused_adamw == "always" or (self._native.fused_adamw == "eager" and not is_compiled)
+
     def place(self, x: Tensor) -> Tensor:
         return x.to(self.device)
 
+    def send(self, x: Tensor) -> Tensor:
+        # From pageable memory a GPU copies only after all earlier work, and the host waits for that: it would launch
+        # the next micro-batch's kernels late.
+        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else self.place(x)
+
     def to_host(self, x: Tensor) -> Tensor:
         return x.cpu()
+
+    def sliceable(self, x: Tensor) -> Tensor:
+        return x
+
+    def keep(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors
 
     def end_graph(self) -> None:
         pass
@@ -152,13 +184,13 @@ class TorchNative:
 
     @cached_property
     def _inductor(self) -> Inductor:
-        from services.common.program.backends.inductor import Inductor  # noqa: PLC0415 - 3 s that eager runs save
+        from services.common.program.backends.inductor import Inductor  # noqa: PLC0415 - the import takes 3 s, which eager runs save
 
         return Inductor()
 
 
 class Computed:
-    """Values that are there as soon as they can be asked for."""
+    """`DeferredRead` of a device whose values can be read at any time."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self._values = values
@@ -168,9 +200,10 @@ class Computed:
 
 
 def keep_freed_memory() -> None:
-    """Let this process reuse the memory of tensors that are gone. By default glibc gives what is larger than 32 MB back
-    to the system, which clears it again page by page: half the time of a small model's eager step, and a fifth of a
-    compiled one's.
+    """Let this process reuse the memory of freed tensors.
+
+    By default glibc returns freed memory of more than 32 MB to the system, which clears it page by page when it is
+    allocated again: that takes half the time of a small model's eager step, and a fifth of a compiled step's.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # other C libraries have no such switch
@@ -179,10 +212,10 @@ def keep_freed_memory() -> None:
 
 
 def _form_group(mesh: Mesh, axis: Axis, collectives: str) -> str:
-    """The name of this worker's process group along the axis; nothing where it is alone.
+    """Form the process groups along the axis and return the name of this rank's own; empty where it has one rank.
 
-    A compiled graph holds the name. Torch numbers all groups, so workers of different groups would compile different
-    graphs: each worker calls its own group by the axis.
+    A compiled graph contains the name. Torch numbers all groups, so ranks of different groups would compile different
+    graphs: here every rank calls its own group by the name of the axis.
     """
     if mesh.size(axis) == 1:
         return ""
@@ -192,19 +225,19 @@ def _form_group(mesh: Mesh, axis: Axis, collectives: str) -> str:
     else:
         backend = None if is_like_world else collectives
         with naming_lost_workers():
-            # Every worker has to form all of them.
+            # Every worker has to form all groups, also those that it does not belong to.
             formed = [dist.new_group(ranks, COLLECTIVE_TIMEOUT, backend) for ranks in mesh.groups(axis)]
         group = formed[mesh.groups(axis).index(mesh.group(axis))]
     assert group
     name = cast("GroupName", GROUP_NAMES[axis])
     c10d = torch._C._distributed_c10d
-    c10d._unregister_process_group(name)  # of another backend that was made in this process
+    c10d._unregister_process_group(name)  # one that an earlier backend of this process registered
     c10d._register_process_group(name, group)
     return name
 
 
 def _run(collective: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Its result, once it is there. Raises `WorkersLost`, also when the collective cannot begin."""
+    """Run a collective and return its result. Raises `WorkersLost`, also where the collective cannot begin."""
     with naming_lost_workers():
         result: Tensor = OPS.wait_tensor(collective(*arguments))
     return result

@@ -1,4 +1,4 @@
-"""How these tests start workers."""
+"""Fixtures of these tests: workers are forked from a server that has imported the program."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Makes neuronx-distributed's own source importable on a CPU, without any of AWS's packages.
+"""Stand-ins for AWS's packages, with which neuronx-distributed's own source can be imported on a CPU.
 
-What it takes of them is imported and not called by its layers, its loss and its choice of groups: a name of a stand-in
-is another stand-in. The one that is called is `get_platform_target`, whose answer is read from the environment.
+Its layers, its loss and its choice of groups import names from those packages without calling them, so every attribute
+of a stand-in is another stand-in. They do call `get_platform_target`, which here reads the environment.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 SOURCE_VARIABLE = "NXD_SOURCE"
-"""Folder of a checkout of github.com/aws-neuron/neuronx-distributed."""
+"""Variable that names the folder of a checkout of github.com/aws-neuron/neuronx-distributed."""
 PACKAGES = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib")
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 
 
 class _AnyClass(type):
-    """Makes classes with any member."""
+    """Metaclass of classes that have every member."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -45,7 +45,7 @@ class _AnyInstance:
 
 
 class _StandIn(ModuleType):
-    """A module of any names: of classes where they begin in upper case, or else of such modules, which decorate."""
+    """A module with every name: a class where the name begins in upper case, otherwise another such module."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -78,18 +78,18 @@ def _read_platform(*arguments: Any, **options: Any) -> str:
 
 
 def install() -> None:
-    """Put the source that NXD_SOURCE names, and stand-ins for what it imports, where imports find them. Nothing where
-    the variable is absent. Raises `FileNotFoundError` where it names no checkout.
+    """Make the source that NXD_SOURCE names importable, with stand-ins for the packages that it imports.
+
+    Does nothing where the variable is absent. Raises `FileNotFoundError` where it names no checkout.
     """
     if SOURCE_VARIABLE not in os.environ or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     source = Path(os.environ[SOURCE_VARIABLE], "src")
     if not (source / "neuronx_distributed").is_dir():
-        raise FileNotFoundError(f"{SOURCE_VARIABLE}={source.parent} has no src/neuronx_distributed")
-    import torch_xla  # noqa: F401, PLC0415 - it asks for libneuronxla, and would start what it takes for that
+        raise FileNotFoundError(f"{SOURCE_VARIABLE}={source.parent} names a folder without src/neuronx_distributed")
+    import torch_xla  # noqa: F401, PLC0415 - before the stand-ins: it would start that of libneuronxla
 
     sys.path.insert(0, str(source))
     sys.meta_path.append(_Finder())
-    vars(torch.classes)["neuron"] = _StandIn(
-        "neuron"
-    )  # C++ classes that torch_neuronx registers; annotations name them
+    # torch_neuronx registers C++ classes under this name, and annotations refer to them.
+    vars(torch.classes)["neuron"] = _StandIn("neuron")

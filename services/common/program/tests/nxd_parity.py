@@ -1,4 +1,4 @@
-"""What two workers compute with NxD's layers and with ours, of the same weights and inputs. Starts no worker itself."""
+"""Work of two workers: the same weights and inputs through NxD's layers and through ours."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from services.common.program.layers import (
 )
 from services.common.program.loss import next_token_loss
 from services.common.program.mesh import Mesh
+from services.common.program.process_group import ProcessGroup
 from services.common.program.tests import neuron_stand_ins
-from services.common.program.worker_group import WorkerGroup
 
 WORKERS = 2
 BATCH, LENGTH, HIDDEN, INNER, VOCABULARY = 2, 8, 16, 32, 64
@@ -32,11 +32,11 @@ SEED = 7
 
 
 def compare(folder: Path, environment: WorkerEnvironment) -> None:
-    """Leave this worker's results of both, by name."""
+    """Write this worker's results of both to the folder, by name."""
     rank = environment.rank
     os.environ["NXD_CPU_MODE"] = "1"  # NxD's own switch: its collectives are gloo's
     neuron_stand_ins.install()
-    group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
+    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
     nxd = {name: importlib.import_module(f"neuronx_distributed.parallel_layers.{name}") for name in _MODULES}
     nxd["parallel_state"].initialize_model_parallel(tensor_model_parallel_size=WORKERS)
     backend = TorchNative(Mesh(rank, 1, WORKERS), 1, "fast")
@@ -49,7 +49,7 @@ _MODULES = ("parallel_state", "layers", "loss_functions", "mappings")
 
 
 def _draw() -> Results:
-    """Full weights and inputs, the same on every worker."""
+    """Draw full weights and inputs, the same on every worker."""
     generator = torch.Generator().manual_seed(SEED)
     shapes = {
         "embedding": (VOCABULARY, HIDDEN),
@@ -70,7 +70,7 @@ def _run_ours(backend: TorchNative) -> Results:
     head = ColumnParallelLinear(HIDDEN, VOCABULARY, mesh)
     layers: dict[str, Any] = {"embedding": embedding, "column": column, "row": row, "head": head}
     for name, layer in layers.items():
-        layer.weight = nn.Parameter(layer.layout.take(drawn[name]).clone())
+        layer.weight = nn.Parameter(layer.sharding.take(drawn[name]).clone())
 
     embedded_BSD = reduce_scatter_sequence(embedding(drawn["tokens"]), backend, torch.float32)
     inner_BSF = F.silu(column(gather_sequence(embedded_BSD, backend, torch.float32)))
@@ -83,7 +83,7 @@ def _run_ours(backend: TorchNative) -> Results:
 
 
 def _run_theirs(nxd: dict[str, Any], rank: int) -> Results:
-    """Activations are [S, B, D] where they are split by sequence."""
+    """Run NxD's layers, whose activations are [S, B, D] where the sequence is sharded."""
     drawn, layers, mappings = _draw(), nxd["layers"], nxd["mappings"]
     by_sequence = {"sequence_parallel_enabled": True, "sequence_dimension": 0}
     column = layers.ColumnParallelLinear(HIDDEN, INNER, bias=False, gather_output=False, **by_sequence)

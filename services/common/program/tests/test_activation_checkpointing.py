@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
-from services.common.recipe import ActivationCheckpointing, Recipe
+from services.common.recipe.schema import ActivationCheckpointing, Recipe
 from services.common.testing.recipes import recipe_text
 
 LENGTH = 64
@@ -18,8 +18,9 @@ GROUPED = Recipe.model_validate(tomllib.loads(recipe_text(model__num_hidden_laye
 
 
 def gradients(mode: ActivationCheckpointing, is_compiled: bool = False) -> tuple[list[Tensor], int]:
-    """Of every parameter, and the bytes that the layers kept for them besides the parameters. Compiled up to the graph,
-    whose operations then run one by one.
+    """Return the gradient of every parameter, and the bytes that the layers kept for the backward pass.
+
+    Compiled, the model is traced into a graph, whose operations then run one by one.
     """
     model = Llama(GROUPED, LENGTH, activation_checkpointing=mode)
     initialize(model, GROUPED, seed=7)

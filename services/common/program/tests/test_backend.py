@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common import image_platform
 from services.common.errors import DeviceError
+from services.common.hardware import image_platform
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec
 from services.common.program.backends.choice import choose_backend
@@ -23,7 +23,7 @@ from services.common.program.tests import work
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
-    """What the collectives gave each of 4 workers."""
+    """Results of the collectives on each of 4 workers."""
     folder = tmp_path_factory.mktemp("collectives")
     inline.run_workers(work.run_collectives, folder, WorkerGroupSpec(work.WORKERS, 1, work.WORKERS, folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(work.WORKERS)]
@@ -51,7 +51,7 @@ def test_slices_of_an_exact_sum_have_the_bits_of_the_whole(found: list[dict[str,
 
 
 def test_collectives_in_pieces_give_the_bits_of_one_call(found: list[dict[str, Tensor]]) -> None:
-    """Whatever dimension the shares lie along, and where the last piece is shorter."""
+    """Shards lie along every dimension once, and the last piece is shorter."""
     for results in found:
         for name, whole in results.items():
             if name.startswith("whole "):
@@ -61,7 +61,7 @@ def test_collectives_in_pieces_give_the_bits_of_one_call(found: list[dict[str, T
 
 
 def test_sums_of_a_split_model_are_rounded_once_in_float32(tmp_path: Path) -> None:
-    """In bfloat16 each of 8 additions rounds."""
+    """A sum in bfloat16 would round each of 8 additions."""
     size = work.SUMMING_WORKERS
     inline.run_workers(work.sum_activations, tmp_path, WorkerGroupSpec(size, 1, size, tmp_path))
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
@@ -102,7 +102,6 @@ def test_one_worker_needs_no_others() -> None:
             backend.all_reduce(mine, axis),
             backend.all_gather(mine, axis),
             backend.reduce_scatter(mine, axis),
-            *backend.fence(mine, after=mine),
         ):
             assert torch.equal(result, mine)
     assert backend.defer({"half": torch.tensor(0.5), "yes": torch.tensor(True)}).read() == {"half": 0.5, "yes": 1.0}
@@ -145,12 +144,12 @@ def test_a_workstation_may_leave_its_gpus_idle_and_a_cuda_image_may_not(monkeypa
     monkeypatch.setenv("MILLRACE_VARIANT", "cuda")
     assert choose_backend("cuda") is TorchNative
     for other in ("cpu", "neuron", "xla"):
-        with pytest.raises(DeviceError, match=rf"this is a cuda image, .* and parallel.device is '{other}'"):
+        with pytest.raises(DeviceError, match=rf"cuda image.*'{other}'"):
             choose_backend(other)
 
     monkeypatch.setenv("MILLRACE_VARIANT", "cpu")
     assert choose_backend("cpu") is TorchNative
-    with pytest.raises(DeviceError, match=r"this is a cpu image, .*make images VARIANT=cuda"):
+    with pytest.raises(DeviceError, match=r"cpu image.*make images VARIANT=cuda"):
         choose_backend("cuda")
 
 
@@ -160,11 +159,9 @@ def test_a_neuron_image_and_a_trainium_node_refuse_to_compute_on_the_cpu(
     assert choose_backend("cpu") is TorchNative
     monkeypatch.setattr(image_platform, "NEURON_DEVICES", tmp_path)
     (tmp_path / "neuron0").touch()
-    with pytest.raises(
-        DeviceError, match=r"this node has 1 Neuron devices .*/neuron0 .*, and parallel.device is 'cpu'"
-    ):
+    with pytest.raises(DeviceError, match=r"1 Neuron devices .*/neuron0 .*'cpu'"):
         choose_backend("cpu")
 
     monkeypatch.setenv("MILLRACE_VARIANT", "neuron")
-    with pytest.raises(DeviceError, match=r"this is a neuron image, .* and parallel.device is 'cpu'"):
+    with pytest.raises(DeviceError, match=r"neuron image.*'cpu'"):
         choose_backend("cpu")

@@ -10,7 +10,7 @@ import torch
 from services.common.program.layers import OneWorker
 from services.common.program.llama import Llama, initialize
 from services.common.program.loss import next_token_loss
-from services.common.recipe import Model, RopeScaling
+from services.common.recipe.schema import Model, RopeScaling
 
 LENGTH = 96
 
@@ -25,7 +25,7 @@ LLAMA_2 = Model(
 LLAMA_3 = LLAMA_2.model_copy(update={"num_attention_heads": 8, "num_key_value_heads": 2, "rope_theta": 500_000.0})
 LLAMA_3_1 = LLAMA_3.model_copy(
     update={
-        # Original positions few enough that at this length all three branches of the scaling are taken.
+        # The original length is so small that this length takes all three branches of the scaling.
         "rope_scaling": RopeScaling(
             factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
         )
@@ -37,7 +37,7 @@ SHAPES = {"llama-2": LLAMA_2, "llama-3": LLAMA_3, "llama-3.1": LLAMA_3_1, "tied"
 
 @pytest.fixture(params=SHAPES, scope="module")
 def models(request: pytest.FixtureRequest) -> tuple[Llama, Any]:
-    # In no image: Pants runs the tests in an image's packages and leaves these out; `make test` has it.
+    # No image has transformers. Pants tests with an image's packages, and so skips these tests; `make test` runs them.
     transformers = pytest.importorskip("transformers")
     config, ours = SHAPES[request.param], _model(request.param)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_transformers_fields(config)))
@@ -101,7 +101,7 @@ def test_chunked_loss_is_the_same_sum(models: tuple[Llama, Any]) -> None:
 
 
 BEGIN = 30
-"""Of the second document in a row of two."""
+"""Position at which the second of two documents in a row begins."""
 
 
 def _positions() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What is differentiated, and what is reported."""
+"""The loss: its gradient has the z-loss, and its value has not."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from services.common.program.layers import OneWorker
 from services.common.program.loss import next_token_loss
 
 Z_LOSS = 0.1
-CHUNK_TOKENS = 5  # of 24: the last chunk is smaller
+CHUNK_TOKENS = 5  # the last chunk of 24 tokens is smaller
 
 
 def _leaves() -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [2, 12, 16], a head [40, 16] and targets [2, 12]; log(Z) is between 5 and 18."""
+    """Return hidden states [2, 12, 16], a head [40, 16] and targets [2, 12]; log(Z) is between 5 and 18."""
     generator = torch.Generator().manual_seed(0)
     hidden_BSD = torch.randn(2, 12, 16, generator=generator, requires_grad=True)
     lm_head_VD = torch.randn(40, 16, generator=generator, requires_grad=True)

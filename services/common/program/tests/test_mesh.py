@@ -1,4 +1,4 @@
-"""Where workers stand among the others."""
+"""The mesh: groups, indices and shares of ranks."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def test_along_each_axis_every_worker_finds_itself_at_its_index(data: int, tenso
 
 
 def test_copies_of_a_key_value_head_are_apart_where_cores_are_linked_so() -> None:
-    """As neuronx-distributed groups 32 cores of trn1 of which 4 hold each of 8 heads: `arrange_kv_groups`."""
+    """neuronx-distributed's `arrange_kv_groups` forms these groups for 32 cores and 4 copies of each of 8 heads."""
     meshes = [Mesh(rank, 2, 32, key_value_copies=4, are_copies_apart=True) for rank in range(64)]
 
     assert meshes[0].groups("key_value")[:9] == [[n, n + 8, n + 16, n + 24] for n in (*range(8), 32)]
-    assert [mesh.key_value_part for mesh in meshes[:32]] == [*range(8)] * 4
+    assert [mesh.key_value_shard for mesh in meshes[:32]] == [*range(8)] * 4
     for mesh in meshes:
         assert mesh.group("key_value")[mesh.index("key_value")] == mesh.rank
-        assert mesh.query_part // 4 == mesh.key_value_part
-    assert sorted(mesh.query_part for mesh in meshes[:32]) == [*range(32)]
+        assert mesh.query_shard // 4 == mesh.key_value_shard
+    assert sorted(mesh.query_shard for mesh in meshes[:32]) == [*range(32)]
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_the_parts_of_one_model_take_the_same_share_and_together_all_of_them_tak
     shares = [Mesh(rank, data_parallel_size=2, tensor_parallel_size=2).share(8) for rank in range(4)]
 
     assert shares == [range(4), range(4), range(4, 8), range(4, 8)]
-    with pytest.raises(ValueError, match="9 items cannot be shared evenly by 2 models"):
+    with pytest.raises(ValueError, match=r"\b9\b.*\b2\b"):
         Mesh(0, data_parallel_size=2).share(9)
 
 
 @pytest.mark.parametrize(("rank", "data", "tensor"), [(4, 2, 2), (-1, 2, 2), (0, 0, 2), (0, 2, 0)])
 def test_a_rank_outside_of_the_mesh_is_refused(rank: int, data: int, tensor: int) -> None:
-    with pytest.raises(ValueError, match=f"rank {rank} is none of {data} x {tensor} workers"):
+    with pytest.raises(ValueError, match=f"rank {rank} .*{data} x {tensor}"):
         Mesh(rank, data, tensor)

@@ -1,4 +1,4 @@
-"""What is asked of neuronx-distributed, where it is absent too: when its kernel is used, how, and in which groups."""
+"""The use of neuronx-distributed, tested where it is absent too: its kernel and its groups of ranks."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_the_kernel_is_for_causal_attention_in_bfloat16_of_lengths_it_takes(
 def test_a_worker_of_two_cores_needs_an_even_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     assert why_not_flash(heads(4, 2048, 128), heads(4, 2048, 128), None) == ""
-    assert "3 heads of a worker cannot be shared" in why_not_flash(heads(3, 2048, 128), heads(3, 2048, 128), None)
+    assert "3 heads" in why_not_flash(heads(3, 2048, 128), heads(3, 2048, 128), None)
 
 
 def test_key_value_heads_are_given_to_the_kernel_once_for_each_query_head_and_their_gradients_are_summed() -> None:
-    """NxD starts the kernel for as many heads as there are query heads, of each tensor alike."""
+    """NxD starts the kernel once for each query head, with the head of that number in each tensor."""
     options: dict[str, Any] = {}
 
     def kernel(q_BHSN: Tensor, k_BHSN: Tensor, v_BHSN: Tensor, **given: Any) -> Tensor:
@@ -67,7 +67,7 @@ def test_key_value_heads_are_given_to_the_kernel_once_for_each_query_head_and_th
 
 
 def groups_of_trn1(mesh: Mesh) -> dict[Axis, list[list[int]]]:
-    """As neuronx-distributed 0.18 documents them in `initialize_model_parallel`, of one node of 32 cores."""
+    """Return the groups that neuronx-distributed 0.18 documents in `initialize_model_parallel` for 32 cores."""
     if mesh.tensor_parallel_size == 4:
         data = [[*range(first, first + 8)] for first in range(0, 32, 8)]
         return {
@@ -93,7 +93,5 @@ def test_a_size_whose_groups_would_not_be_along_links_is_refused_with_both_sides
     with pytest.raises(DeviceError) as raised:
         require_equal_groups(mesh, groups_of_trn1(mesh), "trn1")
     assert raised.value.exit_code == 4
-    assert "32 workers of trn1: the groups of the tensor axis are [[0, 1, 2, 3], [4, 5, 6, 7], ...]" in str(
-        raised.value
-    )
-    assert "neuronx-distributed chooses [[0, 8, 16, 24], [1, 9, 17, 25], ...]" in str(raised.value)
+    for groups in ("[[0, 1, 2, 3], [4, 5, 6, 7], ...]", "[[0, 8, 16, 24], [1, 9, 17, 25], ...]"):
+        assert groups in str(raised.value)

@@ -18,8 +18,8 @@ from services.common.launch import inline
 from services.common.launch.launcher import WorkerGroupSpec
 from services.common.program.backends.neuron_distributed import require_groups
 from services.common.program.mesh import Mesh
+from services.common.program.process_group import ProcessGroup
 from services.common.program.tests import neuron_stand_ins, nxd_parity
-from services.common.program.worker_group import WorkerGroup
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,8 +53,8 @@ def on_trn1(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Joins a worker group of which only this process exists."""
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
-    groups: list[WorkerGroup] = []
-    yield lambda world_size: groups.append(WorkerGroup.fake(world_size))
+    groups: list[ProcessGroup] = []
+    yield lambda world_size: groups.append(ProcessGroup.fake(world_size))
     for group in groups:
         group.leave()
 
@@ -79,5 +79,5 @@ def test_groups_on_trn1_are_those_that_nxd_chooses(mesh: Mesh, on_trn1: Callable
 )
 def test_other_groups_than_nxd_s_are_refused(mesh: Mesh, axis: str, on_trn1: Callable[[int], None]) -> None:
     on_trn1(mesh.world_size)
-    with pytest.raises(DeviceError, match=f"groups of the {axis} axis are .* and neuronx-distributed chooses"):
+    with pytest.raises(DeviceError, match=f"{axis} axis are .* neuronx-distributed chooses"):
         require_groups(mesh)

@@ -1,4 +1,4 @@
-"""AdamW on buckets: PyTorch's AdamW after PyTorch's clip, and nothing at all after a poisoned gradient."""
+"""AdamW on buckets does what torch's AdamW does after torch's clip, and nothing after a gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from services.common.program.backends.torch_native import TorchNative
 from services.common.program.buckets import Bucket, choose_num_blocks, make_buckets
-from services.common.program.layers import Layout
 from services.common.program.mesh import Mesh
 from services.common.program.optimizer import AdamW, learning_rate, step_scalars
-from services.common.recipe import Optimizer
+from services.common.program.sharding import Sharding
+from services.common.recipe.schema import Optimizer
 
 SETTINGS = Optimizer(learning_rate=1e-2, min_learning_rate=1e-3, warmup_steps=4, decay_steps=20, max_grad_norm=0.5)
 MATRIX, VECTOR = "layers.0.weight", "norm.weight"
@@ -35,7 +35,7 @@ def _model() -> nn.Module:
 
 
 def _buckets(model: nn.Module, num_blocks: int) -> list[Bucket]:
-    return make_buckets(dict(model.named_parameters()), {MATRIX: Layout(), VECTOR: Layout()}, num_blocks)
+    return make_buckets(dict(model.named_parameters()), {MATRIX: Sharding(), VECTOR: Sharding()}, num_blocks)
 
 
 def _optimizer(buckets: list[Bucket]) -> AdamW:
@@ -90,7 +90,7 @@ def test_bfloat16_weights_are_rounded_from_the_masters_that_float32_weights_woul
 
 
 def test_bias_corrections_count_the_updates_that_were_applied() -> None:
-    """As torch's AdamW does when its step is not called, while the learning rate goes on with the step."""
+    """torch's AdamW does the same where its `step` is not called. The learning rate follows the step."""
     ours, reference_model = _model(), _model()
     buckets = _buckets(ours, 2)
     optimizer, parameter = _optimizer(buckets), reference_model.get_parameter(MATRIX)
@@ -132,7 +132,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float) -> None:
 
 @pytest.mark.parametrize("num_blocks", [1, 4])
 def test_an_update_has_the_same_bits_for_any_number_of_threads(num_blocks: int) -> None:
-    """Of blocks that threads share, and whose ends fill no vector."""
+    """Threads share the blocks, and the ends of the blocks fill no vector."""
 
     def update(num_threads: int) -> list[Tensor]:
         torch.set_num_threads(num_threads)

@@ -1,4 +1,4 @@
-"""A model that is split over workers trains as it does on one."""
+"""A model that is sharded over workers trains as it does on one worker."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from services.common.errors import WorkersLost
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
-from services.common.program.layers import Layout, split
 from services.common.program.llama import Llama, initialize, parameter_shapes
 from services.common.program.mesh import Mesh
+from services.common.program.sharding import Sharding, shard_along
 from services.common.program.state import StateKind, StateSlice, fill, overlap
 from services.common.program.tests import work
 from services.common.testing.recipes import make_recipe
@@ -25,7 +25,7 @@ Results = dict[str, work.Trained]
 
 
 def whole_state(tmp_path: Path, together: list[Results], name: str) -> dict[StateSlice, torch.Tensor]:
-    """The full tensors that the slices which the mesh's workers own make together."""
+    """Assemble the full tensors from the slices that the mesh's workers own."""
     shapes = parameter_shapes(make_recipe(tmp_path, **work.PARALLEL).model)
     workers = [results[name] for results in together if name in results]
     slices = {StateSlice.parse(key): tensor for each in workers for key, tensor in each["state"].items()}
@@ -43,11 +43,11 @@ def whole_state(tmp_path: Path, together: list[Results], name: str) -> dict[Stat
 def results_of(
     function: Callable[[Path, WorkerEnvironment], None], num_workers: int, folders: pytest.TempPathFactory
 ) -> list[Results]:
-    """What each worker leaves. Workers are started anew when one of them is lost, as the trainer starts its own.
+    """Return the results of each worker. Where a worker is lost, all are started again once, as the trainer does.
 
-    The tests ask what the workers compute. Workers of such a group have been seen to end with SIGABRT: once with torch
-    2.13, and in 3 of 16 groups with torch 2.9, there in malloc, called by gloo. They form and leave some forty process
-    groups within seconds, where a run forms one for each axis. A second loss fails the test.
+    These tests are about results. Workers of such a group have been seen to end with SIGABRT: once with torch 2.13, and
+    in 3 of 16 groups with torch 2.9, there in malloc, called by gloo. They form and leave some forty process groups
+    within seconds, where a run forms one for each axis. A second loss fails the test.
     """
     try:
         return run_workers(function, num_workers, folders.mktemp("workers"))
@@ -57,7 +57,7 @@ def results_of(
 
 
 def run_workers(function: Callable[[Path, WorkerEnvironment], None], num_workers: int, folder: Path) -> list[Results]:
-    """What each worker leaves in the folder."""
+    """Return the results that each worker writes to the folder."""
     inline.run_workers(function, folder, WorkerGroupSpec(num_workers, 1, num_workers, folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(num_workers)]
 
@@ -69,10 +69,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> work.Trained:
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
-    """What each of 4 workers found, on each mesh."""
+    """Results of 4 workers on each mesh."""
     if torch.__version__ < "2.10":
-        # In 3 of 16 runs a worker died in malloc, called by gloo's all-to-all or by the end of its groups; with 2.13 in
-        # none. The variant with 2.9 sums over the device's own collectives.
+        # In 3 of 16 runs a worker died in malloc, called by gloo's all-to-all or when its groups ended; not with 2.13.
+        # The variant with torch 2.9 sums over the device's own collectives.
         pytest.skip("the heap of a worker is damaged in one of five runs over torch 2.9's gloo")
     return results_of(work.train_on_all, work.WORKERS, tmp_path_factory)
 
@@ -231,17 +231,17 @@ def test_the_parts_of_a_weight_are_those_of_the_whole(tmp_path: Path, tensor_par
         initialize(part, recipe.model, seed=3)
 
     for name, full in whole.named_parameters():
-        layout = parts[0].layouts()[name]
-        copies = tensor_parallel_size // layout.num_parts
+        sharding = parts[0].shardings()[name]
+        copies = tensor_parallel_size // sharding.num_shards
         slices = [part.get_parameter(name).detach() for part in parts]
         assert all(torch.equal(slices[n], slices[n - n % copies]) for n in range(tensor_parallel_size)), name
-        joined = torch.cat(slices[::copies], layout.dim) if layout.dim is not None else slices[0]
+        joined = torch.cat(slices[::copies], sharding.dim) if sharding.dim is not None else slices[0]
         assert torch.equal(joined, full), name
 
 
 def test_copies_of_a_part_lie_on_neighbours() -> None:
-    layouts = [split(Mesh(rank, 1, 4, key_value_copies=2), dim=0, heads="key_value") for rank in range(4)]
+    shardings = [shard_along(Mesh(rank, 1, 4, key_value_copies=2), dim=0, heads="key_value") for rank in range(4)]
 
-    assert layouts == [Layout(0, 2, part, "key_value") for part in (0, 0, 1, 1)]
-    assert split(Mesh(1, 1, 4, key_value_copies=4), 0, "key_value") == Layout(sum_axis="key_value")
-    assert split(Mesh(0, 4), 0, "key_value") == Layout()
+    assert shardings == [Sharding(0, 2, part, "key_value") for part in (0, 0, 1, 1)]
+    assert shard_along(Mesh(1, 1, 4, key_value_copies=4), 0, "key_value") == Sharding(sum_axis="key_value")
+    assert shard_along(Mesh(0, 4), 0, "key_value") == Sharding()

@@ -13,12 +13,12 @@ MICRO_BATCHES = 16
 
 def _leaves() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    # Magnitudes far apart, so that every other order of additions gives other bits.
+    # The magnitudes are far apart, so that every other order of additions gives other bits.
     return [torch.randn(1000, generator=generator) * 10.0 ** (n % 7) for n in range(MICRO_BATCHES)]
 
 
 def _sum_on(num_workers: int) -> Tensor:
-    """What the workers get together: each sums its share, and then their sums are summed."""
+    """Return the sum over all workers: each sums its share, and then their sums are summed."""
     share = MICRO_BATCHES // num_workers
     held = []
     for rank in range(num_workers):

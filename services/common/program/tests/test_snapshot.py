@@ -1,4 +1,4 @@
-"""A checkpoint's copy of the state is that of its step, whatever the steps after it do to the state."""
+"""A snapshot keeps the state of its step while later steps change the state."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def test_a_snapshot_keeps_its_step_and_the_next_one_takes_its_memory(tmp_path: P
     recipe = make_recipe(tmp_path, compile__enabled="false")
     program = Program(recipe, TorchNative(Mesh(0, data_parallel_size=1), 1, "exact"))
     program.train_step(0, micro_batches_of(recipe, 0))
-    expected = {piece: tensor.clone() for piece, tensor in program.held_state().items()}
+    expected = {piece: tensor.clone() for piece, tensor in program.state.read().items()}
 
-    snapshot = program.begin_snapshot()
+    snapshot = program.state.begin_snapshot()
     program.train_step(1, micro_batches_of(recipe, 1))
     found = snapshot()
 
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[piece], tensor) for piece, tensor in expected.items())
-    following = program.begin_snapshot()()
+    following = program.state.begin_snapshot()()
     assert {piece: tensor.data_ptr() for piece, tensor in following.items()} == {
         piece: tensor.data_ptr() for piece, tensor in found.items()
     }

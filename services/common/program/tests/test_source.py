@@ -1,4 +1,4 @@
-"""What makes another program, and what does not."""
+"""The digest of the source: which changes make another program, and which do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REDUCTION, OTHER_BACKEND = "reduction.py", "backends/other_device.py"
 
 @pytest.fixture
 def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """The digest of a copy of the program in which a file's text was changed."""
+    """Return a function that changes a file in a copy of the program and returns the copy's digest."""
     program = Path(source.__file__).parent
     copy = tmp_path / "program"
     shutil.copytree(program, copy, ignore=shutil.ignore_patterns("__pycache__", "tests"))
@@ -35,7 +35,7 @@ def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str
 def test_comments_docstrings_and_layout_keep_caches_warm(digest: Callable[..., str]) -> None:
     before = digest()
 
-    assert digest(REDUCTION, '"""The sum; leaves', '"""Their sum; leaves') == before
+    assert digest(REDUCTION, '"""Return the sum, and', '"""Return their sum, and') == before
     assert digest(REDUCTION, "        size = 1\n", "        size = 1  # of one leaf\n\n") == before
     assert digest("step.py", "from torch import Tensor\n", "from torch import (\n    Tensor,\n)\n") == before
 

@@ -1,4 +1,4 @@
-"""What a step leaves out gives the bits of a step that has it."""
+"""Weights that are rounded once an update give the bits of weights that autocast rounds at each use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_weights_that_are_rounded_once_an_update_train_as_those_that_autocast_ro
         results = [program.train_step(step, micro_batches_of(recipe, step)) for step in range(STEPS)]
         numbers = [number for each in results for number in backend.defer(each._asdict()).read().values()]
         dtypes = {parameter.dtype for parameter in program.model.parameters()}
-        return dtypes, numbers, {piece.key: tensor for piece, tensor in program.begin_snapshot()().items()}
+        return dtypes, numbers, {piece.key: tensor for piece, tensor in program.state.begin_snapshot()().items()}
 
     dtypes, numbers, state = train()
     monkeypatch.setattr(Program, "_cast_buckets", lambda _: None)

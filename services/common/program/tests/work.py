@@ -1,4 +1,4 @@
-"""What the tests let workers do; importable, so that other processes find it."""
+"""Functions that the tests run in worker processes, which import them from here."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from services.common.program.layers import gather_sequence, reduce_scatter_seque
 from services.common.program.mesh import AXES, Mesh, make_mesh
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
+from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
-from services.common.program.worker_group import WorkerGroup
-from services.common.recipe import Recipe
+from services.common.recipe.schema import Recipe
 from services.common.testing.recipes import make_recipe
 
 WORKERS = 4
 
 
 def part_of(rank: int) -> torch.Tensor:
-    """What a worker brings: [8, 3], with magnitudes far apart, so that every order of additions has bits of its own."""
+    """Return a worker's tensor [8, 3]. Its magnitudes are so far apart that every order of additions has other bits."""
     return torch.randn(8, 3, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (3 * rank)
 
 
 def mesh_of(rank: int) -> Mesh:
-    """2 workers along each axis, so that one along a model is one along copies of its key-value head."""
+    """Return a mesh with 2 workers along each axis: the tensor axis and the key-value axis are the same workers."""
     return Mesh(rank, data_parallel_size=2, tensor_parallel_size=2, key_value_copies=2)
 
 
 def run_collectives(folder: Path, environment: WorkerEnvironment) -> None:
-    """Leave what every collective along each axis of `mesh_of` gives this worker, with either reduction, and an exact
-    sum over all workers with this worker's slice of it."""
+    """Write the results of every collective along each axis of `mesh_of`, with either reduction, and an exact sum over
+    all workers with this worker's slice of it.
+    """
     rank = environment.rank
-    group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
+    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
     mesh = mesh_of(rank)
     results: dict[str, torch.Tensor] = {}
     for reduction in ("exact", "fast"):
@@ -68,7 +69,7 @@ PIECE_BYTES = 100
 
 
 def run_in_pieces(rank: int) -> dict[str, torch.Tensor]:
-    """Collectives of all workers along each dimension of [4, 8, 12], by one call and by calls of PIECE_BYTES."""
+    """Run collectives of all workers along each dimension of [4, 8, 12], by one call and by calls of PIECE_BYTES."""
     backend, seen = TorchNative(Mesh(rank, WORKERS), 1, "fast"), list[int]()
 
     def gather(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -96,14 +97,14 @@ SUMMING_WORKERS = 8
 
 
 def activation_of(rank: int) -> torch.Tensor:
-    """bfloat16, as a worker of a split model has it before the sum over the workers."""
+    """Return an activation in bfloat16, as a worker of a sharded model has it before the sum over the workers."""
     return torch.randn(SUMMED, generator=torch.Generator().manual_seed(rank)).bfloat16()
 
 
 def sum_activations(folder: Path, environment: WorkerEnvironment) -> None:
-    """Leave this worker's slice of the sum of all activations, and of gradients of a gathered one, in each type."""
+    """Write this worker's slice of the sum of activations, and of a gathered activation's gradients, in each type."""
     rank = environment.rank
-    group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
+    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
     backend = TorchNative(Mesh(rank, 1, environment.world_size), 1, "fast")
     results = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -123,12 +124,12 @@ MESHES = {"data 4": (4, 1), "data 2 x tensor 2": (2, 2), "tensor 4, 2 key-value 
 MESHES_OF_TWO = {"data 2": (2, 1), "tensor 2": (1, 2)}
 SIZES = (8, 4, 2)
 OF_EIGHT = {"batch__global_batch_size": "16"}
-"""A micro-batch for each of 8 workers."""
+"""Overrides that give each of 8 workers a micro-batch."""
 EIGHT_STEPS = 6
 
 
 def degrees(data_parallel_size: int, tensor_parallel_size: int) -> dict[str, str]:
-    """Overrides of the small recipe."""
+    """Return the overrides of the small recipe for these parallel sizes."""
     return {
         "parallel__data_parallel_size": str(data_parallel_size),
         "parallel__tensor_parallel_size": str(tensor_parallel_size),
@@ -143,14 +144,14 @@ WITH_ROUNDED_WEIGHTS = {"train__dtype": "bfloat16", "train__param_dtype": "bfloa
 
 
 def tokens_of(recipe: Recipe, step: int) -> torch.Tensor:
-    """The micro-batches of a step's global batch."""
+    """Return the tokens of the micro-batches of a step's global batch."""
     batch = recipe.batch
     shape = (batch.num_micro_batches, batch.micro_batch_size, recipe.corpus.sequence_length + 1)
     return torch.randint(recipe.model.vocab_size, shape, generator=torch.Generator().manual_seed(step))
 
 
 def micro_batches_of(recipe: Recipe, step: int) -> list[MicroBatch]:
-    """The same, of rows with documents of DOCUMENT_TOKENS where the recipe keeps them apart."""
+    """Return the micro-batches of a step's global batch, with documents of DOCUMENT_TOKENS where the recipe masks."""
     places_S = torch.arange(recipe.corpus.sequence_length, dtype=torch.int32)
     positions_BS = (places_S % DOCUMENT_TOKENS).repeat(recipe.batch.micro_batch_size, 1)
     has_documents = recipe.train.attention_mask == "block_causal"
@@ -158,28 +159,28 @@ def micro_batches_of(recipe: Recipe, step: int) -> list[MicroBatch]:
 
 
 class Trained(TypedDict):
-    """What one worker has after some steps of the small recipe."""
+    """Results of one worker after some steps of the small recipe."""
 
     numbers: dict[str, list[float]]
     """Losses and gradient norms of the steps, and the evaluation after them."""
     state: dict[str, torch.Tensor]
-    """What it owns, by the key of the slice."""
+    """Slices of the state that the worker owns, by their keys."""
     num_held: int
-    """Numbers of the moments that it holds."""
+    """Number of elements of the moments that the worker holds."""
 
 
 def train_on(mesh: Mesh, folder: Path, num_steps: int = PARALLEL_STEPS, /, **overrides: str) -> Trained:
-    """Where optimizers are sharded, another program goes on with the state halfway."""
+    """Train for some steps. Where the optimizer is sharded, another program continues with the state halfway."""
     recipe = make_recipe(folder, **PARALLEL, **overrides)
     backend = TorchNative(mesh, 1, recipe.train.reduction)
     program, defer = Program(recipe, backend), backend.defer
     found = dict[str, list[float]](loss=[], gradient_norm=[])
     for step in range(num_steps):
         if recipe.parallel.zero_stage and step == num_steps // 2:
-            held, program = program.held_state(), Program(recipe, backend)
-            for piece, tensor in program.held_state().items():
-                tensor.copy_(held[piece])
-            program.update_weights()
+            saved, program = program.state.read(), Program(recipe, backend)
+            with program.state.writing() as held:
+                for piece, tensor in held.items():
+                    tensor.copy_(saved[piece])
         batches = micro_batches_of(recipe, step)
         values = defer(program.train_step(step, [batches[n] for n in mesh.share(len(batches))])._asdict()).read()
         for name, numbers in found.items():
@@ -187,19 +188,20 @@ def train_on(mesh: Mesh, folder: Path, num_steps: int = PARALLEL_STEPS, /, **ove
     evaluated = defer({"loss": program.evaluate(batches.__getitem__, len(batches))}).read()
     return {
         "numbers": {**found, "evaluation": [evaluated["loss"]]},
-        "state": {piece.key: tensor.clone() for piece, tensor in program.begin_snapshot()().items()},
+        "state": {piece.key: tensor.clone() for piece, tensor in program.state.begin_snapshot()().items()},
         "num_held": sum(map(len, (*program.optimizer.exp_avg_S, *program.optimizer.exp_avg_sq_S))),
     }
 
 
 def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
-    """`train_on` each of MESHES: with sharded optimizers too where several workers have the same parameters, with
-    activation checkpointing and for MANY_STEPS where they have parts of them, and with z-loss and documents where no
-    two have the same. With bfloat16 weights, too, where several have the same. The first two workers then train on
-    MESHES_OF_TWO.
+    """Run `train_on` on each of MESHES, and write the results.
+
+    Meshes with a data axis also train with sharded optimizers and with bfloat16 weights. Those with a tensor axis also
+    train with activation checkpointing and for MANY_STEPS. Those without a data axis also train with z-loss and
+    documents. The first two workers then train on MESHES_OF_TWO.
     """
     rank = environment.rank
-    group = WorkerGroup.join(rank, environment.world_size, environment.rendezvous)
+    group = ProcessGroup.join(rank, environment.world_size, environment.rendezvous)
     own = folder / str(rank)
     own.mkdir()
     meshes = {
@@ -223,7 +225,7 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
     group.barrier()
     group.leave()
     if rank < 2:
-        group = WorkerGroup.join(rank, 2, f"{environment.rendezvous}-two")
+        group = ProcessGroup.join(rank, 2, f"{environment.rendezvous}-two")
         for name, sizes in MESHES_OF_TWO.items():
             mesh = make_mesh(make_recipe(own, **PARALLEL, **degrees(*sizes)), rank, 2)
             results[name + LONG] = train_on(mesh, own, MANY_STEPS)
@@ -233,13 +235,13 @@ def train_on_all(folder: Path, environment: WorkerEnvironment) -> None:
 
 
 def train_on_fewer_and_fewer(folder: Path, environment: WorkerEnvironment) -> None:
-    """`train_on` SIZES of data-parallel workers with sharded optimizers; those that are one too many leave."""
+    """Run `train_on` with sharded optimizers on SIZES of data-parallel workers; surplus workers leave."""
     rank, results = environment.rank, dict[str, Trained]()
     own = folder / str(rank)
     own.mkdir()
     for size in SIZES:
         if rank < size:
-            group = WorkerGroup.join(rank, size, f"{environment.rendezvous}-{size}")
+            group = ProcessGroup.join(rank, size, f"{environment.rendezvous}-{size}")
             results[f"data {size}"] = train_on(Mesh(rank, size), own, EIGHT_STEPS, parallel__zero_stage="1", **OF_EIGHT)
             group.barrier()
             group.leave()

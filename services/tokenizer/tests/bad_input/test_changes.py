@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ArtifactError
-from services.common.recipe import Source
-from services.common.recipe_file import load_recipe
+from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import Source
 from services.tokenizer.corpus_plan import plan_corpus
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tests.bad_input.stage import PIECES, TEXTS, Stage, cut_off, jsonl, overwrite, write_parquet

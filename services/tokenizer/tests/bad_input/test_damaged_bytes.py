@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from services.common.errors import ArtifactError, RecipeError
-from services.common.recipe import Source
+from services.common.recipe.schema import Source
 from services.common.testing.seeds import draw_seed
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tests.bad_input.stage import TEXTS, jsonl, write_arrow

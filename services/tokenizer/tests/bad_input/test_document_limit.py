@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.common.recipe import Source
+from services.common.recipe.schema import Source
 from services.tokenizer.sources import document_limit
 from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
 from services.tokenizer.tests.bad_input.stage import TEXTS, Stage, jsonl, write_arrow

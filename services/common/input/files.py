@@ -1,0 +1,262 @@
+"""Files that somebody else supplies: the one way to open them, and to parse what they say as far as is sane.
+
+Whatever lies at such a path, a folder, a pipe without a writer, a device without an end, a socket or a link that leads
+elsewhere, ends in an `InputFileError`, at once. Who reads a file explains that: `unreadable` says what it means.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from services.common.errors import ArtifactError, MillraceError, StorageError, TryAgain, UnreadableError
+from services.common.process.limits import explain_lack
+
+MAX_DEPTH = 64
+"""Of tables in tables. What reads and writes such values calls itself for each, and Python allows about 1,000 calls."""
+MAX_INTEGER_BITS = 1_023
+"""Larger ones have no float. Python refuses to print integers of more than 4,300 digits."""
+MAX_VALUES = 2_000_000
+"""Values in a JSON text: a Python object takes about 100 bytes for each. A manifest has five for each of its files."""
+MAX_KEYS = 100_000
+"""Keys of one table: a check of unknown ones takes about 1,000 bytes for each."""
+MAX_WHOLE_BYTES = 2**28
+"""The largest file that is read as a whole, unless its reader says another size."""
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+_PASSING = frozenset({errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN})
+
+
+class InputFileError(OSError):
+    """A file that somebody else supplied cannot be read; `strerror` says why."""
+
+
+class MissingInputFile(InputFileError, FileNotFoundError):
+    """There is no such file."""
+
+
+def open_regular_file(path: Path, within: Path | None = None) -> io.FileIO:
+    """Open for reading, without a buffer. Raises `InputFileError` for what is no regular file, or cannot be opened.
+
+    Where `path` is not a person's own word but was found in the folder `within`, links are followed inside of that
+    folder alone.
+    """
+    # Opened before it is looked at: a network file system answers a `stat` from its memory, and asks its server here.
+    with _explaining(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        _require_regular(path, os.fstat(descriptor))
+        if within is not None:
+            # By its place and not by its inode: a file such as current.json may be replaced at this moment.
+            with _explaining(path):
+                _real_path_within(path, within)
+        return io.FileIO(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def require_regular_file(path: Path, within: Path | None = None) -> os.stat_result:
+    """The status of a file, which `open_regular_file` opens once: for libraries that open a path themselves.
+
+    Some of them wait for pipes, and some call every file missing that they cannot open. Raises `InputFileError`.
+    """
+    with open_regular_file(path, within) as file:
+        return os.fstat(file.fileno())
+
+
+def stat_within(folder: Path, path: str) -> os.stat_result:
+    """The status of a regular file at `path`, with forward slashes, below `folder`.
+
+    Raises `InputFileError` as `open_regular_file` does. It asks the file system once for each part of the path, and
+    for the places of links alone where there are some: a corpus has 65,000 files.
+    """
+    place = str(folder)
+    with _explaining(folder / path):
+        for part in path.split("/"):
+            place = f"{place}/{part}"
+            status = os.lstat(place)
+            if stat.S_ISLNK(status.st_mode):
+                status = Path(_real_path_within(Path(place), folder)).stat()
+        _require_regular(folder / path, status)
+    return status
+
+
+def open_for_append(path: Path) -> BinaryIO:
+    """Open a regular file at its end for writing, made if it is absent.
+
+    Raises `StorageError` where something else is in its place.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        is_dangling = error.errno == errno.ENOENT and path.is_symlink()  # ENXIO below: a pipe, a socket
+        if is_dangling or error.errno in (
+            errno.EISDIR,
+            errno.ENXIO,
+            errno.ENODEV,
+            errno.ELOOP,
+        ):
+            raise _occupied(path, os.lstat(path)) from error
+        raise
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise _occupied(path, status)
+    return os.fdopen(descriptor, "ab")
+
+
+def read_file(path: Path, within: Path | None = None, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
+    """The content of a regular file of at most `max_bytes`. Raises `InputFileError`."""
+    with open_regular_file(path, within) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(max_bytes + 1) if size <= max_bytes else b""
+        if max(size, len(content)) > max_bytes:
+            raise InputFileError(
+                errno.EOVERFLOW, f"{max(size, len(content)):,} bytes, expected at most {max_bytes:,}", str(path)
+            )
+    return content
+
+
+def unreadable(path: Path | str, error: OSError, num_files: int | None = None) -> MillraceError:
+    """The error of ours for an `OSError` about a file that is read.
+
+    It is not damaged where this process or node met a limit, where this user may not read it, nor where a network file
+    system did not answer. `num_files` is how many are open at a time.
+    """
+    lack = explain_lack(error, path, num_files)
+    if lack is not None:
+        return lack
+    if error.errno in _PASSING:
+        return TryAgain(f"{path}: cannot be read now: {error.strerror}. The same command tries again.")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return UnreadableError(f"{path}: cannot be read: {error.strerror}. Let this user read the artifact's folder.")
+    advice = " Copy what it leads to into that folder." if error.errno == errno.EXDEV else ""
+    return ArtifactError(f"{path}: cannot be read: {error.strerror or error}.{advice}")
+
+
+@contextmanager
+def reading_inputs(folder: Path) -> Iterator[None]:
+    """Let an `OSError` of a block that only reads below `folder` be what `unreadable` says of its file."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(error.filename or folder, error) from error
+
+
+def is_damage(error: MillraceError) -> bool:
+    """Does this error say that the bytes are wrong, rather than that they could not be looked at?"""
+    return isinstance(error, ArtifactError) and not isinstance(error, UnreadableError)
+
+
+@contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    """Raise what the system says of `path` as an `InputFileError`."""
+    try:
+        yield
+    except InputFileError:
+        raise
+    except ValueError as error:  # a NUL, or half of a UTF-16 pair
+        raise InputFileError(errno.EINVAL, f"no name of a file ({error})", str(path)) from error
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or the device of a driver that is not there
+            raise InputFileError(errno.EINVAL, "a socket or a device, expected a regular file", str(path)) from error
+        kind = MissingInputFile if error.errno in (errno.ENOENT, errno.ENOTDIR) else InputFileError
+        raise kind(error.errno, error.strerror, str(path)) from error
+
+
+def _require_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        number = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
+        raise InputFileError(number, f"{_kind_of(status)}, expected a regular file", str(path))
+
+
+def _kind_of(status: os.stat_result) -> str:
+    return next((kind for is_kind, kind in _KINDS if is_kind(status.st_mode)), "something else")
+
+
+def _real_path_within(path: Path, within: Path) -> str:
+    """Raises `OSError` where a link leads out of `within`."""
+    real, inside = os.path.realpath(path, strict=True), os.path.realpath(_linked_root(within), strict=True)
+    if real != inside and not real.startswith(inside.rstrip("/") + "/"):
+        raise OSError(errno.EXDEV, f"a link that leads out of {within}", str(path))
+    return real
+
+
+def _linked_root(folder: Path) -> Path:
+    """The folder inside of which the links of `folder` may lead.
+
+    It is `folder` itself but for a snapshot in Hugging Face's cache, `models--NAME/snapshots/REVISION`: its files are
+    links to `models--NAME/blobs`, which the same download has written.
+    """
+    snapshots = folder.absolute().parent
+    is_cached = snapshots.name == "snapshots" and (snapshots.parent / "blobs").is_dir()
+    return snapshots.parent if is_cached else folder
+
+
+def _occupied(path: Path, status: os.stat_result) -> StorageError:
+    kind = "a link" if stat.S_ISLNK(status.st_mode) else _kind_of(status)
+    return StorageError(
+        f"{path}: {kind}, where a regular file of ours belongs. Move it away: `mv {path} {path}.aside`."
+    )
+
+
+def parse_json(content: bytes) -> Any:
+    """Raises `ValueError` for what is not JSON, and for what no program of ours writes: numbers that are not finite,
+    text that is not Unicode, more than MAX_DEPTH values in values, MAX_VALUES values, or MAX_KEYS keys of a table.
+    """
+    if content.count(b",") > MAX_VALUES:  # before it takes memory
+        raise ValueError(f"{content.count(b','):,} values, expected at most {MAX_VALUES:,}")
+    try:
+        value = json.loads(content, parse_float=_parse_float, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}") from error
+    require_plain(value)
+    return value
+
+
+def require_plain(value: Any) -> None:
+    """Raise `ValueError` for a parsed value that is nested too deep, has text that is not Unicode, or huge integers."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        deeper: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                if len(each) > MAX_KEYS:
+                    raise ValueError(f"a table of {len(each):,} keys, expected at most {MAX_KEYS:,}")
+                deeper.extend(each)
+                deeper.extend(each.values())
+            elif isinstance(each, list):
+                deeper.extend(each)
+            elif isinstance(each, str):
+                each.encode()  # raises `UnicodeEncodeError`, which is a `ValueError`, at half of a UTF-16 pair
+            elif isinstance(each, int) and each.bit_length() > MAX_INTEGER_BITS:
+                raise ValueError(f"an integer of {each.bit_length():,} bits")
+        level = deeper
+    if level:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")

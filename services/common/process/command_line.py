@@ -1,0 +1,85 @@
+"""The command line that the three stages share: `--recipe FILE --root DIR [--section.key=value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from services.common.errors import RecipeError
+from services.common.input.credentials import WHERE_THEY_BELONG, holds_secret
+from services.common.launch.launcher import LAUNCHERS
+from services.common.recipe.file import load_recipe
+from services.common.recipe.schema import Recipe
+
+
+def read_override(argument: str) -> tuple[str, str] | None:
+    """Key and value of a recipe override, `--section.key=value`; None for any other argument."""
+    key, equals, value = argument.removeprefix("--").partition("=")
+    return (key, value) if argument.startswith("--") and equals and "." in key else None
+
+
+def require_text(arguments: argparse.Namespace) -> None:
+    """Raise `RecipeError` for a path or a text of the command line that is not UTF-8, has a NUL, or holds credentials:
+    manifests, logs and reports name it.
+    """
+    for name, value in vars(arguments).items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, (str, Path)) and not _is_text(str(each)):
+                raise RecipeError(f"{name} {str(each)[:200]!r}: expected UTF-8 without NUL characters.")
+            if isinstance(each, (str, Path)) and holds_secret(str(each)):
+                raise RecipeError(f"{name}: holds a user, a password, a token or a signature. {WHERE_THEY_BELONG}")
+
+
+def _is_text(value: str) -> bool:
+    try:
+        return b"\0" not in value.encode()
+    except UnicodeEncodeError:  # bytes that are not UTF-8 come from a command line as halves of UTF-16 pairs
+        return False
+
+
+class RecipeParser(argparse.ArgumentParser):
+    """An argument parser for a recipe and a root; what is wrong on the command line is a `RecipeError`."""
+
+    def __init__(self, service: str, description: str) -> None:
+        super().__init__(
+            prog=f"python -m services.{service}",
+            description=description,
+            epilog="Any recipe value can be overridden: --train.max_steps=500",
+            allow_abbrev=False,
+        )
+        self.add_argument("--recipe", type=Path, required=True, metavar="FILE", help="the TOML file of the run")
+        self.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
+
+    def parse(self, argv: list[str]) -> tuple[argparse.Namespace, Recipe]:
+        """Parse the options and load the recipe with its overrides; `--root` becomes absolute."""
+        arguments, rest = self.parse_known_args(argv)
+        overrides = {}
+        for item in rest:
+            override = read_override(item)
+            if override is None:
+                self.error(f"unrecognized argument {item!r}; a recipe override reads --section.key=value")
+            key, value = override
+            overrides[key] = value
+        arguments.root = arguments.root.absolute()
+        require_text(arguments)
+        return arguments, load_recipe(arguments.recipe, overrides)
+
+    def error(self, message: str) -> NoReturn:
+        raise RecipeError(f"{message}\n{self.format_usage()}".rstrip())
+
+
+class StageParser(RecipeParser):
+    """The options of a stage."""
+
+    def __init__(self, service: str, description: str) -> None:
+        super().__init__(service, description)
+        self.add_argument("--dry-run", action="store_true", help="print the recipe and what follows from it, and exit")
+
+    def add_launch(self) -> None:
+        self.add_argument(
+            "--launch",
+            choices=tuple(LAUNCHERS),
+            default="ray",
+            help="ray: a Ray cluster, started in place when none is given (default); inline: plain processes",
+        )

@@ -1,0 +1,139 @@
+"""Where a program begins and ends: what it raises becomes an exit code and a message, and so does a signal."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import gc
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+from services.common.errors import (
+    EXIT_INTERRUPTED,
+    STORAGE_ERRNOS,
+    TRANSIENT_ERRNOS,
+    Interrupted,
+    MillraceError,
+    RecipeError,
+    TryAgain,
+    explain_storage_error,
+    print_traceback,
+)
+from services.common.hardware.faults import explain_hardware_fault
+from services.common.input.files import InputFileError, unreadable
+from services.common.process.limits import explain_lack
+from services.common.process.stop_signals import (
+    Stopped,
+    end_at_once,
+    ignore_stop_signals,
+    install,
+    is_reader_gone,
+    name_signal,
+    on_stop_signal,
+)
+
+_at_end: list[Callable[[int], None]] = []
+
+
+def run_program(main: Callable[[list[str]], int]) -> NoReturn:
+    """Run `main(argv)` of a program and leave with the exit code its errors stand for."""
+    # A stage that is told to stop while it holds only restartable work ends like one that was preempted.
+    # The trainer replaces this by what commits a checkpoint first.
+    install(_raise_stopped)
+    sys.excepthook = lambda _, error, __: print_traceback(error)
+    argv = sys.argv[1:]
+    atexit.register(ignore_stop_signals)  # among the last: Python restores what they do at the very end
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names and text of any language, on a terminal of any encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        exit_code = exit_code_of(lambda: main(argv))
+    except Stopped as error:  # while another end was reported
+        exit_code = error.exit_code
+    install(lambda signum: os._exit(exit_code))  # nothing is left to be stopped
+    for leave in _at_end:
+        leave(exit_code)
+    if exit_code in (TryAgain.exit_code, EXIT_INTERRUPTED):
+        # A library's threads may be at work, and then its own end of a process is to abort it.
+        atexit._run_exitfuncs()
+        with suppress(OSError):  # nobody reads
+            sys.stdout.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """For the imports of a stage's program, which take seconds: a stop signal ends the process there and then, because
+    libraries catch every error of an import that they can do without. No garbage is collected: imports make none, and
+    looking for it takes a quarter of their time.
+    """
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with on_stop_signal(end_at_once):
+            yield
+    finally:
+        gc.freeze()  # modules stay: later collections need not look at them
+        if is_collecting:
+            gc.enable()
+
+
+def call_at_end(leave: Callable[[int], None]) -> None:
+    """Let `run_program` call `leave(exit_code)` when all else is done."""
+    _at_end.append(leave)
+
+
+def exit_code_of(work: Callable[[], int]) -> int:
+    """Run `work` and translate what it raises into an exit code and a printed message."""
+    try:
+        exit_code = work()
+        sys.stdout.flush()  # here, where a reader that has gone can be handled
+        return exit_code
+    except (MillraceError, Stopped) as error:
+        return _report(error)
+    except KeyboardInterrupt:  # of a program that is no stage
+        return _report(Interrupted("Interrupted. Nothing was published half; the same command continues."))
+    except BrokenPipeError:
+        if not is_reader_gone(sys.stdout.fileno()):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (OSError, MemoryError, RuntimeError) as error:
+        explained = explain_os_error(error) or explain_hardware_fault(error)
+        if explained is None:
+            raise
+        return _report(explained)
+
+
+def explain_os_error(error: Exception) -> MillraceError | None:
+    """The error that a user can act on, for what the system says of a file, of memory or of threads; None for others.
+
+    What was read is never explained as something that cannot be written.
+    """
+    lack = explain_lack(error, getattr(error, "filename", None) or "")
+    if lack is not None or not isinstance(error, OSError):
+        return lack
+    if error.errno == errno.ENAMETOOLONG:
+        return RecipeError(f"{error.filename}: {error.strerror}. Pass a shorter path, or shorten the name.")
+    if error.errno in TRANSIENT_ERRNOS and not isinstance(error, ConnectionError):
+        return TryAgain(
+            f"{error.filename or 'the file system'}: {error.strerror}. Look after the mount or the disk; the same "
+            f"command continues from what was committed."
+        )
+    if isinstance(error, InputFileError):
+        return unreadable(error.filename, error)
+    return explain_storage_error(error) if error.errno in STORAGE_ERRNOS else None
+
+
+def _report(error: MillraceError | Stopped) -> int:
+    with suppress(OSError):  # nobody reads
+        print(f"millrace: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def _raise_stopped(signum: int) -> NoReturn:
+    raise Stopped(signum, f"Stopped by {name_signal(signum)} before publishing. The same command continues the work.")

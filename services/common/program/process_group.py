@@ -1,0 +1,148 @@
+"""The process group of all workers on their hosts, over gloo whatever their devices are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from services.common.errors import WorkersLost
+
+R = TypeVar("R")
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""Limit of one collective. A worker that waits for another worker's slowest compilation stays below it."""
+POLL_SECONDS = 1.0
+"""Seconds between two exchanges of workers that wait for others in `wait_for_work`."""
+
+
+class ProcessGroup:
+    """One worker's connection to all other workers of the run.
+
+    All workers call every method, in the same order. Methods raise `WorkersLost` where another worker has ended.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    @classmethod
+    def join(cls, rank: int, world_size: int, rendezvous: str) -> Self:
+        """Form the group at the launcher's rendezvous: `tcp://HOST:PORT`, or the path of a file on a shared disk."""
+        if world_size > 1:
+            # A path is not passed as a file:// URL, in which some of its characters have other meanings.
+            place: dict[str, Any] = (
+                {"init_method": rendezvous}
+                if rendezvous.startswith("tcp://")
+                else {"store": dist.FileStore(rendezvous, world_size)}  # type: ignore[attr-defined]
+            )
+            with naming_lost_workers():
+                dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT, world_size=world_size, rank=rank, **place)
+        return cls(rank, world_size)
+
+    @classmethod
+    def fake(cls, world_size: int, rank: int = 0) -> Self:
+        """Form a group whose other ranks do not exist, to trace graphs: shapes are right, values are meaningless."""
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - a test module that is slow to import
+
+        if world_size > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        return cls(rank, world_size)
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def maximum(self, value: int) -> int:
+        """Return the largest of the workers' integers on every worker, so that all decide alike."""
+        if self.world_size == 1:
+            return value
+        tensor = torch.tensor(value)
+        with naming_lost_workers():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return int(tensor.item())
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return all workers' numbers in the order of their ranks, fast enough for each step. All give equally many."""
+        if self.world_size == 1:
+            return [list(numbers)]
+        # Summing with zeros is up to twice as fast as gloo's all_gather.
+        gathered = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
+        gathered[self.rank] = torch.tensor(numbers, dtype=torch.float64)
+        with naming_lost_workers():
+            dist.all_reduce(gathered)
+        return [list(theirs) for theirs in gathered.tolist()]
+
+    def limit_collectives(self, timeout: timedelta) -> None:
+        """Limit the collectives that this worker begins from now on to `timeout`, also those along the mesh's axes.
+
+        The workers exchange nothing for it: each worker has a timeout of its own.
+        """
+        c10d = dist.distributed_c10d
+        for group in [each for each in c10d._world.pg_map if isinstance(each, dist.ProcessGroup)]:
+            # For other device types torch logs a warning and sets no timeout.
+            if {device.type for device in group._device_types} & {"cpu", "cuda"}:
+                c10d._set_pg_timeout(timeout, group)
+
+    def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return every worker's facts in the order of their ranks, on every worker."""
+        if self.world_size == 1:
+            return [facts]
+        gathered: list[Any] = [None] * self.world_size
+        with naming_lost_workers():
+            dist.all_gather_object(gathered, facts)
+        return gathered
+
+    def barrier(self) -> None:
+        """Return once every worker has called this."""
+        self.maximum(0)
+
+    def wait_for_work(self, work: Callable[[], R]) -> R:
+        """Run `work`, which may take hours on some workers, and return its result once all have finished theirs.
+
+        Waiting workers exchange a message every POLL_SECONDS: otherwise work that takes longer than a collective's
+        timeout would end the group, and each of its restarts again. `work` runs in a thread of its own. What it raises
+        is raised here, and ends the group as any worker's error does.
+        """
+        if self.world_size == 1:
+            return work()
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="work")
+        future = thread.submit(work)
+        thread.shutdown(wait=False)  # a worker that loses its peers must not wait for its own work
+        while self.maximum(not future.done()):
+            wait([future], POLL_SECONDS)
+            if future.done():
+                future.result()
+        return future.result()
+
+
+@contextmanager
+def naming_lost_workers() -> Iterator[None]:
+    """Raise `WorkersLost` in place of the error of a collective."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _name_loss(error) from error
+
+
+@contextmanager
+def naming_workers_lost_in_graphs() -> Iterator[None]:
+    """Raise `WorkersLost` in place of the errors of collectives in compiled graphs, of forward and backward passes.
+
+    Other errors of a graph pass unchanged, such as running out of memory: they are `RuntimeError` too.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # Gloo's errors have no type of their own, but their text begins with the path of the source that raised them.
+        if isinstance(error, dist.DistError) or "/gloo/" in str(error):
+            raise _name_loss(error) from error
+        raise
+
+
+def _name_loss(error: RuntimeError) -> WorkersLost:
+    return WorkersLost(f"a collective failed, most likely because another worker died: {error}")

@@ -1,0 +1,123 @@
+"""The state of a run as one rank holds it, in slices that every other number of ranks can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import xxhash
+from torch import Tensor
+
+from services.common.program.backends.protocol import Backend
+from services.common.program.buckets import Bucket
+from services.common.program.optimizer import AdamW
+from services.common.program.sharding import Sharding
+from services.common.program.state import StateKind, StateSlice
+
+
+class ShardedState:
+    """This rank's shard of the state: float32 master weights, and AdamW's two moments of each.
+
+    A rank holds its tensor-parallel shard of each parameter, and of that its ZeRO-1 shard where the optimizer is
+    sharded. A rank *owns* what it writes into a checkpoint: together the ranks own each element of the state once.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], shardings: Mapping[str, Sharding], optimizer: AdamW, backend: Backend
+    ) -> None:
+        self._buckets, self._shardings = buckets, shardings
+        self._optimizer, self._backend = optimizer, backend
+        self._snapshots = backend.make_snapshots()
+
+    def read(self) -> dict[StateSlice, Tensor]:
+        """Return everything that this rank holds, as flat tensors on the host: views where the device is the host."""
+        return self._slice(self._to_host(), is_owned=False)
+
+    @contextmanager
+    def writing(self) -> Iterator[dict[StateSlice, Tensor]]:
+        """Give the tensors of `read` to write to; afterwards the state and the model's weights are what was written.
+
+        All workers enter and leave this context together. Nothing is defined about the state after an error.
+        """
+        on_host = self._to_host()
+        yield self._slice(on_host, is_owned=False)
+        self._snapshots.hold_updates()
+        with torch.no_grad():
+            for kind, tensors in self._optimizer.state().items():
+                for held, written in zip(tensors, on_host.pop(kind), strict=True):
+                    if written is not held:
+                        held.copy_(self._backend.place(written))
+            self._optimizer.update_weights()
+        self._backend.end_graph()
+
+    def begin_snapshot(self) -> Callable[[], dict[StateSlice, Tensor]]:
+        """Begin to copy what this rank owns to the host, and return a function that waits for the copy and returns it,
+        in any thread.
+
+        The copy lasts until the next snapshot begins, before which the caller has to wait for this one.
+        """
+        state = {kind: list(map(self._backend.sliceable, held)) for kind, held in self._optimizer.state().items()}
+        return self._snapshots.begin(self._slice(state, is_owned=True))
+
+    def hold_updates(self) -> None:
+        """Let later updates change the state only after the last snapshot's copy is made. The host does not wait."""
+        self._snapshots.hold_updates()
+
+    @torch.no_grad()
+    def is_finite(self) -> Tensor:
+        """Return whether all weights of the model are finite, [1] on the device. A weight that is not finite stays so,
+        whatever the gradients are. All workers call it.
+        """
+        is_finite_1 = self._backend.all_reduce(self._find_bad_weights(), "tensor", "max") == 0
+        self._backend.end_graph()
+        return is_finite_1
+
+    def digests(self) -> dict[str, int]:
+        """Return a 63-bit hash of each part of the state that all ranks of the data axis hold whole. Their hashes are
+        equal as long as their bits are.
+        """
+        parts = {"weights": self._weights()}
+        if not self._optimizer.is_sharded:
+            parts |= {"first moments": self._optimizer.exp_avg_S, "second moments": self._optimizer.exp_avg_sq_S}
+            if any(bucket.dtype != torch.float32 for bucket in self._buckets):
+                parts["master weights"] = self._optimizer.state()["weight"]
+        return {name: _digest(map(self._backend.to_host, tensors)) for name, tensors in parts.items()}
+
+    def _to_host(self) -> dict[StateKind, list[Tensor]]:
+        return {kind: list(map(self._backend.to_host, held)) for kind, held in self._optimizer.state().items()}
+
+    def _slice(self, state: Mapping[StateKind, Sequence[Tensor]], is_owned: bool) -> dict[StateSlice, Tensor]:
+        """Cut a tensor [S] of each bucket and kind into views of the slices that this rank holds or owns."""
+        mesh = self._backend.mesh
+        slices: dict[StateSlice, Tensor] = {}
+        for number, bucket in enumerate(self._buckets):
+            is_copy = bucket.sum_axis is not None and mesh.index(bucket.sum_axis) > 0
+            if is_owned and is_copy:
+                continue
+            length = bucket.size // mesh.data_parallel_size
+            first = mesh.index("data") * length
+            begin = first if self._optimizer.is_sharded else 0  # element of the bucket where the held tensor begins
+            num_held = len(self._optimizer.exp_avg_S[number])
+            start, stop = (first, first + length) if is_owned else (begin, begin + num_held)
+            for name, run_start, run_stop, place in bucket.runs(start, stop):
+                box = self._shardings[name].box(bucket.parameters[name].shape)
+                for kind, held in state.items():
+                    elements = held[number][place - begin :][: run_stop - run_start]
+                    slices[StateSlice(kind, name, box, run_start, run_stop)] = elements
+        return slices
+
+    def _weights(self) -> list[Tensor]:
+        return [weights for bucket in self._buckets for weights in bucket.weights]
+
+    def _find_bad_weights(self) -> Tensor:
+        """Return 1 where a weight on this rank is not finite, otherwise 0: float32 [1]."""
+        extremes = [extreme for each in self._weights() for extreme in (each.min(), each.max())]
+        return torch.stack(extremes).isfinite().all().logical_not().float().reshape(1)
+
+
+def _digest(tensors: Iterable[Tensor]) -> int:
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)  # numpy has no bfloat16
+    return digest.intdigest() >> 1

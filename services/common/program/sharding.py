@@ -1,0 +1,54 @@
+"""Tensor-parallel shards of parameters: which part of a full tensor a rank holds (Megatron-LM, arXiv 1909.08053)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from services.common.program.mesh import Axis, Mesh
+
+HeadKind = Literal["query", "key_value"]
+"""Kind of attention heads that a weight's sharded dimension consists of: key-value heads may have copies."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Describes how a parameter is sharded over the tensor axis, and which shard this rank holds."""
+
+    dim: int | None = None
+    """Sharded dimension; None where every rank of the tensor axis holds the full tensor."""
+    num_shards: int = 1
+    shard: int = 0
+    """Index of this rank's shard, from 0."""
+    sum_axis: Axis | None = None
+    """Axis along which the ranks hold the same shard and partial gradients of it, which have to be summed."""
+
+    def take(self, full: Tensor) -> Tensor:
+        """Return this rank's shard of the full tensor."""
+        return full if self.dim is None else full.chunk(self.num_shards, self.dim)[self.shard]
+
+    def box(self, shape: torch.Size) -> tuple[tuple[int, int], ...]:
+        """Return the range of indices that a shard of this shape covers along each dimension of the full tensor."""
+        firsts = (self.shard * length if dim == self.dim else 0 for dim, length in enumerate(shape))
+        return tuple((first, first + length) for first, length in zip(firsts, shape, strict=True))
+
+    def full_shape(self, shape: torch.Size) -> torch.Size:
+        """Return the shape of the full tensor whose shards have this shape."""
+        return torch.Size(length * (self.num_shards if dim == self.dim else 1) for dim, length in enumerate(shape))
+
+
+def shard_along(mesh: Mesh, dim: int, heads: HeadKind | None = None) -> Sharding:
+    """Shard a parameter along `dim`, one shard for each rank of the tensor axis.
+
+    Where there are more ranks than key-value heads, the ranks along the axis `key_value` hold copies of one shard of
+    key-value heads. Each rank holds query heads that attend to its key-value heads.
+    """
+    num_copies = mesh.key_value_copies if heads == "key_value" else 1
+    sum_axis: Axis | None = "key_value" if num_copies > 1 else None
+    if mesh.tensor_parallel_size == num_copies:
+        return Sharding(sum_axis=sum_axis)
+    shard = {None: mesh.index("tensor"), "query": mesh.query_shard, "key_value": mesh.key_value_shard}[heads]
+    return Sharding(dim, mesh.tensor_parallel_size // num_copies, shard, sum_axis)

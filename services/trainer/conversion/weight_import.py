@@ -1,0 +1,140 @@
+"""Begin a run with the weights of a Hugging Face folder or an NxD checkpoint: its checkpoint after step 0."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload, ShardOrigin, shard_name
+from services.common.artifacts.lease import Lease
+from services.common.artifacts.manifest import FileEntry
+from services.common.artifacts.store import Draft, begin_partial, commit
+from services.common.errors import ArtifactError, RecipeError
+from services.common.input.files import read_file, reading_inputs
+from services.common.program.llama import parameter_shapes
+from services.common.program.state import StateSlice
+from services.trainer.checkpoints.lookup import checkpoint_steps
+from services.trainer.checkpoints.shards import write_shard
+from services.trainer.conversion.hugging_face import CONFIG, group_parameters, open_weights, require_same_model
+from services.trainer.conversion.nxd.checkpoint import NxdWeights, is_nxd_checkpoint
+from services.trainer.job import Job
+
+logger = logging.getLogger(__name__)
+
+SHARD_ELEMENTS = 2**28
+"""About as many weights go into one file: with their moments 3 GiB, all that is in memory at once."""
+
+
+def import_weights(job: Job, folder: Path, lease: Lease) -> Path:
+    """Write the checkpoint after step 0 with the folder's weights, and moments of zero.
+
+    Raises `RecipeError` when the folder is of another model or vocabulary than the recipe's, or when the recipe does
+    not name its weights; `ArtifactError` when it cannot be read, or when the run has begun already.
+    """
+    recipe, address = job.recipe, job.checkpoint_address(0)
+    shapes = parameter_shapes(recipe.model)
+    state = CheckpointPayload(
+        step=0,
+        tokens=0,
+        skipped_steps=0,
+        data_parallel_size=1,
+        tensor_parallel_size=1,
+        zero_stage=0,
+        shards={},
+        program_fingerprint=job.program_fingerprint,
+        waivers=job.waivers,
+    )
+    with _open_source(folder, job, shapes) as read:
+        _require_named(folder, digest_weights(shapes, read), recipe.train.initial_weights)
+        if checkpoint_steps(address.collection):
+            raise ArtifactError(f"{address.collection}: the run has begun already. `train` continues it.")
+        partial = begin_partial(address, lease)
+        files = tuple(_write_shards(partial, state.origin(job.run, rank=0), shapes, read))
+    payload = state.with_shards(job.run, dict.fromkeys((entry.path for entry in files), 0))
+    draft = Draft(payload, (job.corpus.manifest.link(job.corpus.path),), files)
+    commit(address, CheckpointManifest, "trainer", recipe, draft, lease)
+    return address.path
+
+
+def digest_weights(shapes: Mapping[str, Iterable[int]], read: Callable[[str], Tensor]) -> str:
+    """SHA-256 over names, shapes and float32 values, whatever files and types the weights were stored in."""
+    digest = hashlib.sha256()
+    for name in sorted(shapes):
+        digest.update(f"{name} {list(shapes[name])}\n".encode())
+        digest.update(read(name).contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _open_source(folder: Path, job: Job, shapes: Mapping[str, torch.Size]) -> Iterator[Callable[[str], Tensor]]:
+    with ExitStack() as opened:
+        with reading_inputs(folder):  # what the block below writes is another matter
+            read = _open_weights(folder, job, shapes, opened)
+        yield read
+
+
+def _open_weights(
+    folder: Path, job: Job, shapes: Mapping[str, torch.Size], opened: ExitStack
+) -> Callable[[str], Tensor]:
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder}: no such folder. Pass one with --from, as a model's `save_pretrained` makes it.")
+    model = job.recipe.model
+    is_nxd = is_nxd_checkpoint(folder)
+    if not is_nxd or os.path.lexists(folder / CONFIG):
+        require_same_model(folder, model)
+    else:
+        logger.warning(
+            "%s: has no %s, so only names and shapes were compared. Heads, rotary positions and rms_norm_eps are the "
+            "recipe's: they must be those that the run had.",
+            folder,
+            CONFIG,
+        )
+    _require_same_vocabulary(folder, job)
+    if not is_nxd:
+        return opened.enter_context(open_weights(folder, shapes))
+    weights = NxdWeights(folder, model)
+    logger.info("weights are %s", "the optimizer's masters" if weights.has_masters else "those in `model`: no masters")
+    return weights.read
+
+
+def _require_named(folder: Path, digest: str, named: str | None) -> None:
+    if named == digest:
+        return
+    what = f"the recipe begins with {named}" if named else "the recipe does not say which weights it begins with"
+    raise RecipeError(
+        f"{folder}: has the weights {digest}; {what}. They decide the run, so the recipe names them:\n\n"
+        f'  [train]\n  initial_weights = "{digest}"\n\nThen run the same command.'
+    )
+
+
+def _require_same_vocabulary(folder: Path, job: Job) -> None:
+    vocabulary = job.corpus.manifest.corpus.vocabulary
+    path = folder / Path(vocabulary.path).name
+    if not os.path.lexists(path):  # it may have its vocabulary in another form
+        return
+    found = hashlib.sha256(read_file(path, folder)).hexdigest()
+    if found != vocabulary.sha256:
+        raise RecipeError(
+            f"{path}: is another vocabulary ({found[:12]}) than that of the corpus ({vocabulary.sha256[:12]}): its ids "
+            f'would mean other text to these weights. Tokenize with `[tokenizer] model = "{path}"`.'
+        )
+
+
+def _write_shards(
+    folder: Path, origin: ShardOrigin, shapes: Mapping[str, torch.Size], read: Callable[[str], Tensor]
+) -> Iterator[FileEntry]:
+    for number, names in enumerate(group_parameters(shapes, SHARD_ELEMENTS)):
+        slices: dict[StateSlice, Tensor] = {}
+        for name in names:
+            weight = read(name)
+            slices[StateSlice.whole("weight", name, weight.shape)] = weight
+            for kind in ("exp_avg", "exp_avg_sq"):
+                slices[StateSlice.whole(kind, name, weight.shape)] = torch.zeros_like(weight)
+        yield write_shard(folder, shard_name(number), origin, slices)

@@ -1,0 +1,91 @@
+"""A run whose numbers diverge ends: the same steps from the same checkpoint would diverge again.
+
+A gradient that is not finite is computed again, as Megatron's rerun state machine does: one that is finite then was not
+made by the data but by a worker that computes otherwise at times, and the run does not go on with that one's numbers.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from services.common.errors import RecipeError, WorkersLost
+from services.common.program.micro_batch import MicroBatch
+from services.common.program.process_group import ProcessGroup
+from services.common.program.step import Program
+from services.trainer.checkpoints.lookup import newest_step
+from services.trainer.job import Job
+from services.trainer.metrics.events import record_event
+from services.trainer.metrics.records import StepRecord
+
+ENDED_BY = "divergence"
+
+
+class SkippedSteps:
+    """Counts the steps whose update was not applied because a gradient was not finite."""
+
+    def __init__(self, job: Job, total: int) -> None:
+        self._limit = job.recipe.train.max_consecutive_skipped_steps
+        self.total = total
+        """Since the begin of the run."""
+        self.in_a_row = 0
+        """Up to the newest step of this process; 0 when that one was applied."""
+
+    def count(self, is_applied: bool) -> None:
+        self.total += not is_applied
+        self.in_a_row = 0 if is_applied else self.in_a_row + 1
+
+    @property
+    def are_too_many(self) -> bool:
+        return self.in_a_row > self._limit
+
+
+def find_faulty_worker(
+    job: Job, program: Program, group: ProcessGroup, step: int, batch: int, micro_batches: Sequence[MicroBatch]
+) -> WorkersLost | None:
+    """Compute the gradient of step number `step` (from 1) again, which was not finite, and record why it was not.
+
+    All workers call it. The error is for a worker whose own gradient is finite in one of the two computations alone:
+    what it computed before may be wrong too, so the group starts again from the newest checkpoint. A lazy device
+    computes nothing again, because keeping a step's gradients would change its graph.
+    """
+    facts = {"step": step, "batch": batch}
+    again = program.compute_again(micro_batches)
+    if again is None:
+        if group.rank == 0:
+            record_event(job, "nan", cause="unknown", **facts)
+        return None
+    workers = group.gather({"host": socket.gethostname(), "first": again.was_finite, "second": again.is_finite})
+    faulty = [rank for rank, worker in enumerate(workers) if worker["first"] != worker["second"]]
+    ranks = faulty or [rank for rank, worker in enumerate(workers) if not worker["second"]]
+    if group.rank == 0:
+        hosts = [workers[rank]["host"] for rank in ranks]
+        record_event(job, "nan", cause="hardware" if faulty else "data", **facts, ranks=ranks, hosts=hosts)
+    if not faulty:
+        return None
+    named = ", ".join(f"rank {rank} ({workers[rank]['host']})" for rank in faulty)
+    return WorkersLost(
+        f"{named}: the gradient of step {step} was finite in one of two computations of the same micro-batches alone: "
+        f"the CPU, the device or the memory there computes otherwise at times. Where this comes again from one node, "
+        f"take it out; the same command continues."
+    )
+
+
+def diverged(job: Job, record: StepRecord, skipped: SkippedSteps) -> RecipeError:
+    """What a run that diverged ends with: exit 2, for no retry can help."""
+    train, newest = job.recipe.train, newest_step(job.checkpoint_collection)
+    if skipped.are_too_many:
+        what = (
+            f"{skipped.in_a_row} steps in a row were skipped because their gradients were not finite, "
+            f"train.max_consecutive_skipped_steps is {train.max_consecutive_skipped_steps}"
+        )
+    else:
+        what = "its weights are not finite any more, so they were not saved"
+    kept = f"the newest is that of step {newest}" if newest is not None else "there is none yet"
+    return RecipeError(
+        f"{job.run}: the run diverged at step {record.step}: {what}. The last gradient norm is "
+        f"{record.gradient_norm:g}, the learning rate is {record.learning_rate:g}; in all {skipped.total} of "
+        f"{record.step} steps were skipped. The same command would repeat these steps bit for bit. "
+        f"Change what they are made of, first of all a lower optimizer.learning_rate, a longer optimizer.warmup_steps "
+        f"or another train.seed: that begins a run of its own. Checkpoints stay in {job.checkpoint_collection}; {kept}."
+    )

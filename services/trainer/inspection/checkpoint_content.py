@@ -1,0 +1,70 @@
+"""What is in a checkpoint, for a person: who wrote it, how it is cut, and the size of its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import get_args
+
+import torch
+import xxhash
+from torch import Tensor
+
+from services.common.artifacts.checkpoint import CheckpointManifest
+from services.common.artifacts.files import total_bytes
+from services.common.artifacts.store import Artifact
+from services.common.program.llama import parameter_shapes
+from services.common.program.state import StateKind, StateSlice
+from services.common.recipe.schema import Recipe
+from services.trainer.checkpoints.shards import ShardReader
+
+COLUMNS = ("parameter", "shape", "slices", "weight rms", "largest", "exp_avg rms", "exp_avg_sq mean")
+
+
+def inspect(checkpoint: Artifact[CheckpointManifest], recipe: Recipe) -> Iterator[str]:
+    """Lines about a checkpoint that has been verified; it is read whole, a tensor at a time.
+
+    Raises `ArtifactError` when it is not of the recipe's model.
+    """
+    manifest, state = checkpoint.manifest, checkpoint.manifest.checkpoint
+    maker, shapes = manifest.producer, parameter_shapes(recipe.model)
+    reader = ShardReader(checkpoint, shapes)
+    yield f"checkpoint  {checkpoint.path}"
+    yield f"state       after step {state.step:,}: {state.tokens:,} tokens, {state.skipped_steps:,} steps skipped"
+    yield f"made        {manifest.created_at:%Y-%m-%d %H:%M} by trainer {maker.version}, commit {maker.git_sha[:12]}"
+    yield f"program     {state.program_fingerprint[:16]}, waivers: {', '.join(state.waivers) or 'none'}"
+    yield f"workers     {state.data_parallel_size} x {state.tensor_parallel_size} (data x tensor parallel)"
+    yield f"files       {len(manifest.files)}, {total_bytes(manifest.files) / 1e6:,.1f} MB, verified"
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    digest = xxhash.xxh3_128()
+    for name, shape in shapes.items():
+        tensors = _read(reader, name, shape)
+        for tensor in tensors.values():
+            digest.update(tensor.numpy().data)
+        rows.append(_describe(reader, name, shape, tensors))
+    yield f"digest      {digest.hexdigest()} (of the values: equal states have it under every layout of workers)"
+    yield ""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _read(reader: ShardReader, name: str, shape: torch.Size) -> dict[StateKind, Tensor]:
+    kinds: tuple[StateKind, ...] = get_args(StateKind)
+    tensors = {StateSlice.whole(kind, name, shape): torch.empty(shape) for kind in kinds}
+    reader.read(tensors)
+    return {piece.kind: tensor for piece, tensor in tensors.items()}
+
+
+def _describe(
+    reader: ShardReader, name: str, shape: torch.Size, tensors: Mapping[StateKind, Tensor]
+) -> tuple[str, ...]:
+    weight = tensors["weight"]
+    return (
+        name,
+        " x ".join(map(str, shape)),
+        f"{reader.num_slices('weight', name)}",
+        f"{weight.square().mean().sqrt().item():.3e}",
+        f"{weight.abs().max().item():.3e}",
+        f"{tensors['exp_avg'].square().mean().sqrt().item():.3e}",
+        f"{tensors['exp_avg_sq'].mean().item():.3e}",
+    )

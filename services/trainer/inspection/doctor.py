@@ -1,0 +1,362 @@
+"""Everything that a run will need, looked at before it begins: `doctor` prints one table, and what to do next.
+
+It publishes nothing and takes no lease, so that it may run beside a command that trains. Each node is looked at where
+it is, by one task; artifacts and the run's folder by the command, once.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import statistics
+import time
+import uuid
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from services.common.artifacts.compile_cache import CompileCacheManifest
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.files import Level, total_bytes, verify_files
+from services.common.artifacts.lease import LEASE_SECONDS, LockState, LockWatch
+from services.common.artifacts.store import LOCK_SUFFIX, Artifact
+from services.common.artifacts.upstream import open_corpus, stage_command
+from services.common.errors import ArtifactError, DeviceError, StorageError, TryAgain, UnreadableError
+from services.common.launch.cluster_address import cluster_address
+from services.common.launch.launcher import LAUNCHERS, LostTask, choose_launcher
+from services.common.process.command_line import RecipeParser
+from services.common.process.telemetry import show_progress
+from services.common.program.fingerprint import program_facts
+from services.common.recipe.schema import Recipe, fingerprint
+from services.trainer.checkpoints.lookup import (
+    all_damaged,
+    checkpoint_steps,
+    open_checkpoint,
+    verify_sizes,
+    verify_state,
+)
+from services.trainer.inspection.file_system import existing_place
+from services.trainer.inspection.findings import (
+    Finding,
+    exit_code,
+    format_table,
+    look_at,
+    merge_nodes,
+    ok,
+    problem,
+    show_size,
+    summarize,
+    terminal_width,
+    warning,
+)
+from services.trainer.inspection.fit import require_fit
+from services.trainer.inspection.node_inspection import NodeQuestion, NodeView, look_at_node, read_clock
+from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job, continue_run, open_cache, run_name
+from services.trainer.metrics.records import read_attempts, read_metrics
+from services.trainer.stop import STOP_FILE
+
+FILES_AT_A_TIME = 32
+"""Verified between two signs of progress."""
+CLOCK_READINGS = 3
+SKEW_SECONDS = 1.0
+"""Between clocks of nodes, beyond what the way to them explains. Amazon's time service keeps milliseconds."""
+STRAGGLER = 0.1
+"""Share by which a node's matrix products may be slower than the median node's: all wait for the slowest in a step."""
+
+
+@dataclass
+class _Found:
+    """What a check leaves for those after it."""
+
+    corpus: Artifact[CorpusManifest] | None = None
+    cache: Artifact[CompileCacheManifest] | None = None
+    program: str = ""
+    checkpoints: int = 0
+
+
+def doctor_parser() -> RecipeParser:
+    parser = RecipeParser("trainer doctor", "Look at everything that a run will need, and say what to do next.")
+    parser.add_argument("--corpus", type=Path, help="a corpus folder (default: the newest of this recipe)")
+    parser.add_argument("--cache", type=Path, help="a compile cache folder (default: the one of this program)")
+    parser.add_argument("--quick", action="store_true", help="compare sizes of files, and not their checksums")
+    parser.add_argument(
+        "--launch",
+        choices=tuple(LAUNCHERS),
+        help="ray: look at every node of the cluster; inline: at this machine, in this process (default: ray where "
+        "RAY_ADDRESS names a cluster, else inline, which takes seconds less)",
+    )
+    return parser
+
+
+def doctor(arguments: Namespace, recipe: Recipe) -> int:
+    """Print the table. The exit code is 0, or that of the most serious problem."""
+    launch = arguments.launch or ("ray" if cluster_address() else "inline")
+    found = _Found()
+    level: Level = "size" if arguments.quick else "full"
+    findings = [
+        *look_at("recipe", partial(_look_at_recipe, recipe), "python -m services.trainer plan"),
+        *look_at("corpus", partial(_look_at_corpus, arguments, recipe, level, found), _make("tokenizer", arguments)),
+        *look_at(
+            "compile cache", partial(_look_at_cache, arguments, recipe, level, found), _make("compiler", arguments)
+        ),
+    ]
+    if found.corpus:
+        job = _describe_job(arguments, recipe, found)
+        restore = "restore it from a copy, or move its folder away"
+        findings += look_at("checkpoints", partial(_look_at_checkpoints, job, level, arguments, found), restore)
+        findings += look_at("writer", partial(_look_at_writer, job), "wait for it, or look after the mount")
+        findings += look_at("run's folder", partial(_look_at_run_folder, job), "make it readable for this user")
+    question = NodeQuestion(
+        recipe=recipe,
+        root=arguments.root,
+        launch=launch,
+        workers=_workers_on_node(recipe, launch),
+        cache_bytes=total_bytes(found.cache.manifest.files) if found.cache else 0,
+        checkpoints=found.checkpoints,
+        shards=sum(len(split.shards) for split in found.corpus.manifest.corpus.splits.values()) if found.corpus else 0,
+        shared=found.corpus.path if found.corpus else arguments.root if os.access(arguments.root, os.F_OK) else None,
+    )
+    cluster = "python -m services.trainer doctor with --launch inline looks at this machine alone"
+    findings += look_at("nodes", partial(_look_at_nodes, launch, question), cluster)
+    print(format_table(findings, terminal_width()))
+    print(f"\n{recipe.name} in {arguments.root}: {summarize(findings)}")
+    return exit_code(findings)
+
+
+def _make(stage: Any, arguments: Namespace) -> str:
+    return stage_command(stage, arguments.recipe, arguments.root)
+
+
+def _workers_on_node(recipe: Recipe, launch: str) -> int:
+    is_cluster = launch == "ray" and cluster_address() is not None
+    return min(recipe.parallel.num_workers, recipe.cluster.trainer_workers_per_node if is_cluster else 2**31)
+
+
+def _look_at_recipe(recipe: Recipe) -> Iterator[Finding]:
+    require_fit(recipe)
+    parallel = recipe.parallel
+    yield ok(
+        "recipe",
+        f"{recipe.name}: {recipe.model.num_parameters:,} parameters, {parallel.num_workers} workers of "
+        f"{parallel.threads_per_worker} threads, {recipe.train.max_steps:,} steps",
+    )
+
+
+def _look_at_corpus(arguments: Namespace, recipe: Recipe, level: Level, found: _Found) -> Iterator[Finding]:
+    found.corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
+    yield _verify("corpus", found.corpus, level, arguments.root, _make("tokenizer", arguments))
+
+
+def _look_at_cache(arguments: Namespace, recipe: Recipe, level: Level, found: _Found) -> Iterator[Finding]:
+    found.program = fingerprint(program_facts(recipe))  # also where there is no cache
+    found.cache, _ = open_cache(recipe, arguments.recipe, arguments.root, arguments.cache, allow_cold=False)
+    if found.cache is None:
+        yield ok("compile cache", "none needed: compile.enabled = false")
+    else:
+        yield _verify("compile cache", found.cache, level, arguments.root, _make("compiler", arguments))
+
+
+def _verify(check: str, artifact: Artifact[Any], level: Level, root: Path, command: str) -> Finding:
+    """Raises `UnreadableError` for what this user may not read."""
+    files, done = artifact.manifest.files, 0.0
+    damages = []
+    with show_progress(f"verifying the {check}", total_bytes(files) / 1e6, "MB") as progress:
+        for begin in range(0, len(files), FILES_AT_A_TIME):
+            some = files[begin : begin + FILES_AT_A_TIME]
+            try:
+                verify_files(artifact.path, artifact.manifest, level=level, paths={entry.path for entry in some})
+            except UnreadableError:
+                raise
+            except ArtifactError as error:
+                damages.append(str(error))
+            done += total_bytes(some) / 1e6
+            progress.advance_to(done)
+    if damages:
+        # A stage leaves what is published alone, damaged or not.
+        away = f"mv {artifact.path} {root / f'damaged-{artifact.manifest.id}'} && {command}"
+        return problem(check, ArtifactError("\n".join(damages)), away)
+    what = "checksums" if level == "full" else "sizes"
+    seen = f"{artifact.path}: {what} of {len(files):,} files, {show_size(total_bytes(files))}, are as published"
+    return ok(check, seen)
+
+
+def _describe_job(arguments: Namespace, recipe: Recipe, found: _Found) -> Job:
+    """The run that a command with this recipe would go on with."""
+    assert found.corpus
+    now = datetime.now(UTC)
+    return Job(
+        recipe=recipe,
+        root=arguments.root,
+        run=run_name(recipe, found.corpus),
+        corpus=found.corpus,
+        cache=found.cache,
+        program_fingerprint=found.program,
+        waivers=(),
+        launch="inline",
+        started_at=now,
+        attempt=uuid.uuid4().hex,
+        workers_started_at=now,
+    )
+
+
+def _look_at_checkpoints(job: Job, level: Level, arguments: Namespace, found: _Found) -> Iterator[Finding]:
+    """The newest ones are verified until one is whole; of those before it, the sizes."""
+    collection, steps = job.checkpoint_collection, checkpoint_steps(job.checkpoint_collection)
+    damages: dict[int, str] = {}
+    newest = None
+    for step in reversed(steps):
+        try:
+            verify = verify_state(job.recipe, job.corpus, level) if newest is None else verify_sizes
+            opened = open_checkpoint(collection, step, verify)
+            newest = newest or opened
+        except UnreadableError:
+            raise
+        except ArtifactError as error:
+            damages[step] = str(error)
+    found.checkpoints = len(steps)
+    if damages and newest is None:
+        raise all_damaged(collection, list(damages.values()))
+    for damage in damages.values():
+        yield warning("checkpoints", damage, "restore it from a copy if its steps matter: the run goes on without it")
+    if newest is None:
+        if job.recipe.train.initial_weights:
+            none = ArtifactError(
+                f"{job.run}: begins with imported weights (train.initial_weights), which are not there"
+            )
+            command = f"python -m services.trainer import --recipe {arguments.recipe} --root {job.root} --from FOLDER"
+            yield problem("checkpoints", none, command)
+            return
+        yield ok("checkpoints", f"none of {job.run}: it begins at step 0")
+        return
+    state, max_steps = newest.manifest.checkpoint, job.recipe.train.max_steps
+    if state.step < max_steps and job.program_fingerprint:
+        try:
+            continue_run(job, newest, allow_changed_program=False)
+        except ArtifactError as error:
+            yield problem("checkpoints", error, f"train with {ALLOW_CHANGED_PROGRAM}, or use what made it")
+            return
+    goes_on = f"goes on from step {state.step:,} of {max_steps:,}" if state.step < max_steps else "is complete"
+    skipped = f", {state.skipped_steps:,} steps skipped so far" if state.skipped_steps else ""
+    yield ok("checkpoints", f"{len(steps) - len(damages)} of {job.run}, which {goes_on}{skipped}")
+
+
+def _look_at_writer(job: Job) -> Iterator[Finding]:
+    watch = LockWatch(job.run_folder.with_name(job.run + LOCK_SUFFIX))
+    state = watch.poll()
+    if state is LockState.FREE:
+        yield ok("writer", "no command trains this run")
+    elif state is LockState.DEAD:
+        yield ok("writer", f"{watch.holder} was killed while it trained this run; the next command takes over")
+    elif state is LockState.HELD:
+        yield warning("writer", f"{watch.holder} trains this run", f"wait for it, or stop it: touch {_stop_file(job)}")
+    else:
+        yield warning(
+            "writer",
+            f"{watch.holder} holds this run, which is on another node",
+            f"wait for it: a command takes over after {LEASE_SECONDS:.0f} s without a sign of it",
+        )
+
+
+def _look_at_run_folder(job: Job) -> Iterator[Finding]:
+    stop, check = _stop_file(job), "run's folder"
+    folders = (job.run_folder, job.run_folder / "logs", job.checkpoint_collection)
+    for place in dict.fromkeys(map(existing_place, folders)):
+        if not os.access(place, os.W_OK | os.X_OK):
+            told = f"{place}: this user cannot write there, and the run does"
+            yield problem(check, StorageError(told), f"let {getpass.getuser()} write there: chown, or chmod")
+    if os.path.lexists(stop):
+        yield warning(check, f"{stop} is there: the run would stop after its first step", f"rm -r {stop}")
+    attempts, metrics = read_attempts(job.run_folder), read_metrics(job.run_folder)
+    starts = sum(record["is_first_of_process"] for record in metrics.lines)
+    seen = f"{starts} starts of the workers, of which {len(attempts.lines)} ended by themselves"
+    if attempts.unreadable or metrics.unreadable:
+        damaged = f"{attempts.unreadable + metrics.unreadable:,} lines cannot be read"
+        yield warning(check, f"{seen}; {damaged}", "nothing: they hold no training state and are passed over")
+    else:
+        yield ok(check, seen if starts else f"{job.run_folder}: nothing has been trained yet")
+
+
+def _stop_file(job: Job) -> Path:
+    return job.run_folder / STOP_FILE
+
+
+def _look_at_nodes(launch: str, question: NodeQuestion) -> Iterator[Finding]:
+    launcher = choose_launcher(launch)
+    views: dict[str, NodeView] = {}
+    for node, view in launcher.map_nodes(look_at_node, question):
+        if isinstance(view, LostTask):
+            yield problem("nodes", TryAgain(f"{node}: {view.reason}"), "look after the node, and ask again")
+        else:
+            views[node] = view
+    if not views:
+        raise DeviceError("no node that this stage's work may be placed on")
+    yield from merge_nodes({node: view.findings for node, view in sorted(views.items())})
+    yield from _compare_programs(views)
+    yield from _compare_speeds(views)
+    if len(views) > 1:
+        yield from look_at("clocks", partial(_look_at_clocks, launch), "start the time service of the nodes")
+    else:
+        yield ok("clocks", "one machine, so one clock")
+
+
+def _compare_programs(views: dict[str, NodeView]) -> Iterator[Finding]:
+    programs = {node: view.fingerprint for node, view in views.items() if view.fingerprint}
+    if len(set(programs.values())) > 1:
+        most = statistics.mode(programs.values())
+        others = ", ".join(sorted(node for node, program in programs.items() if program != most))
+        yield problem(
+            "programs",
+            DeviceError(f"of another CPU, torch, Python or compiler than the other nodes, and refused: {others}"),
+            "make all nodes of the stage the same instance type and image",
+        )
+
+
+def _compare_speeds(views: dict[str, NodeView]) -> Iterator[Finding]:
+    speeds = {node: view.gemm_flops_per_second for node, view in views.items() if view.gemm_flops_per_second}
+    if not speeds:
+        return
+    median = statistics.median_high(speeds.values())  # of two nodes, the faster one
+    slow = {node: speed for node, speed in speeds.items() if speed < (1 - STRAGGLER) * median}
+    if slow:
+        told = ", ".join(f"{node} {speed / 1e9:,.0f} GFLOP/s" for node, speed in sorted(slow.items()))
+        yield warning(
+            "stragglers",
+            f"the median node does {median / 1e9:,.0f} GFLOP/s, and slower by a tenth or more: {told}",
+            "see what else runs there, or drain these nodes: all wait for the slowest in every step",
+        )
+
+
+def _look_at_clocks(launch: str) -> Iterator[Finding]:
+    """No decision goes by the clocks: leases go by change. Logs, metrics and TLS do."""
+    readings: dict[str, tuple[float, float]] = {}
+    for _ in range(CLOCK_READINGS):
+        began = time.time()
+        for node, told in choose_launcher(launch).map_nodes(read_clock, None):
+            if isinstance(told, LostTask):
+                continue
+            ended = time.time()
+            uncertain = (ended - began) / 2
+            if node not in readings or uncertain < readings[node][1]:
+                readings[node] = (told - (began + ended) / 2, uncertain)
+    if not readings:
+        raise TryAgain("no node told its time")
+    offsets = [offset for offset, _ in readings.values()]
+    uncertain = max(each for _, each in readings.values())
+    middle = statistics.median(offsets)
+    wrong = {
+        node: offset - middle
+        for node, (offset, _) in readings.items()
+        if abs(offset - middle) > SKEW_SECONDS + uncertain
+    }
+    if wrong:
+        named = ", ".join(f"{node} {offset:+.1f} s" for node, offset in sorted(wrong.items()))
+        yield warning(
+            "clocks", f"off the other nodes: {named}; logs, metrics and TLS go by them", "start chrony on these nodes"
+        )
+    else:
+        spread = max(offsets) - min(offsets)
+        yield ok("clocks", f"{len(offsets)} nodes, {spread * 1000:.0f} ms apart, known to {uncertain * 1000:.0f} ms")

@@ -1,0 +1,348 @@
+"""What one node has of what a run needs: its disks, cores, memory, device and compiler. A task for every node."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from services.common.errors import DeviceError, LimitError, StorageError
+from services.common.hardware.image_platform import require_backend
+from services.common.hardware.instance_types import MIB
+from services.common.process.limits import SPARE_MAPS, maps_to_allow, max_maps
+from services.common.process.private_folder import private_base
+from services.common.program.fingerprint import program_facts
+from services.common.recipe.derived import flops_per_token, tokens_per_step
+from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker
+from services.common.recipe.schema import Recipe, fingerprint
+from services.trainer.inspection.file_system import (
+    FileSystemSpeed,
+    Mount,
+    existing_place,
+    find_mount,
+    measure_speed,
+    probe_folder,
+    require_commits,
+)
+from services.trainer.inspection.findings import Finding, look_at, ok, problem, show_size, warning
+from services.trainer.inspection.gemm_peak import measure_gemm_peak
+from services.trainer.inspection.gpu_inspection import look_at_gpus, look_at_products
+
+PROBE_BYTES = 64 * MIB
+SLOW_FSYNC_SECONDS = 0.25
+"""A commit syncs each of its files and folders: with eight of them, two seconds. NFS and Lustre take a few ms."""
+FORGETFUL = {
+    "tmpfs": "memory: what is there is lost with the machine",
+    "ramfs": "memory: what is there is lost with the machine",
+    "overlay": "a container's own layer: what is there is lost with the container",
+}
+SPARE_FILES = 16
+"""Of a checkpoint, besides its shards: manifest, lock, partial folders."""
+OPEN_FILES = 256
+"""Of a worker, besides the corpus: sockets, logs, TensorBoard, libraries."""
+RAY_SHARED_BYTES = 128 * MIB
+_CGROUP = Path("/sys/fs/cgroup")
+_INFINIBAND = Path("/sys/class/infiniband")
+_CHECK_ROOT = "file system"
+
+
+@dataclass(frozen=True)
+class NodeQuestion:
+    recipe: Recipe
+    root: Path
+    launch: str
+    workers: int
+    """That the node gets."""
+    cache_bytes: int
+    """Of the compile cache, which the node copies."""
+    checkpoints: int
+    """That the run has."""
+    shards: int
+    """Of the corpus."""
+    shared: Path | None
+    """What the command sees below the root, and so every node has to: None where nothing is there yet."""
+
+    @property
+    def threads(self) -> int:
+        return self.workers * self.recipe.parallel.threads_per_worker
+
+
+@dataclass(frozen=True)
+class NodeView:
+    findings: list[Finding]
+    fingerprint: str
+    """Of the node's program; empty where it has none."""
+    gemm_flops_per_second: float
+    """0 where it was not measured."""
+
+
+def read_clock(_: None) -> float:
+    """Seconds since 1970, as this node has it."""
+    return time.time()
+
+
+def look_at_node(question: NodeQuestion) -> NodeView:
+    """Raises nothing: what cannot be looked at is a finding."""
+    recipe = question.recipe
+    try:
+        place = existing_place(question.root)
+    except OSError as error:
+        return NodeView(
+            [problem(_CHECK_ROOT, StorageError(str(error)), "pass a --root that this user may enter")], "", 0.0
+        )
+    elsewhere = "pass a --root that this user can write to, with space"
+    fingerprints: list[str] = []
+    speeds: list[float] = []
+    findings = [
+        *look_at(_CHECK_ROOT, partial(_look_at_root, place, question), elsewhere),
+        *look_at("disk space", partial(_look_at_space, place, question), elsewhere),
+        *look_at("node's own folder", partial(_look_at_private_folder, question), "set TMPDIR to a folder of your own"),
+        *look_at("CPU cores", partial(_look_at_cores, question), "lower parallel.threads_per_worker"),
+        *look_at("memory", partial(_look_at_memory, question), "run `plan`, which says what takes it"),
+        *look_at("GPUs", partial(_look_at_gpus, question), "see what the driver says: nvidia-smi"),
+        *look_at("device", partial(_look_at_device, question, fingerprints), _device_advice(recipe)),
+        *look_at("limits", partial(_look_at_limits, question), "ulimit -n 65536"),
+        *look_at("matrix products", partial(_look_at_gemm, question, speeds), "see what else runs on this node"),
+    ]
+    return NodeView(findings, "".join(fingerprints), sum(speeds))
+
+
+def _look_at_root(place: Path, question: NodeQuestion) -> Iterator[Finding]:
+    if question.shared and not question.shared.exists():
+        told = (
+            f"{question.shared}: not there, and the command's node sees it: another file system is at {question.root}"
+        )
+        yield problem(_CHECK_ROOT, StorageError(told), "mount the same volume on every node of the stage")
+        return
+    mount = find_mount(place)
+    free = _free_bytes(place)
+    with probe_folder(place) as folder:
+        require_commits(folder)
+        speed = measure_speed(folder, max(MIB, min(PROBE_BYTES, free // 8)))
+    where = f"{mount.kind} at {mount.point}" if mount else f"{place}"
+    absent = "" if place == question.root else f"; {question.root} is not there yet and is made by the first stage"
+    yield _judge_kind(f"{where}, renames and links are atomic{absent}", mount)
+    yield _judge_speed(speed, question.recipe)
+
+
+def _judge_kind(seen: str, mount: Mount | None) -> Finding:
+    if mount and mount.kind in FORGETFUL:
+        return warning(_CHECK_ROOT, f"{seen}; {FORGETFUL[mount.kind]}", "pass a --root on a disk or a volume")
+    return ok(_CHECK_ROOT, seen)
+
+
+def _judge_speed(speed: FileSystemSpeed, recipe: Recipe) -> Finding:
+    size = checkpoint_bytes(recipe)
+    seen = (
+        f"fsync {_ms(speed.fsync_seconds)}, new file {_ms(speed.create_seconds)}, write "
+        f"{speed.write_bytes_per_second / 1e6:,.0f} MB/s, read {speed.read_bytes_per_second / 1e6:,.0f} MB/s: a "
+        f"checkpoint of {show_size(size)} takes {size / speed.write_bytes_per_second:,.1f} s at least"
+    )
+    if speed.fsync_seconds > SLOW_FSYNC_SECONDS:
+        return warning("disk speed", seen, "see what else writes there; each commit waits for several fsyncs")
+    return ok("disk speed", seen)
+
+
+def _look_at_space(place: Path, question: NodeQuestion) -> Iterator[Finding]:
+    recipe, found = question.recipe, os.statvfs(place)
+    # While one is written, those to keep are there too.
+    count = max(2, recipe.checkpoint.keep_latest + 1 - question.checkpoints)
+    needed, free = count * checkpoint_bytes(recipe), _free_bytes(place)
+    files, free_files = count * (recipe.parallel.num_workers + SPARE_FILES), found.f_favail
+    inodes = f", {free_files:,} free inodes" if found.f_files else ""  # btrfs and some network file systems say 0
+    seen = (
+        f"{show_size(free)} free{inodes} at {place}, {count} checkpoints take {show_size(needed)} and {files:,} inodes"
+    )
+    if needed > free or (found.f_files and files > free_files):
+        yield problem("disk space", StorageError(seen), "free some space, or pass a --root with more")
+        return
+    kept = (
+        recipe.train.max_steps // recipe.checkpoint.keep_interval_steps if recipe.checkpoint.keep_interval_steps else 0
+    )
+    if kept * checkpoint_bytes(recipe) > free:
+        all_kept = show_size(kept * checkpoint_bytes(recipe))
+        yield warning(
+            "disk space",
+            f"{seen}; the {kept:,} that stay for good take {all_kept}",
+            "raise checkpoint.keep_interval_steps",
+        )
+        return
+    yield ok("disk space", seen)
+
+
+def _look_at_private_folder(question: NodeQuestion) -> Iterator[Finding]:
+    check, base = "node's own folder", private_base()
+    free, needed = _free_bytes(base), question.cache_bytes
+    seen = f"{base}: {show_size(free)} free, the copy of the compile cache takes {show_size(needed)}"
+    if needed > free:
+        yield problem(check, StorageError(seen), "free some space there, or set TMPDIR to a folder with more")
+    elif os.statvfs(base).f_flag & getattr(os, "ST_NOEXEC", 0) and question.recipe.compile.enabled:
+        told = f"{base}: mounted noexec, and compiled graphs are run from there"
+        yield problem(check, StorageError(told), "set TMPDIR to a folder that programs can be run from")
+    else:
+        with probe_folder(base) as folder:
+            (folder / "file").write_bytes(b"a few bytes, which a full file system refuses")
+        yield ok(check, seen)
+
+
+def _look_at_cores(question: NodeQuestion) -> Iterator[Finding]:
+    cores = num_cores()
+    threads = question.recipe.parallel.threads_per_worker
+    seen = f"{cores:g}, and {question.workers} workers of {threads} threads take {question.threads}"
+    if question.threads > cores:
+        yield warning(
+            "CPU cores",
+            f"{seen}: they wait for one another in every step",
+            f"--parallel.threads_per_worker={max(1, int(cores // question.workers))}, or fewer workers on a node",
+        )
+    else:
+        yield ok("CPU cores", seen)
+
+
+def num_cores() -> float:
+    """Of this process: those that it may use, or fewer where its control group gets less time."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    quota, _, period = _read_line(_CGROUP / "cpu.max").partition(" ")
+    return min(cores, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else cores
+
+
+def _look_at_memory(question: NodeQuestion) -> Iterator[Finding]:
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    limit, used = _read_line(_CGROUP / "memory.max"), _read_line(_CGROUP / "memory.current")
+    if limit.isdigit() and used.isdigit():
+        total, available = min(total, int(limit)), min(available, max(0, int(limit) - int(used)))
+    shared = "host memory; the device has its own" if question.recipe.parallel.device != "cpu" else ""
+    if shared:
+        yield ok("memory", f"{show_size(available)} of {show_size(total)} available of {shared}")
+        return
+    of_worker = memory_of_worker(question.recipe).peak_bytes
+    needed = question.workers * of_worker
+    seen = (
+        f"{show_size(available)} of {show_size(total)} available; {question.workers} workers take "
+        f"{show_size(needed)} at their peak, libraries not counted"
+    )
+    advice = "lower batch.micro_batch_size, or use fewer workers on a node; `plan` says what takes the memory"
+    if needed > total:
+        yield problem("memory", DeviceError(seen), advice)
+    elif needed > available:
+        yield warning("memory", seen, "end what else runs here")
+    else:
+        yield ok("memory", seen)
+
+
+def _look_at_gpus(question: NodeQuestion) -> Iterator[Finding]:
+    if question.recipe.parallel.device == "cuda":
+        yield from look_at_gpus(question.recipe, question.workers)
+
+
+def _look_at_device(question: NodeQuestion, fingerprints: list[str]) -> Iterator[Finding]:
+    recipe = question.recipe
+    require_backend(recipe.parallel.device)
+    facts = program_facts(recipe)
+    fingerprints.append(fingerprint(facts))
+    names = {"cuda": "CUDA ", "triton": "Triton "} | ({"cxx": ""} if recipe.compile.enabled else {})
+    others = "".join(f", {title}{facts[name]}" for name, title in names.items() if name in facts)
+    yield ok("device", f"{recipe.parallel.device} on {facts['machine']}, torch {facts['torch']}{others}")
+
+
+def _device_advice(recipe: Recipe) -> str:
+    check = "python -m services.common.hardware.image_platform"
+    return f"see what this node has: {check}; the recipe says {recipe.parallel.device}"
+
+
+def _look_at_gemm(question: NodeQuestion, speeds: list[float]) -> Iterator[Finding]:
+    recipe, check = question.recipe, "matrix products"
+    if recipe.parallel.device == "cuda":
+        yield from look_at_products(recipe, question.workers, speeds)
+        return
+    if recipe.parallel.device != "cpu":
+        yield ok(check, f"not measured: the device is {recipe.parallel.device}")
+        return
+    dtype, threads = recipe.train.dtype, max(1, min(question.threads, int(num_cores())))
+    speed = measure_gemm_peak(dtype, threads)
+    speeds.append(speed)
+    seconds = flops_per_token(recipe) * tokens_per_step(recipe) / _nodes_of_a_step(question) / speed
+    yield ok(
+        check, f"{speed / 1e9:,.0f} GFLOP/s in {dtype} with {threads} threads, at which a step takes {seconds:,.2f} s"
+    )
+
+
+def _nodes_of_a_step(question: NodeQuestion) -> float:
+    """Nodes that share a step, by the workers that this one gets."""
+    return question.recipe.parallel.num_workers / question.workers
+
+
+def _look_at_limits(question: NodeQuestion) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OPEN_FILES + question.shards
+    unlimited = soft == resource.RLIM_INFINITY
+    seen = f"{'any number of' if unlimited else f'{soft:,}'} open files, a worker may need {needed:,}"
+    if not unlimited and soft < needed:
+        yield problem("open files", DeviceError(seen), f"ulimit -n {needed} (the hard limit is {hard:,})")
+    else:
+        yield ok("open files", seen)
+    yield from _look_at_maps(question)
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        found = os.statvfs(shm)
+        size = found.f_bavail * found.f_frsize
+        told = f"{show_size(size)} free in {shm}"
+        if question.launch == "ray" and size < RAY_SHARED_BYTES:
+            wanted = show_size(RAY_SHARED_BYTES)
+            yield warning(
+                "shared memory", f"{told}, Ray's object store takes {wanted}", "--shm-size=256m of the container"
+            )
+        else:
+            yield ok("shared memory", told)
+    if question.recipe.parallel.device in ("neuron", "xla") and _INFINIBAND.is_dir():
+        yield from _look_at_pinned_memory()
+
+
+def _look_at_maps(question: NodeQuestion) -> Iterator[Finding]:
+    """A worker maps each file of the corpus."""
+    most = max_maps()
+    if most is None:
+        return
+    needed = SPARE_MAPS + question.shards
+    seen = f"{most:,} maps (vm.max_map_count), a worker may need {needed:,}"
+    if most < needed:
+        yield problem("maps", LimitError(seen), f"sysctl -w vm.max_map_count={maps_to_allow(question.shards)}")
+    else:
+        yield ok("maps", seen)
+
+
+def _look_at_pinned_memory() -> Iterator[Finding]:
+    """What EFA registers with the network card."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    free = _read_line(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"))
+    locked = "any" if soft == resource.RLIM_INFINITY else show_size(soft)
+    seen = f"{locked} locked memory, {free or 'no'} free huge pages of 2 MiB, for EFA"
+    if soft != resource.RLIM_INFINITY:
+        yield warning("pinned memory", seen, "ulimit -l unlimited")
+    elif not free or free == "0":
+        yield warning("pinned memory", seen, "give the pod hugepages-2Mi, as the deployment's EFA settings do")
+    else:
+        yield ok("pinned memory", seen)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.2f} ms"
+
+
+def _free_bytes(place: Path) -> int:
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize
+
+
+def _read_line(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,292 @@
+"""What a run will need, before anything is held for it: topology, memory, time, cost and checkpoints.
+
+All of it are estimates from the recipe; what they go by is in the README of this service.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+
+from services.common.artifacts.corpus import CorpusPayload
+from services.common.errors import RecipeError
+from services.common.hardware.instance_types import GIB, MIB, Accelerators, InstanceType
+from services.common.hardware.lustre import default_lustre_size
+from services.common.process.termination_notice import (
+    CHECKPOINTS_PER_NOTICE,
+    TRAINER_NOTICE_SECONDS,
+    needed_notice_seconds,
+)
+from services.common.program.mesh import make_mesh
+from services.common.recipe.derived import derive, flops_per_token, tokens_per_step
+from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker, micro_batches_per_model
+from services.common.recipe.schema import Recipe, stage_nodes
+from services.trainer.checkpoints.interval import (
+    NODE_MTBF_HOURS,
+    SECONDS_PER_HOUR,
+    mtbf_seconds,
+    optimal_interval_steps,
+)
+from services.trainer.inspection.fit import instance_type
+from services.trainer.inspection.step_trace import StepTrace
+
+NEURON_MFU = 0.29
+"""The share of its peak that a plan assumes of a NeuronCore: that of Llama 2 13B with 84.0 sequences of 4,096 tokens a
+second on 32 trn1.32xlarge (AWS Neuron SDK 2.20's training benchmarks), counted by `flops_per_token`. Llama 2 7B reaches
+0.37 on 16 nodes, Llama 3.1 8B 0.21 on 32; of trn2 no training benchmark is published."""
+GPU_MFU = 0.45
+"""The share of its dense bfloat16 peak that a plan assumes of a GPU: what this trainer aims at with a compiled Llama of
+a billion parameters on one H100 or H200."""
+MFU_OF_ACCELERATORS: dict[Accelerators, float] = {"NeuronCores": NEURON_MFU, "GPUs": GPU_MFU}
+CRAMPED = 0.9
+"""Share of a device's memory above which a plan warns: the runtime and the collectives take some, too."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no recipe says, and a user may know better."""
+
+    mfu: float | None
+    """Model FLOPs utilization: the share of the peak that the model's own operations reach. None: `MFU_OF_ACCELERATORS`
+    says it for the accelerators of the instance type."""
+    storage_gb_per_second: float | None
+    """Speed at which all workers together write a checkpoint, in 10^9 bytes a second; None stands for the speed of
+    `default_lustre_size`."""
+    node_mtbf_hours: float
+    dollars_per_node_hour: float | None
+    """None: the hint of the instance type."""
+
+
+def add_assumptions(parser: ArgumentParser) -> None:
+    defaults = ", ".join(f"{share} of {accelerators}" for accelerators, share in MFU_OF_ACCELERATORS.items())
+    parser.add_argument("--mfu", type=float, help=f"share of the peak FLOP/s (default: {defaults})")
+    parser.add_argument(
+        "--storage-gb-per-second",
+        type=float,
+        help=f"at which checkpoints are written (default: {default_lustre_size().bytes_per_second / 1e9:.3g}, that of "
+        f"the stacks' file system)",
+    )
+    parser.add_argument(
+        "--node-mtbf-hours",
+        type=float,
+        default=NODE_MTBF_HOURS,
+        help=f"mean time between failures of a node (default: {NODE_MTBF_HOURS:,.0f})",
+    )
+    parser.add_argument("--dollars-per-node-hour", type=float, help="(default: a hint for the instance type)")
+
+
+def read_assumptions(arguments: Namespace) -> Assumptions:
+    """Raises `RecipeError` for a number that nothing can be estimated by."""
+    for name in ("mfu", "storage_gb_per_second", "node_mtbf_hours", "dollars_per_node_hour"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < math.inf:
+            raise RecipeError(f"--{name.replace('_', '-')} {value}: expected a number above 0.")
+    if arguments.mfu is not None and arguments.mfu > 1:
+        raise RecipeError(f"--mfu {arguments.mfu}: it is a share of the peak, expected at most 1.")
+    return Assumptions(
+        arguments.mfu, arguments.storage_gb_per_second, arguments.node_mtbf_hours, arguments.dollars_per_node_hour
+    )
+
+
+def describe_plan(recipe: Recipe, corpus: CorpusPayload | None, assumptions: Assumptions) -> str:
+    """The plan as a page of text; the numbers of the data need the corpus."""
+    device = instance_type(recipe)
+    sections = [
+        f"{recipe.name}: what the run will need. These are estimates; services/trainer/README.md has their sources",
+        _table("recipe", derive(recipe, corpus)),
+        _table("topology", _topology(recipe, device)),
+        _memory_table(recipe, device),
+        _table("time and cost", _time_and_cost(recipe, device, assumptions)),
+        _table(
+            f"checkpoints, every {recipe.checkpoint.interval_steps:,} steps", _checkpoints(recipe, device, assumptions)
+        ),
+    ]
+    return "\n\n".join(sections)
+
+
+def describe_trace(recipe: Recipe, trace: StepTrace) -> str:
+    """What a step of the program was seen to do, beside what was estimated of it."""
+    workers, parts = recipe.parallel.num_workers, recipe.parallel.tensor_parallel_size
+    held, model = trace.parameters * parts, recipe.model.num_parameters
+    rows = {
+        "parameters": f"{trace.parameters:,} on each worker; {parts} together hold the model's {model:,} and "
+        f"{held - model:,} copies",
+        "peak of memory": f"{_size(trace.peak_bytes)}, estimated above: {_size(memory_of_worker(recipe).peak_bytes)}",
+    }
+    for axis, traffic in trace.traffic.items():
+        rows[f"along axis {axis}"] = (
+            f"{traffic.calls:,} collectives, the largest of {_size(traffic.largest_bytes)}, "
+            f"{_size(traffic.sent_bytes)} sent by each worker"
+        )
+    if parts > 1:
+        rows["activations"] = f"summed in {recipe.parallel.reduce_dtype} by the workers that share a model"
+    title = f"dry run: a step of rank 0 of {workers}, on tensors without memory; rank {workers - 1} holds as much"
+    return _table(title, rows)
+
+
+def _topology(recipe: Recipe, device: InstanceType | None) -> dict[str, str]:
+    parallel, mesh = recipe.parallel, make_mesh(recipe, rank=0, world_size=recipe.parallel.num_workers)
+    on_node, parts = recipe.cluster.trainer_workers_per_node, parallel.tensor_parallel_size
+    models = mesh.groups("tensor")
+    rows = {
+        "workers": f"{parallel.num_workers:,}: {parallel.data_parallel_size:,} data parallel x {parts} tensor parallel",
+        "nodes": f"{stage_nodes(recipe, 'trainer'):,}{f' {device.name}' if device else ''} with {on_node} each",
+        "first model": _place(models[0], on_node),
+        "last model": _place(models[-1], on_node),
+        "key-value heads": f"{recipe.model.num_key_value_heads}, each held by {mesh.key_value_copies} of a model",
+        "micro-batches": f"{micro_batches_per_model(recipe):,} in a step of each worker, sequences in each: "
+        f"{recipe.batch.micro_batch_size}",
+        "ZeRO stage": f"{parallel.zero_stage}",
+    }
+    if device and on_node < device.workers:
+        rows["warning, idle"] = f"{device.workers - on_node} of the {device.workers} {device.accelerators} of a node"
+    if on_node % parts:
+        rows["warning, split"] = (
+            "the workers of a model span nodes, so that every layer waits for the network: make "
+            "cluster.trainer_workers_per_node a multiple of parallel.tensor_parallel_size"
+        )
+    return rows
+
+
+def _place(ranks: list[int], workers_on_node: int) -> str:
+    nodes = [ranks[0] // workers_on_node, ranks[-1] // workers_on_node]
+    return f"rank {_span([ranks[0], ranks[-1]])} on node {_span(nodes)}"
+
+
+def _span(ends: list[int]) -> str:
+    return "-".join(f"{end}" for end in dict.fromkeys(ends))
+
+
+def _memory_table(recipe: Recipe, device: InstanceType | None) -> str:
+    memory = memory_of_worker(recipe)
+    unit, unit_bytes = ("GiB", GIB) if memory.peak_bytes >= GIB else ("MiB", MIB)
+    width = max(len(part.name) for part in memory.parts)
+    lines = [f"{f'memory of a worker, {unit}':<{width + 2}}  {'forward':>8} {'backward':>8} {'update':>8}"]
+    for part in (*memory.parts, memory.together):
+        columns = [f"{size / unit_bytes:>8.2f}" if size else " " * 7 + "-" for size in part.sizes]
+        lines.append(f"  {part.name:<{width}}  {' '.join(columns)}")
+    if device is None:
+        elsewhere = "; `doctor` asks the GPUs of its node" if recipe.parallel.device == "cuda" else ""
+        return "\n".join([*lines, f"  not compared: the recipe has no cluster.trainer_instance_type{elsewhere}"])
+    share = memory.peak_bytes / device.worker_memory_bytes
+    lines.append(f"  the peak is {share:.0%} of the {_size(device.worker_memory_bytes)} of a worker of {device.name}")
+    if CRAMPED < share <= 1:
+        lines.append("  warning: little is left for the runtime, the graphs and the buffers of collectives")
+    return "\n".join(lines)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.2f} MiB"
+
+
+def _mfu(device: InstanceType, assumptions: Assumptions) -> float:
+    return MFU_OF_ACCELERATORS[device.accelerators] if assumptions.mfu is None else assumptions.mfu
+
+
+def _step_seconds(recipe: Recipe, device: InstanceType, mfu: float) -> float:
+    """Seconds of an optimizer step whose operations reach the share `mfu` of the peak of all workers: what is idle on a
+    node takes no part.
+    """
+    peak = recipe.parallel.num_workers * device.worker_peak_flops_per_second
+    return flops_per_token(recipe) * tokens_per_step(recipe) / (peak * mfu)
+
+
+def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Assumptions) -> dict[str, str]:
+    operations = flops_per_token(recipe) * tokens_per_step(recipe)
+    rows = {"operations": f"{operations:.2e} FLOP in a step"}
+    if device is None:
+        return rows | {"step": "unknown: the recipe has no cluster.trainer_instance_type"}
+    mfu = _mfu(device, assumptions)
+    seconds = _step_seconds(recipe, device, mfu)
+    hours = seconds * recipe.train.max_steps / SECONDS_PER_HOUR
+    node_hours = hours * stage_nodes(recipe, "trainer")
+    node_peak = recipe.cluster.trainer_workers_per_node * device.worker_peak_flops_per_second
+    price, source = _price(device, assumptions)
+    return rows | {
+        "step": f"{seconds:,.1f} s, {tokens_per_step(recipe) / seconds:,.0f} tokens/s, at {mfu:.0%} of the "
+        f"peak of {node_peak / 1e12:,.0f} TFLOP/s a node (--mfu)",
+        "run": f"{hours:,.0f} hours, {node_hours:,.0f} node-hours",
+        "cost": f"${node_hours * price:,.0f} at ${price:,.2f} for a node-hour ({source})",
+    }
+
+
+def _price(device: InstanceType, assumptions: Assumptions) -> tuple[float, str]:
+    """Dollars for an hour of a node, and where they are from."""
+    if assumptions.dollars_per_node_hour is not None:
+        return assumptions.dollars_per_node_hour, "--dollars-per-node-hour"
+    return device.dollars_per_hour, f"on demand, {device.price_source}"
+
+
+def _checkpoints(recipe: Recipe, device: InstanceType | None, assumptions: Assumptions) -> dict[str, str]:
+    nodes, write_seconds = stage_nodes(recipe, "trainer"), _write_seconds(recipe, assumptions)
+    failure_hours = mtbf_seconds(nodes, assumptions.node_mtbf_hours) / SECONDS_PER_HOUR
+    rows = {
+        "write": f"{write_seconds:,.1f} s in the background for {_size(checkpoint_bytes(recipe))} at "
+        f"{_describe_storage(assumptions)}",
+        "space": _describe_space(recipe),
+        **_describe_notice(recipe, write_seconds),
+        "failures": f"one in {failure_hours:,.0f} hours of {nodes:,} nodes, each with one in "
+        f"{assumptions.node_mtbf_hours:,.0f} hours (--node-mtbf-hours)",
+    }
+    if device is None:
+        return rows
+    step, interval = _step_seconds(recipe, device, _mfu(device, assumptions)), recipe.checkpoint.interval_steps
+    optimum = optimal_interval_steps(write_seconds, step, nodes, assumptions.node_mtbf_hours)
+    price, _ = _price(device, assumptions)
+    # Until the next checkpoint is committed, the one before is the newest.
+    lost_hours = (interval * step + write_seconds) / SECONDS_PER_HOUR
+    rows |= {
+        "loss": f"{lost_hours * 60:,.0f} min at most of a failure without notice, ${lost_hours * nodes * price:,.0f}: "
+        f"{interval:,} steps and the write of the next checkpoint",
+        "Young's optimum": f"every {optimum:,} steps ({optimum * step / 60:,.0f} min), if training stood still for the "
+        f"whole write; the recipe says {interval:,}. It stands still for a copy to the host alone, which a run's "
+        f"summary measures: short intervals cost less than that",
+    }
+    if write_seconds > interval * step:
+        rows["warning, interval"] = (
+            f"a checkpoint takes longer than the {interval * step:,.1f} s from one to the next, which then waits for "
+            f"it: raise checkpoint.interval_steps"
+        )
+    return rows
+
+
+def _write_seconds(recipe: Recipe, assumptions: Assumptions) -> float:
+    given = assumptions.storage_gb_per_second
+    return checkpoint_bytes(recipe) / (given * 1e9 if given else default_lustre_size().bytes_per_second)
+
+
+def _describe_storage(assumptions: Assumptions) -> str:
+    if assumptions.storage_gb_per_second:
+        return f"{assumptions.storage_gb_per_second:g} GB/s (--storage-gb-per-second)"
+    size = default_lustre_size()
+    return (
+        f"{size.bytes_per_second / 1e9:.3g} GB/s, as the stacks' FSx of {size} has by default (--storage-gb-per-second)"
+    )
+
+
+def _describe_space(recipe: Recipe) -> str:
+    """What checkpoints take of the file system at most: those that are kept, and one that is being written."""
+    policy, size = recipe.checkpoint, checkpoint_bytes(recipe)
+    for_good = recipe.train.max_steps // policy.keep_interval_steps if policy.keep_interval_steps else 0
+    kept = f", and {for_good:,} that stay for good" if for_good else ""
+    return f"{_size((policy.keep_latest + 1 + for_good) * size)} for {policy.keep_latest + 1} checkpoints{kept}"
+
+
+def _describe_notice(recipe: Recipe, write_seconds: float) -> dict[str, str]:
+    """Whether a stop's notice holds as many checkpoints as it should."""
+    needed = needed_notice_seconds(write_seconds)
+    told = f"{CHECKPOINTS_PER_NOTICE} checkpoints take {needed:,} s"
+    if needed <= TRAINER_NOTICE_SECONDS:
+        return {"notice": f"{told}, and a stop gives a container {TRAINER_NOTICE_SECONDS} s: it loses nothing"}
+    enough = math.ceil(CHECKPOINTS_PER_NOTICE * checkpoint_bytes(recipe) / TRAINER_NOTICE_SECONDS / 1e8) / 10
+    return {
+        "warning, notice": f"{told}, and a stop gives a container {TRAINER_NOTICE_SECONDS} s, so that it may lose the "
+        f"steps since the checkpoint before: take a file system of {enough:g} GB/s (fsx in terraform.tfvars), or ask "
+        f"for more notice (on Kubernetes DRAIN={needed})"
+    }
+
+
+def _table(title: str, rows: dict[str, str]) -> str:
+    width = max(len(name) for name in rows)
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())])

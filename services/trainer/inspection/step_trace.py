@@ -1,0 +1,224 @@
+"""One train step of a whole topology in this process: the program's own code on tensors with shapes and no memory.
+
+The process is one rank of a fake process group, and its tensors are torch's fake tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from services.common.program.backends.neuron_xla import MAX_COLLECTIVE_BYTES
+from services.common.program.backends.torch_native import GROUP_NAMES, OPS, TorchNative
+from services.common.program.mesh import AXES, Axis, Mesh, make_mesh
+from services.common.program.micro_batch import MicroBatch, make_synthetic_micro_batch
+from services.common.program.pieces import all_gather_in_pieces, reduce_scatter_in_pieces
+from services.common.program.process_group import ProcessGroup
+from services.common.program.step import Program
+from services.common.recipe.memory_estimate import (
+    FLOAT32_BYTES,
+    micro_batches_per_model,
+    num_sums_beside_a_gradient,
+)
+from services.common.recipe.schema import Recipe
+
+RING_PASSES = {  # times that a ring carries (n - 1) / n of the whole tensor past each of n workers
+    OPS.all_gather_into_tensor.default: 1,
+    OPS.reduce_scatter_tensor.default: 1,
+    OPS.all_to_all_single.default: 1,
+    OPS.all_reduce.default: 2,
+}
+_AXES_BY_GROUP = {name: axis for axis, name in GROUP_NAMES.items()}
+MAX_MICRO_BATCHES = 2  # the first leaves a sum, and every later one does what the second does
+
+
+@dataclass(frozen=True)
+class Traffic:
+    calls: int = 0
+    sent_bytes: int = 0
+    """That a worker sends to the others, around a ring."""
+    largest_bytes: int = 0
+    """Bytes of the largest tensor that one call sums, gathers or exchanges."""
+
+    def __add__(self, other: Traffic) -> Traffic:
+        largest = max(self.largest_bytes, other.largest_bytes)
+        return Traffic(self.calls + other.calls, self.sent_bytes + other.sent_bytes, largest)
+
+    def __mul__(self, times: int) -> Traffic:
+        return Traffic(self.calls * times, self.sent_bytes * times, self.largest_bytes)
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """What the program does in a step on each worker of the topology."""
+
+    parameters: int
+    """That a worker holds."""
+    peak_bytes: int
+    """Of tensors that are alive at once, while each operation runs by itself."""
+    traffic: dict[Axis, Traffic]
+    """Of the step's collectives, by the axis of the mesh along which they go."""
+
+
+def trace_step(recipe: Recipe) -> StepTrace:
+    """Make the program of the first and of the last rank, and take one step of the first.
+
+    Raises `AssertionError` unless both hold parts of the same shapes, which together are the recipe's model.
+    """
+    recipe = recipe.model_copy(update={"compile": recipe.compile.model_copy(update={"enabled": False})})
+    workers = recipe.parallel.num_workers
+    with _fake_program(recipe, rank=workers - 1) as (last, _):
+        last_shapes = _require_whole_model(last)
+    with _fake_program(recipe, rank=0) as (program, watch):
+        assert _require_whole_model(program) == last_shapes, "ranks hold parts of different shapes"
+        return _trace(program, watch)
+
+
+@contextmanager
+def _fake_program(recipe: Recipe, rank: int) -> Iterator[tuple[Program, _Watch]]:
+    world_size = recipe.parallel.num_workers
+    group = ProcessGroup.fake(world_size, rank)
+    try:
+        mesh = make_mesh(recipe, rank, world_size)
+        with FakeTensorMode():
+            make_backend = _InPieces if recipe.parallel.device == "xla" else TorchNative
+            backend = make_backend(mesh, recipe.parallel.threads_per_worker, recipe.train.reduction)
+            with _Watch(mesh) as watch:
+                yield Program(recipe, backend), watch
+    finally:
+        group.leave()
+
+
+class _InPieces(TorchNative):
+    """Cuts collectives as the backend of `xla` does, which can be imported where torch_xla is."""
+
+    def all_gather(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+        gather = partial(self._gather_whole, axis)
+        return all_gather_in_pieces(gather, x, self.mesh.size(axis), dim, MAX_COLLECTIVE_BYTES)
+
+    def reduce_scatter(self, x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+        scatter = partial(self._scatter_whole, axis)
+        return reduce_scatter_in_pieces(scatter, x, self.mesh.size(axis), dim, MAX_COLLECTIVE_BYTES)
+
+    def _gather_whole(self, axis: Axis, x: Tensor, dim: int) -> Tensor:
+        return super().all_gather(x, axis, dim)
+
+    def _scatter_whole(self, axis: Axis, x: Tensor, dim: int) -> Tensor:
+        return super().reduce_scatter(x, axis, dim)
+
+
+def _require_whole_model(program: Program) -> dict[str, torch.Size]:
+    """Shapes of the parts that the worker holds, by name. Of the whole, each has to be as many as there are parts."""
+    recipe, shardings, mesh = program.recipe, program.model.shardings(), program.backend.mesh
+    shapes = {name: parameter.shape for name, parameter in program.model.named_parameters()}
+    whole = sum(shardings[name].full_shape(shape).numel() for name, shape in shapes.items())
+    assert whole == recipe.model.num_parameters, f"rank {mesh.rank} holds parts of {whole:,} parameters"
+    for name, sharding in shardings.items():
+        share = mesh.tensor_parallel_size // sharding.num_shards
+        assert sharding.shard == (mesh.index("tensor") // share if sharding.num_shards > 1 else 0), name
+    return shapes
+
+
+def _trace(program: Program, watch: _Watch) -> StepTrace:
+    recipe, num_micro_batches = program.recipe, micro_batches_per_model(program.recipe)
+    num_traced = min(MAX_MICRO_BATCHES, num_micro_batches)
+    phases: list[_Phase] = []
+
+    def micro_batches() -> Iterator[MicroBatch]:
+        for _ in range(num_traced):
+            watch.begin_phase()
+            yield make_synthetic_micro_batch(recipe)
+            phases.append(watch.phase)
+        watch.begin_phase()
+
+    program.train_step(0, micro_batches())
+    parameters = sum(parameter.numel() for parameter in program.model.parameters())
+    more_sums = num_sums_beside_a_gradient(recipe, num_micro_batches) - num_sums_beside_a_gradient(recipe, num_traced)
+    micro_batch, update = phases[-1], watch.phase
+    return StepTrace(
+        parameters,
+        max(micro_batch.peak_bytes + FLOAT32_BYTES * parameters * more_sums, update.peak_bytes),
+        {
+            axis: micro_batch.traffic.get(axis, Traffic()) * num_micro_batches + update.traffic.get(axis, Traffic())
+            for axis in AXES
+            if program.backend.mesh.size(axis) > 1
+        },
+    )
+
+
+@dataclass
+class _Phase:
+    peak_bytes: int
+    traffic: dict[Axis, Traffic] = field(default_factory=dict)
+
+
+@dataclass
+class _Allocation:
+    num_bytes: int
+    num_storages: int = 1
+
+
+class _Watch(TorchDispatchMode):
+    """Sees each operation: how many bytes are alive after it, and what a collective sends."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mesh = mesh
+        self._allocations: dict[int, _Allocation] = {}  # by their storages
+        self._live_bytes = 0
+        self.phase = _Phase(0)
+
+    def begin_phase(self) -> None:
+        """Begin to count peak and traffic anew."""
+        self.phase = _Phase(self._live_bytes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # what fake tensors ask each other, ten times as often as the rest
+            return args[0].fake_device
+        out = func(*args, **(kwargs or {}))
+        if func in RING_PASSES:
+            self._count_traffic(func, args)
+        # The result of waiting is the waited tensor; a fake one has another storage.
+        same = self._allocations[_key(args[0])] if func is OPS.wait_tensor.default else None
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and _key(tensor) not in self._allocations:
+                self._follow(tensor, same)
+        return out
+
+    def _count_traffic(self, func: Any, args: Any) -> None:
+        axis, passes = _AXES_BY_GROUP[args[-1]], RING_PASSES[func]
+        size = self._mesh.size(axis)
+        whole_bytes = args[0].nbytes * (size if func is OPS.all_gather_into_tensor.default else 1)
+        sent = Traffic(1, passes * whole_bytes * (size - 1) // size, whole_bytes)
+        self.phase.traffic[axis] = self.phase.traffic.get(axis, Traffic()) + sent
+
+    def _follow(self, tensor: Tensor, same: _Allocation | None) -> None:
+        storage = tensor.untyped_storage()
+        if same:
+            same.num_storages += 1
+        allocation = same or _Allocation(storage.nbytes())
+        if not same:
+            self._live_bytes += allocation.num_bytes
+            self.phase.peak_bytes = max(self.phase.peak_bytes, self._live_bytes)
+        self._allocations[_key(tensor)] = allocation
+        weakref.finalize(storage, self._drop, _key(tensor))
+
+    def _drop(self, key: int) -> None:
+        allocation = self._allocations.pop(key)
+        allocation.num_storages -= 1
+        if allocation.num_storages == 0:
+            self._live_bytes -= allocation.num_bytes
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,193 @@
+"""The metrics of a run, as they come about: of each step and of each start of the workers. Rank 0 writes them."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from services.common.hardware.gpu_peaks import sum_peaks
+from services.common.program.backends.protocol import Backend
+from services.common.program.process_group import ProcessGroup
+from services.common.program.step import Program
+from services.common.recipe.derived import flops_per_token, tokens_per_step
+from services.common.recipe.schema import Recipe
+from services.trainer.inspection.fit import instance_type
+from services.trainer.inspection.gemm_peak import measure_gemm_peak
+from services.trainer.job import Job
+from services.trainer.metrics.metric_table import METRICS, PREFIX, WorkerNumbers, reduce_over_ranks
+from services.trainer.metrics.records import MetricsWriter, StepRecord, known_metrics, read_last_step, read_record_of
+
+if TYPE_CHECKING:
+    from services.common.launch.ray_launcher import RayGauges
+
+PEAK_SECONDS = 0.05
+"""Two or three products: a peak to hold MFU against, without a wait that anybody notices."""
+RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
+
+
+class MetricsRecorder:
+    """Every worker has one, and those of other ranks than 0 write nothing. All workers make it at the same time."""
+
+    def __init__(self, job: Job, group: ProcessGroup, backend: Backend, first_step: int) -> None:
+        self._recipe, self._backend, self._group = job.recipe, backend, group
+        self._step_tokens = tokens_per_step(job.recipe)
+        self._step_flops = flops_per_token(job.recipe) * self._step_tokens
+        told = group.gather({"host": socket.gethostname(), "gpu": _name_of_gpu(backend)})
+        self._workers_of_host = [worker["host"] for worker in told].count(socket.gethostname())
+        self._published_peak = published_peak(job.recipe, [worker["gpu"] for worker in told])
+        self._gemm_flops_per_second = math.nan
+        self._counted_steps, self._counted_seconds = 0, 0.0
+        self._record: dict[str, Any] = {}
+        self._writer = MetricsWriter(job.run_folder, first_step) if group.rank == 0 else None
+        self._run = _RunTime(job, first_step) if group.rank == 0 else None
+        self._gauges = _make_gauges(job) if group.rank == 0 else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._writer:
+            self._writer.close()
+
+    def measure(self, program: Program, step_seconds: float, data_seconds: float) -> WorkerNumbers:
+        """What this worker has to tell the others of the step that it has just done."""
+        is_cuda = self._backend.device.type == "cuda"
+        return WorkerNumbers(
+            gradient_seconds=data_seconds + program.gradient_seconds,
+            step_seconds=step_seconds,
+            data_seconds=data_seconds,
+            loss_max=program.largest_loss(),
+            graphs_compiled=self._backend.cache_report().graphs_compiled,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT_BYTES,
+            peak_device_bytes=torch.cuda.max_memory_allocated(self._backend.device) if is_cuda else math.nan,
+            gemm_flops_per_second=self._gemm_flops_per_second,
+        )
+
+    def begin(self, step: StepRecord, workers: Sequence[WorkerNumbers]) -> None:
+        """Begin the record of a step with what the loop knows of it, and the numbers of all ranks."""
+        if not self._writer or not self._run:
+            return
+        reduced = reduce_over_ranks(workers)
+        seconds = reduced.fields["step_seconds"]
+        self._record = {
+            **asdict(step),
+            **reduced.fields,
+            "time": time.time(),
+            "step_tokens": self._step_tokens,
+            "tokens": step.step * self._step_tokens,
+            "tokens_per_second": self._step_tokens / seconds,
+            **self._run.add(step, seconds),
+        }
+        if not step.is_first_of_process:
+            self._counted_steps, self._counted_seconds = self._counted_steps + 1, self._counted_seconds + seconds
+            self.add(mean_tokens_per_second=self._counted_steps * self._step_tokens / self._counted_seconds)
+            peak = self._published_peak or reduced.gemm_flops_per_second
+            if not math.isnan(peak):
+                self.add(mfu=self._step_flops / seconds / peak)
+
+    def add(self, **values: float) -> None:
+        """Add to the step's record."""
+        self._record |= values
+
+    def hold(self) -> None:
+        """Keep the record so far: a kill before `write` must not lose that of a step whose checkpoint is committed."""
+        if self._writer:
+            self._writer.hold(self._record)
+
+    def write(self) -> None:
+        """Write the step's record. After the first one all workers measure at once what their cores can do."""
+        if self._writer:
+            self._writer.log(self._record)
+        if self._gauges:
+            self._gauges.set({PREFIX + name: value for name, value in known_metrics(self._record).items()})
+        if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu":
+            self._group.barrier()  # a core's threads share it
+            self._gemm_flops_per_second = self._measure_peak()
+
+    def write_attempt(self, attempt: dict[str, Any]) -> None:
+        """Write how this start of the workers ended."""
+        if self._writer:
+            self._writer.log_attempt(attempt)
+
+    def _measure_peak(self) -> float:
+        """This worker's share of its machine's peak. Workers with more threads than there are cores take turns, and the
+        fastest product is one that no other worker interrupted: they have no more than the cores together.
+        """
+        threads = self._recipe.parallel.threads_per_worker
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        share = min(1.0, cores / (self._workers_of_host * threads))
+        return share * measure_gemm_peak(self._recipe.train.dtype, threads, PEAK_SECONDS)
+
+
+class _RunTime:
+    """How much of the time since a run began went into steps that count: across starts, from what records hold."""
+
+    def __init__(self, job: Job, first_step: int) -> None:
+        self._folder = job.run_folder
+        self._step, self._skipped_steps, self._productive_seconds = 0, 0, 0.0
+        newest = read_last_step(job.run_folder)
+        self._restarts = newest.get("restarts", 0) + 1 if newest else 0
+        self._started_at = (newest or {}).get("run_started_at") or job.started_at.timestamp()
+        self._go_back(first_step)
+
+    def add(self, step: StepRecord, seconds: float) -> dict[str, float]:
+        """A step that a later one replaces does not count, nor do steps that updated nothing, nor the first of a
+        process, which loads or compiles its graphs.
+        """
+        if step.step != self._step + 1:
+            self._go_back(step.step - 1)
+        is_applied = step.skipped_steps == self._skipped_steps
+        if is_applied and not step.is_first_of_process:
+            self._productive_seconds += seconds
+        self._step, self._skipped_steps = step.step, step.skipped_steps
+        elapsed = time.time() - self._started_at
+        return {
+            "goodput": min(1.0, self._productive_seconds / elapsed) if elapsed > 0 else 0.0,
+            "restarts": self._restarts,
+            "productive_seconds": self._productive_seconds,
+            "run_started_at": self._started_at,
+        }
+
+    def _go_back(self, step: int) -> None:
+        """To the state after a step whose checkpoint was loaded."""
+        record = (read_record_of(self._folder, step) or {}) if step else {}
+        self._step, self._skipped_steps = step, record.get("skipped_steps", 0)
+        self._productive_seconds = record.get("productive_seconds", 0.0)
+
+
+def _make_gauges(job: Job) -> RayGauges | None:
+    """Where the worker is one of Ray's."""
+    if job.launch != "ray":
+        return None
+    from services.common.launch.ray_launcher import RayGauges  # noqa: PLC0415 - inline workers do without Ray
+
+    described = {PREFIX + each.name: f"{each.help} ({each.unit}; {each.reduction})" for each in METRICS}
+    return RayGauges(described, {"run": job.run})
+
+
+def _name_of_gpu(backend: Backend) -> str:
+    """The driver's name of this worker's GPU; empty on other devices."""
+    return torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else ""
+
+
+def published_peak(recipe: Recipe, gpus: Sequence[str]) -> float | None:
+    """Dense bfloat16 FLOP/s of what all workers compute on: by the recipe's instance type, or by their GPUs' names.
+
+    None on CPUs, and where neither is known.
+    """
+    if recipe.parallel.device == "cpu":
+        return None
+    node = instance_type(recipe)
+    return len(gpus) * node.worker_peak_flops_per_second if node else sum_peaks(gpus)

@@ -1,0 +1,276 @@
+"""One record per step: JSON lines are the truth, TensorBoard is a view of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from services.common.errors import ArtifactError
+from services.common.input.files import is_damage, open_regular_file, unreadable
+from services.common.process.telemetry import JsonLines, parse_json_line, read_json_lines, read_last_json_line
+from services.trainer.metrics.metric_table import METRICS
+from services.trainer.metrics.tensorboard import TensorBoard
+
+METRICS_FILE = "metrics.jsonl"
+HELD_FILE = "metrics.held.jsonl"
+ATTEMPTS_FILE = "attempts.jsonl"
+BLOCK_BYTES = 2**20
+
+_MAX_NUMBER = 1e100
+"""A float32 has no number above 3.4e38, and sums of so many as a run has lines stay finite floats."""
+
+
+def _require_sane(value: float) -> float:
+    if math.isfinite(value) and abs(value) > _MAX_NUMBER:
+        raise ValueError(f"{value} is larger than anything that a step measures")
+    return value
+
+
+Number = Annotated[float, AfterValidator(_require_sane)]
+"""A loss or a norm, which may be NaN or infinite where a step was skipped."""
+FiniteNumber = Annotated[FiniteFloat, AfterValidator(_require_sane)]
+# A century: a date and so many seconds are a date again.
+Seconds = Annotated[FiniteFloat, Field(ge=0, le=3.2e9)]
+# A processor's clock has no shorter ticks, and numbers are divided by these.
+StepSeconds = Annotated[Seconds, Field(ge=1e-9)]
+# 1970 to 2100: what a date can be made of.
+Timestamp = Annotated[FiniteFloat, Field(ge=0, le=4_102_444_800)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What the loop knows of a step; losses in nats per token, gradient norm before clipping."""
+
+    step: int
+    """Optimizer steps done, this one included."""
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    step_seconds: float
+    data_seconds: float
+    skipped_steps: int
+    is_first_of_process: bool
+    """The first step of a process loads or compiles its graphs."""
+
+
+class _Line(BaseModel):
+    """What readers of a line go by; it may have more. A skipped step has losses that are no numbers."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _StepLine(_Line):
+    """Among its fields are all METRICS: a view makes a float of each that a record has."""
+
+    step: Count
+    loss: Number
+    gradient_norm: Number
+    learning_rate: FiniteNumber
+    step_seconds: StepSeconds
+    data_seconds: Seconds
+    skipped_steps: Count
+    is_first_of_process: bool
+    time: Timestamp
+    step_tokens: Count
+    tokens_per_second: FiniteNumber
+    tokens: Count = 0
+    mean_tokens_per_second: FiniteNumber = 0.0
+    validation_loss: Number = 0.0
+    loss_max: Number = 0.0
+    gradient_seconds_spread: Number = 0.0
+    slowest_rank: Number = 0.0
+    straggler_score: Number = 0.0
+    graphs_compiled: Number = 0.0
+    peak_rss_bytes: Number = 0.0
+    peak_device_bytes: Number = 0.0
+    checkpoint_stall_seconds: Seconds = 0.0
+    data_share: FiniteNumber = 0.0
+    mfu: FiniteNumber = 0.0
+    goodput: FiniteNumber = 0.0
+    restarts: Count = 0
+    productive_seconds: Seconds = 0.0
+    run_started_at: Timestamp = 0.0
+
+
+class _AttemptLine(_Line):
+    started_at: Timestamp
+    setup_seconds: Seconds
+    train_seconds: Seconds
+    graphs_compiled: Count
+    new_cache_files: Count
+    slowest_checkpoint_seconds: Seconds = 0.0
+
+
+@dataclass(frozen=True)
+class ParsedLines:
+    """What a file of JSON lines holds, and how many of its lines could not be read."""
+
+    lines: list[dict[str, Any]]
+    unreadable: int
+
+
+class MetricsWriter:
+    """Appends to `metrics.jsonl` and `tensorboard/` of a run.
+
+    Raises `OSError` when the JSON lines cannot be written; TensorBoard's events are left out while they cannot.
+    """
+
+    def __init__(self, run_folder: Path, first_step: int) -> None:
+        self._run_folder = run_folder
+        self._lines = JsonLines(run_folder / METRICS_FILE)
+        self._board = TensorBoard(run_folder / "tensorboard")
+        self._is_holding = False
+        self._take_held(first_step)
+
+    def hold(self, record: Mapping[str, Any]) -> None:
+        """Keep the record of a step whose checkpoint may be committed before its `log`: a kill must not lose it."""
+        partial = self._held.with_suffix(".partial")
+        partial.unlink(missing_ok=True)  # of a process that was killed; a pipe in its place would be waited for
+        with partial.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        partial.replace(self._held)
+        self._is_holding = True
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Write the record of one step; its `step` counts the optimizer steps that are done."""
+        self._lines.append(record)
+        if self._is_holding:
+            self._held.unlink()
+            self._is_holding = False
+        self._board.add(record["step"], {k: v for k, v in known_metrics(record).items() if k != "step"})
+
+    def log_attempt(self, record: dict[str, Any]) -> None:
+        """Write how one start of the workers ended, with its compile misses. A killed attempt leaves none."""
+        attempts = JsonLines(self._run_folder / ATTEMPTS_FILE)
+        attempts.append(record)
+        attempts.close()
+
+    def close(self) -> None:
+        self._lines.close()
+        self._board.close()
+
+    @property
+    def _held(self) -> Path:
+        return self._run_folder / HELD_FILE
+
+    def _take_held(self, first_step: int) -> None:
+        """Write what a killed process held, unless its step was written, or will be done again."""
+        held, last = read_last_json_line(self._held), read_last_step(self._run_folder)
+        written = last["step"] if last else 0
+        if held and _is_readable(held, _StepLine) and written < held["step"] <= first_step:
+            self._lines.append(held)
+        self._held.unlink(missing_ok=True)
+
+
+def read_metrics(run_folder: Path) -> ParsedLines:
+    """One record per step, in order. A step that was done again after a crash counts once, as done last."""
+    found = _read(run_folder / METRICS_FILE, _StepLine)
+    by_step = {record["step"]: record for record in found.lines}
+    return ParsedLines([by_step[step] for step in sorted(by_step)], found.unreadable)
+
+
+def read_attempts(run_folder: Path) -> ParsedLines:
+    return _read(run_folder / ATTEMPTS_FILE, _AttemptLine)
+
+
+def read_last_step(run_folder: Path) -> dict[str, Any] | None:
+    """The newest record of a run; None when there is none that can be read."""
+    record = read_last_json_line(run_folder / METRICS_FILE)
+    return record if record and _is_readable(record, _StepLine) else None
+
+
+def read_record_of(run_folder: Path, step: int) -> dict[str, Any] | None:
+    """The newest record of `step`, or of the last step before it that has one; None when there is none.
+
+    Reads the file from its end: a run of months has millions of lines.
+    """
+    try:
+        with open_regular_file(run_folder / METRICS_FILE) as file:
+            position, rest = file.seek(0, os.SEEK_END), b""
+            while position:
+                start = max(0, position - BLOCK_BYTES)
+                file.seek(start)
+                first, *lines = (file.read(position - start) + rest).split(b"\n")
+                position, rest = start, first
+                for line in reversed(lines if start else [first, *lines]):
+                    record = _parse_step(line)
+                    if record and record["step"] <= step:
+                        return record
+    except OSError:
+        pass
+    return None
+
+
+class MetricsTail:
+    """The records that are appended to a run's metrics from now on, to be read as they come."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._path = run_folder / METRICS_FILE
+        self._position = self._size()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Those since the last call; none while the file cannot be read."""
+        if self._size() < self._position:  # a torn line was cut off
+            self._position = self._size()
+        try:
+            with open_regular_file(self._path) as file:
+                file.seek(self._position)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except OSError:
+            return []
+        self._position += len(whole) + len(newline)
+        return [record for line in whole.split(b"\n") if (record := _parse_step(line))]
+
+    def _size(self) -> int:
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
+
+def known_metrics(record: Mapping[str, Any]) -> dict[str, float]:
+    """What a record has of METRICS, in their order."""
+    return {metric.name: float(record[metric.name]) for metric in METRICS if metric.name in record}
+
+
+def mean_tokens_per_second(records: list[dict[str, Any]]) -> float:
+    """Over all steps but the first of each process, which loads the compiled graphs."""
+    counted = [record for record in records if not record["is_first_of_process"]]
+    seconds = sum(record["step_seconds"] for record in counted)
+    return sum(record["step_tokens"] for record in counted) / seconds if seconds else 0.0
+
+
+def _read(path: Path, kind: type[_Line]) -> ParsedLines:
+    """Raises `ArtifactError` where something else than a file is there."""
+    try:
+        lines = read_json_lines(path)
+    except OSError as error:
+        explained = unreadable(path, error)
+        if not is_damage(explained):
+            raise explained from error
+        raise ArtifactError(
+            f"{explained} It holds no training state: move it away, `mv {path} {path}.aside`."
+        ) from error
+    readable = [line for line in lines if line is not None and _is_readable(line, kind)]
+    return ParsedLines(readable, len(lines) - len(readable))
+
+
+def _parse_step(line: bytes) -> dict[str, Any] | None:
+    record = parse_json_line(line)
+    return record if record is not None and _is_readable(record, _StepLine) else None
+
+
+def _is_readable(record: dict[str, Any], kind: type[_Line]) -> bool:
+    try:
+        kind.model_validate(record)
+    except ValidationError:
+        return False
+    return True

@@ -1,0 +1,80 @@
+"""An account of moto's, what happens in it while a command waits, and requests, for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.batch.target import Batch
+from deploy.client.request import DeployRequest
+from infra.tests.service_models import share_service_models
+from services.common.testing.recipes import recipe_text
+from tests.deploy.batch.builders import Ask, Script
+from tests.deploy.batch.cloud import TAG, Cloud, simulated_account
+
+
+@pytest.fixture(scope="module", autouse=True)
+def service_models() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        share_service_models(patch)
+        yield
+
+
+@pytest.fixture
+def cloud() -> Iterator[Cloud]:
+    with simulated_account() as made:
+        yield made
+
+
+@pytest.fixture
+def batch(cloud: Cloud) -> Batch:
+    return Batch(cloud.config, cloud.jobs)
+
+
+@pytest.fixture
+def while_waiting(monkeypatch: pytest.MonkeyPatch) -> Script:
+    """What happens in the account, one step a poll. Without a step left a poll is one too many."""
+
+    def script(*steps: Callable[[], object]) -> None:
+        left = list(steps)
+
+        def sleep(seconds: float) -> None:
+            assert left, "it waits for ever"
+            left.pop(0)()
+
+        monkeypatch.setattr("time.sleep", sleep)
+
+    script()
+    return script
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipe_text())
+    return path
+
+
+@pytest.fixture
+def ask(recipe: Path) -> Ask:
+    def request(stage: str = "trainer", **changes: Any) -> DeployRequest:
+        fields: dict[str, Any] = {
+            "stage": stage,
+            "recipe": recipe,
+            "tag": TAG,
+            "nodes": None,
+            "mode": None,
+            "arguments": None,
+            "retries": 3,
+            "start_timeout_seconds": 1800,
+            "drain_seconds": 0,
+            "is_kept": False,
+            "is_dry_run": False,
+            "is_followed": True,
+        }
+        return DeployRequest(**fields | changes)
+
+    return request

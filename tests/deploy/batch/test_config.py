@@ -1,0 +1,52 @@
+"""The file that says which account jobs go to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.batch.config import PLACES, read_config
+from services.common.errors import RecipeError
+from tests.deploy.batch.builders import VALUES, write_config
+
+
+def test_a_file_says_queues_roles_and_images(tmp_path: Path) -> None:
+    config = read_config(write_config(tmp_path / "config.txt", ECR_REPO="here/team/"))
+    assert config.image_of("trainer") == "here/team/trainer"
+    assert (config.trainium.shape.name, config.trainium.max_nodes) == ("trn1.32xlarge", 4)
+    assert config.job_roles["compiler"].endswith("role/compiler")
+
+
+def test_a_file_that_says_nothing_of_checkpoints_sets_no_bound(tmp_path: Path) -> None:
+    config = read_config(write_config(tmp_path / "config.txt", CHECKPOINT_GB="", NOTICE_SECONDS=""))
+    assert (config.checkpoint_gb, config.notice_seconds) == (None, 0)
+
+
+def test_the_keys_of_the_older_scripts_are_known_and_come_first() -> None:
+    assert tuple(VALUES)[:7] == PLACES
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"CPU_QUEUE": ""}, "does not say CPU_QUEUE: make infra-up STACK=batch"),
+        ({"TRAINIUM_QUEU": "q"}, "unknown key TRAINIUM_QUEU; do you mean TRAINIUM_QUEUE"),
+        ({"NAME": '"millrace"'}, "expected KEY=VALUE, without quotes and blanks"),
+        ({"CPU_SHAPE": "m7i.48xlarge"}, "'m7i.48xlarge' is not in infra/shapes.json"),
+        ({"TRAINIUM_SHAPE": "m7i.8xlarge"}, "TRAINIUM_SHAPE=m7i.8xlarge has 0 Neuron devices"),
+        ({"CPU_SHAPE": "p5.4xlarge"}, "CPU_SHAPE=p5.4xlarge has 0 Neuron devices and 1 GPUs"),
+        ({"CPU_MAX_NODES": "0"}, "CPU_MAX_NODES=0: a whole number from 1 on"),
+        ({"EXECUTION_ROLE": ""}, "HF_TOKEN_SECRET needs EXECUTION_ROLE"),
+        ({"CHECKPOINT_GB": "13B"}, "CHECKPOINT_GB=13B: a number is expected"),
+        ({"NOTICE_SECONDS": "-1"}, "NOTICE_SECONDS=-1: a number is expected"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, str], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        read_config(write_config(tmp_path / "config.txt", **changes))
+
+
+def test_a_file_that_is_absent_names_what_writes_it(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="make infra-up STACK=batch writes it, CONFIG=FILE names another"):
+        read_config(tmp_path / "config.txt")

@@ -1,0 +1,147 @@
+"""What a job definition says: each setting by which a job on AWS Batch lives or dies."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import boto3
+import pytest
+from botocore.stub import Stubber
+
+from deploy.batch.job_definition import DEPLOYMENT_TAG, Request, pool_of, read_container, render_job_definition
+from deploy.stage_contract import DRAIN_SECONDS
+from services.common.errors import RecipeError
+from services.common.launch.batch.node import MOST_RECIPE_CHARACTERS, RECIPE_VARIABLE, deliver_recipe, read_command
+from services.common.recipe.schema import STAGES, Stage
+from tests.deploy.batch.builders import config_of, job_deployment_of
+
+
+def definition_of(stage: Stage = "trainer", is_compiler_on_trainium: bool = False, **changes: Any) -> Request:
+    config = config_of(**changes.pop("config", {}))
+    pool = pool_of(config, stage, is_compiler_on_trainium)
+    return render_job_definition(config, pool, job_deployment_of(stage, **changes))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_batch_s_own_model_takes_it(stage: Stage, nodes: int) -> None:
+    """botocore refuses a key or a type that RegisterJobDefinition does not have."""
+    client = boto3.client("batch", region_name="us-west-2", aws_access_key_id="x", aws_secret_access_key="x")
+    with Stubber(client) as stub:
+        answer = {"jobDefinitionName": "x", "jobDefinitionArn": "arn", "revision": 1}
+        stub.add_response("register_job_definition", answer)
+        client.register_job_definition(**definition_of(stage, nodes=nodes))
+
+
+def test_every_stage_is_a_multi_node_job_of_any_number_of_nodes() -> None:
+    assert {definition_of(stage, nodes=1)["type"] for stage in STAGES} == {"multinode"}
+    nodes = definition_of(nodes=3)["nodeProperties"]
+    assert (nodes["numNodes"], nodes["mainNode"], len(nodes["nodeRangeProperties"])) == (3, 0, 1)
+    assert nodes["nodeRangeProperties"][0]["targetNodes"] == "0:"  # one with an end would fix the number
+
+
+@pytest.mark.parametrize(("shape", "cards"), [("trn1.32xlarge", 8), ("trn1n.32xlarge", 16), ("trn2.48xlarge", 16)])
+def test_a_container_has_every_device_of_its_node(shape: str, cards: int) -> None:
+    devices = read_container(definition_of(config={"TRAINIUM_SHAPE": shape}))["linuxParameters"]["devices"]
+    paths = {each["hostPath"] for each in devices}
+    assert paths == {f"/dev/neuron{n}" for n in range(16)} | {f"/dev/infiniband/uverbs{n}" for n in range(cards)}
+    assert {tuple(each["permissions"]) for each in devices} == {("READ", "WRITE", "MKNOD")}
+    assert "devices" not in read_container(definition_of("tokenizer"))["linuxParameters"]
+
+
+def test_a_container_may_pin_memory_and_share_it_and_has_a_process_that_reaps() -> None:
+    container = read_container(definition_of())
+    limits = {each["name"]: each["hardLimit"] for each in container["ulimits"]}
+    assert (limits["memlock"], limits["nofile"], limits["stack"]) == (-1, 1_048_576, 64 * 2**20)
+    assert container["linuxParameters"]["initProcessEnabled"]
+    assert container["linuxParameters"]["sharedMemorySize"] >= 65_536
+    assert not container["privileged"]
+
+
+def test_only_a_lost_host_and_75_are_tried_again_within_a_time() -> None:
+    definition = definition_of(attempts=4, attempt_seconds=7_200)
+    assert definition["retryStrategy"] == {
+        "attempts": 4,
+        "evaluateOnExit": [
+            {"onStatusReason": "Host EC2*", "action": "RETRY"},
+            {"onExitCode": "75", "action": "RETRY"},
+            {"onExitCode": "*", "action": "EXIT"},
+        ],
+    }
+    assert definition["timeout"] == {"attemptDurationSeconds": 7_200}
+
+
+def test_each_stage_has_a_role_and_a_log_group_of_its_own() -> None:
+    containers = {stage: read_container(definition_of(stage)) for stage in STAGES}
+    for stage, container in containers.items():
+        assert container["jobRoleArn"].endswith(f"role/{stage}")
+        options = container["logConfiguration"]["options"]
+        assert (options["awslogs-group"], options["awslogs-stream-prefix"]) == (f"/millrace/{stage}", stage)
+
+
+def test_the_hugging_face_token_reaches_the_tokenizer_alone_and_by_its_name() -> None:
+    with_secrets = [stage for stage in STAGES if "secrets" in read_container(definition_of(stage))]
+    assert with_secrets == ["tokenizer"]
+    assert read_container(definition_of("tokenizer"))["executionRoleArn"].endswith("role/secrets")
+    without = definition_of("tokenizer", config={"HF_TOKEN_SECRET": "", "EXECUTION_ROLE": ""})
+    assert not {"secrets", "executionRoleArn"} & read_container(without).keys()
+
+
+@pytest.mark.parametrize(
+    ("stage", "of_the_machines", "told"),
+    [
+        ("trainer", "1608", 1608),
+        ("trainer", "60", DRAIN_SECONDS["trainer"]),
+        ("trainer", "", DRAIN_SECONDS["trainer"]),
+        ("tokenizer", "1608", DRAIN_SECONDS["tokenizer"]),
+    ],
+)
+def test_a_stage_is_told_of_its_notice(stage: Stage, of_the_machines: str, told: int) -> None:
+    """A trainer's is as long as the machines of the stack allow it."""
+    definition = definition_of(stage, config={"NOTICE_SECONDS": of_the_machines})
+    variables = {each["name"]: each["value"] for each in read_container(definition)["environment"]}
+    assert variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == str(told)
+    assert ("FI_PROVIDER" in variables) == (stage == "trainer")
+
+
+def test_the_recipe_travels_to_where_the_command_reads_it(tmp_path: Any) -> None:
+    deployment = job_deployment_of()
+    container = read_container(definition_of())
+    variables = {each["name"]: each["value"] for each in container["environment"]}
+    words = [
+        str(tmp_path) + word.removeprefix("/fsx") if word.startswith("/fsx") else word for word in container["command"]
+    ]
+    command = read_command(words[words.index("--") + 1 :])
+    deliver_recipe(command, variables)
+    assert command.recipe.read_text() == deployment.recipe_text
+    with pytest.raises(RecipeError, match="has room for"):
+        definition_of(recipe_text="".join(f"# {number**9}\n" for number in range(4_000)))
+    assert len(variables[RECIPE_VARIABLE]) < len(deployment.recipe_text) * 2
+
+
+def test_what_runs_the_same_is_known_again() -> None:
+    tags = [
+        definition_of(**changes)["tags"][DEPLOYMENT_TAG]
+        for changes in ({}, {}, {"nodes": 3}, {"arguments": ()}, {"image": "other@sha256:1"}, {"recipe_text": "x"})
+    ]
+    assert tags[0] == tags[1]
+    assert len(set(tags)) == 5
+
+
+def test_a_compiler_goes_to_trainium_where_its_recipe_needs_a_device() -> None:
+    names = [
+        definition_of("compiler", is_on_trainium)["nodeProperties"]["nodeRangeProperties"][0]["instanceTypes"]
+        for is_on_trainium in (False, True)
+    ]
+    assert names == [["m7i.8xlarge"], ["trn1.32xlarge"]]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_definition_with_the_longest_recipe_is_no_longer_than_batch_takes(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 KiB, by its service quotas; a node of trn2 has the most devices to name."""
+    monkeypatch.setattr("deploy.batch.job_definition.pack_recipe", lambda content: "x" * MOST_RECIPE_CHARACTERS)
+    definition = definition_of(stage, config={"TRAINIUM_SHAPE": "trn2.48xlarge"}, nodes=4)
+    assert len(json.dumps(definition)) <= 24 * 1024

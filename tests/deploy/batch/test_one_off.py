@@ -1,0 +1,262 @@
+"""A subcommand of a stage as a job of one CPU node, with the words and exit codes of the other target."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from botocore.stub import Stubber
+
+from deploy.batch import one_off as one_off_module
+from deploy.batch.job_definition import OneOff, Request, read_container, render_one_off_definition
+from deploy.batch.target import Batch
+from deploy.client.one_off import OneOffRequest
+from services.common.errors import DeviceError, MillraceError, RecipeError
+from services.common.launch.batch.node import RECIPE_VARIABLE, unpack_recipe
+from services.common.launch.brought_files import pack_file
+from services.common.process.entry_point import exit_code_of
+from services.common.process.subcommands import LABEL
+from services.common.recipe.schema import STAGES, Stage
+from services.common.testing.recipes import recipe_text
+from tests.deploy.batch.builders import DIGEST, Ask, Script, config_of
+from tests.deploy.batch.cloud import TAG, Cloud
+
+AskOneOff = Callable[..., OneOffRequest]
+
+
+@pytest.fixture(autouse=True)
+def labels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Of the image, as its registry tells them."""
+    told: dict[str, str] = {}
+    monkeypatch.setattr(one_off_module, "find_labels", lambda image: told)
+    return told
+
+
+@pytest.fixture
+def ask_one_off(recipe: Path, tmp_path: Path) -> AskOneOff:
+    def request(*words: str, stage: Stage = "trainer", **changes: Any) -> OneOffRequest:
+        fields: dict[str, Any] = {"recipe": recipe, "tag": TAG, "folder": tmp_path / "home"}
+        return OneOffRequest(stage, words or ("summary",), **fields | changes)
+
+    return request
+
+
+def definition_of(stage: Stage = "trainer", **changes: Any) -> Request:
+    fields: dict[str, Any] = {
+        "stage": stage,
+        "digest": "0" * 16,
+        "image": f"millrace/{stage}@sha256:{DIGEST}",
+        "words": ("artifacts", "list", "a b"),
+        "bring": ("run/report.html",),
+        "recipe": "packed",
+        "seconds": 3_600,
+    }
+    return render_one_off_definition(config_of(), OneOff(**fields | changes))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_batch_s_own_model_takes_it(stage: Stage) -> None:
+    client = boto3.client("batch", region_name="us-west-2", aws_access_key_id="x", aws_secret_access_key="x")
+    with Stubber(client) as stub:
+        answer = {"jobDefinitionName": "x", "jobDefinitionArn": "arn", "revision": 1}
+        stub.add_response("register_job_definition", answer)
+        client.register_job_definition(**definition_of(stage))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_is_the_stage_on_one_cpu_node_without_a_device(stage: Stage) -> None:
+    definition = definition_of(stage)
+    container, nodes = read_container(definition), definition["nodeProperties"]
+    assert (definition["type"], nodes["numNodes"]) == ("multinode", 1)
+    assert nodes["nodeRangeProperties"][0]["instanceTypes"] == ["m7i.8xlarge"]
+    assert definition["jobDefinitionName"] == f"millrace-{stage}-one-off"
+    assert container["command"] == [
+        *("one-off", "--root", "/fsx", "--require-mount", "--bring", "run/report.html"),
+        *("--", "artifacts", "list", "a b"),
+    ]
+    assert container["jobRoleArn"].endswith(f"role/{stage}")
+    assert "devices" not in container["linuxParameters"]
+    assert [each["name"] for each in container.get("secrets", [])] == (["HF_TOKEN"] if stage == "tokenizer" else [])
+    assert definition["retryStrategy"]["attempts"] == 1
+    assert definition["timeout"] == {"attemptDurationSeconds": 3_600}
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "said"),
+    [(("exprt",), RecipeError, "Do you mean export"), (("train",), RecipeError, "make deploy-stage STAGE=trainer")],
+)
+def test_what_cannot_be_is_refused_before_anything_is_registered(
+    cloud: Cloud,
+    batch: Batch,
+    ask_one_off: AskOneOff,
+    words: tuple[str, ...],
+    error: type[MillraceError],
+    said: str,
+) -> None:
+    with pytest.raises(error, match=said):
+        batch.run_one_off(ask_one_off(*words), None)
+    assert cloud.submitted == []
+    assert cloud.jobs.definitions("trainer", of_one_offs=True) == []
+
+
+def test_an_image_that_is_older_than_one_offs_is_named(
+    batch: Batch,
+    ask_one_off: AskOneOff,
+    labels: dict[str, str],
+) -> None:
+    labels["millrace.python"] = "3.12.11"
+    with pytest.raises(DeviceError, match="is older than stage-run"):
+        batch.run_one_off(ask_one_off(), None)
+    labels[LABEL] = "evaluate"
+    with pytest.raises(RecipeError, match="'summary' is no subcommand of the trainer, which has evaluate"):
+        batch.run_one_off(ask_one_off(), None)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "reason", "expected"),
+    [
+        ("SUCCEEDED", 0, "", 0),
+        ("FAILED", 3, "", 3),
+        ("FAILED", 75, "", 75),
+        ("FAILED", None, "", 75),
+        ("FAILED", 137, "OutOfMemoryError: Container killed due to memory usage", 4),
+        ("FAILED", 137, "Job attempt duration exceeded timeout", 75),
+    ],
+)
+def test_it_is_followed_to_its_end_and_its_exit_code_is_told(
+    cloud: Cloud,
+    batch: Batch,
+    ask_one_off: AskOneOff,
+    while_waiting: Script,
+    capsys: pytest.CaptureFixture[str],
+    status: str,
+    code: int | None,
+    reason: str,
+    expected: int,
+) -> None:
+    while_waiting(
+        lambda: cloud.move("RUNNING", said="tokens 5"),
+        lambda: cloud.move(status, code, said="loss 3.2", container_reason=reason),
+    )
+    assert batch.run_one_off(ask_one_off(), None) == expected
+    said = capsys.readouterr().out
+    assert said.startswith("cost        m7i.8xlarge at $1.61 an hour: $9.68 at most, after 6 h (HOURS=; list price of")
+    assert "runs        trainer: summary\n" in said
+    assert "tokens 5\n" in said
+    assert "loss 3.2\n" in said
+    [job] = cloud.submitted
+    assert (job["jobQueue"], job["jobName"]) == ("millrace-cpu", "millrace-trainer-one-off-summary")
+
+
+def test_what_it_brings_is_written_and_not_printed(
+    cloud: Cloud,
+    batch: Batch,
+    ask_one_off: AskOneOff,
+    while_waiting: Script,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "report.html").write_bytes(b"<html>" * 10_000)
+    lines = "\n".join(["a line", *pack_file(tmp_path / "report.html", 0)])
+    while_waiting(lambda: cloud.move("SUCCEEDED", 0, said=lines))
+    assert batch.run_one_off(ask_one_off("report"), None) == 0
+    said = capsys.readouterr().out
+    assert f"brought     {tmp_path}/home/report.html (60,000 bytes)" in said
+    assert "millrace-file" not in said
+    assert (tmp_path / "home/report.html").read_bytes() == b"<html>" * 10_000
+
+
+def test_ctrl_c_ends_the_job(
+    cloud: Cloud,
+    batch: Batch,
+    ask_one_off: AskOneOff,
+    while_waiting: Script,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    while_waiting(lambda: cloud.move("RUNNING"), interrupt)
+    assert exit_code_of(lambda: batch.run_one_off(ask_one_off(), None)) == 130
+    assert "is terminated: its container gets SIGTERM" in capsys.readouterr().out
+    [job] = cloud.jobs.find_all("trainer", of_one_offs=True)
+    assert (job.status, "Ctrl-C in make stage-run" in job.reason) == ("FAILED", True)
+
+
+def test_the_same_of_the_same_person_that_goes_on_is_followed(
+    cloud: Cloud,
+    batch: Batch,
+    ask_one_off: AskOneOff,
+    while_waiting: Script,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0
+    while_waiting(lambda: cloud.move("SUCCEEDED", 0))
+    assert batch.run_one_off(ask_one_off(), None) == 0
+    assert "is just the same, and submitted: following it" in capsys.readouterr().out
+    assert len(cloud.submitted) == 1
+    assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0, "what has ended is run again"
+    monkeypatch.setattr("deploy.client.one_off.user_name", lambda: "somebody else")
+    assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0
+    assert [each["jobDefinition"][-2:] for each in cloud.submitted] == [":1", ":1", ":2"]
+
+
+def test_it_is_no_deployment_of_its_stage(
+    cloud: Cloud,
+    batch: Batch,
+    ask: Ask,
+    ask_one_off: AskOneOff,
+    while_waiting: Script,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A stage may be deployed beside it, and neither a rollback nor the status takes it for one."""
+    assert batch.run_one_off(ask_one_off(is_followed=False), None) == 0
+    assert cloud.jobs.find_all("trainer") == []
+    assert cloud.jobs.definitions("trainer") == []
+    assert batch.deploy(ask(is_followed=False), None) == 0
+    assert [job.is_one_off for job in cloud.jobs.find_all("trainer")] == [False]
+    capsys.readouterr()
+    batch.show_status()
+    assert "one-off" not in capsys.readouterr().out
+
+
+def test_image_and_recipe_are_those_of_the_newest_deployment(
+    cloud: Cloud,
+    batch: Batch,
+    ask: Ask,
+    ask_one_off: AskOneOff,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("--optimizer.learning_rate=0.1", "--corpus=/fsx/c")
+    assert batch.deploy(ask(arguments=arguments, is_followed=False), None) == 0
+    assert batch.run_one_off(ask_one_off("export", "--output", "hf", tag="", recipe=None, is_followed=False), None) == 0
+    container = read_container(cloud.jobs.definitions("trainer", of_one_offs=True)[0].body)
+    assert container["image"] == cloud.jobs.resolve_image("trainer", TAG)
+    words = container["command"]
+    assert words[words.index("--") + 1 :] == ["export", "--optimizer.learning_rate=0.1", "--output", "hf"]
+    variables = {each["name"]: each["value"] for each in container["environment"]}
+    assert unpack_recipe(variables[RECIPE_VARIABLE]).decode() == recipe_text()
+    assert re.search(r"recipe      \w+, that of the trainer's newest deployment, with", capsys.readouterr().out)
+
+
+def test_a_queue_without_nodes_and_a_dry_run_submit_nothing(
+    cloud: Cloud,
+    batch: Batch,
+    ask_one_off: AskOneOff,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = io.StringIO()
+    assert batch.run_one_off(ask_one_off(is_dry_run=True), file) == 0
+    assert json.loads(file.getvalue().removeprefix("---\n"))["jobDefinitionName"] == "millrace-trainer-one-off"
+    assert capsys.readouterr().out.endswith("DRY_RUN=1: nothing was changed\n")
+    cloud.break_queue("INVALID", "CLIENT_ERROR - no such launch template")
+    with pytest.raises(DeviceError, match=r"trainer summary is not submitted, nothing was changed: .*INVALID"):
+        batch.run_one_off(ask_one_off(), None)
+    assert cloud.submitted == []
