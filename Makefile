@@ -16,7 +16,7 @@ images = ./bootstrap python -m images
 	cluster-local cluster-local-down load-images cluster-up cluster-down deploy-stage stage-status stage-logs stop-stage \
 	rollback-stage stage-run pipeline base-image images demo-images pin platforms release sbom benchmark-tokenizer benchmark-parallel \
 	benchmark-compiler benchmark-trainer infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons \
-	addons-diff addons-argocd check-infra test-infra cluster-manifests infra-environment
+	addons-diff check-infra test-infra cluster-manifests infra-environment
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -141,9 +141,6 @@ addons: infra-environment ## Install the cluster's add-ons with helm: ONLY=kuber
 
 addons-diff: infra-environment ## What make addons would change on the cluster: ONLY=.
 	@$(infra) addons-diff
-
-addons-argocd: infra-environment ## The same add-ons as Argo CD applications, on stdout: ONLY= PROJECT=.
-	@$(infra) addons-argocd
 
 check-infra: infra-environment ## Terraform's checks and tests, checkov, shellcheck, yamllint; offline. TF_PLUGIN_MIRROR=FOLDER for Terraform's.
 	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-infra-checks

@@ -24,6 +24,7 @@ variable "cpu_nodes" { default = { shape = "m7i.8xlarge", max_nodes = 2 } }
 variable "core_nodes" { default = { shape = "m7i.2xlarge", nodes = 2 } }
 variable "fsx" { default = { gib = 1200, throughput = 250 } }
 variable "keep_data" { default = true }
+variable "api_public_cidrs" { default = [] }
 variable "budget" { default = {} }
 """
 MAIN = """

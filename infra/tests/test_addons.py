@@ -132,16 +132,3 @@ def test_a_dry_run_prints_the_commands(
         for name, version in zip(NAMES, versions, strict=True)
         if name in ("kuberay", "monitoring")
     ]
-
-
-def test_argo_cd_gets_the_same_list(capfd: pytest.CaptureFixture[str]) -> None:
-    done = call(capfd, "infra.__main__", "addons-argocd")
-
-    applications = list(yaml.safe_load_all(done.stdout))
-    assert [each["kind"] for each in applications] == ["Application"] * len(NAMES)
-    for application, release in zip(applications, read_releases(), strict=True):
-        source = application["spec"]["source"]
-        assert source["targetRevision"] == release.version
-        assert source["helm"] == {"releaseName": release.name, "valuesObject": values_of(release.name)}
-        assert not source["repoURL"].startswith("oci://")
-        assert application["spec"]["destination"]["namespace"] == release.namespace

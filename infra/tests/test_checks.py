@@ -60,7 +60,7 @@ def test_a_skip_without_a_reason_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_report_is_judged() -> None:
-    """What fails and is allowed passes; a file that is not parsed, and a skip that is not needed any more, do not."""
+    """A failure with an exception passes; a file that is not parsed and an unused exception do not."""
     failed = [
         {"check_id": name, "check_name": "a name", "resource": "a.b", "file_path": "/main.tf"}
         for name in ("CKV_AWS_1", "CKV_AWS_3")
@@ -70,7 +70,7 @@ def test_a_report_is_judged() -> None:
     problems = checks.judge_report(report, {"CKV_AWS_1": "a reason", "CKV_AWS_2": "a reason"})
 
     assert problems == [
-        "/infra/broken.tf cannot be parsed, so none of its resources was looked at",
+        "/infra/broken.tf cannot be parsed, so none of its resources was checked",
         "CKV_AWS_3 a name: a.b in /main.tf",
         f"CKV_AWS_2 fails nowhere: remove its line from {checks.SKIPS.name}",
     ]
@@ -78,7 +78,7 @@ def test_a_report_is_judged() -> None:
 
 @needs_tools
 def test_checkov_reports_a_file_that_it_cannot_parse(sources: Path) -> None:
-    """Its parser knows no heredoc with a marker of one letter, and would go on with the other files."""
+    """checkov's parser knows no heredoc with a marker of one letter, and would continue with the other files."""
     write(sources / "infra/stacks/small/policy.tf", 'resource "aws_s3_bucket" "a" {\n  bucket = <<-Y\n    x\n  Y\n}\n')
 
     problems = checks.check_policies(sources)

@@ -112,7 +112,7 @@ def test_its_price_is_of_a_region_that_offers_it(name: str) -> None:
 
 
 def test_an_unknown_shape_is_named_with_the_known_ones() -> None:
-    with pytest.raises(RecipeError, match=r"'trn9' is not in infra/shapes\.json, which has trn1\.32xlarge"):
+    with pytest.raises(RecipeError, match=r"'trn9' .* infra/shapes\.json, .*trn1\.32xlarge"):
         find_shape("trn9")
 
 
