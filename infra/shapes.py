@@ -81,7 +81,7 @@ class Shape:
     zone_ids: dict[str, tuple[str, ...]]
     """Zone ids by region, for the regions with Trainium. Zone names differ between accounts, ids do not."""
     pod: PodRoom | None
-    """None if no stage runs on this type."""
+    """Resources of a stage's pod; None if no stage runs on this type."""
     price: Price
 
     @property

@@ -43,7 +43,7 @@ class LoadBalancer:
 
 
 def list_load_balancers(account: Account) -> Iterator[LoadBalancer]:
-    """All load balancers in the account's region, in two requests to AWS and another one per 20 load balancers."""
+    """Lists all load balancers in the account's region, in two requests and another one per 20 load balancers."""
     newer = {
         each["LoadBalancerArn"]: each for each in account.pages("elbv2", "describe_load_balancers", "LoadBalancers")
     }

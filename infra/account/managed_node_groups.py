@@ -30,7 +30,7 @@ class NodeGroup:
 
 
 def list_node_groups(account: Account, cluster: str) -> list[NodeGroup]:
-    """All node groups, except those that disappear while they are read."""
+    """Lists all node groups, except those that disappear while they are read."""
     names = account.pages("eks", "list_nodegroups", "nodegroups", clusterName=cluster)
     return [found for name in names if (found := _find(account, cluster, name))]
 

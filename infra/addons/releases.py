@@ -22,7 +22,7 @@ IN_FOLDER, IN_TEMPLATES, NOWHERE = "folder", "templates", ""
 
 @dataclass(frozen=True)
 class Release:
-    """One helm release of `addons.yaml`."""
+    """A helm release of `addons.yaml`."""
 
     name: str
     chart: str
@@ -35,7 +35,7 @@ class Release:
     groups: tuple[str, ...] = ()
     """API groups of the custom resources that this add-on defines."""
     crds: str = NOWHERE
-    """Where the chart has its custom resource definitions: `IN_FOLDER`, `IN_TEMPLATES`, or `NOWHERE`."""
+    """Place of the chart's custom resource definitions: `IN_FOLDER`, `IN_TEMPLATES`, or `NOWHERE`."""
 
     @property
     def values(self) -> Path:
@@ -73,7 +73,7 @@ class Release:
 
 
 def read_releases(path: Path = LIST) -> list[Release]:
-    """All add-ons, in the order of installation."""
+    """Reads all add-ons, in the order of installation."""
     return [_release(entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["releases"]]
 
 

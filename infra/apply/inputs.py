@@ -64,7 +64,7 @@ class Inputs:
     fsx: LustreSize | None
     """Size of the file system that the stack makes; None if it makes none."""
     budget_monthly_dollars: float | None
-    """None without a budget."""
+    """Monthly budget of the whole account; None without a budget."""
     interface_endpoints: int
     """Number of interface endpoints, all in one zone."""
     repositories: str

@@ -43,7 +43,7 @@ ROADS: dict[Target, tuple[Step, ...]] = {
             "region, zone, your address",
         ),
         Step("make infra-cost NODES=4 HOURS=72", "offline, before anything else"),
-        Step("make infra-preflight", "what the account would refuse"),
+        Step("make infra-preflight", "checks zone, quotas, addresses, images"),
         Step("make infra-up", "cost, plan, question"),
         Step("aws eks update-kubeconfig --region {region} --name {name}", ""),
         Step("make addons", "KubeRay, Volcano, device plugins, Prometheus"),
@@ -56,7 +56,7 @@ ROADS: dict[Target, tuple[Step, ...]] = {
         ),
         Step("make deploy-stage STAGE=tokenizer", "Llama 2 7B: the overlay's RECIPE"),
         Step("make deploy-stage STAGE=compiler", "the first that pays for a Trainium node"),
-        Step("make deploy-stage STAGE=trainer", "4 of them"),
+        Step("make deploy-stage STAGE=trainer", "pays for 4 Trainium nodes"),
         Step('make stage-run STAGE=trainer COMMAND="export --output export/llama2-7b"', "for Hugging Face, in /fsx"),
         Step("make infra-down", "the data stays; then make infra-leftovers"),
     ),
@@ -71,13 +71,13 @@ ROADS: dict[Target, tuple[Step, ...]] = {
             "paste the token, then Ctrl-D; the ARN is hugging_face_secret",
         ),
         Step("make infra-cost STACK=batch NODES=4 HOURS=24", "offline, before anything else"),
-        Step("make infra-preflight STACK=batch", "what the account would refuse"),
+        Step("make infra-preflight STACK=batch", "checks zone, quotas, addresses, images"),
         Step("make infra-up STACK=batch", "cost, plan, question; writes deploy/batch/config.txt"),
         _LOGIN,
         Step("make images VARIANT=neuron PUSH={registry}", ""),
         Step("make deploy-stage STAGE=tokenizer TARGET=batch", "Llama 2 7B, unless RECIPE= says another"),
         Step("make deploy-stage STAGE=compiler TARGET=batch", "the first that pays for a Trainium node"),
-        Step("make deploy-stage STAGE=trainer TARGET=batch", "4 of them"),
+        Step("make deploy-stage STAGE=trainer TARGET=batch", "pays for 4 Trainium nodes"),
         Step(
             'make stage-run STAGE=trainer COMMAND="export --output export/llama2-7b" TARGET=batch',
             "for Hugging Face, in /fsx",
@@ -88,7 +88,7 @@ ROADS: dict[Target, tuple[Step, ...]] = {
 
 
 def describe_road(target: Target, place: Place = EXAMPLE, after: str = "") -> list[str]:
-    """One line per command, with its comment, from the one that follows the command beginning with `after`."""
+    """Prints a line per command, with its comment, from the one that follows the command beginning with `after`."""
     steps = ROADS[target]
     begin = next(number for number, step in enumerate(steps, start=1) if step.command.startswith(after)) if after else 0
     return [_line(step, place) for step in steps[begin:]]

@@ -29,7 +29,7 @@ class ControlPlane:
     support: str
     """The upgrade policy after standard support, EXTENDED or STANDARD."""
     standard_support_ends: date | None
-    """None if `aws_releases.json` does not know the version."""
+    """First day after standard support; None if `aws_releases.json` does not list the version."""
 
     def price_name(self, today: date) -> str:
         """Name in `prices.json` of the price on that day."""
@@ -62,17 +62,17 @@ class Sizes:
     """Everything that AWS bills for. Core nodes are always up; a deployment starts and stops the others."""
 
     region: str | None
-    """None if no region is chosen yet."""
+    """Region of the stack; None if none is chosen yet."""
     trainium_shape: str
     trainium_nodes: int
     capacity_kind: str
-    """How Trainium nodes are bought: on_demand; reservation, billed even while unused; capacity_block, paid upfront."""
+    """Purchase of Trainium nodes: on_demand; reservation, billed even while unused; capacity_block, paid upfront."""
     reserved_nodes: int
     """Number of nodes in the reservation; 0 without one."""
     cpu_shape: str
     cpu_nodes: int
     control_plane: ControlPlane | None
-    """None on AWS Batch, which costs nothing itself."""
+    """The EKS control plane; None on AWS Batch, which costs nothing itself."""
     core_shape: str
     """Empty if there are no core nodes."""
     core_nodes: int
@@ -84,7 +84,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the bill."""
+    """A line of the bill."""
 
     what: str
     dollars_per_hour: float

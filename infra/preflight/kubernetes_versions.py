@@ -65,7 +65,7 @@ def look_at_addons(account: Account, inputs: Inputs) -> list[Look]:
 
 
 def _describe_policy(inputs: Inputs) -> str:
-    """What EKS does with the cluster once the version's standard support ends."""
+    """Says what EKS does with the cluster once the version's standard support ends."""
     if inputs.kubernetes_support == "STANDARD":
         return "then EKS upgrades the cluster to the next version (kubernetes_support = STANDARD)"
     price = dollars("eks_extended_support_hour")

@@ -43,7 +43,7 @@ IN_ARN = {
 
 @dataclass(frozen=True)
 class Leftover:
-    """One resource in the account."""
+    """A resource in the account."""
 
     kind: str
     name: str
@@ -252,7 +252,7 @@ def _budgets(account: Account, stack: str) -> Iterator[Leftover]:
 
 
 def _tagged(account: Account, stack: str, known: set[str]) -> Iterator[Leftover]:
-    """All other resources with the stack's tag: a VPC and its parts, keys, alarms."""
+    """Other resources with the stack's tag: a VPC and its parts, keys, alarms."""
     for arn in _tagged_arns(account, stack, []):
         _, _, service, _, _, resource = arn.split(":", 5)
         # A deleted NAT gateway keeps its tags for an hour; `_gateways` lists the others.

@@ -128,7 +128,7 @@ class Site:
         return sorted(f"{each['module']}.{each['type']}.{each['name']}" for each in state["resources"])
 
     def put(self, kinds: str, *things: dict[str, Any]) -> None:
-        """What `kubectl get KINDS --all-namespaces` answers, kinds as the caller spells them."""
+        """Sets the answer to `kubectl get KINDS --all-namespaces`, with KINDS as the caller spells them."""
         (self.folder / f"{kinds}.json").write_text(json.dumps({"items": things}), encoding="utf-8")
 
     def install(self, *releases: tuple[str, str, str], ours: tuple[tuple[str, str, str], ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What AWS refuses is an error that says what to do, and what only takes time is one to try again."""
+"""A refusal of AWS becomes an error that says what to do, and an overload becomes one to try again."""
 
 from __future__ import annotations
 

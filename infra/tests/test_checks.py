@@ -30,7 +30,7 @@ run "is_two" {
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """One of each kind of file, and nothing to complain about."""
+    """A repository with one correct file of each kind."""
     files = {
         "run": "#!/usr/bin/env bash\necho fine\n",
         "a.yaml": "key: value\n",

@@ -273,7 +273,7 @@ def test_as_many_endpoints_are_paid_for_as_are_made() -> None:
 
 
 def test_the_page_s_table_of_file_systems_is_that_of_the_prices() -> None:
-    """Each row: GiB and MB/s a TiB, and what they cost a month, write in a second and take for a checkpoint."""
+    """A row has GiB and MB/s per TiB, with their monthly price, write speed and seconds per checkpoint."""
     page, default = (ROOT / "infra/README.md").read_text(encoding="utf-8"), default_lustre_size()
     checkpoint = checkpoint_bytes(load_recipe(ROOT / "recipes/llama2-7b-trn1.toml"))
     assert f"{default.gib:,} GiB at {default.megabytes_per_second_per_tib:,} MB/s/TiB" in page

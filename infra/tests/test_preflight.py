@@ -142,7 +142,7 @@ def test_what_does_not_fit_the_images_or_eks_is_named(
 
 
 def test_nodes_of_a_release_whose_driver_is_too_new_are_named(capfd: pytest.CaptureFixture[str], fitting: Aws) -> None:
-    """Such a group was made before the stack pinned its release."""
+    """The group was made before the stack pinned its release."""
     make_cluster(fitting, "10.0.{}.0/24", release="1.34.9-20260714")
 
     done = call(capfd, "infra.__main__", "preflight")

@@ -45,7 +45,7 @@ UPDATE, REPLACE = ["update"], ["create", "delete"]
 def change_of(
     address: str, before: Any, actions: list[str] | None = None, unknown: Any = None, **after: Any
 ) -> dict[str, Any]:
-    """One resource of a plan, as `terraform show -json` has it."""
+    """Makes a resource change of a plan, as `terraform show -json` prints it."""
     return {
         "address": address,
         "mode": "managed",

@@ -30,7 +30,7 @@ def instance_types() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def zones() -> dict[str, dict[str, list[str]]]:
-    """Of each type, by region."""
+    """Zone ids of each instance type by region."""
     found: dict[str, dict[str, list[str]]] = {}
     for path in sorted((CAPTURE / "instance_type_offerings/availability-zone-id").iterdir()):
         region = path.name.partition(".")[0]

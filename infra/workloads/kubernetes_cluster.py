@@ -75,7 +75,7 @@ def list_kinds(group: str) -> list[str]:
 
 
 def list_things(*kinds: str) -> list[Thing]:
-    """All objects of the kinds, in every namespace."""
+    """Lists all objects of the kinds, in every namespace."""
     if not kinds:
         return []
     answer = run_kubectl(["get", ",".join(kinds), "--all-namespaces", "--output", "json"])
