@@ -114,40 +114,40 @@ stage-run: setup ## Run a subcommand of a stage in a short Job: STAGE= COMMAND="
 pipeline: setup ## Deploy the three stages, one after the other.
 	@$(deploy) pipeline
 
-infra-environment: # The little that the infrastructure's commands need: a price should not wait for torch.
+infra-environment: # Only what the infrastructure's commands need, so that a price does not wait for torch.
 	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-infra
 	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-infra/bin/python --require-hashes lockfiles/infra.txt
 
-infra-cost: infra-environment ## What a target costs, by list prices: [STACK=eks|batch] NODES= HOURS= CPU_NODES= RECIPE= VARS=FILE.tfvars.
+infra-cost: infra-environment ## Estimate the cost from list prices: [STACK=eks|batch] NODES= HOURS= CPU_NODES= RECIPE= VARS=.
 	@$(infra) cost
 
-infra-preflight: infra-environment ## Look in the account for what would stop it: zone, quota, addresses, reservation, images. [STACK=eks|batch] NODES= TAG= VARS=.
+infra-preflight: infra-environment ## Check AWS zone, quota, addresses and images before infra-up: [STACK=eks|batch] NODES= TAG= VARS=.
 	@$(infra) preflight
 
-infra-plan: infra-environment ## What infra-up would make: terraform's plan, and the cost. [STACK=eks|batch] VARS=.
+infra-plan: infra-environment ## Show terraform's plan and the cost: [STACK=eks|batch] VARS=.
 	@$(infra) plan
 
-infra-up: infra-environment ## Make a target and all around it, after showing the cost and asking: [STACK=eks|batch] VARS= YES=1.
+infra-up: infra-environment ## Show cost and plan, ask, and apply a stack: [STACK=eks|batch] VARS= YES=1.
 	@$(infra) up
 
-infra-down: infra-environment ## Take it down in order, after asking; it can be cut and run again. [STACK=eks|batch] VARS= YES=1 KEEP_DATA=false KEEP_CLUSTER=true.
+infra-down: infra-environment ## Take a stack down in order, after asking: [STACK=eks|batch] VARS= YES=1 KEEP_DATA=false KEEP_CLUSTER=true.
 	@$(infra) down
 
-infra-leftovers: infra-environment ## What of it is in the account, with prices. [STACK=eks|batch] VARS=.
+infra-leftovers: infra-environment ## List a stack's resources in the account, with prices: [STACK=eks|batch] VARS=.
 	@$(infra) leftovers
 
 addons: infra-environment ## Install the cluster's add-ons with helm: ONLY=kuberay,volcano (all) DRY_RUN=1.
 	@$(infra) addons
 
-addons-diff: infra-environment ## What make addons would change on the cluster: ONLY=.
+addons-diff: infra-environment ## Show what make addons would change on the cluster: ONLY=.
 	@$(infra) addons-diff
 
-check-infra: infra-environment ## Terraform's checks and tests, checkov, shellcheck, yamllint; offline. TF_PLUGIN_MIRROR=FOLDER for Terraform's.
+check-infra: infra-environment ## Run terraform's checks and tests, checkov, shellcheck and yamllint: TF_PLUGIN_MIRROR=FOLDER.
 	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-infra-checks
 	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-infra-checks/bin/python --require-hashes lockfiles/infra-checks.txt
 	@$(infra) check
 
-test-infra: setup ## Apply and destroy the stack against a simulated AWS: minutes. TF_PLUGIN_MIRROR=FOLDER.
+test-infra: setup ## Apply and destroy the stacks against a simulated AWS, in minutes: TF_PLUGIN_MIRROR=FOLDER.
 	$(python) -m pytest -m slow infra
 
 base-image: ## Make a slim Python base image with debootstrap, without a registry. AGAIN=1: replace it.

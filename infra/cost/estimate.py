@@ -46,7 +46,8 @@ class ControlPlane:
         return (
             f"{end}. From then on the control plane costs {_money(after)} instead of {_money(before)} an hour, "
             f"{_money((after - before) * HOURS_OF_A_MONTH)} more a month (kubernetes_support = EXTENDED"
-            f"{'; included above' if self._is_extended(today) else ''})."
+            f"{'; included above' if self._is_extended(today) else ''}). STANDARD upgrades the cluster then, to a "
+            f"version on which the stages are not tested."
         )
 
     def _is_extended(self, today: date) -> bool:

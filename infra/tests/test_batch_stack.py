@@ -55,6 +55,12 @@ def test_what_is_there_already_is_not_paid_for_again(
     assert "FSx for Lustre" not in done.stdout
 
 
+def test_both_stacks_have_one_file_of_common_variables() -> None:
+    """`terraform test` checks their refusals in the EKS stack only."""
+    for name in ("common.tf", "versions.tf"):
+        assert (BATCH / name).samefile(STACK / name)
+
+
 def test_the_defaults_are_the_stacks() -> None:
     inputs = read_inputs(read_variables(None, BATCH), needs_place=False, folder=BATCH)
 

@@ -1,4 +1,4 @@
-# What would fail on AWS an hour later, or cost money and compute nothing, is refused before anything is planned.
+# Values that would fail on AWS an hour later, or cost money and compute nothing, are refused before anything is planned.
 
 mock_provider "aws" {
   source = "../mocks"
