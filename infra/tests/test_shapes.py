@@ -101,7 +101,7 @@ def test_a_pod_fits_its_node(name: str) -> None:
 def test_a_type_with_gpus_has_their_peaks_and_no_pod(instance_types: dict[str, Any], name: str) -> None:
     shape, (gpu,) = find_shape(name), instance_types[name]["GpuInfo"]["Gpus"]
     assert shape.peak_bf16_tflops * TERA == sum_peaks([NAMES_OF_THE_DRIVER[gpu["Name"]]] * gpu["Count"])
-    with pytest.raises(RecipeError, match=f"no stage runs on {name}"):
+    with pytest.raises(RecipeError, match=name):
         _ = shape.pod_resources
 
 
