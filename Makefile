@@ -16,7 +16,7 @@ images = ./bootstrap python -m images
 
 .PHONY: help setup demo cluster-local cluster-local-down load-images clean cluster-up cluster-manifests cluster-down \
 	deploy-stage pipeline stage-status stage-logs stop-stage rollback-stage stage-run infra-environment \
-	infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons addons-diff addons-argocd \
+	infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons addons-diff \
 	base-image images demo-images platforms pin lock release sbom check format test test-slow torch29 \
 	test-torch29 test-nxd-parity test-images test-cluster test-cluster-smoke test-cuda test-batch check-infra \
 	test-infra benchmark-tokenizer benchmark-parallel benchmark-compiler benchmark-trainer docs \
@@ -165,11 +165,6 @@ addons: infra-environment ## Install the cluster's add-ons with helm.
 addons-diff: infra-environment ## Show what make addons would change on the cluster.
 #? ONLY
 	@$(infra) addons-diff
-
-addons-argocd: infra-environment ## Print the add-ons as Argo CD applications.
-#? ONLY
-#? PROJECT=NAME  The Argo CD project. Default: default.
-	@$(infra) addons-argocd
 
 ##@ Images and releases
 

@@ -1,6 +1,6 @@
 """Makes, prices, checks and takes down the infrastructure: `python -m infra COMMAND`.
 
-The Makefile's targets call it and say which variables each takes; it reads them from the environment.
+The Makefile's targets call it. Each command reads the environment variables that its docstring names.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 import sys
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from images.platforms import SERVICES
 from images.versions import describe_build
 from infra.account.session import Account, explaining_refusals
 from infra.addons.installation import compare_releases, install_releases
-from infra.addons.releases import Release, choose_releases, read_releases, render_applications
+from infra.addons.releases import Release, choose_releases, read_releases
 from infra.apply.inputs import Inputs, complete_variables, read_inputs, read_variables, sizes_of
 from infra.apply.overlay_settings import SETTINGS, write_settings
 from infra.apply.renewal import judge_renewal, list_renewed_pools
 from infra.apply.roads import Place, Target, describe_road, describe_vocabulary
-from infra.apply.terraform import STACK, Stack, describe_plan
+from infra.apply.terraform import STACK, Plan, Stack, describe_plan
 from infra.checks import run_checks
 from infra.confirmation import require_yes
 from infra.cost.estimate import Sizes, describe_cost, require_budget
@@ -40,7 +41,7 @@ from services.common.recipe.schema import STAGES
 
 HOURS = 24.0
 RECIPE = Path(__file__).parents[1] / "recipes/llama2-7b-trn1.toml"
-"""The recipe that both targets deploy where nobody names one; a test holds it to theirs."""
+"""The recipe that both targets deploy by default; a test compares it with theirs."""
 OVERLAYS = SETTINGS.parents[1]
 CONFIG = Path(__file__).parents[1] / "deploy/batch/config.txt"
 
@@ -48,7 +49,6 @@ CONFIG = Path(__file__).parents[1] / "deploy/batch/config.txt"
 def main(argv: list[str]) -> int:
     commands = {
         "addons": addons,
-        "addons-argocd": addons_argocd,
         "addons-diff": addons_diff,
         "check": run_checks,
         "cost": cost,
@@ -65,108 +65,111 @@ def main(argv: list[str]) -> int:
 
 
 def addons() -> None:
-    """ONLY (all), names of add-ons with commas between; DRY_RUN=1 prints the commands."""
+    """Reads ONLY, names of add-ons separated by commas (all), and DRY_RUN=1, which prints the commands."""
     install_releases(_chosen_releases(), _is_set("DRY_RUN"))
 
 
 def addons_diff() -> None:
-    """ONLY (all)."""
+    """Reads ONLY, names of add-ons separated by commas (all)."""
     compare_releases(_chosen_releases())
 
 
-def addons_argocd() -> None:
-    """ONLY (all), PROJECT (default)."""
-    print(render_applications(_chosen_releases(), os.environ.get("PROJECT") or "default"), end="")
-
-
 def cost() -> None:
-    """NODES (the most that the stack allows), CPU_NODES (0), HOURS (24), RECIPE (Llama 2 7B) and VARS."""
-    # A price needs no place: it is asked for before one is chosen.
+    """Reads NODES (the stack's maximum), CPU_NODES (0), HOURS (24), RECIPE (Llama 2 7B) and VARS."""
+    # People ask for a price before they choose a region.
     print(_describe_cost(_read_inputs(needs_place=False)))
 
 
 def preflight() -> None:
-    """NODES (the most that the stack allows), TAG (the working tree's), VARS."""
+    """Reads NODES (the stack's maximum), TAG (the working tree's) and VARS."""
     inputs = _read_inputs()
     account = Account(inputs.region)
     findings = run_preflight(account, inputs, _nodes(inputs), _images(inputs), _addresses_per_node)
     require_fit(findings)
-    print("everything that could be looked up fits")
+    print("all requirements that can be checked from here are met")
 
 
 def plan() -> None:
-    """VARS."""
-    stack = _stack()
-    stack.init()
-    found = stack.plan()
-    inputs = read_inputs(complete_variables(found.variables, _folder()), folder=_folder())
-    print(_describe_cost(inputs))
-    require_budget(_sizes(inputs), inputs.budget_monthly_dollars)
-    require_fit(judge_device(inputs))
+    """Reads VARS."""
+    _, found, _ = _make_plan(is_quiet=False)
     print(describe_plan(found))
 
 
 def up() -> None:
-    """VARS, NODES and HOURS for the cost that is shown, YES=1."""
-    stack = _stack()
-    stack.init()
-    found = stack.plan(is_quiet=True)
-    inputs = read_inputs(complete_variables(found.variables, _folder()), folder=_folder())
-    print(_describe_cost(inputs))
-    require_budget(_sizes(inputs), inputs.budget_monthly_dollars)
-    require_fit(judge_device(inputs))
-    print(f"\n{describe_plan(found)}; make infra-plan shows all of it")
+    """Reads VARS, NODES and HOURS for the cost, and YES=1."""
+    stack, found, inputs = _make_plan(is_quiet=True)
+    print(f"\n{describe_plan(found)}; make infra-plan shows the whole plan")
     if lost := [change.address for change in found.changes if change.is_loss_of_data]:
         raise DeviceError(
-            f"terraform would destroy {', '.join(lost)}, and what is in it. Nothing was changed. Undo the change of "
-            f"name, zone_id, network or fsx that replaces it; to have it anew, make infra-down KEEP_DATA=false first"
+            f"terraform would destroy {', '.join(lost)} with its data. Nothing was changed. Undo the change of name, "
+            f"zone_id, network or fsx that replaces it; to start with empty storage, first make infra-down "
+            f"KEEP_DATA=false"
         )
     if renewed := list_renewed_pools(found):
         with explaining_refusals("infra-up, pools in use"):
             require_fit(judge_renewal(Account(inputs.region), inputs, renewed))
     if not found.is_empty:
-        require_yes(f"Make this in {inputs.region}?")
+        require_yes(f"Apply this plan in {inputs.region}?")
         stack.apply()
     if not inputs.has_cluster:
         _write_config(stack, inputs)
         return
     settings, outputs = _settings(), stack.outputs()
     write_settings(outputs, settings)
-    print(f"\n{inputs.name} is up in {inputs.region}, with 0 Trainium nodes, and {settings} says where it is. Next:")
+    print(f"\n{inputs.name} is up in {inputs.region}, with 0 Trainium nodes; its addresses are in {settings}. Next:")
     _print_rest_of_road("eks", Place(inputs.region, inputs.name, outputs["registry"], outputs["bucket"]))
+
+
+def _make_plan(is_quiet: bool) -> tuple[Stack, Plan, Inputs]:
+    """Plans the stack and prints its cost.
+
+    Raises `RecipeError` for misspelt variables, of which terraform only warns, and for a budget below the idle stack's
+    cost, and `DeviceError` for an instance type on which no image computes.
+    """
+    _read_variables()
+    stack = _stack()
+    stack.init()
+    found = stack.plan(is_quiet=is_quiet)
+    inputs = read_inputs(complete_variables(found.variables, _folder()), folder=_folder())
+    print(_describe_cost(inputs))
+    require_budget(_sizes(inputs), inputs.budget_monthly_dollars, _today())
+    require_fit(judge_device(inputs))
+    return stack, found, inputs
 
 
 def _print_rest_of_road(target: Target, place: Place) -> None:
     print("\n".join(f"  {line}" for line in describe_road(target, place, after="make infra-up")))
-    print("In place of a token for a gated vocabulary, one that you have:")
+    print("If you have the vocabulary's file, no token for a gated one is needed:")
     print("\n".join(f"  {line}" for line in describe_vocabulary(place)))
 
 
 def _write_config(stack: Stack, inputs: Inputs) -> None:
-    """`deploy/batch/config.txt`, or CONFIG=FILE, which deployments on AWS Batch read."""
+    """Writes `deploy/batch/config.txt`, or CONFIG=FILE, which deployments on AWS Batch read."""
     path, outputs = _config(), stack.outputs()
     config = str(outputs["config"])
     write_durably(path, config.encode())
     [registry] = re.findall(r"^ECR_REPO=([^/\n]+)", config, re.MULTILINE)
-    print(f"\n{inputs.name} is up in {inputs.region}, with no nodes, and {path} says where it is. Next:")
+    print(f"\n{inputs.name} is up in {inputs.region}, with no nodes; its addresses are in {path}. Next:")
     _print_rest_of_road("batch", Place(inputs.region, inputs.name, registry, outputs["bucket"]))
 
 
 def down() -> None:
-    """KEEP_DATA=false, KEEP_CLUSTER=true, VARS, YES=1."""
+    """Reads KEEP_DATA=false, KEEP_CLUSTER=true, VARS and YES=1."""
     inputs = _read_inputs()
     is_data_kept, is_cluster_kept = _truth("KEEP_DATA", True), _truth("KEEP_CLUSTER", False)
     if is_cluster_kept and not inputs.has_cluster:
-        raise RecipeError("KEEP_CLUSTER=true: the Batch stack has no cluster that could stay")
+        raise RecipeError("KEEP_CLUSTER=true applies to the EKS stack only: the Batch stack has no cluster")
     if is_cluster_kept and not is_data_kept:
-        raise RecipeError("KEEP_CLUSTER=true with KEEP_DATA=false: a cluster that stays keeps its data")
+        raise RecipeError(
+            "KEEP_CLUSTER=true with KEEP_DATA=false: a cluster that stays keeps its data. Leave one of them out"
+        )
     account = Account(inputs.region)
     workloads = _workloads(account, inputs)
     teardown = Teardown(account, _stack(), inputs.name, is_data_kept, is_cluster_kept, workloads)
     print(describe_leftovers(find_leftovers(account, inputs.name), inputs.name, inputs.region))
     teardown.look_around()
     if is_cluster_kept:
-        question = f"Take down what Millrace made on {workloads.place} in {inputs.region}, and keep the cluster?"
+        question = f"Remove what Millrace made on {workloads.place} in {inputs.region}, and keep the cluster?"
     elif is_data_kept:
         question = f"Take down {inputs.name} in {inputs.region}, and keep its bucket, file system and images?"
     else:
@@ -177,7 +180,7 @@ def down() -> None:
 
 
 def leftovers() -> None:
-    """VARS."""
+    """Reads VARS."""
     inputs = _read_inputs()
     with explaining_refusals("leftovers"):
         found = find_leftovers(Account(inputs.region), inputs.name)
@@ -187,11 +190,21 @@ def leftovers() -> None:
 def _workloads(account: Account, inputs: Inputs) -> Workloads:
     if inputs.has_cluster:
         return ClusterWorkloads(account, inputs.name, _settings())
-    return BatchWorkloads(account, inputs.name, _config())
+    return BatchWorkloads(account, inputs.name, _config(), _find_notice_seconds)
+
+
+def _find_notice_seconds() -> int:
+    """Seconds between a stop's notice and the kill on the Batch stack as it is applied; 0 if the stack does not say."""
+    found = re.search(r"^NOTICE_SECONDS=(\d+)$", str(_stack().outputs().get("config", "")), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def _describe_cost(inputs: Inputs) -> str:
-    return describe_cost(_sizes(inputs), _hours(), load_recipe(_recipe()))
+    return describe_cost(_sizes(inputs), _hours(), load_recipe(_recipe()), _today())
+
+
+def _today() -> date:
+    return datetime.now(UTC).date()
 
 
 def _sizes(inputs: Inputs) -> Sizes:
@@ -203,13 +216,13 @@ def _nodes(inputs: Inputs) -> int:
 
 
 def _addresses_per_node() -> int | None:
-    """Of the Trainium subnet, as what is applied has it; None where terraform's state is elsewhere."""
+    """Addresses that a node takes in the applied Trainium subnet; None if terraform's state is elsewhere."""
     found = _stack().outputs().get("addresses_per_node")
     return None if found is None else int(found)
 
 
 def _images(inputs: Inputs) -> dict[str, str]:
-    """Repository to tag, as `make deploy-stage` and `make cluster-up` would choose them. Batch needs no head."""
+    """Maps repositories to the tags that `make deploy-stage` and `make cluster-up` would use. Batch needs no head."""
     chosen = os.environ.get("TAG", "")
     services = SERVICES if inputs.has_cluster else STAGES
     return {f"{inputs.repositories}/{each}": chosen or describe_build(each, "neuron").commit_tag for each in services}
@@ -229,12 +242,12 @@ def _hours() -> float:
     except ValueError:
         hours = -1.0
     if not 0 < hours < float("inf"):
-        raise RecipeError(f"HOURS={text}: expected hours of a run, such as HOURS=24")
+        raise RecipeError(f"HOURS={text}: expected the hours of a run, such as HOURS=24")
     return hours
 
 
 def _recipe() -> Path:
-    """The recipe, RECIPE=FILE, whose checkpoints the file system is held against."""
+    """The recipe, RECIPE=FILE, whose checkpoint has to fit the file system's speed."""
     return Path(os.environ.get("RECIPE") or RECIPE)
 
 
@@ -262,17 +275,17 @@ def _read_inputs(needs_place: bool = True) -> Inputs:
 
 
 def _folder() -> Path:
-    """STACK: eks, batch, or the folder of a root module of one's own around these modules."""
+    """STACK: eks, batch, or the folder of the user's own root module around these modules."""
     chosen = os.environ.get("STACK") or STACK.name
     return STACK.parent / chosen if (STACK.parent / chosen / "main.tf").is_file() else Path(chosen)
 
 
 def _settings() -> Path:
-    """Of OVERLAY, a name of k8s/overlays or a folder, as `make cluster-up` takes it."""
+    """The settings file of OVERLAY, a name in k8s/overlays or a folder, as `make cluster-up` takes it."""
     overlay = os.environ.get("OVERLAY") or "eks"
     folder = Path(overlay) if Path(overlay).is_dir() else OVERLAYS / overlay
     if not folder.is_dir():
-        raise RecipeError(f"OVERLAY={overlay}: no such overlay; eks, or a folder of your own")
+        raise RecipeError(f"OVERLAY={overlay}: no such overlay; expected eks, or the folder of your own overlay")
     return folder / SETTINGS.name
 
 

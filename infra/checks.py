@@ -1,7 +1,7 @@
-"""`make check-infra`: what can be known of the infrastructure without a network and without an account.
+"""Checks the infrastructure without a network and without an account, for `make check-infra`.
 
-A layer whose tool is missing is left out by name, and the others run. All look at a copy of the sources: neither the
-user's state nor the lock of another provider version is in terraform's way.
+If a layer's tool is missing, its name is printed and the other layers run. All layers check a copy of the sources, so
+that neither the user's state nor the lock of another provider version affects terraform.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ SKIPS = Path(__file__).parent / "checkov-skips.txt"
 SHELLS = ("sh", "bash")
 TEMPLATE = ".tftpl"
 GARBAGE_PERCENT = "200"
-"""Of the heap, before Go collects garbage: with its default of 100 it takes a quarter longer. 400 is no faster."""
+"""Percentage by which Go's heap grows before a collection. terraform takes a quarter longer with Go's 100; 400 is no
+faster."""
 
 
 class LeftOut(Exception):
-    """A layer that cannot run here, and why."""
+    """Raised with the reason why a layer cannot run here."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One tool over everything that it is for. `run` returns what it found wrong."""
+    """A tool and all files that it checks. `run` returns the problems."""
 
     name: str
     run: Callable[[Path], list[str]]
 
 
 def run_checks(repository: Path = REPOSITORY) -> None:
-    """Print a line a layer. Raises `DeviceError` with everything that was found."""
+    """Prints one line per layer. Raises `DeviceError` with all problems."""
     problems = []
     with TemporaryDirectory(prefix="millrace-infra-") as folder:
         copy_sources(repository, Path(folder))
@@ -62,12 +63,12 @@ def run_checks(repository: Path = REPOSITORY) -> None:
 
 
 def copy_sources(repository: Path, target: Path) -> None:
-    """Everything that git knows or would add: no state, no provider, no virtual environment."""
+    """Copies the files that git tracks or would add: no state, no provider, no virtual environment."""
     for name in git(repository, "ls-files", "--cached", "--others", "--exclude-standard").splitlines():
         source = repository / name
-        if source.is_file() and not source.is_symlink():
+        if source.is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target / name)
+            shutil.copy2(source, target / name, follow_symlinks=False)
 
 
 def check_format(root: Path) -> list[str]:
@@ -75,12 +76,12 @@ def check_format(root: Path) -> list[str]:
 
 
 def check_stacks(root: Path) -> list[str]:
-    """`init` from the mirror, `validate`, and `test` with mocked providers: neither asks anybody outside."""
+    """Runs `terraform init` from the mirror, `validate`, and `test` with mocked providers, all offline."""
     terraform = _terraform()
     if not os.environ.get("TF_PLUGIN_MIRROR"):
         raise LeftOut(
-            "TF_PLUGIN_MIRROR names no folder with the AWS provider. `terraform providers mirror FOLDER`, run in a "
-            "stack where there is a network, makes one"
+            "TF_PLUGIN_MIRROR names no folder with the AWS provider. `terraform providers mirror FOLDER` in a stack's "
+            "folder makes one, where there is a network"
         )
     stacks = sorted(path.parent for path in root.glob("infra/stacks/*/main.tf"))
     with provider_mirror() as found, ThreadPoolExecutor(max_workers=2) as pool:
@@ -96,14 +97,14 @@ def check_stacks(root: Path) -> list[str]:
             return run(file.parents[1], "test", f"-filter=tests/{file.name}")
 
         prepared = dict(zip(stacks, pool.map(prepare, stacks), strict=True))
-        # Each file by itself, the longest first: terraform runs those of a stack one after the other.
+        # Separately, the longest first, because terraform itself would run a stack's files one after another.
         files = [file for stack in stacks if not prepared[stack] for file in stack.glob("tests/*.tftest.hcl")]
         tested = pool.map(test, sorted(files, key=lambda file: (-file.stat().st_size, file)))
         return [problem for problems in (*prepared.values(), *tested) for problem in problems]
 
 
 def check_policies(root: Path) -> list[str]:
-    """checkov, but for what `checkov-skips.txt` allows; a file that it cannot parse it would leave out silently."""
+    """Runs checkov, except the checks in `checkov-skips.txt`. A file that checkov cannot parse is a problem, too."""
     command = [_tool("checkov"), "--directory", "infra", "--framework", "terraform", "--output", "json", "--compact"]
     command += ["--skip-download"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -115,14 +116,12 @@ def check_policies(root: Path) -> list[str]:
 
 
 def judge_report(report: dict[str, Any] | list[Any], skips: dict[str, str]) -> list[str]:
-    """What fails and is not allowed, what could not be parsed, and what is allowed but does not fail any more."""
+    """Lists failed checks without an exception, files that checkov cannot parse, and exceptions that nothing needs."""
     if isinstance(report, dict) and "results" not in report:
-        return []  # checkov's answer where there is nothing to look at
+        return []  # checkov's answer if there is nothing to check
     results = report["results"] if isinstance(report, dict) else report[0]["results"]
     failed = results["failed_checks"]
-    problems = [
-        f"{name} cannot be parsed, so none of its resources was looked at" for name in results["parsing_errors"]
-    ]
+    problems = [f"{name} cannot be parsed, so none of its resources was checked" for name in results["parsing_errors"]]
     problems += [
         f"{check['check_id']} {check['check_name']}: {check['resource']} in {check['file_path']}"
         for check in failed
@@ -134,7 +133,7 @@ def judge_report(report: dict[str, Any] | list[Any], skips: dict[str, str]) -> l
 
 
 def read_skips(path: Path) -> dict[str, str]:
-    """Check to reason. Raises `RecipeError` for a line without a reason."""
+    """Maps skipped checks to their reasons. Raises `RecipeError` for a line without a reason."""
     skips = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         check, _, reason = line.strip().partition(" ")
@@ -150,7 +149,7 @@ def check_shell(root: Path) -> list[str]:
     scripts = sorted(list_scripts(root))
     templates = [name for name in scripts if name.endswith(TEMPLATE)]
     problems = _run([_tool("shellcheck"), *(name for name in scripts if name not in templates)], root)
-    # Terraform's placeholders look like variables of the shell, set by nobody or by themselves.
+    # Terraform's placeholders look like shell variables that nobody sets, or that are set to themselves.
     options = ["--exclude=SC2154,SC2269"]
     return problems + (_run([_tool("shellcheck"), *options, *templates], root) if templates else [])
 
@@ -161,7 +160,7 @@ def check_yaml(root: Path) -> list[str]:
 
 
 def list_scripts(root: Path) -> Iterator[str]:
-    """Files that a shell runs, by what they begin with."""
+    """Files whose first line names a shell."""
     for path in root.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

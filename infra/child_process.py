@@ -1,4 +1,4 @@
-"""Programs that must come to their own end: terraform has to write its state, helm has to roll back."""
+"""Runs programs that must end by themselves: terraform has to write its state, helm has to roll back."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from services.common.process.stop_signals import name_signal, on_stop_signal
 def run_to_its_end(
     command: Sequence[str], folder: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> int:
-    """Exit code of a program that writes to our own stdout and stderr.
+    """Runs a program with this process' stdout and stderr, and returns its exit code.
 
-    A stop signal is passed on to it once, and its end waited for: `subprocess.run` would kill it at Ctrl-C, and a
-    terminal would send Ctrl-C to both, which terraform takes for a second one and ends without its state. Raises
-    `Interrupted` or `TryAgain` when it has ended after a signal.
+    Passes a stop signal on once, and waits. `subprocess.run` would kill the program at Ctrl-C, and a terminal would
+    send Ctrl-C to both processes, which terraform counts as a second one and ends without writing its state. Raises
+    `Interrupted` or `TryAgain` if the program ended after a signal.
     """
     received: list[int] = []
     process: subprocess.Popen[bytes] | None = None
@@ -35,8 +35,8 @@ def run_to_its_end(
         exit_code = process.wait()
     if received:
         message = (
-            f"{name_signal(received[0])}: {Path(command[0]).name} came to its own end, with {exit_code}. What it "
-            f"did stays, and the same command continues."
+            f"{name_signal(received[0])}: {Path(command[0]).name} ended by itself with {exit_code}. Its changes stay; "
+            f"run the same command again to continue"
         )
         raise Interrupted(message) if received[0] == signal.SIGINT else TryAgain(message)
     return exit_code

@@ -1,4 +1,4 @@
-"""What is asked before anything in the account changes."""
+"""Asks for confirmation before anything in the account changes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from services.common.errors import Interrupted, RecipeError
 
 
 def require_yes(question: str) -> None:
-    """Ask on the terminal; `YES=1` answers for a program. Raises `RecipeError` where nobody can, or says no."""
+    """Asks on the terminal; `YES=1` answers yes.
+
+    Raises `RecipeError` without a terminal, or for any other answer than yes.
+    """
     if os.environ.get("YES", "") not in ("", "0"):
         print(f"{question} yes (YES=1)", flush=True)
         return
     if not sys.stdin.isatty():
-        raise RecipeError(f"{question} Nobody is at this terminal to say: YES=1 says yes for a program.")
+        raise RecipeError(f"{question} There is no terminal to ask on; set YES=1 to answer yes")
     try:
-        answer = input(f"{question} Only yes goes on: ")
+        answer = input(f"{question} Type yes to continue: ")
     except EOFError:
         raise Interrupted("No answer. Nothing was changed.") from None
     if answer.strip() != "yes":

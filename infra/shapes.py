@@ -1,12 +1,11 @@
-"""The shapes of nodes: what an EC2 instance type has, what it leaves to pods, where there is any, about what it costs.
+"""Reads the table of EC2 instance types: hardware, room for a pod, zones, and approximate prices.
 
-`shapes.json` is the only table of shapes. Terraform reads it with `jsondecode`, the services, which know no
-infrastructure, through `services/common/hardware/instance_types.py`, and everything else through this module. Its
-facts are those of EC2's DescribeInstanceTypes and DescribeInstanceTypeOfferings, to which a test holds them. The memory
-of a Trainium2 and the peaks of Trainium come from AWS Neuron's documentation, the peaks of GPUs from
-`services/common/hardware/gpu_peaks.py`; `pod` and the prices are our own. Instance types with GPUs serve the trainer's
-plan alone: no stack makes nodes of them.
-`file_system` in the same file is no shape: see `services/common/hardware/lustre.py`.
+`shapes.json` is the only such table. Terraform reads it with `jsondecode`, the services through
+`services/common/hardware/instance_types.py`, and everything else through this module. Its facts are those of EC2's
+DescribeInstanceTypes and DescribeInstanceTypeOfferings; a test compares them. The memory of a Trainium2 and the peaks
+of Trainium come from AWS Neuron's documentation, the peaks of GPUs from `services/common/hardware/gpu_peaks.py`; `pod`
+and the choice of prices are our own. Instance types with GPUs serve only the trainer's plan: no stack makes such nodes.
+`services/common/hardware/lustre.py` describes `file_system` in the same file.
 """
 
 from __future__ import annotations
@@ -25,75 +24,74 @@ SHAPES_JSON = Path(__file__).parent / "shapes.json"
 
 @dataclass(frozen=True)
 class PodRoom:
-    """What a node leaves to the one pod of a stage on it, after the system, kubelet and the daemons of every node."""
+    """Resources of a node that are left for a stage's pod after the system, the kubelet and the daemons."""
 
     cpus: int
     memory_gib: int
     storage_gib: int
-    """Of the node's own disk, which images and logs share."""
+    """Space on the node's own disk, which images and logs share."""
     huge_pages_gib: int
-    """In pages of 2 MiB, which the EFA driver reserves at boot; 0 where there is none."""
+    """Memory in pages of 2 MiB, which the EFA driver reserves at boot; 0 without EFA."""
     shared_memory_gib: int
-    """Of `memory_gib`, what the workers of a pod on Trainium share in /dev/shm; 0: no pod there has one of its own."""
+    """Part of `memory_gib` that a pod's workers share in /dev/shm; 0 if pods there get no /dev/shm of their own."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """A hint: it differs by region, and nobody keeps it up to date."""
+    """An approximate price, which differs by region and is not kept up to date."""
 
     dollars_per_hour: float
-    """Of a node on demand."""
+    """Price of a node on demand."""
     region: str
     source: str
     dated: str
-    """Year and month."""
+    """Year and month, as in 2026-06."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One instance type."""
+    """An EC2 instance type."""
 
     name: str
     vcpus: int
     memory_gib: int
     architecture: str
-    """As EC2 calls it: x86_64 or arm64."""
+    """EC2's name of the processor architecture: x86_64 or arm64."""
     neuron_devices: int
-    """Chips; the resource aws.amazon.com/neuron counts them."""
+    """Number of Neuron chips, which the resource aws.amazon.com/neuron counts."""
     neuron_cores: int
-    """Physical NeuronCores of the node."""
+    """Number of physical NeuronCores."""
     logical_core_size: int | None
-    """Physical NeuronCores that make one logical by default (Neuron's LNC); None where there is no choice."""
+    """Default number of physical NeuronCores per logical one (Neuron's LNC); None if there is no choice."""
     gpus: int
-    """NVIDIA GPUs of the node, each for one worker; such a type is known to plans, and no pod runs there."""
+    """Number of NVIDIA GPUs, each for one worker. Types with GPUs serve only plans; no pod runs there."""
     device_memory_gib: int
-    """Memory of one chip or GPU."""
+    """Memory of one Neuron chip or GPU."""
     peak_bf16_tflops: float
-    """Of the node, dense."""
+    """Dense peak of the whole node."""
     network_cards: int
     efa_cards: int
-    """Interfaces with EFA at most, one a card; the resource vpc.amazonaws.com/efa counts them."""
+    """Maximum number of EFA interfaces, one per card, which the resource vpc.amazonaws.com/efa counts."""
     interfaces_per_card: int
     nvme_gb: int
     huge_pages_gib: int | None
-    """What of the node's memory the EFA driver reserves at boot, in pages of 2 MiB; None where nobody has looked, for
-    no pod runs there."""
+    """Memory in pages of 2 MiB that the EFA driver reserves at boot; None if unknown, because no pod runs there."""
     supports_capacity_block: bool
     supports_placement_group: bool
     zone_ids: dict[str, tuple[str, ...]]
-    """By region, in the regions that have Trainium. Ids, because zones' names differ from account to account."""
+    """Zone ids by region, for the regions with Trainium. Zone names differ between accounts, ids do not."""
     pod: PodRoom | None
-    """None: no stage runs there."""
+    """Resources of a stage's pod; None if no stage runs on this type."""
     price: Price
 
     @property
     def pod_resources(self) -> Resources:
-        """What a stage's pod takes: the whole node, so that pods and nodes are as many.
+        """Resources of a stage's pod, which takes the whole node, so that each pod has its own node.
 
-        Raises `RecipeError` for a shape that no stage runs on.
+        Raises `RecipeError` for a type on which no stage runs.
         """
         if self.pod is None:
-            raise RecipeError(f"no stage runs on {self.name}: infra/shapes.json does not say what it leaves to a pod")
+            raise RecipeError(f"no stage runs on {self.name}: infra/shapes.json has no `pod` resources for it")
         return Resources(
             cpus=self.pod.cpus,
             memory_gib=self.pod.memory_gib,
@@ -108,7 +106,7 @@ class Shape:
 
 @cache
 def read_shapes() -> dict[str, Shape]:
-    """The table, by instance type."""
+    """The table of instance types, by name."""
     table = json.loads(SHAPES_JSON.read_text(encoding="utf-8"))["shapes"]
     return {name: _read_shape(name, facts) for name, facts in table.items()}
 
@@ -118,7 +116,7 @@ def find_shape(name: str) -> Shape:
     shapes = read_shapes()
     if name not in shapes:
         raise RecipeError(
-            f"instance type {name!r} is not in infra/shapes.json, which has {', '.join(shapes)}: add it there"
+            f"instance type {name!r} is not in infra/shapes.json, which lists {', '.join(shapes)}. Add it there"
         )
     return shapes[name]
 

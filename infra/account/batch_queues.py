@@ -1,4 +1,4 @@
-"""What AWS Batch has of a stack: job queues, the compute environments behind them, their jobs, and job definitions."""
+"""Reads a stack's job queues, compute environments, jobs and job definitions from AWS Batch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ACTIVE_STATUSES = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING")
 
 @dataclass(frozen=True)
 class ComputeEnvironment:
-    """Where Batch starts the nodes of a queue."""
+    """A compute environment, in which Batch starts the nodes of a queue."""
 
     name: str
     subnet_ids: tuple[str, ...]
     ami_ids: tuple[str, ...]
-    """Machine images that were chosen for its nodes; none: Batch takes its own."""
+    """Machine images chosen for its nodes; empty if Batch chooses."""
     problem: str
-    """Why it takes no job, in Batch's words; empty while it does."""
+    """Batch's explanation why the environment accepts no job; empty while it does."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Queue:
 
     name: str
     is_enabled: bool
-    """Does it take new jobs?"""
+    """Whether the queue accepts new jobs."""
     environment_arns: tuple[str, ...]
     problem: str
-    """Why it gives no job to nodes, in Batch's words; empty while it does."""
+    """Batch's explanation why the queue gives no job to nodes; empty while it does."""
 
 
 def list_queues(account: Account, stack: str) -> list[Queue]:
-    """Those that a stack made, by its tag."""
+    """The queues with the stack's tag."""
     found = account.pages("batch", "describe_job_queues", "jobQueues")
     return sorted((_read_queue(each) for each in found if _is_of(each, stack)), key=lambda queue: queue.name)
 
@@ -48,7 +48,7 @@ def find_queue(account: Account, name: str) -> Queue | None:
 
 
 def list_environments(account: Account, stack: str) -> list[ComputeEnvironment]:
-    """Those that a stack made, by its tag."""
+    """The compute environments with the stack's tag."""
     found = account.pages("batch", "describe_compute_environments", "computeEnvironments")
     return [_read_environment(each) for each in found if _is_of(each, stack)]
 
@@ -59,7 +59,7 @@ def environments_of(account: Account, queue: Queue) -> list[ComputeEnvironment]:
 
 
 def explain_queue(account: Account, name: str) -> str:
-    """Why a queue takes no job to its nodes; empty while it does."""
+    """Explains why a queue gives no job to nodes; empty while it does."""
     queue = find_queue(account, name)
     if queue is None:
         return f"job queue {name} does not exist in {account.region}: make infra-up STACK=batch makes it"
@@ -71,14 +71,14 @@ def explain_queue(account: Account, name: str) -> str:
 def list_job_ids(
     account: Account, queue: str, statuses: tuple[str, ...] = ACTIVE_STATUSES
 ) -> Iterator[tuple[str, str]]:
-    """Id and name of each job of a queue that Batch knows."""
+    """Id and name of each job in a queue."""
     for status in statuses:
         for each in account.pages("batch", "list_jobs", "jobSummaryList", jobQueue=queue, jobStatus=status):
             yield each["jobId"], each["jobName"]
 
 
 def list_definitions(account: Account, stack: str) -> list[str]:
-    """ARNs of the revisions that deployments registered, and that can still be run."""
+    """ARNs of the active revisions that deployments registered."""
     return [
         each["jobDefinitionArn"]
         for stage in STAGES
@@ -116,8 +116,8 @@ def _read_environment(found: dict[str, Any]) -> ComputeEnvironment:
 
 
 def _explain_state(what: str, name: str, found: dict[str, Any]) -> str:
-    """The words for it are ENABLED and VALID, in full: INVALID has VALID in it, too."""
+    """Explains any state but ENABLED and VALID. Whole words are compared, because INVALID contains VALID."""
     if (found["state"], found["status"]) == ("ENABLED", "VALID"):
         return ""
-    reason = found.get("statusReason") or "Batch says no more"
+    reason = found.get("statusReason") or "Batch gives no reason"
     return f"{what} {name} is {found['state']} and {found['status']}: {reason}"

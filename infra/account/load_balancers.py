@@ -1,4 +1,4 @@
-"""Load balancers of an account, and the Services of a cluster for which its controllers made them."""
+"""Lists an account's load balancers, and the Kubernetes Services for which controllers made them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from infra.account.session import Account
 CLUSTER_TAGS = {"kubernetes.io/cluster/{cluster}": None, "elbv2.k8s.aws/cluster": "{cluster}"}
 SERVICE_TAGS = ("kubernetes.io/service-name", "service.k8s.aws/stack")
 BATCH = 20
-"""Load balancers whose tags AWS tells in one answer."""
+"""Number of load balancers whose tags AWS returns in one answer."""
 
 
 @dataclass(frozen=True)
 class LoadBalancer:
-    """One of either API: Elastic Load Balancing's second, or its first, whose load balancers are called classic."""
+    """A load balancer of either version of Elastic Load Balancing's API; those of the first are called classic."""
 
     name: str
     arn: str
-    """Empty for a classic one, which AWS knows by its name."""
+    """Empty for a classic load balancer, which AWS identifies by name."""
     vpc: str
     tags: dict[str, str]
 
@@ -30,11 +30,11 @@ class LoadBalancer:
 
     @property
     def service(self) -> str:
-        """Namespace and name of its Service, a slash between them; empty where no tag tells."""
+        """The Service as NAMESPACE/NAME; empty if no tag names it."""
         return next((self.tags[each] for each in SERVICE_TAGS if each in self.tags), "")
 
     def is_of(self, cluster: str) -> bool:
-        """Did a controller of this cluster make it?"""
+        """Whether a controller of this cluster made the load balancer."""
         wanted = {key.format(cluster=cluster): value for key, value in CLUSTER_TAGS.items()}
         return any(
             key in self.tags and (value is None or self.tags[key] == value.format(cluster=cluster))
@@ -43,7 +43,7 @@ class LoadBalancer:
 
 
 def list_load_balancers(account: Account) -> Iterator[LoadBalancer]:
-    """All of the account in its region, with two questions to AWS and one more for each 20 of them."""
+    """Lists all load balancers in the account's region, in two requests and another one per 20 load balancers."""
     newer = {
         each["LoadBalancerArn"]: each for each in account.pages("elbv2", "describe_load_balancers", "LoadBalancers")
     }

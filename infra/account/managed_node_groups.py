@@ -1,4 +1,4 @@
-"""The managed node groups of a cluster: whose they are, and the pool of each."""
+"""Reads a cluster's managed node groups, with their owners and pools."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from botocore.exceptions import ClientError
 
 from infra.account.session import STACK_TAG, Account, is_absent
 
-# As the stack and k8s/ spell them; the contract test holds all three together.
+# The stack and k8s/ have the same label and pools; a contract test compares them.
 POOL_LABEL = "millrace.dev/pool"
 CORE, TRAINIUM = "core", "trainium"
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """One of them, with its size as it is asked for."""
+    """A managed node group and its desired size."""
 
     name: str
     pool: str
-    """Which stages' pods come here; empty where no label says it."""
+    """Pool of the stages whose pods run on the group; empty without the label."""
     stack: str
-    """Name of the stack whose terraform made the group, by its tag; empty where somebody else made it."""
+    """Name of the stack that made the group, from its tag; empty if somebody else made it."""
     subnet_ids: tuple[str, ...]
     desired_nodes: int
     min_nodes: int
     ami_release: str
-    """Of its machine image, such as 1.34.7-20260505; empty where EKS does not tell it."""
+    """Release of the machine image, such as 1.34.7-20260505; empty if EKS does not report it."""
 
 
 def list_node_groups(account: Account, cluster: str) -> list[NodeGroup]:
-    """All but those that somebody else deletes at this moment."""
+    """Lists all node groups, except those that disappear while they are read."""
     names = account.pages("eks", "list_nodegroups", "nodegroups", clusterName=cluster)
     return [found for name in names if (found := _find(account, cluster, name))]
 

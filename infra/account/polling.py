@@ -1,4 +1,4 @@
-"""Waiting for things in the account to go."""
+"""Waits until resources are gone from the account."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ POLL_SECONDS = 10.0
 
 
 def wait_until_none(what: str, find: Callable[[], list[str]], timeout_seconds: float, advice: str) -> None:
-    """Until `find` finds none; a change of what it waits for is printed.
+    """Waits until `find` returns nothing, and prints what is left whenever that changes.
 
-    Raises `TryAgain` with the advice where some are left at the end.
+    Raises `TryAgain` with the advice if some are left after `timeout_seconds`.
     """
     deadline = time.monotonic() + timeout_seconds
     said = ""
     while left := find():
-        state = f"waiting     for {what} to go: {shorten(left)}"
+        state = f"waiting     until these {what} are gone: {shorten(left)}"
         if state != said:
             print(state, flush=True)
             said = state
         if time.monotonic() > deadline:
             raise TryAgain(
-                f"{what} are still there after {timeout_seconds:.0f} s: {', '.join(left)}. {advice}. The same command "
-                f"continues"
+                f"{what} are not gone after {timeout_seconds:.0f} s: {', '.join(left)}. {advice}. Run the same command "
+                f"again to continue"
             )
         time.sleep(POLL_SECONDS)
 
 
 def shorten(names: list[str]) -> str:
-    """The first five of them, and how many more there are."""
+    """The first five names, and the number of the others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,4 +1,4 @@
-"""Who asks AWS, and where: boto3's clients of one region, and the errors that a user can act on."""
+"""Makes boto3 clients for one region, and turns their errors into ones that a user can act on."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from botocore.exceptions import (
 
 from services.common.errors import DeviceError, TryAgain
 
-STACK_TAG = "millrace.dev/stack"  # on everything that terraform makes; its value is the stack's name
-SIGN_IN = "aws sts get-caller-identity shows who you are; aws sso login, AWS_PROFILE or AWS_ACCESS_KEY_ID sign in"
+STACK_TAG = "millrace.dev/stack"  # terraform tags everything that it makes with the stack's name
+SIGN_IN = (
+    "aws sts get-caller-identity shows your principal; aws sso login, AWS_PROFILE or AWS_ACCESS_KEY_ID choose another"
+)
 DENIED = (
     "AccessDenied",
     "AccessDeniedException",
@@ -44,7 +46,7 @@ EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired")
 
 
 class Account:
-    """Clients are made once each. AWS_ENDPOINT_URL points them elsewhere, as it does every tool of AWS."""
+    """An AWS account in one region. AWS_ENDPOINT_URL sends its requests elsewhere, as for every AWS tool."""
 
     def __init__(self, region: str) -> None:
         self.region = region
@@ -59,36 +61,39 @@ class Account:
         return self._clients[service]
 
     def pages(self, service: str, operation: str, key: str, **arguments: Any) -> Iterator[Any]:
-        """Every item below `key` of every page of an answer."""
+        """Yields every item under `key` in every page of an answer."""
         for page in self.client(service).get_paginator(operation).paginate(**arguments):
             yield from page[key]
 
 
 @contextmanager
 def explaining_refusals(what: str) -> Iterator[None]:
-    """Turn no credentials, no rights and no network into an error that says what to do."""
+    """Turns missing credentials, rights and networks into errors that say what to do; `what` names the attempt.
+
+    Raises `DeviceError`, or `TryAgain` if AWS is busy or does not answer.
+    """
     try:
         yield
     except NOT_SIGNED_IN as error:
-        raise DeviceError(f"{what}: no credentials for AWS ({error}). {SIGN_IN}") from error
+        raise DeviceError(f"{what}: no AWS credentials ({error}). {SIGN_IN}") from error
     except (EndpointConnectionError, HTTPClientError) as error:
         raise TryAgain(
-            f"{what}: AWS does not answer: {error}. Is there a network, and is AWS_ENDPOINT_URL right?"
+            f"{what}: AWS does not answer: {error}. Check the network and AWS_ENDPOINT_URL, then try again"
         ) from error
     except ClientError as error:
         code = error.response["Error"]["Code"]
         if code in EXPIRED:
-            raise DeviceError(f"{what}: the credentials have expired. {SIGN_IN}") from error
+            raise DeviceError(f"{what}: the AWS credentials have expired. {SIGN_IN}") from error
         if code in DENIED:
             raise DeviceError(
-                f"{what}: refused by AWS, {error}. Your principal lacks the right that it names. {SIGN_IN}"
+                f"{what}: AWS refused the request: {error}. Your principal lacks the permission it names. {SIGN_IN}"
             ) from error
         if code in BUSY or error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
-            raise TryAgain(f"{what}: AWS is busy or broken: {error}. Try again in a minute") from error
+            raise TryAgain(f"{what}: AWS is overloaded or failing: {error}. Try again in a minute") from error
         raise DeviceError(f"{what}: {error}") from error
 
 
 def is_absent(error: ClientError) -> bool:
-    """Does AWS say that there is no such thing?"""
+    """Whether AWS says that the resource does not exist."""
     code = error.response["Error"]["Code"]
     return "NotFound" in code or code in ("NoSuchBucket", "NoSuchEntity")

@@ -1,4 +1,4 @@
-"""The add-ons brought onto the cluster with helm, compared with what is there, and removed."""
+"""Installs, compares and removes the cluster's add-ons with helm."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from infra.workloads.kubernetes_cluster import run_kubectl
 from services.common.errors import DeviceError
 
 REVISION = "rollme/helm-revision:"
-NOT_FOUND = "release: not found"  # helm's words, in versions 3 and 4
-DIFFERS = 1  # the exit code of kubectl diff where there is a difference
-# JSON: kubectl 1.34 prints several objects as YAML without a line between them, and the last alone would be applied.
+NOT_FOUND = "release: not found"  # what helm 3 and 4 print
+DIFFERS = 1  # exit code of kubectl diff if there is a difference
+# JSON, because kubectl 1.34 prints several objects as YAML without separators, and only the last would be applied.
 MARK_CRDS = ["label", "--local", "--filename", "-", "--output", "json", f"{MARK}={MARKED}"]
-# Server-side, as definitions are too long for the annotation of a client's apply; helm owns what it once created.
+# Server-side, because the definitions are too long for the annotation of a client-side apply; with force, because helm
+# owns the fields that it created.
 APPLY_CRDS = ["apply", "--server-side", "--force-conflicts", "--filename", "-"]
 DIFF_CRDS = ["diff", "--server-side", "--force-conflicts", "--filename", "-"]
 
 
 def install_releases(releases: list[Release], is_dry_run: bool) -> None:
-    """Install or upgrade these, in order; stops at the first that fails. A dry run prints the commands alone.
+    """Installs or upgrades the releases in order, and stops at the first failure. A dry run only prints the commands.
 
-    Raises `DeviceError` before anything is installed where somebody else has one of them on the cluster already.
+    Raises `DeviceError`, before anything is installed, if somebody else has installed one of the add-ons.
     """
     if is_dry_run:
         for release in releases:
@@ -41,45 +42,45 @@ def install_releases(releases: list[Release], is_dry_run: bool) -> None:
         if release.crds == IN_FOLDER:
             print(run_kubectl(APPLY_CRDS, _read_crds(helm, release)), end="", flush=True)
         if exit_code := run_to_its_end([helm, *release.install]):
-            raise _failure(release, exit_code, "was rolled back, those before it stay")
+            raise _failure(release, exit_code, "was rolled back; the add-ons before it stay")
 
 
 def remove_releases(releases: list[Release], installed: list[Installed], own_namespaces: Collection[str]) -> None:
-    """The last one first, of those that `make addons` installed; what else is installed is named and left.
+    """Removes the releases that `make addons` installed, in reverse order; prints and leaves all others.
 
-    One is left, too, while objects of its kinds are in other namespaces than these: its programs serve them, and helm
-    deletes what a chart's templates define, with every object of it.
+    Also leaves an add-on while other namespaces than `own_namespaces` have objects of its kinds: its programs serve
+    these objects, and helm would delete the definitions in a chart's templates, with every object of the kind.
     """
     helm = find_helm()
     ours = {(each.namespace, each.name) for each in installed if each.is_ours}
     for each in installed:
         if not each.is_ours:
-            print(f"left        {each}: somebody else's", flush=True)
+            print(f"left        {each}: not installed by make addons", flush=True)
     for release in reversed(releases):
         if (release.namespace, release.name) not in ours:
             continue
         if users := find_users(release, own_namespaces, ours):
-            print(f"left        add-on {release.name}, which others use: {shorten(users)}", flush=True)
+            print(f"left        add-on {release.name}, which others use with {shorten(users)}", flush=True)
             continue
         print(f"removing    {release.name} from {release.namespace}", flush=True)
         if exit_code := run_to_its_end([helm, *release.uninstall]):
-            raise _failure(release, exit_code, "may still be there")
+            raise _failure(release, exit_code, "may still be installed")
 
 
 def compare_releases(releases: list[Release]) -> bool:
-    """Print what `install_releases` would change, as a diff of manifests; True where that is anything.
+    """Prints what `install_releases` would change, as a diff of manifests. Returns whether anything would change.
 
-    The cluster renders both sides, so that what a chart asks of its API is the same.
+    The cluster renders both sides, so a chart that queries the cluster's API gets the same answers for both.
     """
     is_changed = False
     others = find_others(releases, list_installed())
     for release in releases:
         if release.name in others:
-            print(f"{release.name} {release.version}: make addons leaves it out, as somebody else installed it")
+            print(f"{release.name} {release.version}: skipped, because make addons did not install it")
             print("".join(f"  {each}\n" for each in others[release.name]), end="")
             continue
         difference = list(_differences(release))
-        print(f"{release.name} {release.version}: {'would change' if difference else 'as it is installed'}")
+        print(f"{release.name} {release.version}: {'would change' if difference else 'is installed like this'}")
         print("".join(f"{line}\n" for line in difference), end="")
         is_changed = is_changed or bool(difference)
     return is_changed
@@ -93,10 +94,10 @@ def _require_place(releases: list[Release]) -> None:
     free = [release.name for release in releases if release.name not in others]
     only = f"make addons ONLY={','.join(free)} installs the others. " if free else ""
     raise DeviceError(
-        f"{' and '.join(others)}: on the cluster already, and not by make addons; two of one add-on undo each other's "
-        f"work. Nothing was installed:{''.join(lines)}\n{only}docs/operations/existing-cluster.md says which versions "
-        f"and settings of yours Millrace takes. A release that is to be make addons' from now on: kubectl --namespace "
-        f"NAMESPACE label secret --selector owner=helm,name=RELEASE {MARK}={MARKED}"
+        f"{' and '.join(others)}: already on the cluster, but not installed by make addons. Two installations of an "
+        f"add-on undo each other's work, so nothing was installed:{''.join(lines)}\n{only}"
+        f"docs/operations/existing-cluster.md says which versions and settings Millrace needs. To let make addons take "
+        f"over a release: kubectl --namespace NAMESPACE label secret --selector owner=helm,name=RELEASE {MARK}={MARKED}"
     )
 
 
@@ -108,10 +109,10 @@ def _describe_commands(release: Release) -> Iterator[str]:
 
 
 def _read_crds(helm: str, release: Release) -> str:
-    """The definitions of the chart's folder crds/, each with the label of what `make addons` installed."""
+    """Prints the definitions in the chart's folder crds/, each with the label that `make addons` sets."""
     shown = _read([helm, *release.show_crds])
     if shown.returncode:
-        raise _failure(release, shown.returncode, "has definitions of kinds that could not be read", shown.stderr)
+        raise _failure(release, shown.returncode, "has unreadable custom resource definitions", shown.stderr)
     return run_kubectl(MARK_CRDS, shown.stdout)
 
 
@@ -131,12 +132,12 @@ def _differences(release: Release) -> Iterator[str]:
 
 
 def _comparable(manifest: str) -> list[str]:
-    """Its lines but for the number of the release's revision, which Volcano's chart writes into a pod."""
+    """The manifest's lines without the release's revision number, which Volcano's chart writes into a pod."""
     return [line for line in manifest.strip().splitlines() if REVISION not in line]
 
 
 def _count_differences(difference: str) -> Iterator[str]:
-    """A line a definition, of what kubectl diff prints: those of KubeRay have 71,000 lines."""
+    """Counts the changed lines of each definition in a kubectl diff; KubeRay's definitions have 71,000 lines."""
     changes: dict[str, list[str]] = {}
     name = ""
     for line in difference.splitlines():
@@ -146,7 +147,7 @@ def _count_differences(difference: str) -> Iterator[str]:
         elif line.startswith(("+", "-")) and not line.startswith("--- "):
             changes.setdefault(name, []).append(line[0])
     for name, signs in changes.items():
-        yield f"definition {name}: {signs.count('+')} lines come, {signs.count('-')} go"
+        yield f"definition {name}: {signs.count('+')} lines added, {signs.count('-')} removed"
 
 
 def _read(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -154,8 +155,8 @@ def _read(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _failure(release: Release, exit_code: int, outcome: str, words: str = "") -> DeviceError:
-    said = f": {words.strip()}" if words else "; its words are above"
+    said = f": {words.strip()}" if words else "; its output is above"
     return DeviceError(
-        f"helm ended with {exit_code}{said}. {release.name} {outcome}. The same command continues; "
+        f"helm ended with {exit_code}{said}. {release.name} {outcome}. Run the same command again to continue; "
         f"kubectl -n {release.namespace} get pods,events shows what a release waits for"
     )

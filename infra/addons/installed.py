@@ -1,6 +1,6 @@
-"""What of the add-ons is on the cluster already: whose it is, and who else uses it.
+"""Finds the add-ons that are already on the cluster, who installed them, and who uses them.
 
-helm is the user's: nothing here downloads it, and it talks to the cluster of KUBECONFIG as kubectl does.
+The user installs helm; like kubectl it talks to the cluster of KUBECONFIG.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from services.common.errors import DeviceError
 
 Thing = dict[str, Any]
 PART_OF, MILLRACE = "app.kubernetes.io/part-of", "millrace"  # on every object of k8s/base
-# Volcano makes these queues by itself.
+# Volcano itself makes these queues.
 BUILT_IN_QUEUES = ("default", "root")
-# All but releases that were removed, whose history alone is there. helm 4 has no --all.
+# All states except that of removed releases whose history is kept. helm 4 has no --all.
 STATES = ("--deployed", "--failed", "--pending", "--uninstalling")
 
 
 @dataclass(frozen=True)
 class Installed:
-    """A helm release that is on the cluster."""
+    """A helm release on the cluster."""
 
     name: str
     namespace: str
     chart: str
-    """Name and version in one, as helm shows it: `volcano-1.14.1`."""
+    """Name and version as helm prints them, such as `volcano-1.14.1`."""
     is_ours: bool
-    """Did `make addons` install it?"""
+    """Whether `make addons` installed it."""
 
     def __str__(self) -> str:
         return f"helm release {self.name} in {self.namespace} ({self.chart})"
 
 
 def list_installed() -> list[Installed]:
-    """The releases of all namespaces. Raises `DeviceError` without helm, or with its words where it cannot tell."""
+    """The releases in all namespaces. Raises `DeviceError` if helm is missing or fails."""
     ours = {(each["namespace"], each["name"]) for each in _list_releases("--selector", f"{MARK}={MARKED}")}
     return [
         Installed(each["name"], each["namespace"], each["chart"], (each["namespace"], each["name"]) in ours)
@@ -50,10 +50,10 @@ def list_installed() -> list[Installed]:
 
 
 def find_others(releases: list[Release], installed: list[Installed]) -> dict[str, list[str]]:
-    """What somebody else has in the place of these add-ons, in words, by the add-on's name.
+    """Describes what somebody else has installed of these add-ons, by the add-on's name.
 
-    An add-on is left out where `make addons` installed it, and where nothing is in its place: no release of its name or
-    chart, no program of its images, and no definition of its kinds.
+    The answer leaves out add-ons that `make addons` installed, and those of which the cluster has nothing: no release
+    with their name or chart, no program that runs their images, no definition of their kinds.
     """
     ours = {(each.namespace, each.name) for each in installed if each.is_ours}
     wanted = [release for release in releases if (release.namespace, release.name) not in ours]
@@ -70,7 +70,7 @@ def find_others(releases: list[Release], installed: list[Installed]) -> dict[str
 
 
 def find_users(release: Release, own_namespaces: Collection[str], ours: Collection[tuple[str, str]]) -> list[str]:
-    """Objects of an add-on's kinds that are neither Millrace's nor an add-on's: they would be without it."""
+    """Objects of an add-on's kinds that belong neither to Millrace nor to an add-on, and depend on this add-on."""
     kinds = [kind for group in release.groups for kind in list_kinds(group)]
     return [
         f"{each['kind']} {'/'.join(filter(None, (each['metadata'].get('namespace'), each['metadata']['name'])))}"
@@ -85,8 +85,8 @@ def find_helm() -> str:
     helm = shutil.which("helm")
     if helm is None:
         raise DeviceError(
-            "no helm on PATH, and it installs the cluster's add-ons. Get 3.13 or newer from "
-            "https://helm.sh/docs/intro/install, or let Argo CD install them: make -s addons-argocd"
+            "no helm on PATH, which installs the cluster's add-ons. Get 3.13 or newer from "
+            "https://helm.sh/docs/intro/install"
         )
     return helm
 
@@ -96,8 +96,8 @@ def _list_releases(*options: str) -> list[Thing]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise DeviceError(
-            f"helm list ended with {done.returncode}: {done.stderr.strip()}. Which add-ons are on the cluster is not "
-            f"known, and none was installed or removed. kubectl get namespaces shows whether the cluster answers"
+            f"helm list ended with {done.returncode}: {done.stderr.strip()}. Without the list of releases no add-on "
+            f"was installed or removed. kubectl get namespaces shows whether the cluster answers"
         )
     found: list[Thing] = json.loads(done.stdout or "[]") or []
     return found
@@ -125,11 +125,11 @@ def _definitions_of(release: Release, definitions: list[Thing], known: Collectio
         and (each["metadata"].get("labels") or {}).get(MARK) != MARKED
         and release_of(each) not in known
     ]
-    return [f"definitions of its kinds without a release: {', '.join(names)}"] if names else []
+    return [f"custom resource definitions without a release: {', '.join(names)}"] if names else []
 
 
 def _repository_of(image: str) -> str:
-    """The image's name without tag and digest; a port before the first slash is none of either."""
+    """The image's name without tag and digest. A port, before the first slash, stays."""
     path, slash, last = image.partition("@")[0].rpartition("/")
     return f"{path}{slash}{last.partition(':')[0]}"
 

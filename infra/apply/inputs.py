@@ -1,11 +1,12 @@
-"""What a user chose: the stack's variables, from their file and the defaults of `variables.tf`, or from a plan."""
+"""Reads the values of a stack's variables, from the user's files and the variables' defaults or from a plan."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,85 +15,86 @@ import hcl2
 from lark.exceptions import LarkError
 
 from infra.apply.terraform import STACK
-from infra.cost.estimate import Sizes
+from infra.aws_releases import read_standard_support_end
+from infra.cost.estimate import ControlPlane, Sizes
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
 from services.common.hardware.lustre import LustreSize, default_lustre_size
 from services.common.input.files import read_file
 
-REPOSITORIES = "millrace"  # of both stacks; the contract test holds it to theirs
-VARIABLES_FILE = "terraform.tfvars"  # terraform reads it by itself
-ENDPOINTS = 10  # of modules/network, in one zone; a test counts them
+REPOSITORIES = "millrace"  # as in infra/stacks/common.tf; a contract test compares them
+VARIABLES_FILE = "terraform.tfvars"  # terraform reads it without being asked to
+ENDPOINTS = 10  # interface endpoints of modules/network, in one zone; a test counts them
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Those variables that the commands need; the rest is terraform's alone."""
+    """Values of the variables that the commands need. Terraform alone reads the others."""
 
     region: str
     name: str
     zone_id: str
-    """Of the Trainium nodes."""
+    """Availability zone of the Trainium nodes."""
     trainium_shape: str
     trainium_max_nodes: int
     cpu_shape: str
     cpu_max_nodes: int
     has_cluster: bool
-    """An EKS cluster, with core nodes; else the nodes are AWS Batch's."""
+    """True for an EKS cluster, which has core nodes; False for AWS Batch."""
     kubernetes_version: str
-    """Minor version of the cluster, such as 1.34; empty without one."""
+    """Minor version of the cluster, such as 1.34; empty without a cluster."""
     kubernetes_support: str
-    """STANDARD or EXTENDED, as EKS' upgrade policy has it; empty without a cluster."""
+    """EKS' upgrade policy, STANDARD or EXTENDED; empty without a cluster."""
     addon_versions: dict[str, str]
-    """Pins of EKS' add-ons."""
+    """Pinned versions of EKS add-ons, by add-on."""
     ami_release: str
-    """Release of EKS' machine image with Neuron; empty: the default of `aws_releases.json`."""
+    """Release of EKS' machine image with Neuron; empty for the default of `aws_releases.json`."""
     ami_id: str
-    """Machine image of Batch's Trainium nodes; empty: the default of `aws_releases.json`."""
+    """Machine image of Batch's Trainium nodes; empty for the default of `aws_releases.json`."""
     core_shape: str
     core_nodes: int
     subnet_id: str
-    """Subnet that is given; empty: the stack makes the network, with its NAT gateway."""
+    """An existing subnet; empty if the stack makes the network, with its NAT gateway."""
     capacity_kind: str
     """on_demand, reservation or capacity_block."""
     reservation_id: str
     """Empty on demand."""
     capacity_ends_at: str
-    """RFC 3339; empty: it has no end."""
+    """RFC 3339; empty if the capacity does not end."""
     fsx: LustreSize | None
-    """Size of the file system that the stack makes; None where it makes none."""
+    """Size of the file system that the stack makes; None if it makes none."""
     budget_monthly_dollars: float | None
-    """None: there is no budget."""
+    """Monthly budget of the whole account; None without a budget."""
     interface_endpoints: int
-    """How many there are, in one zone."""
+    """Number of interface endpoints, all in one zone."""
     repositories: str
-    """What is before a stage in the name of its repository."""
+    """Prefix of the stages' names in ECR."""
     registry_id: str
-    """Account of a registry that is given; empty: the stack makes the repositories."""
+    """Account of an existing registry; empty if the stack makes the repositories."""
 
 
 def read_variables(given: Path | None, folder: Path = STACK) -> dict[str, Any]:
-    """Defaults, `terraform.tfvars`, TF_VAR_ and the given file, each on top of the one before, as terraform takes them.
+    """Values from the defaults, TF_VAR_, `terraform.tfvars` and the given file, the last one wins, as in terraform.
 
-    Raises `RecipeError` for a file that is no HCL.
+    Raises `RecipeError` for a file that is no HCL, and for a variable or attribute that the stack does not declare.
     """
+    declared = _read_declarations(folder)
     values: dict[str, Any] = {}
-    for name, variable in _declared(folder / "variables.tf").items():
+    for name, variable in declared.items():
         if "default" in variable:
             values[name] = variable["default"]
         if f"TF_VAR_{name}" in os.environ:
             values[name] = _environment_value(os.environ[f"TF_VAR_{name}"])
-    for path in (folder / VARIABLES_FILE, *sorted(folder.glob("*.auto.tfvars")), given):
-        if path and path.is_file():
-            values |= _load(path)
-        elif path and path == given:
-            raise RecipeError(f"VARS={path}: no such file; it is a .tfvars with values for {folder}/variables.tf")
+    for path in _list_files(given, folder):
+        loaded = _load(path)
+        _require_declared(path, loaded, declared, folder)
+        values |= loaded
     return complete_variables(values, folder)
 
 
 def complete_variables(values: Mapping[str, Any], folder: Path = STACK) -> dict[str, Any]:
-    """With the attributes that `optional` gives an object; a plan shows variables without them."""
-    types = {name: str(each.get("type", "")) for name, each in _declared(folder / "variables.tf").items()}
+    """Adds the attributes that `optional` gives an object, because a plan shows variables without them."""
+    types = {name: str(variable.get("type", "")) for name, variable in _read_declarations(folder).items()}
     return {
         name: _optional_attributes(types.get(name, "")) | value if isinstance(value, dict) else value
         for name, value in values.items()
@@ -100,12 +102,12 @@ def complete_variables(values: Mapping[str, Any], folder: Path = STACK) -> dict[
 
 
 def read_inputs(variables: Mapping[str, Any], needs_place: bool = True, folder: Path = STACK) -> Inputs:
-    """Raises `RecipeError` that names what is not chosen yet; without `needs_place`, region and zone may be empty."""
+    """Picks what the commands need. With `needs_place` raises `RecipeError` if no region or zone is chosen yet."""
     lacking = [name for name in ("region", "zone_id") if not variables.get(name)]
     if lacking and needs_place:
         raise RecipeError(
-            f"{' and '.join(lacking)} not chosen: write it into {folder}/{VARIABLES_FILE}, or name a file with VARS=. "
-            f"infra/README.md has an example"
+            f"{' and '.join(lacking)}: no value. Write it into {folder}/{VARIABLES_FILE}, or name a file with VARS=; "
+            f"terraform.tfvars.example there is an example"
         )
     capacity = variables.get("capacity") or {}
     budget = (variables.get("budget") or {}).get("monthly_dollars")
@@ -142,7 +144,7 @@ def read_inputs(variables: Mapping[str, Any], needs_place: bool = True, folder: 
 
 
 def _read_lustre_size(chosen: Mapping[str, Any]) -> LustreSize:
-    """The size of the file system as both stacks complete it."""
+    """The chosen size, completed by the defaults that both stacks use."""
     default = default_lustre_size()
     return LustreSize(
         gib=int(chosen.get("gib") or default.gib),
@@ -151,7 +153,7 @@ def _read_lustre_size(chosen: Mapping[str, Any]) -> LustreSize:
 
 
 def _read_given(config: str | None, folder: Path) -> dict[str, str]:
-    """Values of the config.txt that names what is there already; terraform says what is wrong with one."""
+    """Values of the config.txt that names existing resources. Terraform checks them, nothing here does."""
     path = folder / config if config else None
     if not path or not path.is_file():
         return {}
@@ -165,11 +167,11 @@ def sizes_of(inputs: Inputs, trainium_nodes: int, cpu_nodes: int) -> Sizes:
         trainium_shape=find_shape(inputs.trainium_shape).name,
         trainium_nodes=trainium_nodes,
         capacity_kind=inputs.capacity_kind,
-        # How many are reserved, the account alone knows.
+        # Only the account knows the reservation's size.
         reserved_nodes=inputs.trainium_max_nodes if inputs.capacity_kind == "reservation" else 0,
         cpu_shape=inputs.cpu_shape,
         cpu_nodes=cpu_nodes,
-        control_planes=int(inputs.has_cluster),
+        control_plane=_control_plane_of(inputs) if inputs.has_cluster else None,
         core_shape=inputs.core_shape,
         core_nodes=inputs.core_nodes,
         nat_gateways=int(not inputs.subnet_id),
@@ -178,25 +180,65 @@ def sizes_of(inputs: Inputs, trainium_nodes: int, cpu_nodes: int) -> Sizes:
     )
 
 
+def _control_plane_of(inputs: Inputs) -> ControlPlane:
+    ends = read_standard_support_end(inputs.kubernetes_version)
+    return ControlPlane(inputs.kubernetes_version, inputs.kubernetes_support, ends)
+
+
 def _attribute(variables: Mapping[str, Any], name: str, attribute: str) -> Any:
     value = (variables.get(name) or {}).get(attribute)
     if value is None:
-        raise RecipeError(f"{name}.{attribute} is not chosen, and {STACK}/variables.tf has no default for it")
+        raise RecipeError(f"{name}.{attribute}: no value, and the stack declares no default for it")
     return value
 
 
-def _declared(path: Path) -> dict[str, dict[str, Any]]:
-    """Type and default of each variable."""
-    blocks = _parse(path).get("variable", []) if path.is_file() else []
+def _read_declarations(folder: Path) -> dict[str, dict[str, Any]]:
+    """Type and default of every variable that the root module declares, in whichever of its files."""
+    files = (path for path in sorted(folder.glob("*.tf")) if b'variable "' in read_file(path))
     return {
         _plain(name): {key: _plain(variable[key]) for key in ("type", "default") if key in variable}
-        for block in blocks
+        for path in files
+        for block in _parse(path).get("variable", [])
         for name, variable in block.items()
     }
 
 
+def _list_files(given: Path | None, folder: Path) -> list[Path]:
+    """Existing files of values, in terraform's order. Raises `RecipeError` if the given one does not exist."""
+    if given and not given.is_file():
+        raise RecipeError(f"VARS={given}: no such file; expected a .tfvars file for the stack {folder}")
+    files = [folder / VARIABLES_FILE, *sorted(folder.glob("*.auto.tfvars")), *([given] if given else [])]
+    return [path for path in files if path.is_file()]
+
+
+def _require_declared(
+    path: Path, values: Mapping[str, Any], declared: Mapping[str, dict[str, Any]], folder: Path
+) -> None:
+    """Refuses misspelt names: of a variable terraform only warns, and of an object's attribute it says nothing."""
+    for name, value in values.items():
+        if name not in declared:
+            raise RecipeError(_describe_unknown(path, name, declared, f"variable of the stack {folder}"))
+        attributes = _attributes_of(str(declared[name].get("type", "")))
+        for attribute in value if attributes and isinstance(value, dict) else ():
+            if attribute not in attributes:
+                raise RecipeError(_describe_unknown(path, f"{name}.{attribute}", attributes, f"attribute of {name}"))
+
+
+def _describe_unknown(path: Path, name: str, known: Iterable[str], kind: str) -> str:
+    last, names = name.rpartition(".")[2], sorted(known)
+    near = difflib.get_close_matches(last, names, n=1)
+    nearest = f" Did you mean {near[0]}?" if near else ""
+    return f"{path}: {name} is no {kind}.{nearest} Expected one of {', '.join(names)}"
+
+
+def _attributes_of(type_expression: str) -> list[str]:
+    """Names of an object's attributes; empty for any other type."""
+    is_object = type_expression.removeprefix("${").startswith("object(")
+    return re.findall(r"(\w+)\"?\s*[=:]\s*", type_expression) if is_object else []
+
+
 def _optional_attributes(type_expression: str) -> dict[str, Any]:
-    """Defaults inside of an object's type, `optional(number, 4)`; those that are literals."""
+    """The literal defaults in an object's type, such as `optional(number, 4)`."""
     found = re.findall(r"(\w+)\s*=\s*optional\(\w+,\s*([^(){}\[\]]+?)\)", type_expression)
     return {name: json.loads(literal) for name, literal in found}
 
@@ -210,12 +252,12 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         parsed: dict[str, Any] = hcl2.loads(read_file(path).decode())
     except LarkError as error:
-        raise RecipeError(f"{path} cannot be read: {error}. terraform fmt {path} says where") from error
+        raise RecipeError(f"{path} is no valid HCL: {error}. terraform fmt {path} shows the place") from error
     return parsed
 
 
 def _plain(value: Any) -> Any:
-    """As HCL means it: the parser leaves the quotes on texts, and adds entries of its own."""
+    """The value that HCL means: hcl2 leaves the quotes on strings and adds entries of its own."""
     if isinstance(value, dict):
         return {_plain(key): _plain(each) for key, each in value.items() if not str(key).startswith("__")}
     if isinstance(value, list):
@@ -226,5 +268,5 @@ def _plain(value: Any) -> Any:
 
 
 def _environment_value(text: str) -> Any:
-    """A text as it is, anything else as the HCL that it is."""
+    """The value of an environment variable: HCL for lists, objects and booleans, otherwise the text itself."""
     return _plain(hcl2.loads(f"value = {text}"))["value"] if text[:1] in "[{" or text in ("true", "false") else text

@@ -1,4 +1,4 @@
-"""`k8s/overlays/eks/settings.env`: what the manifests have to know of the account, from terraform's outputs."""
+"""Writes `k8s/overlays/eks/settings.env`, the account's ids and names for the manifests, from terraform's outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.common.input.files import read_file
 
 SETTINGS = Path(__file__).parents[2] / "k8s/overlays/eks/settings.env"
 PLACEHOLDER = "CHANGE-ME"
-# Each is terraform's output of that name in lower case.
+# Each key is the name of a terraform output in upper case.
 OF_THE_ACCOUNT = ("REGION", "CLUSTER_NAME", "REGISTRY", "FSX_ID", "FSX_DNS_NAME", "FSX_MOUNT_NAME")
 OF_THE_POOLS = (
     "TRAINIUM_SHAPE",
@@ -26,24 +26,24 @@ MAY_BE_EMPTY = ("CAPACITY_ENDS_AT",)
 
 
 def write_settings(outputs: Mapping[str, Any], path: Path = SETTINGS) -> None:
-    """Replace the values at once: a reader sees the old file or the new one. What else it says stays.
+    """Replaces the values atomically: a reader sees the old file or the new one. All other lines stay.
 
-    Raises `DeviceError` for an output that is lacking; then nothing is written.
+    Raises `DeviceError`, and writes nothing, if terraform lacks one of the outputs.
     """
     values = {key: outputs.get(key.lower()) for key in (*OF_THE_ACCOUNT, *OF_THE_POOLS, *MAY_BE_EMPTY)}
     lacking = [key.lower() for key, value in values.items() if value is None and key not in MAY_BE_EMPTY]
     if lacking:
         raise DeviceError(
-            f"terraform has no output {', '.join(lacking)}, so {path} stays as it is. Is everything in the stack "
-            f"applied? make infra-plan shows what is not"
+            f"terraform has no output {', '.join(lacking)}, so {path} was not changed. make infra-plan shows what of "
+            f"the stack is not applied yet"
         )
-    # An empty one is of a part that the user brings, such as a file system, and has written there.
+    # An output is empty if the user brings that resource, such as a file system, and has written its values there.
     made = {key: value for key, value in values.items() if value not in (None, "") or key in MAY_BE_EMPTY}
     _replace(path, {key: str(value or "") for key, value in made.items()})
 
 
 def forget_settings(path: Path = SETTINGS) -> None:
-    """What it named is gone: `make cluster-up` refuses to use it."""
+    """Replaces the values by placeholders, which `make cluster-up` refuses, once the resources are gone."""
     _replace(path, dict.fromkeys(OF_THE_ACCOUNT, PLACEHOLDER) | dict.fromkeys(MAY_BE_EMPTY, ""))
 
 
@@ -53,5 +53,5 @@ def _replace(path: Path, values: Mapping[str, str]) -> None:
         key = line.partition("=")[0]
         lines.append(f"{key}={left.pop(key)}" if key in left else line)
     lines += [f"{key}={value}" for key, value in left.items()]
-    # No quotes: kustomize takes them for a part of the value.
+    # Without quotes, because kustomize would take them as part of the value.
     write_durably(path, "".join(f"{line}\n" for line in lines).encode())

@@ -1,10 +1,10 @@
-"""Pools of nodes that an apply would start anew, and whether something runs on them.
+"""Refuses an apply that would replace the nodes of a pool while something runs on them.
 
-EKS answers to another launch template, machine image or version of Kubernetes by replacing the nodes of a group, and
-raises the group meanwhile by as many as may be away at a time (docs.aws.amazon.com/eks, managed-node-update-behavior):
-a gang of 16 loses its run, and asks for 16 nodes more, which a Capacity Block does not have. Batch ends the jobs of a
-compute environment that gets other nodes, or is replaced. AWS provider 5 has no word for EKS' update strategy MINIMAL,
-which would take the nodes first. So a pool is renewed while nothing runs on it, and terraform waits until then.
+If a node group gets another launch template, machine image or Kubernetes version, EKS replaces its nodes, and meanwhile
+raises the group by the maximum number of unavailable nodes (docs.aws.amazon.com/eks, managed-node-update-behavior): a
+gang of 16 nodes loses its run, and EKS asks for 16 more nodes, which a Capacity Block does not have. Batch ends the
+jobs of a compute environment that gets other nodes or is replaced. AWS provider 5 does not offer EKS' update strategy
+MINIMAL, which terminates nodes first. So a pool is replaced only while nothing runs on it.
 """
 
 from __future__ import annotations
@@ -20,43 +20,44 @@ from infra.preflight.requirement import Finding
 from infra.teardown.leftovers import list_pool_instances
 from infra.workloads.kubernetes_cluster import find_endpoint
 
-# What of a group, or of an environment, its nodes have from their start.
+# Arguments that nodes receive when they start.
 OF_NODES = {
     "aws_eks_node_group": ("launch_template", "version", "release_version"),
     "aws_batch_compute_environment": ("compute_resources",),
 }
-# What EKS and Batch change in place.
+# Arguments that EKS and Batch change in place.
 IN_PLACE = ("compute_resources.max_vcpus", "compute_resources.min_vcpus", "compute_resources.desired_vcpus")
 
 
 def list_renewed_pools(plan: Plan) -> list[str]:
-    """Addresses of the pools whose nodes, where there are any, would be ended."""
+    """Addresses of the pools whose nodes the plan would replace."""
     return [change.address for change in plan.changes if _is_renewal(change)]
 
 
 def judge_renewal(account: Account, inputs: Inputs, renewed: list[str]) -> list[Finding]:
-    """What has to end before these pools can be renewed; nothing where nothing runs on the stack."""
+    """Findings for the nodes and jobs that have to end before these pools are replaced; empty if there are none."""
     in_use = list(_nodes_in_use(account, inputs) if inputs.has_cluster else _jobs(account, inputs))
     if not in_use:
         return []
     target = "" if inputs.has_cluster else " TARGET=batch"
     return [
         Finding(
-            what="the plan would start nodes anew while the stack is in use",
+            what="the plan would replace nodes while the stack is in use",
             where=f"{inputs.name}, {account.region}; {', '.join(renewed)}",
-            got=what,
+            got=use,
             expected="no node of a stage, and no job",
             command=(
-                f"make stage-status{target} shows what runs; wait for it, or make stop-stage STAGE=...{target} lets it "
-                f"commit a checkpoint, from which the next deployment goes on. Then the same command"
+                f"make stage-status{target} shows what runs. Wait for it, or stop it: make stop-stage "
+                f"STAGE=...{target} lets a trainer commit a checkpoint, from which the next deployment resumes. Then "
+                f"run the same command again"
             ),
         )
-        for what in in_use
+        for use in in_use
     ]
 
 
 def _is_renewal(change: Change) -> bool:
-    """A pool that is only made ends no node."""
+    """Whether the change replaces nodes; a new pool has none."""
     kept = OF_NODES.get(type_of(change.address))
     if kept is None or change.actions == ("create",):
         return False
@@ -65,7 +66,7 @@ def _is_renewal(change: Change) -> bool:
 
 
 def _nodes_in_use(account: Account, inputs: Inputs) -> Iterator[str]:
-    """Nodes of stages, in groups of the stack. Those of the core are always there, and take turns while no other is."""
+    """Describes the stages' nodes in the stack's groups. Core nodes are always up, and EKS replaces them one by one."""
     if find_endpoint(account, inputs.name) is None:
         return
     for group in list_node_groups(account, inputs.name):

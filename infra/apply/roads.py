@@ -1,7 +1,7 @@
-"""The roads from an empty account to an exported model, on EKS and on Batch: each command in its order.
+"""Lists the commands from an empty account to an exported model, on EKS and on Batch, in order.
 
-`infra-up` prints what comes after it with the account's own values, and the pages print all of it with `EXAMPLE`'s. The
-names in braces are those of `Place`.
+`infra-up` prints the commands after it with the account's own values; the documentation has all of them with the values
+of `EXAMPLE`. Names in braces are attributes of `Place`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _COMMENT_COLUMN = 50
 
 
 class Step(NamedTuple):
-    """A command as it is typed, and a few words about it."""
+    """A command and a comment on it."""
 
     command: str
     comment: str
@@ -22,7 +22,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """What of an account the commands name."""
+    """Names in an account that the commands contain."""
 
     region: str
     name: str
@@ -43,7 +43,7 @@ ROADS: dict[Target, tuple[Step, ...]] = {
             "region, zone, your address",
         ),
         Step("make infra-cost NODES=4 HOURS=72", "offline, before anything else"),
-        Step("make infra-preflight", "what the account would refuse"),
+        Step("make infra-preflight", "checks zone, quotas, addresses, images"),
         Step("make infra-up", "cost, plan, question"),
         Step("aws eks update-kubeconfig --region {region} --name {name}", ""),
         Step("make addons", "KubeRay, Volcano, device plugins, Prometheus"),
@@ -56,7 +56,7 @@ ROADS: dict[Target, tuple[Step, ...]] = {
         ),
         Step("make deploy-stage STAGE=tokenizer", "Llama 2 7B: the overlay's RECIPE"),
         Step("make deploy-stage STAGE=compiler", "the first that pays for a Trainium node"),
-        Step("make deploy-stage STAGE=trainer", "4 of them"),
+        Step("make deploy-stage STAGE=trainer", "pays for 4 Trainium nodes"),
         Step('make stage-run STAGE=trainer COMMAND="export --output export/llama2-7b"', "for Hugging Face, in /fsx"),
         Step("make infra-down", "the data stays; then make infra-leftovers"),
     ),
@@ -71,13 +71,13 @@ ROADS: dict[Target, tuple[Step, ...]] = {
             "paste the token, then Ctrl-D; the ARN is hugging_face_secret",
         ),
         Step("make infra-cost STACK=batch NODES=4 HOURS=24", "offline, before anything else"),
-        Step("make infra-preflight STACK=batch", "what the account would refuse"),
+        Step("make infra-preflight STACK=batch", "checks zone, quotas, addresses, images"),
         Step("make infra-up STACK=batch", "cost, plan, question; writes deploy/batch/config.txt"),
         _LOGIN,
         Step("make images VARIANT=neuron PUSH={registry}", ""),
         Step("make deploy-stage STAGE=tokenizer TARGET=batch", "Llama 2 7B, unless RECIPE= says another"),
         Step("make deploy-stage STAGE=compiler TARGET=batch", "the first that pays for a Trainium node"),
-        Step("make deploy-stage STAGE=trainer TARGET=batch", "4 of them"),
+        Step("make deploy-stage STAGE=trainer TARGET=batch", "pays for 4 Trainium nodes"),
         Step(
             'make stage-run STAGE=trainer COMMAND="export --output export/llama2-7b" TARGET=batch',
             "for Hugging Face, in /fsx",
@@ -88,14 +88,14 @@ ROADS: dict[Target, tuple[Step, ...]] = {
 
 
 def describe_road(target: Target, place: Place = EXAMPLE, after: str = "") -> list[str]:
-    """A line a command, with its comment. `after`: the beginning of the command that was the last one."""
+    """Prints a line per command, with its comment, from the one that follows the command beginning with `after`."""
     steps = ROADS[target]
     begin = next(number for number, step in enumerate(steps, start=1) if step.command.startswith(after)) if after else 0
     return [_line(step, place) for step in steps[begin:]]
 
 
 def describe_vocabulary(place: Place = EXAMPLE) -> list[str]:
-    """How a vocabulary that somebody has gets to the tokenizer, in place of a token for a gated one."""
+    """Commands that give the tokenizer a vocabulary file, so that it needs no token for a gated one."""
     address = f"s3://{place.bucket}/tokenizer/tokenizer.model"
     return [
         f"aws s3 cp tokenizer.model {address}",

@@ -1,4 +1,4 @@
-"""The Terraform stack: planned, applied, destroyed and asked for its outputs, with the user's own terraform."""
+"""Plans, applies and destroys a Terraform stack, and reads its outputs, with the user's own terraform."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from infra.child_process import run_to_its_end
 from services.common.errors import DeviceError, RecipeError
 
 STACK = Path(__file__).parents[1] / "stacks/eks"
-PLAN = ".terraform/millrace.tfplan"  # git ignores the folder; a plan may hold secrets
+PLAN = ".terraform/millrace.tfplan"  # in a folder that git ignores, because a plan may contain secrets
 DATA = ("aws_s3_bucket", "aws_fsx_lustre_file_system", "aws_ecr_repository", "aws_kms_key")
 MIRROR_CONFIG = """\
 provider_installation {{
@@ -36,12 +36,12 @@ provider_installation {{
 
 @dataclass(frozen=True)
 class Change:
-    """One resource of a plan that does not stay as it is."""
+    """A resource that a plan changes."""
 
     address: str
     actions: tuple[str, ...]
     changed: frozenset[str] = frozenset()
-    """Arguments that get another value, or one that is not known yet, such as `launch_template.version`."""
+    """Arguments with another value or one that is not known yet, such as `launch_template.version`."""
 
     @property
     def is_replacement(self) -> bool:
@@ -53,13 +53,13 @@ class Change:
 
     @property
     def is_loss_of_data(self) -> bool:
-        """What is in it is there alone; everything else can be made again."""
+        """Whether the change destroys data. Everything else can be made again."""
         return self.is_loss and type_of(self.address) in DATA
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `terraform show -json` says of a plan's file."""
+    """A plan, as `terraform show -json` prints it."""
 
     variables: dict[str, Any]
     changes: tuple[Change, ...]
@@ -71,48 +71,50 @@ class Plan:
 
 
 class Stack:
-    """One root module and its state. A user's values are in its `terraform.tfvars`, or in the file that VARS names."""
+    """A root module and its state. The user's values are in its `terraform.tfvars`, or in the file that VARS names."""
 
     def __init__(self, folder: Path = STACK, variables: Path | None = None) -> None:
         if not (folder / "main.tf").is_file():
-            raise RecipeError(f"{folder} has no main.tf, so it is no stack of ours")
+            raise RecipeError(
+                f"STACK={folder}: no main.tf there. Expected eks, batch, or the folder of your own root module"
+            )
         if variables and not variables.is_file():
-            raise RecipeError(f"VARS={variables}: no such file; it is a .tfvars with values for {folder}/variables.tf")
+            raise RecipeError(f"VARS={variables}: no such file; expected a .tfvars file for the stack {folder}")
         self._folder = folder
         self._variables = [f"-var-file={variables.resolve()}"] if variables else []
         self._terraform = find_terraform()
 
     def init(self) -> None:
         with provider_mirror() as environment:
-            self._run(["init", "-input=false"], "could not be initialised", environment)
+            self._run(["init", "-input=false"], "was not initialised", environment)
 
     def plan(self, *options: str, is_quiet: bool = False) -> Plan:
-        """Make the plan that `apply` will carry out; unless quiet, terraform prints all of it."""
+        """Makes the plan that `apply` carries out. Unless `is_quiet`, terraform prints the whole plan."""
         command = ["plan", "-input=false", f"-out={PLAN}", *self._variables, *options]
         if is_quiet:
-            self._read(command, "could not be planned")
+            self._read(command, "was not planned")
         else:
-            self._run(command, "could not be planned")
-        return read_plan(json.loads(self._read(["show", "-json", PLAN], "has a plan that cannot be read")))
+            self._run(command, "was not planned")
+        return read_plan(json.loads(self._read(["show", "-json", PLAN], "has an unreadable plan")))
 
     def apply(self) -> None:
-        """Carry out the plan, which is then used up."""
-        self._run(["apply", "-input=false", PLAN], "was applied in part: terraform's state has what is there")
+        """Carries out the plan and deletes it."""
+        self._run(["apply", "-input=false", PLAN], "may be applied in part: terraform's state lists what exists")
         (self._folder / PLAN).unlink(missing_ok=True)
 
     def destroy(self, *options: str) -> None:
         command = ["destroy", "-input=false", "-auto-approve", *self._variables, *options]
-        self._run(command, "was destroyed in part: terraform's state has what is left")
+        self._run(command, "may be destroyed in part: terraform's state lists what is left")
 
     def outputs(self) -> dict[str, Any]:
-        """Empty where nothing is applied."""
-        answer = json.loads(self._read(["output", "-json"], "could not be asked for its outputs"))
+        """Values of the outputs; empty if nothing is applied."""
+        answer = json.loads(self._read(["output", "-json"], "did not return its outputs"))
         return {name: output["value"] for name, output in answer.items()}
 
     def resources(self) -> list[str]:
-        """Addresses of what terraform's state holds, data sources aside; empty where there is no state yet.
+        """Addresses of the resources in terraform's state, without data sources; empty if there is no state yet.
 
-        Raises `DeviceError` where it cannot be read: nothing would then be taken for everything.
+        Raises `DeviceError` if the state cannot be read, because that is not the same as an empty one.
         """
         command = [self._terraform, f"-chdir={self._folder}", "state", "list"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -129,8 +131,8 @@ class Stack:
         )
         if exit_code:
             raise DeviceError(
-                f"terraform {arguments[0]} ended with {exit_code}; its words are above. {self._folder} {outcome}. "
-                f"The same command continues from there."
+                f"terraform {arguments[0]} ended with {exit_code}; its output is above. {self._folder} {outcome}. Run "
+                f"the same command again to continue"
             )
 
     def _read(self, arguments: list[str], outcome: str) -> str:
@@ -148,31 +150,31 @@ def find_terraform() -> str:
     terraform = shutil.which("terraform")
     if terraform is None:
         raise DeviceError(
-            "no terraform on PATH, and it makes what is in the account. Get 1.10 or newer from "
+            "no terraform on PATH, which makes the account's resources. Get 1.10 or newer from "
             "https://developer.hashicorp.com/terraform/install"
         )
     return terraform
 
 
 def type_of(address: str) -> str:
-    """`aws_s3_bucket` of `module.storage[0].aws_s3_bucket.this["a"]`."""
+    """The resource type in an address: `aws_s3_bucket` in `module.storage[0].aws_s3_bucket.this["a"]`."""
     return without_indices(address).split(".")[-2]
 
 
 def without_indices(address: str) -> str:
-    """`module.storage.aws_s3_bucket.this` of `module.storage[0].aws_s3_bucket.this["a"]`."""
+    """Removes all indices: `module.storage[0].aws_s3_bucket.this["a"]` becomes `module.storage.aws_s3_bucket.this`."""
     return re.sub(r"\[[^]]*]", "", address)
 
 
 @contextmanager
 def provider_mirror() -> Iterator[dict[str, str]]:
-    """The environment in which `terraform init` takes providers from the folder TF_PLUGIN_MIRROR, where that is set."""
+    """Yields an environment in which `terraform init` takes providers from TF_PLUGIN_MIRROR, if that is set."""
     mirror = os.environ.get("TF_PLUGIN_MIRROR", "")
     if not mirror:
         yield dict(os.environ)
         return
     if not Path(mirror).is_dir():
-        raise RecipeError(f"TF_PLUGIN_MIRROR={mirror}: no such folder; `terraform providers mirror` fills one")
+        raise RecipeError(f"TF_PLUGIN_MIRROR={mirror}: no such folder; `terraform providers mirror FOLDER` makes one")
     with TemporaryDirectory(prefix="millrace-terraform-") as folder:
         config = Path(folder) / "terraform.rc"
         config.write_text(MIRROR_CONFIG.format(path=json.dumps(str(Path(mirror).resolve()))), encoding="utf-8")
@@ -180,7 +182,7 @@ def provider_mirror() -> Iterator[dict[str, str]]:
 
 
 def read_plan(shown: dict[str, Any]) -> Plan:
-    """From the JSON of `terraform show`."""
+    """Reads the JSON of `terraform show`."""
     changes = [
         Change(each["address"], tuple(each["change"]["actions"]), frozenset(_list_changed(each["change"])))
         for each in shown.get("resource_changes", [])
@@ -192,7 +194,7 @@ def read_plan(shown: dict[str, Any]) -> Plan:
 
 
 def _list_changed(change: dict[str, Any]) -> Iterator[str]:
-    """Paths of the arguments that differ, without the indices of blocks."""
+    """Paths of the changed arguments, without the indices of blocks."""
     before, after, unknown = (_flatten(change.get(key)) for key in ("before", "after", "after_unknown"))
     for path in before.keys() | after.keys() | unknown.keys():
         if before.get(path) != after.get(path) or True in unknown.get(path, ()):
@@ -200,7 +202,7 @@ def _list_changed(change: dict[str, Any]) -> Iterator[str]:
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, list[Any]]:
-    """Values by their path; those of repeated blocks are together below one."""
+    """Values by path; repeated blocks share a path."""
     if isinstance(value, dict):
         parts = [(f"{path}.{key}" if path else key, each) for key, each in value.items()]
     elif isinstance(value, list):
@@ -215,12 +217,12 @@ def _flatten(value: Any, path: str = "") -> dict[str, list[Any]]:
 
 
 def describe_plan(plan: Plan) -> str:
-    """How many resources come, change and go, and by name those that go."""
+    """Counts the resources that are made, changed, replaced and destroyed, and names those of the last two kinds."""
     replaced = [each for each in plan.changes if each.is_replacement]
     gone = [each for each in plan.changes if each.is_loss and not each.is_replacement]
     made = sum(each.actions == ("create",) for each in plan.changes)
     changed = sum(each.actions == ("update",) for each in plan.changes)
-    lines = [f"terraform would make {made}, change {changed}, replace {len(replaced)} and destroy {len(gone)}"]
+    lines = [f"terraform would create {made}, change {changed}, replace {len(replaced)} and destroy {len(gone)}"]
     lines += [f"  replace {each.address}" for each in replaced]
     lines += [f"  destroy {each.address}" for each in gone]
     return "\n".join(lines)

@@ -1,8 +1,9 @@
-"""What the cluster costs: by the hour while it stands, more while a stage runs, and in sum for a run."""
+"""Estimates what a stack costs: per hour while it is up, more while a deployment has nodes, and in total for a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import date
 
 from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
 from infra.shapes import find_shape
@@ -21,54 +22,99 @@ FSX_THROUGHPUTS = (125, 250, 500, 1000)
 
 
 @dataclass(frozen=True)
+class ControlPlane:
+    """The EKS control plane, whose price depends on how long EKS has supported its Kubernetes version."""
+
+    kubernetes_version: str
+    support: str
+    """The upgrade policy after standard support, EXTENDED or STANDARD."""
+    standard_support_ends: date | None
+    """First day after standard support; None if `aws_releases.json` does not list the version."""
+
+    def price_name(self, today: date) -> str:
+        """Name in `prices.json` of the price on that day."""
+        return "eks_extended_support_hour" if self._is_extended(today) else "eks_cluster_hour"
+
+    def describe_support(self, today: date) -> str:
+        """Says when standard support ends, and what EKS does then; empty if the date is unknown."""
+        if self.standard_support_ends is None:
+            return ""
+        end = f"Kubernetes {self.kubernetes_version}: EKS ends its standard support on {self.standard_support_ends}"
+        if self.support == "STANDARD":
+            return f"{end}, and then upgrades the cluster to the next version (kubernetes_support = STANDARD)."
+        before, after = dollars("eks_cluster_hour"), dollars("eks_extended_support_hour")
+        return (
+            f"{end}. From then on the control plane costs {_money(after)} instead of {_money(before)} an hour, "
+            f"{_money((after - before) * HOURS_OF_A_MONTH)} more a month (kubernetes_support = EXTENDED"
+            f"{'; included above' if self._is_extended(today) else ''}). STANDARD upgrades the cluster then, to a "
+            f"version on which the stages are not tested."
+        )
+
+    def _is_extended(self, today: date) -> bool:
+        return (
+            self.support == "EXTENDED"
+            and self.standard_support_ends is not None
+            and today >= (self.standard_support_ends)
+        )
+
+
+@dataclass(frozen=True)
 class Sizes:
-    """What is paid for. The core nodes stand always; the others come with a deployment and go after it."""
+    """Everything that AWS bills for. Core nodes are always up; a deployment starts and stops the others."""
 
     region: str | None
-    """None: not chosen yet."""
+    """Region of the stack; None if none is chosen yet."""
     trainium_shape: str
     trainium_nodes: int
     capacity_kind: str
-    """Of the Trainium nodes: on_demand; reservation, billed while nobody uses it; capacity_block, paid for before."""
+    """Purchase of Trainium nodes: on_demand; reservation, billed even while unused; capacity_block, paid upfront."""
     reserved_nodes: int
-    """Of a reservation; 0 where there is none."""
+    """Number of nodes in the reservation; 0 without one."""
     cpu_shape: str
     cpu_nodes: int
-    control_planes: int
-    """Of EKS; 0 on AWS Batch, which costs nothing itself."""
+    control_plane: ControlPlane | None
+    """The EKS control plane; None on AWS Batch, which costs nothing itself."""
     core_shape: str
-    """Empty where there are no core nodes."""
+    """Empty if there are no core nodes."""
     core_nodes: int
     nat_gateways: int
     interface_endpoints: int
     fsx: LustreSize | None
-    """Size of the file system that the stack makes; None where it makes none."""
+    """Size of the file system that the stack makes; None if it makes none."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One thing on the bill."""
+    """A line of the bill."""
 
     what: str
     dollars_per_hour: float
     region: str
-    """Of the price, which in another region is another."""
+    """Region of the price; other regions have other prices."""
     dated: str
     source: str
 
 
-def list_standing(sizes: Sizes) -> list[Line]:
-    """What is paid for from `infra-up` to `infra-down`, used or not."""
-    lines = [_priced("EKS control plane", sizes.control_planes, "eks_cluster_hour")]
+def list_standing(sizes: Sizes, today: date) -> list[Line]:
+    """Everything that AWS bills from `infra-up` to `infra-down`, used or not.
+
+    Raises `RecipeError` for a throughput that FSx does not sell.
+    """
+    lines = []
+    if sizes.control_plane:
+        lines.append(_priced("EKS control plane", 1, sizes.control_plane.price_name(today)))
     if sizes.core_nodes:
         lines.append(_nodes("core", sizes.core_shape, sizes.core_nodes))
     lines.append(_priced("NAT gateway", sizes.nat_gateways, "nat_gateway_hour"))
-    lines.append(_priced("its public address", sizes.nat_gateways, "public_address_hour"))
+    lines.append(_priced("NAT gateway's public address", sizes.nat_gateways, "public_address_hour"))
     lines.append(_priced("interface endpoint", sizes.interface_endpoints, "interface_endpoint_hour"))
     if sizes.fsx:
         throughput = sizes.fsx.megabytes_per_second_per_tib
         if throughput not in FSX_THROUGHPUTS:
-            raise RecipeError(f"FSx has {throughput} MB/s/TiB, and PERSISTENT_2 comes with one of {FSX_THROUGHPUTS}")
+            raise RecipeError(
+                f"fsx.throughput = {throughput}: expected the MB/s per TiB of a PERSISTENT_2 file system, one of "
+                f"{', '.join(map(str, FSX_THROUGHPUTS))}"
+            )
         price = read_prices()[fsx_gb_month(throughput)]
         hourly = sizes.fsx.gib * price.dollars / HOURS_OF_A_MONTH
         lines.append(Line(f"FSx for Lustre, {sizes.fsx}", hourly, price_region(), price.dated, price.source))
@@ -78,65 +124,76 @@ def list_standing(sizes: Sizes) -> list[Line]:
 
 
 def list_running(sizes: Sizes) -> list[Line]:
-    """What is paid for besides, while a deployment holds its nodes. Reserved ones are paid for without it."""
+    """Everything that AWS bills in addition while a deployment has nodes, except reserved nodes."""
     lines = [_nodes("cpu", sizes.cpu_shape, sizes.cpu_nodes)]
     if sizes.capacity_kind == "on_demand":
         lines.insert(0, _nodes("trainium", sizes.trainium_shape, sizes.trainium_nodes))
     return [line for line in lines if line.dollars_per_hour]
 
 
-def describe_cost(sizes: Sizes, hours: float, recipe: Recipe) -> str:
-    """Both lists, their sums, a run of so many hours, and what a checkpoint of the recipe takes on the file system."""
-    standing, running = list_standing(sizes), list_running(sizes)
+def describe_cost(sizes: Sizes, hours: float, recipe: Recipe, today: date) -> str:
+    """Both lists with their sums, the price of a run of `hours`, and how long a checkpoint of the recipe takes."""
+    standing, running = list_standing(sizes, today), list_running(sizes)
     hourly, running_hourly = _sum(standing), _sum(running)
-    total = (hourly + running_hourly) * hours
     text = [
-        "List prices: a hint, no bill. Regions differ, and commitments cost less.",
-        *_other_regions(sizes, [*standing, *running]),
-        *_table("while it stands, used or not", standing),
+        "List prices, for an estimate: prices differ between regions, and commitments cost less.",
+        *_warn_of_other_regions(sizes, [*standing, *running]),
+        *_table("billed while the stack is up, used or not", standing),
         f"  {_money(hourly)}/hour  {_money(hourly * 24)}/day  {_money(hourly * HOURS_OF_A_MONTH)}/month",
     ]
     if running:
         text += [
-            *_table("while a deployment holds its nodes, besides", running),
+            *_table("billed in addition while a deployment has its nodes", running),
             f"  {_money(running_hourly)}/hour  {_money(running_hourly * 24)}/day",
         ]
-    text += _capacity(sizes)
+    text += _describe_capacity(sizes)
     if sizes.trainium_nodes or sizes.cpu_nodes:
-        text.append(f"a run of {hours:g} hours: {_money(total)}")
+        text.append(f"a run of {hours:g} hours: {_money((hourly + running_hourly) * hours)}")
+    if sizes.control_plane and (support := sizes.control_plane.describe_support(today)):
+        text.append(support)
     if sizes.fsx:
         text.append(describe_checkpoints(sizes.fsx, recipe))
     text.append(
-        f"Not in it: what goes through a NAT gateway ({_money(dollars('nat_gateway_gb'), 3)}/GB), S3 "
-        f"({_money(dollars('bucket_gb_month'), 3)}/GB and month), ECR, logs, CloudWatch's Container Insights (by "
-        f"metric, most of them while nodes are up; idle_alarm = null leaves it out), the nodes' own disks."
+        f"Not included: traffic through the NAT gateway ({_money(dollars('nat_gateway_gb'), 3)}/GB), S3 "
+        f"({_money(dollars('bucket_gb_month'), 3)}/GB and month), ECR, logs, the nodes' own disks, and CloudWatch "
+        f"Container Insights, billed by metric and mostly while nodes are up (idle_alarm = null turns it off)."
     )
-    text += ["Prices are from", *(f"  {line.what}: {line.source}" for line in [*standing, *running])]
+    text += ["Sources of the prices:", *(f"  {line.what}: {line.source}" for line in [*standing, *running])]
     return "\n".join(text)
 
 
 def describe_checkpoints(size: LustreSize, recipe: Recipe) -> str:
-    """How long a checkpoint of the recipe takes on a file system of this size, and whether the notice of a stop holds
-    as many as it should; where not, the throughput that would do.
+    """Says how long a checkpoint of the recipe takes on this file system, and whether a stop leaves time for it.
+
+    If a stop leaves too little time, names the throughput that would be enough.
     """
     what = f"{checkpoint_bytes(recipe) / GIB:,.0f} GiB of {recipe.name}"
     speed = f"{_write_seconds(size, recipe):,.0f} s at the file system's {size.bytes_per_second / 1e6:,.0f} MB/s"
+    notice = f"the {TRAINER_NOTICE_SECONDS} s between a stop's notice and the kill"
     if _fits_notice(size, recipe):
-        return (
-            f"a checkpoint, {what}, takes {speed}; {CHECKPOINTS_PER_NOTICE} of them fit the {TRAINER_NOTICE_SECONDS} s "
-            f"between a stop's notice and the end, as they should"
-        )
-    larger = [replace(size, megabytes_per_second_per_tib=each) for each in FSX_THROUGHPUTS]
-    enough = next((each for each in larger if _fits_notice(each, recipe)), None)
-    return (
-        f"A CHECKPOINT, {what}, TAKES {speed}, and the {TRAINER_NOTICE_SECONDS} s between a stop's notice and the end "
-        f"should hold {CHECKPOINTS_PER_NOTICE}: a stop may lose the steps since the checkpoint before. "
-        + (
-            f"Enough is fsx = {{ gib = {enough.gib}, throughput = {enough.megabytes_per_second_per_tib} }}"
-            if enough
-            else f"No throughput of {size.gib:,} GiB is enough: more GiB are faster in proportion (fsx.gib)"
-        )
+        return f"a checkpoint, {what}, takes {speed}; {notice} have room for the expected {CHECKPOINTS_PER_NOTICE}"
+    larger = [replace(size, megabytes_per_second_per_tib=throughput) for throughput in FSX_THROUGHPUTS]
+    enough = next((candidate for candidate in larger if _fits_notice(candidate, recipe)), None)
+    advice = (
+        f"fsx = {{ gib = {enough.gib}, throughput = {enough.megabytes_per_second_per_tib} }} is fast enough"
+        if enough
+        else f"No throughput of {size.gib:,} GiB is fast enough; a larger fsx.gib is faster in proportion"
     )
+    return (
+        f"WARNING: a checkpoint, {what}, takes {speed}, and {notice} should have room for {CHECKPOINTS_PER_NOTICE}: a "
+        f"stop may lose the steps since the previous checkpoint. {advice}"
+    )
+
+
+def require_budget(sizes: Sizes, monthly_dollars: float | None, today: date) -> None:
+    """Raises `RecipeError` for a budget below the cost of the idle stack, whose action would stop deployments."""
+    standing = _sum(list_standing(sizes, today)) * HOURS_OF_A_MONTH
+    if monthly_dollars is not None and monthly_dollars <= standing:
+        raise RecipeError(
+            f"budget.monthly_dollars = {monthly_dollars:g}, and the idle stack costs about {_money(standing)} a month: "
+            f"the budget's action would stop deployments every month. Write more than that, plus the runs and all else "
+            f"that the account pays for, or leave monthly_dollars out"
+        )
 
 
 def _fits_notice(size: LustreSize, recipe: Recipe) -> bool:
@@ -147,38 +204,25 @@ def _write_seconds(size: LustreSize, recipe: Recipe) -> float:
     return checkpoint_bytes(recipe) / size.bytes_per_second
 
 
-def require_budget(sizes: Sizes, monthly_dollars: float | None) -> None:
-    """Raises `RecipeError` for a budget that is spent with nothing running: its action would stop deployments."""
-    standing = _sum(list_standing(sizes)) * HOURS_OF_A_MONTH
-    if monthly_dollars is not None and monthly_dollars <= standing:
-        raise RecipeError(
-            f"budget.monthly_dollars = {monthly_dollars:g}, and the stack costs about {_money(standing)} a month while "
-            f"it stands, with nothing running: the budget's action would stop deployments every month. Write more than "
-            f"that and what runs cost, and what else the account pays for, or leave monthly_dollars out"
-        )
-
-
-def _other_regions(sizes: Sizes, lines: list[Line]) -> list[str]:
-    if sizes.region is None:
-        return []
+def _warn_of_other_regions(sizes: Sizes, lines: list[Line]) -> list[str]:
     others = sorted({line.region for line in lines} - {sizes.region})
-    if not others:
+    if sizes.region is None or not others:
         return []
-    return [f"THE STACK IS IN {sizes.region}, and prices of {', '.join(others)} are not its own: look them up."]
+    return [f"WARNING: the stack is in {sizes.region}, and prices of {', '.join(others)} are shown: look up its own."]
 
 
-def _capacity(sizes: Sizes) -> list[str]:
-    """What is said of nodes that no line by the hour of use has."""
+def _describe_capacity(sizes: Sizes) -> list[str]:
+    """Explains Trainium nodes that no line bills by the hour of use."""
     match sizes.capacity_kind:
         case "capacity_block":
             return [
-                f"{sizes.trainium_nodes} x {sizes.trainium_shape} are a Capacity Block's: paid in full when it was "
-                f"bought, and not by the hour again"
+                f"{sizes.trainium_nodes} x {sizes.trainium_shape} belong to a Capacity Block, which was paid for in "
+                f"full when it was bought"
             ]
         case "reservation":
             return [
-                "An On-Demand Capacity Reservation is billed until it ends or is cancelled, whether nodes run in it or "
-                "not; counted here is max_nodes, and make infra-preflight says how many it has"
+                "An On-Demand Capacity Reservation is billed until it ends or is cancelled, used or not. Its size is "
+                "taken to be max_nodes; make infra-preflight shows the real one"
             ]
     return []
 

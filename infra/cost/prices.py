@@ -1,4 +1,4 @@
-"""List prices of what stands beside the nodes, from `prices.json`. Hints: they differ by region and change."""
+"""List prices of everything except nodes, from `prices.json`. Prices differ by region and change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOURS_OF_A_MONTH = 730
 
 @dataclass(frozen=True)
 class ListPrice:
-    """The name of one in the table ends with what it is for: `hour`, `month`, `gb`, `gb_month`."""
+    """A list price. Its name in the table ends with its unit: `hour`, `month`, `gb` or `gb_month`."""
 
     dollars: float
     dated: str
@@ -27,6 +27,7 @@ def read_prices() -> dict[str, ListPrice]:
 
 
 def price_region() -> str:
+    """Region of all prices in the table."""
     region: str = json.loads(PRICES_JSON.read_text(encoding="utf-8"))["region"]
     return region
 
@@ -36,5 +37,5 @@ def dollars(name: str) -> float:
 
 
 def fsx_gb_month(throughput: int) -> str:
-    """The price's name of a PERSISTENT_2 file system with so many MB/s for each TiB."""
+    """Name of the price of a PERSISTENT_2 file system with that many MB/s per TiB."""
     return f"fsx_{throughput}_gb_month"

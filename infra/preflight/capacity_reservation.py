@@ -1,4 +1,4 @@
-"""Whether a capacity reservation is the one that was chosen, and has room."""
+"""Checks one capacity reservation against the chosen values and the requested nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infra.preflight.requirement import Finding
 from infra.shapes import Shape
 from services.common.errors import RecipeError
 
-# EKS takes the nodes of a Capacity Block back so long before its end.
+# EKS removes the nodes of a Capacity Block this long before the block ends.
 BLOCK_ENDS_EARLY = timedelta(minutes=40)
 SAME_TIME = timedelta(minutes=1)
 
@@ -19,7 +19,10 @@ SAME_TIME = timedelta(minutes=1)
 def judge_reservation(
     reservation: dict[str, Any], inputs: Inputs, shape: Shape, nodes: int, up: int, now: datetime
 ) -> tuple[str, list[Finding]]:
-    """What one of DescribeCapacityReservations has, and what of it does not fit; so many `nodes` are `up` in it."""
+    """Checks one capacity reservation against the request for `nodes`, of which `up` already run in it.
+
+    `reservation` is an item of EC2's DescribeCapacityReservations.
+    """
     start, end = reservation.get("StartDate"), reservation.get("EndDate")
     is_to_come = bool(start and start > now)
     usable_until = end - BLOCK_ENDS_EARLY if end and inputs.capacity_kind == "capacity_block" else end
@@ -30,7 +33,7 @@ def judge_reservation(
     findings = list(_misfits(reservation, inputs, shape, is_to_come))
     where, show = _where(inputs), _show_reservation(inputs)
     if free + up < nodes:
-        got = f"{free} free" + (f", {up} up already" if up else "")
+        got = f"{free} free" + (f", {up} already used by this stack" if up else "")
         findings.append(Finding("the reservation has too few nodes", where, got, f"{nodes} or more", show))
     if usable_until and usable_until <= now:
         got = f"usable until {_minute(usable_until)}"
@@ -39,7 +42,7 @@ def judge_reservation(
 
 
 def _misfits(reservation: dict[str, Any], inputs: Inputs, shape: Shape, is_to_come: bool) -> Iterator[Finding]:
-    """Facts of the reservation that are others than those which were chosen."""
+    """Findings for values of the reservation that differ from the chosen ones."""
     where, show = _where(inputs), _show_reservation(inputs)
     facts = [
         ("is for another type", reservation["InstanceType"], shape.name, "write its type into trainium.shape"),
@@ -47,7 +50,7 @@ def _misfits(reservation: dict[str, Any], inputs: Inputs, shape: Shape, is_to_co
     ]
     if is_to_come:
         got = f"it begins at {_minute(reservation['StartDate'])}"
-        yield Finding("the reservation has not begun", where, got, "a start in the past", "deploy after that")
+        yield Finding("the reservation has not begun", where, got, "a start in the past", "deploy once it has begun")
     else:
         facts.append(("cannot be used now", reservation["State"], "active", show))
     kind = "capacity_block" if reservation.get("ReservationType") == "capacity-block" else "reservation"
@@ -59,7 +62,7 @@ def _misfits(reservation: dict[str, Any], inputs: Inputs, shape: Shape, is_to_co
     if not (abs(end - chosen) <= SAME_TIME if end and chosen else end == chosen):
         right = f"{end:%Y-%m-%dT%H:%M:%SZ}" if end else ""
         yield Finding(
-            "the reservation ends at another time than the deploy tool is told",
+            "the reservation ends at another time than capacity.ends_at tells the deploy tool",
             where,
             f"EndDate {right or 'none'}",
             f"capacity.ends_at, {inputs.capacity_ends_at or 'none'}",
@@ -80,7 +83,7 @@ def _minute(time: datetime | None) -> str:
 
 
 def _read_time(text: str) -> datetime | None:
-    """Raises `RecipeError` for what terraform refuses, too."""
+    """Reads RFC 3339. Raises `RecipeError` for a text that is no time with a zone, which terraform refuses as well."""
     if not text:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Whether the default security group of a VPC that is given lets the containers of a job through.
+"""Checks whether the default security group of an existing VPC admits the traffic of a job's containers.
 
-By one reading of AWS' pages, containers on Batch's Trainium nodes are in that group (modules/batch says which). The
-stack opens that of a VPC which it makes. Whoever owns another VPC decides about its own.
+According to one of two AWS pages, containers on Batch's Trainium nodes are in that group (modules/batch cites both).
+The stack opens the default group of a VPC that it makes; the owner of an existing VPC decides about its group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HTTPS = 443
 
 
 def look_at_default_group(account: Account, inputs: Inputs) -> list[Look]:
-    """Nothing where the stack makes the VPC, and on EKS."""
+    """Checks the default group; empty on EKS, and if the stack makes the VPC."""
     if inputs.has_cluster or not inputs.subnet_id:
         return []
     ec2 = account.client("ec2")
@@ -32,24 +32,24 @@ def look_at_default_group(account: Account, inputs: Inputs) -> list[Look]:
         lacking.append(("all traffic to itself", f"aws ec2 authorize-security-group-egress {itself}"))
     if not any(_is_https_to_anywhere(rule) for rule in group["IpPermissionsEgress"]):
         https = f"--group-id {name} --protocol tcp --port 443 --cidr {EVERYWHERE}"
-        lacking.append(("HTTPS to elsewhere", f"aws ec2 authorize-security-group-egress {https}"))
+        lacking.append(("HTTPS to the internet", f"aws ec2 authorize-security-group-egress {https}"))
     where = f"security group {name}, the default one of {subnet['VpcId']}"
     findings = [
         Finding(
             what=f"containers on Trainium nodes, which may be in {name}, lack {what}",
             where=where,
             got="no such rule",
-            expected=f"a rule for {what}: children of a job join its main node, and stages call AWS",
+            expected=f"a rule for {what}: child nodes of a job join its main node, and stages call AWS",
             command=command,
         )
         for what, command in lacking
     ]
-    seen = f"{name}, the default one of {subnet['VpcId']}, lets containers through"
+    seen = f"{name}, the default one of {subnet['VpcId']}, admits the containers' traffic"
     return [(seen if not findings else f"{name} lacks {', '.join(what for what, _ in lacking)}", findings)]
 
 
 def _lets_itself(rules: list[dict[str, Any]], group: str) -> bool:
-    """Does a rule for all traffic name the group itself, or everybody?"""
+    """Whether a rule admits all traffic from the group itself or from everywhere."""
     return any(
         rule["IpProtocol"] == EVERYTHING
         and (
@@ -61,7 +61,7 @@ def _lets_itself(rules: list[dict[str, Any]], group: str) -> bool:
 
 
 def _is_https_to_anywhere(rule: dict[str, Any]) -> bool:
-    """Rules without ports are for all of them."""
+    """Whether the rule admits HTTPS to everywhere; a rule without ports admits all ports."""
     has_port = rule["IpProtocol"] == EVERYTHING or (
         rule["IpProtocol"] == "tcp" and rule["FromPort"] <= HTTPS <= rule["ToPort"]
     )

@@ -1,4 +1,4 @@
-"""Whether any image computes on the Trainium nodes that were chosen: others would be paid for and train nothing."""
+"""Refuses Trainium instance types on which no image computes, because they would cost money and train nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from infra.shapes import read_shapes
 
 
 def judge_device(inputs: Inputs) -> list[Finding]:
-    """What does not fit; nothing where an image computes on nodes of that type."""
+    """A finding if no image computes on the chosen instance type."""
     problem = explain_no_image(inputs.trainium_shape)
     if not problem:
         return []
@@ -20,6 +20,6 @@ def judge_device(inputs: Inputs) -> list[Finding]:
             where="variable trainium",
             got=inputs.trainium_shape,
             expected=f"one of {', '.join(fitting)}",
-            command="write one of them into trainium.shape of terraform.tfvars, and a region and zone that offer it",
+            command="write one of them into trainium.shape of terraform.tfvars, with a region and zone that offer it",
         )
     ]

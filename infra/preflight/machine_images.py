@@ -1,4 +1,4 @@
-"""Whether Trainium nodes start from a machine image whose Neuron driver the stages' images take."""
+"""Checks whether Trainium nodes start from a machine image whose Neuron driver the stages' images accept."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TABLE = f"infra/{AWS_RELEASES_JSON.name}"
 
 
 def look_at_machine_images(account: Account, inputs: Inputs, is_up: bool) -> list[Look]:
-    """The one that is chosen, and with `is_up` the one that nodes really start from.
+    """Checks the chosen machine image, and with `is_up` the one that nodes really start from.
 
-    Nothing for a cluster of a stack that has no variable kubernetes_version: it chooses its nodes' image otherwise.
+    Empty for an EKS stack without the variable kubernetes_version, which chooses its machine images differently.
     """
     if inputs.has_cluster and not inputs.kubernetes_version:
         return []
@@ -46,9 +46,9 @@ def _look_at_release(account: Account, inputs: Inputs) -> Look:
     images = read_eks_machine_images().get(inputs.kubernetes_version)
     if images is None:
         known = ", ".join(read_eks_machine_images())
-        return f"nothing is known of Kubernetes {inputs.kubernetes_version}", [
+        return f"no release for Kubernetes {inputs.kubernetes_version} is in {TABLE}", [
             Finding(
-                what=f"no release of EKS' Neuron AMI is known for Kubernetes {inputs.kubernetes_version}",
+                what=f"{TABLE} lists no release of EKS' Neuron AMI for Kubernetes {inputs.kubernetes_version}",
                 where=f"{TABLE}, variable kubernetes_version",
                 got=inputs.kubernetes_version,
                 expected=f"one of {known}, whose releases have {describe_drivers()}",
@@ -60,11 +60,11 @@ def _look_at_release(account: Account, inputs: Inputs) -> Look:
         return _describe_unknown(release, images, "variable ami_release", "leave ami_release out, for the default")
     if _find_image(account, name_of_eks_release(release)) is None:
         return _describe_absent(account, images, release, "ami_release")
-    return f"{release} has Neuron driver {images.drivers[release]}, which the images take", []
+    return f"{release} has Neuron driver {images.drivers[release]}, which the images accept", []
 
 
 def _look_at_node_groups(account: Account, inputs: Inputs) -> Iterator[Look]:
-    """A group keeps the release that it was made with until `infra-up` gives it another."""
+    """Checks the Trainium node groups, which keep their release until `infra-up` gives them another."""
     versions = read_eks_machine_images()
     for group in list_node_groups(account, inputs.name):
         if group.pool != TRAINIUM or not group.ami_release:
@@ -85,7 +85,7 @@ def _look_at_environments(
         for ami_id in environment.ami_ids:
             if ami_id == chosen["ImageId"]:
                 continue
-            found = _find_image(account, ami_id) or {"ImageId": ami_id, "Name": "an image that is gone"}
+            found = _find_image(account, ami_id) or {"ImageId": ami_id, "Name": "a deleted image"}
             where = f"compute environment {environment.name}"
             yield _look_at_image(found, images, where, "make infra-up STACK=batch, with no job")
 
@@ -94,11 +94,11 @@ def _look_at_image(found: dict[str, Any], images: MachineImages, where: str, com
     name = found["Name"]
     if name not in images.drivers:
         return _describe_unknown(f"{name} ({found['ImageId']})", images, where, command)
-    return f"{name} ({found['ImageId']}) has Neuron driver {images.drivers[name]}, which the images take", []
+    return f"{name} ({found['ImageId']}) has Neuron driver {images.drivers[name]}, which the images accept", []
 
 
 def _find_image(account: Account, name_or_id: str) -> dict[str, Any] | None:
-    """A release of AWS by its name, any image by its id. None where the region has no such image."""
+    """Finds a release of AWS by name, or any image by id. None if the region has no such image."""
     is_id = name_or_id.startswith("ami-")
     asked: dict[str, Any] = (
         {"ImageIds": [name_or_id]}
@@ -117,11 +117,14 @@ def _find_image(account: Account, name_or_id: str) -> dict[str, Any] | None:
 def _describe_unknown(release: str, images: MachineImages, where: str, command: str) -> Look:
     return f"{release} is not in {TABLE}", [
         Finding(
-            what=f"the Neuron driver of {release} is not known to be one that the images take",
+            what=f"the images may not accept the Neuron driver of {release}",
             where=where,
             got=release,
             expected=f"one of {', '.join(images.drivers)}, which have {describe_drivers()}",
-            command=f"{command}; or look up its aws-neuronx-dkms in {images.look_up}, and add it to {TABLE} if it fits",
+            command=(
+                f"{command}; or look up its aws-neuronx-dkms in {images.look_up}, and add the release to {TABLE} if "
+                f"the images accept that driver"
+            ),
         )
     ]
 
@@ -133,7 +136,7 @@ def _describe_absent(account: Account, images: MachineImages, release: str, vari
             what=f"no machine image {release}",
             where=f"EC2, images of amazon, {account.region}; variable {variable}",
             got="none",
-            expected=f"{release}, or another whose driver the images take: {others}",
+            expected=f"{release}, or another whose driver the images accept: {others}",
             command=f"write another of {TABLE} into {variable}; AWS may have withdrawn this one",
         )
     ]

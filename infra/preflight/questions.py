@@ -1,4 +1,4 @@
-"""What would stop `infra-up` or a first deployment later, and dearer: looked up in the account before."""
+"""Checks in the account what would make `infra-up` or a first deployment fail later, at a higher price."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ RUNNING = ("pending", "running")
 
 @dataclass(frozen=True)
 class Quota:
-    """Of vCPU that run on demand in a region. It is asked for by name: its code stands in the account alone."""
+    """A quota of on-demand vCPUs in a region. It is found by name, because only the account has its code."""
 
     name: str
     families: frozenset[str]
-    """What a type's name begins with, before its generation."""
+    """Letters before the generation in a type's name, such as m or trn."""
 
 
 QUOTAS = (
@@ -47,7 +47,7 @@ QUOTAS = (
 
 @dataclass(frozen=True)
 class Question:
-    """Something to look up, in one place or several."""
+    """A check, of one place or several."""
 
     title: str
     look: Callable[[], list[Look]]
@@ -60,10 +60,10 @@ def run_preflight(
     images: dict[str, str],
     find_addresses_per_node: Callable[[], int | None],
 ) -> list[Finding]:
-    """Print what is seen, a line or more a question, and return what does not fit.
+    """Prints one or more lines per check, and returns the requirements that are not met.
 
-    `images` maps repositories to the tags that a deployment would take. `find_addresses_per_node` is called where there
-    is a subnet to look at: addresses that a Trainium node takes of it, None where nobody here knows. Raises
+    `images` maps repositories to the tags that a deployment would use. `find_addresses_per_node`, which is called only
+    if the Trainium subnet exists, returns how many addresses a node takes, or None if that is unknown. Raises
     `DeviceError` without credentials.
     """
     shape = find_shape(inputs.trainium_shape)
@@ -75,7 +75,7 @@ def run_preflight(
         is_up = _is_up(account, inputs)
     own = [each for each in running if _is_of(each, inputs.name)]
     others = [each for each in running if not _is_of(each, inputs.name)]
-    # Those of the pool that are up already need nothing more.
+    # Nodes of the pool that are up have their quota and addresses already.
     up = sum(each["InstanceType"] == shape.name for each in own)
     findings: list[Finding] = []
     for question in (
@@ -95,13 +95,13 @@ def run_preflight(
             looks = question.look()
         for number, (seen, found) in enumerate(looks):
             title = "" if number else question.title
-            print(f"{title:11} {'' if not found else 'does not fit: '}{seen}", flush=True)
+            print(f"{title:11} {'' if not found else 'NOT MET: '}{seen}", flush=True)
             findings += found
     return findings
 
 
 def _is_up(account: Account, inputs: Inputs) -> bool:
-    """Is there something that takes deployments?"""
+    """Whether the stack has a cluster or queues that accept deployments."""
     if inputs.has_cluster:
         return find_endpoint(account, inputs.name) is not None
     return bool(list_queues(account, inputs.name))
@@ -113,7 +113,7 @@ def _look_at_device(inputs: Inputs) -> Look:
 
 
 def _look_at_zones(account: Account, inputs: Inputs) -> list[Look]:
-    """All nodes are in one zone, so it has to offer each of their types."""
+    """Checks that the zone, in which all nodes are, offers each of their types."""
     names = dict.fromkeys((inputs.trainium_shape, inputs.cpu_shape, inputs.core_shape))
     return [_look_at_zone(account, inputs.zone_id, find_shape(name)) for name in names if name]
 
@@ -145,7 +145,7 @@ def _look_at_zone(account: Account, zone_id: str, shape: Shape) -> Look:
 
 
 def _look_at_quotas(account: Account, inputs: Inputs, nodes: int, others: list[dict[str, Any]]) -> list[Look]:
-    """`others`: what runs and is not of this stack, whose own nodes are among those that are asked for."""
+    """Checks the vCPU quotas. `others` are running instances outside this stack; its own are in the request anyway."""
     looks: list[Look] = []
     asked = [(find_shape(inputs.cpu_shape), inputs.cpu_max_nodes)]
     if inputs.core_nodes:
@@ -153,7 +153,7 @@ def _look_at_quotas(account: Account, inputs: Inputs, nodes: int, others: list[d
     if inputs.capacity_kind == "on_demand":
         asked.append((find_shape(inputs.trainium_shape), nodes))
     else:
-        looks.append((f"{inputs.trainium_shape}: {inputs.capacity_kind} is paid for and counted already", []))
+        looks.append((f"{inputs.trainium_shape}: the {inputs.capacity_kind} needs no on-demand quota", []))
     known = account.pages("service-quotas", "list_service_quotas", "Quotas", ServiceCode="ec2")
     limits = {each["QuotaName"]: each["Value"] for each in known}
     for quota in QUOTAS:
@@ -163,7 +163,7 @@ def _look_at_quotas(account: Account, inputs: Inputs, nodes: int, others: list[d
             looks.append(_look_at_quota(quota, limits.get(quota.name, 0.0), used, counted, account.region))
     families = {family for quota in QUOTAS for family in quota.families}
     looks += [
-        (f"{shape.name}: its quota is not known here; Service Quotas, Amazon EC2 has it", [])
+        (f"{shape.name}: its quota cannot be checked here; see Service Quotas, Amazon EC2", [])
         for shape, _ in asked
         if _family(shape.name) not in families
     ]
@@ -173,22 +173,22 @@ def _look_at_quotas(account: Account, inputs: Inputs, nodes: int, others: list[d
 def _look_at_quota(quota: Quota, limit: float, used: int, asked: list[tuple[Shape, int]], region: str) -> Look:
     needed = sum(count * shape.vcpus for shape, count in asked)
     what = " and ".join(f"{count} x {shape.name}" for shape, count in asked)
-    seen = f"{quota.name}: {limit:g} vCPU, {used} in use by others, {what} take {needed}"
+    seen = f"{quota.name}: {limit:g} vCPU, {used} used outside this stack, {what} need {needed}"
     if used + needed <= limit:
         return seen, []
     return seen, [
         Finding(
-            what=f"the quota of {limit:g} vCPU holds no {what}",
+            what=f"the quota of {limit:g} vCPU is too small for {what}",
             where=f"Service Quotas, Amazon EC2, {quota.name}, {region}",
-            got=f"{limit:g}, of which {used} are in use by others",
+            got=f"{limit:g}, of which {used} are used outside this stack",
             expected=f"{used + needed} or more",
-            command="aws service-quotas request-service-quota-increase takes days; else NODES= and max_nodes lower",
+            command="aws service-quotas request-service-quota-increase takes days; or lower NODES= and max_nodes",
         )
     ]
 
 
 def _family(instance_type: str) -> str:
-    """`m` of m7i.8xlarge, `trn` of trn1.32xlarge."""
+    """Letters before the generation: `m` in m7i.8xlarge, `trn` in trn1.32xlarge."""
     return "".join(takewhile(str.isalpha, instance_type))
 
 
@@ -218,16 +218,16 @@ def _look_at_addresses(
     find_addresses_per_node: Callable[[], int | None],
     is_up: bool,
 ) -> Look:
-    """Of the nodes that are not up yet: those that are hold theirs already."""
+    """Checks the addresses for nodes that are not up yet."""
     subnets = _trainium_subnets(account, inputs) if is_up else []
     if not subnets:
-        return f"{inputs.name} has no Trainium subnet yet; terraform sizes it for max_nodes", []
+        return f"{inputs.name} has no Trainium subnet yet; terraform refuses one that is too small for max_nodes", []
     findings = []
     zones = sorted({subnet["AvailabilityZoneId"] for subnet in subnets})
     if len(subnets) > 1 or zones != [inputs.zone_id]:
         findings.append(
             Finding(
-                what="the Trainium nodes are not in one subnet of the chosen zone: a gang would straddle zones",
+                what="the Trainium nodes are not in one subnet of the chosen zone, and a gang has to be in one zone",
                 where=f"{_trainium_pool(inputs)}, {', '.join(subnet['SubnetId'] for subnet in subnets)}",
                 got=", ".join(zones),
                 expected=f"one subnet in {inputs.zone_id}",
@@ -235,26 +235,26 @@ def _look_at_addresses(
             )
         )
     name, free = subnets[0]["SubnetId"], subnets[0]["AvailableIpAddressCount"]
-    each = find_addresses_per_node()
-    if each is None:
-        return f"{name} has {free} free; what a node takes is in terraform's state, which is not here", findings
+    per_node = find_addresses_per_node()
+    if per_node is None:
+        return f"{name} has {free} free; only terraform's state, which is not here, has the need of a node", findings
     to_come = max(nodes - up, 0)
-    needed = to_come * each
+    needed = to_come * per_node
     if free < needed:
         findings.append(
             Finding(
                 what=f"{name} has too few addresses for {to_come} x {inputs.trainium_shape}",
                 where=f"{name}, {subnets[0]['CidrBlock']}, {subnets[0]['AvailabilityZoneId']}",
                 got=f"{free} free",
-                expected=f"{needed}: {to_come} nodes of {each} addresses",
-                command="make infra-leftovers shows interfaces that nobody uses; else a larger subnet, or fewer nodes",
+                expected=f"{needed}: {to_come} nodes of {per_node} addresses",
+                command="make infra-leftovers shows unused interfaces; or choose a larger subnet, or fewer nodes",
             )
         )
     return f"{name} has {free} free, {needed} are needed for {to_come} nodes that are not up yet", findings
 
 
 def _trainium_subnets(account: Account, inputs: Inputs) -> list[dict[str, Any]]:
-    """What nodes will really be started in."""
+    """The subnets in which Trainium nodes really start."""
     if inputs.has_cluster:
         ids = {
             name
@@ -272,40 +272,40 @@ def _trainium_subnets(account: Account, inputs: Inputs) -> list[dict[str, Any]]:
 
 
 def _trainium_pool(inputs: Inputs) -> str:
-    """As whoever looks for it in the account finds it."""
+    """The pool's name in the account."""
     name = f"{inputs.name}-{TRAINIUM}"
     return f"node group {name}" if inputs.has_cluster else f"the compute environment of job queue {name}"
 
 
 def _look_at_queues(account: Account, inputs: Inputs) -> list[Look]:
-    """Of Batch, which tells nobody that a queue gives no job to nodes: its jobs stay RUNNABLE."""
+    """Checks Batch's queues, because Batch leaves the jobs of a broken queue RUNNABLE without any notice."""
     looks: list[Look] = []
     for queue in [] if inputs.has_cluster else list_queues(account, inputs.name):
         problems = [*filter(None, (queue.problem, *(each.problem for each in environments_of(account, queue))))]
         findings = [
             Finding(
-                what=f"job queue {queue.name} gives no job to nodes",
+                what=f"job queue {queue.name} starts no jobs",
                 where=f"AWS Batch, {account.region}",
                 got=problem,
                 expected="ENABLED and VALID",
-                command="make infra-plan STACK=batch, once what the reason names is mended; infra-up then repairs it",
+                command="remove the cause that Batch names, then make infra-plan and infra-up with STACK=batch",
             )
             for problem in problems
         ]
-        looks.append((f"{queue.name} takes jobs" if not problems else "; ".join(problems), findings))
+        looks.append((f"{queue.name} accepts jobs" if not problems else "; ".join(problems), findings))
     return looks
 
 
 def _look_at_capacity(account: Account, inputs: Inputs, shape: Shape, nodes: int, up: int) -> Look:
     if inputs.capacity_kind == "on_demand":
-        return "on demand: nothing is reserved, and AWS may have none at that moment", []
+        return "on demand: nothing is reserved, and EC2 may have no capacity at that moment", []
     found = account.client("ec2").describe_capacity_reservations(CapacityReservationIds=[inputs.reservation_id])
     [reservation] = found["CapacityReservations"]
     return judge_reservation(reservation, inputs, shape, nodes, up, datetime.now(UTC))
 
 
 def _look_at_images(account: Account, inputs: Inputs, images: dict[str, str], is_up: bool) -> Look:
-    """Before the first `infra-up` there is no repository of the stack, and nothing is wrong with that."""
+    """Checks the images' tags. Before the first `infra-up` the stack has no repositories, which is no finding."""
     is_given = bool(inputs.registry_id)
     lacking = {repository for repository in images if not _has_repository(account, inputs, repository)}
     findings = [
@@ -323,7 +323,7 @@ def _look_at_images(account: Account, inputs: Inputs, images: dict[str, str], is
     without_tag = [finding for name in there if (finding := _find_image(account, inputs, name, images[name]))]
     seen = f"{len(there) - len(without_tag)} of {len(images)} tags are in ECR"
     if lacking and not findings:
-        seen += f"; not yet {', '.join(sorted(lacking))}: infra-up makes them"
+        seen += f"; infra-up will make {', '.join(sorted(lacking))}"
     return seen, findings + without_tag
 
 
@@ -339,7 +339,7 @@ def _has_repository(account: Account, inputs: Inputs, repository: str) -> bool:
 
 def _find_image(account: Account, inputs: Inputs, repository: str, tag: str) -> Finding | None:
     service = repository.rpartition("/")[2]
-    push = f"make images STAGE={service} VARIANT=neuron PUSH=REGISTRY, or TAG= of one that is there"
+    push = f"make images STAGE={service} VARIANT=neuron PUSH=REGISTRY, or TAG= with an existing tag"
     where = f"ECR, {repository}, {account.region}"
     image = {"imageTag": tag}
     try:

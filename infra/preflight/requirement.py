@@ -1,4 +1,4 @@
-"""What does not fit, and how a person is told of it."""
+"""Describes requirements that are not met."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from services.common.errors import DeviceError
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that does not fit."""
+    """A requirement that is not met."""
 
     what: str
     where: str
     got: str
     expected: str
     command: str
-    """That a person runs next."""
+    """The command to run, or the value to write, next."""
 
     @property
     def text(self) -> str:
@@ -26,10 +26,12 @@ class Finding:
         )
 
 
-Look = tuple[str, list[Finding]]  # what was seen, in a line, and what of it does not fit
+Look = tuple[str, list[Finding]]  # what was seen, in one line, and the requirements that are not met
 
 
 def require_fit(findings: list[Finding]) -> None:
+    """Raises `DeviceError` with all findings, if there are any."""
     if findings:
         lines = "".join(f"\n  - {finding.text}" for finding in findings)
-        raise DeviceError(f"{len(findings)} of what is needed is not there, nothing was changed:{lines}")
+        are = "requirement is" if len(findings) == 1 else "requirements are"
+        raise DeviceError(f"{len(findings)} {are} not met; nothing was changed:{lines}")

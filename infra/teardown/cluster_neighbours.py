@@ -1,4 +1,4 @@
-"""Who made what on the EKS cluster: Millrace, `make addons`, AWS, or somebody else."""
+"""Finds resources of others on the EKS cluster, which neither Millrace, `make addons` nor AWS made."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from infra.addons.releases import read_releases
 from infra.teardown.neighbours import Neighbour, Place
 from infra.workloads.kubernetes_cluster import Maker, list_makers, list_things
 
-NAMESPACES = ("millrace", "millrace-setup")  # that k8s/ makes; the contract test holds them together
-# Kubernetes' own, and those of EKS' add-ons.
+NAMESPACES = ("millrace", "millrace-setup")  # k8s/ makes them; a contract test compares them
+# Namespaces of Kubernetes and of EKS' add-ons.
 OF_AWS = ("kube-system", "kube-public", "kube-node-lease", "amazon-cloudwatch", "amazon-guardduty")
-DEFAULT = "default"  # always there, so that it is somebody's where pods are in it
+DEFAULT = "default"  # always exists; somebody uses it if it has pods
 NODE_GROUP_LABEL = "eks.amazonaws.com/nodegroup"
 ENDED = ("Succeeded", "Failed")
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Whose a thing is, by its namespace, and in an add-on's namespace by its helm release."""
+    """Decides who owns an object: by its namespace, and in an add-on's namespace by its helm release."""
 
     releases: tuple[Installed, ...]
 
     @property
     def namespaces(self) -> frozenset[str]:
-        """Those in which Millrace or a release of `make addons` is."""
+        """Namespaces of Millrace and of the releases of `make addons`."""
         return frozenset({*NAMESPACES, *(each.namespace for each in self.releases if each.is_ours)})
 
     @property
@@ -37,29 +37,29 @@ class Owners:
         return frozenset((each.namespace, each.name) for each in self.releases if each.is_ours)
 
     def has_made(self, maker: Maker) -> bool:
-        """Did Millrace or `make addons` make this Service or claim?"""
+        """Whether Millrace or `make addons` made this Service or claim."""
         return maker.namespace in NAMESPACES or maker.release in self.own_releases
 
 
 def read_owners() -> Owners:
-    """Ask helm, twice, for the releases on the cluster. Without helm it prints that none is known."""
+    """Reads the helm releases on the cluster. Without helm, prints that releases are not checked."""
     if shutil.which("helm") is None:
-        print("add-ons     no helm here: releases are not looked at, neither make addons' nor others'", flush=True)
+        print("add-ons     no helm on PATH: helm releases are not checked", flush=True)
         return Owners(())
     return Owners(tuple(list_installed()))
 
 
 def find_on_cluster(owners: Owners) -> list[Neighbour]:
-    """What is somebody else's on the cluster, with one question to its API for each kind of object."""
+    """Resources of others on the cluster, in one request per kind of object."""
     pods = Counter(each["metadata"]["namespace"] for each in list_things("pods"))
     foreign = _foreign_namespaces(pods)
     return [*_namespaces(foreign, pods, owners), *_releases(foreign, owners), *_makers(owners)]
 
 
 def find_pods_by_node_group(owners: Owners) -> dict[str, list[str]]:
-    """Namespace/name of somebody else's running pods on managed node groups, by the group.
+    """Running pods of others, as NAMESPACE/NAME, by managed node group.
 
-    A pod that a DaemonSet makes for each node does not count: it goes with its node.
+    Pods of DaemonSets do not count, because they belong to their node.
     """
     groups = {
         each["metadata"]["name"]: (each["metadata"].get("labels") or {}).get(NODE_GROUP_LABEL, "")
@@ -78,7 +78,7 @@ def find_pods_by_node_group(owners: Owners) -> dict[str, list[str]]:
 
 
 def _foreign_namespaces(pods: Counter[str]) -> list[str]:
-    """An add-on's namespace outlives its release, and is nobody's: what others have in it is named itself."""
+    """Namespaces of others. An add-on's namespace, which outlives its release, is not one of them."""
     known = {*NAMESPACES, *OF_AWS, DEFAULT, *(release.namespace for release in read_releases())}
     names = sorted(each["metadata"]["name"] for each in list_things("namespaces"))
     return [name for name in names if name not in known or (name == DEFAULT and pods[name])]
@@ -99,7 +99,7 @@ def _namespaces(foreign: list[str], pods: Counter[str], owners: Owners) -> Itera
 
 
 def _releases(foreign: list[str], owners: Owners) -> Iterator[Neighbour]:
-    """Those in a namespace that is somebody's are named with it."""
+    """Helm releases of others, except those in a namespace that is listed itself."""
     for each in owners.releases:
         if not each.is_ours and each.namespace not in foreign:
             removal = f"helm --namespace {each.namespace} uninstall {each.name}"
@@ -107,7 +107,7 @@ def _releases(foreign: list[str], owners: Owners) -> Iterator[Neighbour]:
 
 
 def _makers(owners: Owners) -> Iterator[Neighbour]:
-    """Each is named beside its namespace: what a controller made for it in the account would outlive the cluster."""
+    """Services and claims of others, whose load balancers and volumes would outlive the cluster in the account."""
     for each in list_makers():
         if not owners.has_made(each):
             made = "load balancer" if each.kind == "service" else "volume"

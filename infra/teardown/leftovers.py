@@ -1,12 +1,13 @@
-"""What is in the account of one stack, found by tags and by the names that EKS, its controllers and deployments give.
+"""Finds the resources of one stack in the account, by tags and by names of EKS, its controllers and deployments.
 
-Terraform's state is not asked: what it has forgotten costs as much.
+Terraform's state is not read, because resources that it has forgotten cost as much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from botocore.exceptions import ClientError
@@ -14,12 +15,14 @@ from botocore.exceptions import ClientError
 from infra.account.batch_queues import list_definitions, list_environments, list_job_ids, list_queues
 from infra.account.load_balancers import list_load_balancers
 from infra.account.session import STACK_TAG, Account, explaining_refusals, is_absent
+from infra.aws_releases import read_standard_support_end
+from infra.cost.estimate import ControlPlane
 from infra.cost.prices import HOURS_OF_A_MONTH, dollars, fsx_gb_month, price_region, read_prices
 from infra.shapes import read_shapes
 
 GONE = ("terminated", "shutting-down")
 CLAIM_TAGS = ("kubernetes.io/created-for/pvc/namespace", "kubernetes.io/created-for/pvc/name")
-# What is before the name in the last part of an ARN.
+# Prefix of the name in the last part of an ARN.
 IN_ARN = {
     "EKS cluster": "cluster/",
     "job queue": "job-queue/",
@@ -40,19 +43,19 @@ IN_ARN = {
 
 @dataclass(frozen=True)
 class Leftover:
-    """One thing in the account."""
+    """A resource in the account."""
 
     kind: str
     name: str
     detail: str
     dollars_per_month: float | None
-    """By list price; None where that hangs on use, 0 where it is free."""
+    """List price; None if it depends on use, 0 if the resource is free."""
     is_data: bool = False
-    """What `infra-down` keeps unless KEEP_DATA=false."""
+    """Whether `infra-down` keeps it unless KEEP_DATA=false."""
 
 
 def find_leftovers(account: Account, stack: str) -> list[Leftover]:
-    """Everything of the stack that is there, what is tagged and nothing else knows last."""
+    """Every resource of the stack; those that only the tagging API finds come last."""
     found: list[Leftover] = []
     for find in (_clusters, _queues, _environments, _definitions):
         with explaining_refusals(f"leftovers, {find.__name__.strip('_').replace('_', ' ')}"):
@@ -71,17 +74,17 @@ def find_leftovers(account: Account, stack: str) -> list[Leftover]:
 
 def describe_leftovers(leftovers: list[Leftover], stack: str, region: str) -> str:
     if not leftovers:
-        return f"nothing of {stack} is left in {region}"
+        return f"no resource of {stack} is left in {region}"
     kind_width, width = (max(len(getattr(each, field)) for each in leftovers) for field in ("kind", "name"))
     elsewhere = "" if region == price_region() else ", not this region's"
     lines = [
-        f"{len(leftovers)} things of {stack} are in {region}; prices are list prices of {price_region()}{elsewhere}"
+        f"{len(leftovers)} resources of {stack} in {region}; prices are list prices of {price_region()}{elsewhere}"
     ]
     for each in leftovers:
         price = "by use" if each.dollars_per_month is None else f"${each.dollars_per_month:,.2f}/month"
         kept = "  data" if each.is_data else ""
         lines.append(f"  {each.kind:{kind_width}}  {each.name:{width}}  {price:>14}  {each.detail}{kept}")
-    lines.append(f"in sum ${sum(each.dollars_per_month or 0 for each in leftovers):,.2f}/month, and what is by use")
+    lines.append(f"total ${sum(each.dollars_per_month or 0 for each in leftovers):,.2f}/month, plus prices by use")
     return "\n".join(lines)
 
 
@@ -90,7 +93,7 @@ def has_stack_tag(tags: list[dict[str, str]] | None, stack: str) -> bool:
 
 
 def list_unused_interfaces(account: Account, stack: str) -> list[str]:
-    """Network interfaces that nodes or a cluster's CNI left behind: they hold subnets and security groups in place."""
+    """Unused network interfaces of nodes or a cluster's CNI, which keep subnets and security groups from deletion."""
     found: dict[str, None] = {}
     for tag in (STACK_TAG, "cluster.k8s.amazonaws.com/name"):
         filters = [{"Name": f"tag:{tag}", "Values": [stack]}, {"Name": "status", "Values": ["available"]}]
@@ -100,7 +103,7 @@ def list_unused_interfaces(account: Account, stack: str) -> list[str]:
 
 
 def list_claim_volumes(account: Account, cluster: str) -> dict[str, str]:
-    """Volumes that the EBS driver made, each with namespace/name of its claim; empty where no tag tells."""
+    """Volumes that the EBS driver made, with the claim as NAMESPACE/NAME, which is empty without tags."""
     found = {}
     for each in _cluster_volumes(account, cluster):
         tags = {pair["Key"]: pair["Value"] for pair in each.get("Tags") or []}
@@ -109,7 +112,7 @@ def list_claim_volumes(account: Account, cluster: str) -> dict[str, str]:
 
 
 def list_pool_instances(account: Account, cluster: str, node_group: str) -> list[str]:
-    """Instances of a managed node group that are still paid for."""
+    """Instances of a managed node group that are not terminated yet."""
     filters = [
         {"Name": "tag:eks:cluster-name", "Values": [cluster]},
         {"Name": "tag:eks:nodegroup-name", "Values": [node_group]},
@@ -119,8 +122,11 @@ def list_pool_instances(account: Account, cluster: str, node_group: str) -> list
 
 def _clusters(account: Account, stack: str) -> Iterator[Leftover]:
     if stack in account.pages("eks", "list_clusters", "clusters"):
-        hourly = dollars("eks_cluster_hour")
-        yield Leftover("EKS cluster", stack, "control plane", hourly * HOURS_OF_A_MONTH)
+        found = account.client("eks").describe_cluster(name=stack)["cluster"]
+        version, policy = found.get("version") or "", (found.get("upgradePolicy") or {}).get("supportType", "")
+        plane = ControlPlane(version, policy, read_standard_support_end(version))
+        hourly = dollars(plane.price_name(datetime.now(UTC).date()))
+        yield Leftover("EKS cluster", stack, f"control plane, Kubernetes {version}", hourly * HOURS_OF_A_MONTH)
 
 
 def _queues(account: Account, stack: str) -> Iterator[Leftover]:
@@ -142,7 +148,7 @@ def _definitions(account: Account, stack: str) -> Iterator[Leftover]:
 
 def _instances(account: Account, stack: str) -> Iterator[Leftover]:
     shapes = read_shapes()
-    # EKS tags its nodes even where a launch template of a user's own tags none.
+    # EKS tags its nodes even if the user's own launch template does not.
     living = {
         each["InstanceId"]: each
         for tag in (STACK_TAG, "eks:cluster-name")
@@ -172,7 +178,7 @@ def _cluster_volumes(account: Account, cluster: str) -> Iterator[dict[str, Any]]
 
 def _interfaces(account: Account, stack: str) -> Iterator[Leftover]:
     for name in list_unused_interfaces(account, stack):
-        yield Leftover("interface", name, "unused; holds its subnet in place", 0)
+        yield Leftover("interface", name, "unused; keeps its subnet from deletion", 0)
 
 
 def _load_balancers(account: Account, stack: str) -> Iterator[Leftover]:
@@ -221,7 +227,7 @@ def _buckets(account: Account, stack: str) -> Iterator[Leftover]:
 
 
 def _roles(account: Account, stack: str) -> Iterator[Leftover]:
-    """By name, as the tagging API names nothing of IAM."""
+    """Roles by name, because the tagging API does not list IAM's resources."""
     for each in account.pages("iam", "list_roles", "Roles"):
         if each["RoleName"].startswith(f"{stack}-{account.region}-"):
             yield Leftover("IAM role", each["RoleName"], "", 0.0)
@@ -246,10 +252,10 @@ def _budgets(account: Account, stack: str) -> Iterator[Leftover]:
 
 
 def _tagged(account: Account, stack: str, known: set[str]) -> Iterator[Leftover]:
-    """What has the stack's tag and is none of the above: a VPC and its parts, keys, alarms."""
+    """Other resources with the stack's tag: a VPC and its parts, keys, alarms."""
     for arn in _tagged_arns(account, stack, []):
         _, _, service, _, _, resource = arn.split(":", 5)
-        # A NAT gateway that is deleted keeps its tags for an hour; one that is not is known by its state.
+        # A deleted NAT gateway keeps its tags for an hour; `_gateways` lists the others.
         if resource.removesuffix(":*") in known or resource.startswith("natgateway/"):
             continue
         detail, price = "", 0.0

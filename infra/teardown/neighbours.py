@@ -1,4 +1,4 @@
-"""What somebody else has on a stack's cluster and in its network, and what a teardown would mean for it."""
+"""Finds resources of others on a stack's cluster and in its network."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from infra.account.managed_node_groups import list_node_groups
 from infra.account.session import STACK_TAG, Account, explaining_refusals
 from infra.teardown.leftovers import GONE, has_stack_tag
 
-# EKS' own, on its security group and the nodes of managed node groups; controllers of the cluster tag with it, too.
+# EKS sets this tag on its security group and on nodes of managed node groups; the cluster's controllers set it as well.
 CLUSTER_TAG = "kubernetes.io/cluster/{name}"
 NODE_GROUP_TAG = "eks:nodegroup-name"
 
 
 class Place(Enum):
-    """Where something is, which decides what a teardown means for it."""
+    """Location of a resource, which decides how a teardown affects it."""
 
     CLUSTER = "on the cluster"
-    """It ends with the cluster, or keeps EKS from deleting it."""
+    """The resource is destroyed with the cluster, or keeps EKS from deleting the cluster."""
     NETWORK = "in the network"
-    """It keeps EC2 from deleting the VPC, a subnet or a security group."""
+    """The resource keeps EC2 from deleting the VPC, a subnet or a security group."""
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """One thing that terraform and `make addons` did not make."""
+    """A resource that neither terraform nor `make addons` made."""
 
     kind: str
     name: str
     detail: str
     place: Place
     removal: str
-    """The command that removes it, for whoever owns it."""
+    """The command with which its owner removes it."""
 
 
 def find_in_account(account: Account, stack: str, has_service: Callable[[str], bool]) -> list[Neighbour]:
-    """What others have on the cluster of the stack's name, and in each VPC that the stack made, as AWS' API tells it.
+    """Resources of others on the stack's cluster and in its VPCs, as AWS' API lists them.
 
-    The load balancer of a Service that the cluster has is left out: `has_service` is asked by its namespace/name.
+    Leaves out load balancers of Services that the cluster has: `has_service` gets the Service as NAMESPACE/NAME.
     """
     found: list[Neighbour] = []
     with explaining_refusals("infra-down, things of others"):
@@ -57,7 +57,7 @@ def find_in_account(account: Account, stack: str, has_service: Callable[[str], b
 
 
 def describe_neighbours(neighbours: list[Neighbour]) -> str:
-    """Two lines for each: what it is, and the command that removes it."""
+    """Two lines per resource: what it is, and the command that removes it."""
     kind_width, width = (max(len(getattr(each, field)) for each in neighbours) for field in ("kind", "name"))
     return "\n".join(
         f"  {each.kind:{kind_width}}  {each.name:{width}}  {each.detail}\n  {'':{kind_width}}  {each.removal}"
@@ -79,7 +79,7 @@ def _fargate_profiles(account: Account, stack: str) -> Iterator[Neighbour]:
 
 
 def _instances(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
-    """Instances of others. A node in no managed node group, such as one of Karpenter's, counts as on the cluster."""
+    """Instances of others. A node outside managed node groups, such as one of Karpenter's, is on the cluster."""
     filters = [{"Name": "vpc-id", "Values": [vpc]}]
     for reservation in account.pages("ec2", "describe_instances", "Reservations", Filters=filters):
         for each in reservation["Instances"]:
@@ -105,7 +105,7 @@ def _subnets(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
 
 
 def _security_groups(account: Account, stack: str, vpc: str) -> Iterator[Neighbour]:
-    """Security groups of others: not the VPC's own, and not those of EKS and of the cluster's controllers."""
+    """Security groups of others, without the VPC's default group and those of EKS and the cluster's controllers."""
     of_cluster = CLUSTER_TAG.format(name=stack)
     for each in _foreign(account, "describe_security_groups", "SecurityGroups", stack, vpc):
         if each["GroupName"] == "default" or of_cluster in {pair["Key"] for pair in each.get("Tags") or []}:

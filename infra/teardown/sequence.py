@@ -1,6 +1,7 @@
-"""Taking everything down, in the order in which nothing is orphaned: each step asks the world what is left for it.
+"""Takes a stack down in an order that leaves no orphans.
 
-So the same command continues after a cut at any point: no step remembers, and one that finds its work done goes on.
+No step keeps a record: each looks for what is left for it to do. So the same command continues a teardown that was
+interrupted at any point.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from infra.teardown.leftovers import list_unused_interfaces
 from infra.teardown.neighbours import Neighbour, Place, describe_neighbours
 from services.common.errors import DeviceError
 
-STOP_POLICY = "{name}-{region}-over-budget"  # of modules/guardrails, to which a test holds it
+STOP_POLICY = "{name}-{region}-over-budget"  # as in modules/guardrails; a test compares them
 
-# What KEEP_DATA keeps: the data, and what it cannot be without.
+# KEEP_DATA keeps the modules with data, and those on which the data depends.
 KEPT_MODULES = ("module.storage", "module.registry", "module.network", "module.security_groups")
 PAID_BY_THE_HOUR = ("aws_nat_gateway", "aws_eip")
 INTERFACE_ENDPOINTS = "module.network.aws_vpc_endpoint.interface"
@@ -25,41 +26,41 @@ HOLDERS = ("aws_s3_bucket", "aws_ecr_repository")
 
 
 class Workloads(Protocol):
-    """What runs on a stack, and what that made of which terraform knows nothing."""
+    """Everything that runs on a stack, and what it made without terraform's knowledge."""
 
     @property
     def place(self) -> str:
-        """Where it runs, in words: `cluster millrace`."""
+        """Name of the target, such as `cluster millrace`."""
 
     def is_there(self) -> bool:
-        """Is there still something for it to run on?"""
+        """Whether the target still exists."""
 
     def find_neighbours(self) -> list[Neighbour]:
-        """What somebody else has beside it, there or in the stack's network."""
+        """Lists what others have on the target or in the stack's network."""
 
     def stop(self) -> None:
-        """End all of it, checkpoints committed. Raises `TryAgain` where something does not go in time."""
+        """Ends everything, with checkpoints committed. Raises `TryAgain` if something is not gone in time."""
 
     def forget(self) -> None:
-        """Remove what was written for it, once everything else is destroyed."""
+        """Removes the files and definitions that were written for the target, once everything else is destroyed."""
 
 
 @dataclass(frozen=True)
 class Teardown:
-    """What is taken down."""
+    """The teardown of one stack."""
 
     account: Account
     stack: Stack
     name: str
     is_data_kept: bool
     is_cluster_kept: bool
-    """Does only what Millrace made on the cluster go? Then all that terraform made stays."""
+    """Whether everything that terraform made stays, and only what Millrace made on the cluster is removed."""
     workloads: Workloads
 
     def look_around(self) -> None:
-        """Print what others have beside the stack, which stays.
+        """Prints what others have on the cluster and in the network, which stays.
 
-        Raises `DeviceError` where something of theirs would end with the cluster, or would stop terraform halfway.
+        Raises `DeviceError` if some of it would be destroyed with the cluster, or would stop terraform halfway.
         """
         neighbours = self.workloads.find_neighbours()
         in_the_way = [each for each in neighbours if self._is_in_the_way(each)]
@@ -67,60 +68,63 @@ class Teardown:
             raise DeviceError(self._describe_refusal(in_the_way))
         if neighbours:
             print(
-                f"{len(neighbours)} things are somebody else's, and stay:\n{describe_neighbours(neighbours)}",
+                f"{len(neighbours)} resources belong to others, and stay:\n{describe_neighbours(neighbours)}",
                 flush=True,
             )
 
     def run(self) -> None:
-        """Raises `TryAgain` where something does not go in time, `DeviceError` where a tool or a right is lacking."""
+        """Takes the stack down.
+
+        Raises `TryAgain` if something is not gone in time, and `DeviceError` if a tool or a permission is missing.
+        """
         if self.is_cluster_kept:
             self.workloads.stop()
             print(f"kept        {self.workloads.place}, its core nodes and network, and the data", flush=True)
-            print("            make addons and make cluster-up bring the rest back", flush=True)
+            print("            make addons and make cluster-up restore the rest", flush=True)
             return
         with explaining_refusals("infra-down"):
             is_there = self.workloads.is_there()
         if is_there:
-            self._require_state_of_it()
+            self._require_state()
             self.workloads.stop()
         else:
-            print(f"gone        {self.workloads.place}, and all that ran there", flush=True)
+            print(f"gone        {self.workloads.place}, with everything that ran there", flush=True)
         self._destroy()
 
     def _is_in_the_way(self, neighbour: Neighbour) -> bool:
-        """The network stays with the data, and what is in it."""
+        """Whether the teardown would destroy the resource or fail on it. With the data, the network stays as well."""
         if self.is_cluster_kept:
             return False
         return neighbour.place is Place.CLUSTER or not self.is_data_kept
 
     def _describe_refusal(self, in_the_way: list[Neighbour]) -> str:
-        lines = [f"{len(in_the_way)} things beside {self.name} are somebody else's. Nothing was taken down:"]
+        lines = [f"{len(in_the_way)} resources beside {self.name} belong to others. Nothing was taken down:"]
         lines.append(describe_neighbours(in_the_way))
         if any(each.place is Place.CLUSTER for each in in_the_way):
             lines.append(
-                f"What is on {self.workloads.place} would end with it, or keep EKS from deleting it. make infra-down "
-                f"KEEP_CLUSTER=true takes down what Millrace made on it, and leaves it to them."
+                f"Those on {self.workloads.place} would be destroyed with it, or keep EKS from deleting it. make "
+                f"infra-down KEEP_CLUSTER=true removes only what Millrace made on it."
             )
         if any(each.place is Place.NETWORK for each in in_the_way):
             lines.append(
-                "What is in the network would keep EC2 from deleting it, after the data is gone. Without "
+                "Those in the network would keep EC2 from deleting it, after the data is destroyed. Without "
                 "KEEP_DATA=false the network stays."
             )
-        lines.append("Or whoever owns them moves them; each one's command removes it. Then make infra-down again.")
+        lines.append("Or their owners move or remove them, with the commands above. Then make infra-down again.")
         return "\n".join(lines)
 
-    def _require_state_of_it(self) -> None:
-        """Before anything is stopped: what is not in the state would be left, and paid for."""
+    def _require_state(self) -> None:
+        """Raises `DeviceError` if terraform's state is empty, because all resources would be left and billed."""
         self.stack.init()
         if not self.stack.resources():
             raise DeviceError(
-                f"{self.workloads.place} is there, and terraform's state is empty: nothing was stopped. The state is "
-                f"local by default, in the checkout in which make infra-up ran; run this there, or name its backend in "
-                f"backend_override.tf"
+                f"{self.workloads.place} exists, but terraform's state here is empty, so nothing was stopped. By "
+                f"default the state is a file in the checkout where make infra-up ran: run this there, or name the "
+                f"state's backend in backend_override.tf"
             )
 
     def _detach_stop_policy(self) -> None:
-        """What the budget's action attached, terraform does not know of, and IAM deletes no policy that is attached."""
+        """Detaches the policy that the budget's action attached, because IAM deletes no attached policy."""
         iam, policy = self.account.client("iam"), STOP_POLICY.format(name=self.name, region=self.account.region)
         with explaining_refusals("infra-down, the budget's policy"):
             for each in self.account.pages("iam", "list_policies", "Policies", Scope="Local"):
@@ -129,7 +133,7 @@ class Teardown:
                 arn = each["Arn"]
                 found = self.account.pages("iam", "list_entities_for_policy", "PolicyRoles", PolicyArn=arn)
                 for role in list(found):
-                    print(f"policy      {policy} taken from role {role['RoleName']}", flush=True)
+                    print(f"policy      {policy} detached from role {role['RoleName']}", flush=True)
                     iam.detach_role_policy(RoleName=role["RoleName"], PolicyArn=arn)
 
     def _destroy(self) -> None:
@@ -141,26 +145,26 @@ class Teardown:
             self._destroy_all()
 
     def _destroy_around_data(self) -> None:
-        """Everything but the data and the network that holds it; of that, what is paid for by the hour goes too."""
+        """Destroys everything except the data and its network, but also the parts of the network billed by the hour."""
         targets = list_targets_around_data(self.stack.resources())
         if targets:
             self._persist(lambda: self._destroy_targets(targets))
-        print("kept        bucket, file system, registry, their key, and the network that holds them")
-        print("            make infra-up brings the rest back around them; KEEP_DATA=false destroys them", flush=True)
+        print("kept        bucket, file system, registry, their key, and their network")
+        print("            make infra-up restores the rest around them; KEEP_DATA=false destroys them", flush=True)
 
     def _destroy_targets(self, targets: list[str]) -> None:
         plan = self.stack.plan("-destroy", *(f"-target={target}" for target in targets), is_quiet=True)
         lost = [change.address for change in plan.changes if change.is_loss_of_data]
         if lost:
             raise DeviceError(
-                f"terraform would destroy {', '.join(lost)} too, and data is to be kept. Nothing was destroyed; "
-                f"KEEP_DATA=false destroys data"
+                f"terraform would also destroy {', '.join(lost)}, and data has to stay. Nothing was destroyed. "
+                f"KEEP_DATA=false destroys data as well"
             )
         self.stack.apply()
 
     def _destroy_all(self) -> None:
-        # Bucket and registry refuse to go while anything is in them, until they are told otherwise. Aimed at those that
-        # are there alone: what an earlier run has destroyed is not made again for it.
+        # A bucket and a registry with content can be destroyed only after keep_data is off. Only existing ones are
+        # targeted, because terraform would make those again that an earlier run destroyed.
         holders = [address for address in self.stack.resources() if type_of(address) in HOLDERS]
         if holders:
             options = ["-var=keep_data=false", *(f"-target={address}" for address in holders)]
@@ -171,7 +175,7 @@ class Teardown:
         print("destroyed   everything that terraform made", flush=True)
 
     def _persist(self, destroy: Callable[[], None]) -> None:
-        """Once more after removing what nodes that ended abruptly left in the subnets."""
+        """Retries once after deleting the network interfaces that abruptly terminated nodes left in the subnets."""
         try:
             destroy()
         except DeviceError:
@@ -186,7 +190,7 @@ class Teardown:
 
 
 def list_targets_around_data(addresses: Iterable[str]) -> list[str]:
-    """What terraform is aimed at, of what its state holds, to destroy everything but the data and what holds it."""
+    """Terraform's targets for a teardown of everything except the data and its network."""
     return sorted({_target_of(address) for address in addresses if not _is_kept(address)})
 
 
@@ -197,12 +201,12 @@ def _is_kept(address: str) -> bool:
 
 
 def _target_of(address: str) -> str:
-    """A whole module where nothing of it is kept: terraform then knows its order."""
+    """The whole module if nothing in it is kept, because terraform then orders the destruction."""
     module = _module_of(address)
     is_of_kept = without_indices(module) in KEPT_MODULES
     return address if is_of_kept or not module.startswith("module.") else module
 
 
 def _module_of(address: str) -> str:
-    """`module.network[0]` of `module.network[0].aws_subnet.nodes`."""
+    """The module in an address: `module.network[0]` in `module.network[0].aws_subnet.nodes`."""
     return ".".join(address.split(".")[:2])

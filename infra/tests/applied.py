@@ -64,12 +64,12 @@ class Applied:
         return read_plan(json.loads(self.run("show", "-json", str(file))))
 
     def plan_down(self) -> tuple[Change, ...]:
-        """What `infra-down` destroys around the data."""
+        """Plans the changes with which `infra-down` destroys everything around the data."""
         targets = list_targets_around_data(Stack(self.folder).resources())
         return self.plan("-destroy", *(f"-target={each}" for each in targets)).changes
 
     def account(self, monkeypatch: pytest.MonkeyPatch) -> Account:
-        """As the commands of infra reach it."""
+        """The account, as infra's commands reach it."""
         monkeypatch.setenv("AWS_ENDPOINT_URL", self.endpoint)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")

@@ -71,7 +71,7 @@ class Aws:
         self.addons["kube-proxy"] = ["v1.34.9-eksbuild.1", *read_addon_pins("1.34").values()]
 
     def publish_machine_images(self) -> None:
-        """Those that the stacks take by default, and a newer one."""
+        """Publishes the machine images that the stacks take by default, and a newer one."""
         for release in ("1.34.7-20260505", "1.35.4-20260505", "1.34.8-20260610"):
             self.publish_image(name_of_eks_release(release))
         self.publish_image(read_ecs_machine_images().default)

@@ -1,4 +1,4 @@
-"""What boto3 knows of AWS' services, read once a process: each session reads it anew, EC2's in half a second."""
+"""Reads boto3's service models once per process, because every session reads them again, EC2's in half a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from botocore.loaders import JSONFileLoader
 
 
 def share_service_models(patch: pytest.MonkeyPatch) -> None:
-    """Until the patch ends. A client only reads its model."""
+    """Shares the models until the patch ends, which is safe because clients only read them."""
     read = JSONFileLoader.load_file
 
     @cache

@@ -24,6 +24,7 @@ variable "cpu_nodes" { default = { shape = "m7i.8xlarge", max_nodes = 2 } }
 variable "core_nodes" { default = { shape = "m7i.2xlarge", nodes = 2 } }
 variable "fsx" { default = { gib = 1200, throughput = 250 } }
 variable "keep_data" { default = true }
+variable "api_public_cidrs" { default = [] }
 variable "budget" { default = {} }
 """
 MAIN = """
@@ -127,7 +128,7 @@ class Site:
         return sorted(f"{each['module']}.{each['type']}.{each['name']}" for each in state["resources"])
 
     def put(self, kinds: str, *things: dict[str, Any]) -> None:
-        """What `kubectl get KINDS --all-namespaces` answers, kinds as the caller spells them."""
+        """Sets the answer to `kubectl get KINDS --all-namespaces`, with KINDS as the caller spells them."""
         (self.folder / f"{kinds}.json").write_text(json.dumps({"items": things}), encoding="utf-8")
 
     def install(self, *releases: tuple[str, str, str], ours: tuple[tuple[str, str, str], ...] = ()) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ esac
 
 
 class Cluster:
-    """What kubectl and helm find on a cluster, on which nobody has installed anything at first."""
+    """A cluster, as kubectl and helm see it, on which nobody has installed anything at first."""
 
     def __init__(self, folder: Path, programs: Programs) -> None:
         self.folder, self.programs = folder, programs
@@ -61,7 +62,7 @@ class Cluster:
 
     @property
     def applied(self) -> str:
-        """What kubectl was given to apply."""
+        """The definitions that kubectl was given to apply."""
         file = self.folder / "applied.txt"
         return file.read_text(encoding="utf-8") if file.exists() else ""
 
@@ -153,14 +154,14 @@ def test_a_release_is_not_upgraded_where_its_definitions_cannot_be(
 def test_only_those_that_are_named_are_installed(
     capfd: pytest.CaptureFixture[str], cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the order of the list, however they are named."""
+    """The add-ons are installed in the list's order, whatever the order in ONLY."""
     monkeypatch.setenv("ONLY", "volcano, kuberay")
 
     assert call(capfd, "infra.__main__", "addons").returncode == 0
     assert cluster.upgraded == ["kuberay", "volcano"]
 
 
-@pytest.mark.parametrize("command", ["addons", "addons-diff", "addons-argocd"])
+@pytest.mark.parametrize("command", ["addons", "addons-diff"])
 @pytest.mark.parametrize(("only", "said"), [("kubray", "kuberay"), ("volcano,volcanoo", "volcano"), ("x", "")])
 def test_an_add_on_that_there_is_not_names_the_nearest_one(
     capfd: pytest.CaptureFixture[str],
@@ -216,7 +217,7 @@ def test_what_somebody_else_installed_is_named_and_left(
 
 
 def test_what_make_addons_installed_is_upgraded(capfd: pytest.CaptureFixture[str], cluster: Cluster) -> None:
-    """Also where an earlier make infra-down removed the release, and left the definitions."""
+    """An earlier make infra-down may have removed the release and left the definitions."""
     [volcano] = [release for release in read_releases() if release.name == "volcano"]
     cluster.install(ours=((volcano.name, volcano.namespace, "volcano-1.13.0"),))
     image = "docker.io/volcanosh/vc-scheduler:v1.13.0"
@@ -263,9 +264,9 @@ esac""",
 
     assert done.returncode == 0, done.stderr
     assert "helm release prometheus in metrics (kube-prometheus-stack-80.0.0)" in done.stdout
-    assert "monitoring 92.21.2: make addons leaves it out" in done.stdout
-    assert "neuron 1.9.0: as it is installed" in done.stdout
-    assert "kuberay 1.6.1: would change\ndefinition a.ray.io: 1 lines come, 0 go\n" in done.stdout
+    assert "monitoring 92.21.2: skipped" in done.stdout
+    assert re.search("neuron 1.9.0: .*installed", done.stdout)
+    assert re.search("kuberay 1.6.1: would change\ndefinition a.ray.io: 1 .* 0 ", done.stdout)
     assert "volcano 1.14.1: would change\n--- installed\n+++ addons.yaml\n" in done.stdout
     assert "-image: v0.5.20\n+image: v0.5.30\n" in done.stdout
     assert not any("--atomic" in line or "kubectl apply" in line for line in cluster.programs.calls)
@@ -290,7 +291,7 @@ def test_a_cluster_that_does_not_answer_is_no_new_installation(
 def test_a_stop_signal_lets_helm_roll_back(
     programs: Programs, cluster: Cluster, tmp_path: Path, signum: signal.Signals, exit_code: int
 ) -> None:
-    """Killed, it would leave a release that no later upgrade may touch."""
+    """A killed helm would leave a release that no later upgrade may touch."""
     began, ended = tmp_path / "began", tmp_path / "ended"
     cluster.answer(
         f"""[ "$1" = upgrade ] || exit 0
@@ -311,5 +312,5 @@ while :; do sleep 0.05; done""",
 
     assert process.returncode == exit_code
     assert ended.read_text(encoding="utf-8") == "rolled back\n"
-    assert "the same command continues" in words
+    assert ": helm ended" in words
     assert cluster.upgraded == ["kuberay"]

@@ -43,7 +43,7 @@ def test_operators_are_the_versions_that_the_test_cluster_runs() -> None:
 
 
 def test_volcano_is_pulled_once_a_node() -> None:
-    """Its chart pulls always, from a public registry: without that registry no scheduler would come up again."""
+    """By default the chart pulls at every start, and without the public registry no scheduler would start again."""
     assert values_of("volcano")["basic"]["image_pull_policy"] == "IfNotPresent"
 
 
@@ -98,7 +98,7 @@ def test_nothing_makes_a_volume_or_a_load_balancer_that_a_teardown_would_have_to
 
 
 def test_the_file_system_driver_is_installed_once() -> None:
-    """By Terraform, from EKS's catalogue."""
+    """Terraform installs the driver from EKS' catalogue."""
     assert [release.name for release in read_releases()] == NAMES
 
 
@@ -132,16 +132,3 @@ def test_a_dry_run_prints_the_commands(
         for name, version in zip(NAMES, versions, strict=True)
         if name in ("kuberay", "monitoring")
     ]
-
-
-def test_argo_cd_gets_the_same_list(capfd: pytest.CaptureFixture[str]) -> None:
-    done = call(capfd, "infra.__main__", "addons-argocd")
-
-    applications = list(yaml.safe_load_all(done.stdout))
-    assert [each["kind"] for each in applications] == ["Application"] * len(NAMES)
-    for application, release in zip(applications, read_releases(), strict=True):
-        source = application["spec"]["source"]
-        assert source["targetRevision"] == release.version
-        assert source["helm"] == {"releaseName": release.name, "valuesObject": values_of(release.name)}
-        assert not source["repoURL"].startswith("oci://")
-        assert application["spec"]["destination"]["namespace"] == release.namespace

@@ -72,7 +72,7 @@ def test_no_node_is_there_that_a_deployment_did_not_ask_for(applied: Applied) ->
 def test_nothing_that_the_stack_made_is_taken_for_somebody_elses(
     applied: Applied, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its tags alone, which terraform's provider puts on everything: infra-down would refuse otherwise."""
+    """Everything has the stack's tag from terraform's provider; otherwise infra-down would refuse."""
     account = applied.account(monkeypatch)
     assert find_in_account(account, "millrace", lambda service: False) == []
     assert {group.name: group.stack for group in list_node_groups(account, "millrace")} == {
@@ -117,9 +117,7 @@ def test_who_applies_administers_the_cluster(applied: Applied) -> None:
 
 
 def test_a_plan_tells_what_renews_nodes_from_what_does_not(applied: Applied) -> None:
-    """What infra-up asks of a plan, in plans of the provider's own. moto forgets some of what it is given, so that each
-    plan has that too.
-    """
+    """Checks real plans of the provider. moto forgets some values, which every plan then changes as well."""
     address = "module.trainium.aws_eks_node_group.this"
 
     def changed(*options: str) -> frozenset[str]:
@@ -132,7 +130,7 @@ def test_a_plan_tells_what_renews_nodes_from_what_does_not(applied: Applied) -> 
 
 
 def test_another_zone_is_known_to_lose_the_file_system(applied: Applied) -> None:
-    """What infra-up refuses a plan by, in a plan of the provider's own."""
+    """Checks a real plan of the provider."""
     lost = [each.address for each in applied.plan("-var=zone_id=usw2-az1").changes if each.is_loss_of_data]
     assert lost == ["module.storage.aws_fsx_lustre_file_system.this[0]"]
 

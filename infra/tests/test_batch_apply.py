@@ -39,7 +39,7 @@ def applied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applied]:
 
 
 def environments_of(applied: Applied) -> dict[str, dict[str, Any]]:
-    """By the queue that they serve."""
+    """Compute environments by the queue that they serve."""
     batch = applied.client("batch")
     made = {
         each["computeEnvironmentArn"]: each for each in batch.describe_compute_environments()["computeEnvironments"]
@@ -96,7 +96,7 @@ def test_trainium_nodes_start_with_every_efa_card_and_the_ami_with_neuron(applie
 
 
 def test_containers_of_a_job_reach_one_another_in_whichever_group_aws_puts_them(applied: Applied) -> None:
-    """Those of the compute environment, or of the node's launch template, or else the VPC's default one."""
+    """The groups are those of the compute environment, of the node's launch template, or the VPC's default one."""
     ec2 = applied.client("ec2")
     cpu, trainium = (environments_of(applied)[f"millrace-{pool}"]["computeResources"] for pool in ("cpu", "trainium"))
     [vpc] = {each["VpcId"] for each in ec2.describe_subnets(SubnetIds=trainium["subnets"])["Subnets"]}
@@ -114,9 +114,7 @@ def test_containers_of_a_job_reach_one_another_in_whichever_group_aws_puts_them(
 
 
 def test_a_plan_tells_what_renews_nodes_from_what_does_not(applied: Applied) -> None:
-    """What infra-up asks of a plan, in plans of the provider's own. moto forgets some of what it is given, so that each
-    plan has that too.
-    """
+    """Checks real plans of the provider. moto forgets some values, which every plan then changes as well."""
     address = 'module.batch.aws_batch_compute_environment.pool["trainium"]'
 
     def changed(*options: str) -> frozenset[str]:

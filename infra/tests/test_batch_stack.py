@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ def test_what_is_there_already_is_not_paid_for_again(
     assert "FSx for Lustre" not in done.stdout
 
 
+def test_both_stacks_have_one_file_of_common_variables() -> None:
+    """`terraform test` checks their refusals in the EKS stack only."""
+    for name in ("common.tf", "versions.tf"):
+        assert (BATCH / name).samefile(STACK / name)
+
+
 def test_the_defaults_are_the_stacks() -> None:
     inputs = read_inputs(read_variables(None, BATCH), needs_place=False, folder=BATCH)
 
@@ -64,7 +71,7 @@ def test_the_defaults_are_the_stacks() -> None:
 
 @pytest.fixture
 def account(on_batch: None, aws: Aws, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> Aws:
-    """One whose quotas hold four Trainium nodes and four others."""
+    """An account whose quotas have room for four Trainium nodes and four others."""
     programs.add("terraform", """echo '{"addresses_per_node": {"value": 24}}'""")
     monkeypatch.setenv("TAG", TAG)
     aws.publish_machine_images()
@@ -101,9 +108,9 @@ def test_preflight_of_an_account_in_which_everything_fits(capfd: pytest.CaptureF
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 0, done.stderr
-    assert "instances: 128 vCPU, 0 in use by others, 4 x m7i.8xlarge take 128" in done.stdout
-    assert f"{subnet} has 251 free, 96 are needed for 4 nodes that are not up yet" in done.stdout
-    assert "queues      millrace-cpu takes jobs\n            millrace-trainium takes jobs\n" in done.stdout
+    assert re.search("instances: 128 vCPU, 0 .*, 4 x m7i.8xlarge .* 128\n", done.stdout)
+    assert re.search(rf"{subnet} has 251 free, 96 .* 4 nodes", done.stdout)
+    assert re.search(r"queues +millrace-cpu .*\n +millrace-trainium ", done.stdout)
     assert "3 of 3 tags are in ECR" in done.stdout
     assert "head" not in done.stdout
     assert "other-" not in done.stdout
@@ -118,14 +125,14 @@ def test_preflight_names_an_ami_whose_driver_nobody_knows(
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 4
-    assert f"20260820-kernel-6.1-x86_64 ({newest}) is not known to be one that the images take" in done.stderr
+    assert f"20260820-kernel-6.1-x86_64 ({newest})" in done.stderr
     assert "next      leave ami_id out, for the default; or look up its aws-neuronx-dkms in https://" in done.stderr
 
 
 def test_preflight_names_an_environment_whose_nodes_start_from_another_ami(
     capfd: pytest.CaptureFixture[str], account: Aws
 ) -> None:
-    """Of an apply that took the newest of its day."""
+    """An earlier apply took the newest AMI of its day."""
     newest = account.publish_image("al2023-ami-ecs-neuron-hvm-2023.0.20260820-kernel-6.1-x86_64")
     make_queue(account.client, "millrace-trainium", [make_subnet(account)], ami_id=newest)
     push(account, [f"millrace/{stage}" for stage in STAGES])
@@ -166,7 +173,7 @@ def test_preflight_names_what_the_default_group_of_a_given_vpc_lacks(
 
     assert done.returncode == 0, done.stderr
     [group] = ec2.describe_security_groups(Filters=of_vpc)["SecurityGroups"]
-    assert f"groups      {group['GroupId']}, the default one of {vpc}, lets containers through\n" in done.stdout
+    assert f"groups      {group['GroupId']}, the default one of {vpc}, " in done.stdout
 
     ec2.revoke_security_group_egress(GroupId=group["GroupId"], IpPermissions=group["IpPermissionsEgress"])
     ec2.revoke_security_group_ingress(GroupId=group["GroupId"], IpPermissions=group["IpPermissions"])
@@ -174,7 +181,7 @@ def test_preflight_names_what_the_default_group_of_a_given_vpc_lacks(
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 4
-    assert "3 of what is needed is not there" in done.stderr
+    assert "3 requirements are not met" in done.stderr
     commands = [line.split("next      ")[1] for line in done.stderr.splitlines() if "next      " in line]
     for command in commands:
         run_cli(ec2, command)
@@ -182,7 +189,7 @@ def test_preflight_names_what_the_default_group_of_a_given_vpc_lacks(
 
 
 def run_cli(ec2: Any, command: str) -> None:
-    """What the AWS CLI makes of such a command."""
+    """Carries out an `aws ec2` command that changes a rule."""
     words = command.split()
     options = dict(zip(words[3::2], words[4::2], strict=True))
     rule: dict[str, Any] = {"IpProtocol": options["--protocol"]}
@@ -199,11 +206,11 @@ def test_preflight_before_the_first_infra_up(capfd: pytest.CaptureFixture[str], 
 
     assert done.returncode == 0, done.stderr
     assert "no Trainium subnet yet" in done.stdout
-    assert "0 of 3 tags are in ECR; not yet millrace/compiler" in done.stdout
+    assert re.search("0 of 3 tags are in ECR; .*millrace/compiler", done.stdout)
 
 
 def test_preflight_names_a_queue_that_gives_no_job_to_nodes(capfd: pytest.CaptureFixture[str], account: Aws) -> None:
-    """Batch itself says it nowhere but there: the jobs stay RUNNABLE."""
+    """Batch shows the reason only there, and the jobs stay RUNNABLE."""
     make_queue(account.client, "millrace-trainium", [make_subnet(account, zone="usw2-az1")])
     account.client("batch").update_job_queue(jobQueue="millrace-trainium", state="DISABLED")
     push(account, [f"millrace/{stage}" for stage in STAGES])
@@ -211,7 +218,7 @@ def test_preflight_names_a_queue_that_gives_no_job_to_nodes(capfd: pytest.Captur
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 4
-    assert "2 of what is needed is not there" in done.stderr
+    assert "2 requirements are not met" in done.stderr
     assert "got       job queue millrace-trainium is DISABLED and VALID: " in done.stderr
     assert "where     the compute environment of job queue millrace-trainium, subnet-" in done.stderr
     assert f"expected  one subnet in {ZONE}" in done.stderr
@@ -230,4 +237,4 @@ def test_preflight_looks_into_a_registry_that_is_given(
     assert done.returncode == 4
     assert "no repository for ml/llama/trainer" in done.stderr
     assert "next      aws ecr create-repository --repository-name ml/llama/trainer" in done.stderr
-    assert "1 of what is needed is not there" in done.stderr
+    assert "1 requirement is not met" in done.stderr

@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import hcl2
 import pytest
 
+from infra import __main__ as commands
 from infra.apply.inputs import ENDPOINTS, read_inputs, read_variables, sizes_of
 from infra.apply.terraform import STACK
 from infra.cost.estimate import FSX_THROUGHPUTS, require_budget
@@ -21,7 +23,8 @@ from services.common.recipe.file import load_recipe
 from services.common.recipe.memory_estimate import checkpoint_bytes
 from tests.command import call
 
-STANDING = 0.10 + 2 * 0.4032 + 0.045 + 0.005 + 1200 * 0.600 / 730  # of the defaults, by the hour
+STANDING = 0.10 + 2 * 0.4032 + 0.045 + 0.005 + 1200 * 0.600 / 730  # the defaults' price per hour
+IN_STANDARD_SUPPORT, END_OF_STANDARD_SUPPORT = date(2026, 12, 1), date(2026, 12, 2)  # of Kubernetes 1.34
 ROOT = Path(__file__).parents[2]
 WriteValues = Callable[[str], None]
 
@@ -36,6 +39,11 @@ def write_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteValues
     return write
 
 
+@pytest.fixture(autouse=True)
+def day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "_today", lambda: IN_STANDARD_SUPPORT)
+
+
 def test_a_run_costs_what_its_parts_cost(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODES", "4")
     monkeypatch.setenv("HOURS", "10")
@@ -44,32 +52,50 @@ def test_a_run_costs_what_its_parts_cost(capfd: pytest.CaptureFixture[str], monk
 
     assert done.returncode == 0, done.stderr
     assert f"  ${STANDING:.2f}/hour" in done.stdout
-    assert "4 x trn1.32xlarge (trainium)     $86.000/hour  us-east-1, 2026-06" in done.stdout
+    assert re.search(r"4 x trn1.32xlarge \(trainium\) +\$86.000/hour  us-east-1, 2026-06", done.stdout)
     assert f"a run of 10 hours: ${(STANDING + 86) * 10:,.2f}" in done.stdout
-    assert "List prices: a hint, no bill." in done.stdout
-    assert "CloudWatch's Container Insights" in done.stdout.partition("Not in it")[2].partition("\n")[0]
-    assert "THE STACK IS IN" not in done.stdout  # nobody has said where
+    [excluded] = [line for line in done.stdout.splitlines() if line.startswith("Not included")]
+    assert "Container Insights" in excluded
+    assert "WARNING" not in done.stdout  # nobody has chosen a region
 
 
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ('region = "us-west-2"', ["THE STACK IS IN us-west-2, and prices of us-east-1 are not its own"]),
+        ('region = "us-west-2"', [("us-west-2", "us-east-1")]),
         ('region = "us-east-1"', []),
         (
             'region = "us-east-1"\ntrainium = { shape = "trn2.48xlarge" }',
-            ["THE STACK IS IN us-east-1, and prices of us-east-2 are not its own"],
+            [("us-east-1", "us-east-2")],
         ),
     ],
 )
 def test_a_price_of_another_region_is_said_to_be_one(
-    capfd: pytest.CaptureFixture[str], write_values: WriteValues, place: str, said: list[str]
+    capfd: pytest.CaptureFixture[str], write_values: WriteValues, place: str, said: list[tuple[str, str]]
 ) -> None:
     write_values(place)
 
     done = call(capfd, "infra.__main__", "cost")
 
-    assert [line.partition(":")[0] for line in done.stdout.splitlines() if "THE STACK IS IN" in line] == said
+    assert re.findall(r"^WARNING: the stack is in (\S+), and prices of (\S+) ", done.stdout, re.MULTILINE) == said
+
+
+def test_the_control_plane_costs_more_once_its_version_leaves_standard_support(
+    capfd: pytest.CaptureFixture[str], write_values: WriteValues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = call(capfd, "infra.__main__", "cost")
+    monkeypatch.setattr(commands, "_today", lambda: END_OF_STANDARD_SUPPORT)
+    after = call(capfd, "infra.__main__", "cost")
+    write_values('kubernetes_support = "STANDARD"')
+    upgraded = call(capfd, "infra.__main__", "cost")
+
+    for done in (before, after):
+        [line] = [line for line in done.stdout.splitlines() if "kubernetes_support = EXTENDED" in line]
+        assert all(word in line for word in ("Kubernetes 1.34", "2026-12-02", "$0.60", "$0.10", "$365.00 more a month"))
+    assert f"  ${STANDING:.2f}/hour" in before.stdout
+    assert f"  ${STANDING + 0.50:.2f}/hour" in after.stdout
+    assert f"  ${STANDING:.2f}/hour" in upgraded.stdout
+    assert "upgrades the cluster" in upgraded.stdout
 
 
 def test_a_capacity_block_is_not_billed_by_the_hour_again(
@@ -80,7 +106,7 @@ def test_a_capacity_block_is_not_billed_by_the_hour_again(
 
     done = call(capfd, "infra.__main__", "cost")
 
-    assert "4 x trn1.32xlarge are a Capacity Block's: paid in full when it was bought" in done.stdout
+    assert "4 x trn1.32xlarge belong to a Capacity Block" in done.stdout
     assert "trn1.32xlarge (trainium" not in done.stdout
     assert f"a run of 10 hours: ${STANDING * 10:,.2f}" in done.stdout
 
@@ -100,16 +126,16 @@ def test_a_reservation_is_billed_while_nobody_uses_it(
     assert f"${STANDING + 86:,.2f}/hour" in standing
     assert "trn1.32xlarge" not in rest.partition("a run of")[0]
     assert f"a run of 10 hours: ${(STANDING + 86) * 10:,.2f}" in rest
-    assert "billed until it ends or is cancelled, whether nodes run in it or not" in rest
+    assert "Capacity Reservation is billed until it ends" in rest
 
 
 def test_a_budget_that_is_spent_with_nothing_running_is_refused() -> None:
     sizes = sizes_of(read_inputs(read_variables(None), needs_place=False), trainium_nodes=4, cpu_nodes=0)
 
-    require_budget(sizes, None)
-    require_budget(sizes, STANDING * 730 + 1)
-    with pytest.raises(RecipeError, match=rf"monthly_dollars = 1400, .* costs about \${STANDING * 730:,.2f} a month"):
-        require_budget(sizes, 1400)
+    require_budget(sizes, None, IN_STANDARD_SUPPORT)
+    require_budget(sizes, STANDING * 730 + 1, IN_STANDARD_SUPPORT)
+    with pytest.raises(RecipeError, match=rf"monthly_dollars = 1400, .*\${STANDING * 730:,.2f} a month"):
+        require_budget(sizes, 1400, IN_STANDARD_SUPPORT)
 
 
 @pytest.mark.parametrize(("name", "value"), [("NODES", "many"), ("HOURS", "-1"), ("HOURS", "inf"), ("CPU_NODES", "a")])
@@ -140,16 +166,17 @@ def test_a_users_values_count(capfd: pytest.CaptureFixture[str], write_values: W
 def test_the_default_file_system_is_fast_enough_for_the_default_recipe(capfd: pytest.CaptureFixture[str]) -> None:
     done = call(capfd, "infra.__main__", "cost")
 
-    assert "a checkpoint, 75 GiB of llama2-7b-trn1, takes 69 s at the file system's 1,172 MB/s" in done.stdout
-    assert "CHECKPOINT" not in done.stdout
+    [line] = [line for line in done.stdout.splitlines() if "a checkpoint" in line]
+    assert "75 GiB of llama2-7b-trn1, takes 69 s at the file system's 1,172 MB/s" in line
+    assert "WARNING" not in line
 
 
 @pytest.mark.parametrize(
     ("fsx", "recipe", "said", "enough"),
     [
-        ("{ throughput = 250 }", "llama2-7b-trn1", "75 GiB of llama2-7b-trn1, TAKES 276 s", "throughput = 1000 }"),
-        ("{ gib = 2400, throughput = 125 }", "llama2-7b-trn1", "TAKES 276 s", "gib = 2400, throughput = 500 }"),
-        ("{}", "llama2-13b-trn1", "145 GiB of llama2-13b-trn1, TAKES 133 s", "more GiB are faster in proportion"),
+        ("{ throughput = 250 }", "llama2-7b-trn1", "75 GiB of llama2-7b-trn1, takes 276 s", "throughput = 1000 }"),
+        ("{ gib = 2400, throughput = 125 }", "llama2-7b-trn1", "takes 276 s", "gib = 2400, throughput = 500 }"),
+        ("{}", "llama2-13b-trn1", "145 GiB of llama2-13b-trn1, takes 133 s", "a larger fsx.gib"),
     ],
 )
 def test_a_file_system_that_is_too_slow_for_a_checkpoint_in_the_notice_is_said_to_be(
@@ -167,7 +194,7 @@ def test_a_file_system_that_is_too_slow_for_a_checkpoint_in_the_notice_is_said_t
     done = call(capfd, "infra.__main__", "cost")
 
     assert done.returncode == 0, done.stderr
-    [line] = [line for line in done.stdout.splitlines() if "CHECKPOINT" in line]
+    [line] = [line for line in done.stdout.splitlines() if "WARNING: a checkpoint" in line]
     assert said in line
     assert enough in line
 
@@ -199,7 +226,7 @@ def test_the_commands_need_nothing_but_what_their_small_lock_has() -> None:
 
 
 def test_the_defaults_are_the_stacks() -> None:
-    """Read from `variables.tf`, those inside of `optional` too."""
+    """Defaults come from the stack's declarations, also those inside of `optional`."""
     variables = read_variables(None)
 
     inputs = read_inputs(variables | {"region": "us-west-2", "zone_id": "usw2-az4"})
@@ -208,6 +235,27 @@ def test_the_defaults_are_the_stacks() -> None:
     assert (inputs.core_shape, inputs.core_nodes) == ("m7i.2xlarge", 2)
     assert inputs.fsx == default_lustre_size()
     assert (inputs.capacity_kind, inputs.reservation_id, inputs.interface_endpoints) == ("on_demand", "", 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "wrong", "right"),
+    [
+        ('regoin = "us-west-2"', "regoin", "region"),
+        ("trainum = { max_nodes = 2 }", "trainum", "trainium"),
+        ("trainium = { max_node = 2 }", "trainium.max_node", "max_nodes"),
+        ("budget = { monthly_dolars = 5 }", "budget.monthly_dolars", "monthly_dollars"),
+    ],
+)
+def test_a_misspelt_variable_is_refused_with_the_nearest_name(
+    capfd: pytest.CaptureFixture[str], write_values: WriteValues, value: str, wrong: str, right: str
+) -> None:
+    """Terraform warns of an undeclared variable, and says nothing of an undeclared attribute."""
+    write_values(value)
+
+    done = call(capfd, "infra.__main__", "cost")
+
+    assert done.returncode == 2
+    assert re.search(rf"mine.tfvars: {wrong} .*mean {right}\?", done.stderr)
 
 
 def test_as_many_endpoints_are_paid_for_as_are_made() -> None:
@@ -225,7 +273,7 @@ def test_as_many_endpoints_are_paid_for_as_are_made() -> None:
 
 
 def test_the_page_s_table_of_file_systems_is_that_of_the_prices() -> None:
-    """Each row: GiB and MB/s a TiB, and what they cost a month, write in a second and take for a checkpoint."""
+    """A row has GiB and MB/s per TiB, with their monthly price, write speed and seconds per checkpoint."""
     page, default = (ROOT / "infra/README.md").read_text(encoding="utf-8"), default_lustre_size()
     checkpoint = checkpoint_bytes(load_recipe(ROOT / "recipes/llama2-7b-trn1.toml"))
     assert f"{default.gib:,} GiB at {default.megabytes_per_second_per_tib:,} MB/s/TiB" in page

@@ -1,4 +1,4 @@
-"""What a node of AWS Batch does before it takes a job, with programs that stand in for the machine's."""
+"""Runs the user data of AWS Batch's nodes, with programs that stand in for the machine's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCE = "fs-0123456789abcdef0.fsx.us-west-2.amazonaws.com@tcp:/mockmnt"
 
 
 def render(name: str, **values: object) -> str:
-    """As terraform's templatefile, for the placeholders that these have."""
+    """Renders a template like terraform's templatefile."""
     text = (USERDATA / f"{name}.sh.tftpl").read_text(encoding="utf-8")
     for key, value in values.items():
         text = text.replace(f"${{{key}}}", str(value))

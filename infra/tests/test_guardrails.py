@@ -1,4 +1,4 @@
-"""What is spelled outside of terraform as `modules/guardrails` has it."""
+"""Names in Python code equal those in `modules/guardrails`."""
 
 from __future__ import annotations
 

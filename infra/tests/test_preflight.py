@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def terraform(programs: Programs) -> Programs:
-    """Of a checkout in which the stack is applied."""
+    """A terraform in whose state the stack is applied."""
     programs.add("terraform", """echo '{"addresses_per_node": {"value": 24}}'""")
     return programs
 
@@ -71,7 +72,7 @@ def fitting(aws: Aws, variables: Path, terraform: Programs) -> Aws:
 def make_cluster(
     aws: Aws, cidr: str, zones: tuple[str, ...] = (ZONE,), version: str = "1.34", release: str = "1.34.7-20260505"
 ) -> list[str]:
-    """An EKS cluster with a Trainium node group in new subnets of those zones; the subnets' ids."""
+    """Makes an EKS cluster with a Trainium node group in new subnets of those zones, and returns the subnets' ids."""
     ec2, eks = aws.client("ec2"), aws.client("eks")
     vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
     subnets = [
@@ -101,25 +102,29 @@ def test_an_account_in_which_everything_fits(capfd: pytest.CaptureFixture[str], 
     assert f"trn1.32xlarge is offered in usw2-az1, {ZONE}" in done.stdout
     for shape in ("m7i.8xlarge", "m7i.2xlarge"):
         assert f"{shape} is offered in usw2-az1, usw2-az2, usw2-az3, {ZONE}; chosen is {ZONE}" in done.stdout
-    assert f"{QUOTA}: 512 vCPU, 0 in use by others, 4 x trn1.32xlarge take 512" in done.stdout
-    assert f"{STANDARD}: 80 vCPU, 0 in use by others, 2 x m7i.2xlarge and 2 x m7i.8xlarge take 80" in done.stdout
-    assert f"{subnet} has 251 free, 96 are needed for 4 nodes that are not up yet" in done.stdout
+    for quota, nodes in (
+        (f"{QUOTA}: 512", "4 x trn1.32xlarge"),
+        (f"{STANDARD}: 80", "2 x m7i.2xlarge and 2 x m7i.8xlarge"),
+    ):
+        vcpus = quota.rpartition(" ")[2]
+        assert re.search(rf"{re.escape(quota)} vCPU, 0 .*, {nodes} .* {vcpus}$", done.stdout, re.MULTILINE)
+    assert re.search(rf"{subnet} has 251 free, 96 .* 4 nodes", done.stdout)
     assert "4 of 4 tags are in ECR" in done.stdout
-    assert "device      images compute on trn1.32xlarge\n" in done.stdout
-    assert "1.34 is in standard support until 2026-12-02; then EKS upgrades the cluster by itself\n" in done.stdout
-    assert "1.34.7-20260505 has Neuron driver 2.27.4.0, which the images take\n" in done.stdout
+    assert re.search(r"1\.34 .* standard support until 2026-12-02.* \$0\.60 .*EXTENDED", done.stdout)
+    assert "1.34.7-20260505 has Neuron driver 2.27.4.0" in done.stdout
     assert "            node group trainium has 1.34.7-20260505\n" in done.stdout
-    assert 'add-ons     1 pinned; as they are today: addon_versions = { vpc-cni = "v1.2.0-eksbuild.1", ' in done.stdout
+    assert re.search(r"add-ons +1 pinned; .*: addon_versions = { vpc-cni = \"v1\.2\.0-eksbuild\.1\", ", done.stdout)
+    assert "NOT MET" not in done.stdout
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ('ami_release = "1.34.9-20260714"', "the Neuron driver of 1.34.9-20260714 is not known to be one that the"),
+        ('ami_release = "1.34.9-20260714"', "Neuron driver of 1.34.9-20260714"),
         ('ami_release = "1.34.9-20260625"', "no machine image 1.34.9-20260625"),
-        ('kubernetes_version = "1.36"', "no release of EKS' Neuron AMI is known for Kubernetes 1.36"),
-        ('trainium = { shape = "trn2.48xlarge", max_nodes = 1 }', "no image computes on trn2.48xlarge yet"),
-        ('addon_versions = { coredns = "v9" }', "EKS has no v9 of add-on coredns"),
+        ('kubernetes_version = "1.36"', "no release .* Kubernetes 1.36"),
+        ('trainium = { shape = "trn2.48xlarge", max_nodes = 1 }', "no image .* trn2.48xlarge"),
+        ('addon_versions = { coredns = "v9" }', "no v9 of add-on coredns"),
     ],
 )
 def test_what_does_not_fit_the_images_or_eks_is_named(
@@ -132,28 +137,33 @@ def test_what_does_not_fit_the_images_or_eks_is_named(
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 4
-    assert f"  - {said}" in done.stderr
+    assert re.search(f"  - .*{said}", done.stderr)
     assert "infra/aws_releases.json" in done.stderr or "images/platforms.toml" in done.stderr
 
 
 def test_nodes_of_a_release_whose_driver_is_too_new_are_named(capfd: pytest.CaptureFixture[str], fitting: Aws) -> None:
-    """Of a group that was made before the stack pinned its release."""
+    """The group was made before the stack pinned its release."""
     make_cluster(fitting, "10.0.{}.0/24", release="1.34.9-20260714")
 
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 4
-    assert "the Neuron driver of 1.34.9-20260714 is not known to be one that the images take" in done.stderr
+    assert re.search(r"  - .*Neuron driver of 1\.34\.9-20260714", done.stderr)
     assert "where     node group trainium\n" in done.stderr
     assert "aws-neuronx-dkms from 2.27.4.0 on and before 2.29" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("status", "values", "is_refused", "said"),
+    ("status", "policy", "is_refused", "said"),
     [
-        ("EXTENDED_SUPPORT", "", True, 'next      kubernetes_version = 1.35; or kubernetes_support = "EXTENDED", for'),
-        ("EXTENDED_SUPPORT", 'kubernetes_support = "EXTENDED"\n', False, "1.34 is extended support, standard until"),
-        ("UNSUPPORTED", 'kubernetes_support = "EXTENDED"\n', True, "next      kubernetes_version = 1.35\n"),
+        (
+            "EXTENDED_SUPPORT",
+            "STANDARD",
+            True,
+            'next      kubernetes_version = 1.35; or kubernetes_support = "EXTENDED"',
+        ),
+        ("EXTENDED_SUPPORT", "EXTENDED", False, "1.34 is EXTENDED_SUPPORT"),
+        ("UNSUPPORTED", "EXTENDED", True, "next      kubernetes_version = 1.35\n"),
     ],
 )
 def test_a_version_of_kubernetes_that_leaves_its_support_is_named(
@@ -161,17 +171,17 @@ def test_a_version_of_kubernetes_that_leaves_its_support_is_named(
     fitting: Aws,
     variables: Path,
     status: str,
-    values: str,
+    policy: str,
     is_refused: bool,
     said: str,
 ) -> None:
     fitting.kubernetes["1.34"] = (status, datetime(2026, 12, 2, tzinfo=UTC))
-    variables.write_text(VARIABLES + values, encoding="utf-8")
+    variables.write_text(f'{VARIABLES}kubernetes_support = "{policy}"\n', encoding="utf-8")
 
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == (4 if is_refused else 0), done.stderr
-    assert ("Kubernetes 1.34 has left EKS' standard support" in done.stderr) == is_refused
+    assert ("standard support of Kubernetes 1.34" in done.stderr) == is_refused
     assert said in done.stdout + done.stderr
 
 
@@ -181,7 +191,7 @@ def test_a_cluster_that_eks_has_upgraded_is_named(capfd: pytest.CaptureFixture[s
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 4
-    assert "cluster millrace has a newer Kubernetes than is chosen, and EKS takes none back" in done.stderr
+    assert "got       1.35\n      expected  1.34\n" in done.stderr
     assert 'next      kubernetes_version = "1.35"' in done.stderr
 
 
@@ -195,7 +205,7 @@ def test_before_the_first_infra_up_nothing_of_it_is_missed(
     assert done.returncode == 0, done.stderr
     assert "no Trainium subnet yet" in done.stdout
     repositories = ", ".join(f"millrace/{service}" for service in sorted(SERVICES))
-    assert f"0 of 4 tags are in ECR; not yet {repositories}: infra-up makes them" in done.stdout
+    assert re.search(rf"0 of 4 tags are in ECR; .*{repositories}", done.stdout)
 
 
 def test_a_checkout_without_the_stacks_state_does_not_judge_addresses(
@@ -207,7 +217,7 @@ def test_a_checkout_without_the_stacks_state_does_not_judge_addresses(
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 0, done.stderr
-    assert "11 free; what a node takes is in terraform's state, which is not here" in done.stdout
+    assert "11 free; " in done.stdout
 
 
 def test_everything_that_does_not_fit_is_named_at_once(
@@ -222,12 +232,12 @@ def test_everything_that_does_not_fit_is_named_at_once(
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 4
-    assert "8 of what is needed is not there, nothing was changed" in done.stderr
+    assert "8 requirements are not met" in done.stderr
     assert "usw2-az3 does not offer trn1.32xlarge" in done.stderr
     assert f"expected  one of usw2-az1, {ZONE}" in done.stderr
-    assert "the quota of 128 vCPU holds no 4 x trn1.32xlarge" in done.stderr
+    assert re.search("quota of 128 vCPU .* 4 x trn1.32xlarge", done.stderr)
     assert "expected  512 or more" in done.stderr
-    assert "the quota of 5 vCPU holds no 2 x m7i.4xlarge and 2 x m7i.8xlarge" in done.stderr
+    assert re.search("quota of 5 vCPU .* 2 x m7i.4xlarge and 2 x m7i.8xlarge", done.stderr)
     assert "expected  96 or more" in done.stderr
     assert "has too few addresses for 4 x trn1.32xlarge" in done.stderr
     assert "got       11 free\n      expected  96: 4 nodes of 24 addresses" in done.stderr
@@ -240,14 +250,14 @@ def test_everything_that_does_not_fit_is_named_at_once(
 def test_a_zone_that_lacks_a_cpu_type_is_refused(
     capfd: pytest.CaptureFixture[str], fitting: Aws, variables: Path
 ) -> None:
-    """Of another region's table, as where EC2 has withdrawn a type since `shapes.json` was written."""
+    """EC2 may withdraw a type after `shapes.json` was written."""
     variables.write_text(VARIABLES.replace("m7i.8xlarge", "trn1n.32xlarge").replace(ZONE, "usw2-az1"), encoding="utf-8")
 
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 4
     assert "zone        trn1.32xlarge is offered in usw2-az1, usw2-az4; chosen is usw2-az1\n" in done.stdout
-    assert "            does not fit: trn1n.32xlarge is offered in usw2-az4; chosen is usw2-az1\n" in done.stdout
+    assert "            NOT MET: trn1n.32xlarge is offered in usw2-az4; chosen is usw2-az1\n" in done.stdout
     assert "usw2-az1 does not offer trn1n.32xlarge" in done.stderr
 
 
@@ -258,8 +268,8 @@ def test_what_others_run_counts_against_the_quota(capfd: pytest.CaptureFixture[s
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 4
-    assert "got       512, of which 128 are in use by others\n      expected  640 or more" in done.stderr
-    assert "got       80, of which 32 are in use by others\n      expected  112 or more" in done.stderr
+    assert re.search(r"got       512, of which 128 .*\n      expected  640 or more", done.stderr)
+    assert re.search(r"got       80, of which 32 .*\n      expected  112 or more", done.stderr)
 
 
 def test_the_stacks_own_nodes_count_neither_against_the_quota_nor_the_addresses(
@@ -272,8 +282,8 @@ def test_the_stacks_own_nodes_count_neither_against_the_quota_nor_the_addresses(
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 0, done.stderr
-    assert f"{QUOTA}: 512 vCPU, 0 in use by others" in done.stdout
-    assert "59 free, 48 are needed for 2 nodes that are not up yet" in done.stdout
+    assert f"{QUOTA}: 512 vCPU, 0 " in done.stdout
+    assert re.search("59 free, 48 .* 2 nodes", done.stdout)
 
 
 def test_a_pool_over_two_zones_is_refused(capfd: pytest.CaptureFixture[str], fitting: Aws) -> None:
@@ -282,12 +292,11 @@ def test_a_pool_over_two_zones_is_refused(capfd: pytest.CaptureFixture[str], fit
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 4
-    assert "a gang would straddle zones" in done.stderr
-    assert f"got       usw2-az1, {ZONE}" in done.stderr
+    assert f"got       usw2-az1, {ZONE}\n      expected  one subnet in {ZONE}" in done.stderr
 
 
 def test_a_reservation_that_fits(capfd: pytest.CaptureFixture[str], fitting: Aws, variables: Path) -> None:
-    """Its vCPU are counted against no quota once more, and the last 40 minutes of a block are EKS's."""
+    """A block's vCPU count against no quota, and EKS removes its nodes 40 minutes before its end."""
     fitting.quotas[QUOTA] = 0
     end = datetime.now(UTC) + timedelta(hours=30)
     variables.write_text(VARIABLES + RESERVED.format("capacity_block", f"{end:%Y-%m-%dT%H:%M:%SZ}"), encoding="utf-8")
@@ -301,7 +310,7 @@ def test_a_reservation_that_fits(capfd: pytest.CaptureFixture[str], fitting: Aws
 
 
 AN_END = datetime(2026, 2, 1, 11, 30, tzinfo=UTC)
-TOO_FEW = "got       1 free, 2 up already\n      expected  4 or more"
+TOO_FEW = "got       1 free, 2 already used by this stack\n      expected  4 or more"
 
 
 @pytest.mark.parametrize(
@@ -344,7 +353,7 @@ def test_an_end_that_is_no_time_is_refused() -> None:
 
 
 def judge(facts: dict[str, object], ends_at: str = "2026-02-01T11:30:00Z") -> list[str]:
-    """What does not fit of a reservation for 4 nodes, of which 2 are up, that has these facts and otherwise fits."""
+    """Findings for 4 nodes, of which 2 are up, in a reservation that fits except for `facts`."""
     variables = {
         "region": REGION,
         "zone_id": ZONE,
@@ -395,7 +404,7 @@ def test_without_credentials_it_says_how_to_sign_in(
     done = call(capfd, "infra.__main__", "preflight")
 
     assert done.returncode == 4
-    assert "no credentials for AWS" in done.stderr
+    assert "no AWS credentials" in done.stderr
     assert "aws sso login" in done.stderr
 
 

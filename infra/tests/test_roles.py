@@ -45,7 +45,7 @@ def test_a_role_of_a_module_is_bounded(module: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("stack", sorted(INFRA.glob("stacks/*")), ids=lambda stack: stack.name)
+@pytest.mark.parametrize("stack", [INFRA / "stacks/eks", INFRA / "stacks/batch"], ids=lambda stack: stack.name)
 def test_a_stack_gives_the_boundary_to_each_module_with_roles(stack: Path) -> None:
     given = {
         (stack / plain(module["source"])).resolve().name: module.get("permissions_boundary")

@@ -30,7 +30,7 @@ def instance_types() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def zones() -> dict[str, dict[str, list[str]]]:
-    """Of each type, by region."""
+    """Zone ids of each instance type by region."""
     found: dict[str, dict[str, list[str]]] = {}
     for path in sorted((CAPTURE / "instance_type_offerings/availability-zone-id").iterdir()):
         region = path.name.partition(".")[0]
@@ -101,7 +101,7 @@ def test_a_pod_fits_its_node(name: str) -> None:
 def test_a_type_with_gpus_has_their_peaks_and_no_pod(instance_types: dict[str, Any], name: str) -> None:
     shape, (gpu,) = find_shape(name), instance_types[name]["GpuInfo"]["Gpus"]
     assert shape.peak_bf16_tflops * TERA == sum_peaks([NAMES_OF_THE_DRIVER[gpu["Name"]]] * gpu["Count"])
-    with pytest.raises(RecipeError, match=f"no stage runs on {name}"):
+    with pytest.raises(RecipeError, match=name):
         _ = shape.pod_resources
 
 
@@ -112,7 +112,7 @@ def test_its_price_is_of_a_region_that_offers_it(name: str) -> None:
 
 
 def test_an_unknown_shape_is_named_with_the_known_ones() -> None:
-    with pytest.raises(RecipeError, match=r"'trn9' is not in infra/shapes\.json, which has trn1\.32xlarge"):
+    with pytest.raises(RecipeError, match=r"'trn9' .* infra/shapes\.json, .*trn1\.32xlarge"):
         find_shape("trn9")
 
 

@@ -75,7 +75,7 @@ def network_of(aws: Aws) -> str:
 
 
 def changes(site: Site) -> list[str]:
-    """What kubectl and helm were told to remove."""
+    """The changes that kubectl and helm were told to make."""
     words = (" delete ", "helm uninstall ", "helm upgrade ", " apply ")
     return [line for line in site.programs.calls if any(word in line for word in words)]
 
@@ -132,11 +132,11 @@ def test_what_millrace_made_goes_and_the_cluster_stays_with_all_that_is_others(
     uninstalled = [line.split()[2] for line in changes(shared) if "uninstall" in line]
     assert uninstalled == ["monitoring", "efa", "neuron", "kuberay"]
     for left in (
-        "node group research: somebody else's",
-        "service research/notebook: somebody else's",
-        "persistentvolumeclaim research/notes: somebody else's",
-        "helm release karpenter in kube-system (karpenter-1.8.1): somebody else's",
-        "add-on volcano, which others use: Queue research",
+        "node group research: ",
+        "service research/notebook: ",
+        "persistentvolumeclaim research/notes: ",
+        "helm release karpenter in kube-system (karpenter-1.8.1): ",
+        "add-on volcano, which others use with Queue research",
     ):
         assert f"left        {left}" in done.stdout
     assert shared.addresses == addresses
@@ -145,7 +145,7 @@ def test_what_millrace_made_goes_and_the_cluster_stays_with_all_that_is_others(
 def test_an_addon_that_somebody_else_installed_stays(
     capfd: pytest.CaptureFixture[str], cluster: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the very name and namespace that make addons gives it."""
+    """The release has the same name and namespace as one of make addons."""
     theirs, *ours = ADDONS
     cluster.install(theirs, ours=tuple(ours))
     assert call(capfd, "infra.__main__", "up").returncode == 0
@@ -164,7 +164,7 @@ def test_an_addon_that_somebody_else_installed_stays(
 def test_a_volume_that_is_kept_on_purpose_is_not_waited_for(
     capfd: pytest.CaptureFixture[str], cluster: Site, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its claim is gone, as the namespace, and its reclaim policy is Retain."""
+    """The volume's claim and namespace are gone, and its reclaim policy is Retain."""
     monkeypatch.setattr("infra.workloads.cluster_workloads.OBJECTS_SECONDS", 0.0)
     volume = volume_for("gone/notes")
     made = aws.client("ec2").create_volume(AvailabilityZone="us-west-2a", Size=50, TagSpecifications=volume)
@@ -173,7 +173,7 @@ def test_a_volume_that_is_kept_on_purpose_is_not_waited_for(
     done = call(capfd, "infra.__main__", "down")
 
     assert done.returncode == 0, done.stderr
-    assert made["VolumeId"] in done.stdout.rpartition("things of millrace are in")[2]
+    assert made["VolumeId"] in done.stdout.rpartition("resources of millrace in")[2]
 
 
 def test_what_others_have_in_the_network_stays_with_it_and_is_in_the_way_without(
@@ -205,7 +205,7 @@ def test_what_others_have_in_the_network_stays_with_it_and_is_in_the_way_without
     done = call(capfd, "infra.__main__", "down")
 
     assert refused.returncode == 4
-    assert "6 things beside millrace" in refused.stderr
+    assert "6 resources beside millrace" in refused.stderr
     assert "KEEP_CLUSTER" not in refused.stderr
     assert "Take down" not in refused.stdout
     assert done.returncode == 0, done.stderr

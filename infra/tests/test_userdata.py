@@ -1,4 +1,4 @@
-"""What a Trainium node reads when it starts is what cloud-init, nodeadm and containerd can read."""
+"""A Trainium node's user data can be read by cloud-init, nodeadm and containerd."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What runs on the Batch stack: jobs, and the definitions that deployments registered."""
+"""Stops the jobs of the Batch stack, and deregisters the job definitions of its deployments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,18 +12,22 @@ from infra.account.session import Account, explaining_refusals
 from infra.teardown.neighbours import Neighbour, find_in_account
 from services.common.input.files import read_file
 
-# A trainer commits a checkpoint within its stop timeout; a job that is being placed is ended once it has been.
 JOBS_SECONDS = 1800.0
+"""Seconds in which Batch ends all jobs, also those whose nodes are only starting, unless a notice is longer."""
+AFTER_NOTICE_SECONDS = 300.0
+"""Seconds from the end of a long notice until Batch reports the job as ended."""
 
 
 @dataclass(frozen=True)
 class BatchWorkloads:
-    """Jobs of the stack's queues. Nodes are the compute environments' own: Batch ends them with those."""
+    """Jobs in the stack's queues. Batch itself terminates their nodes, with the compute environments."""
 
     account: Account
     stack: str
     config: Path
-    """That deployments read, and that names what terraform made."""
+    """The config.txt that deployments read, with the ids of the resources that terraform made."""
+    find_notice_seconds: Callable[[], int]
+    """Returns the seconds between a job's stop notice and its kill, in which a trainer commits a checkpoint."""
 
     @property
     def place(self) -> str:
@@ -32,27 +37,31 @@ class BatchWorkloads:
         return bool(list_queues(self.account, self.stack))
 
     def find_neighbours(self) -> list[Neighbour]:
-        """What others have in the network that the stack made; in one that was given, nothing is looked at."""
+        """Lists resources of others in the network that the stack made. An existing network is not looked at."""
         return find_in_account(self.account, self.stack, lambda service: False)
 
     def stop(self) -> None:
-        """Raises `TryAgain` where a job does not end in time."""
+        """Ends all jobs and waits for them.
+
+        Raises `TryAgain` if one has not ended within the longer of `JOBS_SECONDS` and its notice.
+        """
+        timeout_seconds = max(JOBS_SECONDS, self.find_notice_seconds() + AFTER_NOTICE_SECONDS)
         with explaining_refusals("infra-down, jobs"):
             names = [queue.name for queue in list_queues(self.account, self.stack)]
             for name in names:
-                # So that nobody submits another one meanwhile.
+                # Nobody can submit another job meanwhile.
                 self.account.client("batch").update_job_queue(jobQueue=name, state="DISABLED")
                 self._terminate_jobs(name)
             wait_until_none(
                 "jobs",
                 lambda: [job_id for name in names for job_id, _ in list_job_ids(self.account, name)],
-                JOBS_SECONDS,
-                "aws batch describe-jobs --jobs ... says what holds them",
+                timeout_seconds,
+                "aws batch describe-jobs --jobs ... shows why they have not ended",
             )
-        print(f"jobs        0 in {', '.join(names)}, which take no more", flush=True)
+        print(f"jobs        0 in {', '.join(names)}, which accept no new ones", flush=True)
 
     def forget(self) -> None:
-        """Definitions of images that are gone, and `config.txt` if it is this stack's."""
+        """Deregisters job definitions, whose images are gone, and deletes `config.txt` if this stack wrote it."""
         with explaining_refusals("infra-down, job definitions"):
             for arn in list_definitions(self.account, self.stack):
                 print(f"deregister  {arn.rpartition('/')[2]}", flush=True)

@@ -1,4 +1,4 @@
-"""What runs on the EKS stack, stopped in the order in which nothing that it made in the account is orphaned."""
+"""Stops what runs on the EKS stack, in an order that leaves no orphans in the account."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from infra.workloads import kubernetes_cluster
 from services.common.errors import MillraceError
 from services.common.recipe.schema import STAGES
 
-NAMESPACE = "millrace"  # of the stages; the contract test holds it to the stack's
-NODES_SECONDS = 1800.0  # a node group answers to its new size within minutes, a Trainium node takes some more to end
+NAMESPACE = "millrace"  # the stages' namespace; a contract test compares it with the stack's
+NODES_SECONDS = 1800.0  # a node group changes its size within minutes, and a Trainium node takes longer to terminate
 OBJECTS_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
 class ClusterWorkloads:
-    """Deployments, their nodes, and what controllers made."""
+    """Deployments, their nodes, and the resources that controllers made for them."""
 
     account: Account
     cluster: str
     settings: Path
-    """Of the overlay, which names what terraform made."""
+    """The overlay's settings.env, with the ids of the resources that terraform made."""
 
     @property
     def place(self) -> str:
@@ -46,7 +46,7 @@ class ClusterWorkloads:
         return kubernetes_cluster.find_endpoint(self.account, self.cluster) is not None
 
     def find_neighbours(self) -> list[Neighbour]:
-        """What others have on the cluster, or in the network that the stack made; where it is gone, in the network."""
+        """Lists resources of others on the cluster, unless that is gone, and in the stack's network."""
         with explaining_refusals("infra-down"):
             is_there = self.is_there()
         if not is_there:
@@ -62,10 +62,11 @@ class ClusterWorkloads:
         return [*find_on_cluster(owners), *in_account]
 
     def stop(self) -> None:
-        """Raises `DeploymentStays`; `DeviceError` for another cluster; `TryAgain` where something stays too long.
+        """Stops deployments, empties node groups, deletes Services and claims, and removes add-ons.
 
-        What others made is left: their node groups, Services, claims and releases, and what of ours they use: a node
-        group that their pods are on, an add-on whose kinds they have objects of.
+        Leaves what others made, and what they use: a node group with their pods, an add-on with their objects. Raises
+        `DeploymentStays` if a stage does not stop, `DeviceError` if kubectl talks to another cluster, and `TryAgain`
+        if something is not gone in time.
         """
         self._require_cluster()
         owners = read_owners()
@@ -78,21 +79,21 @@ class ClusterWorkloads:
         forget_settings(self.settings)
 
     def _stop_deployments(self) -> None:
-        """The trainer commits a checkpoint before its nodes go."""
+        """Stops the stages, so that the trainer commits a checkpoint before its nodes are removed."""
         if not kubernetes_cluster.has_kind("rayclusters.ray.io") or not kubernetes_cluster.has_namespace(NAMESPACE):
             print(f"deployments none: there is no namespace {NAMESPACE}, or no KubeRay", flush=True)
             return
         if kubernetes_cluster.has_raycluster(NAMESPACE):
             for stage in STAGES:
                 self._run("deploy.commands", "stop-stage", STAGE=stage, TARGET="kuberay")
-        # By force: nodes that KEEP=1 left do not hinder it, as the pools are emptied next.
+        # With FORCE, because nodes that KEEP=1 left do not matter: the next step empties the pools.
         self._run("k8s.client", "cluster-down", OVERLAY=os.environ.get("OVERLAY") or "eks", FORCE="1")
 
     def _run(self, module: str, command: str, **variables: str) -> None:
         done = subprocess.run([sys.executable, "-m", module, command], env=os.environ | variables, check=False)
         if done.returncode:
             shown = " ".join(f"{name}={value}" for name, value in variables.items())
-            raise DeploymentStays(f"make {command} {shown} failed; its words are above", done.returncode)
+            raise DeploymentStays(f"make {command} {shown} failed; its output is above", done.returncode)
 
     def _require_cluster(self) -> None:
         with explaining_refusals("infra-down"):
@@ -100,13 +101,13 @@ class ClusterWorkloads:
         kubernetes_cluster.require_context(self.account, self.cluster, endpoint)
 
     def _empty_pools(self, pods_of_others: dict[str, list[str]]) -> None:
-        """The stack's managed node groups but the core's to 0: that one holds the drivers that the next steps need."""
+        """Scales the stack's node groups to 0, except the core group, whose drivers the next steps need."""
         with explaining_refusals("infra-down, node groups"):
             groups = list_node_groups(self.account, self.cluster)
             pools = [group for group in groups if group.stack == self.cluster and group.pool != CORE]
             for group in groups:
                 if group.stack != self.cluster:
-                    print(f"left        node group {group.name}: somebody else's", flush=True)
+                    print(f"left        node group {group.name}: not made by this stack", flush=True)
             for group in pools:
                 if pods := pods_of_others.get(group.name):
                     print(f"left        nodes of {group.name}, with pods of others: {shorten(pods)}", flush=True)
@@ -117,39 +118,39 @@ class ClusterWorkloads:
                 "nodes",
                 lambda: [each for name in names for each in list_pool_instances(self.account, self.cluster, name)],
                 NODES_SECONDS,
-                f"aws eks describe-nodegroup --cluster-name {self.cluster} --nodegroup-name ... says what holds them",
+                f"aws eks describe-nodegroup --cluster-name {self.cluster} --nodegroup-name ... shows why they stay",
             )
         print(f"nodes       0 in {', '.join(names) or 'no pool'}", flush=True)
 
     def _empty(self, group: NodeGroup) -> None:
         if group.desired_nodes or group.min_nodes:
             print(f"nodes       {group.name}: {group.desired_nodes} -> 0", flush=True)
-            # maxSize stays what it was: it may not be 0.
+            # maxSize stays, because EKS does not accept 0.
             self.account.client("eks").update_nodegroup_config(
                 clusterName=self.cluster, nodegroupName=group.name, scalingConfig={"minSize": 0, "desiredSize": 0}
             )
 
     def _delete_makers(self, owners: Owners) -> None:
-        """While the controllers run that turn a deleted object into a deleted volume or load balancer."""
+        """Deletes Services and claims while the controllers run that delete their load balancers and volumes."""
         left = []
         for maker in kubernetes_cluster.list_makers():
             if owners.has_made(maker):
                 print(f"deleting    {maker}", flush=True)
                 kubernetes_cluster.delete(maker)
             else:
-                print(f"left        {maker}: somebody else's", flush=True)
+                print(f"left        {maker}: not made by Millrace", flush=True)
                 left.append(f"{maker.namespace}/{maker.name}")
         with explaining_refusals("infra-down, volumes and load balancers"):
             wait_until_none(
                 "volumes and load balancers",
                 lambda: list(self._list_made(owners, left)),
                 OBJECTS_SECONDS,
-                "a claim stays while a pod uses it: kubectl get persistentvolumeclaims,services -A shows which",
+                "A claim stays while a pod uses it: kubectl get persistentvolumeclaims,services -A lists them",
             )
-        print("volumes     none of a claim, and no load balancer of a Service, that Millrace made", flush=True)
+        print("volumes     0 volumes of claims and load balancers of Services that Millrace made", flush=True)
 
     def _list_made(self, owners: Owners, left: list[str]) -> Iterator[str]:
-        """Load balancers and volumes that controllers made for Services and claims of the namespaces that are ours."""
+        """Load balancers and volumes that controllers made for Services and claims in Millrace's own namespaces."""
         made = {each.name: each.service for each in list_load_balancers(self.account) if each.is_of(self.cluster)}
         made |= list_claim_volumes(self.account, self.cluster)
         for name, maker in made.items():
@@ -160,11 +161,11 @@ class ClusterWorkloads:
         if shutil.which("helm"):
             remove_releases(read_releases(), list(owners.releases), owners.namespaces)
         else:
-            print("add-ons     no helm here: they stay on the cluster, and none of them makes anything outside of it")
+            print("add-ons     no helm on PATH: they stay on the cluster, outside which they make nothing")
 
 
 class DeploymentStays(MillraceError):
-    """The deploy tool could not stop a stage; nothing below it was touched."""
+    """The deploy tool could not stop a stage, and no later step was begun."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

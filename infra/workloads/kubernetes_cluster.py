@@ -1,4 +1,4 @@
-"""The EKS cluster as `kubectl` reaches it: that it is the right one, and what on it made things in the account."""
+"""Reads the EKS cluster with `kubectl`, once it is known to be the right one."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from infra.account.session import Account, is_absent
 from services.common.errors import DeviceError
 
 Thing = dict[str, Any]
-# What helm writes on each object of a release.
+# helm writes these annotations on every object of a release.
 RELEASE_NAME, RELEASE_NAMESPACE = "meta.helm.sh/release-name", "meta.helm.sh/release-namespace"
 
 
 @dataclass(frozen=True)
 class Maker:
-    """An object for which a controller made something in the account, and deletes it with the object."""
+    """A Service or claim for which a controller made a load balancer or volume, which it deletes with the object."""
 
     kind: str
     namespace: str
     name: str
     release: tuple[str, str] | None
-    """Namespace and name of the helm release that has it."""
+    """Namespace and name of the helm release that contains the object."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.namespace}/{self.name}"
 
 
 def find_endpoint(account: Account, cluster: str) -> str | None:
-    """Address of the cluster's API; None where there is no such cluster."""
+    """Address of the cluster's API; None if the cluster does not exist."""
     try:
         found = account.client("eks").describe_cluster(name=cluster)["cluster"]
     except ClientError as error:
@@ -45,19 +45,19 @@ def find_endpoint(account: Account, cluster: str) -> str | None:
 
 
 def require_context(account: Account, cluster: str, endpoint: str) -> None:
-    """Raises `DeviceError` unless KUBECONFIG's current context is that cluster: everything below would hit another."""
+    """Raises `DeviceError` unless KUBECONFIG's current context is this cluster, before another one is changed."""
     configured = run_kubectl(["config", "view", "--minify", "--output", "json"])
     clusters = json.loads(configured)["clusters"] if configured.strip() else []
     server = clusters[0]["cluster"]["server"] if clusters else "none"
     if server.rstrip("/") != endpoint.rstrip("/"):
         raise DeviceError(
             f"kubectl talks to {server}, and {cluster} is at {endpoint}. "
-            f"aws eks update-kubeconfig --region {account.region} --name {cluster}, then the same command again"
+            f"Run aws eks update-kubeconfig --region {account.region} --name {cluster}, then the same command again"
         )
 
 
 def has_kind(kind: str) -> bool:
-    """Does the cluster know this kind, spelled as in `rayclusters.ray.io`?"""
+    """Whether the cluster knows the kind, spelled as in `rayclusters.ray.io`."""
     return kind in list_kinds(kind.partition(".")[2])
 
 
@@ -70,12 +70,12 @@ def has_raycluster(namespace: str) -> bool:
 
 
 def list_kinds(group: str) -> list[str]:
-    """The kinds of an API group that can be listed, as kubectl spells them: `rayclusters.ray.io`."""
+    """The kinds of an API group that can be listed, spelled as in `rayclusters.ray.io`."""
     return run_kubectl(["api-resources", f"--api-group={group}", "--verbs=list", "--output=name"]).split()
 
 
 def list_things(*kinds: str) -> list[Thing]:
-    """All objects of these kinds, in every namespace."""
+    """Lists all objects of the kinds, in every namespace."""
     if not kinds:
         return []
     answer = run_kubectl(["get", ",".join(kinds), "--all-namespaces", "--output", "json"])
@@ -84,7 +84,7 @@ def list_things(*kinds: str) -> list[Thing]:
 
 
 def list_makers() -> list[Maker]:
-    """Services with a load balancer, and claims whose volume a driver made; no claims on a volume that was given."""
+    """Services with a load balancer, and claims for which a driver made a volume; no claims on an existing volume."""
     services = [
         _maker("service", each) for each in list_things("services") if each["spec"].get("type") == "LoadBalancer"
     ]
@@ -97,14 +97,14 @@ def list_makers() -> list[Maker]:
 
 
 def delete(maker: Maker) -> None:
-    """Ask for it; a claim stays until its pods are gone."""
+    """Requests the deletion without waiting. A claim stays until its pods are gone."""
     run_kubectl(
         ["--namespace", maker.namespace, "delete", maker.kind, maker.name, "--ignore-not-found", "--wait=false"]
     )
 
 
 def release_of(thing: Thing) -> tuple[str, str] | None:
-    """Namespace and name of the helm release that an object is of."""
+    """Namespace and name of the helm release that contains the object."""
     annotations = thing["metadata"].get("annotations") or {}
     if RELEASE_NAME not in annotations:
         return None
@@ -112,9 +112,9 @@ def release_of(thing: Thing) -> tuple[str, str] | None:
 
 
 def run_kubectl(arguments: list[str], written: str = "", good_codes: tuple[int, ...] = (0,)) -> str:
-    """What kubectl prints, `written` being its standard input.
+    """Runs kubectl with `written` as its standard input, and returns its output.
 
-    Raises `DeviceError` with its words where it ends with a code that is not among the good ones.
+    Raises `DeviceError` with kubectl's message for any exit code that is not among `good_codes`.
     """
     kubectl = shutil.which("kubectl")
     if kubectl is None:
@@ -122,9 +122,9 @@ def run_kubectl(arguments: list[str], written: str = "", good_codes: tuple[int, 
     done = subprocess.run([kubectl, *arguments], input=written, capture_output=True, text=True, check=False)
     if done.returncode not in good_codes:
         raise DeviceError(
-            f"kubectl {' '.join(arguments[:4])} ended with {done.returncode}: {done.stderr.strip()}. Is the cluster's "
-            f"API reached from here (api_public_cidrs), and are you an administrator of the cluster? Who ran infra-up "
-            f"first is one, and who is among the stack's administrators; operators may not look into every namespace"
+            f"kubectl {' '.join(arguments[:4])} ended with {done.returncode}: {done.stderr.strip()}. Check that the "
+            f"cluster's API is reachable from here (api_public_cidrs), and that you administer the cluster: whoever "
+            f"ran infra-up first does, and the stack's administrators do. Operators cannot read all namespaces"
         )
     return done.stdout
 

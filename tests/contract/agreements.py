@@ -63,14 +63,16 @@ def _shown(side: Any) -> str:
 
 def read_locals(root: Path) -> Thing:
     """The literals of the stack's locals."""
-    blocks = _plain(_read_hcl(root / STACK / "main.tf")["locals"])
+    blocks = _plain([block for name in ("common.tf", "main.tf") for block in _read_hcl(root / STACK / name)["locals"]])
     return {name: value for block in blocks for name, value in block.items()}
 
 
 def read_defaults(root: Path) -> dict[str, Thing]:
     """Defaults of the stack's variables that are objects, by variable and attribute, and of the others under ""."""
     found: dict[str, Thing] = {}
-    for block in _read_hcl(root / STACK / "variables.tf")["variable"]:
+    for block in [
+        each for name in ("common.tf", "variables.tf") for each in _read_hcl(root / STACK / name)["variable"]
+    ]:
         for name, variable in block.items():
             attributes = re.findall(r"(\w+)\s*=\s*optional\(\w+,\s*(\"[^\"]*\"|[0-9]+)\)", str(variable.get("type")))
             found[_plain(name)] = {key: json.loads(text) for key, text in attributes} or {

@@ -46,7 +46,7 @@ def locals_of(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def stack() -> dict[str, Any]:
-    return locals_of(STACK / "main.tf")
+    return locals_of(STACK / "common.tf") | locals_of(STACK / "main.tf")
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +134,10 @@ def test_folders_belong_to_the_user_of_the_images(module: dict[str, Any]) -> Non
     assert module["user"] == IMAGE_USER
 
 
-def test_a_stage_has_the_same_part_of_the_bucket_on_both_targets(stack: dict[str, Any]) -> None:
+def test_a_stage_has_the_same_part_of_the_bucket_on_both_targets() -> None:
     """Their roles say it in the same words, but for where the stage's name comes from."""
     parts = [
         re.findall(r'\$\{(?:account|each\.key)\}(/\*)"', (REPOSITORY / path).read_text(encoding="utf-8"))
         for path in ("infra/modules/eks/identities.tf", "infra/modules/batch/identities.tf")
     ]
     assert parts == [["/*", "/*"], ["/*", "/*"]]
-    assert stack["bucket_users"] == locals_of(REPOSITORY / "infra/stacks/eks/main.tf")["bucket_users"]

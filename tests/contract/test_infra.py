@@ -24,9 +24,8 @@ FILES = (
     *("infra/shapes.json", "infra/aws_releases.json"),
     *(f"tests/cluster/kit/{name}" for name in ("go.mod", "cluster.py", "README.md")),
 )
-MAIN, VARIABLES, ADDONS = (
-    f"infra/{name}" for name in ("stacks/eks/main.tf", "stacks/eks/variables.tf", "modules/eks/addons.tf")
-)
+MAIN, COMMON, VARIABLES = (f"infra/stacks/eks/{name}.tf" for name in ("main", "common", "variables"))
+ADDONS = "infra/modules/eks/addons.tf"
 OUTPUTS, VALUES = "infra/stacks/eks/outputs.tf", "infra/addons/values"
 PEOPLE_BINDING = (
     "  name: millrace-people\nsubjects:\n  - apiGroup: rbac.authorization.k8s.io\n    kind: Group\n    name: "
@@ -36,8 +35,8 @@ PEOPLE_BINDING = (
 MUTATIONS = {
     "namespace, infra": (
         MAIN,
-        'namespace         = "millrace"',
-        'namespace         = "train"',
+        'namespace       = "millrace"',
+        'namespace       = "train"',
         "'train'",
         "'millrace'",
     ),
@@ -49,7 +48,7 @@ MUTATIONS = {
         "'train'",
     ),
     "service account, infra": (
-        MAIN,
+        COMMON,
         'bucket_users      = ["tokenizer"]',
         'bucket_users      = ["trainer"]',
         "'trainer'",
@@ -101,7 +100,7 @@ MUTATIONS = {
         "'trainium'",
         "'trn'",
     ),
-    "shape, infra": (VARIABLES, '"trn1.32xlarge")', '"trn2.48xlarge")', "'trn2.48xlarge'", "'trn1.32xlarge'"),
+    "shape, infra": (COMMON, '"trn1.32xlarge")', '"trn2.48xlarge")', "'trn2.48xlarge'", "'trn1.32xlarge'"),
     "devices, shapes": (
         "infra/shapes.json",
         '"neuron_devices": 16',

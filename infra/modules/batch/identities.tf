@@ -1,4 +1,4 @@
-# Who may do what in AWS: a node joins ECS, pulls images and writes logs; the tokenizer has its prefix of the bucket.
+# AWS rights: a node joins ECS, pulls images and writes logs; the tokenizer uses its prefix of the bucket.
 
 locals {
   task_trust = jsonencode({
@@ -50,8 +50,8 @@ resource "aws_iam_instance_profile" "instance" {
   role  = aws_iam_role.instance[0].name
 }
 
-# Every stage has a role, and with it none of its node's rights. Those of the compiler and the trainer allow nothing: they read
-# and write the file system alone.
+# Every stage has a role, so that none uses its node's rights. The roles of the compiler and the trainer allow nothing, because
+# these stages use only the file system.
 resource "aws_iam_role" "job" {
   for_each             = var.stages
   name                 = "${var.name}-${var.account.region}-${each.key}"
@@ -88,7 +88,7 @@ resource "aws_iam_role_policy" "job" {
   })
 }
 
-# With an execution role the agent uses it for images and logs too, not the node's.
+# If there is an execution role, the agent also uses it for images and logs, instead of the node's.
 resource "aws_iam_role" "execution" {
   count                = var.hugging_face_secret == null ? 0 : 1
   name                 = "${var.name}-${var.account.region}-execution"

@@ -1,8 +1,8 @@
-# Two pools of nodes, each a compute environment that Batch raises and lowers between 0 and its most, with a queue of its
-# own. A Trainium job is a gang that takes whole nodes; what needs no device does not hold any.
+# Two pools of nodes: compute environments with a queue each, which Batch scales between 0 and their maximum. A Trainium job is a
+# gang of whole nodes; stages without a device run on the other pool.
 
 locals {
-  # A reservation may have been made inside of a placement group; which one only its owner knows, so none is made for it.
+  # None is made for a reservation, which may be inside of a placement group that only its owner knows.
   makes_placement_group = var.placement_group == "auto" && var.capacity.kind == "on_demand" && var.trainium.shape.supports_placement_group
   placement_group = (
     local.makes_placement_group ? aws_placement_group.trainium[0].name :
@@ -11,8 +11,8 @@ locals {
 
   security_group_ids = concat(var.security_group_ids, aws_security_group.nodes[*].id)
 
-  # One interface a card, all with EFA: Neuron's collectives want every card in the container. The first is the node's
-  # own address, so it is never without one.
+  # One EFA interface per card, because Neuron's collectives need every card in the container. The first interface has the
+  # node's address, so it always has one.
   interfaces = [
     for card in range(var.trainium.shape.efa_cards) : {
       network_card_index = card
@@ -21,15 +21,15 @@ locals {
     }
   ]
 
-  # A job's container gets the first two folders of the node.
+  # Jobs mount the first two folders of the node.
   folders = { file_system = "/fsx", scratch = "/scratch" }
   marker  = ".millrace-root"
-  user    = 10001 # of the images
+  user    = 10001 # the images' user
 
-  # The newest that AWS ParallelCluster has installed in its AMIs, which also says the checksum.
+  # The newest version that AWS ParallelCluster installs in its AMIs; it also publishes the checksum.
   efa_installer = { version = "1.41.0", sha256 = "3506354cdfbe31ff552fe75f5d0d9bb7efd29cf79bd99457347d29c751c38f9f" }
 
-  # The EFA driver's package reserves 8 pages more than 10 GiB, too.
+  # 8 pages more than 10 GiB, like the EFA driver's package.
   huge_pages = var.trainium.shape.huge_pages_gib * 512 + 8
 
   userdata = "${path.module}/../../userdata"
@@ -65,7 +65,7 @@ locals {
       placement_group = local.placement_group
       capacity        = var.capacity
       ami_id          = var.ami_id
-      volume_gib      = 200 # the system, and images of many GB; what stages write is on the NVMe disks
+      volume_gib      = 200 # the system and images of many GB; stages write to the NVMe disks
     }
     cpu = {
       shape           = var.cpu.shape.name
@@ -74,7 +74,7 @@ locals {
       interfaces      = []
       placement_group = null
       capacity        = { kind = "on_demand", reservation_id = "" }
-      ami_id          = null # Batch takes the newest of ECS itself
+      ami_id          = null # Batch chooses ECS' newest AMI
       volume_gib      = 100 + var.cpu.shape.storage_gib
     }
   }
@@ -92,11 +92,11 @@ resource "aws_placement_group" "trainium" {
   strategy = "cluster"
 }
 
-# The groups of EFA and Lustre let nothing else through. Nodes of a job talk to one another on Ray's ports, and to AWS.
+# The groups of EFA and Lustre admit nothing else. Nodes of a job need Ray's ports among themselves, and HTTPS to AWS.
 resource "aws_security_group" "nodes" {
   count       = var.makes_node_group ? 1 : 0
   name        = "${var.name}-nodes"
-  description = "Nodes of Batch: one another, and HTTPS to elsewhere"
+  description = "Nodes of Batch: all traffic among them, and HTTPS to the internet"
   vpc_id      = var.vpc_id
   tags        = { Name = "${var.name}-nodes" }
 }
@@ -130,11 +130,11 @@ resource "aws_vpc_security_group_egress_rule" "https" {
 resource "aws_launch_template" "pool" {
   for_each               = local.pools
   name                   = "${var.name}-${each.key}"
-  instance_type          = each.value.capacity.kind == "capacity_block" ? each.value.shape : null # Batch ignores it, a block's template has to name it
+  instance_type          = each.value.capacity.kind == "capacity_block" ? each.value.shape : null # Batch ignores it, but a Capacity Block's launch template has to name it
   update_default_version = true
   user_data              = base64encode(local.user_data[each.key])
 
-  # No public address is asked for: EC2 refuses that on instances with several interfaces.
+  # No public address: EC2 refuses one on instances with several interfaces.
   dynamic "network_interfaces" {
     for_each = each.value.interfaces
     content {
@@ -188,21 +188,21 @@ resource "aws_launch_template" "pool" {
   }
 }
 
-# Without a name, which provider 5 and 6 spell differently: it is made up, so that a successor can be there before a queue
-# lets go of the old one. Without a service role: Batch then uses its service-linked one.
+# Without a name, which providers 5 and 6 spell differently: Terraform makes one up, so that a successor can exist before a queue
+# releases its predecessor. Without a service role, so that Batch uses its service-linked one.
 #
-# A container has an interface of its own. Its security groups are, as Batch's guide has it, those of the compute
-# environment, or the VPC's default group where that names none (docs.aws.amazon.com/batch, mnp-ce); as ParallelCluster's
-# has it, which cites an older text, those of the node. Both work here: on CPU nodes the environment names the groups, and
-# nodes have the same. Beside a launch template with interfaces, as Trainium nodes need one for EFA, Batch takes no groups
-# (github.com/aws/aws-cdk, issue 21577): their containers are in the node's groups, or in the default one, which
-# modules/network opens as far as that of the nodes. Lustre is the node's in both: the machine mounts, no container does.
+# A container has an interface of its own. According to Batch's guide (docs.aws.amazon.com/batch, mnp-ce) it gets the security
+# groups of the compute environment, or the VPC's default group if that names none; according to ParallelCluster's, which cites
+# an older text, it gets those of the node. Both work here. On CPU nodes the environment names the node's groups. Trainium nodes
+# need a launch template with interfaces for EFA, beside which Batch refuses groups (github.com/aws/aws-cdk, issue 21577), so
+# modules/network opens the default group as far as the nodes' group. Lustre needs only the node's groups, because the machine
+# mounts it.
 resource "aws_batch_compute_environment" "pool" {
   for_each = local.pools
   type     = "MANAGED"
 
   compute_resources {
-    type                = "EC2" # jobs of several nodes run on no Spot instances
+    type                = "EC2" # jobs with several nodes cannot use Spot instances
     allocation_strategy = "BEST_FIT_PROGRESSIVE"
     instance_type       = [each.value.shape]
     instance_role       = local.instance_profile
@@ -212,7 +212,7 @@ resource "aws_batch_compute_environment" "pool" {
     security_group_ids  = length(each.value.interfaces) == 0 ? local.security_group_ids : null
     placement_group     = each.value.placement_group
 
-    # Batch knows no image with Neuron, only that one is like ECS' own.
+    # Batch has no image type with Neuron; the AMI counts as one of ECS' AL2023.
     ec2_configuration {
       image_type        = "ECS_AL2023"
       image_id_override = each.value.ami_id
@@ -226,7 +226,7 @@ resource "aws_batch_compute_environment" "pool" {
 
   lifecycle {
     create_before_destroy = true
-    ignore_changes        = [compute_resources[0].desired_vcpus] # Batch's to change
+    ignore_changes        = [compute_resources[0].desired_vcpus] # Batch changes it
   }
 
   depends_on = [terraform_data.ready_for_nodes, aws_iam_role_policy_attachment.instance]
@@ -247,7 +247,7 @@ resource "aws_batch_job_queue" "pool" {
     compute_environment = aws_batch_compute_environment.pool[each.key].arn
   }
 
-  # A job that can never start, or not for hours, blocks all behind it and says nothing.
+  # A job that cannot start, for hours or ever, silently blocks all jobs behind it.
   dynamic "job_state_time_limit_action" {
     for_each = local.queue_limits
     content {

@@ -1,20 +1,20 @@
 output "queues" {
-  description = "Names by pool."
+  description = "Names of the queues by pool."
   value       = { for pool, queue in aws_batch_job_queue.pool : pool => queue.name }
 }
 
 output "job_roles" {
-  description = "ARNs by stage."
+  description = "ARNs of the jobs' roles by stage."
   value       = { for stage, role in aws_iam_role.job : stage => role.arn }
 }
 
 output "execution_role" {
-  description = "ARN; null where no secret is given to containers."
+  description = "ARN of the execution role; null if containers get no secret."
   value       = one(aws_iam_role.execution[*].arn)
 }
 
 output "instance_profile" {
-  description = "ARN."
+  description = "ARN of the instance profile."
   value       = local.instance_profile
 }
 
@@ -23,6 +23,6 @@ output "security_group_ids" {
 }
 
 output "user_data" {
-  description = "What a node of each pool reads when it starts."
+  description = "User data of the nodes by pool."
   value       = local.user_data
 }

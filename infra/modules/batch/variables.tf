@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Begins the names of what is made."
+  description = "Prefix of all resources' names."
   type        = string
 }
 
@@ -12,7 +12,7 @@ variable "key_arn" {
 }
 
 variable "trainium" {
-  description = "An entry of infra/shapes.json with its name, how many nodes at most, and where they are."
+  description = "Trainium pool: an entry of infra/shapes.json with its name, the maximum number of nodes, and their subnet."
   type = object({
     shape = object({
       name                     = string
@@ -29,12 +29,12 @@ variable "trainium" {
 
   validation {
     condition     = var.trainium.shape.neuron_devices > 0 && var.trainium.shape.efa_cards > 0
-    error_message = "${var.trainium.shape.name} has ${var.trainium.shape.neuron_devices} Neuron devices and ${var.trainium.shape.efa_cards} EFA cards: a gang of Trainium nodes needs both."
+    error_message = "${var.trainium.shape.name} has ${var.trainium.shape.neuron_devices} Neuron devices and ${var.trainium.shape.efa_cards} EFA cards: nodes of a gang need both."
   }
 }
 
 variable "cpu" {
-  description = "The same for the nodes of the tokenizer and of a compiler that needs no device."
+  description = "CPU pool, for the tokenizer and for a compiler without a device: instance type, maximum number of nodes, and their subnet."
   type = object({
     shape     = object({ name = string, vcpus = number, storage_gib = number })
     max_nodes = number
@@ -43,27 +43,27 @@ variable "cpu" {
 }
 
 variable "security_group_ids" {
-  description = "Of all nodes: EFA's, Lustre's, or those that are there."
+  description = "Ids of all nodes' security groups: those for EFA and Lustre, or existing ones."
   type        = list(string)
 }
 
 variable "makes_node_group" {
-  description = "Make a security group that lets nodes reach the AWS APIs and one another; else the given ones do."
+  description = "Whether to make a security group that lets nodes reach AWS' APIs and one another, which existing groups do already."
   type        = bool
 }
 
 variable "vpc_id" {
-  description = "Of that group."
+  description = "VPC of the security group that is made; null if none is made."
   type        = string
 }
 
 variable "ready_for_nodes" {
-  description = "What has to be there before a node can join; only waited for."
+  description = "Resources that have to exist before a node can join. Their values are not used."
   type        = any
 }
 
 variable "instance_profile" {
-  description = "Name or ARN of one that is there; null: it is made with its role."
+  description = "Name or ARN of an existing instance profile; null to make one with its role."
   type        = string
 }
 
@@ -76,7 +76,7 @@ variable "stages" {
 }
 
 variable "bucket_users" {
-  description = "Stages that may use the prefix of their name in the bucket."
+  description = "Stages that may use the prefix with their name in the bucket."
   type        = set(string)
 }
 
@@ -85,34 +85,34 @@ variable "bucket_arn" {
 }
 
 variable "hugging_face_secret" {
-  description = "ARN of a secret in Secrets Manager that the tokenizer gets; null: none."
+  description = "ARN of a secret in Secrets Manager that the tokenizer gets; null for none."
   type        = string
 }
 
 variable "stop_seconds" {
-  description = "Between a container's SIGTERM and its SIGKILL."
+  description = "Stop timeout of containers: seconds between SIGTERM and SIGKILL."
   type        = number
 }
 
 variable "queue_limits" {
-  description = "Seconds after which a job at the head of a queue is cancelled, that waits for capacity, or for what cannot come."
+  description = "Seconds after which Batch cancels the job at the head of a queue: capacity_seconds while EC2 has no capacity, misconfiguration_seconds if no node could ever hold the job."
   type        = object({ capacity_seconds = number, misconfiguration_seconds = number })
 
   validation {
     condition = alltrue([
       for seconds in values(var.queue_limits) : seconds >= 600 && seconds <= 86400 && floor(seconds) == seconds
     ])
-    error_message = "queue_limits = ${jsonencode(var.queue_limits)}: Batch takes whole seconds from 600 to 86400."
+    error_message = "queue_limits = ${jsonencode(var.queue_limits)}: Batch accepts whole seconds from 600 to 86400."
   }
 }
 
 variable "efa_layout" {
-  description = "efa: every interface also has an address, as Neuron documents it. efa-only: all but the first have none."
+  description = "With efa every interface has an IP address, as Neuron documents it. With efa-only only the first interface has one."
   type        = string
 
   validation {
     condition     = contains(["efa", "efa-only"], var.efa_layout)
-    error_message = "efa_layout is \"efa\" or \"efa-only\"; got \"${var.efa_layout}\"."
+    error_message = "efa_layout = \"${var.efa_layout}\": expected efa or efa-only."
   }
 }
 
@@ -121,12 +121,12 @@ variable "capacity" {
 
   validation {
     condition     = contains(["on_demand", "reservation", "capacity_block"], var.capacity.kind)
-    error_message = "capacity.kind is on_demand, reservation or capacity_block; got \"${var.capacity.kind}\"."
+    error_message = "capacity.kind = \"${var.capacity.kind}\": expected on_demand, reservation or capacity_block."
   }
 
   validation {
     condition     = (var.capacity.kind == "on_demand") == (var.capacity.reservation_id == "")
-    error_message = "capacity.kind = \"${var.capacity.kind}\" with reservation_id = \"${var.capacity.reservation_id}\": on_demand has none, the other two need one."
+    error_message = "capacity.kind = \"${var.capacity.kind}\" with reservation_id = \"${var.capacity.reservation_id}\": on_demand takes none, the other kinds need one."
   }
 
   validation {
@@ -136,7 +136,7 @@ variable "capacity" {
 }
 
 variable "placement_group" {
-  description = "auto: one is made where that is legal. none. Or the name of one that is there."
+  description = "Cluster placement group: auto makes one for nodes on demand, none makes none, any other value is the name of an existing one."
   type        = string
 
   validation {
@@ -154,16 +154,16 @@ variable "placement_group" {
 }
 
 variable "ami_id" {
-  description = "Of the Trainium nodes: ECS' AL2023 with Neuron."
+  description = "AMI of the Trainium nodes, ECS' AL2023 with Neuron."
   type        = string
 }
 
 variable "tags" {
-  description = "Of instances, their volumes and interfaces, which a provider's default tags do not reach."
+  description = "Tags of instances, volumes and interfaces, which do not get the provider's default tags."
   type        = map(string)
 }
 
 variable "permissions_boundary" {
-  description = "ARN of the policy that bounds each role that is made; null: none."
+  description = "ARN of the permissions boundary of every role; null for none."
   type        = string
 }

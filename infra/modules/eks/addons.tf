@@ -1,17 +1,17 @@
-# Catalogue add-ons, which AWS versions and which leave with the cluster. What the catalogue lacks (KubeRay, Volcano, the
-# device plugins, Prometheus) is installed from infra/addons. Left out: aws-ebs-csi-driver, because no claim here asks for
-# a disk; cert-manager, because no webhook here needs its certificates; the AWS Load Balancer Controller, because what it
-# makes outside of the state is what most often stops a destroy.
+# Add-ons of EKS' catalogue, which AWS versions and removes with the cluster. infra/addons installs those that the catalogue
+# lacks: KubeRay, Volcano, the device plugins, Prometheus. Left out are aws-ebs-csi-driver, because no claim needs a disk;
+# cert-manager, because no webhook needs its certificates; and the AWS Load Balancer Controller, because its resources outside
+# of the state are what most often stops a destroy.
 
 locals {
   before_nodes = {
     vpc-cni = {
-      # By default the CNI takes all addresses of a whole interface and of a spare one: 98 on a trn1.32xlarge.
+      # By default the CNI takes all addresses of an interface and of a spare one: 98 on a trn1.32xlarge.
       env = {
         MINIMUM_IP_TARGET = tostring(var.trainium_pod_addresses.least)
         WARM_IP_TARGET    = tostring(var.trainium_pod_addresses.spare)
       }
-      enableNetworkPolicy = "true" # else the policies of k8s/base are words
+      enableNetworkPolicy = "true" # otherwise nothing enforces the policies of k8s/base
     }
     kube-proxy             = {}
     eks-pod-identity-agent = {}
@@ -21,21 +21,21 @@ locals {
       coredns                   = { nodeSelector = var.core_pool }
       metrics-server            = { nodeSelector = var.core_pool }
       aws-fsx-csi-driver        = { controller = { nodeSelector = var.core_pool } }
-      eks-node-monitoring-agent = {} # sees Neuron's faults; the node groups repair what it reports
+      eks-node-monitoring-agent = {} # detects Neuron's faults; the node groups repair the nodes that it reports
     },
     var.enable_container_insights ? {
       amazon-cloudwatch-observability = {
-        # Said, because the metric of the idle alarm comes with enhanced observability alone.
+        # Set explicitly, because only enhanced observability has the idle alarm's metric.
         agent         = { config = { logs = { metrics_collected = { kubernetes = { enhanced_container_insights = true } } } } }
-        containerLogs = { enabled = false } # metrics alone; logs are billed by volume
+        containerLogs = { enabled = false } # only metrics, because logs are billed by volume
       }
     } : {},
   )
-  # Service account and policies of those add-ons that call AWS. A role's name has 64 letters at most, of which the stack's
-  # and the region's take up to 40, so it ends in less than the add-on's name.
+  # Service accounts and policies of add-ons that call AWS. A role's name has at most 64 letters, of which the stack and the
+  # region take up to 40, so a short name stands for the add-on.
   addon_identities = {
     vpc-cni = { role = "cni", service_account = "aws-node", managed_policy = "AmazonEKS_CNI_Policy" }
-    # The volume is static, so the driver mounts it and asks for its description, and makes nothing.
+    # The volume is static, so the driver reads its description and mounts it, but makes nothing.
     aws-fsx-csi-driver              = { role = "fsx-csi", service_account = "fsx-csi-controller-sa", managed_policy = null }
     amazon-cloudwatch-observability = { role = "cloudwatch", service_account = "cloudwatch-agent", managed_policy = "CloudWatchAgentServerPolicy" }
   }
@@ -62,7 +62,7 @@ resource "aws_eks_addon" "before_nodes" {
     }
   }
 
-  depends_on = [aws_iam_role_policy_attachment.addon] # the CNI without its rights gives no pod an address
+  depends_on = [aws_iam_role_policy_attachment.addon] # the CNI needs its rights to give pods addresses
 }
 
 resource "aws_eks_addon" "after_nodes" {
@@ -82,14 +82,14 @@ resource "aws_eks_addon" "after_nodes" {
     }
   }
 
-  # They become active where a node runs them, and some only with their rights.
+  # Add-ons become active once a node runs them, and some only with their rights.
   depends_on = [aws_eks_node_group.pool, aws_iam_role_policy_attachment.addon, aws_iam_role_policy.fsx_csi]
 }
 
 resource "aws_iam_role" "addon" {
   for_each             = local.used_identities
   name                 = "${var.name}-${var.account.region}-${each.value.role}"
-  description          = "The add-on ${each.key}"
+  description          = "Add-on ${each.key}"
   permissions_boundary = var.permissions_boundary
   assume_role_policy   = local.pod_identity_trust
 }

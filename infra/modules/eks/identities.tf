@@ -1,5 +1,5 @@
-# What pods of the namespace may do in AWS, by service account. The agent on each node hands out the credentials, so no pod
-# uses its node's.
+# AWS rights of the namespace's pods, by service account. Pod Identity's agent on each node gives them credentials, so no pod
+# uses those of its node.
 
 locals {
   pod_identity_trust = jsonencode({
@@ -21,8 +21,8 @@ locals {
     "arn:${var.account.partition}:eks:${var.account.region}:${var.account.id}:nodegroup/${var.name}/${group}/*"
   ]
 
-  # The tokenizer reads texts and a vocabulary there. The compiler and the trainer meet it on the file system alone, so they
-  # have no role at all: the network policies of k8s/base would not let them out to S3 either.
+  # The tokenizer reads texts and a vocabulary from the bucket. The compiler and the trainer use only the file system, so they
+  # have no role; the network policies of k8s/base would not let them reach S3 either.
   bucket_policies = {
     for account in var.bucket_users : account => [
       {
@@ -44,7 +44,7 @@ locals {
       },
     ]
   }
-  # No condition key of EKS knows the size that is asked for, so who may raise a group may lower it and the other way round.
+  # EKS has no condition key for the requested size, so the right to raise a group includes the right to lower it.
   node_scaler_policies = {
     for account in var.node_scalers : account => [
       {
@@ -54,7 +54,7 @@ locals {
       },
     ]
   }
-  # Two maps, because the lists in them differ in type, which a conditional or merge in one place would not take.
+  # Two maps, because their lists differ in type, which one merge or conditional would refuse.
   policies = {
     for account, statements in merge(
       { for account, each in local.bucket_policies : account => jsonencode(each) },
@@ -69,8 +69,8 @@ resource "aws_iam_role" "pod" {
   description          = "Service account ${each.key} of namespace ${var.namespace}"
   permissions_boundary = var.permissions_boundary
   assume_role_policy   = local.pod_identity_trust
-  # The budget's action attaches a policy without terraform's knowledge. IAM deletes no role that has one, and no policy that
-  # is attached, so the roles have to go first.
+  # The budget's action attaches a policy without terraform's knowledge. IAM deletes neither a role with a policy nor an attached
+  # policy, so the roles are destroyed first.
   force_detach_policies = true
   depends_on            = [terraform_data.stop_policy]
 }

@@ -3,15 +3,15 @@ resource "aws_eks_cluster" "this" {
   version  = var.kubernetes_version
   role_arn = aws_iam_role.cluster.arn
 
-  bootstrap_self_managed_addons = false # else the CNI of the day is there before the add-on with our settings
+  bootstrap_self_managed_addons = false # otherwise a CNI with default settings is installed before the add-on
   enabled_cluster_log_types     = ["api", "audit", "authenticator", "controllerManager", "scheduler"]
 
   access_config {
     authentication_mode                         = "API"
-    bootstrap_cluster_creator_admin_permissions = false # else an entry that is not in the state, and that no list may have again
+    bootstrap_cluster_creator_admin_permissions = false # otherwise EKS makes an access entry outside the state, and refuses a second one
   }
 
-  # Extended support costs six times as much an hour, and begins by itself unless this says STANDARD: then EKS upgrades.
+  # EXTENDED keeps the version after its standard support, for six times the price; STANDARD upgrades the cluster then.
   upgrade_policy {
     support_type = var.kubernetes_support
   }
@@ -56,7 +56,7 @@ resource "aws_iam_role_policy_attachment" "cluster" {
   policy_arn = "arn:${var.account.partition}:iam::aws:policy/AmazonEKSClusterPolicy"
 }
 
-# Who applies the stack first installs the add-ons, so these are never left out by a switch. That one stays an administrator
+# No switch leaves these out, because the principal that applies the stack first installs the add-ons. It stays an administrator
 # whoever applies later: an entry that followed the caller would take the cluster from its former administrator.
 resource "aws_eks_access_entry" "creator" {
   cluster_name  = aws_eks_cluster.this.name
@@ -79,7 +79,7 @@ resource "aws_eks_access_policy_association" "creator" {
 
 locals {
   administrator_policy_arn = "arn:${var.account.partition}:eks::aws:cluster-access-policy/AmazonEKSClusterAdminPolicy"
-  # EKS takes one entry a principal.
+  # EKS accepts one entry per principal.
   other_administrators = setsubtract(var.administrators, [aws_eks_access_entry.creator.principal_arn])
   other_operators      = setsubtract(var.operators, concat(var.administrators, [aws_eks_access_entry.creator.principal_arn]))
 }
@@ -101,7 +101,7 @@ resource "aws_eks_access_policy_association" "administrator" {
   }
 }
 
-# For people who deploy: in Kubernetes they are a group that k8s/ gives what a deployment needs, and no administrators.
+# Operators belong to a Kubernetes group, to which k8s/ gives what deployments need; they are not administrators.
 resource "aws_eks_access_entry" "operator" {
   for_each          = var.enable_access_entries ? local.other_operators : toset([])
   cluster_name      = aws_eks_cluster.this.name

@@ -1,7 +1,7 @@
-# Every node has this role. Pods do not: they cannot reach it (the launch templates' hop limit), and have their own.
+# Role of every node. Pods cannot use it, because of the launch templates' hop limit, and have roles of their own.
 resource "aws_iam_role" "node" {
   name                 = "${var.name}-${var.account.region}-node"
-  description          = "Nodes: join the cluster, pull images, be reached through Session Manager instead of SSH"
+  description          = "Nodes: join the cluster, pull images, Session Manager instead of SSH"
   permissions_boundary = var.permissions_boundary
   assume_role_policy = jsonencode({
     Version = "2012-10-17"
@@ -16,7 +16,7 @@ resource "aws_iam_role" "node" {
 resource "aws_iam_role_policy_attachment" "node" {
   for_each = toset(concat(
     ["AmazonEKSWorkerNodePolicy", "AmazonEC2ContainerRegistryPullOnly", "AmazonSSMManagedInstanceCore"],
-    # Without Pod Identity the CNI has what its node has.
+    # Without Pod Identity the CNI uses its node's rights.
     var.enable_addons ? [] : ["AmazonEKS_CNI_Policy"],
   ))
   role       = aws_iam_role.node.name
@@ -36,7 +36,7 @@ resource "aws_launch_template" "pool" {
   metadata_options {
     http_endpoint               = "enabled"
     http_tokens                 = "required"
-    http_put_response_hop_limit = 1 # a pod is a hop further: it gets an identity of its own, never the node's
+    http_put_response_hop_limit = 1 # pods, one hop further, get no credentials of the node, but have identities of their own
   }
 
   block_device_mappings {
@@ -66,7 +66,7 @@ resource "aws_eks_node_group" "pool" {
   node_role_arn   = aws_iam_role.node.arn
   subnet_ids      = [var.network.nodes_subnet_id]
   version         = aws_eks_cluster.this.version
-  release_version = var.ami_release # else each new group has the newest of the day, and differs from the others
+  release_version = var.ami_release # otherwise each new group has the newest release of its day
   ami_type        = "AL2023_x86_64_STANDARD"
   labels          = each.value.labels
 
@@ -90,10 +90,10 @@ resource "aws_eks_node_group" "pool" {
   }
 
   lifecycle {
-    ignore_changes = [scaling_config[0].desired_size] # a deployment's to change
+    ignore_changes = [scaling_config[0].desired_size] # deployments change it
   }
 
-  # Nodes come up NotReady without a CNI, and stay there until EKS gives up on the group.
+  # Without a CNI nodes stay NotReady until EKS gives up on the group.
   depends_on = [aws_iam_role_policy_attachment.node, aws_eks_addon.before_nodes, terraform_data.routes]
 }
 

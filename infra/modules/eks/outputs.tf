@@ -10,7 +10,7 @@ output "node_role_arn" {
   value = aws_iam_role.node.arn
 }
 
-# Another pool waits for it as the pools here do.
+# Node groups of other modules wait for this, like those here.
 output "ready_for_nodes" {
   value = {
     policies = [for each in aws_iam_role_policy_attachment.node : each.id]
@@ -28,22 +28,22 @@ output "pod_identities" {
 }
 
 output "pod_roles" {
-  description = "The same with their names."
+  description = "Roles of service accounts, with name and ARN."
   value       = { for account, role in aws_iam_role.pod : account => { name = role.name, arn = role.arn } }
 }
 
 output "node_labels" {
-  description = "By node group, as it has them."
+  description = "Kubernetes labels by node group."
   value       = { for name, group in aws_eks_node_group.pool : name => group.labels }
 }
 
 output "shapes" {
-  description = "Instance types by node group, as its launch template has them."
+  description = "Instance types in the launch templates, by node group."
   value       = { for name, template in aws_launch_template.pool : name => template.instance_type }
 }
 
 output "volume_gib" {
-  description = "Of a node's root volume, by node group."
+  description = "Sizes of the nodes' root volumes in GiB, by node group."
   value       = { for name, template in aws_launch_template.pool : name => template.block_device_mappings[0].ebs[0].volume_size }
 }
 
@@ -52,16 +52,16 @@ output "pod_identity_namespaces" {
 }
 
 output "ami_releases" {
-  description = "By node group."
+  description = "AMI releases by node group."
   value       = { for name, group in aws_eks_node_group.pool : name => group.release_version }
 }
 
 output "administrators" {
-  description = "ARNs of all who administer the cluster."
+  description = "ARNs of the principals that administer the cluster."
   value       = concat([aws_eks_access_entry.creator.principal_arn], [for each in aws_eks_access_entry.administrator : each.principal_arn])
 }
 
 output "addon_versions" {
-  description = "Pins by add-on; null: EKS' default."
+  description = "Pinned versions by add-on; null for EKS' default."
   value       = { for name, addon in merge(aws_eks_addon.before_nodes, aws_eks_addon.after_nodes) : name => addon.addon_version }
 }

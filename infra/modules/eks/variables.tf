@@ -1,10 +1,10 @@
 variable "name" {
-  description = "Of the cluster, and the beginning of the names of what is made."
+  description = "Name of the cluster, and prefix of all resources' names."
   type        = string
 }
 
 variable "account" {
-  description = "Where it is made; identities are written for these nodes and no others."
+  description = "Account, partition and region of the stack, which limit the roles' policies."
   type        = object({ id = string, partition = string, region = string })
 }
 
@@ -13,17 +13,17 @@ variable "kubernetes_version" {
 }
 
 variable "kubernetes_support" {
-  description = "STANDARD or EXTENDED, as EKS' upgrade policy has it."
+  description = "EKS' upgrade policy after standard support, STANDARD or EXTENDED."
   type        = string
 }
 
 variable "ami_release" {
-  description = "Release of the pools' AMI, such as 1.34.7-20260505."
+  description = "AMI release of the pools' nodes, such as 1.34.7-20260505."
   type        = string
 }
 
 variable "api_public_cidrs" {
-  description = "Who reaches the API from outside of the VPC; empty: nobody."
+  description = "IPv4 blocks from which the internet reaches the Kubernetes API; empty for none."
   type        = list(string)
 }
 
@@ -41,7 +41,7 @@ variable "key_arn" {
 }
 
 variable "log_group_arns" {
-  description = "ARNs of the log groups of the control plane and of Container Insights, which are made without retention where they are not there before."
+  description = "ARNs of the log groups of the control plane and of Container Insights. They have to exist first, because AWS would make them without retention."
   type        = list(string)
 }
 
@@ -49,7 +49,7 @@ variable "pools" {
   description = "Managed node groups without EFA, by name."
   type = map(object({
     shape      = string
-    nodes      = number # at the start; what changes it afterwards keeps its word
+    nodes      = number # the first size; later changes stay
     min_nodes  = number
     max_nodes  = number
     volume_gib = number
@@ -58,32 +58,32 @@ variable "pools" {
 }
 
 variable "core_pool" {
-  description = "The pool of those add-ons that are no daemon of every node, as a label of its nodes."
+  description = "Label of the nodes on which add-ons run that are no DaemonSets."
   type        = map(string)
 }
 
 variable "trainium_pod_addresses" {
-  description = "Addresses that the CNI holds ready on a node for pods."
+  description = "Addresses that the CNI keeps ready on a node for pods."
   type        = object({ least = number, spare = number })
 }
 
 variable "caller_arn" {
-  description = "IAM principal that applies: the first one stays an administrator of the cluster."
+  description = "ARN of the IAM principal that applies. The first one stays an administrator of the cluster."
   type        = string
 }
 
 variable "administrators" {
-  description = "IAM principals that may do everything in the cluster, too."
+  description = "ARNs of further IAM principals that administer the cluster."
   type        = list(string)
 }
 
 variable "operators" {
-  description = "IAM principals that deploy."
+  description = "ARNs of the IAM principals that deploy stages."
   type        = list(string)
 }
 
 variable "operators_group" {
-  description = "The Kubernetes group that they are in, which k8s/ binds to what a deployment needs."
+  description = "Kubernetes group of the operators, to which k8s/ gives what deployments need."
   type        = string
 }
 
@@ -96,28 +96,28 @@ variable "namespace" {
 }
 
 variable "bucket_users" {
-  description = "Service accounts that may use the prefix of their name in the bucket."
+  description = "Service accounts that may use the prefix with their name in the bucket."
   type        = set(string)
 }
 
 variable "node_scalers" {
-  description = "Service accounts that may change how many nodes a group has."
+  description = "Service accounts that may change the sizes of scaled_node_groups."
   type        = set(string)
 }
 
 variable "scaled_node_groups" {
-  description = "Names of those groups."
+  description = "Names of the node groups that node_scalers may change."
   type        = list(string)
 }
 
 variable "stop_policy_arn" {
-  description = "A policy that others attach to roles of service accounts, which outlives these; null: none."
+  description = "ARN of a policy that the budget's action attaches to service accounts' roles, and that is destroyed after them; null for none."
   type        = string
   default     = null
 }
 
 variable "addon_versions" {
-  description = "Pins, by add-on; without one EKS takes its default for the version of Kubernetes."
+  description = "Pinned versions by add-on. EKS chooses the version of any other add-on."
   type        = map(string)
 }
 
@@ -126,7 +126,7 @@ variable "enable_addons" {
 }
 
 variable "enable_container_insights" {
-  description = "The add-on that sends NeuronCore utilisation to CloudWatch."
+  description = "Whether the add-on is installed that sends NeuronCore utilisation to CloudWatch."
   type        = bool
 }
 
@@ -139,6 +139,6 @@ variable "enable_access_entries" {
 }
 
 variable "permissions_boundary" {
-  description = "ARN of the policy that bounds each role that is made; null: none."
+  description = "ARN of the permissions boundary of every role; null for none."
   type        = string
 }

@@ -1,5 +1,5 @@
-# Three guards against a bill that nobody meant, because each is late or blind in its own way: a budget knows all costs but
-# hours later, an alarm knows minutes later that nothing computes, and a schedule knows nothing and is on time.
+# Three guards against unintended costs, because none is sufficient: a budget counts all costs, but hours later; an alarm notices
+# within minutes that nothing computes; a schedule is always on time, but notices nothing.
 
 resource "aws_sns_topic" "this" {
   name              = "${var.name}-alerts"
@@ -20,7 +20,7 @@ resource "aws_sns_topic_policy" "this" {
   })
 }
 
-# Each address gets a mail that asks whether it wants this, and nothing else until it says yes.
+# AWS first mails each address a question, and sends nothing else before somebody confirms it.
 resource "aws_sns_topic_subscription" "email" {
   for_each  = toset(var.emails)
   topic_arn = aws_sns_topic.this.arn
@@ -28,8 +28,8 @@ resource "aws_sns_topic_subscription" "email" {
   endpoint  = each.value
 }
 
-# Of the whole account: a budget over a tag counts nothing before somebody activates the tag for cost allocation, and says
-# nothing of it.
+# For the whole account, because a budget for a tag silently counts nothing before somebody activates the tag for cost
+# allocation.
 resource "aws_budgets_budget" "this" {
   count        = var.budget == null ? 0 : 1
   name         = "${var.name}-${var.account.region}"
@@ -50,8 +50,8 @@ resource "aws_budgets_budget" "this" {
   }
 }
 
-# At 100 % who deploys under a role of this account, on EKS the deploy Jobs too, brings up nodes no more. What runs goes on to
-# its end. EKS has one call for both directions, so they lower none either: the reaper is left out, and does.
+# At 100 % operators with a role of this account, and on EKS the deploy Jobs, cannot start nodes any more. What runs continues
+# to its end. EKS has one call for raising and lowering a group, so they cannot lower one either; the reaper keeps that right.
 resource "aws_budgets_budget_action" "stop" {
   count              = var.budget == null || length(var.stopped_roles) == 0 ? 0 : 1
   budget_name        = aws_budgets_budget.this[0].name
@@ -146,11 +146,11 @@ resource "aws_autoscaling_schedule" "zero" {
   max_size               = var.trainium_max_nodes
 }
 
-# No nodes, no metric: that is no alarm.
+# Without nodes there is no metric, which is no alarm.
 resource "aws_cloudwatch_metric_alarm" "idle" {
   count               = var.idle_alarm == null ? 0 : 1
   alarm_name          = "${var.name}-trainium-idle"
-  alarm_description   = "Trainium nodes of ${var.name} are up and their NeuronCores have done next to nothing for ${var.idle_alarm.minutes} minutes: make stage-status"
+  alarm_description   = "Trainium nodes of ${var.name} are up and their NeuronCores have been idle for ${var.idle_alarm.minutes} minutes: make stage-status"
   namespace           = "ContainerInsights"
   metric_name         = "node_neuroncore_utilization"
   dimensions          = { ClusterName = var.name }
@@ -169,11 +169,11 @@ output "topic_arn" {
 }
 
 output "stop_policy_arn" {
-  description = "Of the policy that the budget's action attaches; null without a budget."
+  description = "ARN of the policy that the budget's action attaches; null without a budget."
   value       = one(aws_iam_policy.stop[*].arn)
 }
 
 output "stopped_roles" {
-  description = "Names of those that the budget's action stops."
+  description = "Names of the roles that the budget's action stops."
   value       = var.budget == null ? [] : var.stopped_roles[*].name
 }

@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Of the cluster, and the beginning of the names of what is made."
+  description = "Name of the cluster, and prefix of all resources' names."
   type        = string
 }
 
@@ -12,46 +12,46 @@ variable "key_arn" {
 }
 
 variable "budget" {
-  description = "Of the whole account, a month; null: none."
+  description = "Monthly budget of the whole account; null for none."
   type        = object({ monthly_dollars = number })
 }
 
 variable "emails" {
-  description = "Who hears of alarms."
+  description = "Mail addresses that get the alarms."
   type        = list(string)
 }
 
 variable "stopped_roles" {
-  description = "Roles that bring up nodes, which the budget's action takes the right from."
+  description = "Roles that start nodes, from which the budget's action takes that right."
   type        = list(object({ name = string, arn = string }))
 }
 
 variable "denied_actions" {
-  description = "What a stopped role may not do: the calls by which nodes come up."
+  description = "API calls that start nodes, which a stopped role may not make."
   type        = list(string)
 }
 
 variable "trainium_autoscaling_group" {
-  description = "That the schedule lowers; null without one."
+  description = "Auto Scaling group that the schedule scales to 0; null without one."
   type        = string
 }
 
 variable "zero_schedule" {
-  description = "When the Trainium nodes go whatever runs on them; null: never."
+  description = "Schedule that removes all Trainium nodes, whatever runs on them; null for none."
   type        = object({ cron = string, time_zone = string })
 }
 
 variable "trainium_max_nodes" {
-  description = "Of that group."
+  description = "Maximum size of the Auto Scaling group."
   type        = number
 }
 
 variable "idle_alarm" {
-  description = "NeuronCores below so many percent for so long while nodes are up; null: no alarm."
+  description = "Threshold in percent and duration in minutes of the alarm for idle NeuronCores; null for no alarm."
   type        = object({ percent = number, minutes = number })
 }
 
 variable "permissions_boundary" {
-  description = "ARN of the policy that bounds each role that is made; null: none."
+  description = "ARN of the permissions boundary of every role; null for none."
   type        = string
 }

@@ -3,13 +3,13 @@
 
 locals {
   cidrs = {
-    trainium = cidrsubnet(var.cidr, 3, 0) # an eighth of all: a node takes an address per interface and pod
+    trainium = cidrsubnet(var.cidr, 3, 0) # an eighth of the VPC, because a node takes an address per interface and pod
     nodes    = cidrsubnet(var.cidr, 4, 2)
     second   = cidrsubnet(var.cidr, 4, 3)
     public   = cidrsubnet(var.cidr, 4, 4)
   }
 
-  # What nodes and stages call, and what a target adds. S3 has a gateway, which is free.
+  # APIs that nodes and stages of both targets call. S3 has a gateway endpoint instead, which is free.
   interface_endpoints = var.enable_interface_endpoints ? setunion(
     ["ec2", "ecr.api", "ecr.dkr", "fsx", "kms", "logs", "sts"], var.endpoints_of_target,
   ) : toset([])
@@ -17,13 +17,13 @@ locals {
 
 resource "aws_vpc" "this" {
   cidr_block           = var.cidr
-  enable_dns_hostnames = true # FSx and private endpoints are found by name
+  enable_dns_hostnames = true # FSx and private endpoints are addressed by name
   enable_dns_support   = true
   tags                 = { Name = var.name }
 }
 
-# The group that comes with a VPC lets nothing through unless something uses it: by one reading of AWS' pages, containers of
-# Batch's jobs on Trainium nodes do (modules/batch). Those reach one another, and AWS' APIs.
+# The VPC's default group admits no traffic, unless uses_default_group says that containers may be in it: according to one AWS
+# page, those of Batch's jobs on Trainium nodes are (modules/batch). Then they reach one another and AWS' APIs.
 resource "aws_default_security_group" "this" {
   vpc_id = aws_vpc.this.id
 
@@ -73,7 +73,7 @@ resource "aws_subnet" "public" {
   tags                 = { Name = "${var.name}-public" }
 }
 
-# EFA interfaces and the file system, and nothing else: nodes with several interfaces get no public address.
+# Only for EFA interfaces and the file system. It is private, because nodes with several interfaces get no public address.
 resource "aws_subnet" "trainium" {
   vpc_id               = aws_vpc.this.id
   cidr_block           = local.cidrs.trainium
@@ -187,38 +187,7 @@ module "security_groups" {
   vpc_id = aws_vpc.this.id
 }
 
-# They were resources of this module.
-moved {
-  from = aws_security_group.efa
-  to   = module.security_groups.aws_security_group.efa
-}
-
-moved {
-  from = aws_vpc_security_group_ingress_rule.efa
-  to   = module.security_groups.aws_vpc_security_group_ingress_rule.efa
-}
-
-moved {
-  from = aws_vpc_security_group_egress_rule.efa
-  to   = module.security_groups.aws_vpc_security_group_egress_rule.efa
-}
-
-moved {
-  from = aws_security_group.fsx
-  to   = module.security_groups.aws_security_group.fsx
-}
-
-moved {
-  from = aws_vpc_security_group_ingress_rule.fsx
-  to   = module.security_groups.aws_vpc_security_group_ingress_rule.fsx
-}
-
-moved {
-  from = aws_vpc_security_group_egress_rule.fsx
-  to   = module.security_groups.aws_vpc_security_group_egress_rule.fsx
-}
-
-# What was refused is little, and is what a person looks for. What was let through would be most of the bill.
+# Only rejected traffic is recorded: it is little, and it is what people look for. Accepted traffic would cost far more.
 resource "aws_flow_log" "refused" {
   count           = var.flow_log == null ? 0 : 1
   vpc_id          = aws_vpc.this.id

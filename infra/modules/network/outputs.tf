@@ -11,7 +11,7 @@ output "nodes_subnet_id" {
 }
 
 output "control_plane_subnet_ids" {
-  description = "In two zones."
+  description = "Ids of the control plane's subnets, in two zones."
   value       = [aws_subnet.nodes.id, aws_subnet.second.id]
 }
 
@@ -23,7 +23,7 @@ output "fsx_security_group_id" {
   value = module.security_groups.fsx_id
 }
 
-# A private subnet is of no use before its routes are there: nodes wait for this.
+# Nodes wait for the routes, without which a private subnet reaches nothing.
 output "routes" {
   value = { nat = aws_route.nat.id, associations = [for each in aws_route_table_association.private : each.id] }
 }

@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Begins the names of what is made."
+  description = "Prefix of all resources' names."
   type        = string
 }
 
@@ -8,42 +8,42 @@ variable "region" {
 }
 
 variable "cidr" {
-  description = "Addresses of the VPC."
+  description = "IPv4 block of the VPC."
   type        = string
 }
 
 variable "zone_ids" {
-  description = "The zone of every node first, then one more: EKS wants its control plane in two."
+  description = "Two zone ids: that of all nodes, and another one, because EKS requires two for its control plane."
   type        = list(string)
 
   validation {
     condition     = length(var.zone_ids) == 2 && length(distinct(var.zone_ids)) == 2
-    error_message = "zone_ids must be two different zone ids, the nodes' first; got ${jsonencode(var.zone_ids)}."
+    error_message = "zone_ids = ${jsonencode(var.zone_ids)}: expected two different zone ids, the nodes' zone first."
   }
 }
 
 variable "enable_interface_endpoints" {
-  description = "Reach the AWS APIs that nodes use without the NAT gateway."
+  description = "Whether nodes reach the AWS APIs through interface endpoints instead of the NAT gateway."
   type        = bool
 }
 
 variable "endpoints_of_target" {
-  description = "Services that this target's nodes call beside those that all do."
+  description = "AWS services that only this target's nodes call, for interface endpoints."
   type        = set(string)
 }
 
 variable "uses_default_group" {
-  description = "Containers may be in the VPC's default security group, so it lets them reach one another and HTTPS; else it lets nothing through."
+  description = "Whether containers may be in the VPC's default security group, which then admits traffic among them and HTTPS; otherwise it admits nothing."
   type        = bool
 }
 
 variable "flow_log" {
-  description = "Log group for what the security groups refuse, which is encrypted already; null: no flow log."
+  description = "Encrypted log group of the flow log of rejected traffic; null for no flow log."
   type        = object({ log_group_arn = string })
   default     = null
 }
 
 variable "permissions_boundary" {
-  description = "ARN of the policy that bounds each role that is made; null: none."
+  description = "ARN of the permissions boundary of every role; null for none."
   type        = string
 }

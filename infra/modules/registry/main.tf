@@ -1,5 +1,5 @@
 variable "prefix" {
-  description = "Begins the repositories' names, as the overlays have them."
+  description = "Prefix of the repositories' names; the overlays in k8s/ have the same."
   type        = string
 }
 
@@ -12,14 +12,14 @@ variable "key_arn" {
 }
 
 variable "keep_data" {
-  description = "Refuse to destroy a repository that has images."
+  description = "Whether Terraform refuses to destroy a repository with images."
   type        = bool
 }
 
 resource "aws_ecr_repository" "this" {
   for_each             = var.images
   name                 = "${var.prefix}/${each.value}"
-  image_tag_mutability = "IMMUTABLE" # a tag in a manifest, a checkpoint's producer or a rollback means one image for ever
+  image_tag_mutability = "IMMUTABLE" # a tag in a manifest, a checkpoint or a rollback always means the same image
   force_delete         = !var.keep_data
   image_scanning_configuration {
     scan_on_push = true
@@ -30,9 +30,9 @@ resource "aws_ecr_repository" "this" {
   }
 }
 
-# Nothing that has a tag ever goes by itself. A push gives every image a tag, which nobody can move: a node that is replaced
-# months into a run pulls its image by digest, a rollback pulls one of the file system's history, and ECR knows of neither.
-# A rule by age or number would take those first.
+# No image with a tag expires, and every pushed image has one. ECR cannot know which images are still needed: a node that is
+# replaced months into a run pulls its image by digest, and a rollback pulls one from the history on the file system. A rule by
+# age or number would delete those first.
 resource "aws_ecr_lifecycle_policy" "this" {
   for_each   = aws_ecr_repository.this
   repository = each.value.name
@@ -47,6 +47,6 @@ resource "aws_ecr_lifecycle_policy" "this" {
 }
 
 output "repositories" {
-  description = "Names by image."
+  description = "Names of the repositories by image."
   value       = { for image, repository in aws_ecr_repository.this : image => repository.name }
 }

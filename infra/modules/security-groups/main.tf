@@ -2,8 +2,7 @@ locals {
   lustre_ports = { lustre = [988, 988], lustre_peers = [1018, 1023] }
 }
 
-# EFA is no IP: only a rule for all traffic that names the group itself lets it through, and it has to be there in both
-# directions.
+# EFA is not IP: only rules for all traffic from and to the group itself admit it, and both are needed.
 resource "aws_security_group" "efa" {
   name        = "${var.name}-efa"
   description = "EFA between Trainium nodes"
@@ -25,8 +24,8 @@ resource "aws_vpc_security_group_egress_rule" "efa" {
   ip_protocol                  = "-1"
 }
 
-# One group for the file system's servers and for every node that mounts it, so that rules between the group and itself
-# are all there is: client to server, server to client and server to server.
+# One group for the file system's servers and all nodes that mount it, so that rules from and to the group itself cover all
+# directions: client to server, server to client and server to server.
 resource "aws_security_group" "fsx" {
   name        = "${var.name}-fsx"
   description = "Lustre between the file system and the nodes"

@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Begins the names of what is made."
+  description = "Prefix of all resources' names."
   type        = string
 }
 

@@ -1,11 +1,11 @@
 locals {
-  bucket = "${var.name}-${var.account_id}-${var.region}" # bucket names are shared by all accounts
+  bucket = "${var.name}-${var.account_id}-${var.region}" # unique among all accounts
 }
 
-# One key for the bucket, the file system, node volumes, images, Kubernetes' Secrets and logs. Stages get it by way of S3
-# alone (modules/eks), where their prefix of the bucket is what limits them.
+# One key for the bucket, the file system, node volumes, images, Kubernetes' Secrets and logs. Stages may use it only through S3
+# (modules/eks), where they are limited to their prefix of the bucket.
 resource "aws_kms_key" "this" {
-  description             = "Everything of ${var.name} at rest"
+  description             = "All data of ${var.name} at rest"
   enable_key_rotation     = true
   deletion_window_in_days = 30
   policy = jsonencode({
@@ -19,8 +19,8 @@ resource "aws_kms_key" "this" {
         Resource  = "*"
       },
       {
-        # Auto Scaling starts the nodes under a service-linked role. A key policy that names the role is refused in an
-        # account that has never had it, so this names the way instead, as the AWS managed key for EBS does.
+        # Auto Scaling starts nodes under a service-linked role. An account that has never had that role refuses a key policy
+        # with its name, so the policy names the calling service, like that of AWS' own key for EBS.
         Sid       = "NodeVolumes"
         Effect    = "Allow"
         Principal = { AWS = "*" }
@@ -31,8 +31,8 @@ resource "aws_kms_key" "this" {
         }
       },
       {
-        # The file system writes into the bucket under a role that is made with it and named after its id. That cannot be
-        # said before the file system is there, which needs the key, so this names the beginning.
+        # The file system writes to the bucket under a role whose name contains the file system's id. The file system needs
+        # the key first, so the policy has only the prefix of the name.
         Sid       = "DataRepository"
         Effect    = "Allow"
         Principal = { AWS = "*" }
@@ -95,7 +95,7 @@ resource "aws_s3_bucket_ownership_controls" "this" {
 resource "aws_s3_bucket_server_side_encryption_configuration" "this" {
   bucket = aws_s3_bucket.this.id
   rule {
-    bucket_key_enabled = true # one call to KMS for many objects
+    bucket_key_enabled = true # one KMS call for many objects
     apply_server_side_encryption_by_default {
       sse_algorithm     = "aws:kms"
       kms_master_key_id = aws_kms_key.this.arn
@@ -103,8 +103,8 @@ resource "aws_s3_bucket_server_side_encryption_configuration" "this" {
   }
 }
 
-# A checkpoint that is deleted on the file system is deleted here too; its version stays for a week. A run deletes all but
-# its newest: of Llama 2 7B on four nodes 2.7 TB a day, which cost $15 until their versions are gone.
+# A checkpoint that is deleted on the file system is also deleted here; its version stays for a week. Llama 2 7B on four nodes
+# deletes 2.7 TB of older checkpoints a day, whose versions cost $15.
 resource "aws_s3_bucket_versioning" "this" {
   bucket = aws_s3_bucket.this.id
   versioning_configuration {
@@ -155,7 +155,7 @@ resource "aws_fsx_lustre_file_system" "this" {
   kms_key_id                      = aws_kms_key.this.arn
   subnet_ids                      = [var.fsx.subnet_id]
   security_group_ids              = [var.fsx.security_group_id]
-  automatic_backup_retention_days = 0 # a file system with a data repository has none: the bucket is the copy
+  automatic_backup_retention_days = 0 # a file system with a data repository cannot have backups; the bucket is the copy
   skip_final_backup               = true
   log_configuration {
     level       = "WARN_ERROR"
@@ -164,9 +164,9 @@ resource "aws_fsx_lustre_file_system" "this" {
   tags = { Name = var.name }
 }
 
-# Checkpoints go to the bucket, each with its manifest beside the shards, and come back from there into a new file system.
-# Not the whole root: corpora and compile caches are made again from a recipe, and run/ has heartbeats and metrics that
-# change every few seconds, each change of which would be one more upload.
+# Copies checkpoints, with their manifests, to the bucket, and restores them into a new file system. Not the whole root: corpora
+# and compile caches can be made again from a recipe, and heartbeats and metrics in run/ change every few seconds, which would
+# be an upload each time.
 resource "aws_fsx_data_repository_association" "this" {
   for_each                         = var.fsx != null && var.enable_data_repository ? toset(["checkpoint"]) : toset([])
   file_system_id                   = aws_fsx_lustre_file_system.this[0].id
@@ -184,7 +184,7 @@ resource "aws_fsx_data_repository_association" "this" {
 
 resource "aws_cloudwatch_log_group" "this" {
   for_each = merge(var.log_groups, {
-    fsx  = "/aws/fsx/${var.name}" # FSx accepts no other beginning
+    fsx  = "/aws/fsx/${var.name}" # FSx accepts no other prefix
     flow = "/${var.name}/flow"
   })
   name              = each.value

@@ -7,7 +7,7 @@ output "bucket" {
 }
 
 output "fsx" {
-  description = "Empty names where no file system is made."
+  description = "The file system; its attributes are null if the module makes none."
   value = {
     id         = one(aws_fsx_lustre_file_system.this[*].id)
     dns_name   = one(aws_fsx_lustre_file_system.this[*].dns_name)
@@ -20,6 +20,6 @@ output "log_group_arns" {
 }
 
 output "log_groups" {
-  description = "Names."
+  description = "Names of the log groups by key."
   value       = { for name, group in aws_cloudwatch_log_group.this : name => group.name }
 }

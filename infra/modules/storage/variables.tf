@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Begins the names of what is made."
+  description = "Prefix of all resources' names."
   type        = string
 }
 
@@ -16,7 +16,7 @@ variable "partition" {
 }
 
 variable "keep_data" {
-  description = "Refuse to destroy a bucket that is not empty."
+  description = "Whether Terraform refuses to destroy a bucket that is not empty."
   type        = bool
 }
 
@@ -25,12 +25,12 @@ variable "log_retention_days" {
 }
 
 variable "log_groups" {
-  description = "Names of the target's own, beside those of the file system and the VPC's flow log."
+  description = "The target's own log groups by key, in addition to those of the file system and the flow log."
   type        = map(string)
 }
 
 variable "fsx" {
-  description = "Size and place of the file system; null: none is made."
+  description = "Size and place of the file system; null for none."
   type = object({
     gib               = number
     throughput        = number
@@ -40,6 +40,6 @@ variable "fsx" {
 }
 
 variable "enable_data_repository" {
-  description = "Copy checkpoints from the file system to the bucket."
+  description = "Whether checkpoints are copied from the file system to the bucket."
   type        = bool
 }

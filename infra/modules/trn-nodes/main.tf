@@ -1,15 +1,15 @@
 locals {
   full_name = "${var.cluster.name}-${var.name}"
 
-  # A reservation may have been made inside of a placement group; which one only its owner knows, so none is made for it.
+  # None is made for a reservation, which may be inside of a placement group that only its owner knows.
   makes_placement_group = var.placement_group == "auto" && var.capacity.kind == "on_demand" && var.shape.supports_placement_group
   placement_group = (
     local.makes_placement_group ? aws_placement_group.this[0].name :
     contains(["auto", "none"], var.placement_group) ? null : var.placement_group
   )
 
-  # One interface a card, all with EFA: Neuron's collectives want every card in the container. The first is the node's
-  # own address, so it is never without one.
+  # One EFA interface per card, because Neuron's collectives need every card in the container. The first interface has the
+  # node's address, so it always has one.
   interfaces = [
     for card in range(var.shape.efa_cards) : {
       network_card_index = card
@@ -18,7 +18,7 @@ locals {
     }
   ]
 
-  # The EFA driver's package reserves 8 pages more than 10 GiB, too.
+  # 8 pages more than 10 GiB, like the EFA driver's package.
   huge_pages = var.shape.huge_pages_gib * 512 + 8
 
   user_data = templatefile("${path.module}/../../userdata/trainium.mime.tftpl", {
@@ -26,7 +26,7 @@ locals {
     node_config = file("${path.module}/../../userdata/nodeconfig.yaml")
   })
 
-  # The launch template, the API of EKS and Kubernetes spell an effect in their own ways.
+  # EKS' API and Kubernetes spell a taint's effect differently.
   taint_effects = { NoSchedule = "NO_SCHEDULE", NoExecute = "NO_EXECUTE", PreferNoSchedule = "PREFER_NO_SCHEDULE" }
 }
 
@@ -38,11 +38,11 @@ resource "aws_placement_group" "this" {
 
 resource "aws_launch_template" "this" {
   name                   = local.full_name
-  instance_type          = var.shape.name # here and not in the node group: a Capacity Block's template has to name it
+  instance_type          = var.shape.name # not in the node group, because a Capacity Block's launch template has to name it
   update_default_version = true
   user_data              = base64encode(local.user_data)
 
-  # No public address is asked for: EC2 refuses that on instances with several interfaces.
+  # No public address: EC2 refuses one on instances with several interfaces.
   dynamic "network_interfaces" {
     for_each = local.interfaces
     content {
@@ -80,10 +80,10 @@ resource "aws_launch_template" "this" {
   metadata_options {
     http_endpoint               = "enabled"
     http_tokens                 = "required"
-    http_put_response_hop_limit = 1 # a pod is a hop further: it gets an identity of its own, never the node's
+    http_put_response_hop_limit = 1 # pods, one hop further, get no credentials of the node, but have identities of their own
   }
 
-  # The system alone: containerd and kubelet keep what is theirs on the NVMe disks.
+  # Only for the system: containerd and the kubelet use the NVMe disks.
   block_device_mappings {
     device_name = "/dev/xvda"
     ebs {
@@ -120,14 +120,14 @@ resource "aws_eks_node_group" "this" {
     version = aws_launch_template.this.latest_version
   }
 
-  # A deployment brings its nodes and takes them away.
+  # Deployments start and stop the nodes.
   scaling_config {
     desired_size = 0
     min_size     = 0
     max_size     = var.max_nodes
   }
 
-  # A gang stops with the first node that goes, so all of them go at once: one restart instead of one a node.
+  # A gang stops with its first replaced node, so all are replaced at once: one restart instead of one per node.
   update_config {
     max_unavailable_percentage = 100
   }
@@ -143,7 +143,7 @@ resource "aws_eks_node_group" "this" {
   }
 
   lifecycle {
-    ignore_changes = [scaling_config[0].desired_size] # a deployment's to change
+    ignore_changes = [scaling_config[0].desired_size] # deployments change it
   }
 
   depends_on = [terraform_data.ready_for_nodes]

@@ -7,12 +7,12 @@ output "autoscaling_group" {
 }
 
 output "user_data" {
-  description = "What a node reads when it starts."
+  description = "User data of the nodes."
   value       = local.user_data
 }
 
 output "shape" {
-  description = "Instance type, as the launch template has it."
+  description = "Instance type in the launch template."
   value       = aws_launch_template.this.instance_type
 }
 
@@ -21,7 +21,7 @@ output "node_labels" {
 }
 
 output "node_taints" {
-  description = "As EKS spells them."
+  description = "Taints, as EKS spells them."
   value       = [for each in aws_eks_node_group.this.taint : { key = each.key, value = each.value, effect = each.effect }]
 }
 

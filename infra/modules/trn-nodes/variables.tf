@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Of the node group."
+  description = "Name of the node group."
   type        = string
 }
 
@@ -12,12 +12,12 @@ variable "node_role_arn" {
 }
 
 variable "ready_for_nodes" {
-  description = "What has to be there before a node can join; only waited for."
+  description = "Resources that have to exist before a node can join. Their values are not used."
   type        = any
 }
 
 variable "shape" {
-  description = "An entry of infra/shapes.json, with its name."
+  description = "Instance type: an entry of infra/shapes.json, with its name."
   type = object({
     name                     = string
     neuron_devices           = number
@@ -29,7 +29,7 @@ variable "shape" {
 
   validation {
     condition     = var.shape.neuron_devices > 0 && var.shape.efa_cards > 0
-    error_message = "${var.shape.name} has ${var.shape.neuron_devices} Neuron devices and ${var.shape.efa_cards} EFA cards: a gang of Trainium nodes needs both."
+    error_message = "${var.shape.name} has ${var.shape.neuron_devices} Neuron devices and ${var.shape.efa_cards} EFA cards: nodes of a gang need both."
   }
 }
 
@@ -38,7 +38,7 @@ variable "max_nodes" {
 }
 
 variable "subnets" {
-  description = "Where the nodes are: one zone."
+  description = "Subnets of the nodes, all in one zone."
   type        = list(object({ id = string, zone_id = string }))
 
   validation {
@@ -52,7 +52,7 @@ variable "subnets" {
 }
 
 variable "security_group_ids" {
-  description = "Beside the cluster's own."
+  description = "Ids of the nodes' security groups, in addition to the cluster's own."
   type        = list(string)
 }
 
@@ -61,12 +61,12 @@ variable "key_arn" {
 }
 
 variable "efa_layout" {
-  description = "efa: every interface also has an address, as Neuron documents it. efa-only: all but the first have none."
+  description = "With efa every interface has an IP address, as Neuron documents it. With efa-only only the first interface has one."
   type        = string
 
   validation {
     condition     = contains(["efa", "efa-only"], var.efa_layout)
-    error_message = "efa_layout is \"efa\" or \"efa-only\"; got \"${var.efa_layout}\"."
+    error_message = "efa_layout = \"${var.efa_layout}\": expected efa or efa-only."
   }
 }
 
@@ -75,12 +75,12 @@ variable "capacity" {
 
   validation {
     condition     = contains(["on_demand", "reservation", "capacity_block"], var.capacity.kind)
-    error_message = "capacity.kind is on_demand, reservation or capacity_block; got \"${var.capacity.kind}\"."
+    error_message = "capacity.kind = \"${var.capacity.kind}\": expected on_demand, reservation or capacity_block."
   }
 
   validation {
     condition     = (var.capacity.kind == "on_demand") == (var.capacity.reservation_id == "")
-    error_message = "capacity.kind = \"${var.capacity.kind}\" with reservation_id = \"${var.capacity.reservation_id}\": on_demand has none, the other two need one."
+    error_message = "capacity.kind = \"${var.capacity.kind}\" with reservation_id = \"${var.capacity.reservation_id}\": on_demand takes none, the other kinds need one."
   }
 
   validation {
@@ -90,7 +90,7 @@ variable "capacity" {
 }
 
 variable "placement_group" {
-  description = "auto: one is made where that is legal. none. Or the name of one that is there."
+  description = "Cluster placement group: auto makes one for nodes on demand, none makes none, any other value is the name of an existing one."
   type        = string
 
   validation {
@@ -112,16 +112,16 @@ variable "labels" {
 }
 
 variable "taint" {
-  description = "With the effect as Kubernetes spells it."
+  description = "Taint of the nodes, with the effect as Kubernetes spells it."
   type        = object({ key = string, value = string, effect = string })
 }
 
 variable "tags" {
-  description = "Of instances, their volumes and interfaces, which a provider's default tags do not reach."
+  description = "Tags of instances, volumes and interfaces, which do not get the provider's default tags."
   type        = map(string)
 }
 
 variable "ami_release" {
-  description = "Release of the Neuron AMI, such as 1.34.7-20260505. Its driver has to be one that the images take."
+  description = "Release of the Neuron AMI, such as 1.34.7-20260505. The images have to accept its driver."
   type        = string
 }

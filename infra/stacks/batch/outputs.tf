@@ -1,7 +1,7 @@
-# `make infra-up STACK=batch` writes `config` to deploy/batch/config.txt, which deployments read.
+# `make infra-up STACK=batch` writes the output `config` to deploy/batch/config.txt, which deployments read.
 
 output "config" {
-  description = "Lines of KEY=VALUE: those of the older scripts for Batch first."
+  description = "The lines KEY=VALUE of a config.txt. The first seven keys are those that the variable config accepts."
   value = join("", [
     for pair in [
       ["REGION", var.region],
@@ -46,17 +46,17 @@ output "bucket" {
 }
 
 output "fsx_id" {
-  description = "Empty for a file system that is given."
+  description = "Id of the file system; empty for an existing one."
   value       = local.makes_file_system ? module.storage.fsx.id : ""
 }
 
 output "queues" {
-  description = "Names by pool."
+  description = "Names of the queues by pool."
   value       = module.batch.queues
 }
 
 output "repositories" {
-  description = "Names by image; of a registry that is given, none."
+  description = "Names of the repositories by image; empty for an existing registry."
   value       = local.makes_registry ? module.registry[0].repositories : {}
 }
 
@@ -65,6 +65,6 @@ output "capacity_ends_at" {
 }
 
 output "addresses_per_node" {
-  description = "Of the Trainium subnet, that a node takes."
+  description = "Number of addresses that a node takes in the Trainium subnet."
   value       = local.addresses_per_node
 }

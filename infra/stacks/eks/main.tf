@@ -1,89 +1,48 @@
-# EKS for the three stages: what is always there (control plane, core nodes, NAT, file system), and node groups at 0 that a
-# deployment raises and lowers. AWS alone: what runs inside of the cluster comes from infra/addons and k8s/, so that no
-# provider here depends on a cluster that may not be there.
+# EKS for the three stages. The control plane, core nodes, NAT gateway and file system are always up; a deployment raises the
+# other node groups from 0 and lowers them again. Only AWS resources are here: infra/addons and k8s/ install what runs in the
+# cluster, so that no provider here depends on a cluster that may not exist.
 
 locals {
-  tags = { "millrace.dev/stack" = var.name }
+  # k8s/ has these names too; tests/contract/test_infra.py compares them.
+  namespace       = "millrace"
+  operators_group = "millrace-deployers"
+  images          = ["head", "tokenizer", "compiler", "trainer"]
+  node_scalers    = ["deployer", "reaper"]
+  node_groups     = { core = "core", cpu = "cpu", trainium = "trainium" } # by pool
+  pool_label      = "millrace.dev/pool"
+  shape_label     = "millrace.dev/shape"
+  taint           = { key = "aws.amazon.com/neuron", value = "true", effect = "NoSchedule" }
 
-  account = {
-    id        = data.aws_caller_identity.current.account_id
-    partition = data.aws_partition.current.partition
-    region    = var.region
-  }
-
-  # Names that k8s/ has too; tests/contract/test_infra.py holds the two together.
-  namespace         = "millrace"
-  operators_group   = "millrace-deployers"
-  repository_prefix = "millrace"
-  images            = ["head", "tokenizer", "compiler", "trainer"]
-  bucket_users      = ["tokenizer"] # the one stage that reads elsewhere than on the file system
-  node_scalers      = ["deployer", "reaper"]
-  node_groups       = { core = "core", cpu = "cpu", trainium = "trainium" } # by pool
-  pool_label        = "millrace.dev/pool"
-  shape_label       = "millrace.dev/shape"
-  taint             = { key = "aws.amazon.com/neuron", value = "true", effect = "NoSchedule" }
-
-  # EKS tells no instance type of a node group whose launch template says it, so a label does.
+  # The launch templates set the instance type, and then EKS reports none for the node group, so a label carries it.
   node_shapes = { core = var.core_nodes.shape, cpu = var.cpu_nodes.shape, trainium = var.trainium.shape } # by pool
   node_labels = { for pool, shape in local.node_shapes : pool => { (local.pool_label) = pool, (local.shape_label) = shape } }
   node_taints = { core = [], cpu = [], trainium = [local.taint] }
-}
 
-# Instance facts, and what follows from them.
-locals {
-  facts   = jsondecode(file("${path.module}/../../shapes.json"))
-  shapes  = local.facts.shapes
-  regions = distinct(sort(flatten([for shape in local.shapes : keys(shape.zone_ids) if shape.neuron_devices > 0])))
-
-  # What AWS has released for a version of Kubernetes, as far as it fits; null where validation refuses the version.
+  # AWS' releases for this version of Kubernetes; null and empty where a validation refuses the version.
   eks_releases   = jsondecode(file("${path.module}/../../aws_releases.json")).eks
   ami_versions   = local.eks_releases.versions
   ami_release    = try(local.ami_versions[var.kubernetes_version].default, null)
-  addon_versions = try(local.ami_versions[var.kubernetes_version].addons, {}) # EKS takes its default of the others
+  addon_versions = try(local.ami_versions[var.kubernetes_version].addons, {})
 
-  # The trainer's plan and infra-cost go by the same defaults.
-  fsx = {
-    gib        = coalesce(var.fsx.gib, local.facts.file_system.gib)
-    throughput = coalesce(var.fsx.throughput, local.facts.file_system.megabytes_per_second_per_tib)
-  }
+  # common.tf checks these.
+  cpu_shapes    = [var.cpu_nodes.shape, var.core_nodes.shape]
+  makes_network = true
 
-  # null where validation refuses the shape.
-  trainium_shape    = try(merge(local.shapes[var.trainium.shape], { name = var.trainium.shape }), null)
-  trainium_zone_ids = try(local.trainium_shape.zone_ids[var.region], [])
-
-  # EKS wants a second zone for its control plane: the first other one of the CPU nodes' type.
-  zone_ids = [var.zone_id, [
-    for zone_id in try(local.shapes[var.cpu_nodes.shape].zone_ids[var.region], ["${var.zone_id}-other"]) :
-    zone_id if zone_id != var.zone_id
-  ][0]]
-
-  # Addresses that the CNI holds ready for pods on a node: a stage's pod and the daemons without the host's network.
+  # The CNI keeps these addresses ready on a node, for a stage's pod and for daemons without the host's network.
   pod_addresses = { least = 12, spare = 4 }
+  own_addresses = 1 + local.pod_addresses.least + local.pod_addresses.spare
 
-  # The prefix of the Trainium subnet is three bits longer than the VPC's. AWS keeps 5 addresses of a subnet; a file server
-  # takes one, and there is at most one for each 1200 GiB, beside the two that hold metadata.
-  trainium_addresses = try(pow(2, 29 - tonumber(split("/", var.network.cidr)[1])), 0) - 5 - (2 + ceil(local.fsx.gib / 1200))
-  own_addresses      = 1 + local.pod_addresses.least + local.pod_addresses.spare
-  addresses_per_node = local.own_addresses + local.addresses_per_card * (try(local.trainium_shape.efa_cards, 1) - 1)
-  addresses_per_card = var.efa_layout == "efa" ? 1 : 0
-}
-
-locals {
-  # Whose add-on sends the metric of the idle alarm.
+  # The add-on that sends the idle alarm's metric.
   has_container_insights = var.enable_addons && var.idle_alarm != null
 
-  # Each would be made by who writes there, and kept for ever.
+  # AWS would make each of these log groups without an end to its logs.
   log_groups = merge(
     { control_plane = "/aws/eks/${var.name}/cluster" },
     local.has_container_insights ? { container_insights = "/aws/containerinsights/${var.name}/performance" } : {},
   )
 }
 
-data "aws_caller_identity" "current" {}
-
-data "aws_partition" "current" {}
-
-# The role behind a session, which is what an access entry names.
+# An access entry names the role behind a session.
 data "aws_iam_session_context" "current" {
   arn = data.aws_caller_identity.current.arn
 }
@@ -175,7 +134,7 @@ module "eks" {
       nodes      = 0
       min_nodes  = 0
       max_nodes  = var.cpu_nodes.max_nodes
-      volume_gib = 100 + try(local.shapes[var.cpu_nodes.shape].pod.storage_gib, 0) # the system and images, and what the pod may take
+      volume_gib = 100 + try(local.shapes[var.cpu_nodes.shape].pod.storage_gib, 0) # the system, images, and the pod's own storage
       labels     = local.node_labels.cpu
     }
   }
@@ -207,15 +166,11 @@ module "guardrails" {
   account              = local.account
   key_arn              = module.storage.key_arn
   permissions_boundary = var.permissions_boundary
-  budget               = var.budget.monthly_dollars == null ? null : { monthly_dollars = var.budget.monthly_dollars }
+  budget               = local.budget
   emails               = var.budget.emails
   stopped_roles = concat(
     [for account, role in module.eks.pod_roles : role if account == "deployer"],
-    # IAM lets nobody attach a policy to a role of Identity Center or of a service.
-    [
-      for arn in var.operators : { name = basename(arn), arn = arn }
-      if strcontains(arn, ":${local.account.id}:role/") && length(regexall(":role/aws-(reserved|service-role)/", arn)) == 0
-    ],
+    local.stoppable_operators,
   )
   trainium_autoscaling_group = module.trainium.autoscaling_group
   trainium_max_nodes         = var.trainium.max_nodes

@@ -1,4 +1,4 @@
-# `make infra-up` writes those that k8s/overlays/eks wants into its settings.env.
+# `make infra-up` writes those that k8s/overlays/eks needs into its settings.env.
 
 output "region" {
   value = var.region
@@ -53,7 +53,7 @@ output "trainium_max_nodes" {
 }
 
 output "addresses_per_node" {
-  description = "Of the Trainium subnet, that a node takes."
+  description = "Number of addresses that a node takes in the Trainium subnet."
   value       = local.addresses_per_node
 }
 
@@ -78,16 +78,16 @@ output "bucket" {
 }
 
 output "pod_identities" {
-  description = "Role by service account of the namespace."
+  description = "ARNs of the roles by service account of the namespace."
   value       = module.eks.pod_identities
 }
 
 output "node_labels" {
-  description = "By pool."
+  description = "Kubernetes labels of the nodes by pool."
   value       = local.node_labels
 }
 
 output "node_taints" {
-  description = "By pool, with the effect as Kubernetes spells it."
+  description = "Taints of the nodes by pool, with the effect as Kubernetes spells it."
   value       = local.node_taints
 }

@@ -1,117 +1,7 @@
-# For another region or shape: change region, zone_id and trainium.shape in terraform.tfvars, nothing else. What an
-# instance type has, and the zones that offer it, is said in infra/shapes.json alone; that no image computes on trn2 yet,
-# in images/platforms.toml, by which make infra-up refuses it.
-
-variable "region" {
-  description = "A region that infra/shapes.json knows."
-  type        = string
-
-  validation {
-    condition     = contains(local.regions, var.region)
-    error_message = <<-EOT
-      region = "${var.region}": infra/shapes.json knows no Trainium there.
-      It knows ${join(", ", local.regions)}. Where AWS offers it elsewhere by now, add the zone ids to the shape's zone_ids.
-    EOT
-  }
-}
-
-variable "name" {
-  description = "Of the cluster, and the beginning of the names of what is made. One stack a region: the repositories in ECR are millrace/... whatever the name."
-  type        = string
-  default     = "millrace"
-
-  validation {
-    condition     = can(regex("^[a-z][a-z0-9-]{1,22}[a-z0-9]$", var.name))
-    error_message = "name = \"${var.name}\": 3 to 24 small letters, digits and hyphens, a letter first; roles and the bucket carry it with the account and region."
-  }
-}
-
-variable "zone_id" {
-  description = "Zone of all nodes, by id: zones' names differ from account to account."
-  type        = string
-
-  validation {
-    condition     = can(regex("^[a-z]+[0-9]-az[0-9]+$", var.zone_id))
-    error_message = <<-EOT
-      zone_id = "${var.zone_id}" is not the id of one zone. Ids look like usw2-az4; us-west-2d is a name, and names mean
-      other zones in other accounts. The ids and names of yours:
-        aws ec2 describe-availability-zones --region ${var.region} --query 'AvailabilityZones[].[ZoneId,ZoneName]'
-    EOT
-  }
-
-  validation {
-    condition     = contains(local.trainium_zone_ids, var.zone_id) || !contains(keys(local.shapes), var.trainium.shape)
-    error_message = <<-EOT
-      zone_id = "${var.zone_id}": ${var.trainium.shape} is not offered there.
-      In ${var.region} it is offered in: ${join(", ", local.trainium_zone_ids)}${length(local.trainium_zone_ids) == 0 ? "no zone; choose another region or shape" : ""}.
-      Is that out of date?
-        aws ec2 describe-instance-type-offerings --region ${var.region} --location-type availability-zone-id --filters Name=instance-type,Values=${var.trainium.shape}
-      Then add the zone to infra/shapes.json.
-    EOT
-  }
-
-  validation {
-    condition = alltrue([
-      for shape in [var.cpu_nodes.shape, var.core_nodes.shape] :
-      contains(try(local.shapes[shape].zone_ids[var.region], []), var.zone_id) || !contains(keys(local.shapes), shape)
-    ])
-    error_message = "zone_id = \"${var.zone_id}\": not both of ${var.cpu_nodes.shape} and ${var.core_nodes.shape} are offered there, and all nodes are in one zone. Choose other shapes for cpu_nodes and core_nodes, or another zone_id."
-  }
-}
-
-variable "trainium" {
-  description = "Nodes of the trainer: their type, and how many a deployment may bring up. They start at 0."
-  type = object({
-    shape     = optional(string, "trn1.32xlarge")
-    max_nodes = optional(number, 4)
-  })
-  default = {}
-
-  validation {
-    condition     = try(local.shapes[var.trainium.shape].efa_cards > 0 && local.shapes[var.trainium.shape].neuron_devices > 0, false)
-    error_message = "trainium.shape = \"${var.trainium.shape}\" is no Trainium type with EFA of infra/shapes.json, which has ${join(", ", [for name, shape in local.shapes : name if shape.neuron_devices > 0])}. Another one: add it there. Types with GPUs are there for the trainer's plan alone."
-  }
-
-  validation {
-    condition     = var.trainium.max_nodes >= 1 && floor(var.trainium.max_nodes) == var.trainium.max_nodes
-    error_message = "trainium.max_nodes = ${var.trainium.max_nodes}: a whole number, 1 or more. 1 costs nothing either: nodes come with a deployment."
-  }
-
-  # Here in full, because a condition may not look at a local that looks at the same variable.
-  validation {
-    condition = try(
-      var.trainium.max_nodes * (local.own_addresses + local.addresses_per_card * (local.shapes[var.trainium.shape].efa_cards - 1)) <= local.trainium_addresses,
-      true, # an unknown shape is refused above
-    )
-    error_message = <<-EOT
-      trainium.max_nodes = ${var.trainium.max_nodes}: the Trainium subnet of network.cidr = ${var.network.cidr} has ${local.trainium_addresses} addresses beside the file system's,
-      and a node takes ${local.own_addresses + try(local.addresses_per_card * (local.shapes[var.trainium.shape].efa_cards - 1), 0)}: ${local.own_addresses} for itself and its pods, ${local.addresses_per_card} for each EFA interface beside the first.
-      Set network.cidr to a larger block (a shorter prefix), or efa_layout to "efa-only", with which those have none.
-    EOT
-  }
-}
-
-variable "cpu_nodes" {
-  description = "Nodes of the tokenizer and the compiler: their type, and how many a deployment may bring up. They start at 0."
-  type = object({
-    shape     = optional(string, "m7i.8xlarge")
-    max_nodes = optional(number, 4)
-  })
-  default = {}
-
-  validation {
-    condition     = try(local.shapes[var.cpu_nodes.shape].neuron_devices == 0 && local.shapes[var.cpu_nodes.shape].gpus == 0 && local.shapes[var.cpu_nodes.shape].pod != null, false)
-    error_message = "cpu_nodes.shape = \"${var.cpu_nodes.shape}\" is no type of infra/shapes.json without Neuron and GPUs that leaves a stage room, which are ${join(", ", [for name, shape in local.shapes : name if shape.neuron_devices == 0 && shape.gpus == 0 && shape.pod != null])}."
-  }
-
-  validation {
-    condition     = var.cpu_nodes.max_nodes >= 1 && floor(var.cpu_nodes.max_nodes) == var.cpu_nodes.max_nodes
-    error_message = "cpu_nodes.max_nodes = ${var.cpu_nodes.max_nodes}: a whole number, 1 or more. They start at 0."
-  }
-}
+# Variables of the EKS stack alone; those of both stacks are in common.tf.
 
 variable "core_nodes" {
-  description = "Nodes that are always there, for the head, the operators and the add-ons."
+  description = "Instance type and number of the nodes that are always up, for the Ray head, the operators and the add-ons."
   type = object({
     shape = optional(string, "m7i.2xlarge")
     nodes = optional(number, 2)
@@ -120,309 +10,135 @@ variable "core_nodes" {
 
   validation {
     condition     = try(local.shapes[var.core_nodes.shape].neuron_devices == 0 && local.shapes[var.core_nodes.shape].gpus == 0, false)
-    error_message = "core_nodes.shape = \"${var.core_nodes.shape}\" is no type without Neuron and GPUs of infra/shapes.json, which has ${join(", ", [for name, shape in local.shapes : name if shape.neuron_devices == 0 && shape.gpus == 0])}."
+    error_message = "core_nodes.shape = \"${var.core_nodes.shape}\": expected a type of infra/shapes.json without Neuron devices and GPUs: ${join(", ", [for name, shape in local.shapes : name if shape.neuron_devices == 0 && shape.gpus == 0])}."
   }
 
   validation {
     condition     = var.core_nodes.nodes >= 1
-    error_message = "core_nodes.nodes = ${var.core_nodes.nodes}: the head and the operators need a node."
-  }
-}
-
-variable "capacity" {
-  description = "How Trainium nodes are bought: on_demand, reservation (an On-Demand Capacity Reservation) or capacity_block, the latter two with an id, and with their end where they have one (RFC 3339)."
-  type = object({
-    kind           = optional(string, "on_demand")
-    reservation_id = optional(string, "")
-    ends_at        = optional(string, "")
-  })
-  default = {}
-
-  validation {
-    condition     = contains(["on_demand", "reservation", "capacity_block"], var.capacity.kind)
-    error_message = "capacity.kind = \"${var.capacity.kind}\": on_demand, reservation or capacity_block."
-  }
-
-  validation {
-    condition     = var.capacity.kind == "on_demand" || can(regex("^cr-[0-9a-f]+$", var.capacity.reservation_id))
-    error_message = <<-EOT
-      capacity.kind = "${var.capacity.kind}" needs the reservation's id, cr- and hexadecimal digits; got "${var.capacity.reservation_id}". Yours:
-        aws ec2 describe-capacity-reservations --region ${var.region} --filters Name=instance-type,Values=${var.trainium.shape}
-    EOT
-  }
-
-  validation {
-    condition     = var.capacity.kind != "on_demand" || (var.capacity.reservation_id == "" && var.capacity.ends_at == "")
-    error_message = "capacity.kind = \"on_demand\" has no reservation_id and no ends_at: what is reserved would be paid for and not used. Set kind to reservation or capacity_block."
-  }
-
-  validation {
-    condition     = var.capacity.kind != "capacity_block" || try(local.trainium_shape.supports_capacity_block, true)
-    error_message = "capacity.kind = \"capacity_block\": EC2 sells no Capacity Blocks of ${var.trainium.shape}. Choose on_demand or reservation."
-  }
-
-  validation {
-    condition     = var.capacity.ends_at == "" ? var.capacity.kind != "capacity_block" : can(timeadd(var.capacity.ends_at, "0s"))
-    error_message = <<-EOT
-      capacity.ends_at = "${var.capacity.ends_at}": a time such as 2027-01-31T11:30:00Z. A Capacity Block always has one (EndDate of
-      describe-capacity-reservations); EKS takes the nodes 40 minutes earlier, and the deploy tool plans with it.
-    EOT
-  }
-}
-
-variable "placement_group" {
-  description = "auto: one for nodes on demand. none. Or the name of the one that a reservation was made in."
-  type        = string
-  default     = "auto"
-
-  validation {
-    condition     = var.capacity.kind != "capacity_block" || contains(["auto", "none"], var.placement_group)
-    error_message = <<-EOT
-      placement_group = "${var.placement_group}" with a Capacity Block: EC2 has placed the block's instances already, close to each
-      other, and answers InsufficientInstanceCapacity to any other placement. Set placement_group to "auto".
-    EOT
-  }
-}
-
-variable "efa_layout" {
-  description = "efa: every interface has an address too, as Neuron documents it for trn1. efa-only: only the first has one."
-  type        = string
-  default     = "efa"
-
-  validation {
-    condition     = contains(["efa", "efa-only"], var.efa_layout)
-    error_message = "efa_layout = \"${var.efa_layout}\": efa or efa-only."
-  }
-}
-
-variable "network" {
-  description = "Addresses of the VPC; an eighth of them is the Trainium nodes'."
-  type        = object({ cidr = optional(string, "10.0.0.0/16") })
-  default     = {}
-
-  validation {
-    condition     = can(cidrnetmask(var.network.cidr)) && try(tonumber(split("/", var.network.cidr)[1]) >= 16 && tonumber(split("/", var.network.cidr)[1]) <= 22, false)
-    error_message = "network.cidr = \"${var.network.cidr}\": an IPv4 block of /16 to /22, such as 10.0.0.0/16."
-  }
-}
-
-variable "fsx" {
-  description = "The file system: GiB, and MB/s a TiB, by default those of file_system in infra/shapes.json. They decide how long a checkpoint takes (make infra-cost says it); the throughput can be changed in place. The volume and claim of k8s/ say 1200Gi whatever it has: of a static volume Kubernetes compares the two and limits nothing."
-  type = object({
-    gib        = optional(number)
-    throughput = optional(number)
-  })
-  default = {}
-
-  validation {
-    condition     = var.fsx.gib == null ? true : var.fsx.gib == 1200 || (var.fsx.gib > 0 && var.fsx.gib % 2400 == 0)
-    error_message = "fsx.gib = ${coalesce(var.fsx.gib, 0)}: PERSISTENT_2 comes in 1200, 2400, and steps of 2400 from there."
-  }
-
-  validation {
-    condition     = var.fsx.throughput == null ? true : contains([125, 250, 500, 1000], var.fsx.throughput)
-    error_message = "fsx.throughput = ${coalesce(var.fsx.throughput, 0)}: 125, 250, 500 or 1000 MB/s a TiB."
-  }
-}
-
-variable "budget" {
-  description = "What the whole account may cost in a month, and who is told. Without monthly_dollars there is no budget: at 100 % deployments bring up no nodes until somebody resets its action, and no default knows what else the account pays for."
-  type = object({
-    monthly_dollars = optional(number)
-    emails          = optional(list(string), [])
-  })
-  default = {}
-
-  validation {
-    condition     = var.budget.monthly_dollars == null ? true : var.budget.monthly_dollars > 0
-    error_message = "budget.monthly_dollars = ${coalesce(var.budget.monthly_dollars, 0)}: more than 0, and more than the stack costs while it stands (make infra-plan). To have no budget, leave it out."
-  }
-
-  validation {
-    condition     = alltrue([for address in var.budget.emails : can(regex("^[^@ ]+@[^@ ]+\\.[^@ ]+$", address))])
-    error_message = "budget.emails has what is no address: ${jsonencode(var.budget.emails)}."
+    error_message = "core_nodes.nodes = ${var.core_nodes.nodes}: expected 1 or more, because the Ray head and the operators need a node."
   }
 }
 
 variable "administrators" {
-  description = "IAM roles and users that administer the cluster, by ARN, beside who applied this stack first, who stays one. Who applies it later is none unless listed here, and keeps nobody from it."
+  description = "ARNs of the IAM roles and users that administer the cluster, beside the principal that applied this stack first and stays an administrator. A principal that applies it later is one only if listed here."
   type        = list(string)
   default     = []
 
   validation {
     condition     = alltrue([for arn in var.administrators : can(regex("^arn:[a-z-]+:iam::[0-9]{12}:(role|user)/", arn))])
-    error_message = "administrators has what is no role or user: ${jsonencode(var.administrators)}. Such as arn:aws:iam::111122223333:role/platform; of a session, the role behind it."
-  }
-}
-
-variable "operators" {
-  description = "IAM roles and users that deploy stages, by ARN."
-  type        = list(string)
-  default     = []
-
-  validation {
-    condition     = alltrue([for arn in var.operators : can(regex("^arn:[a-z-]+:iam::[0-9]{12}:(role|user)/", arn))])
-    error_message = "operators has what is no role or user: ${jsonencode(var.operators)}. Such as arn:aws:iam::111122223333:role/research; of a session, the role behind it."
+    error_message = "administrators = ${jsonencode(var.administrators)}: expected ARNs of roles or users, such as arn:aws:iam::111122223333:role/platform. For a session, name the role behind it."
   }
 }
 
 variable "api_public_cidrs" {
-  description = "Who reaches the Kubernetes API from the internet, such as 203.0.113.7/32; empty: only the VPC does."
+  description = "IPv4 blocks from which the internet reaches the Kubernetes API, such as 203.0.113.7/32. If empty, only the VPC reaches it."
   type        = list(string)
   default     = []
 
   validation {
     condition     = alltrue([for cidr in var.api_public_cidrs : can(cidrnetmask(cidr)) && cidr != "0.0.0.0/0"])
     error_message = <<-EOT
-      api_public_cidrs = ${jsonencode(var.api_public_cidrs)}: blocks of your own addresses, not the whole internet. Yours now:
+      api_public_cidrs = ${jsonencode(var.api_public_cidrs)}: expected blocks of your own addresses, not the whole internet. This command shows your address:
         curl https://checkip.amazonaws.com
     EOT
   }
 }
 
 variable "kubernetes_version" {
-  description = "Minor version of Kubernetes. 1.34 is the one that the stages are tested on, and the newest that Volcano 1.14 lists; EKS' standard support of it ends on 2026-12-02. 1.35 is supported until 2027-03-27, and has not been tried with Volcano 1.14."
+  description = "Minor version of Kubernetes. The stages are tested on 1.34, the newest that Volcano 1.14 supports; EKS ends its standard support on 2026-12-02. 1.35 has standard support until 2027-03-27, and nobody has tried it with Volcano 1.14."
   type        = string
   default     = "1.34"
 
   validation {
     condition     = contains(keys(local.ami_versions), var.kubernetes_version)
     error_message = <<-EOT
-      kubernetes_version = "${var.kubernetes_version}": infra/aws_releases.json knows no release of EKS' Neuron AMI for it; it knows ${join(" and ", keys(local.ami_versions))}.
-      For another version look up which releases have a Neuron driver that the images take (driver and driver_before in
-      images/platforms.toml), as aws-neuronx-dkms of AL2023_x86_64_NEURON in ${local.eks_releases.look_up},
-      and add them there.
+      kubernetes_version = "${var.kubernetes_version}": infra/aws_releases.json lists no release of EKS' Neuron AMI for it, only for ${join(" and ", keys(local.ami_versions))}.
+      To add a version, look up the aws-neuronx-dkms of its AL2023_x86_64_NEURON releases in ${local.eks_releases.look_up},
+      and add those between driver and driver_before of images/platforms.toml.
     EOT
   }
 }
 
 variable "kubernetes_support" {
-  description = "What EKS does once the version's standard support ends. STANDARD: it upgrades the cluster by itself. EXTENDED: the cluster stays for 12 months more, at $0.60 an hour in place of $0.10."
+  description = "What EKS does once the version's standard support ends. EXTENDED, EKS' own default, keeps the version for 12 more months; from that day on the control plane costs $0.60 an hour instead of $0.10. With STANDARD EKS upgrades the cluster to the next version, which the stages may not be tested on."
   type        = string
-  default     = "STANDARD"
+  default     = "EXTENDED"
 
   validation {
     condition     = contains(["STANDARD", "EXTENDED"], var.kubernetes_support)
-    error_message = "kubernetes_support = \"${var.kubernetes_support}\": STANDARD or EXTENDED."
+    error_message = "kubernetes_support = \"${var.kubernetes_support}\": expected STANDARD or EXTENDED."
   }
 }
 
 variable "addon_versions" {
-  description = "Pins of catalogue add-ons, by name, beside those of infra/aws_releases.json. Of the others EKS takes its default: make infra-preflight shows it with the line that pins it."
+  description = "Versions of EKS add-ons by name, in addition to those of infra/aws_releases.json. EKS chooses the version of any other add-on; make infra-preflight prints the line that pins it."
   type        = map(string)
   default     = {}
 }
 
 variable "ami_release" {
-  description = "Release of the Trainium nodes' AMI, such as 1.34.7-20260505. null: the default of infra/aws_releases.json, whose Neuron driver is the images' own. Never the newest: it has a driver that is too new for them."
+  description = "AMI release of the Trainium nodes, such as 1.34.7-20260505. null takes the default of infra/aws_releases.json, which has the images' own Neuron driver. The driver of the newest releases is too new for the images."
   type        = string
   default     = null
 
   validation {
     condition     = var.ami_release == null ? true : contains(keys(try(local.ami_versions[var.kubernetes_version].releases, {})), var.ami_release)
     error_message = <<-EOT
-      ami_release = "${coalesce(var.ami_release, "-")}" is none of infra/aws_releases.json, which knows for Kubernetes ${var.kubernetes_version}: ${join(", ", keys(try(local.ami_versions[var.kubernetes_version].releases, {})))}.
-      Those have a Neuron driver that the images take (driver and driver_before in images/platforms.toml). For another look up its
-      aws-neuronx-dkms, of AL2023_x86_64_NEURON in ${local.eks_releases.look_up},
-      and add the release there if it fits.
+      ami_release = "${coalesce(var.ami_release, "-")}" is not in infra/aws_releases.json, which lists for Kubernetes ${var.kubernetes_version}: ${join(", ", keys(try(local.ami_versions[var.kubernetes_version].releases, {})))}.
+      To add a release, look up its aws-neuronx-dkms of AL2023_x86_64_NEURON in ${local.eks_releases.look_up};
+      the images accept it if it is between driver and driver_before of images/platforms.toml.
     EOT
   }
 }
 
 variable "cpu_ami_release" {
-  description = "Release of the AMI of the core and cpu nodes, such as 1.34.9-20260714. null: that of the Trainium nodes by default. These nodes have no Neuron driver, so any release of the version does: set a newer one for its patches."
+  description = "AMI release of the core and cpu nodes, such as 1.34.9-20260714. null takes the Trainium nodes' default. These nodes have no Neuron driver, so a newer release may be set for its patches."
   type        = string
   default     = null
 
   validation {
     condition     = var.cpu_ami_release == null ? true : can(regex("^[0-9.]+-[0-9]{8}$", var.cpu_ami_release)) && startswith(var.cpu_ami_release, "${var.kubernetes_version}.")
     error_message = <<-EOT
-      cpu_ami_release = "${coalesce(var.cpu_ami_release, "-")}" is no release for Kubernetes ${var.kubernetes_version}, such as ${coalesce(local.ami_release, "1.34.7-20260505")}. The newest now:
+      cpu_ami_release = "${coalesce(var.cpu_ami_release, "-")}": expected a release for Kubernetes ${var.kubernetes_version}, such as ${coalesce(local.ami_release, "1.34.7-20260505")}. This command shows the newest:
         aws ssm get-parameter --region ${var.region} --name /aws/service/eks/optimized-ami/${var.kubernetes_version}/amazon-linux-2023/x86_64/standard/recommended/release_version --query Parameter.Value
     EOT
   }
 }
 
-variable "permissions_boundary" {
-  description = "ARN of an IAM policy that bounds every role of the stack, as some organisations ask for before anybody may make roles; null: none."
-  type        = string
-  default     = null
-
-  validation {
-    condition     = var.permissions_boundary == null ? true : can(regex("^arn:[a-z-]+:iam::([0-9]{12}|aws):policy/", var.permissions_boundary))
-    error_message = "permissions_boundary = \"${coalesce(var.permissions_boundary, "-")}\" is no ARN of a policy, such as arn:aws:iam::111122223333:policy/boundary."
-  }
-}
-
-variable "keep_data" {
-  description = "Refuse to destroy a bucket or repository that is not empty."
-  type        = bool
-  default     = true
-}
-
-variable "log_retention_days" {
-  type    = number
-  default = 90
-
-  validation {
-    condition     = contains([1, 3, 5, 7, 14, 30, 60, 90, 120, 150, 180, 365, 400, 545, 731], var.log_retention_days)
-    error_message = "log_retention_days = ${var.log_retention_days}: CloudWatch keeps logs for 1, 3, 5, 7, 14, 30, 60, 90, 120, 150, 180, 365, 400, 545 or 731 days."
-  }
-}
-
 variable "zero_schedule" {
-  description = "When all Trainium nodes go, whatever runs on them, such as { cron = \"0 20 * * FRI\", time_zone = \"Europe/Berlin\" }; null: never."
+  description = "Schedule that removes all Trainium nodes, whatever runs on them, such as { cron = \"0 20 * * FRI\", time_zone = \"Europe/Berlin\" }; null for none."
   type        = object({ cron = string, time_zone = optional(string, "Etc/UTC") })
   default     = null
 }
 
 variable "idle_alarm" {
-  description = "A mail to budget.emails when NeuronCores do less than so many percent for so long, while nodes are up; null: none."
+  description = "Sends a mail to budget.emails once the NeuronCores of running nodes have been used less than this percentage for this many minutes; null for no alarm."
   type        = object({ percent = optional(number, 1), minutes = optional(number, 60) })
   default     = {}
 }
 
-variable "aws_endpoint" {
-  description = "Of tests: where an AWS answers that is none."
-  type        = string
-  default     = null
-}
-
-# Each of these leaves a part out, for who has it already and for a test where it cannot be had.
-
-variable "enable_interface_endpoints" {
-  description = "Reach the AWS APIs through the VPC; ten endpoints, billed by the hour. Saves NAT's charge for that traffic; NAT stays."
-  type        = bool
-  default     = false
-}
+# Each switch below leaves out a part that an account already has, or that a test cannot have.
 
 variable "enable_fsx" {
-  type    = bool
-  default = true
-}
-
-variable "enable_dra" {
-  description = "Copy checkpoints from the file system to the bucket."
+  description = "Whether the stack makes the FSx for Lustre file system."
   type        = bool
   default     = true
 }
 
 variable "enable_addons" {
-  type    = bool
-  default = true
+  description = "Whether the stack installs EKS' catalogue add-ons."
+  type        = bool
+  default     = true
 }
 
 variable "enable_pod_identity" {
-  type    = bool
-  default = true
+  description = "Whether service accounts get IAM roles through EKS Pod Identity."
+  type        = bool
+  default     = true
 }
 
 variable "enable_access_entries" {
-  type    = bool
-  default = true
-}
-
-variable "enable_flow_log" {
-  type    = bool
-  default = true
+  description = "Whether operators get access entries of the cluster."
+  type        = bool
+  default     = true
 }

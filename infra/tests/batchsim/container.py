@@ -88,12 +88,12 @@ class Container:
         return KILLED if self._is_killed and code else code
 
     def send(self, signum: signal.Signals) -> None:
-        """To the container's init; nothing where it has ended."""
+        """Sends a signal to the container's init, if that still runs."""
         if self._process.poll() is None and self._init in self._children():
             os.kill(self._init, signum)
 
     def send_to_all(self, signum: signal.Signals) -> None:
-        """To every process of the container, as where its host is frozen (SIGSTOP) and wakes up (SIGCONT)."""
+        """Signals every process of the container, as if its host were frozen (SIGSTOP) and woke up (SIGCONT)."""
         for process in psutil.Process(self._process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signum)
@@ -105,7 +105,7 @@ class Container:
         self._process.wait()
 
     def stop(self, timeout_seconds: float) -> int:
-        """As ECS does: SIGTERM, and SIGKILL when the stop timeout is over."""
+        """Stops the container like ECS, with SIGTERM, and with SIGKILL after the stop timeout."""
         self.send(signal.SIGTERM)
         try:
             self._process.wait(timeout_seconds)

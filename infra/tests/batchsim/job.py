@@ -27,7 +27,7 @@ Action = Literal["RETRY", "EXIT"]
 
 @dataclass(frozen=True)
 class EvaluateOnExit:
-    """One of a job definition's rules. Patterns may end with an asterisk, and all that are given have to match."""
+    """A rule of a job definition. Patterns may end with an asterisk, and all given ones have to match."""
 
     action: Action
     on_exit_code: str = "*"
@@ -48,7 +48,7 @@ RULES = (
 @dataclass(frozen=True)
 class JobDefinition:
     command: tuple[str, ...]
-    """With the image's entry point, which Batch puts before it."""
+    """The container's command, before which Batch puts the image's entry point."""
     num_nodes: int = 2
     environment: Mapping[str, str] = field(default_factory=dict)
     attempts: int = 3
@@ -59,7 +59,7 @@ class JobDefinition:
 
 
 def node_variables(job_id: str, attempt: int, index: int, addresses: Sequence[str]) -> dict[str, str]:
-    """What Batch sets in the container of one node: https://docs.aws.amazon.com/batch/latest/userguide/mnp-env-vars.html"""
+    """Variables that Batch sets in a node's container: https://docs.aws.amazon.com/batch/latest/userguide/mnp-env-vars.html"""
     variables = {
         "AWS_BATCH_JOB_ID": f"{job_id}#{index}",
         "AWS_BATCH_JOB_ATTEMPT": str(attempt),
@@ -99,7 +99,7 @@ class Attempt:
         self.nodes[index].kill()
 
     def wait(self, stop_timeout_seconds: float, is_terminated: threading.Event) -> None:
-        """Until the main node has ended, and with it all others."""
+        """Waits until the main node has ended, and with it all others."""
         while (code := self.nodes[0].poll()) is None and not is_terminated.is_set():
             time.sleep(POLL_SECONDS)
         if is_terminated.is_set():
@@ -163,7 +163,7 @@ class Job:
         return self.status
 
     def terminate(self) -> None:
-        """As TerminateJob: every container is told to stop, and nothing is tried again."""
+        """Ends the job like TerminateJob: stops every container, without another attempt."""
         self._is_terminated.set()
 
     def close(self) -> None:

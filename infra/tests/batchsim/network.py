@@ -19,7 +19,7 @@ FIRST_HOST = 10
 
 
 def find_obstacle() -> str:
-    """Why nothing can be simulated on this machine; empty where it can."""
+    """Explains why this machine cannot simulate a network; empty if it can."""
     missing = [name for name in NEEDED if shutil.which(name) is None]
     if missing:
         return f"needs {', '.join(missing)}"

@@ -1,4 +1,4 @@
-"""What the nodes of a job do when one of them ends, does not come, or is lost. A script stands for the stage."""
+"""Nodes of a job when one of them ends, does not come, or is lost. A script stands in for the stage."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_file_system_that_is_not_mounted_ends_the_job_before_anything_is_writt
 
 @pytest.mark.batch
 def test_children_leave_with_75_when_the_main_node_is_lost(root: Path, network: Network) -> None:
-    """Without a word from Batch, which would stop them too."""
+    """Batch, which would stop the nodes as well, does nothing here."""
     definition = define_script(write(root, ENDLESS), root)
     addresses = [network.reserve_address() for _ in range(2)]
     folder = Path(tempfile.mkdtemp(prefix="b", dir="/tmp"))
@@ -227,7 +227,7 @@ def test_a_subcommand_runs_where_the_file_system_is_and_its_file_comes_home(root
 
 @pytest.mark.batch
 def test_a_subcommand_writes_nothing_to_a_host_s_own_disk(tmp_path: Path, submit: Submit) -> None:
-    """Where a mount failed there is a folder of that name."""
+    """A failed mount leaves an empty folder of that name."""
     (tmp_path / "fsx").mkdir()
     job = submit(define_one_off("trainer", tmp_path / "fsx", "artifacts", "list", "."))
 

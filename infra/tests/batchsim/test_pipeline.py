@@ -34,7 +34,7 @@ STAGES: dict[Stage, tuple[str, ...]] = {
     "compiler": (),
     "trainer": (f"--train.max_steps={LAST_STEP}",),
 }
-"""And what each is given besides recipe and root: a training that is long enough to be disturbed twice."""
+"""Arguments of each stage besides recipe and root. The training is long enough to be disturbed twice."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def batch(folder: Path, recipe: Path, network: Network) -> Path:
 
 
 def run_job(network: Network, definition: JobDefinition) -> None:
-    """On two nodes, which both end well in the first attempt."""
+    """The job has two nodes, which both succeed in the first attempt."""
     job = Job(network, definition)
     try:
         assert job.wait(JOB_SECONDS) == "SUCCEEDED", job.logs
@@ -105,7 +105,7 @@ def digests(root: Path, kind: str) -> dict[str, str]:
 
 
 def hosts(root: Path) -> set[str]:
-    """Of the workers of the newest attempt."""
+    """Process ids of the newest attempt's workers."""
     return {json.loads(path.read_text(encoding="utf-8"))["host"] for path in root.glob("run/*/heartbeats/*.json")}
 
 
@@ -116,7 +116,7 @@ def require_same_training(root: Path, other: Path) -> None:
 
 
 def wait_for_steps(job: Job, root: Path, count: int) -> None:
-    """Until the run has recorded so many more steps, those that are done again counted."""
+    """Waits until the run has recorded `count` more steps, including repeated ones."""
     before = len(recorded(root))
     wait_until(lambda: len(recorded(root)) >= before + count or job.has_ended, JOB_SECONDS)
     assert not job.has_ended, job.logs

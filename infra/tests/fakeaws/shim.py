@@ -1,7 +1,8 @@
-"""What the stacks need and moto lacks: a machine image of one release, add-ons, identities and access entries of EKS,
-placement groups, data repositories of FSx, the subscribers, tags and actions of budgets, and compute environments of
-Batch whose groups are in their launch template. Each keeps what it is given and gives it back; none of them does
-anything. `install` adds them to moto in this process.
+"""Adds to moto what the stacks need and moto lacks.
+
+That is a machine image of one release; EKS' add-ons, identities and access entries; placement groups; FSx' data
+repositories; the subscribers, tags and actions of budgets; and Batch's compute environments whose groups are in their
+launch template. They only store and return their arguments. `install` adds them to moto in this process.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def _make_entry(cluster: str, region: str, asked: dict[str, Any]) -> tuple[str, 
 
 
 class _Collection:
-    """What a cluster has of one kind. `make` gives an item's name and the item."""
+    """A cluster's items of one kind. `make` returns an item's name and the item."""
 
     def __init__(
         self, path: str, one: str, make: Callable[[str, str, dict[str, Any]], tuple[str, dict[str, Any]]]
@@ -259,7 +260,7 @@ class _Collection:
 
 
 class _AccessEntries(_Collection):
-    """Each with the access policies that are associated with it."""
+    """Access entries with their associated access policies."""
 
     def answer(self, request: Any, full_url: str, headers: Any) -> Reply:
         before, marker, after = urlparse(full_url).path.partition("/access-policies")
@@ -283,7 +284,7 @@ class _AccessEntries(_Collection):
 
 
 def _region(request: Any) -> str:
-    """From the signature: Credential=KEY/DATE/REGION/SERVICE/aws4_request."""
+    """The region in a request's signature: Credential=KEY/DATE/REGION/SERVICE/aws4_request."""
     return str(request.headers["Authorization"]).split("Credential=")[1].split("/")[2]
 
 

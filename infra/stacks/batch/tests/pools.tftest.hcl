@@ -1,7 +1,11 @@
 # What Batch and EC2 would be asked for, for each way to have Trainium nodes, and what a node reads when it starts.
 
 mock_provider "aws" {
-  source = "./tests/mocks"
+  source = "../mocks"
+
+  mock_resource "aws_security_group" {
+    defaults = { id = "sg-0123456789abcdef0" }
+  }
 }
 
 variables {

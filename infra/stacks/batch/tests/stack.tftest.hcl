@@ -1,7 +1,11 @@
 # The whole stack, planned or applied against a provider that is none: no network, no credentials.
 
 mock_provider "aws" {
-  source = "./tests/mocks"
+  source = "../mocks"
+
+  mock_resource "aws_security_group" {
+    defaults = { id = "sg-0123456789abcdef0" }
+  }
 }
 
 variables {

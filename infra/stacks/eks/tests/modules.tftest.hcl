@@ -1,7 +1,7 @@
 # What each of the other modules promises, looked at where the stack's outputs do not show it.
 
 mock_provider "aws" {
-  source = "./tests/mocks"
+  source = "../mocks"
 }
 
 run "network" {

@@ -1,7 +1,7 @@
-# What would fail on AWS an hour later, or cost money and compute nothing, is refused before anything is planned.
+# Values that would fail on AWS an hour later, or cost money and compute nothing, are refused before anything is planned.
 
 mock_provider "aws" {
-  source = "./tests/mocks"
+  source = "../mocks"
 }
 
 variables {

@@ -1,7 +1,7 @@
 # The whole stack, planned or applied against a provider that is none: no network, no credentials.
 
 mock_provider "aws" {
-  source = "./tests/mocks"
+  source = "../mocks"
 }
 
 variables {

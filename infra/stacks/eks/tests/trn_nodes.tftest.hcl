@@ -1,7 +1,7 @@
 # Trainium nodes by themselves: what EC2 and EKS would be asked for, for each way to have them.
 
 mock_provider "aws" {
-  source = "./tests/mocks"
+  source = "../mocks"
 }
 
 variables {

@@ -1,4 +1,4 @@
-# What the provider checks the form of, or what is decoded: everything else is made up by Terraform.
+# Values whose form the provider checks or that the stacks decode. Terraform makes up all others. Both stacks' tests link here.
 
 mock_data "aws_caller_identity" {
   defaults = { account_id = "111122223333", arn = "arn:aws:sts::111122223333:assumed-role/platform/you" }
@@ -6,6 +6,18 @@ mock_data "aws_caller_identity" {
 
 mock_data "aws_partition" {
   defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
+}
+
+mock_data "aws_ami" {
+  defaults = { id = "ami-0123456789abcdef0", name = "al2023-ami-ecs-neuron-hvm-2023.0.20260506-kernel-6.1-x86_64" }
+}
+
+mock_data "aws_subnet" {
+  defaults = { id = "subnet-0fedcba9876543210", vpc_id = "vpc-given", availability_zone_id = "usw2-az4", map_public_ip_on_launch = false }
+}
+
+mock_data "aws_iam_session_context" {
+  defaults = { issuer_arn = "arn:aws:iam::111122223333:role/platform" }
 }
 
 mock_resource "aws_kms_key" {
@@ -52,18 +64,10 @@ mock_resource "aws_batch_compute_environment" {
   defaults = { arn = "arn:aws:batch:us-west-2:111122223333:compute-environment/mock" }
 }
 
-mock_resource "aws_security_group" {
-  defaults = { id = "sg-0123456789abcdef0" }
-}
-
 mock_resource "aws_subnet" {
   defaults = { id = "subnet-0123456789abcdef0" }
 }
 
-mock_data "aws_ami" {
-  defaults = { id = "ami-0123456789abcdef0", name = "al2023-ami-ecs-neuron-hvm-2023.0.20260506-kernel-6.1-x86_64" }
-}
-
-mock_data "aws_subnet" {
-  defaults = { id = "subnet-0fedcba9876543210", vpc_id = "vpc-given", availability_zone_id = "usw2-az4", map_public_ip_on_launch = false }
+mock_resource "aws_eks_node_group" {
+  defaults = { resources = [{ autoscaling_groups = [{ name = "eks-trainium-mock" }], remote_access_security_group_id = "" }] }
 }

@@ -1,0 +1,49 @@
+# stacks/eks/versions.tf and stacks/batch/versions.tf are symbolic links to this file.
+
+terraform {
+  required_version = ">= 1.10" # the first whose S3 backend locks without DynamoDB
+  required_providers {
+    # Tested with 5.100. Written for 6 by its upgrade guide, which nobody has tried.
+    aws = {
+      source  = "hashicorp/aws"
+      version = ">= 5.100, < 7"
+    }
+  }
+}
+
+provider "aws" {
+  region = var.region
+
+  default_tags {
+    tags = local.tags
+  }
+
+  # Everything below serves tests, in which a simulated AWS answers on this machine.
+  access_key                  = var.aws_endpoint == null ? null : "test"
+  secret_key                  = var.aws_endpoint == null ? null : "test"
+  max_retries                 = var.aws_endpoint == null ? null : 1 # the default would retry a missing call for 8 minutes
+  s3_use_path_style           = var.aws_endpoint != null
+  skip_credentials_validation = var.aws_endpoint != null
+  skip_metadata_api_check     = var.aws_endpoint != null
+  skip_region_validation      = var.aws_endpoint != null
+
+  dynamic "endpoints" {
+    for_each = var.aws_endpoint == null ? [] : [var.aws_endpoint]
+    content {
+      autoscaling = endpoints.value
+      batch       = endpoints.value
+      budgets     = endpoints.value
+      cloudwatch  = endpoints.value
+      ec2         = endpoints.value
+      ecr         = endpoints.value
+      eks         = endpoints.value
+      fsx         = endpoints.value
+      iam         = endpoints.value
+      kms         = endpoints.value
+      logs        = endpoints.value
+      s3          = endpoints.value
+      sns         = endpoints.value
+      sts         = endpoints.value
+    }
+  }
+}
