@@ -15,7 +15,7 @@ images = ./bootstrap python -m images
 	test-cuda check format lock clean \
 	cluster-local cluster-local-down load-images cluster-up cluster-down deploy-stage stage-status stage-logs stop-stage \
 	rollback-stage stage-run pipeline base-image images demo-images pin platforms release sbom benchmark-tokenizer benchmark-parallel \
-	benchmark-compiler benchmark-trainer infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons \
+	benchmark-trainer infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons \
 	addons-diff addons-argocd check-infra test-infra cluster-manifests infra-environment
 
 help: ## List the targets.
@@ -174,9 +174,6 @@ benchmark-tokenizer: setup ## Measure the tokenizer beside its alternatives; ARG
 
 benchmark-parallel: setup ## Measure split models, exact sums and checkpoints; ARGS= options, such as "--rounds 9".
 	@$(python) -m benchmarks.parallel $(ARGS)
-
-benchmark-compiler: setup ## Measure the fan-out of Neuron's graphs with a stand-in compiler; ARGS= options.
-	@$(python) -m benchmarks.compiler $(ARGS)
 
 benchmark-trainer: setup ## Measure the trainer beside its alternatives; ARGS= options, such as "--install-peers --rounds 5".
 	@$(python) -m benchmarks.trainer $(ARGS)
