@@ -1,4 +1,4 @@
-"""What the documents name is there: files, make targets and links."""
+"""Links, paths and make targets in the documents exist."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_paths_that_are_named_exist(name: str) -> None:
-    """Paths in backticks, from the repository's root, with a folder and no placeholder; commands make those that git
-    ignores."""
+    """Checks paths in backticks that start with a top-level folder; ignored files are made by commands."""
     named = re.findall(
         r"`((?:services|tests|k8s|images|infra|docs|benchmarks|recipes|deploy)/[\w./-]*)`",
         (REPOSITORY / name).read_text(encoding="utf-8"),

@@ -1,4 +1,4 @@
-"""What batch/ and deploy/ use is what `infra/stacks/batch` makes: HCL on one side, the deploy tool on the other."""
+"""The deploy tool uses what `infra/stacks/batch` makes: the stack's HCL against the code of deploy/."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_hcl(path: Path) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Without the quotes that the parser leaves on texts."""
+    """Remove the quotes that the parser leaves on strings."""
     if isinstance(value, dict):
         return {plain(key): plain(each) for key, each in value.items() if not str(key).startswith("__")}
     if isinstance(value, list):
@@ -56,7 +56,7 @@ def module() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rendered() -> str:
-    """The config.txt of two lines of tfvars, as `terraform test` holds the stack's output to it."""
+    """Return the config.txt that `terraform test` expects of the stack."""
     text = (STACK / "tests/stack.tftest.hcl").read_text(encoding="utf-8")
     expected = text[text.index("output.config == ") : text.index("error_message")]
     return "".join(f"{line}\n" for line in re.findall(r'^ +"([A-Z_]+=.*)",$', expected, re.MULTILINE))
@@ -135,7 +135,7 @@ def test_folders_belong_to_the_user_of_the_images(module: dict[str, Any]) -> Non
 
 
 def test_a_stage_has_the_same_part_of_the_bucket_on_both_targets(stack: dict[str, Any]) -> None:
-    """Their roles say it in the same words, but for where the stage's name comes from."""
+    """The roles of both targets differ only in the expression of the stage's name."""
     parts = [
         re.findall(r'\$\{(?:account|each\.key)\}(/\*)"', (REPOSITORY / path).read_text(encoding="utf-8"))
         for path in ("infra/modules/eks/identities.tf", "infra/modules/batch/identities.tf")

@@ -1,4 +1,4 @@
-"""What k8s/ uses is what infra/ makes. Breaking any one of it in a copy is found, with both sides said."""
+"""The manifests of k8s/ use what infra/ makes. A change of one side in a copy is reported with both values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PEOPLE_BINDING = (
     "  name: millrace-people\nsubjects:\n  - apiGroup: rbac.authorization.k8s.io\n    kind: Group\n    name: "
 )
 
-# File, text in it, what it becomes; both sides as the message says them.
+# File, text, replacement; then the values of both sides in the message.
 MUTATIONS = {
     "namespace, infra": (
         MAIN,
@@ -312,7 +312,7 @@ def copy_repository(target: Path) -> Path:
 
 
 def render_with_outputs(root: Path, outputs: Thing) -> list[Thing]:
-    """The overlay as it is after `make infra-up`."""
+    """Render the overlay with the settings that `make infra-up` writes."""
     settings = root / OVERLAY / "settings.env"
     before = settings.read_text(encoding="utf-8")
     write_settings(outputs, settings)

@@ -1,5 +1,5 @@
-"""A one-off is the same on both targets, and a stage's subcommands are the same in its program, in the label of its
-image and in the table of the deploy tool.
+"""A one-off container is the same on both targets; a stage's subcommands are the same in its program, in its image's
+label and in the table of the deploy tool.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.k8s.builders import DIGEST
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
 
 LEFT_OUT = {"tokenizer": {"pin"}, "compiler": set(), "trainer": {"train"}}
-"""What writes into files of a person's own machine, and the stage itself."""
+"""Subcommands without a one-off: those that write files on a person's machine, and the stage itself."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_a_one_off_gets_the_same_on_both_targets(eks: Thing, stage: Stage) -> No
     definition = render_one_off_definition(config_of(), BatchOneOff(**told, **asked))  # type: ignore[arg-type]
     container = read_container(definition)
 
-    # Batch appends to the image's entry point, and has no claim that a pod waits for: its host's mount is looked at.
+    # Batch appends to the image's entry point. Its jobs check the host's mount, where a pod waits for its claim.
     entry_point = ["python", "-m", f"services.{stage}"]
     on_batch = [word for word in [*entry_point, *container["command"]] if word != "--require-mount"]
     assert on_batch == [*pod["command"], *pod["args"]]

@@ -1,4 +1,4 @@
-"""The roads that the pages print, from an empty account to an exported model: what each command needs is there."""
+"""The commands that the pages list, from an empty account to an exported model, are complete and fit together."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def deployments(target: Target) -> list[Typed]:
 
 
 def read_request(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> DeployRequest:
-    """The request that the deploy tool makes of what was typed, for an image that has been pushed."""
+    """Return the deploy tool's request for a typed command, for an image that has been pushed."""
     with monkeypatch.context() as patch:
         for name, value in typed.variables.items():
             patch.setenv(name, value)
@@ -76,11 +76,11 @@ def test_the_page_prints_the_road(target: Target) -> None:
 
 @pytest.mark.parametrize("target", ROADS)
 def test_every_target_of_make_is_there_and_says_which_variables_it_takes(target: Target) -> None:
-    """The three stages run in their order, the model is exported, and what was made is taken down."""
+    """The three stages run in order, the model is exported, and the target is taken down."""
     typed = [each for each in read_road(target) if each.target]
     for each in typed:
-        [told] = re.findall(rf"^{each.target}:.*## (.*)$", MAKEFILE, re.MULTILINE)
-        assert [name for name in each.variables if f"{name}=" not in told] == [], each.line
+        [help_line] = re.findall(rf"^{each.target}:.*## (.*)$", MAKEFILE, re.MULTILINE)
+        assert [name for name in each.variables if f"{name}=" not in help_line] == [], each.line
         done = subprocess.run(
             ["make", "-n", *shlex.split(each.line)[1:]], cwd=REPOSITORY, capture_output=True, text=True, check=False
         )
@@ -90,7 +90,7 @@ def test_every_target_of_make_is_there_and_says_which_variables_it_takes(target:
 
 
 def read_export(target: Target) -> OneOffRequest:
-    """The request of the road's last step before it is taken down, for an image that has been pushed."""
+    """Return the request of the export, the last step before infra-down, for an image that has been pushed."""
     [typed] = [each for each in read_road(target) if each.target == "stage-run"]
     require_taken(typed.target, typed.variables)
     return read_one_off(typed.variables)
@@ -99,7 +99,7 @@ def read_export(target: Target) -> OneOffRequest:
 def test_the_eks_road_ends_in_a_model_on_the_shared_file_system(
     eks: Thing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a pod of a CPU node, whose node comes for it, with the overlay's recipe."""
+    """The pod runs on a CPU node, which is started for it, with the overlay's recipe."""
     monkeypatch.setattr("k8s.client.one_off.find_image_labels", lambda group, image: {})
     request = replace(read_export("eks"), tag=f"millrace/trainer@sha256:{DIGEST}", is_followed=False)
     api = MemoryApi(eks)
@@ -116,7 +116,7 @@ def test_the_eks_road_ends_in_a_model_on_the_shared_file_system(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_of_the_eks_road_fits_its_overlay(eks: Thing, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
-    """Without a RECIPE or a NODES: the overlay's recipe, its nodes, and for the compiler a device to trace on."""
+    """Without RECIPE and NODES the overlay supplies the recipe, the nodes, and the compiler's device."""
     [typed] = [each for each in deployments("eks") if each.variables["STAGE"] == stage]
     group = worker_group_of(copy.deepcopy(eks), stage)
     api: Any = None  # an image that has a digest is looked up nowhere
@@ -139,7 +139,7 @@ def test_the_cost_is_held_against_the_recipe_that_both_targets_deploy() -> None:
 def test_the_stages_of_the_batch_road_are_submitted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each as it is typed, to its queue, in a simulated account."""
+    """Every stage is submitted as typed, to its queue, in a simulated account."""
     with simulated_account() as cloud:
         for typed in deployments("batch"):
             request = replace(read_request(typed, monkeypatch), tag=TAG, is_followed=False)

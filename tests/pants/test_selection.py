@@ -17,7 +17,7 @@ OK, NO_TESTS_RAN = 0, 5
     ("arguments", "exit_code"),
     [
         ("services/tokenizer/tests/test_memory.py", OK),
-        # Whoever chooses tests, and gets none, is told.
+        # A selection without a test is an error.
         ("services/tokenizer/tests/test_memory.py -k nothing", NO_TESTS_RAN),
         ("services/tokenizer/tests/test_memory.py -m cluster", NO_TESTS_RAN),
         ("services/tokenizer/tests/builders.py", NO_TESTS_RAN),
@@ -31,11 +31,11 @@ def test_a_file_of_slow_tests_alone_passes_where_they_are_left_out(arguments: st
 
 
 def test_a_file_that_lacks_a_library_passes(tmp_path: Path) -> None:
-    """As the tests on Ray Train do in a service's environment without torch."""
+    """The tests on Ray Train skip so in a service's environment without torch."""
     test = tmp_path / "test_it.py"
     test.write_text("import pytest\npytest.importorskip('no_such_library')\n", encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "--quiet", f"--rootdir={REPOSITORY}", "-c", "pyproject.toml"]
-    # The root's conftest belongs to what is below it alone, so it is named.
+    # The root's conftest.py applies only below its folder, so it is named.
     done = subprocess.run(
         [*command, "-p", "conftest", str(test)], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
