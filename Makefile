@@ -184,10 +184,11 @@ release: setup ## Release a stage: STAGE=trainer BUMP=major|minor|patch.
 sbom: ## Write a CycloneDX bill of materials per image into dist/sbom.
 	@$(images) sbom
 
-check: setup ## Lint, check the format and the types.
+check: setup ## Lint, check the format, the types and the layers of imports.
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
+	.venv/bin/lint-imports --no-cache --no-logo
 	$(python) -m images check
 
 format: setup ## Fix what ruff can fix.
