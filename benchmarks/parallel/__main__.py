@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import describe_machine
 from benchmarks.parallel import work
 from services.common.artifacts.lease import hold_lease
 from services.common.launch import inline
@@ -68,7 +67,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(ROWS), help="rows to run (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="file for the raw seconds, as JSON")
     arguments = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores")
+    print(describe_machine())
     raw: dict[str, Any] = {}
     for name in arguments.only.split(","):
         with tempfile.TemporaryDirectory() as folder:

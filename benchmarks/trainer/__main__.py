@@ -32,9 +32,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from benchmarks.tokenizer.__main__ import describe_machine
+from benchmarks.machine import describe_machine
+from benchmarks.rounds import measure_rounds
 from benchmarks.trainer.measurement import PEERS, ROWS, STEPS, Measurement, measure
 from benchmarks.trainer.profile import print_profile
 from benchmarks.trainer.start_rows import make_table
@@ -89,19 +91,11 @@ def measure_speed(arguments: argparse.Namespace) -> bool:
             os.environ["OMP_NUM_THREADS"] = str(bench.threads)
             print_profile(arguments.profile, bench)
             return True
-        measured = measure_rounds(bench, _rows_that_run(arguments.rows or ROWS), arguments.rounds)
+        rows = _rows_that_run(arguments.rows or ROWS)
+        measured = measure_rounds(rows, arguments.rounds, partial(_run_in_process, bench))
         print(table(measured, bench))
         print(f"raw samples: {save(measured, bench)}", flush=True)
         return do_losses_agree(measured)
-
-
-def measure_rounds(bench: Workbench, rows: Sequence[str], rounds: int) -> dict[str, list[Measurement]]:
-    measured: dict[str, list[Measurement]] = {row: [] for row in rows}
-    for number in range(rounds):
-        for row in rows:
-            print(f"round {number + 1} of {rounds}: {row}", file=sys.stderr, flush=True)
-            measured[row].append(_run_in_process(bench, row))
-    return measured
 
 
 def table(measured: dict[str, list[Measurement]], bench: Workbench) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from benchmarks.machine import describe_machine
 from services.common.launch.launcher import LAUNCHERS
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--launch", choices=tuple(LAUNCHERS), nargs="+", default=tuple(LAUNCHERS))
     arguments = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {arguments.recipe}, warm caches")
+    print(f"{describe_machine()}, {arguments.recipe}, warm caches")
     print(make_table(arguments.recipe, arguments.root.absolute(), arguments.rounds, arguments.launch))
     return 0
 

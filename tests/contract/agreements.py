@@ -63,25 +63,25 @@ def _shown(side: Any) -> str:
 
 def read_locals(root: Path) -> Thing:
     """Read the stack's locals as literals."""
-    blocks = _plain(_read_hcl(root / STACK / "main.tf")["locals"])
+    blocks = plain(read_hcl(root / STACK / "main.tf")["locals"])
     return {name: value for block in blocks for name, value in block.items()}
 
 
 def read_defaults(root: Path) -> dict[str, Thing]:
     """Read the defaults of the stack's variables by variable and attribute, which is "" for all but objects."""
     found: dict[str, Thing] = {}
-    for block in _read_hcl(root / STACK / "variables.tf")["variable"]:
+    for block in read_hcl(root / STACK / "variables.tf")["variable"]:
         for name, variable in block.items():
             attributes = re.findall(r"(\w+)\s*=\s*optional\(\w+,\s*(\"[^\"]*\"|[0-9]+)\)", str(variable.get("type")))
-            found[_plain(name)] = {key: json.loads(text) for key, text in attributes} or {
-                "": _plain(variable.get("default"))
+            found[plain(name)] = {key: json.loads(text) for key, text in attributes} or {
+                "": plain(variable.get("default"))
             }
     return found
 
 
 def read_outputs(root: Path) -> dict[str, str]:
     """Read the expressions of the stack's outputs."""
-    blocks = _plain(_read_hcl(root / STACK / "outputs.tf")["output"])
+    blocks = plain(read_hcl(root / STACK / "outputs.tf")["output"])
     return {name: str(output["value"]) for block in blocks for name, output in block.items()}
 
 
@@ -94,7 +94,7 @@ def read_registry(root: Path) -> str:
 
 def read_modules(root: Path) -> dict[str, Thing]:
     """Read the arguments of the stack's modules, as expressions."""
-    blocks = _plain(_read_hcl(root / STACK / "main.tf")["module"])
+    blocks = plain(read_hcl(root / STACK / "main.tf")["module"])
     return {name: arguments for block in blocks for name, arguments in block.items()}
 
 
@@ -425,7 +425,8 @@ def _one(objects: list[Thing], kind: str) -> Thing:
     return found
 
 
-def _read_hcl(path: Path) -> Thing:
+def read_hcl(path: Path) -> Thing:
+    """Read a file of HCL, with the quotes that the parser leaves on strings; `plain` removes them."""
     return _parse_hcl(path.read_text(encoding="utf-8"))
 
 
@@ -436,12 +437,12 @@ def _parse_hcl(text: str) -> Thing:
     return parsed
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Remove the quotes that the parser leaves on strings, and its own entries."""
     if isinstance(value, dict):
-        return {_plain(key): _plain(each) for key, each in value.items() if not str(key).startswith("__")}
+        return {plain(key): plain(each) for key, each in value.items() if not str(key).startswith("__")}
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] == '"':
         return json.loads(value)
     return None if value == "null" else value

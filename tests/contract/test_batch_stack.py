@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import hcl2
 import pytest
 
 from deploy.batch.config import CONFIG, KEYS, PLACES, read_config
@@ -21,27 +20,15 @@ from services.common.errors import RecipeError
 from services.common.launch.batch.node import ROOT_MARKER
 from services.common.process.termination_notice import CHECKPOINTS_PER_NOTICE
 from services.common.recipe.schema import STAGES
+from tests.contract.agreements import plain, read_hcl
 from tests.deploy.batch.builders import job_deployment_of
 
 STACK = REPOSITORY / "infra/stacks/batch"
 MODULE = REPOSITORY / "infra/modules/batch"
 
 
-def read_hcl(path: Path) -> dict[str, Any]:
-    return dict(plain(hcl2.loads(path.read_text(encoding="utf-8"))))
-
-
-def plain(value: Any) -> Any:
-    """Remove the quotes that the parser leaves on strings."""
-    if isinstance(value, dict):
-        return {plain(key): plain(each) for key, each in value.items() if not str(key).startswith("__")}
-    if isinstance(value, list):
-        return [plain(each) for each in value]
-    return value.strip('"') if isinstance(value, str) else value
-
-
 def locals_of(path: Path) -> dict[str, Any]:
-    return {name: value for block in read_hcl(path)["locals"] for name, value in block.items()}
+    return {name: value for block in plain(read_hcl(path)["locals"]) for name, value in block.items()}
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,7 @@ from images.platforms import REPOSITORY
 from infra.account import managed_node_groups
 from infra.apply.overlay_settings import write_settings
 from infra.workloads import cluster_workloads
-from k8s.client.overlay import find_kubectl, render
-from services.common.errors import DeviceError
+from k8s.client.overlay import render
 from tests.contract.agreements import example_outputs, list_agreements, read_settings
 
 Thing = dict[str, Any]
@@ -323,11 +322,7 @@ def render_with_outputs(root: Path, outputs: Thing) -> list[Thing]:
 
 
 @pytest.fixture(scope="module")
-def rendered(tmp_path_factory: pytest.TempPathFactory) -> list[Thing]:
-    try:
-        find_kubectl()
-    except DeviceError as error:
-        pytest.skip(str(error))
+def rendered(tmp_path_factory: pytest.TempPathFactory, kubectl: Path) -> list[Thing]:
     root = copy_repository(tmp_path_factory.mktemp("contract"))
     return render_with_outputs(root, example_outputs(root))
 

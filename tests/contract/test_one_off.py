@@ -9,11 +9,9 @@ from kubernetes.utils.quantity import parse_quantity
 
 from deploy.batch.job_definition import OneOff as BatchOneOff
 from deploy.batch.job_definition import read_container, render_one_off_definition
-from k8s.client.overlay import find_kubectl, render
 from k8s.client.stage_image import repository_of
 from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job
 from k8s.objects.worker_group import worker_group_of
-from services.common.errors import DeviceError
 from services.common.process.subcommands import ARTIFACTS, LABEL, names_of
 from services.common.recipe.schema import STAGES, Stage
 from services.compiler.command import main as compile_graphs
@@ -22,19 +20,10 @@ from services.trainer.command import COMMANDS
 from tests.deploy.batch.builders import config_of
 from tests.images.dockerfiles import read_dockerfile, settings_of_image
 from tests.k8s.builders import DIGEST
-from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
+from tests.k8s.rendered import Thing
 
 LEFT_OUT = {"tokenizer": {"pin"}, "compiler": set(), "trainer": {"train"}}
 """Subcommands without a one-off: those that write files on a person's machine, and the stage itself."""
-
-
-@pytest.fixture(scope="module")
-def eks() -> Thing:
-    try:
-        find_kubectl()
-    except DeviceError as error:
-        pytest.skip(str(error))
-    return cluster_of(render(OVERLAYS["eks"]))
 
 
 def test_the_table_has_the_subcommands_of_each_program(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,16 +26,14 @@ from infra.tests.road import Typed, read_lines, read_road
 from infra.tests.service_models import share_service_models
 from k8s.client.compile_tasks import check_trace
 from k8s.client.one_off import run_one_off
-from k8s.client.overlay import find_kubectl, render
 from k8s.client.request import resolve
 from k8s.objects.worker_group import worker_group_of
-from services.common.errors import DeviceError
 from services.common.recipe.schema import STAGES
 from tests.contract.agreements import read_settings
 from tests.deploy.batch.cloud import TAG, simulated_account
 from tests.k8s.builders import DIGEST
 from tests.k8s.memory_api import MemoryApi
-from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
+from tests.k8s.rendered import OVERLAYS, Thing
 
 MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
 
@@ -45,15 +43,6 @@ def service_models() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         share_service_models(patch)
         yield
-
-
-@pytest.fixture(scope="module")
-def eks() -> Thing:
-    try:
-        find_kubectl()
-    except DeviceError as error:
-        pytest.skip(str(error))
-    return cluster_of(render(OVERLAYS["eks"]))
 
 
 def deployments(target: Target) -> list[Typed]:

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +21,10 @@ from deploy.batch.job_definition import Request, pool_of, read_container, render
 from deploy.exit_codes import is_tried_again
 from deploy.stage_contract import ROOT, SCRATCH
 from images.platforms import REPOSITORY
-from k8s.client.overlay import find_kubectl
 from k8s.client.settings import fill_in
 from k8s.client.stage_image import repository_of
 from k8s.objects.rayjob import render_rayjob
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
-from services.common.errors import DeviceError
 from services.common.launch.batch.node import RECIPE_VARIABLE
 from services.common.recipe.schema import STAGES, Stage
 from tests.deploy.batch.builders import config_of, job_deployment_of
@@ -38,12 +37,8 @@ REGISTRY = "111122223333.dkr.ecr.us-west-2.amazonaws.com"
 
 
 @pytest.fixture(scope="module")
-def manifests() -> list[Thing]:
+def manifests(kubectl: Path) -> list[Thing]:
     """Render the overlay of a cluster in AWS, without its settings."""
-    try:
-        kubectl = find_kubectl()
-    except DeviceError as error:
-        pytest.skip(str(error))
     command = [str(kubectl), "kustomize", str(REPOSITORY / "k8s/overlays/eks")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [each for each in yaml.safe_load_all(done.stdout) if each]
