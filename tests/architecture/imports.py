@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -32,13 +33,18 @@ def imports_of(path: Path, *, with_optional: bool = True) -> set[str]:
 
     An optional import is one inside of `try ... except ImportError`.
     """
-    found = set()
-    for node in _nodes_that_run(ast.parse(path.read_text(encoding="utf-8")), with_optional):
+    return set(_imports_in(path.read_text(encoding="utf-8"), with_optional))
+
+
+@cache
+def _imports_in(source: str, with_optional: bool) -> frozenset[str]:
+    found = set[str]()
+    for node in _nodes_that_run(ast.parse(source), with_optional):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def closure_of(modules: dict[str, Path], start: set[str], *, with_optional: bool = True) -> set[str]:
