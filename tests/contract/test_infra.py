@@ -322,8 +322,13 @@ def render_with_outputs(root: Path, outputs: Thing) -> list[Thing]:
 
 
 @pytest.fixture(scope="module")
-def rendered(tmp_path_factory: pytest.TempPathFactory, kubectl: Path) -> list[Thing]:
-    root = copy_repository(tmp_path_factory.mktemp("contract"))
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the repository's facts; a test that changes a file changes it back."""
+    return copy_repository(tmp_path_factory.mktemp("contract"))
+
+
+@pytest.fixture(scope="module")
+def rendered(root: Path, kubectl: Path) -> list[Thing]:
     return render_with_outputs(root, example_outputs(root))
 
 
@@ -356,14 +361,16 @@ def test_a_name_in_the_commands_of_infra_that_is_changed_alone_is_found(
 
 
 @pytest.mark.parametrize("broken", MUTATIONS)
-def test_a_side_that_is_changed_alone_is_found(broken: str, rendered: list[Thing], tmp_path: Path) -> None:
+def test_a_side_that_is_changed_alone_is_found(broken: str, rendered: list[Thing], root: Path) -> None:
     name, before, after, infra_says, k8s_says = MUTATIONS[broken]
-    root = copy_repository(tmp_path)
     text = (root / name).read_text(encoding="utf-8")
-    assert before in text, f"{name} has no {before!r} any more: say here what breaks it now"
+    assert before in text, f"{name} has no {before!r} any more: change this mutation"
     (root / name).write_text(text.replace(before, after, 1), encoding="utf-8")
-    objects = render_with_outputs(root, example_outputs(REPOSITORY)) if name.startswith("k8s/") else rendered
-    found = disagreements(root, objects)
+    try:
+        objects = render_with_outputs(root, example_outputs(REPOSITORY)) if name.startswith("k8s/") else rendered
+        found = disagreements(root, objects)
+    finally:
+        (root / name).write_text(text, encoding="utf-8")
     print("\n".join(found))
     assert any(
         infra_says in each.partition(", k8s has ")[0] and k8s_says in each.partition(", k8s has ")[2] for each in found
