@@ -153,6 +153,17 @@ check-infra: infra-environment ## Terraform's checks and tests, checkov, shellch
 test-infra: setup ## Apply and destroy the stack against a simulated AWS: minutes. TF_PLUGIN_MIRROR=FOLDER.
 	$(python) -m pytest -m slow infra
 
+.PHONY: docs docs-environment picture
+docs: setup docs-environment ## Build the documents, with a reference made from the code, as a site in dist/site.
+	@.venv-docs/bin/mkdocs build # with --quiet it would pass over broken links
+
+docs-environment: # mkdocs alone: the pages that need the services' packages are made in .venv.
+	@./bootstrap uv venv --quiet --allow-existing --python "$$(./bootstrap python -c 'import sys; print(sys.executable)')" .venv-docs
+	@./bootstrap uv pip sync --quiet --compile-bytecode --python .venv-docs/bin/python --require-hashes lockfiles/docs.txt
+
+picture: setup ## Take the README's picture, docs/report.png, of the newest report under ROOT; needs Chromium.
+	@$(python) -m docs.site.picture "$(ROOT)/run" docs/report.png
+
 base-image: ## Make a slim Python base image with debootstrap, without a registry. AGAIN=1: replace it.
 	@$(images) base
 
@@ -199,5 +210,5 @@ lock: ## Resolve the requirements into lockfiles/, keeping pins that fit. UPGRAD
 	$(images) lock
 
 clean: ## Remove .venv, .uv and caches; never ROOT, never images.
-	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
-	find $(wildcard services tests images deploy k8s benchmarks infra) -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .venv .venv-torch29 .venv-nxd-parity .venv-infra .venv-infra-checks .venv-docs .uv .uv.partial .mypy_cache .pytest_cache .ruff_cache .pants-bootstrap .pants.d dist
+	find $(wildcard services tests images deploy k8s benchmarks infra docs) -name __pycache__ -type d -prune -exec rm -rf {} +

