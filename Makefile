@@ -19,7 +19,7 @@ images = ./bootstrap python -m images
 	infra-cost infra-preflight infra-plan infra-up infra-down infra-leftovers addons addons-diff \
 	base-image images demo-images platforms pin lock release sbom check format test test-slow torch29 \
 	test-torch29 test-nxd-parity test-images test-cluster test-cluster-smoke test-cuda test-batch check-infra \
-	test-infra benchmark-tokenizer benchmark-parallel benchmark-compiler benchmark-trainer docs \
+	test-infra benchmark-tokenizer benchmark-parallel benchmark-trainer docs \
 	docs-environment picture
 
 ##@ On this machine
@@ -213,10 +213,11 @@ sbom: ## Write a CycloneDX bill of materials for each image into dist/sbom.
 
 ##@ Checks, tests and benchmarks
 
-check: setup ## Run the linter, the format check and the type checker.
+check: setup ## Check lint rules, format, types and the layers of imports.
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
+	.venv/bin/lint-imports --no-cache --no-logo
 	$(python) -m images check
 
 format: setup ## Fix the format and the lint errors that ruff can fix.
@@ -288,10 +289,6 @@ benchmark-tokenizer: setup ## Measure the tokenizer and its alternatives.
 benchmark-parallel: setup ## Measure split models, exact sums and checkpoints.
 #? ARGS="--rounds 9 ..."  Options of the benchmark.
 	@$(python) -m benchmarks.parallel $(ARGS)
-
-benchmark-compiler: setup ## Measure the compiler's fan-out with a stand-in for neuronx-cc.
-#? ARGS="--OPTION ..."  Options of the benchmark.
-	@$(python) -m benchmarks.compiler $(ARGS)
 
 benchmark-trainer: setup ## Measure the trainer and its alternatives.
 #? ARGS="--rounds 5 ..."  Options of the benchmark.

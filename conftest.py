@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Settings of all tests."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import signal
 
 import pytest
 
-# Where there are more threads than cores, those of OpenMP spin while they wait for one another: a sample of text took
-# 6 s of CPU instead of 0.2. Here, because other files of this name import torch before anything is called.
+# With more threads than cores, OpenMP's threads spin while they wait for one another: a sample of text took 6 s of CPU
+# instead of 0.2. Set here, because other conftest.py files import torch before any function is called.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Each simulated account would else make 1,300 machine images for every region that it is asked about, 0.3 s each.
+# Otherwise every simulated account makes 1,300 machine images for every region that is used, 0.3 s per region.
 os.environ.setdefault("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")
 
 
 LONGEST = (
     "tests/integration/test_pipeline.py",
     "services/trainer/tests/test_command.py",
-    "services/compiler/tests",
-    "services/trainer/tests/test_group.py",
-    "services/trainer/tests/test_parallel.py",
     "services/common/program/tests/test_parallel.py",
+    "services/tokenizer/tests/test_crash.py",
+    "services/compiler/tests",
+    "services/common/tests/test_frozen.py",
+    "services/trainer/tests/test_parallel.py",
 )
-"""Of files that two processes share out: the last one to begin should not be one of these."""
+"""Longest test files. Two processes share the files, and should not end with one of these."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, in the order in which they are named."""
+    """Start with the longest files, in the order of LONGEST."""
 
     def rank(item: pytest.Item) -> int:
         return next((rank for rank, name in enumerate(LONGEST) if item.nodeid.startswith(name)), len(LONGEST))
@@ -35,17 +36,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """A shell that starts tests in the background lets them ignore Ctrl-C, and `nohup` the end of a terminal; programs
-    that they start inherit it.
+    """Restore the default actions of SIGINT and SIGHUP, which shells ignore in the background and under `nohup`, and
+    which the programs of the tests would inherit.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A file with nothing to do by default, because its tests are slow or lack a library, is no failure.
+    """Let a file pass whose tests are all left out by default, because they are slow or lack a library.
 
-    Pants runs one file at a time, and takes pytest's exit code for "no tests ran" as one.
+    Pants runs one file at a time, and treats pytest's exit code for "no tests ran" as a failure.
     """
     options = session.config.option
     is_default = options.markexpr in session.config.getini("addopts") and not options.keyword

@@ -1,4 +1,4 @@
-"""Text that every checkout has: the sources and the documentation of the installed packages, a file a document."""
+"""Reads text that every checkout has: sources and documentation of the installed packages, one document per file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENDINGS = (".md", ".py", ".pyi", ".pyx", ".rst", ".txt")
 class Text:
     documents: list[bytes]
     description: str
-    """Where it is from, how much it is, and the hash of all of it."""
+    """Sentence with the source, size and hash of the text."""
 
     @property
     def bytes(self) -> int:
@@ -24,10 +24,10 @@ class Text:
 
 
 def read_text(folder: Path | None, max_bytes: int, *, half: int | None = None) -> Text:
-    """The first `max_bytes` of valid UTF-8 below a folder, or of the installed packages.
+    """Read the first `max_bytes` of valid UTF-8 from a folder, or from the installed packages.
 
-    In an order that mixes packages, and the same on every machine with the same files: by the hash of the names. `half`
-    0 or 1 takes the files of which the hash is even or odd, so that a vocabulary can be trained on the others.
+    Files are in the order of the hashes of their names, which mixes packages and is the same on every machine with the
+    same files. `half` 0 or 1 selects even or odd hashes, so that vocabularies come from files that are not measured.
     """
     root = folder or Path(sysconfig.get_path("purelib"))
     paths = [path for path in root.rglob("*") if path.suffix in ENDINGS or folder is not None]
@@ -48,7 +48,7 @@ def read_text(folder: Path | None, max_bytes: int, *, half: int | None = None) -
 
 
 def _read_utf8(path: Path) -> Iterator[bytes]:
-    """The file, unless it is empty, no file or no text."""
+    """Yield the content of a file, unless it is empty, not a regular file or not UTF-8."""
     try:
         content = path.read_bytes()
         content.decode()

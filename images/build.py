@@ -30,7 +30,7 @@ from services.common.input.credentials import mask
 
 LOGS = REPOSITORY / "dist/logs"
 CA_BUNDLE = REPOSITORY / "images/inputs/ca-bundle.crt"
-# Variables in which a user names a CA bundle for this or for other programs; the build uses the first that is set.
+# Variables that name a user's CA bundle, for this or other programs; the build uses the first that is set.
 CA_VARIABLES = ("CA_BUNDLE", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 # Build arguments that docker takes from the environment: they may contain a token, which a command line would show.
 PASSED_ON = (
@@ -219,13 +219,13 @@ def _push(name: str, image: Image) -> None:
     try:
         docker("push", "--quiet", name, advice="Does the repository exist, and did you run `docker login`?")
     except DeviceError:
-        # Another push of this image was faster, or the answer to ours was lost: with immutable tags both are refused.
+        # Another push of this image was faster, or the response to ours was lost: immutable tags refuse both.
         if not _is_held(name, image):
             raise
 
 
 def _is_held(name: str, image: Image) -> bool:
-    """Does the registry have this image under the name? Raises `DeviceError` when it has another image there."""
+    """Return whether the registry has this image under the name. Raises `DeviceError` when it has another image."""
     held = find_image(name)
     if held is None:
         return False

@@ -23,7 +23,7 @@ from images.platforms import (
 
 
 def differences(repository: Path = REPOSITORY) -> list[str]:
-    """One line for each file that differs from its variant's pin, or from another file of the variant."""
+    """Return a line for every file that differs from its variant's pin, or from another file of the variant."""
     platforms = read_platforms(repository / "images/platforms.toml")
     problems = [
         problem for service in SERVICES for problem in _dockerfile_differences(repository, service, platforms["cpu"])

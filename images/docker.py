@@ -27,7 +27,7 @@ def require_engine() -> None:
 
 
 def has_image(name: str) -> bool:
-    """Is there an image of this name on this machine? False also where Docker is not installed."""
+    """Return whether this machine has an image of this name; False also where Docker is not installed."""
     return shutil.which("docker") is not None and _run("image", "inspect", name).returncode == 0
 
 

@@ -47,7 +47,7 @@ class NeuronNode:
     """EKS's name of the AMI family."""
 
     def takes_driver(self, version: str) -> bool:
-        """Do the variant's images run on a node whose aws-neuronx-dkms is of this version?"""
+        """Return whether the variant's images run on a node with this version of aws-neuronx-dkms."""
         return version_numbers(self.driver) <= version_numbers(version) < version_numbers(self.driver_before)
 
 
@@ -105,7 +105,7 @@ def read_platforms(path: Path = PLATFORMS) -> dict[str, Platform]:
 
 
 def explain_no_image(instance_type: str, path: Path = PLATFORMS) -> str:
-    """Why a type with NeuronCores has no image that computes on it; empty where a variant's images do."""
+    """Return the reason why no image computes on an instance type with NeuronCores; empty where one does."""
     nodes = {variant: each.node for variant, each in read_platforms(path).items()}
     families = {variant: node.instance_families for variant, node in nodes.items() if isinstance(node, NeuronNode)}
     if any(instance_type.partition(".")[0] in each for each in families.values()):
@@ -138,5 +138,5 @@ def _node(variant: str, table: dict[str, Any]) -> CudaNode | NeuronNode:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """Numbers by which versions such as 2.27.4.0 are in order."""
+    """Return the numbers of a version such as 2.27.4.0, for comparisons."""
     return tuple(int(part) for part in version.split("."))

@@ -78,8 +78,7 @@ def read_labels(image: str) -> dict[str, str]:
 
 
 def find_labels(image: str) -> dict[str, str]:
-    """The labels of `image`; none where the registry does not tell them to this machine: a node may reach one that this
-    machine does not."""
+    """Return the labels of `image`; none if this machine cannot read them: a registry may serve only the nodes."""
     try:
         return read_labels(image)
     except DeviceError:

@@ -68,7 +68,7 @@ def require_full_history(repository: Path) -> None:
 
 
 def is_released(build: Build, repository: Path = REPOSITORY) -> bool:
-    """Are the image's sources identical to those of the git tag that released this version?"""
+    """Return whether the image's sources equal those of the git tag that released this version."""
     tag = f"{build.service}-v{build.version}"
     if build.change or build.commit == "unknown" or not git(repository, "tag", "--list", tag):
         return False

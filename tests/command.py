@@ -1,4 +1,4 @@
-"""Commands of ours, called in the test's process: for those that are not killed and get no signal."""
+"""Calls commands in the test's process, for tests that neither kill them nor send signals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.common.process.entry_point import exit_code_of
 
 
 def call(capfd: pytest.CaptureFixture[str], module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m MODULE ARGUMENTS`, for a module that has a `main`."""
+    """Call `main` of a module, as `python -m MODULE ARGUMENTS` does."""
     main = importlib.import_module(module).main
     exit_code = exit_code_of(lambda: main(list(arguments)))
     printed = capfd.readouterr()

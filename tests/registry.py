@@ -1,4 +1,4 @@
-"""A registry on this machine's loopback: Debian's docker-registry, and a front that holds tags as Amazon's ECR does."""
+"""Runs a registry on loopback: Debian's docker-registry, and a proxy with immutable tags like Amazon's ECR."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding"}
 
 @contextmanager
 def running_registry(folder: Path) -> Iterator[str]:
-    """Its address. What is pushed is below `folder`; Docker's names for it are forgotten at the end.
+    """Run a registry with its storage in `folder`, and yield its address; Docker's tags for it are removed at the end.
 
-    Skips the test where the program is not installed.
+    Skips the test where docker-registry is not installed.
     """
     if shutil.which(PROGRAM) is None:
         pytest.skip(f"no {PROGRAM} on PATH: apt-get install {PROGRAM}")
@@ -63,7 +63,7 @@ def _answers(address: str) -> bool:
 
 
 class ImmutableTags(ThreadingHTTPServer):
-    """Passes everything on to a registry, but refuses to write a tag that is there, as ECR does."""
+    """Proxy of a registry that refuses to replace a tag, like ECR."""
 
     def __init__(self, registry: str) -> None:
         super().__init__(("127.0.0.1", 0), _Front)
@@ -72,7 +72,7 @@ class ImmutableTags(ThreadingHTTPServer):
         self.pushed: list[str] = []
         """Paths of the manifests that were written."""
         self.hidden_reads = 0
-        """How many questions for a tag are answered as if it were not there yet."""
+        """Number of requests for a tag that the proxy answers with 404, as before a push."""
 
 
 class _Front(BaseHTTPRequestHandler):

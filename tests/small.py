@@ -1,4 +1,4 @@
-"""Builders: a recipe that all stages finish in seconds, and the text that it reads."""
+"""Builders of a recipe that all stages finish in seconds, and of its text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.common.testing.recipes import recipe_text
 
 
 def write_small_recipe(path: Path, text: str) -> Path:
-    """A recipe over the folder of text files `text`, as the stages will see it."""
+    """Write a recipe over the folder of text files `text`, a path as the stages see it."""
     recipe = recipe_text(
         corpus__name="notes",
         corpus__sequence_length=32,

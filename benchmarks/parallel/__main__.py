@@ -1,12 +1,12 @@
-"""What splitting a model, exact sums and checkpoints cost, side by side in one run.
+"""Measures the costs of split models, exact sums and checkpoints in one run.
 
     python -m benchmarks.parallel [--rounds 5] [--only steps,sums,stall]
 
-steps   tokens/s of two processes that share a model (TP 2) and of two that each have one (DP 2), on the same batch
-sums    seconds of one sum of 100 MB over four processes, exact and fast
-stall   how long training stands still for a checkpoint of 300 MB of state, one worker
+steps   tokens/s of two processes with one split model (TP 2), and with a model per process (DP 2), on the same batch
+sums    seconds of a sum of 100 MB over four processes, exact and fast
+stall   seconds that one worker's training waits for a checkpoint of 300 MB of state
 
-Rows take turns in every round, so that what else the machine does meets all of them. A number is the median of the
+Rows take turns in every round, so that other load on the machine meets all of them. A number is the median of the
 rounds; the raw seconds go to --output.
 """
 
@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import describe_machine
 from benchmarks.parallel import work
 from services.common.artifacts.lease import hold_lease
 from services.common.launch import inline
@@ -46,7 +45,7 @@ MODEL = {
     "batch__loss_chunk_tokens": 512,
     "compile__enabled": False,
 }
-"""17 million parameters."""
+"""Recipe values of a model with 17 million parameters."""
 STALL = {
     **MODEL,
     "model__hidden_size": 768,
@@ -56,19 +55,19 @@ STALL = {
     "tokenizer__train__vocab_size": 512,
     "corpus__sequence_length": 16,
 }
-"""26 million, whose weights and moments are 300 MB."""
+"""Recipe values of a model with 26 million parameters, whose weights and moments have 300 MB."""
 STEPS_BETWEEN = 10
-"""Of these: as long as a checkpoint takes to be written."""
+"""Number of steps between two checkpoints: as many as fit into the writing of one."""
 SUM_ELEMENTS = 25_000_000
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default=",".join(ROWS), help="of steps, sums, stall")
-    parser.add_argument("--output", type=Path, help="a file for the raw seconds, as JSON")
+    parser.add_argument("--only", default=",".join(ROWS), help="rows to run (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="file for the raw seconds, as JSON")
     arguments = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores")
+    print(describe_machine())
     raw: dict[str, Any] = {}
     for name in arguments.only.split(","):
         with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +110,7 @@ def measure_stall(folder: Path, rounds: int) -> work.Seconds:
     records = read_metrics(job.run_folder).lines
     stalls = [record["checkpoint_stall_seconds"] for record in records if "checkpoint_stall_seconds" in record]
     megabytes, later = recipe.model.num_parameters * 12 / 1e6, statistics.median(stalls[1:] or stalls)
-    print(f"stall   {megabytes:,.0f} MB: {stalls[0]:.3f} s for the first checkpoint, {later:.3f} s for those after it")
+    print(f"stall   {megabytes:,.0f} MB: {stalls[0]:.3f} s for the first checkpoint, {later:.3f} s for later ones")
     return {"stall": stalls}
 
 

@@ -1,4 +1,4 @@
-"""What the workers of a measurement do; importable, so that other processes find it."""
+"""Programs of a measurement's workers, in a module that other processes import."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from services.common.program.step import Program
 from services.common.recipe.schema import Recipe
 
 Seconds = dict[str, list[float]]
-"""By row, of each round."""
+"""Seconds of every round, by row."""
 
 
 @dataclass(frozen=True)
 class Measurement:
     folder: Path
     recipes: dict[str, Recipe]
-    """By row."""
+    """Recipe of every row."""
     rounds: int
     num_elements: int = 0
 
 
 def measure_steps(measurement: Measurement, environment: WorkerEnvironment) -> None:
-    """The time of a train step under each recipe, one after another in each round, after a step that warms up."""
+    """Write the seconds of a train step under every recipe; the recipes take turns in every round."""
     group = ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous)
     steps = {name: _step_of(recipe, environment) for name, recipe in measurement.recipes.items()}
     _write(measurement, environment, _measure(group, steps, measurement.rounds))
@@ -40,11 +40,11 @@ def measure_steps(measurement: Measurement, environment: WorkerEnvironment) -> N
 
 
 def measure_sums(measurement: Measurement, environment: WorkerEnvironment) -> None:
-    """The time of one sum over all workers, by either reduction."""
+    """Write the seconds of a sum over all workers, by both reductions."""
     group = ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous)
     mesh = Mesh(environment.rank, data_parallel_size=environment.world_size)
     backends = {reduction: TorchNative(mesh, 1, reduction) for reduction in ("exact", "fast")}
-    gradient = torch.randn(measurement.num_elements)  # in memory that the backend decides on
+    gradient = torch.randn(measurement.num_elements)  # in memory that the backend replaces
 
     def sum_of(backend: TorchNative) -> Callable[[], object]:
         return lambda: backend.all_reduce(gradient, "data")
@@ -67,8 +67,8 @@ def _step_of(recipe: Recipe, environment: WorkerEnvironment) -> Callable[[], obj
 
 
 WARM_UP_ROUNDS = 8
-"""A worker keeps the memory that it frees, and has what it needs after some rounds: until then a sum takes three times
-as long.
+"""Number of rounds before the measurement: until a worker's allocator holds enough memory, a sum takes three times as
+long.
 """
 
 

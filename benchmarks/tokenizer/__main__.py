@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -21,9 +20,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
+from benchmarks.machine import describe_machine
 from benchmarks.package_text import Text, read_text
+from benchmarks.rounds import measure_rounds
 from benchmarks.tokenizer.benchmark_folder import BenchmarkFolder
 from benchmarks.tokenizer.encoder_rows import (
     fastokens_batch,
@@ -70,7 +72,9 @@ def main(argv: Sequence[str]) -> int:
             print(f"\nvocabulary {name}")
             bench = BenchmarkFolder(Path(folder) / name)
             bench.fill(text, model)
-            print(table(measure(bench, arguments.only or tuple(ROWS), arguments.rounds), text), flush=True)
+            rows = arguments.only or tuple(ROWS)
+            measured = measure_rounds(rows, arguments.rounds, partial(_run_in_process, bench))
+            print(table(measured, text), flush=True)
     return 0
 
 
@@ -82,16 +86,6 @@ def run_row(name: str, bench: BenchmarkFolder, result: Path) -> None:
         shutil.rmtree(bench.output, ignore_errors=True)
     measured.peak_memory_bytes = peak_memory_bytes()
     result.write_text(json.dumps(asdict(measured)), encoding="utf-8")
-
-
-def measure(bench: BenchmarkFolder, rows: Sequence[str], rounds: int) -> dict[str, list[RowMeasurement]]:
-    """Run every row once a round."""
-    measured: dict[str, list[RowMeasurement]] = {row: [] for row in rows}
-    for number in range(rounds):
-        for row in rows:
-            print(f"round {number + 1} of {rounds}: {row}", file=sys.stderr, flush=True)
-            measured[row].append(_run_in_process(bench, row))
-    return measured
 
 
 def table(measured: dict[str, list[RowMeasurement]], text: Text) -> str:
@@ -122,18 +116,6 @@ def table(measured: dict[str, list[RowMeasurement]], text: Text) -> str:
         notes = "; ".join(measured[row][-1].notes)
         lines.append(f"{row:<22}{rates[row]:>12,.0f}{_ratio(rates, row, 'read_anchor'):>10}  {notes}".rstrip())
     return "\n".join(lines)
-
-
-def describe_machine() -> str:
-    processor = platform.processor() or platform.machine()
-    for line in (
-        Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else ()
-    ):
-        if line.startswith("model name"):
-            processor = line.partition(":")[2].strip()
-            break
-    load = os.getloadavg()[0]
-    return f"{processor}, {os.cpu_count()} CPUs, load {load:.1f} at the start, Python {platform.python_version()}"
 
 
 def _ratio(rates: dict[str, float], row: str, base: str) -> str:

@@ -1,20 +1,20 @@
-"""The trainer beside its alternatives: the same model, weights, tokens and optimizer, in one run.
+"""Measures the trainer and its alternatives with the same model, weights, tokens and optimizer, in one run.
 
     python -m benchmarks.trainer --install-peers          all rows, 3 rounds of 10 steps each
     python -m benchmarks.trainer --rows ours_eager,hugging_face_eager --rounds 5
-    python -m benchmarks.trainer --profile ours_compiled  where a step's time goes
+    python -m benchmarks.trainer --profile ours_compiled  time of a step by kind of operation
 
-A Llama of 24.4 million parameters, bfloat16 autocast, one process, --threads threads. Every row runs in a process of
-its own, the rows of a round one after another, so that what else the machine does meets all of them. The first 3 steps
-of each are left out. Tokens/s are of the median step of all rounds and of the fastest one; FLOPs are counted the same
-for all (`flops_per_token`) and held against the fastest product of matrices in the same process, before and after. A
-row whose peak moved by more than 5 % meanwhile is marked: something else ran. The first three losses of all trainers
-have to agree to 1e-3. Raw samples go to .benchmarks/.
+The model is a Llama of 24.4 million parameters in bfloat16 autocast, in one process with --threads threads. Every row
+runs in a process of its own, and the rows of a round run in turn, so that other load on the machine meets all of them.
+The first 3 steps of a row are not measured. Tokens/s are those of the median step of all rounds, and of the fastest
+step. FLOPs are counted equally for all rows (`flops_per_token`), and compared with the fastest matrix product of the
+same process, before and after. A row whose peak changed by more than 5 % is marked: the machine had other load. The
+first three losses of all trainers must agree to 1e-3. Raw samples go to .benchmarks/.
 
-A second table, of `benchmarks.trainer.start_rows`, has the times of a start, of a restart and of checkpoints.
+The second table, of `benchmarks.trainer.start_rows`, has the times of a start, of a restart and of checkpoints.
 
-`--install-peers` puts litgpt and accelerate, which transformers' Trainer needs, into a virtual environment of their own
-below .benchmarks/. nanoGPT is in no package index and left out: its model has the matrices of this one.
+`--install-peers` installs litgpt, and accelerate for transformers' Trainer, in a virtual environment in .benchmarks/.
+nanoGPT is in no package index, so it has no row; its model has the same matrices.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from benchmarks.tokenizer.__main__ import describe_machine
+from benchmarks.machine import describe_machine
+from benchmarks.rounds import measure_rounds
 from benchmarks.trainer.measurement import PEERS, ROWS, STEPS, Measurement, measure
 from benchmarks.trainer.profile import print_profile
 from benchmarks.trainer.start_rows import make_table
@@ -58,7 +60,7 @@ PACKAGES = (
     "accelerate==1.15.0",
     "psutil==7.2.2",
 )
-"""What the tests' environment lacks of them; torch, transformers and the rest are its own."""
+"""Packages of the peers that the tests' environment lacks; torch, transformers and others come from there."""
 TABLES = ("speed", "start")
 MOVED = 0.05
 AGREED = 1e-3
@@ -81,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_speed(arguments: argparse.Namespace) -> bool:
-    """Print the table of tokens/s, or a row's profile; False where the rows did not train alike."""
+    """Print the table of tokens/s, or a row's profile; returns whether the rows' losses agree."""
     with tempfile.TemporaryDirectory(prefix="millrace-benchmark-", dir=arguments.work) as folder:
         bench = Workbench(Path(folder), arguments.steps, arguments.threads)
         bench.fill()
@@ -89,23 +91,15 @@ def measure_speed(arguments: argparse.Namespace) -> bool:
             os.environ["OMP_NUM_THREADS"] = str(bench.threads)
             print_profile(arguments.profile, bench)
             return True
-        measured = measure_rounds(bench, _rows_that_run(arguments.rows or ROWS), arguments.rounds)
+        rows = _rows_that_run(arguments.rows or ROWS)
+        measured = measure_rounds(rows, arguments.rounds, partial(_run_in_process, bench))
         print(table(measured, bench))
         print(f"raw samples: {save(measured, bench)}", flush=True)
         return do_losses_agree(measured)
 
 
-def measure_rounds(bench: Workbench, rows: Sequence[str], rounds: int) -> dict[str, list[Measurement]]:
-    measured: dict[str, list[Measurement]] = {row: [] for row in rows}
-    for number in range(rounds):
-        for row in rows:
-            print(f"round {number + 1} of {rounds}: {row}", file=sys.stderr, flush=True)
-            measured[row].append(_run_in_process(bench, row))
-    return measured
-
-
 def table(measured: dict[str, list[Measurement]], bench: Workbench) -> str:
-    """Tokens/s, shares of the peak, ratios to Hugging Face's loop and to the fastest peer of the same kind."""
+    """Format tokens/s, shares of the peak, and ratios to Hugging Face's loop and to the fastest similar peer."""
     recipe = bench.recipe()
     tokens, flops = tokens_per_step(recipe), flops_per_token(recipe)
     rates = {row: tokens / statistics.median(_seconds(all_)) for row, all_ in measured.items()}
@@ -138,7 +132,7 @@ def table(measured: dict[str, list[Measurement]], bench: Workbench) -> str:
 
 
 def do_losses_agree(measured: dict[str, list[Measurement]]) -> bool:
-    """Of the first three steps of all trainers; says which do not."""
+    """Compare the first three losses of all trainers, and print the rows that differ."""
     firsts = {row: all_[0].losses[:3] for row, all_ in measured.items() if all_[0].losses}
     reference = next(iter(firsts.values()), [])
     differences = {
@@ -147,7 +141,7 @@ def do_losses_agree(measured: dict[str, list[Measurement]]) -> bool:
     }
     for row, difference in differences.items():
         if difference > AGREED:
-            print(f"{row} trains something else: its first losses are {firsts[row]}, others' {reference}")
+            print(f"{row} trains another model: its first losses are {firsts[row]}, expected {reference}")
     return max(differences.values(), default=0.0) <= AGREED
 
 
@@ -166,7 +160,7 @@ def save(measured: dict[str, list[Measurement]], bench: Workbench) -> Path:
 
 
 def install_peers() -> None:
-    """Make the environment that peers run in: it sees ours, and has what ours lacks."""
+    """Make the peers' virtual environment, which adds their packages to those of the tests' environment."""
     uv = [str(REPOSITORY / "bootstrap"), "uv"]
     folder = PEERS_PYTHON.parents[1]
     if not PEERS_PYTHON.exists():
@@ -178,10 +172,10 @@ def install_peers() -> None:
 
 
 def _rows_that_run(rows: Sequence[str]) -> list[str]:
-    """Without peers that are not installed, which are named."""
+    """Return the rows whose libraries are installed, and print the names of the others."""
     has_peers = PEERS_PYTHON.exists() or importlib.util.find_spec("litgpt") is not None
     if not has_peers and (absent := [row for row in rows if row in PEERS]):
-        print(f"left out: {', '.join(absent)}: not installed here, which --install-peers changes")
+        print(f"left out: {', '.join(absent)}: not installed; --install-peers installs them")
     return [row for row in rows if has_peers or row not in PEERS]
 
 
@@ -224,20 +218,24 @@ def _is_like(one: str, other: str) -> bool:
 def _names(known: Sequence[str], text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"nothing is called {', '.join(unknown)}; there are {', '.join(known)}")
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; expected some of {', '.join(known)}")
     return names
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer", description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10, help="that are measured, of a row in a round")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of a row in one round")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", type=lambda text: _names(TABLES, text), default=TABLES, help=", ".join(TABLES))
-    parser.add_argument("--rows", type=lambda text: _names(ROWS, text), help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--profile", choices=STEPS, help="say where the time of this row's step goes, and end")
-    parser.add_argument("--install-peers", action="store_true", help="with the package index, below .benchmarks/")
-    parser.add_argument("--work", type=Path, help="where to put temporary files")
+    parser.add_argument(
+        "--rows", type=lambda text: _names(ROWS, text), help=f"rows to run (default: all): {', '.join(ROWS)}"
+    )
+    parser.add_argument(
+        "--profile", choices=STEPS, help="print the time of this row's step by kind of operation, and exit"
+    )
+    parser.add_argument("--install-peers", action="store_true", help="install the peers' packages in .benchmarks/")
+    parser.add_argument("--work", type=Path, help="folder for temporary files")
     for internal in ("--row", "--folder", "--result"):
         parser.add_argument(internal, type=str if internal == "--row" else Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)

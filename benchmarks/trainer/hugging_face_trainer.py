@@ -1,4 +1,4 @@
-"""transformers' Trainer, whose loop is its own: it tells when a step begins and ends."""
+"""Runs transformers' Trainer with its own loop, and takes the times of steps from its callbacks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Batches(torch.utils.data.IterableDataset[dict[str, Tensor]]):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for step in range(self._bench.num_steps):
             for row_S in self._bench.tokens(step):
-                # Its loss shifts labels by one: the last input predicts nothing in it, so it is given one more token.
+                # The Trainer's loss shifts labels by one and ignores the last input, so rows have one more token.
                 yield {"input_ids": row_S, "labels": row_S}
 
 
 def run_trainer(bench: Workbench) -> tuple[list[float], list[float]]:
-    """(seconds, losses) of all steps."""
+    """Return the seconds and the losses of all steps."""
     from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: PLC0415
 
     settings = bench.recipe().optimizer

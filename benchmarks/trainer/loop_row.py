@@ -1,4 +1,4 @@
-"""Our own loop, with what it does beside steps: reads its batches from a corpus, records, evaluates, saves."""
+"""Runs the trainer's whole loop, which also reads batches from a corpus, records metrics, evaluates and saves."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from services.trainer.tests.builders import make_corpus, make_job
 
 
 def run_loop(bench: Workbench) -> tuple[list[float], list[float]]:
-    """Seconds of all steps, and of them those before the step's tokens were there; not compiled."""
+    """Return the seconds of all steps, and the part that they waited for tokens; the step is not compiled."""
     folder = Path(tempfile.mkdtemp(dir=bench.folder))
     recipe = bench.recipe()
-    corpus = make_corpus(folder, recipe, kind="tiktoken")  # which takes any size of a vocabulary
+    corpus = make_corpus(folder, recipe, kind="tiktoken")  # the kind with any vocabulary size
     with hold_lease(folder / "run.lock") as held:
         job = make_job(folder, recipe, corpus, held.lease)
         train(job, WorkerEnvironment(rank=0, world_size=1, launch="inline"))

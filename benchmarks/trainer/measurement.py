@@ -1,4 +1,4 @@
-"""One row in one round, in a process of its own: seconds of each step, and what the machine could do meanwhile."""
+"""Measures one row in one round, in a process of its own: seconds of the steps, and the machine's peak FLOP/s."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ STEPS = {
 LOOP, TRAINER = "ours_loop", "hugging_face_trainer"
 ROWS = (*STEPS, TRAINER, LOOP)
 PEERS = (TRAINER, "litgpt_eager", "litgpt_compiled")
-"""Rows whose libraries are not among the tests' own."""
+"""Rows whose libraries the tests' environment lacks."""
 
 
 @dataclass
 class Measurement:
     seconds: list[float] = field(default_factory=list)
-    """Of each step, without those that are left out."""
+    """Seconds of every measured step."""
     losses: list[float] = field(default_factory=list)
-    """Of all steps; of our own loop none, which trains on another corpus."""
+    """Losses of all steps; empty for our own loop, which trains on another corpus."""
     data_seconds: list[float] = field(default_factory=list)
-    """Of those steps, what our loop waited for tokens."""
+    """Seconds of every measured step in which our loop waited for tokens."""
     first_step_seconds: float = 0.0
-    """From an empty process to the end of its first step."""
+    """Seconds from an empty process to the end of its first step."""
     peaks: list[float] = field(default_factory=list)
-    """FLOP/s of a product of large matrices, before and after."""
+    """FLOP/s of a product of large matrices, before and after the steps."""
     peak_memory_bytes: int = 0
     loads: list[float] = field(default_factory=list)
-    """Load average of a minute, before and after."""
+    """Load average of one minute, before and after the steps."""
     libraries: dict[str, str] = field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by kind of work."""
+"""Prints the time of a step by kind of operation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ KINDS = {
     "cross-entropy": ("log_softmax", "nll_loss"),
     "casts and copies": ("aten::copy_", "aten::cat", "aten::fill_", "_to_copy"),
 }
-"""By parts of the operations' names, the first that fits. A kernel that Inductor fused has the names of all in it."""
+"""Parts of operations' names by kind; the first match counts. Inductor's kernels are named after their operations."""
 OTHER, FUSED = "other operations, Python", "graph_"
 
 
 def print_profile(row: str, bench: Workbench) -> None:
-    """Milliseconds of a step by kind, of the measured steps' mean."""
+    """Print the mean milliseconds of the measured steps by kind of operation."""
     if "compiled" in row:
         import torch._inductor.config  # noqa: PLC0415 - 3 s that eager rows save
 
@@ -36,7 +36,7 @@ def print_profile(row: str, bench: Workbench) -> None:
     for event in profiled.key_averages():
         kinds[_kind_of(event.key)] += event.self_cpu_time_total / 1e3 / bench.steps
     total = sum(kinds.values())
-    print(f"{row}: {total:.0f} ms a step, as the profiler slows it down")
+    print(f"{row}: {total:.0f} ms per step, which includes the profiler's overhead")
     for kind, milliseconds in sorted(kinds.items(), key=lambda item: -item[1]):
         print(f"  {kind:<28}{milliseconds:>8.1f} ms{milliseconds / total:>8.1%}")
 

@@ -1,6 +1,6 @@
-"""Each trainer's step on the workbench's model: a function of the step that returns its loss.
+"""Rows that measure a trainer's step on the workbench's model: functions from a step's number to its loss.
 
-The libraries of peers are imported by their rows alone.
+Only the rows of a peer import its libraries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def ours_compiled(bench: Workbench) -> Step:
 
 
 def hugging_face_eager(bench: Workbench) -> Step:
-    """A plain loop around transformers' model: autocast, AdamW in one pass, clipping."""
+    """Return the step of a plain loop around transformers' model: autocast, fused AdamW, clipping."""
     model = hugging_face_model(bench)
     return _plain_loop(bench, model, lambda tokens_BS: hugging_face_loss(model, tokens_BS))
 
@@ -41,7 +41,7 @@ def hugging_face_compiled(bench: Workbench) -> Step:
 
 
 def litgpt_eager(bench: Workbench) -> Step:
-    """Its model, and its loss by chunks, in a plain loop as its `pretrain` has."""
+    """Return the step of a plain loop around LitGPT's model and chunked loss, as in its `pretrain`."""
     return _litgpt(bench, is_compiled=False)
 
 

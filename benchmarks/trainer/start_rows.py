@@ -1,20 +1,19 @@
-"""How long a run takes to start, to start again after a worker was killed, and to hand over a checkpoint.
+"""Measures the times of a run's start, of a restart after a killed worker, and of a checkpoint's hand-over.
 
     python -m benchmarks.trainer.start_rows --root ROOT [--recipe FILE] [--rounds 3] [--launch inline ray]
 
-The tokenizer and the compiler come first, where ROOT lacks what they make of the recipe: the caches are warm. Each
-round is one command with a run folder of its own, ended when it has what it needs:
+The tokenizer and the compiler run first where ROOT lacks their artifacts, so the caches are warm. A round is one
+command with a run folder of its own, which is stopped once all times are measured:
 
 first step   seconds from the command's start to the end of the first step
-restart      seconds from kill -9 of the last worker to the end of the first step of the workers that replace it
-stall        seconds that training stands still for a checkpoint: the median of those that the round saw
+restart      seconds from kill -9 of the last worker to the end of the first step of its replacements
+stall        seconds that training waits for a checkpoint: the median of the round's checkpoints
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from benchmarks.machine import describe_machine
 from services.common.launch.launcher import LAUNCHERS
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StartTimes:
-    """Of one round, in seconds."""
+    """Times of one round, in seconds."""
 
     launch: str
     first_step: float
@@ -60,18 +60,18 @@ ROWS: dict[str, Callable[[StartTimes], float]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer.start_rows")
-    parser.add_argument("--root", type=Path, required=True, help="for the recipe's corpus and compile cache")
+    parser.add_argument("--root", type=Path, required=True, help="folder of the recipe's corpus and compile cache")
     parser.add_argument("--recipe", type=Path, default=Path("recipes/tiny-cpu.toml"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--launch", choices=tuple(LAUNCHERS), nargs="+", default=tuple(LAUNCHERS))
     arguments = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {arguments.recipe}, warm caches")
+    print(f"{describe_machine()}, {arguments.recipe}, warm caches")
     print(make_table(arguments.recipe, arguments.root.absolute(), arguments.rounds, arguments.launch))
     return 0
 
 
 def make_table(recipe: Path, root: Path, rounds: int, launches: Sequence[str] = tuple(LAUNCHERS)) -> str:
-    """The rows of some launchers, once `root` has the recipe's corpus and compile cache."""
+    """Make the recipe's corpus and compile cache in `root`, then measure and format the rows of the launchers."""
     for stage in ("tokenizer", "compiler"):
         command = [sys.executable, "-m", f"services.{stage}", "--recipe", str(recipe), "--root", str(root)]
         subprocess.run(command, check=True)
@@ -79,12 +79,12 @@ def make_table(recipe: Path, root: Path, rounds: int, launches: Sequence[str] = 
 
 
 def measure_starts(recipe: Path, root: Path, rounds: int, launches: Sequence[str]) -> list[StartTimes]:
-    """The launchers take turns, so that what else the machine does falls on both."""
+    """Measure the launchers in turn, so that other load on the machine meets all of them."""
     return [measure_start(recipe, root, launch) for _ in range(rounds) for launch in launches]
 
 
 def describe_starts(rounds: list[StartTimes]) -> str:
-    """A table of medians, with the samples that they are of."""
+    """Format a table of medians with their samples."""
     lines = []
     for name, read in ROWS.items():
         for launch in sorted({each.launch for each in rounds}):
@@ -134,7 +134,7 @@ def _wait_for(command: subprocess.Popen[bytes], find: Callable[[], T | None]) ->
     deadline = time.monotonic() + LIMIT_SECONDS
     while not (found := find()):
         if time.monotonic() > deadline or command.poll() is not None:
-            raise TimeoutError("the command ended, or took too long, before it was measured:")
+            raise TimeoutError(f"the command ended, or took more than {LIMIT_SECONDS:.0f} s, before it was measured:")
         time.sleep(POLL_SECONDS)
     return found
 
@@ -144,7 +144,7 @@ def _records(root: Path) -> list[dict[str, Any]]:
 
 
 def _find_first_step(root: Path, after: float) -> float | None:
-    """When workers that were started after a time ended their first step."""
+    """Return the time at which workers ended their first step, if that is later than `after`."""
     firsts = [record["time"] for record in _records(root) if record["is_first_of_process"]]
     return next((ended_at for ended_at in firsts if ended_at > after), None)
 
@@ -155,7 +155,7 @@ def _stalls(root: Path) -> list[float]:
 
 
 def _find_last_worker(command: subprocess.Popen[bytes], recipe: Recipe) -> psutil.Process:
-    """The process of the last rank: it has that rank's log open."""
+    """Find the process of the last rank by the log that it has open."""
     log = f"rank-{recipe.parallel.num_workers - 1:05d}.log"
     for process in psutil.Process(command.pid).children(recursive=True):
         with suppress(psutil.Error):

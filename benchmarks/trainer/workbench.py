@@ -1,4 +1,4 @@
-"""What all trainers are given: the same model, weights, tokens and settings."""
+"""Model, weights, tokens and settings that all measured trainers share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.common.testing.recipes import load_with, write_recipe
 
 RATE = 1e-3
 STEPS_LEFT_OUT = 3
-"""At the begin of a row: they compile, and fill caches."""
+"""Number of steps at the start of a row that are not measured: they compile and fill caches."""
 RECIPE: dict[str, Any] = {
     "corpus__sequence_length": 256,
     "tokenizer__train__vocab_size": 32_000,
@@ -36,19 +36,19 @@ RECIPE: dict[str, Any] = {
     "optimizer__max_grad_norm": 1.0,
     "train__dtype": "bfloat16",
 }
-"""A Llama of 24.4 million parameters; AdamW at a constant rate."""
+"""Recipe values of a Llama with 24.4 million parameters, and AdamW at a constant rate."""
 
 
 @dataclass(frozen=True)
 class Workbench:
     folder: Path
     steps: int
-    """That are measured, of a row in one round."""
+    """Number of measured steps of a row in one round."""
     threads: int
 
     @property
     def weights(self) -> Path:
-        """The initial ones, by Hugging Face's names."""
+        """File of the initial weights, under Hugging Face's names."""
         return self.folder / "model.safetensors"
 
     @property
@@ -80,7 +80,7 @@ class Workbench:
         return safetensors.torch.load_file(self.weights)
 
     def tokens(self, step: int) -> Tensor:
-        """int64 [4, 257] of the batch of a step."""
+        """Return the tokens of a step's batch: int64 [4, 257]."""
         recipe = self.recipe()
         shape = (recipe.batch.global_batch_size, recipe.corpus.sequence_length + 1)
         return torch.randint(recipe.model.vocab_size, shape, generator=torch.Generator().manual_seed(step))

@@ -1,4 +1,4 @@
-"""`python -m services.compiler`; what it does is in `command`."""
+"""`python -m services.compiler`; its commands are in `command`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Runs a command with all that it starts in a process group, which ends with the process that asked for it.
+"""Runs a command in a process group of its own, which ends when the calling process ends.
 
-`python child_process_group.py COMMAND ...` stands between the two: it ends the group, and so itself, when its standard
-input closes, which it does by any end of the process that holds the other side, SIGKILL too. It is a program of its own
-file, and imports Python's own modules alone, so that it starts in 20 ms.
+`python child_process_group.py COMMAND ...` stands between the two: it kills the group, itself included, when its
+standard input closes. The kernel closes that at any end of the calling process, SIGKILL included. This file imports
+only the standard library, so that the program starts in 20 ms.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 def run_in_group(
     command: Sequence[str], folder: Path, log: Path, timeout_seconds: float, environment: Mapping[str, str]
 ) -> int | None:
-    """The exit code of a command that runs in `folder` and prints to `log`; None where it took longer.
+    """Run a command in `folder` with its output in `log`, and return its exit code; None after `timeout_seconds`.
 
-    128 + n stands for its end by signal n. Nothing of the group is left when this returns or raises.
+    An exit code of 128 + n stands for an end by signal n. No process of the group is left on return or error.
     """
     with log.open("wb") as output:
         group = subprocess.Popen(
@@ -41,7 +41,7 @@ def run_in_group(
         return None
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(group.pid, signal.SIGKILL)  # also what a command that has ended left running
+            os.killpg(group.pid, signal.SIGKILL)  # also the processes that a finished command has left
         group.wait()
         assert group.stdin is not None
         group.stdin.close()
@@ -54,7 +54,7 @@ def main(command: list[str]) -> int:
 
 
 def _end_with_parent() -> None:
-    os.read(0, 1)  # blocks until nobody holds the other side
+    os.read(0, 1)  # blocks until the calling process is gone
     os.killpg(0, signal.SIGKILL)
 
 

@@ -1,6 +1,6 @@
-"""The compiler stage: recipe -> compile_cache/1. `python -m services.compiler plan` says what that would take.
+"""The compiler stage, recipe -> compile_cache/1, and its subcommand `plan`.
 
-Traces the program's own train step through every phase a run has, compiles what it meets, and publishes the
+The stage traces the program's own train step through every phase of a run, compiles the graphs, and publishes the
 compile cache once a second process has found nothing left to compile.
 """
 
@@ -23,16 +23,16 @@ def main(argv: list[str]) -> int:
     configure_logging("compiler")
     if argv[:1] == ["plan"]:
         return plan(argv[1:])
-    parser = StageParser("compiler", "Fill the compile cache for a recipe.")
+    parser = StageParser("compiler", "Compile all graphs of a recipe's program, and publish them as a compile cache.")
     parser.add_launch()
-    parser.epilog = f"{parser.epilog}. `{parser.prog} plan --help` is about what that takes on Neuron."
+    parser.epilog = f"{parser.epilog}. `{parser.prog} plan --help` shows how to estimate the time and price on Neuron."
     arguments, recipe = parser.parse(argv)
     if arguments.dry_run:
         print(describe(recipe, None))
         return 0
     require_backend(recipe.parallel.device)
     if not recipe.compile.enabled:
-        print("nothing to compile: the recipe says compile.enabled = false")
+        print("nothing to compile: the recipe has compile.enabled = false")
         return 0
     facts = program_facts(recipe)
     address = compile_cache_address(arguments.root, recipe, fingerprint(facts))

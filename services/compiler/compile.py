@@ -1,4 +1,7 @@
-"""compile -> verify: two processes drive the same traced run, one with an empty cache and one with its result."""
+"""Builds the compile cache with two processes: one traces with an empty cache, one verifies with a copy of the result.
+
+For Neuron this is `neuron_cache`; both run the trace in a child process here.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from services.compiler.trace import FOR_PLAN, PHASES
 
 NEARLY_FULL_BYTES = 2**20
 
-# What g++ says of its own parts, and Python of g++.
+# Messages of g++ about its own processes, and of Python about g++.
 _KILLED = re.compile(r"(Killed|Terminated|Hangup) signal terminated program \w+|died with <Signals\.SIG(KILL|TERM|HUP)")
 
 
@@ -39,12 +42,13 @@ _KILLED = re.compile(r"(Killed|Terminated|Hangup) signal terminated program \w+|
 class TraceReport:
     graphs_compiled: int
     new_files: tuple[str, ...]
+    """Files that the trace added to its cache, relative to it."""
 
 
 def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace, launch: str) -> Draft:
     """Fill `workspace.files` with every graph of the recipe's program, proven complete by a second process.
 
-    Tasks, where the device's compiler has some, are started by the launcher `launch`.
+    The launcher `launch` starts the tasks of neuronx-cc; other compilers have none.
 
     Raises `DeviceError` with the compiler's log when a graph fails, `StorageError` when the disk is full.
     """
@@ -57,12 +61,12 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace, 
         published = workspace.files / GRAPHS
         _copy_files(scratch / "compile" / "cache", published)
     with phase_timer.phase("verify"):
-        # Another path, as on a trainer's node: a cache that only works where it was made is not a cache.
+        # At another path, as on a trainer's node: a cache that works only where it was made would pass otherwise.
         verified = trace_in_child(recipe, scratch / "verify", title="verifying", warm_from=published)
     if verified.graphs_compiled or verified.new_files:
         raise DeviceError(
-            f"the compile cache is not reusable: a second process compiled {verified.graphs_compiled} graphs and "
-            f"wrote {len(verified.new_files)} files although it was given the first one's cache "
+            f"the compile cache is not reusable: with a copy of it, a second process compiled "
+            f"{verified.graphs_compiled} graphs and wrote {len(verified.new_files)} files "
             f"({', '.join(verified.new_files[:3])} ...). Nothing was published. "
             f"Compare {scratch}/compile/log.txt and {scratch}/verify/log.txt."
         )
@@ -81,7 +85,7 @@ def compile_graphs(recipe: Recipe, facts: dict[str, Any], workspace: Workspace, 
 def trace_in_child(
     recipe: Recipe, folder: Path, title: str, warm_from: Path | None = None, is_for_plan: bool = False
 ) -> TraceReport:
-    """Run `services.compiler.trace` in a process of its own with the cache directory `folder/cache`."""
+    """Run `services.compiler.trace` in a child process with the cache directory `folder/cache`."""
     cache = folder / "cache"
     cache.mkdir(parents=True)
     if warm_from:
@@ -104,7 +108,7 @@ def trace_in_child(
 
 @contextmanager
 def _child(folder: Path, cache: Path, recipe: Recipe, is_for_plan: bool) -> Iterator[subprocess.Popen[str]]:
-    """The tracing process; it ends when this one does, because its standard input then closes."""
+    """Run the tracing process; it ends at any end of this one, because its standard input then closes."""
     command = [sys.executable, "-m", "services.compiler.trace", str(folder), *([FOR_PLAN] if is_for_plan else [])]
     with (folder / "log.txt").open("wb") as log, private_folder(new_name("compiler")) as plain:
         # Inductor splits its compiler's command line at spaces, and a root or the usual TMPDIR may have some.
@@ -118,7 +122,7 @@ def _child(folder: Path, cache: Path, recipe: Recipe, is_for_plan: bool) -> Iter
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            start_new_session=True,  # Ctrl-C is for this process, which then ends the child
+            start_new_session=True,  # Ctrl-C reaches this process only, which then kills the child
         )
         try:
             yield child

@@ -1,4 +1,4 @@
-"""How long neuronx-cc would take for graphs: by their size, and by what earlier graphs took."""
+"""Estimates how long neuronx-cc takes for graphs, from their sizes and the times of earlier graphs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from services.compiler.neuronx_cc import NO_COMPILER, CompiledModule
 logger = logging.getLogger(__name__)
 
 ASSUMED_SECONDS_PER_MB = 1_200.0
-"""Until graphs were compiled under the same root. libneuronxla tells its users of a graph that it "may take up to one
-hour for large models", and that of a 7B model's micro-batch has 3 MB.
+"""Compile seconds per MB of graph, assumed until graphs were compiled under the same root. libneuronxla's own message
+says that a graph "may take up to one hour for large models", and the micro-batch graph of a 7B model has 3 MB.
 """
 
 _RECORDS = TypeAdapter(tuple[CompiledModule, ...])
@@ -34,8 +34,9 @@ _RECORDS = TypeAdapter(tuple[CompiledModule, ...])
 @dataclass(frozen=True)
 class Rate:
     seconds_per_mb: float
-    """Of the graph, with the CPUs of a task."""
+    """Compile seconds per MB of graph, with as many CPUs as a task has."""
     source: str
+    """Sentence that says where the rate comes from."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,10 @@ class NodeSize:
     type_name: str = ""
     """EC2 instance type of the node; empty where the node is a machine of another kind."""
     dollars_per_hour: float | None = None
-    """Price of a node for an hour, a hint; None where nobody has said it."""
+    """List price of a node for an hour; None where it is not known."""
 
     def tasks(self, task_cpus: int, task_memory_gib: float) -> int:
-        """That run on a node at the same time."""
+        """Number of tasks that run on a node at the same time."""
         return TaskDemand(task_cpus, int(task_memory_gib * GIB)).count_on(self.cpus, self.memory_gib * GIB)
 
     def __str__(self) -> str:
@@ -56,27 +57,27 @@ class NodeSize:
 
 
 CPU_NODE_TYPE = "m7i.8xlarge"
-"""Type of the nodes on which the compiler's pods run without a device, if a cluster's operators chose no other."""
+"""Default EC2 type of the nodes on which the compiler's pods run without a device."""
 DEVICE_NODE_TYPE = "trn1.32xlarge"
-"""Type of the nodes on which the compiler's pods trace on a device, where a recipe names none for the trainer."""
+"""EC2 type of the nodes on which the compiler's pods trace on a device, if the recipe names no trainer type."""
 
 
 def node_type_of(recipe: Recipe) -> str:
-    """Type of the nodes on which graphs are compiled: those of their trace, which is on a device or anywhere."""
+    """Return the EC2 type of the nodes that trace and compile: the trainer's, or CPU nodes for `trace_on = "cpu"`."""
     if recipe.compile.trace_on == "cpu":
         return CPU_NODE_TYPE
     return recipe.cluster.trainer_instance_type or DEVICE_NODE_TYPE
 
 
 def size_of(node_type: str) -> NodeSize:
-    """What a pod of the compiler has on such a node; a test in tests/k8s holds it to the manifests."""
+    """Return the CPUs and memory of a compiler pod on this node type; a test in tests/k8s compares the manifests."""
     return NodeSize(*read_pod_room(node_type), node_type, read_dollars_per_hour(node_type))
 
 
 def read_records(cache: Artifact[CompileCacheManifest]) -> tuple[CompiledModule, ...]:
-    """What a published cache says of its graphs; nothing where neuronx-cc did not compile them.
+    """Read the records of a published cache's graphs; none where neuronx-cc did not compile them.
 
-    Raises `ArtifactError` when that is damaged.
+    Raises `ArtifactError` when the file of records is damaged.
     """
     if all(entry.path != MODULES_FILE for entry in cache.manifest.files):
         return ()
@@ -84,12 +85,14 @@ def read_records(cache: Artifact[CompileCacheManifest]) -> tuple[CompiledModule,
     try:
         return _RECORDS.validate_json(read_file(path))
     except ValidationError as error:
-        raise ArtifactError(f"{path}: not what this version of the stage writes: {error}") from error
+        raise ArtifactError(
+            f"{path}: expected a list of graph records of this version of the compiler: {error}"
+        ) from error
 
 
 def find_rate(root: Path, compiler: str, num_cpus: int) -> Rate:
-    """From the caches under `root` that this version of neuronx-cc compiled with as many CPUs a task (any version where
-    there is none here), else assumed.
+    """Measure the rate on the caches under `root` that were compiled with `num_cpus` per task by version `compiler` of
+    neuronx-cc, or by any version if `compiler` is `NO_COMPILER`. Without such caches the rate is assumed.
     """
     records: list[CompiledModule] = []
     for collection in sorted((root / "compile_cache").glob("*")):
@@ -97,17 +100,19 @@ def find_rate(root: Path, compiler: str, num_cpus: int) -> Rate:
             try:
                 records += read_records(open_artifact(collection / found, CompileCacheManifest))
             except ArtifactError as error:
-                logger.warning("not used for the estimate: %s", error)
+                logger.warning("the estimate ignores a compile cache: %s", error)
     alike = [each for each in records if each.num_cpus == num_cpus and compiler in (each.compiler, NO_COMPILER)]
     megabytes = sum(record.graph_bytes for record in alike) / 1e6
     if not alike:
-        return Rate(ASSUMED_SECONDS_PER_MB, f"assumed: no graph was compiled under {root} with such tasks")
+        return Rate(
+            ASSUMED_SECONDS_PER_MB, f"assumed: no graph was compiled under {root} with {num_cpus} CPUs per task"
+        )
     rate = sum(record.seconds for record in alike) / megabytes
-    return Rate(rate, f"measured on {len(alike)} graphs of {megabytes:,.1f} MB that were published under {root}")
+    return Rate(rate, f"measured on {len(alike)} graphs of {megabytes:,.1f} MB published under {root}")
 
 
 def makespan(seconds: Iterable[float], slots: int) -> float:
-    """Until all are done, with `slots` at a time and the longest first."""
+    """Return the seconds until all tasks are done, `slots` at a time and the longest first."""
     free_at = [0.0] * slots
     for each in sorted(seconds, reverse=True):
         heapq.heapreplace(free_at, free_at[0] + each)
@@ -115,7 +120,7 @@ def makespan(seconds: Iterable[float], slots: int) -> float:
 
 
 def nodes_within(seconds: Sequence[float], tasks_per_node: int, limit_seconds: float) -> int | None:
-    """The fewest nodes that are done in time; None where one graph alone takes longer."""
+    """Return the smallest number of nodes that meets the limit; None where one graph alone takes longer."""
     for nodes in range(1, len(seconds) + 1):
         if makespan(seconds, nodes * tasks_per_node) <= limit_seconds:
             return nodes

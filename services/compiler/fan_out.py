@@ -1,4 +1,4 @@
-"""Many graphs as tasks: the largest first, each tried again where that can help, all failures told together."""
+"""Compiles graphs as concurrent tasks: the largest first, with bounded retries, and one error for all failures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.common.errors import DeviceError, WorkersLost
+from services.common.hardware.instance_types import GIB
 from services.common.launch.launcher import Launcher, LostTask, TaskDemand
 from services.common.process.telemetry import show_progress
 from services.common.recipe.schema import Compile
@@ -19,7 +20,7 @@ from services.compiler.neuronx_cc import CompiledModule, CompileResult, CompileT
 logger = logging.getLogger(__name__)
 
 MEMORY_FACTOR = 2.0
-GIB = 2**30
+"""Factor by which the next attempt's memory grows after a compilation was killed."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class _Failure:
 
 
 def make_tasks(modules: Sequence[Module], compiled: Path, target: str, settings: Compile) -> list[CompileTask]:
-    """A task for each graph. Raises `DeviceError` where the graphs were traced with other flags than the recipe's, or
-    for another target.
+    """Make one task per graph. Raises `DeviceError` where the graphs were traced without the recipe's flags, or for
+    another target.
     """
     for module in modules:
         _require_flags(module, target, settings.flags)
@@ -50,10 +51,10 @@ def make_tasks(modules: Sequence[Module], compiled: Path, target: str, settings:
 
 
 def compile_modules(tasks: Sequence[CompileTask], launcher: Launcher, settings: Compile) -> list[CompiledModule]:
-    """The records of all graphs, in the order of the tasks; those that are there already are not compiled again.
+    """Compile the graphs that have no record yet, and return all records in the order of the tasks.
 
-    Raises, once nothing is left to try, `DeviceError` that names every graph that failed, or `WorkersLost` when none
-    did but tasks were lost too often. What compiled stays, and the next command goes on from it.
+    Raises `DeviceError` that names all failed graphs once no task is left, or `WorkersLost` when tasks were only lost,
+    too often. Compiled graphs stay, and the next command continues from them.
     """
     records = {task.module.path: record for task in tasks if (record := find_compiled(task))}
     missing = [task for task in tasks if task.module.path not in records]
@@ -65,7 +66,7 @@ def compile_modules(tasks: Sequence[CompileTask], launcher: Launcher, settings: 
 
 
 class _FanOut:
-    """The graphs that wait, run, and have failed, by the path of their folder in the cache."""
+    """Queue of tasks, with the records of compiled graphs and the failures so far."""
 
     def __init__(self, tasks: Sequence[CompileTask], launcher: Launcher, settings: Compile) -> None:
         self._tasks, self._launcher, self._settings = tasks, launcher, settings
@@ -79,7 +80,7 @@ class _FanOut:
     def run(self) -> dict[str, CompiledModule]:
         done_bytes = 0
         total_bytes = sum(task.module.graph_bytes for task in self._tasks)
-        # Time left goes by bytes: the graphs that are compiled first are the ones that take longest.
+        # Time left is estimated by bytes, not by graphs: the largest graphs come first and take longest.
         with (
             closing(self._launcher.run_tasks(compile_module, self._take, self._settings.num_workers)) as all_ended,
             show_progress("compile", total_bytes / 1e6, "MB of graphs") as progress,
@@ -103,7 +104,7 @@ class _FanOut:
         return task, _demand_of(task)
 
     def _end(self, task: CompileTask, result: CompileResult | LostTask) -> int:
-        """Note what became of a task; the bytes of its graph when that needs no further one."""
+        """Record a task's result or queue its next attempt; returns the graph's bytes if the graph is done, else 0."""
         self._running -= 1
         if isinstance(result, CompileResult) and result.record:
             self._records[task.module.path] = result.record
@@ -112,14 +113,14 @@ class _FanOut:
         again = _next_attempt(task, result, self._settings.task_attempts)
         if again is not None and (again.memory_gib == task.memory_gib or self._launcher.has_room(_demand_of(again))):
             logger.warning(
-                "%s: %s; attempt %d of %d, with %g GiB",
+                "%s: %s; starting attempt %d of %d with %g GiB",
                 *(task.module.name, failure.reason, again.attempt, self._settings.task_attempts, again.memory_gib),
             )
             self._put(again)
             return 0
         if again is not None:
             failure = replace(
-                failure, reason=f"{failure.reason}, and no node has {again.memory_gib:g} GiB for the next"
+                failure, reason=f"{failure.reason}, and no node has {again.memory_gib:g} GiB for the next attempt"
             )
         logger.error("%s: %s", task.module.name, failure.reason)
         self._failures.append(failure)
@@ -134,13 +135,13 @@ def _require_flags(module: Module, target: str, flags: Sequence[str]) -> None:
     lacking = [flag for flag in flags if flag not in module.flags]
     if lacking:
         raise DeviceError(
-            f"{module.folder}: the recipe's compile.flags has {' '.join(lacking)}, and the graph was traced with "
-            f"{' '.join(module.flags) or 'no flags'}. The trace has to be given the recipe's flags in NEURON_CC_FLAGS."
+            f"{module.folder}: the recipe's compile.flags has {' '.join(lacking)}, but the graph was traced with "
+            f"{' '.join(module.flags) or 'no flags'}. Trace with the recipe's flags in NEURON_CC_FLAGS."
         )
     targets = {flag.partition("=")[2] for flag in module.flags if flag.startswith("--target=")}
     if targets - {target}:
         raise DeviceError(
-            f"{module.folder}: the graph was traced for --target={', '.join(targets)}, and the recipe's nodes are "
+            f"{module.folder}: the graph was traced for --target={', '.join(targets)}, but the recipe's nodes are "
             f"{target} (cluster.trainer_instance_type)."
         )
 
@@ -151,12 +152,12 @@ def _demand_of(task: CompileTask) -> TaskDemand:
 
 def _failure_of(task: CompileTask, result: CompileResult | LostTask) -> _Failure:
     if isinstance(result, LostTask):
-        return _Failure(task, f"its task was lost: {result.reason}", is_lost=not result.is_out_of_memory)
+        return _Failure(task, f"the task was lost: {result.reason}", is_lost=not result.is_out_of_memory)
     return _Failure(task, result.reason, result.log)
 
 
 def _next_attempt(task: CompileTask, result: CompileResult | LostTask, attempts: int) -> CompileTask | None:
-    """The task that may do better; None where none can, or there were as many as there may be."""
+    """Return the task of the next attempt; None where no attempt is left, or another cannot help."""
     if task.attempt >= attempts or (isinstance(result, CompileResult) and result.outcome == "failed"):
         return None
     is_killed = result.is_out_of_memory if isinstance(result, LostTask) else result.outcome == "killed"
@@ -165,16 +166,16 @@ def _next_attempt(task: CompileTask, result: CompileResult | LostTask, attempts:
 
 
 def _explain(failures: Sequence[_Failure], num_compiled: int, num_tasks: int) -> Exception:
-    """One error for all of them."""
-    told = []
+    """Make one error that names all failed graphs: `WorkersLost` if every task was lost, else `DeviceError`."""
+    lines = []
     for failure in failures:
         task = failure.task
         log = "".join(f"\n    {line}" for line in failure.log.splitlines())
         where = f" The whole log is {task.log_path}; it ends:{log}" if log else ""
         size = f"{task.module.graph_bytes:,} bytes, attempt {task.attempt}"
-        told.append(f"  {task.module.name} ({size}): {failure.reason}.{where}")
+        lines.append(f"  {task.module.name} ({size}): {failure.reason}.{where}")
     message = (
         f"{len(failures)} of {num_tasks} graphs did not compile, and nothing was published. The {num_compiled} that "
-        f"did are kept: the same command compiles what is missing.\n" + "\n".join(told)
+        f"did are kept: the same command compiles the rest.\n" + "\n".join(lines)
     )
     return WorkersLost(message) if all(failure.is_lost for failure in failures) else DeviceError(message)

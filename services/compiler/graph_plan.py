@@ -1,4 +1,4 @@
-"""`python -m services.compiler plan`: the graphs of a recipe that is for Neuron, and what compiling them would take."""
+"""`python -m services.compiler plan`: lists a recipe's graphs for Neuron, and estimates the time of compiling them."""
 
 from __future__ import annotations
 
@@ -33,21 +33,24 @@ from services.compiler.neuronx_cc import CompileTask, find_compiled, target_of
 
 
 def plan(argv: list[str]) -> int:
-    """Print the graphs, the core-hours that they take, and how many nodes would be done in time.
+    """Print the graphs, their core-hours, and the number of nodes that compile them within `--within-minutes`.
 
-    Needs torch_xla and nothing of Neuron: raises `DeviceError` where that is absent.
+    Needs torch_xla, but neither a Neuron device nor neuronx-cc. Raises `DeviceError` where torch_xla is not installed.
     """
-    parser = RecipeParser("compiler", "Say what compiling a recipe's graphs for Neuron would take. Traces them.")
-    parser.prog += " plan"
-    parser.add_argument("--within-minutes", type=_positive, metavar="N", help="the time in which all are to be done")
-    room = "of a node (default: what the nodes that the recipe compiles on leave to a pod)"
-    parser.add_argument("--node-cpus", type=_positive_int, metavar="N", help=f"CPUs {room}")
-    parser.add_argument("--node-memory-gib", type=_positive, metavar="N", help=f"memory {room}")
+    parser = RecipeParser(
+        "compiler plan", "Trace a recipe's graphs for Neuron, and estimate the time, nodes and price of compiling them."
+    )
+    parser.add_argument(
+        "--within-minutes", type=_positive, metavar="N", help="find the number of nodes that compile all graphs in time"
+    )
+    default = "(default: those of a pod on the recipe's nodes)"
+    parser.add_argument("--node-cpus", type=_positive_int, metavar="N", help=f"CPUs of one node {default}")
+    parser.add_argument("--node-memory-gib", type=_positive, metavar="N", help=f"memory of one node, in GiB {default}")
     arguments, recipe = parser.parse(argv)
     if recipe.parallel.device != neuron_cache.DEVICE:
         raise RecipeError(
-            f"parallel.device is {recipe.parallel.device!r}, whose graphs are compiled while they are traced, in one "
-            f"process on one node: there is nothing to plan. `--dry-run` names them."
+            f"parallel.device is {recipe.parallel.device!r}, and a plan is for 'xla' only: other devices compile their "
+            f"graphs in one process on one node while it traces, so there is nothing to plan."
         )
     _require_torch_xla(arguments.recipe)
     facts = program_facts(recipe)
@@ -69,20 +72,21 @@ def plan(argv: list[str]) -> int:
 def _require_torch_xla(recipe_path: Path) -> None:
     if importlib.util.find_spec("torch_xla") is None:
         raise DeviceError(
-            f"a plan for Neuron traces the graphs with torch_xla, which is not here; a Trainium or neuronx-cc is not "
-            f"needed. On Linux: `make torch29` makes an environment with it (8 GB), then\n"
+            f"a plan for Neuron traces the graphs with torch_xla, which is not installed; it needs neither a Trainium "
+            f"nor neuronx-cc. On Linux, `make torch29` makes an environment with torch_xla (8 GB); then\n"
             f"  .venv-torch29/bin/python -m services.compiler plan --recipe {recipe_path}\n"
             f"or run `plan` in the compiler's neuron image, on any machine: make images STAGE=compiler VARIANT=neuron"
         )
 
 
 def choose_node(recipe: Recipe, cpus: int | None, memory_gib: float | None) -> NodeSize:
-    """A node of the type that the recipe's compiler takes on a cluster, unless a size is given."""
+    """Return the given node size; a part that is None is that of the recipe's own node type."""
     size = size_of(node_type_of(recipe))
     return size if cpus is memory_gib is None else NodeSize(cpus or size.cpus, memory_gib or size.memory_gib)
 
 
 def describe_published(cache: Artifact[CompileCacheManifest]) -> str:
+    """Return the plan of a cache that is published: a table of its graphs, and that nothing is left to compile."""
     rows = [(record.name, record.graph_bytes, "published") for record in read_records(cache)]
     return "\n".join([*_table(rows), f"already published: {cache.path}. Nothing is left to compile."])
 
@@ -90,20 +94,20 @@ def describe_published(cache: Artifact[CompileCacheManifest]) -> str:
 def describe_plan(
     tasks: Sequence[CompileTask], settings: Compile, rate: Rate, node: NodeSize, within_minutes: float | None
 ) -> str:
-    """A table of the graphs, and below it what those take that are not compiled yet."""
+    """Return a table of the graphs, and below it the estimate for the graphs that are not compiled yet."""
     missing = [task for task in tasks if find_compiled(task) is None]
     rows = [
         (task.module.name, task.module.graph_bytes, "to compile" if task in missing else "compiled") for task in tasks
     ]
     lines = _table(rows)
     if not missing:
-        return "\n".join([*lines, "All are compiled: the stage has only to publish them."])
+        return "\n".join([*lines, "All graphs are compiled; the stage has only to publish them."])
     seconds = [task.module.graph_bytes / 1e6 * rate.seconds_per_mb for task in missing]
     core_hours = sum(seconds) * settings.task_cpus / 3600
     lines += [
         f"{len(missing)} of {len(tasks)} graphs to compile: about {core_hours:,.1f} core-hours, the largest graph "
         f"{max(seconds) / 60:,.0f} minutes",
-        f"  by {rate.seconds_per_mb:,.0f} s a MB with compile.task_cpus = {settings.task_cpus} ({rate.source})",
+        f"  at {rate.seconds_per_mb:,.0f} s per MB with compile.task_cpus = {settings.task_cpus} ({rate.source})",
     ]
     return "\n".join([*lines, *_describe_nodes(seconds, settings, node, within_minutes)])
 
@@ -115,18 +119,18 @@ def _describe_nodes(
     if per_node == 0:
         return [
             f"A node of {node} holds no task of compile.task_cpus = {settings.task_cpus} and compile.task_memory_gib = "
-            f"{settings.task_memory_gib:g}: take larger nodes, or lower one of them."
+            f"{settings.task_memory_gib:g}: use larger nodes, or lower one of the two."
         ]
     at_a_time = min(per_node, settings.num_workers)
     why = " (compile.num_workers)" if at_a_time < min(per_node, len(seconds)) else ""
     took = makespan(seconds, at_a_time)
-    one = f"1 node of {node}, with {at_a_time} tasks at a time{why}: {took / 60:,.0f} minutes{_price(node, took)}"
+    one = f"1 node of {node}, with {at_a_time} concurrent tasks{why}: {took / 60:,.0f} minutes{_price(node, took)}"
     if within_minutes is None:
         return [one]
     nodes = nodes_within(seconds, per_node, within_minutes * 60)
     if nodes is None:
-        reason = f"the largest graph alone takes {max(seconds) / 60:,.0f}"
-        return [one, f"within {within_minutes:g} minutes: not with any number of nodes; {reason}"]
+        reason = f"the largest graph alone takes {max(seconds) / 60:,.0f} minutes"
+        return [one, f"within {within_minutes:g} minutes: impossible with any number of nodes; {reason}"]
     workers = min(nodes * per_node, len(seconds))
     took = makespan(seconds, nodes * per_node)
     return [
@@ -137,7 +141,7 @@ def _describe_nodes(
 
 
 def _price(node: NodeSize, seconds: float) -> str:
-    """The price of so many seconds of a node as the end of a line; empty where nobody has said the node's."""
+    """Return the price of these node-seconds, as the end of a line; empty where the node's price is not known."""
     if node.dollars_per_hour is None:
         return ""
     return f", ${node.dollars_per_hour * seconds / 3600:,.2f} at ${node.dollars_per_hour:,.2f} for a node-hour"

@@ -1,10 +1,10 @@
-"""The graphs of a Neuron program on disk: libneuronxla's cache, which a trace leaves and a trainer reads.
+"""Reads libneuronxla's cache, the layout in which a trace leaves graphs and a trainer finds compiled ones.
 
 CACHE/neuronxcc-<version of the compiler>/MODULE_<hash of the graph>+<hash of the flags>/
     model.hlo_module.pb    the graph
     compile_flags.json     a list of the flags of neuronx-cc
-    model.neff             what was compiled, and then
-    model.done             which makes it count
+    model.neff             the compiled graph
+    model.done             empty; without it the NEFF does not count
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _NAME = re.compile(r"MODULE_[\w+.-]+")
 
 @dataclass(frozen=True)
 class Module:
-    """One graph, and the flags that it is compiled with."""
+    """One graph with the flags of its compilation."""
 
     cache: Path
     compiler: str
-    """Version of neuronx-cc."""
+    """Version of neuronx-cc that the graph is for."""
     name: str
     flags: tuple[str, ...]
     graph_bytes: int
 
     @property
     def path(self) -> str:
-        """Of its folder, below a cache."""
+        """Path of the graph's folder, relative to a cache."""
         return f"{COMPILER_PREFIX}{self.compiler}/{self.name}"
 
     @property
@@ -52,7 +52,7 @@ class Module:
 
 
 def find_modules(cache: Path) -> list[Module]:
-    """The graphs of a cache, largest first. Raises `ArtifactError` for one without a graph or its flags."""
+    """Find the graphs of a cache, largest first. Raises `ArtifactError` for a folder without a graph or its flags."""
     folders = [path for path in cache.glob(f"{COMPILER_PREFIX}*/*") if path.is_dir() and _NAME.fullmatch(path.name)]
     return sorted((_read(cache, folder) for folder in folders), key=lambda module: (-module.graph_bytes, module.name))
 
@@ -63,11 +63,13 @@ def _read(cache: Path, folder: Path) -> Module:
         flags = parse_json(read_file(folder / FLAGS))
     except (OSError, ValueError) as error:
         raise ArtifactError(
-            f"{folder}: no graph with its flags as a trace leaves it ({error}): {GRAPH} and {FLAGS}. Trace again."
+            f"{folder}: expected {GRAPH} and {FLAGS}, as a trace leaves them ({error}). Trace again."
         ) from error
     if graph_bytes == 0 or not isinstance(flags, list) or not all(isinstance(flag, str) for flag in flags):
         what = (
-            f"{GRAPH} is empty" if graph_bytes == 0 else f"{FLAGS} holds {json.dumps(flags)[:80]}, not a list of flags"
+            f"{GRAPH} is empty"
+            if graph_bytes == 0
+            else f"{FLAGS} holds {json.dumps(flags)[:80]}, expected a list of flags"
         )
         raise ArtifactError(f"{folder}: {what}. Trace again.")
     compiler = folder.parent.name.removeprefix(COMPILER_PREFIX)

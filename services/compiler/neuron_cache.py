@@ -1,6 +1,6 @@
-"""trace -> plan -> compile -> publish -> verify, for a program whose graphs neuronx-cc compiles.
+"""Builds the compile cache of a Neuron program: trace, compile, publish, verify.
 
-A trace leaves the graphs, and neuronx-cc needs no Neuron device: each graph is a task of its own, on any node.
+A trace leaves one folder per graph. neuronx-cc needs no Neuron device, so every graph is a task for any node.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from services.compiler.neuronx_cc import (
 )
 
 DEVICE: str = "xla"
-"""Of `parallel.device`, whose graphs are compiled so."""
+"""Value of `parallel.device` whose graphs neuronx-cc compiles."""
 COMPILED = "neuronx-cc"
-"""Subfolder of a workspace's scratch with what tasks compiled, which the next command goes on from."""
+"""Subfolder of the shared scratch for compiled graphs; the next command continues from it."""
 MODULES_FILE = "modules.json"
-"""Of the artifact: what is known of each graph, and what it took. Estimates for other recipes go by it."""
+"""File of the artifact with one `CompiledModule` per graph; `estimate` reads the compile times from it."""
 
 
 class Trace(Protocol):
     def __call__(self, folder: Path, title: str, warm_from: Path | None = None) -> object:
-        """Drive the program through every phase with the cache `folder/cache`, a copy of `warm_from` if that is given.
+        """Run every phase of the program with the cache `folder/cache`, at first a copy of `warm_from`, or empty.
 
-        Leaves there a module for each graph that the cache did not hold compiled.
+        Adds a module to the cache for every graph that is not compiled there.
         """
         ...
 
@@ -51,17 +51,17 @@ def build_neuron_cache(
 ) -> Draft:
     """Fill `workspace.files` with every graph of the recipe's program, proven complete by a second trace.
 
-    Raises `DeviceError` where there is no neuronx-cc, and one that names each graph that failed, with the end of its
-    log; `StorageError` when a disk is full.
+    Raises `DeviceError` where neuronx-cc is missing, and one that names all failed graphs with the ends of their logs;
+    `StorageError` when a disk is full.
     """
-    compiler_version()  # raises what a task would say after the trace
+    compiler_version()  # a missing neuronx-cc is an error before the trace, not after it
     scratch, phase_timer = workspace.own_scratch, PhaseTimer()
     with phase_timer.phase("trace"):
         trace(scratch / "trace", "tracing")
         modules = traced_modules(scratch / "trace" / "cache")
     with phase_timer.phase("compile"):
         compiled = workspace.scratch / COMPILED
-        for path in [*compiled.rglob(f"*{TEMPORARY_SUFFIX}")]:  # what killed tasks left
+        for path in [*compiled.rglob(f"*{TEMPORARY_SUFFIX}")]:  # of tasks that were killed
             discard(path, workspace.lease)
         tasks = make_tasks(modules, compiled, target_of(recipe), recipe.compile)
         records = compile_modules(tasks, launcher, recipe.compile)
@@ -88,9 +88,9 @@ def build_neuron_cache(
 
 
 def traced_modules(cache: Path) -> list[Module]:
-    """The graphs that a trace into an empty cache left, largest first.
+    """Find the graphs that a trace left in an empty cache, largest first.
 
-    Raises `DeviceError` when there is none, or not all are for one version of the compiler.
+    Raises `DeviceError` when there are none, or when they are for several versions of neuronx-cc.
     """
     modules = find_modules(cache)
     if not modules:
@@ -102,7 +102,7 @@ def traced_modules(cache: Path) -> list[Module]:
 
 
 def _publish(task: CompileTask, record: CompiledModule, target: Path) -> None:
-    """Put the four files of a graph into what will be published, and nothing else that lies beside them."""
+    """Copy the four files of a graph to `target`; other files of its folder, such as logs, stay behind."""
     target.mkdir(parents=True)
     sources: Sequence[Path] = (task.module.folder / GRAPH, task.module.folder / FLAGS, task.folder / NEFF)
     for source in sources:
@@ -113,15 +113,15 @@ def _publish(task: CompileTask, record: CompiledModule, target: Path) -> None:
 
 
 def _require_complete(published: Path, verified: Path) -> None:
-    """Raise `DeviceError` where a trace with the published cache met a graph that is not in it."""
+    """Raise `DeviceError` if the trace with a copy of the published cache added or changed a graph."""
     before = {path: xxh3_of(published / path) for path in list_files(published)}
     missed = [module for module in find_modules(verified) if not module.is_compiled]
     changed = [path for path, digest in before.items() if _digest(verified / path) != digest]
     if missed or changed:
         named = ", ".join([*(f"{module.name} ({module.graph_bytes:,} bytes)" for module in missed), *changed][:4])
         raise DeviceError(
-            f"the compile cache is not reusable: a second trace, which was given it, left {len(missed)} new graphs and "
-            f"changed {len(changed)} files: {named}. Nothing was published. Two traces of a program have to give the "
+            f"the compile cache is not reusable: a second trace with a copy of it added {len(missed)} graphs and "
+            f"changed {len(changed)} files: {named}. Nothing was published. Two traces of one program must give the "
             f"same graphs; compare {published} and {verified}."
         )
 

@@ -1,11 +1,10 @@
-"""The graphs that the program has on torch_xla, in the layout of libneuronxla's cache (see `modules`).
+"""Traces the program's graphs on torch_xla, in the layout of libneuronxla's cache (see `modules`).
 
-libneuronxla keeps them itself when it is told to: on a node with a NeuronCore, and perhaps on any. Where it is absent
-they are traced here, as those of any one worker of a topology: nothing is computed, and nothing of the model is in
-memory, because its state is placeholders. These graphs are those that the device is asked for, up to what
-`torch_xla.sync` adds to one (which of its inputs an output may overwrite) and to their keys, which are torch_xla's. So
-they tell how many there are, how large, and whether workers share them. A trainer on a device refuses a cache of them:
-its libraries are others.
+libneuronxla itself can keep the graphs of a process: on a node with a NeuronCore, and perhaps on any node. Where
+libneuronxla is not installed, `TracedXla` traces the graphs of one worker: nothing is computed, and the model takes no
+memory, because its state is placeholders. Its graphs differ from the device's in two ways: `torch_xla.sync` adds which
+inputs an output may overwrite, and the keys are torch_xla's. So they show the number and sizes of the graphs, and
+whether workers share them. A trainer on a device refuses a cache of them, because its libraries are different.
 """
 
 from __future__ import annotations
@@ -29,21 +28,23 @@ from services.compiler.modules import COMPILER_PREFIX, DONE, FLAGS, GRAPH, NEFF
 from services.compiler.neuronx_cc import compiler_version_if_any
 
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
-"""Says for which platform graphs are made on a node that has none."""
+"""Environment variable with the Neuron platform that graphs are made for, on a node without a Neuron device."""
 TARGET = "--target="
 KEEP_GRAPHS = {
-    # Of AWS Neuron's neuron_parallel_compile: graphs are written down, and what they compute is zeros.
+    # From AWS Neuron's neuron_parallel_compile: graphs are written to the cache, and their results are zeros.
     "NEURON_PARALLEL_COMPILE": "1",
     "NEURON_EXTRACT_GRAPHS_ONLY": "1",
     "NEURON_FALL_BACK_TO_NULL_NEFF": "1",
     "NEURON_RT_VISIBLE_CORES": "0",
 }
-"""With these libneuronxla keeps the graphs of a process, and compiles none."""
+"""Environment variables with which libneuronxla keeps the graphs of a process, and compiles none."""
 
 
 class KeptXla(NeuronXla):
-    """The backend of a node without a NeuronCore where libneuronxla is, which keeps the graphs of its plugin. Whether
-    that opens without a device has not been seen: docs/operations/first-trainium-run.md, point 1.
+    """Backend that lets libneuronxla keep the graphs, on a node without a NeuronCore.
+
+    Whether libneuronxla's plugin opens without a device has not been tried: docs/operations/first-trainium-run.md,
+    point 1.
     """
 
     def __init__(self, mesh: Mesh, threads: int, flags: Sequence[str]) -> None:
@@ -56,29 +57,29 @@ class KeptXla(NeuronXla):
 
 
 class TracedXla(NeuronXla):
-    """The backend of a worker whose device does not exist: a graph that ends is kept in the cache that the environment
-    names, and what it would have computed is placeholders.
+    """Backend of a worker without a device: writes every graph to the cache that the environment names, and replaces
+    the graph's results by placeholders.
     """
 
     host = torch.device("meta")
 
     def __init__(self, mesh: Mesh, threads: int, flags: Sequence[str] = ()) -> None:
         self.met: list[str] = []
-        """Key of every graph that ended, torch_xla's hash in hexadecimal."""
+        """Keys of all graphs in the order of execution, with repetitions: torch_xla's hashes in hexadecimal."""
         self.graphs: dict[str, bytes] = {}
-        """An HloModuleProto by key, in the order in which they were met."""
+        """Serialized HloModuleProto of every graph by key, in the order of first execution."""
         self._flags, self._graphs_kept = list(flags), 0
         super().__init__(mesh, threads, "fast")
         self._builder = self._xla.core.xla_builder
 
     def _claim_device(self) -> None:
-        """The graphs are a NeuronCore's, of a node that has none."""
+        """Open torch_xla's CPU in the place of a NeuronCore, and name the platform that graphs are made for."""
         os.environ.setdefault(PJRT_VARIABLE, CPU)
         if not self._why_without_nxd:  # its topology and its kernels ask torch_neuronx for the platform
             os.environ.setdefault(PLATFORM_VARIABLE, _target_of(self._flags))
 
     def place(self, x: Tensor) -> Tensor:
-        """A placeholder for what has no values; what has some is placed."""
+        """Move a tensor to the device; a tensor without values becomes a placeholder."""
         return self._placeholder(x) if x.is_meta else x.to(self.device)
 
     def to_host(self, x: Tensor) -> Tensor:
@@ -95,14 +96,14 @@ class TracedXla(NeuronXla):
         with torch.no_grad():
             for tensor in pending:
                 tensor.copy_(self._placeholder(tensor))
-        # As `sync` does: collectives are chained, and the next graph would contain this one.
+        # As torch_xla's `sync` does: collectives are chained, and the next graph would contain those of this one.
         lazy._set_all_reduce_token(str(self.device), None)
 
     def cache_report(self) -> CacheReport:
         return CacheReport(self._graphs_kept)
 
     def _keep(self, key: str) -> None:
-        """Put a graph into the cache unless it is there, compiled."""
+        """Write a graph to the cache unless the cache holds it compiled."""
         if CACHE_VARIABLE not in os.environ:
             return
         flags = hashlib.md5(json.dumps(self._flags).encode(), usedforsecurity=False).hexdigest()[:8]
@@ -120,7 +121,7 @@ class TracedXla(NeuronXla):
         return created
 
     def _pending_tensors(self) -> list[Tensor]:
-        """All tensors that are alive and not computed, in the order in which they were made: a graph's outputs."""
+        """Return all live tensors that are not computed yet, in the order of their creation: the graph's outputs."""
         lazy = self._xla._XLAC
         tensors = [each for each in gc.get_objects() if _is_tensor(each) and each.device.type == "xla"]
         is_pending = lazy._check_tensor_need_materialization(tensors) if tensors else []
@@ -130,10 +131,10 @@ class TracedXla(NeuronXla):
 
 
 def _target_of(flags: Sequence[str]) -> str:
-    """What they compile for."""
+    """Return the value of the flag `--target=`, or trn1."""
     return next((flag for flag in flags if flag.startswith(TARGET)), f"{TARGET}trn1").removeprefix(TARGET)
 
 
 def _is_tensor(candidate: Any) -> bool:
-    # Not isinstance: that would ask lazy objects of other libraries for their class.
+    # isinstance would make lazy objects of other libraries load their class.
     return issubclass(type(candidate), Tensor)

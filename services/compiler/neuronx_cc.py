@@ -1,7 +1,7 @@
-"""The task that a worker runs: neuronx-cc makes one NEFF of one graph.
+"""Compiles one graph with neuronx-cc, as a worker's task.
 
-A task works in a folder of its own on its node's disk. What it made it puts beside what other tasks made in one step,
-and says so in a record, last: a graph whose record and files agree is not compiled again.
+A task works in a private folder on its node's disk, then renames the NEFF into the shared folder of compiled graphs,
+and writes the graph's record last. A graph whose record matches its files is not compiled again.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from services.compiler.modules import DONE, FLAGS, GRAPH, NEFF, Module
 
 COMPILER = "neuronx-cc"
 NO_COMPILER = "absent"
-"""Version that graphs are said to be for which were traced where there is no neuronx-cc."""
+"""Compiler version of graphs that were traced where neuronx-cc is not installed."""
 TARGETS = ("trn1", "trn1n", "trn2")
 TEMPORARY_SUFFIX = ".tmp"
 LOG_LINES = 12
 VERSION_SECONDS = 120.0
 
 _VERSION = re.compile(r"NeuronX Compiler version (\S+)")
-_EXIT_KILLED = 137  # also how a container ends a process that took more memory than it may
+_EXIT_KILLED = 137  # SIGKILL, the way in which a container enforces its memory limit
 _KILLED_PART = re.compile(r"\[F137\]|forcibly killed")
-"""What neuronx-cc says when one of its own processes was killed so, and it ends with 70 itself."""
+"""Output of neuronx-cc when one of its own processes was killed; neuronx-cc itself then ends with 70."""
 _EXIT_TRANSIENT = 70
-"""Seen of many compilations at once; also how neuronx-cc ends by an error of its own, so it is retried a few times."""
+"""Exit code when many compilations run at once, and of internal errors of neuronx-cc too: retried a few times."""
 
-# Of a NEFF: package version, size of the header and of what follows, and the format's major version; no magic number.
+# Start of a NEFF: package version, bytes of header, bytes of data, major version of the format. No magic number.
 _NEFF_HEADER = struct.Struct("<4Q")
 _NEFF_HEADER_BYTES = 1024
 _NEFF_PACKAGES = (1, 2)
@@ -58,9 +58,9 @@ Outcome = Literal["compiled", "killed", "transient", "failed"]
 @dataclass(frozen=True)
 class CompileTask:
     module: Module
-    """As a trace left it."""
+    """Graph in the cache that the trace filled."""
     compiled: Path
-    """The folder of what is compiled, on the shared file system."""
+    """Folder for compiled graphs on the shared file system."""
     target: str
     timeout_seconds: float
     num_cpus: int
@@ -77,29 +77,29 @@ class CompileTask:
 
     @property
     def log_path(self) -> Path:
-        """Of the attempt that failed."""
+        """Log of the last failed attempt."""
         return self.folder.with_name(f"{self.module.name}.log")
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Those of the graph, which are part of its key, and the target, which they may have already."""
+        """Flags of neuronx-cc: those of the graph, which are part of its key, and `--target` where they lack it."""
         has_target = any(flag == "--target" or flag.startswith("--target=") for flag in self.module.flags)
         return self.module.flags if has_target else (*self.module.flags, f"--target={self.target}")
 
 
 class CompiledModule(ManifestModel):
-    """What is known of a graph that was compiled, and what it took."""
+    """Record of a compiled graph: identity, checksums, and the resources that compiling it took."""
 
     name: str
     compiler: str
     flags: tuple[str, ...]
-    """All that neuronx-cc was given."""
+    """All flags of the neuronx-cc command, including `--target`."""
     graph_bytes: Count
     graph_xxh3_128: Xxh3
     neff_bytes: Count
     neff_xxh3_128: Xxh3
     seconds: float
-    """Of the attempt that succeeded, with one node's `num_cpus`."""
+    """Seconds of the successful attempt, with `num_cpus` CPUs."""
     num_cpus: int
     memory_gib: float
     attempts: int
@@ -109,19 +109,21 @@ class CompiledModule(ManifestModel):
 class CompileResult:
     outcome: Outcome
     reason: str = ""
-    """Of one that is not compiled."""
+    """Why the graph did not compile; empty where it did."""
     log: str = ""
-    """Its last lines."""
+    """Last lines of neuronx-cc's output; empty where the graph compiled."""
     record: CompiledModule | None = None
 
 
 def compile_module(task: CompileTask) -> CompileResult:
-    """Compile one graph; what went wrong with it is a result. Raises `DeviceError` where there is no neuronx-cc, or
-    another one than the graph was traced for; `StorageError` when the node's disk is full.
+    """Compile one graph. A graph that does not compile is a result, not an error.
+
+    Raises `DeviceError` where neuronx-cc is missing or of another version than the graph was traced for, and
+    `StorageError` when the node's disk is full.
     """
     require_compiler(task.module.compiler)
     with private_folder(new_name("neuronx-cc")) as scratch:
-        # libneuronxla's names: an error of the compiler's, and the shim of a trainer, tell the graph by its file.
+        # libneuronxla's file names: errors of the compiler, and the shim of a trainer, identify a graph by them.
         graph, neff = (scratch / f"model.{task.module.name}.{ending}" for ending in ("hlo_module.pb", "neff"))
         shutil.copyfile(task.module.folder / GRAPH, graph)
         shutil.copyfile(task.module.folder / FLAGS, scratch / FLAGS)
@@ -154,7 +156,7 @@ def compile_module(task: CompileTask) -> CompileResult:
 
 
 def find_compiled(task: CompileTask) -> CompiledModule | None:
-    """The record of a graph that an earlier task compiled, with these flags, if its files are still what it says."""
+    """Return the record of an earlier task for the same graph and flags; None if there is none, or its files differ."""
     try:
         record = CompiledModule.model_validate_json(read_file(task.record_path))
         neff = task.folder / NEFF
@@ -170,7 +172,7 @@ def find_compiled(task: CompileTask) -> CompiledModule | None:
 
 
 def target_of(recipe: Recipe) -> str:
-    """neuronx-cc's `--target`: the family of the nodes that train."""
+    """Return the `--target` of neuronx-cc, the EC2 family of the training nodes; `DeviceError` for unknown ones."""
     family = family_of(recipe.cluster.trainer_instance_type)
     if family not in TARGETS:
         raise DeviceError(f"neuronx-cc has no target for {family}; expected one of {', '.join(TARGETS)}.")
@@ -182,48 +184,52 @@ def require_compiler(version: str) -> None:
     found = compiler_version()
     if found != version:
         raise DeviceError(
-            f"the graphs were traced for {COMPILER} {version}, and {shutil.which(COMPILER)} on this node is {found}: "
-            f"what it compiles no trainer would find. Trace and compile with the same image: make images "
-            f"STAGE=compiler VARIANT=neuron"
+            f"the graphs were traced for {COMPILER} {version}, but {shutil.which(COMPILER)} on this node is {found}; "
+            f"no trainer would find its output. Trace and compile with the same image: make images STAGE=compiler "
+            f"VARIANT=neuron"
         )
 
 
 def compiler_version() -> str:
-    """Of the neuronx-cc on PATH. Raises `DeviceError` where there is none."""
+    """Return the version of the neuronx-cc on PATH. Raises `DeviceError` where there is none."""
     return _ask_version(os.environ.get("PATH", ""))
 
 
 def compiler_version_if_any() -> str:
-    """Version of the neuronx-cc on PATH; `NO_COMPILER` where there is none: graphs are traced there, not compiled."""
+    """Return the version of the neuronx-cc on PATH, or `NO_COMPILER` where there is none."""
     return compiler_version() if shutil.which(COMPILER) else NO_COMPILER
 
 
 @functools.cache
 def _ask_version(path: str) -> str:
-    """It takes seconds to answer."""
+    """Ask neuronx-cc for its version, which takes seconds: once per process and PATH."""
     if shutil.which(COMPILER, path=path) is None:
         raise DeviceError(
-            f"there is no {COMPILER} on PATH. A neuron image brings it, on nodes without a Neuron device too: "
-            f"make images STAGE=compiler VARIANT=neuron"
+            f"there is no {COMPILER} on PATH. The compiler's neuron image has it, and runs on nodes without a Neuron "
+            f"device too: make images STAGE=compiler VARIANT=neuron"
         )
     try:
         command = [COMPILER, "--version"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
-        raise DeviceError(f"`{COMPILER} --version` has not answered for {VERSION_SECONDS:.0f} s.") from error
+        raise DeviceError(
+            f"`{COMPILER} --version` did not answer within {VERSION_SECONDS:.0f} s. Run it by hand to see why."
+        ) from error
     printed = done.stdout + done.stderr
     found = _VERSION.search(printed)
     if found is None:
-        raise DeviceError(f"`{COMPILER} --version` names no version: {printed.strip()[-500:]!r}")
+        raise DeviceError(
+            f"`{COMPILER} --version`: expected 'NeuronX Compiler version ...', got {printed.strip()[-500:]!r}"
+        )
     return found.group(1)
 
 
 def _judge(task: CompileTask, exit_code: int | None, log: str, neff: Path) -> tuple[Outcome, str]:
     if exit_code is None:
-        return "failed", f"took longer than compile.task_timeout_seconds, {task.timeout_seconds:g} s, and was ended"
+        return "failed", f"took longer than compile.task_timeout_seconds = {task.timeout_seconds:g}, and was killed"
     if exit_code == _EXIT_KILLED or (exit_code and _KILLED_PART.search(log)):
-        had = f"the task had asked for {task.memory_gib:g} GiB; see compile.task_memory_gib"
-        return "killed", f"{COMPILER} was killed, most likely for memory: {had}"
+        had = f"the task had requested {task.memory_gib:g} GiB; see compile.task_memory_gib"
+        return "killed", f"{COMPILER} was killed, most likely for lack of memory: {had}"
     if exit_code and "No space left on device" in log:
         raise StorageError(
             f"{neff.parent}: the node's disk filled up while {task.module.name} was compiled "
@@ -235,11 +241,11 @@ def _judge(task: CompileTask, exit_code: int | None, log: str, neff: Path) -> tu
     if exit_code:
         return "failed", f"{COMPILER} ended with {exit_code}"
     damage = find_damage(neff)
-    return ("failed", f"{COMPILER} ended with 0, and its output {damage}") if damage else ("compiled", "")
+    return ("failed", f"{COMPILER} ended with 0, but its output {damage}") if damage else ("compiled", "")
 
 
 def find_damage(neff: Path) -> str:
-    """Why this cannot be a NEFF, by its header, as the Neuron runtime knows one; nothing for a sane one."""
+    """Check a NEFF's header as the Neuron runtime does; returns the reason why the file is no NEFF, or nothing."""
     try:
         size = neff.stat().st_size
         with neff.open("rb") as file:
@@ -249,17 +255,17 @@ def find_damage(neff: Path) -> str:
     if size == 0:
         return "is empty"
     if size <= _NEFF_HEADER_BYTES:
-        return f"is no NEFF: {size:,} bytes, and its header alone has {_NEFF_HEADER_BYTES:,}"
+        return f"is no NEFF: {size:,} bytes, less than a header's {_NEFF_HEADER_BYTES:,}"
     package, header_bytes, data_bytes, major = _NEFF_HEADER.unpack(header)
     if package not in _NEFF_PACKAGES or header_bytes >= size or major > _NEFF_MAJOR_VERSION:
         return f"is no NEFF: it begins with {header[:16].hex(' ')}"
     if data_bytes > size - _NEFF_HEADER_BYTES:
-        return f"is cut off: {size:,} bytes, of {data_bytes + _NEFF_HEADER_BYTES:,}"
+        return f"is cut off: {size:,} bytes of {data_bytes + _NEFF_HEADER_BYTES:,}"
     return ""
 
 
 def _keep(task: CompileTask, neff: Path, record: CompiledModule) -> None:
-    """Put what was compiled in its place: whole or not at all, and believed only once its record is there."""
+    """Publish a NEFF to the shared folder atomically; it counts only once its record is written, which is last."""
     task.folder.mkdir(parents=True, exist_ok=True)
     temporary = task.folder / f".{NEFF}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:

@@ -2,8 +2,8 @@
 
 The process is rank 0 of a group whose other ranks are fake: shapes and graphs are real, values are not.
 `python -m services.compiler.trace FOLDER` reads FOLDER/recipe.json, fills the cache directory that
-its environment names, prints the name of each phase when it is done and writes FOLDER/report.json. With `--for-plan`
-it needs nothing of Neuron: what it leaves tells what there is to compile, and is compiled by nobody.
+its environment names, prints the name of every phase at its end and writes FOLDER/report.json. With `--for-plan`
+it needs no Neuron software: its graphs have real sizes for an estimate, and are never compiled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from services.common.program.step import Program
 from services.common.recipe.schema import Recipe
 
 MAX_MICRO_BATCHES = 2
-"""Number of micro-batches of a traced step: every micro-batch after the second has the graphs of the second."""
+"""Maximum number of micro-batches in a traced step: the third and later ones have the graphs of the second."""
 FOR_PLAN = "--for-plan"
 PHASES = ("first step", "second step", "third step", "save and resume", "step after resume", "evaluation")
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 
 def trace(recipe: Recipe, tell: Callable[[str], None], is_for_plan: bool = False) -> CacheReport:
-    """Run PHASES as rank 0 of all the recipe's workers. `tell` is given the name of each phase when it is done."""
+    """Run PHASES as rank 0 of the recipe's workers, and call `tell` with the name of every phase at its end."""
     world_size = recipe.parallel.num_workers
     group = ProcessGroup.fake(world_size)
     backend = make_backend(recipe, make_mesh(recipe, rank=0, world_size=world_size), is_for_plan)
@@ -52,14 +52,14 @@ def trace(recipe: Recipe, tell: Callable[[str], None], is_for_plan: bool = False
 
 
 def make_backend(recipe: Recipe, mesh: Mesh, is_for_plan: bool = False) -> Backend:
-    """The recipe's backend as it is traced.
+    """Make the recipe's backend in the form that traces.
 
-    For Neuron, libneuronxla is told to keep the graphs and to compile none. Where it is absent, or for a plan,
-    torch_xla alone gives them: those tell what there is to compile, and serve no device.
+    For Neuron, libneuronxla is configured to keep the graphs and to compile none. Where libneuronxla is not installed,
+    and for a plan, torch_xla makes the graphs: they have the real number and sizes, but no device can use them.
     """
     threads, device = recipe.parallel.threads_per_worker, recipe.parallel.device
     if device == "xla":
-        from services.common.program.backends.xla_environment import compiler_flags  # noqa: PLC0415 - of one device
+        from services.common.program.backends.xla_environment import compiler_flags  # noqa: PLC0415 - for one device only
         from services.compiler.neuron_trace import KEEP_GRAPHS, KeptXla, TracedXla  # noqa: PLC0415
 
         if recipe.compile.trace_on == "cpu" or is_for_plan:
@@ -70,7 +70,7 @@ def make_backend(recipe: Recipe, mesh: Mesh, is_for_plan: bool = False) -> Backe
 
 
 def run_phases(recipe: Recipe, backend: Backend, tell: Callable[[str], None]) -> None:
-    """On synthetic tokens."""
+    """Run PHASES with synthetic tokens, and call `tell` with the name of every phase at its end."""
     program = Program(recipe, backend)
     num_micro_batches = min(len(backend.mesh.share(recipe.batch.num_micro_batches)), MAX_MICRO_BATCHES)
     batches = [make_synthetic_micro_batch(recipe) for _ in range(num_micro_batches)]

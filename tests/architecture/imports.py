@@ -1,15 +1,16 @@
-"""Who imports what, read from the source with `ast`: nothing is imported to know it."""
+"""Reads imports and calls from the source with `ast`, without importing it."""
 
 from __future__ import annotations
 
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 
-# These are imported by name, so that a program without Ray, or without a device's libraries, runs without them.
+# Modules that another imports by name at run time, because not every image has their libraries.
 CHOSEN_AT_RUN_TIME = {
     "services.common.launch.launcher": {"services.common.launch.inline", "services.common.launch.ray_launcher"},
     "services.common.program.backends.choice": {"services.common.program.backends.torch_native"},
@@ -22,27 +23,32 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def modules_of(root: Path, *folders: str) -> dict[str, Path]:
-    """Every module below the folders, or below `services`, without the tests, by name."""
+    """Return the paths of all modules below the folders (default: services) by name, without tests."""
     paths = sorted(path for folder in folders or ("services",) for path in (root / folder).rglob("*.py"))
     return {module_name(path, root): path for path in paths if "tests" not in path.relative_to(root).parts}
 
 
 def imports_of(path: Path, *, with_optional: bool = True) -> set[str]:
-    """Full names that a file imports, also inside of functions: `from a import b` counts as `a.b`.
+    """Return the full names that a file imports, also inside of functions: `from a import b` counts as `a.b`.
 
-    An optional import is one that `except ImportError` does without.
+    An optional import is one inside of `try ... except ImportError`.
     """
-    found = set()
-    for node in _nodes_that_run(ast.parse(path.read_text(encoding="utf-8")), with_optional):
+    return set(_imports_in(path.read_text(encoding="utf-8"), with_optional))
+
+
+@cache
+def _imports_in(source: str, with_optional: bool) -> frozenset[str]:
+    found = set[str]()
+    for node in _nodes_that_run(ast.parse(source), with_optional):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def closure_of(modules: dict[str, Path], start: set[str], *, with_optional: bool = True) -> set[str]:
-    """`start` and every first-party module that it imports, directly or through others."""
+    """Return `start` and all first-party modules that it imports, directly or through others."""
     seen: set[str] = set()
     waiting = set(start)
     while waiting:
@@ -55,21 +61,21 @@ def closure_of(modules: dict[str, Path], start: set[str], *, with_optional: bool
 
 
 def joined_paths_of(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Left side, right side and source of every `left / right` in a file."""
+    """Yield left side, right side and source of every `left / right` in a file."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             yield ast.unparse(node.left), ast.unparse(node.right), ast.unparse(node)
 
 
 def calls_of(path: Path) -> Iterator[tuple[str, bool]]:
-    """Every call in a file: what is called, as it is written, and whether it has arguments."""
+    """Yield every call in a file: the function as it is written, and whether the call has arguments."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), bool(node.args or node.keywords)
 
 
 def reads_of(path: Path) -> Iterator[str]:
-    """Every call in a file that opens a path for reading, by Python or by a library, as it is written."""
+    """Yield the source of every call in a file that opens a path for reading, by Python or by a library."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and _reads(
             ast.unparse(node.func), [*node.args, *(k.value for k in node.keywords)]
@@ -92,13 +98,13 @@ def _reads(function: str, arguments: list[ast.expr]) -> bool:
 
 
 def third_parties_of(path: Path, *, with_optional: bool = True) -> set[str]:
-    """Top-level names that a file imports and that are neither ours nor Python's."""
+    """Return the top-level names that a file imports from neither this repository nor the standard library."""
     names = {full.split(".")[0] for full in imports_of(path, with_optional=with_optional)}
     return names - {"services"} - set(sys.stdlib_module_names)
 
 
 def _nodes_that_run(tree: ast.AST, with_optional: bool) -> Iterator[ast.AST]:
-    """All nodes but for those under `if TYPE_CHECKING:`, and on request those that an ImportError passes over."""
+    """Yield all nodes except those under `if TYPE_CHECKING:`, and optional imports unless `with_optional`."""
     yield tree
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):

@@ -1,4 +1,4 @@
-"""What infra/ makes and what k8s/ uses, read from both sides: HCL and tables there, rendered manifests here."""
+"""Reads the facts that infra/ and k8s/ must agree on: from HCL and tables there, from rendered manifests here."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from services.common.recipe.schema import Kind
 Thing = dict[str, Any]
 
 STACK = "infra/stacks/eks"
-# What terraform's interpolations in outputs stand for in an account like this.
+# Values of terraform's interpolations in the outputs of an example account.
 EXAMPLES = {
     "${local.account.id}": "123456789012",
     "${var.region}": "us-west-2",
     "${data.aws_partition.current.dns_suffix}": "amazonaws.com",
 }
-# Settings that a person chooses, and no account says.
+# Settings that people choose; no output of the stack has them.
 CHOSEN = ("COMPILER_POOL", "RECIPE")
-# What each device plugin's chart adds to a node.
+# Extended resource that a device plugin's chart adds to its nodes.
 RESOURCE_OF_CHART = {"neuron-helm-chart": "aws.amazon.com/neuron", "aws-efa-k8s-device-plugin": "vpc.amazonaws.com/efa"}
 MODULE_OF_CHART = {"kuberay-operator": "github.com/ray-project/kuberay/ray-operator", "volcano": "volcano.sh/volcano"}
-# By Volcano's README, its table of Kubernetes compatibility at ed72c7c.
+# From Volcano's README at ed72c7c, table of Kubernetes compatibility.
 NEWEST_KUBERNETES_OF_VOLCANO = {"1.14": "1.34", "1.15": "1.35"}
 UNITS = {"Gi": 1, "Ti": 1024}
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """One thing that both sides have to say, and what each says."""
+    """A fact that infra/ and k8s/ both state, with both values."""
 
     what: str
     infra: Any
@@ -62,28 +62,26 @@ def _shown(side: Any) -> str:
 
 
 def read_locals(root: Path) -> Thing:
-    """The literals of the stack's locals."""
-    blocks = _plain([block for name in ("common.tf", "main.tf") for block in _read_hcl(root / STACK / name)["locals"]])
+    """Read the stack's locals as literals."""
+    blocks = plain([block for name in ("common.tf", "main.tf") for block in read_hcl(root / STACK / name)["locals"]])
     return {name: value for block in blocks for name, value in block.items()}
 
 
 def read_defaults(root: Path) -> dict[str, Thing]:
-    """Defaults of the stack's variables that are objects, by variable and attribute, and of the others under ""."""
+    """Read the defaults of the stack's variables by variable and attribute, which is "" for all but objects."""
     found: dict[str, Thing] = {}
-    for block in [
-        each for name in ("common.tf", "variables.tf") for each in _read_hcl(root / STACK / name)["variable"]
-    ]:
+    for block in [each for name in ("common.tf", "variables.tf") for each in read_hcl(root / STACK / name)["variable"]]:
         for name, variable in block.items():
             attributes = re.findall(r"(\w+)\s*=\s*optional\(\w+,\s*(\"[^\"]*\"|[0-9]+)\)", str(variable.get("type")))
-            found[_plain(name)] = {key: json.loads(text) for key, text in attributes} or {
-                "": _plain(variable.get("default"))
+            found[plain(name)] = {key: json.loads(text) for key, text in attributes} or {
+                "": plain(variable.get("default"))
             }
     return found
 
 
 def read_outputs(root: Path) -> dict[str, str]:
-    """The expressions that they are."""
-    blocks = _plain(_read_hcl(root / STACK / "outputs.tf")["output"])
+    """Read the expressions of the stack's outputs."""
+    blocks = plain(read_hcl(root / STACK / "outputs.tf")["output"])
     return {name: str(output["value"]) for block in blocks for name, output in block.items()}
 
 
@@ -95,13 +93,13 @@ def read_registry(root: Path) -> str:
 
 
 def read_modules(root: Path) -> dict[str, Thing]:
-    """What the stack gives to its modules, as expressions."""
-    blocks = _plain(_read_hcl(root / STACK / "main.tf")["module"])
+    """Read the arguments of the stack's modules, as expressions."""
+    blocks = plain(read_hcl(root / STACK / "main.tf")["module"])
     return {name: arguments for block in blocks for name, arguments in block.items()}
 
 
 def example_outputs(root: Path) -> Thing:
-    """What terraform would print for the defaults, with ids as AWS makes them, for `write_settings`."""
+    """Return the outputs that terraform has for the defaults, with ids like those of AWS, for `write_settings`."""
     own, defaults = read_locals(root), read_defaults(root)
     return {
         "region": "us-west-2",
@@ -126,7 +124,7 @@ def read_settings(path: Path) -> dict[str, str]:
 
 
 def list_agreements(root: Path, objects: list[Thing], committed: dict[str, str]) -> Iterator[Agreement]:
-    """`objects`: the overlay eks with the settings of `example_outputs`; `committed`: its settings as git has them."""
+    """Compare both sides. `objects` is the overlay eks with `example_outputs`; `committed` its settings in git."""
     own, defaults = read_locals(root), read_defaults(root)
     yield from _names(root, own, objects)
     yield from _placement(root, own, defaults, objects)
@@ -184,7 +182,7 @@ def _names(root: Path, own: Thing, objects: list[Thing]) -> Iterator[Agreement]:
 
 
 def _placement(root: Path, own: Thing, defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:
-    """Every pod of ours says its pool, and what it selects is on that pool's nodes and no other."""
+    """Every pod selects its pool, by labels that only this pool's nodes have."""
     label, taint = own["pool_label"], own["taint"]
     pods = {"head": _one(objects, "RayCluster")["spec"]["headGroupSpec"]["template"]["spec"]}
     pods |= {name: _pod(group) for name, group in _groups(objects).items()}
@@ -213,7 +211,7 @@ def _placement(root: Path, own: Thing, defaults: dict[str, Thing], objects: list
 
 
 def _node_groups(root: Path, own: Thing, used: Thing) -> Iterator[Agreement]:
-    """Labels and taints as the node groups are given them, which is not yet what the stack's locals say."""
+    """Compare the labels and taints in the arguments of the node groups, which may differ from the stack's locals."""
     modules = read_modules(root)
     labels = {"trainium": modules["trainium"]["labels"]}
     for name, pool in modules["eks"]["pools"].items():
@@ -229,13 +227,13 @@ def _node_groups(root: Path, own: Thing, used: Thing) -> Iterator[Agreement]:
 
 
 def _resolved(expression: str, defaults: dict[str, Thing]) -> Any:
-    """The default that `${var.NAME.ATTRIBUTE}` has."""
+    """Return the default of `${var.NAME.ATTRIBUTE}`."""
     _, name, attribute = expression.removeprefix("${").removesuffix("}").split(".")
     return defaults[name][attribute]
 
 
 def _amounts(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreement]:
-    """What a pod asks for is what its pool's nodes leave, and the queue holds as many as there can be nodes."""
+    """A pod requests all that its pool's node leaves to pods, and the queue holds as many pods as nodes may exist."""
     shapes = json.loads((root / "infra/shapes.json").read_text(encoding="utf-8"))["shapes"]
     total: dict[str, int] = {}
     per_pool = {}
@@ -332,7 +330,7 @@ def _addons(root: Path, defaults: dict[str, Thing], objects: list[Thing]) -> Ite
 
 
 def _versions(root: Path, made: str, modules: dict[str, str]) -> Iterator[Agreement]:
-    """The version of Kubernetes that a new cluster gets, and those on which it is tested."""
+    """Compare a new cluster's version of Kubernetes with those of the tests."""
     tested = modules["k8s.io/kubernetes"]
     yield Agreement("minor version of Kubernetes, here and in the test cluster", made, tested.rpartition(".")[0])
     kit = (root / "tests/cluster/kit/cluster.py").read_text(encoding="utf-8")
@@ -354,7 +352,7 @@ def _minor(version: str) -> int:
 
 
 def _addon_pods(root: Path, releases: list[Thing]) -> Iterator[Agreement]:
-    """The pool that an add-on's pods select, and whether device plugins tolerate its taint."""
+    """Compare the pools that add-ons' pods select, and the taints that device plugins tolerate."""
     own = read_locals(root)
     for release in releases:
         values = yaml.safe_load((root / f"infra/addons/values/{release['name']}.yaml").read_text(encoding="utf-8"))
@@ -369,7 +367,7 @@ def _addon_pods(root: Path, releases: list[Thing]) -> Iterator[Agreement]:
 
 
 def _find_all(values: Any, key: str) -> Iterator[Any]:
-    """What stands under a key, however deep."""
+    """Yield all values of a key at any depth."""
     if isinstance(values, dict):
         for name, value in values.items():
             if name == key:
@@ -392,7 +390,7 @@ def _room(shape: Thing) -> dict[str, int]:
 
 
 def _counted(amounts: dict[str, str]) -> dict[str, int]:
-    """Memory in GiB."""
+    """Return amounts as integers, memory in GiB."""
     return {
         name: int(text[:-2]) * UNITS[text[-2:]] if text[-2:] in UNITS else int(text) for name, text in amounts.items()
     }
@@ -408,7 +406,7 @@ def _pod(group: Thing) -> Thing:
 
 
 def _pods(objects: list[Thing]) -> Iterator[Thing]:
-    """Of the stages' namespace."""
+    """Yield the pod specs of the stages' namespace."""
     cluster = _one(objects, "RayCluster")["spec"]
     yield cluster["headGroupSpec"]["template"]["spec"]
     yield from (_pod(group) for group in cluster["workerGroupSpecs"])
@@ -427,23 +425,24 @@ def _one(objects: list[Thing], kind: str) -> Thing:
     return found
 
 
-def _read_hcl(path: Path) -> Thing:
+def read_hcl(path: Path) -> Thing:
+    """Read a file of HCL, with the quotes that the parser leaves on strings; `plain` removes them."""
     return _parse_hcl(path.read_text(encoding="utf-8"))
 
 
 @cache
 def _parse_hcl(text: str) -> Thing:
-    """Kept, because parsing takes most of the time here and most copies have most texts in common."""
+    """Parse HCL, once per text: parsing takes most of these tests' time, and copies of the stack share most files."""
     parsed: Thing = hcl2.loads(text)
     return parsed
 
 
-def _plain(value: Any) -> Any:
-    """The parser leaves the quotes on texts, and adds entries of its own."""
+def plain(value: Any) -> Any:
+    """Remove the quotes that the parser leaves on strings, and its own entries."""
     if isinstance(value, dict):
-        return {_plain(key): _plain(each) for key, each in value.items() if not str(key).startswith("__")}
+        return {plain(key): plain(each) for key, each in value.items() if not str(key).startswith("__")}
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] == '"':
         return json.loads(value)
     return None if value == "null" else value

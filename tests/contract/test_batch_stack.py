@@ -1,4 +1,4 @@
-"""What batch/ and deploy/ use is what `infra/stacks/batch` makes: HCL on one side, the deploy tool on the other."""
+"""The deploy tool uses what `infra/stacks/batch` makes: the stack's HCL against the code of deploy/."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import hcl2
 import pytest
 
 from deploy.batch.config import CONFIG, KEYS, PLACES, read_config
@@ -21,27 +20,15 @@ from services.common.errors import RecipeError
 from services.common.launch.batch.node import ROOT_MARKER
 from services.common.process.termination_notice import CHECKPOINTS_PER_NOTICE
 from services.common.recipe.schema import STAGES
+from tests.contract.agreements import plain, read_hcl
 from tests.deploy.batch.builders import job_deployment_of
 
 STACK = REPOSITORY / "infra/stacks/batch"
 MODULE = REPOSITORY / "infra/modules/batch"
 
 
-def read_hcl(path: Path) -> dict[str, Any]:
-    return dict(plain(hcl2.loads(path.read_text(encoding="utf-8"))))
-
-
-def plain(value: Any) -> Any:
-    """Without the quotes that the parser leaves on texts."""
-    if isinstance(value, dict):
-        return {plain(key): plain(each) for key, each in value.items() if not str(key).startswith("__")}
-    if isinstance(value, list):
-        return [plain(each) for each in value]
-    return value.strip('"') if isinstance(value, str) else value
-
-
 def locals_of(path: Path) -> dict[str, Any]:
-    return {name: value for block in read_hcl(path)["locals"] for name, value in block.items()}
+    return {name: value for block in plain(read_hcl(path)["locals"]) for name, value in block.items()}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +43,7 @@ def module() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rendered() -> str:
-    """The config.txt of two lines of tfvars, as `terraform test` holds the stack's output to it."""
+    """Return the config.txt that `terraform test` expects of the stack."""
     text = (STACK / "tests/stack.tftest.hcl").read_text(encoding="utf-8")
     expected = text[text.index("output.config == ") : text.index("error_message")]
     return "".join(f"{line}\n" for line in re.findall(r'^ +"([A-Z_]+=.*)",$', expected, re.MULTILINE))
@@ -135,7 +122,7 @@ def test_folders_belong_to_the_user_of_the_images(module: dict[str, Any]) -> Non
 
 
 def test_a_stage_has_the_same_part_of_the_bucket_on_both_targets() -> None:
-    """Their roles say it in the same words, but for where the stage's name comes from."""
+    """The roles of both targets differ only in the expression of the stage's name."""
     parts = [
         re.findall(r'\$\{(?:account|each\.key)\}(/\*)"', (REPOSITORY / path).read_text(encoding="utf-8"))
         for path in ("infra/modules/eks/identities.tf", "infra/modules/batch/identities.tf")

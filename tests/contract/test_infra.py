@@ -1,4 +1,4 @@
-"""What k8s/ uses is what infra/ makes. Breaking any one of it in a copy is found, with both sides said."""
+"""The manifests of k8s/ use what infra/ makes. A change of one side in a copy is reported with both values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from images.platforms import REPOSITORY
 from infra.account import managed_node_groups
 from infra.apply.overlay_settings import write_settings
 from infra.workloads import cluster_workloads
-from k8s.client.overlay import find_kubectl, render
-from services.common.errors import DeviceError
+from k8s.client.overlay import render
 from tests.contract.agreements import example_outputs, list_agreements, read_settings
 
 Thing = dict[str, Any]
@@ -31,7 +30,7 @@ PEOPLE_BINDING = (
     "  name: millrace-people\nsubjects:\n  - apiGroup: rbac.authorization.k8s.io\n    kind: Group\n    name: "
 )
 
-# File, text in it, what it becomes; both sides as the message says them.
+# File, text, replacement; then the values of both sides in the message.
 MUTATIONS = {
     "namespace, infra": (
         MAIN,
@@ -311,7 +310,7 @@ def copy_repository(target: Path) -> Path:
 
 
 def render_with_outputs(root: Path, outputs: Thing) -> list[Thing]:
-    """The overlay as it is after `make infra-up`."""
+    """Render the overlay with the settings that `make infra-up` writes."""
     settings = root / OVERLAY / "settings.env"
     before = settings.read_text(encoding="utf-8")
     write_settings(outputs, settings)
@@ -322,12 +321,13 @@ def render_with_outputs(root: Path, outputs: Thing) -> list[Thing]:
 
 
 @pytest.fixture(scope="module")
-def rendered(tmp_path_factory: pytest.TempPathFactory) -> list[Thing]:
-    try:
-        find_kubectl()
-    except DeviceError as error:
-        pytest.skip(str(error))
-    root = copy_repository(tmp_path_factory.mktemp("contract"))
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the repository's facts; a test that changes a file changes it back."""
+    return copy_repository(tmp_path_factory.mktemp("contract"))
+
+
+@pytest.fixture(scope="module")
+def rendered(root: Path, kubectl: Path) -> list[Thing]:
     return render_with_outputs(root, example_outputs(root))
 
 
@@ -360,14 +360,16 @@ def test_a_name_in_the_commands_of_infra_that_is_changed_alone_is_found(
 
 
 @pytest.mark.parametrize("broken", MUTATIONS)
-def test_a_side_that_is_changed_alone_is_found(broken: str, rendered: list[Thing], tmp_path: Path) -> None:
+def test_a_side_that_is_changed_alone_is_found(broken: str, rendered: list[Thing], root: Path) -> None:
     name, before, after, infra_says, k8s_says = MUTATIONS[broken]
-    root = copy_repository(tmp_path)
     text = (root / name).read_text(encoding="utf-8")
-    assert before in text, f"{name} has no {before!r} any more: say here what breaks it now"
+    assert before in text, f"{name} has no {before!r} any more: change this mutation"
     (root / name).write_text(text.replace(before, after, 1), encoding="utf-8")
-    objects = render_with_outputs(root, example_outputs(REPOSITORY)) if name.startswith("k8s/") else rendered
-    found = disagreements(root, objects)
+    try:
+        objects = render_with_outputs(root, example_outputs(REPOSITORY)) if name.startswith("k8s/") else rendered
+        found = disagreements(root, objects)
+    finally:
+        (root / name).write_text(text, encoding="utf-8")
     print("\n".join(found))
     assert any(
         infra_says in each.partition(", k8s has ")[0] and k8s_says in each.partition(", k8s has ")[2] for each in found

@@ -1,5 +1,5 @@
-"""A one-off is the same on both targets, and a stage's subcommands are the same in its program, in the label of its
-image and in the table of the deploy tool.
+"""A one-off container is the same on both targets; a stage's subcommands are the same in its program, in its image's
+label and in the table of the deploy tool.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ import pytest
 from kubernetes.utils.quantity import parse_quantity
 
 from deploy.batch.job_definition import BatchOneOff, read_container, render_one_off_definition
-from k8s.client.overlay import find_kubectl, render
 from k8s.client.stage_image import repository_of
 from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job
 from k8s.objects.worker_group import worker_group_of
-from services.common.errors import DeviceError
 from services.common.process.subcommands import ARTIFACTS, LABEL, names_of
 from services.common.recipe.schema import STAGES, Stage
 from services.compiler.command import main as compile_graphs
@@ -21,19 +19,10 @@ from services.trainer.command import COMMANDS
 from tests.deploy.batch.builders import config_of
 from tests.images.dockerfiles import read_dockerfile, settings_of_image
 from tests.k8s.builders import DIGEST
-from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
+from tests.k8s.rendered import Thing
 
 LEFT_OUT = {"tokenizer": {"pin"}, "compiler": set(), "trainer": {"train"}}
-"""What writes into files of a person's own machine, and the stage itself."""
-
-
-@pytest.fixture(scope="module")
-def eks() -> Thing:
-    try:
-        find_kubectl()
-    except DeviceError as error:
-        pytest.skip(str(error))
-    return cluster_of(render(OVERLAYS["eks"]))
+"""Subcommands without a one-off: those that write files on a person's machine, and the stage itself."""
 
 
 def test_the_table_has_the_subcommands_of_each_program(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +53,7 @@ def test_a_one_off_gets_the_same_on_both_targets(eks: Thing, stage: Stage) -> No
     definition = render_one_off_definition(config_of(), BatchOneOff(**told, **asked))  # type: ignore[arg-type]
     container = read_container(definition)
 
-    # Batch appends to the image's entry point, and has no claim that a pod waits for: its host's mount is looked at.
+    # Batch appends to the image's entry point. Its jobs check the host's mount, where a pod waits for its claim.
     entry_point = ["python", "-m", f"services.{stage}"]
     on_batch = [word for word in [*entry_point, *container["command"]] if word != "--require-mount"]
     assert on_batch == [*pod["command"], *pod["args"]]

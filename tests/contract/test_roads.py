@@ -1,4 +1,4 @@
-"""The roads that the pages print, from an empty account to an exported model: what each command needs is there."""
+"""The commands that the pages list, from an empty account to an exported model, are complete and fit together."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ from infra.tests.road import Typed, read_lines, read_road
 from infra.tests.service_models import share_service_models
 from k8s.client.compile_tasks import check_trace
 from k8s.client.kuberay_one_off import run_one_off
-from k8s.client.overlay import find_kubectl, render
 from k8s.client.resolved_deployment import resolve
 from k8s.objects.worker_group import worker_group_of
-from services.common.errors import DeviceError
 from services.common.recipe.schema import STAGES
 from tests.contract.agreements import read_settings
 from tests.deploy.batch.cloud import TAG, simulated_account
 from tests.k8s.builders import DIGEST
 from tests.k8s.memory_api import MemoryApi
-from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
+from tests.k8s.rendered import OVERLAYS, Thing
 from tests.makefile import read_variables
 
 
@@ -44,21 +42,12 @@ def service_models() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def eks() -> Thing:
-    try:
-        find_kubectl()
-    except DeviceError as error:
-        pytest.skip(str(error))
-    return cluster_of(render(OVERLAYS["eks"]))
-
-
 def deployments(target: Target) -> list[Typed]:
     return [typed for typed in read_road(target) if typed.target == "deploy-stage"]
 
 
 def read_request(typed: Typed) -> DeployRequest:
-    """The request that the deploy tool reads from the typed variables."""
+    """Return the deploy tool's request for a typed command."""
     require_taken(typed.target, typed.variables)
     return read_deploy_request(typed.variables, require_stage_name(typed.variables["STAGE"]))
 
@@ -70,7 +59,7 @@ def test_the_page_prints_the_road(target: Target) -> None:
 
 @pytest.mark.parametrize("target", ROADS)
 def test_every_target_of_make_is_there_and_says_which_variables_it_takes(target: Target) -> None:
-    """The three stages run in their order, the model is exported, and what was made is taken down."""
+    """The three stages run in order, the model is exported, and the target is taken down."""
     typed = [each for each in read_road(target) if each.target]
     for each in typed:
         assert {*each.variables} <= {*read_variables(each.target)}, each.line
@@ -83,7 +72,7 @@ def test_every_target_of_make_is_there_and_says_which_variables_it_takes(target:
 
 
 def read_export(target: Target) -> OneOffRequest:
-    """The request of the road's last step before it is taken down, for an image that has been pushed."""
+    """Return the request of the export, the last step before infra-down, for an image that has been pushed."""
     [typed] = [each for each in read_road(target) if each.target == "stage-run"]
     require_taken(typed.target, typed.variables)
     return read_one_off_request(typed.variables)
@@ -92,7 +81,7 @@ def read_export(target: Target) -> OneOffRequest:
 def test_the_eks_road_ends_in_a_model_on_the_shared_file_system(
     eks: Thing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a pod of a CPU node, whose node comes for it, with the overlay's recipe."""
+    """The pod runs on a CPU node, which is started for it, with the overlay's recipe."""
     monkeypatch.setattr("k8s.client.kuberay_one_off.find_image_labels", lambda group, image: {})
     request = replace(read_export("eks"), tag=f"millrace/trainer@sha256:{DIGEST}", is_followed=False)
     api = MemoryApi(eks)
@@ -109,7 +98,7 @@ def test_the_eks_road_ends_in_a_model_on_the_shared_file_system(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_of_the_eks_road_fits_its_overlay(eks: Thing, stage: str) -> None:
-    """Without a RECIPE or a NODES: the overlay's recipe, its nodes, and for the compiler a device to trace on."""
+    """Without RECIPE and NODES the overlay supplies the recipe, the nodes, and the compiler's device."""
     [typed] = [each for each in deployments("eks") if each.variables["STAGE"] == stage]
     group = worker_group_of(copy.deepcopy(eks), stage)
     api: Any = None  # an image that has a digest is looked up nowhere
@@ -132,7 +121,7 @@ def test_the_cost_is_held_against_the_recipe_that_both_targets_deploy() -> None:
 def test_the_stages_of_the_batch_road_are_submitted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each as it is typed, to its queue, in a simulated account."""
+    """Every stage is submitted as typed, to its queue, in a simulated account."""
     with simulated_account() as cloud:
         for typed in deployments("batch"):
             request = replace(read_request(typed), tag=TAG, is_followed=False)

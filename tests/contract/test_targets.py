@@ -1,5 +1,5 @@
-"""One contract of a stage, two targets: a RayJob with its worker group, and a job definition of AWS Batch, give the
-stage's container the same. Each breach of it in one of the two is found.
+"""A stage's container is the same on both targets: in the worker group of a RayJob, and in a job definition of AWS
+Batch. A difference in any part is reported.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import shlex
 import subprocess
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +21,10 @@ from deploy.batch.job_definition import Request, queue_of, read_container, rende
 from deploy.exit_codes import is_tried_again
 from deploy.stage_contract import ROOT, SCRATCH
 from images.platforms import REPOSITORY
-from k8s.client.overlay import find_kubectl
 from k8s.client.settings_env import fill_in
 from k8s.client.stage_image import repository_of
 from k8s.objects.rayjob import render_rayjob
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
-from services.common.errors import DeviceError
 from services.common.launch.batch.node import RECIPE_VARIABLE
 from services.common.recipe.schema import STAGES, Stage
 from tests.deploy.batch.builders import config_of, job_deployment_of
@@ -38,12 +37,8 @@ REGISTRY = "111122223333.dkr.ecr.us-west-2.amazonaws.com"
 
 
 @pytest.fixture(scope="module")
-def manifests() -> list[Thing]:
-    """The overlay of a cluster in AWS, before its settings are filled in."""
-    try:
-        kubectl = find_kubectl()
-    except DeviceError as error:
-        pytest.skip(str(error))
+def manifests(kubectl: Path) -> list[Thing]:
+    """Render the overlay of a cluster in AWS, without its settings."""
     command = [str(kubectl), "kustomize", str(REPOSITORY / "k8s/overlays/eks")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [each for each in yaml.safe_load_all(done.stdout) if each]
@@ -63,7 +58,7 @@ def definition_of(stage: Stage, config: Config) -> Request:
 
 
 def on_kuberay(group: WorkerGroup) -> Thing:
-    """What the container of a worker group's pod gets, with the command of its RayJob."""
+    """Return the settings of the container in a worker group's pod, with the command of its RayJob."""
     deployment = deployment_of(group.name, arguments=job_deployment_of(group.name).arguments, drain_seconds=0)  # type: ignore[arg-type]
     container, pod = group.container, group.pod
     command = shlex.split(render_rayjob(group, deployment, 1, deployment.nodes)["spec"]["entrypoint"])
@@ -91,7 +86,7 @@ def on_kuberay(group: WorkerGroup) -> Thing:
 
 
 def on_batch(definition: Request) -> Thing:
-    """What the container of each node of a job gets."""
+    """Return the settings of the container on a job's nodes."""
     container = read_container(definition)
     command = container["command"]
     at = command.index("--")
@@ -120,13 +115,13 @@ def on_batch(definition: Request) -> Thing:
 
 
 def _without_recipe(command: list[str]) -> list[str]:
-    """The one word that differs: a mounted ConfigMap there, a file of the root here."""
+    """Replace the recipe's path, the only word that differs: a mounted ConfigMap, or a file below the root."""
     at = command.index("--recipe") + 1
     return [*command[:at], "RECIPE", *command[at + 1 :]]
 
 
 def _action(rules: list[Request], exit_code: int) -> str:
-    """Of Batch, for a container that ended by itself: the first rule that matches; without one it tries again."""
+    """Return Batch's action for a container's exit code: that of the first matching rule, else RETRY."""
     said = [each["action"] for each in rules if fnmatchcase(str(exit_code), each.get("onExitCode", "none"))]
     return str(said[0]) if said else "RETRY"
 
@@ -182,7 +177,7 @@ BREACHES: dict[str, tuple[str, Callable[[Request], None]]] = {
     ),
     "a variable": ("environment", change("environment", lambda variables: variables[1:])),
     "a privilege": ("is privileged", change("privileged", lambda _: True)),
-    "the rule that ends": ("tried again", without_rules),
+    "the last retry rule": ("tried again", without_rules),
 }
 
 

@@ -1,4 +1,4 @@
-"""Runs on the NeuronCores or GPUs of this machine; each worker is a process and has a device of its own."""
+"""Fixtures for tests on this machine's NeuronCores or GPUs, where every worker is a process with its own device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.trainer.supervise import train_on_node
 from services.trainer.tests.builders import building_jobs
 
 NEURON_DEVICES = sorted(Path("/dev").glob("neuron[0-9]*"))
-CORES_OF_A_DEVICE = 2  # of trn1
+CORES_OF_A_DEVICE = 2  # on trn1
 
 ON_XLA = {
     "parallel__device": "xla",
@@ -30,9 +30,9 @@ ON_XLA = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     absent = {}
     if not NEURON_DEVICES:
-        absent["neuron"] = "/dev/neuron0 is not here: this machine or container has no Neuron device"
+        absent["neuron"] = "no /dev/neuron0: this machine or container has no Neuron device"
     if torch.cuda.device_count() == 0:
-        absent["cuda"] = "torch finds no GPU here"
+        absent["cuda"] = "torch finds no GPU"
     for item in items:
         for name, reason in absent.items():
             if item.get_closest_marker(name):
@@ -47,13 +47,13 @@ def lease(tmp_path: Path) -> Iterator[Lease]:
 
 @pytest.fixture
 def new_job(tmp_path: Path, lease: Lease) -> Iterator[Callable[..., Job]]:
-    """Build a job on a corpus under `root`; overrides as `train__max_steps="7"`."""
+    """Return a function that builds a job on a corpus; overrides are written `train__max_steps="7"`."""
     with building_jobs(tmp_path, lease) as build:
         yield build
 
 
 def train_with_workers(job: Job) -> None:
-    """As `python -m services.trainer --launch inline` does, without its supervisor."""
+    """Train as `python -m services.trainer --launch inline` does, without the supervisor."""
     parallel = job.recipe.parallel
     workers = parallel.num_workers
     spec = WorkerGroupSpec(workers, parallel.threads_per_worker, workers, job.run_folder, parallel.device)

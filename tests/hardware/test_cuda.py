@@ -1,6 +1,6 @@
-"""What no CPU can show of the program on NVIDIA GPUs: `make test-cuda`, on a machine that has one or several.
+"""Tests of the program that need one or several NVIDIA GPUs: `make test-cuda`.
 
-It has not run yet. The demo's recipe is trained once on the CPU and once on the GPU, and shared by the tests.
+They have not run yet. The tests share two runs of the demo's recipe, on the CPU and on the GPU.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_a_kill_leaves_the_bits_of_a_run_that_was_let_alone(demo: Demo, tmp_path
 
 
 def test_a_snapshot_has_the_bits_of_its_step_while_the_gpu_goes_on(tmp_path: Path) -> None:
-    """The state is so large that a step begins before it is copied."""
+    """The state is so large that the next step starts before the copy ends."""
     wide = {"model__hidden_size": "1024", "model__intermediate_size": "4096", "model__num_attention_heads": "8"}
     recipe = make_recipe(tmp_path, **ON_CUDA, **wide, compile__enabled="false")
     program = Program(recipe, TorchNative(Mesh(0, data_parallel_size=1), 1, "exact", "cuda"))

@@ -1,6 +1,6 @@
-"""What no CPU can show of the program on NeuronCores of trn1: `python -m pytest -m neuron -rs -s tests/hardware`.
+"""Tests of the program that need NeuronCores of trn1: `python -m pytest -m neuron -rs -s tests/hardware`.
 
-The order is that of docs/operations/first-trainium-run.md: each test needs what the ones before it show.
+The order is that of docs/operations/first-trainium-run.md: a test relies on those before it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NODE = read_instance_types()["trn1.32xlarge"]
 
 
 def test_each_worker_opens_the_core_that_it_was_told_and_knows_the_other(tmp_path: Path) -> None:
-    """torch_neuronx has a variant of its own of what torch_xla makes of the variables as it is imported."""
+    """torch_neuronx replaces the part of torch_xla that sets environment variables on import."""
     inline.run_workers(work.open_core, tmp_path, WorkerGroupSpec(2, 1, 2, tmp_path, device="xla"))
 
     found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
@@ -117,7 +117,7 @@ def test_a_warm_cache_serves_a_run_its_evaluation_and_its_continuation(tmp_path:
     0 < len(NEURON_DEVICES) * CORES_OF_A_DEVICE < NODE.workers, reason="needs the 32 NeuronCores of a trn1.32xlarge"
 )
 def test_throughput_of_two_layers_of_llama_2_7b(tmp_path: Path, lease: Lease) -> None:
-    """The shapes of the shipped recipe on one node: its graphs but for the number of layers and of nodes."""
+    """The run has the shapes of the shipped recipe, with fewer layers and nodes."""
     recipe = load_with(
         REPOSITORY / "recipes/llama2-7b-trn1.toml",
         model__num_hidden_layers="2",

@@ -1,4 +1,4 @@
-"""What the tests let workers on NeuronCores do; importable, so that other processes find it."""
+"""Programs of the workers in the tests on NeuronCores, in a module that other processes import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.common.launch.launcher import WorkerEnvironment
 
 
 def open_core(folder: Path, environment: WorkerEnvironment) -> None:
-    """Leave what became of this worker's variables when it opened its core, and what torch_xla then knows of it."""
+    """Open this worker's core; writes the changed environment variables and torch_xla's view of the core to a file."""
     before = dict(os.environ)
     torch_xla = importlib.import_module("torch_xla")
     core = str(torch_xla.device())

@@ -1,4 +1,4 @@
-"""Reads Dockerfiles: the instructions that an image is made of, and the rules of hadolint that a file breaks."""
+"""Reads the instructions of Dockerfiles, and checks some rules of hadolint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def instructions_of(text: str) -> list[Instruction]:
 
 
 def stages_of_image(text: str) -> dict[str, list[Instruction]]:
-    """Instructions of the stages that the final image is made of, by the stage's name, the last stage first."""
+    """Return the instructions of the stages that make up the final image, by stage, the last stage first."""
     bases: dict[str, str] = {}
     stages: dict[str, list[Instruction]] = {"": []}
     stage = ""
@@ -47,7 +47,7 @@ def settings_of_image(text: str, instruction: str) -> dict[str, str]:
 
 
 def breaches_of(text: str) -> list[str]:
-    """One sentence for each rule that the Dockerfile breaks."""
+    """Return a sentence for every rule that the Dockerfile breaks."""
     instructions = instructions_of(text)
     image = [each for stage in reversed(stages_of_image(text).values()) for each in stage]
     runs = [rest for name, rest in instructions if name == "RUN"]

@@ -1,4 +1,4 @@
-"""A command for an image that cannot be built says what is missing, and the next command."""
+"""A command for an image that cannot be built names the missing part and the next command."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_every_command_has_a_target_in_the_makefile() -> None:
 
 
 def install(lock: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run what a build runs. It installs nothing on this machine, whose Python is not the pinned one."""
+    """Run the installer of a build. It installs nothing here, because this Python is not the pinned one."""
     pinned = {"PINNED_PYTHON": "3.11.99", "BASE": "python:3.11.99-slim"}
     command = [sys.executable, str(REPOSITORY / "images/install.py"), lock]
     return subprocess.run(
@@ -84,7 +84,7 @@ def install(lock: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("variable", ["TORCH_INDEX_URL", "TORCH_FIND_LINKS"])
 def test_an_image_for_gpus_takes_no_torch_from_elsewhere(variable: str) -> None:
-    """It would come without the CUDA libraries of the lock; a cpu image needs none of them."""
+    """Torch from another index lacks the lock's CUDA libraries, which a cpu image does not need."""
     refused = install("compiler-cuda.txt", **{variable: "https://example.com/cpu"})
     assert refused.returncode != 0
     assert variable in refused.stderr

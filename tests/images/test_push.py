@@ -77,7 +77,7 @@ def test_the_same_images_are_pushed_twice(
 def test_other_content_under_a_tag_is_refused_before_anything_is_pushed(
     registry: str, images: list[Image], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The registry of this test would let the tag be replaced."""
+    """This test's registry itself allows to replace a tag."""
     push_images(images[1:], "cpu", registry)
     before = find_image(names_in(registry, images)[1])
     images[1] = make_image("head", images[1].build.commit, "second")
@@ -88,7 +88,7 @@ def test_other_content_under_a_tag_is_refused_before_anything_is_pushed(
 
 
 def test_a_push_that_another_one_overtook(front: ImmutableTags, images: list[Image]) -> None:
-    """Somebody pushed the tag after it was looked up: the registry refuses ours, and it is looked up again."""
+    """Another push came between our look-up and our push: the registry refuses ours, and we look the tag up again."""
     push_images(images, "cpu", front.address)
     front.hidden_reads = len(images)
     push_images(images, "cpu", front.address)

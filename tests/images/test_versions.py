@@ -1,4 +1,4 @@
-"""An image's tag says which sources are in it, and changes with them alone."""
+"""An image's tag identifies its sources, and changes only with them."""
 
 from __future__ import annotations
 

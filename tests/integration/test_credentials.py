@@ -1,4 +1,4 @@
-"""A recipe with a password is refused by every command that reads one, and nothing of it is printed or written."""
+"""Every command that reads a recipe refuses one with a password, and neither prints nor writes the password."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMANDS = [
 
 @pytest.fixture
 def recipes(tmp_path: Path) -> tuple[Path, Path]:
-    """A good recipe, and one whose source has a password."""
+    """Write a good recipe, and one whose source has a password."""
     notes = write_notes(tmp_path / "notes")
     return write_small_recipe(tmp_path / "good.toml", str(notes)), write_small_recipe(tmp_path / "bad.toml", ADDRESS)
 

@@ -1,4 +1,4 @@
-"""The bar for exact ids: 100 MB of other people's text and 200,000 fuzz documents, with two vocabularies."""
+"""The encoder's ids equal SentencePiece's on 100 MB of text and 200,000 fuzz documents, with two vocabularies."""
 
 from __future__ import annotations
 

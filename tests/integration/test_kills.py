@@ -1,4 +1,4 @@
-"""Split models with sharded state, killed again and again: the run that comes out is the one that nobody disturbed."""
+"""A run with split models and sharded state that is killed repeatedly equals an undisturbed run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def outcome(root: Path) -> tuple[str, list[int], list[float]]:
 
 
 def test_a_run_that_is_killed_at_random_moments_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    """All at once as a lost machine, one worker of four, and one while the shards of a checkpoint are being written."""
+    """Kills hit the whole session like a lost machine, one of four workers, or a worker during a checkpoint."""
     chance = random.Random(draw_seed())
     recipe, root, straight = write_recipe(tmp_path), tmp_path / "fsx", tmp_path / "straight"
     for each in (root, straight):
@@ -62,7 +62,7 @@ def test_a_run_that_is_killed_at_random_moments_loses_and_repeats_nothing(tmp_pa
             kill_session(process)
             process = start_trainer(recipe, root, *OPTIONS)
     output, _ = process.communicate(timeout=600)
-    if process.returncode == 75:  # as a scheduler does
+    if process.returncode == 75:  # a scheduler starts it again
         exit_code, output = run_trainer(recipe, root, *OPTIONS)
         assert exit_code == 0, output
 

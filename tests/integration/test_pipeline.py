@@ -31,7 +31,7 @@ Call = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def call(capfd: pytest.CaptureFixture[str]) -> Iterator[Call]:
-    """As `run`, in this process, which has imported torch already."""
+    """Call a command as `run` does, but in this process, which has imported torch already."""
     with fork_server.forking_workers():
         yield lambda stage, *options: call_command(capfd, f"services.{stage}.__main__", *options)
 
@@ -50,7 +50,7 @@ def run(stage: str, *options: str, **environment: str) -> subprocess.CompletedPr
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """A recipe over a folder of notes, and the root that all stages share."""
+    """Return the options of all stages: a recipe over a folder of notes, and a root."""
     folder = tmp_path_factory.mktemp("a pipeline")  # a space: paths are not for splitting
     recipe = write_small_recipe(folder / "small.toml", str(write_notes(folder / "notes")))
     return ("--recipe", str(recipe), "--root", str(folder / "fsx"))
@@ -58,7 +58,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The temporary directory of all commands, in whose environment there are passwords."""
+    """Make the temporary directory of all commands, and put passwords into their environment."""
     folder = tmp_path_factory.mktemp("temporary")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
@@ -71,9 +71,9 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def pipeline(options: tuple[str, ...], temporary: Path) -> dict[str, subprocess.CompletedProcess[str]]:
-    """Every stage run to its end: the tokenizer and the trainer on Ray, the compiler after an attempt that was killed
-    and the trainer after one of a single worker that was told to stop. Its second attempt has two, which share the
-    optimizer's state.
+    """Run every stage to its end: the tokenizer and the trainer on Ray, the compiler after a killed attempt.
+
+    The trainer's first attempt has one worker and is stopped; the second has two, which shard the optimizer's state.
     """
     done = {"tokenizer": run("tokenizer", *options)}
     kill_while_compiling(options)
@@ -84,7 +84,7 @@ def pipeline(options: tuple[str, ...], temporary: Path) -> dict[str, subprocess.
 
 
 def kill_while_compiling(options: tuple[str, ...]) -> None:
-    """kill -9 the compiler stage after its first compiled files; nothing of it lives on and nothing is published."""
+    """kill -9 the compiler stage after its first compiled files: no process survives, and nothing is published."""
     collection = Path(options[-1]) / "compile_cache" / "small"
     command = [sys.executable, "-m", "services.compiler", *options]
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL, text=True) as process:
@@ -97,7 +97,7 @@ def kill_while_compiling(options: tuple[str, ...]) -> None:
 
 
 def stop_while_training(options: tuple[str, ...], *others: str) -> subprocess.CompletedProcess[str]:
-    """SIGTERM to the trainer's command after the first steps, as a scheduler does."""
+    """Send SIGTERM to the trainer's command after the first steps, as a scheduler does."""
     command = [sys.executable, "-m", "services.trainer", *options, *others]
     with subprocess.Popen(
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -121,7 +121,7 @@ def root(options: tuple[str, ...], pipeline: dict[str, subprocess.CompletedProce
 def test_no_password_of_the_environment_is_stored_or_printed(
     root: Path, pipeline: dict[str, subprocess.CompletedProcess[str]]
 ) -> None:
-    """Torch would store some variables with each graph that it compiles."""
+    """Torch stores some environment variables with every compiled graph unless they are removed."""
     assert not [path for path in root.rglob("*") if path.is_file() and PASSWORD.encode() in path.read_bytes()]
     assert not [stage for stage, done in pipeline.items() if PASSWORD in done.stdout + done.stderr]
 
@@ -138,7 +138,7 @@ def test_the_three_commands_train_a_model_without_a_compile_miss(root: Path, tem
     for attempt in attempts:
         assert attempt["launch"] == "ray"
         assert (attempt["graphs_compiled"], attempt["new_cache_files"]) == (0, 0)
-    assert not list(temporary.rglob("*.gch"))  # a C++ header that was made ready for what is not compiled
+    assert not list(temporary.rglob("*.gch"))  # precompiled C++ headers, which only a compilation needs
 
 
 def test_a_stopped_run_commits_the_step_at_which_it_left_and_continues_there(root: Path) -> None:
@@ -188,7 +188,7 @@ def test_every_artifact_verifies(root: Path, call: Call) -> None:
 
 
 def test_inline_workers_and_one_worker_give_the_bits_of_ray(root: Path, options: tuple[str, ...], call: Call) -> None:
-    """Another root with the same artifacts, so that the run starts anew."""
+    """A second root with the same corpus and cache makes the run start from step 0."""
     other = root.with_name("other")
     other.mkdir()
     for kind in ("corpus", "compile_cache"):

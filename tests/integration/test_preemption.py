@@ -1,4 +1,4 @@
-"""A node that Ray is told to drain, a command that is told to end: all workers stop at one step with a checkpoint."""
+"""All workers stop at the same step with a checkpoint, after a drain notice from Ray or a SIGTERM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """A head without CPUs and two nodes of one worker each."""
+    """Start a head without CPUs, and two nodes with one worker each."""
     started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     for _ in range(2):
         started.add_node(num_cpus=1)
@@ -36,7 +36,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def command(tmp_path: Path, cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
-    """A trainer on the cluster that has made its first step."""
+    """Start a trainer on the cluster, and wait for its first step."""
     recipe, root = write_recipe(tmp_path), tmp_path / "fsx"
     make_corpus(root, make_recipe(tmp_path))
     slow = ("--batch.global_batch_size=256", "--train.max_steps=2000", "--optimizer.decay_steps=2000")
@@ -68,7 +68,7 @@ def test_a_preemption_notice_ends_the_run_with_one_checkpoint_and_75(
 
 
 def test_sigterm_ends_the_run_with_one_checkpoint_and_75(tmp_path: Path, command: subprocess.Popen[str]) -> None:
-    """As `ray job stop` sends it."""
+    """`ray job stop` sends SIGTERM."""
     command.terminate()
 
     require_stop(command, tmp_path / "fsx", "sigterm")

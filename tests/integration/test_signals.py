@@ -1,4 +1,4 @@
-"""Signals to a command, its process group and any of its processes: it ends with 0, 75 or 130 and leaves nothing."""
+"""A command ends with 0, 75 or 130 and leaves nothing after signals to it, its group or any of its processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL, signal.
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe and a root with its corpus; commands keep their temporary files beside them."""
+    """Make a recipe and a root with its corpus; the commands' temporary files lie beside them."""
     made = tmp_path_factory.mktemp("signals")
     make_corpus(made / "fsx", make_recipe(made))
     write_recipe(made)
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Start the trainer, and see to it that it has ended."""
+    """Start the trainer; the test's end kills it if it still runs."""
     started = []
 
     def begin(launch: str) -> subprocess.Popen[str]:
@@ -62,7 +62,7 @@ def train_a_step(folder: Path, process: subprocess.Popen[str]) -> None:
 
 @dataclass(frozen=True)
 class Traces:
-    """What a running command has: processes, and folders in temporary directories."""
+    """Processes and temporary folders of a running command."""
 
     processes: frozenset[psutil.Process]
     folders: frozenset[Path]
@@ -98,7 +98,7 @@ def family_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def test_a_signal_to_the_group_does_not_reach_ray_and_commits_a_checkpoint(
     folder: Path, start: Callable[[str], subprocess.Popen[str]]
 ) -> None:
-    """As `timeout` sends it: to the command, and to the group that it is in."""
+    """`timeout` sends its signal to the command and to the command's group."""
     process = start("ray")
     train_a_step(folder, process)
     traces = traces_of(folder, process)
@@ -118,7 +118,7 @@ def test_a_signal_to_the_group_does_not_reach_ray_and_commits_a_checkpoint(
     [
         ("raylet", "raylet ended with -9"),
         ("gcs_server", "gcs_server ended with -9"),
-        ("ray::RuntimeEnvAgent", "raylet ended with 0"),  # with its agent, and tells others before
+        ("ray::RuntimeEnvAgent", "raylet ended with 0"),  # together with its agent, after telling the others
     ],
 )
 def test_a_lost_ray_ends_the_command_with_75(
@@ -194,18 +194,18 @@ def test_random_signals_to_random_processes_end_the_command_in_order(
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=END_SECONDS)
 
-        told = "\n".join([*story, output])
-        is_killed = process.returncode == -signal.SIGKILL and "SIGKILL" in told
-        assert is_killed or process.returncode in (0, 75, 130), told
-        assert "Traceback" not in output, told
+        account = "\n".join([*story, output])
+        is_killed = process.returncode == -signal.SIGKILL and "SIGKILL" in account
+        assert is_killed or process.returncode in (0, 75, 130), account
+        assert "Traceback" not in output, account
         _, alive = psutil.wait_procs(family, timeout=30)
-        assert alive == [], told
+        assert alive == [], account
     verify = [sys.executable, "-m", "services.common.artifacts", "verify", str(folder / "fsx")]
     assert subprocess.run(verify, cwd=REPOSITORY, check=False).returncode == 0
 
 
 def send(process: subprocess.Popen[str], target: int, signum: signal.Signals) -> None:
-    """To a process, or with 0 to the command's group; one that is stopped goes on a little later."""
+    """Send a signal to a process, or to the command's group if `target` is 0; SIGCONT follows SIGSTOP after 1 s."""
 
     def deliver(number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
@@ -227,7 +227,7 @@ def send(process: subprocess.Popen[str], target: int, signum: signal.Signals) ->
 def test_a_signal_ends_a_command_of_whose_ray_a_process_is_frozen(
     folder: Path, start: Callable[[str], subprocess.Popen[str]], name: str
 ) -> None:
-    """It is killed, and what was then lost is noticed as ever."""
+    """The guard kills the frozen process, and the command handles its loss."""
     process = start("ray")
     train_a_step(folder, process)
     traces = traces_of(folder, process)

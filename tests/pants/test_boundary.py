@@ -1,4 +1,4 @@
-"""Pants refuses what crosses a boundary: a stage's resolve holds services.common and no other stage."""
+"""Pants refuses imports across boundaries: a stage's resolve holds services.common and no other stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_pants(repository: Path, *arguments: str) -> subprocess.CompletedProcess[
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that git would commit, and the Pants that is installed here."""
+    """Copy the files that git would commit, with the installed Pants."""
     version = run_pants(REPOSITORY, "--version")
     if version.returncode == 4:
         pytest.skip(version.stderr)
@@ -50,7 +50,7 @@ def test_what_is_here_crosses_no_boundary(copy: Path) -> None:
     [
         ("services/trainer/loop.py", "from services.tokenizer import pack", "services.tokenizer.pack"),
         ("services/common/recipe/derived.py", "import services.trainer.loop", "services.trainer.loop"),
-        # Torch would come along.
+        # The import would bring torch.
         ("services/tokenizer/pack.py", "import services.common.program.step", "services.common.program.step"),
     ],
 )

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="a guard re
 SEVERAL = pytest.mark.slow
 PRELOAD = "services.common.tests.work"
 WORKERS, TASKS = ("workers", PRELOAD), ("tasks",)
+ROLES = ("command", "guard", "server", "worker")
 
 
 def freeze_and_kill(process: psutil.Process) -> None:
@@ -73,7 +74,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def start_two(start: Start, folder: Path, behaviour: tuple[str, ...]) -> subprocess.Popen[str]:
     """A command that has started two processes, which block."""
     work = folder / "work"
-    work.mkdir()
+    work.mkdir(parents=True)
     process = start(behaviour[0], str(work), *behaviour[1:])
     wait_until(lambda: len(list(work.glob("pid-*"))) == 2, process=process)
     return process
@@ -103,11 +104,11 @@ def require_nothing_left(folder: Path, family: list[psutil.Process], mark: str) 
 @pytest.mark.parametrize(
     ("behaviour", "name", "action"),
     [
-        *((WORKERS, name, action) for name in ("command", "guard", "server", "worker") for action in list(ACTIONS)[:2]),
+        *((WORKERS, name, "killed") for name in ROLES),
         *(
             pytest.param(behaviour, name, action, marks=SEVERAL)
             for behaviour, names, actions in (
-                (WORKERS, ("command", "guard", "server", "worker"), list(ACTIONS)[2:]),
+                (WORKERS, ROLES, ["frozen-and-killed"]),
                 (TASKS, ("command", "guard", "tracker", "task"), list(ACTIONS)),
             )
             for name in names
@@ -119,17 +120,33 @@ def require_nothing_left(folder: Path, family: list[psutil.Process], mark: str) 
 def test_a_command_of_which_any_process_is_frozen_or_killed_ends_with_one_signal_and_leaves_nothing(
     tmp_path: Path, start: Start, behaviour: tuple[str, ...], name: str, action: str
 ) -> None:
-    process = start_two(start, tmp_path, behaviour)
-    command = psutil.Process(process.pid)
-    family = command.children(recursive=True)
-    mark = find_process(command, "server" if behaviour == WORKERS else "task").environ()[MARK]
-    ACTIONS[action](find_process(command, name))
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
+    require_end(tmp_path, start, behaviour, [name], action)
 
-    assert process.returncode == (-signal.SIGKILL if name == "command" and action != "frozen" else 75), output
-    assert "Traceback" not in output
-    require_nothing_left(tmp_path, family, mark)
+
+def test_commands_of_which_a_process_is_frozen_end_with_one_signal_and_leave_nothing(
+    tmp_path: Path, start: Start
+) -> None:
+    """All at the same time, because a frozen process is killed only after STOPPED_SECONDS."""
+    require_end(tmp_path, start, WORKERS, ROLES, "frozen")
+
+
+def require_end(folder: Path, start: Start, behaviour: tuple[str, ...], names: Sequence[str], action: str) -> None:
+    """Start a command for every name, do the action to that process of it, and end it with one signal."""
+    processes = [start_two(start, folder / name, behaviour) for name in names]
+    found = []
+    for name, process in zip(names, processes, strict=True):
+        command = psutil.Process(process.pid)
+        mark = find_process(command, "server" if behaviour == WORKERS else "task").environ()[MARK]
+        found.append((command.children(recursive=True), mark))
+        ACTIONS[action](find_process(command, name))
+        process.send_signal(signal.SIGTERM)
+    for name, process in zip(names, processes, strict=True):
+        output, _ = process.communicate(timeout=120)
+        is_killed = name == "command" and action != "frozen"
+        assert process.returncode == (-signal.SIGKILL if is_killed else 75), f"{name}: {output}"
+        assert "Traceback" not in output
+    for family, mark in found:
+        require_nothing_left(folder, family, mark)
 
 
 @SEVERAL

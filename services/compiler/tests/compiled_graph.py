@@ -1,9 +1,9 @@
-"""What XLA's compiler for CPUs makes of a micro-batch's graph; `python -m` compiles some.
+"""Compiles a micro-batch's graph with XLA's compiler for CPUs, and counts its operations.
 
-torch_xla shows graphs as they are before a compiler has seen them (`_get_xla_tensors_hlo`). The compiler writes down
-what it makes of each where XLA_FLAGS says so, which XLA reads once, so they are compiled by a process of their own. Of
-the files that appear, those that end in `cpu_after_optimizations.txt` are what is executed; with
-`--xla_dump_hlo_pass_re=.*` there is one after each pass, which tells the pass that a product went with.
+torch_xla shows graphs before compilation only (`_get_xla_tensors_hlo`). XLA writes compiled graphs to the folder that
+XLA_FLAGS names, and reads that variable once, so a child process compiles them (`python -m` of this module). The files
+that end in `cpu_after_optimizations.txt` hold the executed graphs. With `--xla_dump_hlo_pass_re=.*` XLA writes a file
+after every pass, which shows the pass that removed a product.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ OPERATION = re.compile(r"^ *(?:ROOT )?%?[\w.-]+ = (?:\(.*?\)|\S+) ([a-z][\w-]*)\
 
 
 def count_operations(folder: Path, tensor_parallel_size: int) -> dict[str, Counter[str]]:
-    """How often each operation is in the compiled graph of a micro-batch, by `train.activation_checkpointing`."""
-    flags = ("--xla_dump_hlo_as_text", "--xla_backend_optimization_level=0")  # of LLVM, after all passes over graphs
-    told = " ".join((f"--xla_dump_to={folder / 'graphs'}", *flags))
-    environment = {**os.environ, "XLA_FLAGS": told, "PJRT_DEVICE": "CPU"}
+    """Count the operations of a micro-batch's compiled graph, by `train.activation_checkpointing`."""
+    flags = (
+        "--xla_dump_hlo_as_text",
+        "--xla_backend_optimization_level=0",
+    )  # of LLVM, which runs after all passes over graphs
+    flags_text = " ".join((f"--xla_dump_to={folder / 'graphs'}", *flags))
+    environment = {**os.environ, "XLA_FLAGS": flags_text, "PJRT_DEVICE": "CPU"}
     command = [sys.executable, "-m", __name__, str(folder), f"{tensor_parallel_size}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -53,7 +56,7 @@ def count_operations(folder: Path, tensor_parallel_size: int) -> dict[str, Count
 
 
 class _CompiledXla(TracedXla):
-    """Lets torch_xla compile the first graph, and compute none."""
+    """Backend that compiles the first graph with torch_xla, and executes none."""
 
     def end_graph(self) -> None:
         pending: list[Tensor] = self._pending_tensors()
@@ -63,7 +66,7 @@ class _CompiledXla(TracedXla):
 
 
 def _compile(folder: Path, tensor_parallel_size: str) -> None:
-    """Of each mode a graph, in their order: that of rank 0 of a model's workers."""
+    """Compile rank 0's micro-batch graph for every mode of activation checkpointing, in the order of MODES."""
     for mode in MODES:
         changed = {"parallel__tensor_parallel_size": tensor_parallel_size, "train__activation_checkpointing": mode}
         recipe = make_recipe(folder, **SMALL, **changed)

@@ -1,4 +1,4 @@
-"""The stage for Neuron over graphs that were written by hand, run as a program or called.
+"""Runs the compiler stage for Neuron over hand-written graphs, as a program or as a function.
 
 `python -m services.compiler.tests.neuron_stage RECIPE ROOT GRAPHS LAUNCH`
 """
@@ -25,7 +25,7 @@ FLAGS_OF_TRACE = ["--target=trn1", "--model-type=transformer"]
 
 
 def write_graph(cache: Path, name: str, size: int, flags: list[str] | None = None, version: str = VERSION) -> str:
-    """A module as a trace leaves it, of as many bytes; its name, which ends in libneuronxla's hash of the flags."""
+    """Write a module of `size` bytes as a trace does; returns its name, whose end is a hash of the flags."""
     flags = FLAGS_OF_TRACE if flags is None else flags
     module = f"MODULE_{name}+{hashlib.md5(json.dumps(flags).encode()).hexdigest()[:8]}"
     folder = cache / f"{COMPILER_PREFIX}{version}" / module
@@ -36,7 +36,7 @@ def write_graph(cache: Path, name: str, size: int, flags: list[str] | None = Non
 
 
 class HandWrittenTrace:
-    """What a trace does to a cache: a folder for each of the graphs that it does not hold compiled."""
+    """Trace that copies hand-written graphs to the cache, except those that the cache holds compiled."""
 
     def __init__(self, graphs: Path) -> None:
         self.graphs = graphs

@@ -1,7 +1,7 @@
-"""A stand-in for neuronx-cc: its command line, a file like a NEFF, and on request the ways in which the real one fails.
+"""A stand-in for neuronx-cc: its command line, a file like a NEFF, and on request the real compiler's failures.
 
-`install(folder)` puts it on a folder for PATH. What it does it reads from `behaviour.json` beside itself, and each
-compilation adds a line to `calls.jsonl` there.
+`install(folder)` writes the program to a folder for PATH. It reads its behaviour from `behaviour.json` beside itself,
+and every compilation adds a line to `calls.jsonl` there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ HANG_SECONDS = 3_600.0
 
 
 def install(folder: Path, version: str = VERSION) -> Path:
-    """Make `folder/neuronx-cc`; returns the folder."""
+    """Write the program `folder/neuronx-cc`; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-I", "-S", str(Path(__file__).absolute()), str(folder), version]
     script = folder / "neuronx-cc"
@@ -36,19 +35,19 @@ def install(folder: Path, version: str = VERSION) -> Path:
     return folder
 
 
-def behave(folder: Path, seconds: float = 0.0, **modules: str) -> None:
-    """Take so long for each graph, and do for those whose name contains a key what the value says.
+def behave(folder: Path, **modules: str) -> None:
+    """Set the failure of all graphs whose name contains a key. Other graphs compile.
 
-    `hang`, `killed` (by signal 9), `busy` (exit 70), `part-killed` (70, as when a process of its own was killed),
-    `broken` (exit 1), `full` (of the disk), `garbage`, `empty`, `cut`, `nothing`. With `-once`: only the first time.
+    `hang`, `killed` (by signal 9), `busy` (exit 70), `part-killed` (70, as when a child process was killed),
+    `broken` (exit 1), `full` (disk), `garbage`, `empty`, `cut`, `nothing`. With `-once`: in the first compilation only.
     """
     partial = folder / "behaviour.partial"
-    partial.write_text(json.dumps({"seconds": seconds, "modules": modules}), encoding="utf-8")
+    partial.write_text(json.dumps(modules), encoding="utf-8")
     partial.rename(folder / "behaviour.json")
 
 
 def read_calls(folder: Path) -> list[dict[str, Any]]:
-    """The compilations that were begun, in their order: `module`, `flags`, `begun_at` (seconds since the epoch)."""
+    """Return `module` and `flags` of all compilations, in the order of their starts."""
     calls = folder / "calls.jsonl"
     return [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
 
@@ -68,10 +67,8 @@ def main(folder: Path, version: str, arguments: list[str]) -> int:
     module = found.group() if found else graph
     content = Path(graph).read_bytes()
     digest = hashlib.sha256(content + json.dumps(flags).encode()).hexdigest()
-    number = _count_call(folder, {"module": module, "flags": flags, "begun_at": time.time()})
-    asked = json.loads((folder / "behaviour.json").read_text(encoding="utf-8"))
-    time.sleep(asked["seconds"])
-    for key, behaviour in asked["modules"].items():
+    number = _count_call(folder, {"module": module, "flags": flags})
+    for key, behaviour in json.loads((folder / "behaviour.json").read_text(encoding="utf-8")).items():
         if key in module and (number == 1 or not behaviour.endswith("-once")):
             return _misbehave(behaviour.removesuffix("-once"), Path(neff), digest)
     Path(neff).write_bytes(make_neff(digest))
@@ -80,14 +77,14 @@ def main(folder: Path, version: str, arguments: list[str]) -> int:
 
 
 def make_neff(digest: str) -> bytes:
-    """A header as a NEFF has it, and a compressed payload that follows from what was compiled."""
+    """Return the bytes of a NEFF: a header, and a compressed payload that depends on the digest."""
     payload = gzip.compress(hashlib.shake_256(digest.encode()).digest(4096), mtime=0)
     header = struct.pack("<5Q128s", 2, 1024, len(payload), 2, 0, b"stand-in")
     return header.ljust(1024, b"\0") + payload
 
 
 def _count_call(folder: Path, call: dict[str, Any]) -> int:
-    """Note a compilation; how many there were of its module, with this one."""
+    """Record a compilation; returns the number of compilations of its module so far."""
     with (folder / "calls.jsonl").open("a+", encoding="utf-8") as calls:
         fcntl.flock(calls, fcntl.LOCK_EX)
         calls.write(json.dumps(call) + "\n")
@@ -100,7 +97,7 @@ def _misbehave(behaviour: str, neff: Path, digest: str) -> int:
     whole = make_neff(digest)
     written = {"garbage": b"\x7fELF" * 1000, "empty": b"", "cut": whole[:-100]}
     if behaviour == "hang":
-        subprocess.run(["sleep", str(HANG_SECONDS)], check=False)  # the real one works in processes of its own, too
+        subprocess.run(["sleep", str(HANG_SECONDS)], check=False)  # the real compiler has child processes, too
     elif behaviour == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif behaviour == "busy":

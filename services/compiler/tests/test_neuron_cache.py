@@ -1,4 +1,4 @@
-"""Graphs become a published compile cache, or nothing is published; and no work is done twice.
+"""The stage for Neuron publishes all graphs compiled, or nothing, and compiles no graph twice.
 
 neuronx-cc is a stand-in, and the graphs are written by hand.
 """
@@ -22,6 +22,7 @@ from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.files import list_files, verify_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError, DeviceError, StorageError
+from services.common.hardware.instance_types import GIB
 from services.common.recipe.schema import Recipe
 from services.common.testing import fork_server
 from services.common.testing.recipes import load_with, write_recipe
@@ -38,12 +39,11 @@ from services.compiler.tests.neuron_stage import FLAGS_OF_TRACE, publish_neuron_
 fork_server.preload("services.compiler.tests.neuron_stage")
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-GIB = 2**30
 
 
 @dataclass
 class Workplace:
-    """A recipe, its graphs, and the compiler that stands in."""
+    """Folder of a test: a recipe, its graphs, and the stand-in for neuronx-cc."""
 
     folder: Path
 
@@ -60,7 +60,7 @@ class Workplace:
         return self.folder / "bin"
 
     def recipe(self, **overrides: str) -> Recipe:
-        """With so little memory asked for that this machine has eight times as much."""
+        """Return the recipe with small tasks: this machine has more than eight times their memory."""
         little = {"compile__task_memory_gib": "0.25", "compile__task_cpus": "1", "compile__num_workers": "2"}
         return load_with(self.folder / "small.toml", **little | overrides)
 
@@ -68,7 +68,7 @@ class Workplace:
         return publish_neuron_cache(self.recipe(**overrides), self.root, self.graphs, "inline")[0]
 
     def compiled(self) -> list[str]:
-        """The graphs that neuronx-cc was started for, by the first part of their names, in that order."""
+        """Return the first part of the graphs' names, in the order in which neuronx-cc started on them."""
         return [str(call["module"]).split("_")[1].split("+")[0] for call in neuronx_cc.read_calls(self.compiler)]
 
     def published(self) -> list[Path]:
@@ -77,7 +77,7 @@ class Workplace:
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workplace]:
-    """Three graphs: `small`, `middle` and `large`."""
+    """Make a workplace with three graphs: `small`, `middle` and `large`."""
     workplace = Workplace(tmp_path)
     for name, size in (("small", 1_000), ("large", 3_000_000), ("middle", 20_000)):
         write_graph(workplace.graphs, name, size)
@@ -133,11 +133,11 @@ def test_failing_graphs_are_told_together_nothing_is_published_and_the_rest_is_k
     message = str(caught.value)
     assert "2 of 3 graphs did not compile" in message
     assert "MODULE_middle" in message
-    assert "neuronx-cc ended with 1" in message
+    assert "ended with 1" in message
     assert "[DVR002] Internal transformation failed" in message
-    assert "line 20" not in message  # of the log the end alone
+    assert "line 20" not in message  # only the end of the log
     assert "MODULE_small" in message
-    assert "its output is no NEFF: it begins with 7f 45 4c 46" in message
+    assert "7f 45 4c 46" in message
     assert not workplace.published()
     (log,) = workplace.root.rglob("MODULE_middle*.log")
     assert str(log) in message
@@ -154,17 +154,17 @@ def test_failing_graphs_are_told_together_nothing_is_published_and_the_rest_is_k
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
     [
-        ("empty", "its output is empty"),
-        ("cut", "its output is cut off"),
-        ("nothing", "its output is missing"),
-        ("hang", "took longer than compile.task_timeout_seconds, 1 s"),
+        ("empty", "output is empty"),
+        ("cut", "output is cut off"),
+        ("nothing", "output is missing"),
+        ("hang", "compile.task_timeout_seconds = 3"),
     ],
 )
 def test_what_is_no_neff_has_failed_and_is_not_tried_again(workplace: Workplace, behaviour: str, reason: str) -> None:
     neuronx_cc.behave(workplace.compiler, large=behaviour)
 
     with pytest.raises(DeviceError, match=reason):
-        workplace.publish(compile__task_timeout_seconds="1")
+        workplace.publish(compile__task_timeout_seconds="3" if behaviour == "hang" else "300")
 
     assert workplace.compiled().count("large") == 1
     assert not workplace.published()
@@ -180,7 +180,7 @@ def test_a_graph_is_tried_again_with_more_memory_where_that_may_be_why(
 
     cache = workplace.publish(compile__num_workers="1")
 
-    # At once, not when the smaller ones are done: the largest takes longest.
+    # At once, before the smaller graphs: the largest takes longest.
     assert workplace.compiled() == ["large", "large", "middle", "small"]
     records = {record.name.split("+")[0]: record for record in read_records(cache)}
     assert (records["MODULE_large"].attempts, records["MODULE_large"].memory_gib) == (2, memory_gib)
@@ -190,8 +190,8 @@ def test_a_graph_is_tried_again_with_more_memory_where_that_may_be_why(
 @pytest.mark.parametrize(
     ("behaviour", "attempts", "reason"),
     [
-        ("killed", "3", "attempt 3.*most likely for memory: the task had asked for 1 GiB"),
-        ("busy", "2", "attempt 2.*neuronx-cc ended with 70.*resource temporarily unavailable"),
+        ("killed", "3", r"attempt 3.* 1 GiB.*compile\.task_memory_gib"),
+        ("busy", "2", "attempt 2.* 70.*resource temporarily unavailable"),
     ],
 )
 def test_attempts_are_bounded(workplace: Workplace, behaviour: str, attempts: str, reason: str) -> None:
@@ -207,7 +207,7 @@ def test_more_memory_than_any_node_has_is_not_waited_for(workplace: Workplace) -
     neuronx_cc.behave(workplace.compiler, large="killed")
     too_much = psutil.virtual_memory().total / GIB * 0.75
 
-    with pytest.raises(DeviceError, match=r"no node has .* GiB for the next"):
+    with pytest.raises(DeviceError, match=r"no node has .* GiB"):
         workplace.publish(compile__task_memory_gib=str(too_much))
 
     assert workplace.compiled().count("large") == 1
@@ -216,7 +216,7 @@ def test_more_memory_than_any_node_has_is_not_waited_for(workplace: Workplace) -
 def test_a_full_disk_is_no_failure_of_the_graph(workplace: Workplace) -> None:
     neuronx_cc.behave(workplace.compiler, large="full")
 
-    with pytest.raises(StorageError, match=r"disk filled up while MODULE_large.* was compiled"):
+    with pytest.raises(StorageError, match=r"disk .*MODULE_large"):
         workplace.publish()
 
 
@@ -240,29 +240,23 @@ def test_a_neff_that_was_damaged_between_two_commands_is_compiled_again(workplac
 def test_another_version_of_the_compiler_is_refused_with_both_sides(workplace: Workplace) -> None:
     neuronx_cc.install(workplace.compiler, version="2.21.18209.0+043b1bf7")
 
-    with pytest.raises(DeviceError, match=r"2\.24\.8799\.0\+6f62ff7c, and .* is 2\.21\.18209\.0\+043b1bf7"):
+    with pytest.raises(DeviceError, match=r"2\.24\.8799\.0\+6f62ff7c.* 2\.21\.18209\.0\+043b1bf7"):
         workplace.publish()
 
     assert not workplace.compiled()
 
 
 @pytest.mark.parametrize(
-    ("override", "reason"),
+    ("override", "both"),
     [
-        (
-            {"compile__flags": '["-O3"]'},
-            "compile.flags has -O3, and the graph was traced with --target=trn1 --model-type",
-        ),
-        (
-            {"cluster__trainer_instance_type": "trn2.48xlarge"},
-            "traced for --target=trn1, and the recipe's nodes are trn2",
-        ),
+        ({"compile__flags": '["-O3"]'}, r"compile\.flags.* -O3.* --target=trn1 --model-type"),
+        ({"cluster__trainer_instance_type": "trn2.48xlarge"}, "--target=trn1.* trn2"),
     ],
 )
 def test_graphs_of_other_flags_or_another_target_are_refused_with_both_sides(
-    workplace: Workplace, override: dict[str, str], reason: str
+    workplace: Workplace, override: dict[str, str], both: str
 ) -> None:
-    with pytest.raises(DeviceError, match=reason):
+    with pytest.raises(DeviceError, match=both):
         workplace.publish(**override)
 
     assert not workplace.compiled()
@@ -280,7 +274,7 @@ def test_a_trace_that_meets_other_graphs_the_second_time_publishes_nothing(
 
     monkeypatch.setattr(neuron_stage.HandWrittenTrace, "__call__", unsteady)
 
-    with pytest.raises(DeviceError, match=r"left 1 new graphs .*MODULE_surprise\+[0-9a-f]{8} \(50 bytes\)"):
+    with pytest.raises(DeviceError, match=r" 1 graphs .*MODULE_surprise\+[0-9a-f]{8} \(50 bytes\)"):
         workplace.publish()
 
     assert not workplace.published()
@@ -315,13 +309,13 @@ def start(workplace: Workplace, launch: str = "inline", num_workers: int = 2) ->
 
 
 def wait_for_work(workplace: Workplace, process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
-    """Wait until neuronx-cc was started so often; the processes that the stage has then, directly or through others."""
+    """Wait until neuronx-cc was started `count` times; returns all descendants of the stage's process."""
     wait_until(lambda: len(workplace.compiled()) >= count, 120, process=process)
     return psutil.Process(process.pid).children(recursive=True)
 
 
 def find_compilers(workplace: Workplace) -> list[psutil.Process]:
-    """The stand-ins that run."""
+    """Return the running processes of the stand-in."""
     folder = str(workplace.compiler)
     return [each for each in psutil.process_iter(["cmdline"]) if folder in (each.info["cmdline"] or ())]
 
@@ -376,7 +370,7 @@ def test_a_killed_worker_is_replaced_and_its_graph_compiled_again(workplace: Wor
     output, _ = process.communicate(timeout=300)
 
     assert process.returncode == 0, output
-    assert "its task was lost" in output
+    assert "was lost" in output
     assert workplace.compiled() == ["large", "large", "middle", "small"]
     assert not find_compilers(workplace)
     (manifest,) = workplace.published()
@@ -393,7 +387,7 @@ def test_a_killed_compiler_is_started_again(workplace: Workplace) -> None:
     output, _ = process.communicate(timeout=120)
 
     assert process.returncode == 0, output
-    assert "attempt 2 of 3, with 0.5 GiB" in output
+    assert "attempt 2 of 3 with 0.5 GiB" in output
     assert workplace.compiled() == ["large", "large", "middle", "small"]
 
 
@@ -410,15 +404,15 @@ def test_a_plan_names_each_graph_and_the_nodes_that_are_done_in_time(workplace: 
     states = {line.split("+")[0]: line.split()[-1] for line in plan.splitlines() if line.startswith("MODULE")}
     assert states == {"MODULE_large": "compile", "MODULE_middle": "compile", "MODULE_small": "compiled"}
     assert "2 of 3 graphs to compile: about 3.5 core-hours, the largest graph 30 minutes" in plan
-    assert "600 s a MB with compile.task_cpus = 7 (measured elsewhere)" in plan
-    assert "1 node of 14 CPUs and 48 GiB (m7i.4xlarge), with 2 tasks at a time: 30 minutes, $0.40 at $0.80" in plan
+    assert "600 s per MB with compile.task_cpus = 7 (measured elsewhere)" in plan
+    assert "1 node of 14 CPUs and 48 GiB (m7i.4xlarge), with 2 concurrent tasks: 30 minutes, $0.40 at $0.80" in plan
     assert "within 40 minutes: 1 nodes" in plan
     alone = describe_plan(tasks, workplace.recipe(compile__num_workers="1").compile, Rate(600.0, ""), node, None)
-    assert "with 1 tasks at a time (compile.num_workers): 30 minutes" in alone
+    assert "with 1 concurrent tasks (compile.num_workers): 30 minutes" in alone
     in_vain = describe_plan(tasks, recipe.compile, Rate(600.0, ""), node, within_minutes=10)
-    assert "not with any number of nodes; the largest graph alone takes 30" in in_vain
+    assert "the largest graph alone takes 30 minutes" in in_vain
     too_small = describe_plan(tasks, recipe.compile, Rate(600.0, ""), NodeSize(4, 48), within_minutes=10)
-    assert "holds no task of compile.task_cpus = 7" in too_small
+    assert "compile.task_cpus = 7" in too_small
 
 
 def test_more_nodes_are_planned_until_all_are_done_in_time() -> None:
@@ -436,8 +430,8 @@ def test_an_estimate_goes_by_what_earlier_graphs_took(workplace: Workplace) -> N
     records = read_records(cache)
     measured = find_rate(workplace.root, neuronx_cc.VERSION, num_cpus=1)
     assert measured.seconds_per_mb == pytest.approx(sum(record.seconds for record in records) / 3.021)
-    assert "measured on 3 graphs of 3.0 MB" in measured.source
-    assert find_rate(workplace.root, neuronx_cc.VERSION, num_cpus=8) == assumed
+    assert "3 graphs of 3.0 MB" in measured.source
+    assert find_rate(workplace.root, neuronx_cc.VERSION, num_cpus=8).seconds_per_mb == ASSUMED_SECONDS_PER_MB
     assert find_rate(workplace.root, "2.1.0", num_cpus=1) == assumed
     assert find_rate(workplace.root, NO_COMPILER, num_cpus=1) == measured
     assert "already published" in describe_published(cache)

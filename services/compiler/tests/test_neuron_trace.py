@@ -1,4 +1,4 @@
-"""One process traces the graphs of every worker of a Trainium run: the same few for all ranks, and no other later."""
+"""A single process traces the graphs of all workers of a Trainium run: all ranks share them, and no more come later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from services.compiler.tests import compiled_graph, neuronx_cc
 from services.compiler.trace import PHASES, run_phases
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not here: `make test-torch29` has it"
+    importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed: `make test-torch29` has it"
 )
 
 SPLIT = {
@@ -55,7 +55,7 @@ BYTES = {"bf16": 2, "f32": 4, "s32": 4}
 
 
 def largest_collective(graph: bytes) -> int:
-    """Bytes of the largest tensor that an all-gather of the graph makes, or that a reduce-scatter takes."""
+    """Return the bytes of the largest output of an all-gather, or input of a reduce-scatter, in the graph."""
     import torch_xla.core.xla_builder as xb  # noqa: PLC0415
 
     text = xb.get_computation_hlo(xb.computation_from_module_proto("graph", graph))
@@ -72,12 +72,12 @@ def _bytes_of(shapes: str) -> int:
 
 @pytest.fixture
 def split(tmp_path: Path) -> Recipe:
-    """64 workers: 8 models of 8, of which 4 each hold a key-value head."""
+    """Recipe with 64 workers: 8 models of 8 workers, where 4 workers share a key-value head."""
     return make_recipe(tmp_path, **SPLIT)
 
 
 def trace_as(recipe: Recipe, rank: int) -> tuple[dict[str, list[str]], dict[str, bytes]]:
-    """Keys of the graphs of each phase, and the graphs by key."""
+    """Trace as one rank; returns the graphs' keys by phase, and the graphs by key."""
     from services.compiler.neuron_trace import TracedXla  # noqa: PLC0415
 
     backend = TracedXla(make_mesh(recipe, rank, recipe.parallel.num_workers), threads=1)
@@ -105,7 +105,7 @@ def test_every_rank_traces_the_same_graphs(split: Recipe) -> None:
     ids=["plain", "recomputed", "in documents"],
 )
 def test_a_run_has_one_graph_for_micro_batches_and_one_for_updates(tmp_path: Path, changed: dict[str, str]) -> None:
-    """No step, learning rate or first time is in a graph; evaluation, checks and loading have one each."""
+    """Graphs hold no step number and no learning rate; evaluation, finiteness check and loading have one graph each."""
     met, graphs = trace_as(make_recipe(tmp_path, **{**SPLIT, **changed}), rank=0)
 
     micro_batch, again, update = met[PHASES[0]]
@@ -120,9 +120,9 @@ def test_a_run_has_one_graph_for_micro_batches_and_one_for_updates(tmp_path: Pat
 @pytest.mark.timeout(900)  # a process of its own compiles three graphs: 10 s of a core
 @pytest.mark.parametrize("tensor_parallel_size", [1, 8])
 def test_the_compiler_keeps_what_is_to_be_computed_again(tmp_path: Path, tensor_parallel_size: int) -> None:
-    """Its elimination of common parts would take that from the forward pass, and hold all of it until then."""
+    """Without fences, XLA's elimination of common subexpressions undoes activation checkpointing."""
     counts = compiled_graph.count_operations(tmp_path, tensor_parallel_size)
-    layers, products, norms = compiled_graph.LAYERS, 9 - 1, 2  # autograd has no use for a layer's last product
+    layers, products, norms = compiled_graph.LAYERS, 9 - 1, 2  # the backward pass does not use a layer's last product
     assert counts["full"]["dot"] == counts["none"]["dot"] + layers * products
     assert counts["selective"]["dot"] == counts["none"]["dot"]
     for mode in ("full", "selective"):
@@ -131,7 +131,7 @@ def test_the_compiler_keeps_what_is_to_be_computed_again(tmp_path: Path, tensor_
 
 @pytest.mark.parametrize("path", TRN1_RECIPES, ids=lambda path: path.stem)
 def test_a_shipped_recipe_is_traced_at_its_real_size(path: Path) -> None:
-    """All layers, the whole topology, none of its gigabytes, and no collective of more than the limit."""
+    """The trace has all layers and workers, takes no memory for weights, and no collective exceeds the limit."""
     met, graphs = trace_as(load_with(path), rank=0)
 
     assert len(graphs) == 5
@@ -142,7 +142,7 @@ def test_a_shipped_recipe_is_traced_at_its_real_size(path: Path) -> None:
 
 
 def test_a_matrix_and_an_activation_above_the_limit_are_sent_in_pieces() -> None:
-    """Each of 8 workers has 525 MB of float32 of a table as wide as Llama 3 70B's; 2 long sequences are 537 MB."""
+    """A worker's share of Llama 3 70B's embedding has 525 MB in float32; 2 long sequences have 537 MB."""
     changed = {
         "model__hidden_size": "8192",
         "model__num_hidden_layers": "1",
@@ -161,7 +161,7 @@ def test_a_matrix_and_an_activation_above_the_limit_are_sent_in_pieces() -> None
     ids=lambda changed: next(iter(changed)),
 )
 def test_a_cache_is_for_one_update(tmp_path: Path, split: Recipe, changed: dict[str, str]) -> None:
-    """The whole of it is a graph, which lists its ranks. A cache of the native backend is for any of these."""
+    """An update is one graph, which lists its ranks. The native backend's caches do not depend on these fields."""
     assert program_facts(make_recipe(tmp_path, **{**SPLIT, **changed})) != program_facts(split)
 
 
@@ -169,7 +169,7 @@ def test_a_cache_is_for_one_update(tmp_path: Path, split: Recipe, changed: dict[
 def test_a_plan_needs_neither_a_device_nor_neuronx_cc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace_on: str
 ) -> None:
-    """With the nodes on which the stage would run: where there is a device to trace on, or any."""
+    """The plan counts with the nodes that the stage runs on: Trainium nodes, or CPU nodes."""
     monkeypatch.delenv("PJRT_DEVICE")
     monkeypatch.setenv("PATH", str(tmp_path))
     overrides = {**SPLIT, "compile__trace_on": trace_on, "cluster__trainer_instance_type": "trn1n.32xlarge"}
@@ -178,19 +178,19 @@ def test_a_plan_needs_neither_a_device_nor_neuronx_cc(
     assert main(["plan", "--recipe", str(write_recipe(tmp_path)), "--root", str(tmp_path / "fsx"), *options]) == 0
 
     said = capsys.readouterr().out
-    assert "5 of 5 graphs to compile" in said
+    assert "5 of 5 graphs" in said
     nodes = {
         "device": "120 CPUs and 440 GiB (trn1n.32xlarge), with 5",
         "cpu": "30 CPUs and 112 GiB (m7i.8xlarge), with 3",
     }
-    assert f"1 node of {nodes[trace_on]} tasks at a time" in said
+    assert f"1 node of {nodes[trace_on]} concurrent tasks" in said
     assert not (tmp_path / "fsx").exists()
 
 
 def test_the_stage_publishes_a_split_model_s_graphs_and_has_nothing_to_do_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Traced in processes of their own, compiled by a stand-in for neuronx-cc, verified by a second trace."""
+    """Child processes trace, a stand-in for neuronx-cc compiles, and a second trace verifies."""
     compiler = neuronx_cc.install(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{compiler}{os.pathsep}{os.environ['PATH']}")
     recipe = write_recipe(tmp_path)

@@ -1,4 +1,4 @@
-"""What one process traces for a whole topology is all that its workers need, and what they meet in their graphs."""
+"""One process traces all graphs that the workers of a whole topology need."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def test_one_process_traces_every_graph_of_split_models_for_any_number_of_them(g
 
 
 def test_a_worker_that_is_lost_while_another_is_in_a_graph_is_named(gang: Gang) -> None:
-    """The graph's collective raises it, which nothing of ours surrounds."""
+    """The error comes from a collective inside of the compiled graph."""
     assert "most likely because another worker died" in (gang.folder / "lost.txt").read_text()

@@ -1,4 +1,4 @@
-"""What the tests let workers do; importable, so that other processes find it."""
+"""Programs of the workers in the compiler's tests, in a module that other processes import."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Gang:
     folder: Path
     backend: type[TorchNative]
     recipe: Recipe
-    """Whose graphs rank 0 traces, and which all workers begin to train."""
+    """Recipe whose graphs rank 0 traces, and which all workers start to train."""
     fewer: Recipe
-    """With which the first workers go on."""
+    """Recipe of a smaller topology, with which the first workers continue."""
 
     @property
     def cache(self) -> Path:
@@ -52,9 +52,9 @@ class Gang:
 
 
 class GraphKeeper(TorchNative):
-    """Compiles as the native backend does up to the graph, keeps that as text, and runs its operations one by one.
+    """Native backend that writes every graph to a file as text, and runs its operations without Inductor.
 
-    What Inductor makes of a graph follows from the graph, and takes a C++ compiler a second for each loop.
+    Inductor's output depends on the graph alone, and takes the C++ compiler a second per loop.
     """
 
     _graphs_compiled = 0
@@ -73,7 +73,7 @@ class GraphKeeper(TorchNative):
         return CacheReport(self._graphs_compiled)
 
     def require_warm_cache(self) -> None:
-        pass  # so that a test that fails has all graphs to compare
+        pass  # a failed test then shows all missed graphs, not the first alone
 
     def _keep(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         text = graph.print_readable(print_output=False)
@@ -85,8 +85,9 @@ class GraphKeeper(TorchNative):
 
 
 def trace_then_train(gang: Gang, environment: WorkerEnvironment) -> None:
-    """Let rank 0 fill the cache as the compiler stage does, then all workers use it, and leave for each worker how many
-    graphs it missed, when it began to train and when it resumed.
+    """Let rank 0 fill the cache as the compiler stage does, then train with it on all workers.
+
+    Every worker writes the number of graphs that the cache lacked, at its start and at its resumption.
     """
     rank = environment.rank
     os.environ.update(gang.backend.cache_environment(gang.cache, gang.recipe))
@@ -105,7 +106,7 @@ def trace_then_train(gang: Gang, environment: WorkerEnvironment) -> None:
 
 
 def begin(gang: Gang, environment: WorkerEnvironment) -> int:
-    """A step and an evaluation; the graphs that the cache did not hold."""
+    """Take a step and an evaluation; returns the number of graphs that the cache lacked."""
     group = ProcessGroup.join(environment.rank, environment.world_size, environment.rendezvous)
     program, share = make_program(gang, gang.recipe, environment.rank)
     program.train_step(0, share)
@@ -116,9 +117,9 @@ def begin(gang: Gang, environment: WorkerEnvironment) -> int:
 
 
 def resume(gang: Gang, environment: WorkerEnvironment) -> int:
-    """A step from a state that was loaded; the graphs that the cache did not hold.
+    """Take a step from a loaded state; returns the number of graphs that the cache lacked.
 
-    Then rank 1 ends without a word, and rank 0, in its next step, leaves what that raises.
+    Rank 1 then ends without leaving the group, and rank 0 writes the error of its next step to lost.txt.
     """
     rank = environment.rank
     group = ProcessGroup.join(rank, gang.fewer.parallel.num_workers, environment.rendezvous + "-again")
@@ -139,7 +140,7 @@ def resume(gang: Gang, environment: WorkerEnvironment) -> int:
 
 
 def make_program(gang: Gang, recipe: Recipe, rank: int) -> tuple[Program, list[MicroBatch]]:
-    """With the micro-batches of the worker's share of a step."""
+    """Make the program of a worker, and the micro-batches of the worker's share of a step."""
     backend = gang.backend(make_mesh(recipe, rank, recipe.parallel.num_workers), 1, recipe.train.reduction)
     backend.require_warm_cache()
     share = [make_synthetic_micro_batch(recipe) for _ in backend.mesh.share(recipe.batch.num_micro_batches)]

@@ -211,8 +211,15 @@ def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_documents(tmp_path_factory.mktemp("long"), [make_text(500_000, seed=index) for index in range(12)])
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-@pytest.mark.parametrize("milestone", ["plan.json", "000000.json"])
+@pytest.mark.parametrize(
+    ("milestone", "number", "exit_code"),
+    [
+        ("plan.json", signal.SIGINT, 130),
+        ("000000.json", signal.SIGTERM, 75),
+        pytest.param("plan.json", signal.SIGTERM, 75, marks=pytest.mark.slow),
+        pytest.param("000000.json", signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
+)
 def test_a_stopped_stage_says_so_and_publishes_nothing(
     tmp_path: Path, long_text: Path, number: signal.Signals, exit_code: int, milestone: str
 ) -> None:

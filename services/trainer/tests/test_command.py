@@ -112,7 +112,9 @@ def test_a_killed_worker_is_replaced_and_the_number_of_workers_may_change(
     assert outcome(root) == straight
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGHUP, 75)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGINT, 130), pytest.param(signal.SIGHUP, 75, marks=pytest.mark.slow)]
+)
 def test_a_signal_to_the_command_and_its_workers_commits_a_checkpoint(
     tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], number: signal.Signals, exit_code: int
 ) -> None:
@@ -139,7 +141,9 @@ def stop(process: subprocess.Popen[str], root: Path, number: signal.Signals, exi
     return output
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_while_the_workers_import_ends_the_command_at_once(
     tmp_path: Path, recipe: Path, corpus: Artifact[CorpusManifest], number: signal.Signals, exit_code: int
 ) -> None:
