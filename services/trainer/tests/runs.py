@@ -97,10 +97,10 @@ def flip_a_bit(path: Path) -> None:
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Of a command that runs them inline: what its fork server has forked, or on macOS new interpreters."""
+    """The workers of an inline command: forks of its fork server, or on macOS new interpreters."""
     children = psutil.Process(process.pid).children()
-    servers = [child for child in children if "fork_server" in _command_line(child)]
-    forked = [worker for server in servers for worker in server.children() if "fork_server" in _command_line(worker)]
+    servers = [child for child in children if "forkserver" in _command_line(child)]
+    forked = [worker for server in servers for worker in server.children() if "forkserver" in _command_line(worker)]
     return forked or [child for child in children if "spawn_main" in _command_line(child)]
 
 
