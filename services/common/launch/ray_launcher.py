@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import psutil
 import ray
@@ -229,12 +229,35 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
                 },
             ),
         )
+        if cluster_address() is None:
+            _keep_out_of_object_store()
         failure = call_in_thread(trainer.fit)
     if cluster_address():
         with calling_ray():
             _end_coordinator()
     if failure is not None:
         raise _explain(failure, demand, spec.num_workers)
+
+
+class _Value(Generic[T]):
+    """Stands for Ray Train's reference to an object in the object store, and holds the object itself."""
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def get(self) -> T:
+        return self._value
+
+
+def _keep_out_of_object_store() -> None:
+    """Let Ray Train pass the workers' function by value on this machine.
+
+    The object store dies with the raylet, and Ray's library ends a process with 1 that has lost an object: the command
+    could then not end with 75.
+    """
+    from ray.train.v2.api import data_parallel_trainer  # noqa: PLC0415
+
+    vars(data_parallel_trainer)["ObjectRefWrapper"] = _Value  # the module does not export the name
 
 
 def is_preemption_noticed() -> bool:
