@@ -159,7 +159,7 @@ def _obey(channel: socket.socket) -> None:
             signal.pthread_kill(main_thread().ident or 0, _INTERRUPT)
 
 
-class _Watch:
+class _CommandWatch:
     """The guard's end: watches the command."""
 
     def __init__(self, command: int, mark: str, channel: socket.socket) -> None:
@@ -299,7 +299,7 @@ def main(arguments: list[str]) -> None:
         signal.signal(signum, signal.SIG_IGN)
     descriptor, command, mark = arguments
     with socket.socket(fileno=int(descriptor)) as channel:
-        _Watch(int(command), mark, channel).run()
+        _CommandWatch(int(command), mark, channel).run()
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def is_lost() -> bool:
     return _watch.is_lost()
 
 
-class _Watch:
+class _RayWatch:
     """Notices that Ray itself is lost, before Ray's library does: that one ends the process with 1, a minute later."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class _Watch:
         os._exit(TryAgain.exit_code)
 
 
-_watch = _Watch()
+_watch = _RayWatch()
 
 
 def _start_here(options: dict[str, Any], num_cpus: int, resources: Mapping[str, float]) -> None:

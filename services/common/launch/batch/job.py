@@ -124,7 +124,7 @@ def _run_main_node(node: BatchNode, command: StageCommand, resources: list[str],
             try:
                 _wait_for_nodes(node, nodes, ray, deadline, join_seconds)
                 _say(node, f"all {node.num_nodes} nodes have joined; running {shlex.join(command.words)}")
-                exit_code = _run_stage(node, command, _Watch(node, nodes, ray), address)
+                exit_code = _run_stage(node, command, _NodeWatch(node, nodes, ray), address)
                 _say(node, f"the stage ended with {exit_code}")
             finally:
                 _let_children_leave(node, nodes)
@@ -143,7 +143,7 @@ def _wait_for_nodes(
         )
 
 
-def _run_stage(node: BatchNode, command: StageCommand, watch: _Watch, address: str) -> int:
+def _run_stage(node: BatchNode, command: StageCommand, watch: _NodeWatch, address: str) -> int:
     """Run the stage's command, forward every stop signal to it, and return its exit code.
 
     Raises `WorkersLost` when a node was lost, unless the command succeeded nevertheless.
@@ -182,7 +182,7 @@ def _run_stage(node: BatchNode, command: StageCommand, watch: _Watch, address: s
     return exit_code if exit_code >= 0 else TryAgain.exit_code
 
 
-class _Watch:
+class _NodeWatch:
     """Watches the nodes that have joined."""
 
     def __init__(self, node: BatchNode, nodes: RayNodes, ray: subprocess.Popen[bytes]) -> None:
