@@ -75,18 +75,18 @@ def pipeline(options: tuple[str, ...], temporary: Path) -> dict[str, subprocess.
 
     The trainer's first attempt has one worker and is stopped; the second has two, which shard the optimizer's state.
     """
-    done = {"tokenizer": run("tokenizer", *options)}
+    done = {"tokenizer": run("tokenizer", *options, "--launch=ray")}
     kill_while_compiling(options)
     done["compiler"] = run("compiler", *options)
-    done["stopped trainer"] = stop_while_training(options, "--parallel.data_parallel_size=1")
-    done["trainer"] = run("trainer", *options, "--parallel.zero_stage=1")
+    done["stopped trainer"] = stop_while_training(options, "--launch=ray", "--parallel.data_parallel_size=1")
+    done["trainer"] = run("trainer", *options, "--launch=ray", "--parallel.zero_stage=1")
     return done
 
 
 def kill_while_compiling(options: tuple[str, ...]) -> None:
     """kill -9 the compiler stage after its first compiled files: no process survives, and nothing is published."""
     collection = Path(options[-1]) / "compile_cache" / "small"
-    command = [sys.executable, "-m", "services.compiler", *options]
+    command = [sys.executable, "-m", "services.compiler", *options, "--launch=ray"]
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL, text=True) as process:
         wait_until(lambda: any(collection.glob("*.scratch/*/compile/cache/*/*")), 120, process=process)
         at_work = psutil.Process(process.pid).children(recursive=True)

@@ -1,4 +1,4 @@
-"""Is a Ray cluster joined, and at which address? Without RAY_ADDRESS Ray is started on this machine alone."""
+"""Reads RAY_ADDRESS: whether a command joins a Ray cluster, at which address, and which launcher follows from that."""
 
 from __future__ import annotations
 
@@ -7,21 +7,30 @@ import os
 from services.common.errors import RecipeError
 
 AUTO = "auto"
-"""The cluster that has a node on this machine."""
+"""Value of RAY_ADDRESS for the cluster that has a node on this machine."""
 
 
 def cluster_address() -> str | None:
-    """HOST:PORT of the cluster to join, or AUTO; None where Ray is started in place, as with an empty RAY_ADDRESS.
+    """HOST:PORT of the Ray cluster to join, or AUTO; None where RAY_ADDRESS is not set, or empty.
 
-    Raises `RecipeError` when RAY_ADDRESS is no address.
+    Raises `RecipeError` for a RAY_ADDRESS that is not an address.
     """
     given = os.environ.get("RAY_ADDRESS", "").strip()
     if given and given != AUTO and split_address(given) is None:
         raise RecipeError(
-            f"RAY_ADDRESS={given!r} is no address of a Ray cluster: expected HOST:PORT, such as 10.0.0.1:6379, or auto "
-            f"for the one on this machine. Correct it, or unset RAY_ADDRESS: Ray is then started on this machine alone."
+            f"RAY_ADDRESS={given!r} is not the address of a Ray cluster: expected HOST:PORT, such as 10.0.0.1:6379, or "
+            f"auto for the cluster on this machine. Correct it, or unset RAY_ADDRESS: the command then uses this "
+            f"machine alone."
         )
     return given or None
+
+
+def default_launcher() -> str:
+    """Name of the launcher of a command without `--launch`: `ray` where RAY_ADDRESS names a cluster, else `inline`.
+
+    Raises `RecipeError` for a RAY_ADDRESS that is not an address.
+    """
+    return "ray" if cluster_address() else "inline"
 
 
 def split_address(address: str) -> tuple[str, int] | None:

@@ -1,17 +1,19 @@
-"""A small process beside a command that ends what the command cannot end itself.
+"""A small process beside every command that ends the command, or its processes, where the command itself hangs.
 
-`python -m services.common.launch.guard` is told of every stop signal by the C code that handles it in the command, so
-it does its part also where the command's main thread never gets back to Python. It is in a session of its own, has no
-thread, and reads no file but those of /proc until the command is gone. What it does:
+The C code of the command's signal handler writes every stop signal to `python -m services.common.launch.guard`, so that
+the guard acts even where the command's main thread never returns to Python. The guard runs in a session of its own, has
+no thread, and reads only files of /proc until the command has ended. It has four duties:
 
-- After a second stop signal it lets the command END_SECONDS to end in order and then has a thread of it end it with its
-  exit code; a command that is still there after KILL_SECONDS is killed.
-- A process of the command's that has been stopped for STOPPED_SECONDS is killed: what is lost is noticed and started
-  again, what is frozen is only waited for. While the command itself is stopped, as by Ctrl-Z, it lets them all be.
-- A command that is stopped gets a SIGCONT with a stop signal, as a shell gives it one, or nothing would handle that.
-- When the command is gone, however it ended, all that is left of its family is killed, and its private folders go.
+- After a second stop signal the command has END_SECONDS to end in order. Then the guard has a thread of the command end
+  it with its exit code, and after KILL_SECONDS the guard kills it.
+- The guard kills a process of the command that has been stopped for STOPPED_SECONDS: the command notices a lost process
+  and starts it again, but would wait for a frozen one. While the command itself is stopped, as by Ctrl-Z, the guard
+  leaves its processes alone.
+- When a stop signal is pending for a stopped command, the guard sends SIGCONT, as a shell does: otherwise nothing would
+  handle the signal.
+- When the command has ended, in any way, the guard kills its remaining family and removes its private folders.
 
-A guard that did not `heed_signals` does the last of these alone.
+A guard without `heed_signals` has the last duty only.
 """
 
 from __future__ import annotations
@@ -54,29 +56,29 @@ KILL_SECONDS = END_SECONDS + 1.0
 POLL_SECONDS = 0.25
 LOOK_SECONDS = 0.02
 FAMILY_SECONDS = 2.0
-"""Seconds between two looks for frozen processes."""
+"""Seconds between two searches for frozen processes."""
 FAMILY_END_SECONDS = 2.0
-"""Seconds for which a command that ends looks for what is left of its family."""
+"""Seconds for which a command that ends searches for remaining processes of its family."""
 LEFT_SECONDS = 30.0
-"""Seconds for which the guard does, once the command is gone: processes with much memory take some to die."""
+"""Seconds for which the guard searches after the command's end: a process with much memory takes seconds to die."""
 
 _INTERRUPT = signal.SIGURG
-"""Nobody sends it here, and a handler that does nothing is enough for it to interrupt a call."""
+"""Signal that interrupts a system call of the main thread: it has no other use here, and its handler does nothing."""
 _SHARED_MEMORY = Path("/dev/shm")
 _END = b"end "
 _NOTE = b"note"
 _SESSION = b"session "
 _HEED = b"heed"
 _MESSAGE_BYTES = 64
-# Both keep messages apart; macOS has the second one alone.
+# Both types keep the bounds of messages; macOS has SOCK_DGRAM alone.
 _SOCKET_TYPE = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
 
 _guards: list[Guard] = []
-"""The one of this process: none or one."""
+"""The guard of this process, if it has one."""
 
 
 class Guard:
-    """The command's side of its guard."""
+    """The command's end of its guard."""
 
     def __init__(self) -> None:
         self.mark = secrets.token_hex(8)
@@ -88,42 +90,42 @@ class Guard:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             pass_fds=[self._theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # or who reads what the command prints would wait for the guard too
+            stdout=subprocess.DEVNULL,  # otherwise a reader of the command's output would wait for the guard too
             start_new_session=True,
         )
-        # Its end of the socket stays open here too: a write from a signal's handler to a guard that was killed would
-        # fail, and Python would print that.
+        # The guard's end of the socket stays open in the command too: without it a signal handler's write to a killed
+        # guard would fail, and Python would print the error.
         os.environ[MARK] = self.mark
         current_process()._config["semprefix"] = f"/{semaphore_prefix(self.mark)}"  # type: ignore[attr-defined]
 
     def watch_session(self, session: int) -> None:
-        """Count the processes of this session to the command's family."""
+        """Make the processes of this session members of the command's family."""
         self._sessions.add(session)
         self._socket.send(_SESSION + str(session).encode())
 
     def heed_signals(self) -> None:
-        """Let the guard hear of stop signals and of frozen processes. To be called in the main thread."""
+        """Let the guard act on stop signals and on frozen processes. Has to be called in the main thread."""
         self._socket.send(_HEED)
-        self._socket.setblocking(False)  # as a handler of signals must not wait
-        Thread(target=_do_as_told, args=(self._socket,), name="guard", daemon=True).start()
+        self._socket.setblocking(False)  # a signal handler must not wait
+        Thread(target=_obey, args=(self._socket,), name="guard", daemon=True).start()
         signal.signal(_INTERRUPT, lambda signum, frame: None)
         signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
         call_before_forced_end(self.leave_rest)
 
     def end_family(self) -> None:
-        """Kill all that this process has started, except for the guard."""
+        """Kill all processes that this one has started, except the guard."""
         end_family(os.getpid(), self._sessions, self.mark, FAMILY_END_SECONDS, spared=[self._process.pid])
 
     def leave_rest(self) -> None:
-        """Leave to the guard what is left when this process has ended, or do it here where it cannot, because it was
-        frozen or killed itself.
+        """Leave the family to the guard, which kills it after this process has ended; where the guard was frozen or
+        killed itself, kill the family now.
         """
         if self._process.poll() is not None or is_stopped(self._process.pid):
             self._process.kill()
             self.end_family()
 
     def end(self) -> None:
-        """Kill all that this process has started, the guard at last, and remove the private folders that they used."""
+        """Kill all processes that this one has started, the guard last, and remove their private folders."""
         self.end_family()
         _remove_folders()
         self._process.kill()
@@ -131,34 +133,34 @@ class Guard:
 
 
 def start_guard() -> Guard:
-    """The guard of this process, which is started by the first call."""
+    """The guard of this process; the first call starts it."""
     if not _guards:
         _guards.append(Guard())
     return _guards[0]
 
 
 def end_guard() -> None:
-    """End the guard of this process, if it has one, and what else it has started: it is about to end in order."""
+    """End the guard, if there is one, and all other processes of this one, which is about to end in order."""
     if _guards:
         _guards.pop().end()
 
 
-def _do_as_told(channel: socket.socket) -> None:
+def _obey(channel: socket.socket) -> None:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     while True:
         poll.poll()
-        told = channel.recv(_MESSAGE_BYTES)
-        if told.startswith(_END):
-            end_at_once(int(told.removeprefix(_END)))
-        # The kernel may have given the signal to any thread, as it does in a process that was stopped. What it
-        # interrupts is the main thread's to go on with: only there Python handles the signal.
+        message = channel.recv(_MESSAGE_BYTES)
+        if message.startswith(_END):
+            end_at_once(int(message.removeprefix(_END)))
+        # The kernel may have delivered the stop signal to any thread, but Python handles it in the main thread alone:
+        # interrupt the call in which that one waits.
         with suppress(ProcessLookupError):
             signal.pthread_kill(main_thread().ident or 0, _INTERRUPT)
 
 
-class _Watch:
-    """The guard's side: what it knows of the command."""
+class _CommandWatch:
+    """The guard's end: watches the command."""
 
     def __init__(self, command: int, mark: str, channel: socket.socket) -> None:
         self._command, self._mark, self._channel = command, mark, channel
@@ -167,17 +169,17 @@ class _Watch:
         self._first_at: float | None = None
         self._second_at: float | None = None
         self._signum = 0
-        self._is_told = self._is_killed = False
+        self._has_sent_end = self._is_killed = False
         self._stopped: dict[int, Stopwatch] = {}
         self._family_due = 0.0
 
     def run(self) -> None:
-        """Until the command is gone, and what it left too."""
-        with suppress(ConnectionError):  # it went with messages unread
+        """Watch until the command and its family have ended."""
+        with suppress(ConnectionError):  # the command ended before it had read all messages
             self._watch()
         deadline = time.monotonic() + LEFT_SECONDS
         while os.getppid() == self._command and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS)  # it still closes its files one by one, and holds locks until then
+            time.sleep(LOOK_SECONDS)  # the command is closing its files, and holds their locks until then
         end_family(self._command, self._sessions, self._mark, LEFT_SECONDS)
         _remove_folders()
         for path in _SHARED_MEMORY.glob(f"sem.{semaphore_prefix(self._mark)}-*"):
@@ -214,17 +216,17 @@ class _Watch:
         if self._second_at is None:
             return
         seconds = time.monotonic() - self._second_at
-        if seconds > END_SECONDS and not self._is_told:
-            self._is_told = True
+        if seconds > END_SECONDS and not self._has_sent_end:
+            self._has_sent_end = True
             self._channel.send(_END + str(self._signum).encode())
         if seconds > KILL_SECONDS and not self._is_killed:
             self._is_killed = True
-            _say("Killed after the second signal: it did not end by itself. The same command continues.")
+            _say("killed, because it did not end after the second signal. Run the same command again to continue.")
             with suppress(ProcessLookupError):
                 os.kill(self._command, signal.SIGKILL)
 
     def _wake_command(self) -> None:
-        """Wake a stopped command for which a stop signal waits, and its group, which a shell stops together."""
+        """Send SIGCONT to a stopped command that has a pending stop signal, and to its group: a shell stops both."""
         self._stopped.clear()
         if _has_stop_signal(self._command):
             with suppress(ProcessLookupError):
@@ -243,14 +245,14 @@ class _Watch:
         for pid, process in frozen.items():
             if self._stopped[pid].look(lasts=True) >= STOPPED_SECONDS:
                 with suppress(psutil.Error):
-                    told = f"{process.name()} (pid {pid})"
+                    name = f"{process.name()} (pid {pid})"
                     process.kill()
-                    _say(f"{told}: killed, because it was stopped for {STOPPED_SECONDS:.0f} s and others wait for it.")
+                    _say(f"{name}: killed, because it was stopped for {STOPPED_SECONDS:.0f} s and others wait for it.")
 
 
 def _remove_folders() -> None:
     """Remove the private folders that no living process uses."""
-    # Here, because the guard imports as little as it can while the command starts.
+    # Imported here, because the guard's start must not slow the command's.
     from services.common.process.private_folder import private_base, remove_abandoned  # noqa: PLC0415
 
     for is_short in (True, False):
@@ -258,14 +260,15 @@ def _remove_folders() -> None:
 
 
 def semaphore_prefix(mark: str) -> str:
-    """Prefix of the names of the command's semaphores, which `multiprocessing` makes in /dev/shm."""
+    """Prefix of the names of semaphores that `multiprocessing` makes in /dev/shm for the command with this mark."""
     return f"millrace-{mark}"
 
 
 def _has_stop_signal(pid: int) -> bool:
-    """Does a stop signal wait for this process, which is stopped? Unknown, and so no, on systems without /proc.
+    """Whether a stop signal waits for this stopped process. Always False on systems without /proc.
 
-    It is pending, or a thread has just taken it that was stopped before its handler ran: then it alone is blocked.
+    The signal is pending, or a thread was stopped between taking the signal and running its handler: then this signal
+    alone is blocked in that thread.
     """
     with suppress(OSError):
         status = _read_status(Path(f"/proc/{pid}/status"))
@@ -277,7 +280,7 @@ def _has_stop_signal(pid: int) -> bool:
 
 
 def _read_status(path: Path) -> dict[str, int]:
-    """The sets of signals of a process or thread, where bit n - 1 stands for signal n."""
+    """The signal sets of a process or thread by their names in proc_pid_status(5); bit n - 1 stands for signal n."""
     lines = path.read_text(encoding="ascii", errors="replace").splitlines()
     fields = (line.split(":", 1) for line in lines if line.startswith(("Sig", "Shd")))
     return {name: int(value, 16) for name, value in fields if name != "SigQ"}
@@ -296,7 +299,7 @@ def main(arguments: list[str]) -> None:
         signal.signal(signum, signal.SIG_IGN)
     descriptor, command, mark = arguments
     with socket.socket(fileno=int(descriptor)) as channel:
-        _Watch(int(command), mark, channel).run()
+        _CommandWatch(int(command), mark, channel).run()
 
 
 if __name__ == "__main__":

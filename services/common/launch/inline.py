@@ -1,4 +1,4 @@
-"""Plain processes on this machine, without Ray."""
+"""The launcher `inline`: processes of this machine, without Ray."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr
-from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
@@ -25,7 +24,6 @@ import psutil
 
 from services.common.errors import MillraceError, WorkersLost
 from services.common.launch import fork_server
-from services.common.launch.fork_server import ForkedProcess, ForkServer
 from services.common.launch.launcher import (
     LOOPBACK_INTERFACE,
     LostTask,
@@ -50,23 +48,25 @@ from services.common.process.stop_signals import STOP_SIGNALS, deferring_stop_si
 
 logger = logging.getLogger(__name__)
 
-# spawn, not fork: the parent has threads (leases, progress) whose locks a fork would copy in a held state.
+# spawn, not fork: the command has threads (leases, progress), and a fork would copy locks that they hold.
 _CONTEXT = multiprocessing.get_context("spawn")
 
 POLL_SECONDS = 1.0
 
-_servers: list[ForkServer] = []
-"""Of this process: none or one."""
+_FORKING_CONTEXT = fork_server.ForkContext()
 
-Worker = tuple[BaseProcess | ForkedProcess, Connection]
-"""And what it sends when it fails."""
+Worker = tuple[BaseProcess, Connection]
+"""A worker's process, and the connection by which it sends the error that it raises."""
+
+_EXIT_CODE_UNKNOWN = 255
+"""Exit code that `multiprocessing` gives to a forked process whose server was killed."""
 
 _LOST = LostTask("a process of this machine was killed while it worked on a task")
 LOOPBACK_ADDRESS = "127.0.0.1"
 
 
 def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) -> Iterator[tuple[int, R]]:
-    """See `Launcher.map_tasks`. One worker means this process."""
+    """See `Launcher.map_tasks`. With one worker the tasks run in this process."""
     if num_workers == 1 or len(items) <= 1:
         yield from ((index, function(item)) for index, item in enumerate(items))
         return
@@ -85,14 +85,14 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
         except BrokenProcessPool as error:
             raise WorkersLost("a process of this machine was killed while it worked on a task") from error
         finally:
-            if running:  # leaving early; the pool would wait for these tasks, which are idempotent and may take hours
+            if running:  # after an error; the pool would wait for these tasks, which may take hours
                 _stop(list(pool._processes.values()))
 
 
 def run_tasks(
     function: Callable[[T], R], take: Callable[[], tuple[T, TaskDemand] | None], num_workers: int
 ) -> Generator[tuple[T, R | LostTask] | None, None, None]:
-    """See `Launcher.run_tasks`. A pool breaks as a whole: with a lost task go those that run beside it."""
+    """See `Launcher.run_tasks`. When a process of the pool dies, every task that runs beside it is lost too."""
     running: dict[Future[R], T] = {}
     pool: ProcessPoolExecutor | None = None
     try:
@@ -103,7 +103,7 @@ def run_tasks(
                 try:
                     with _starting_processes():  # the pool starts them one by one
                         running[pool.submit(function, taken[0])] = taken[0]
-                except BrokenProcessPool:  # a process was killed while it had nothing to do
+                except BrokenProcessPool:  # a process was killed while it was idle
                     refused.append(taken[0])
             if not running and not refused:
                 return
@@ -119,18 +119,18 @@ def run_tasks(
                 yield None
     finally:
         if pool:
-            if running:  # leaving early
+            if running:  # after an error
                 _stop(list(pool._processes.values()))
             pool.shutdown()
 
 
 def has_room(demand: TaskDemand) -> bool:
-    """See `Launcher.has_room`. CPUs are shared by whatever runs."""
+    """See `Launcher.has_room`. Only memory counts: the operating system shares CPUs among processes."""
     return demand.memory_bytes <= psutil.virtual_memory().total
 
 
 def map_nodes(function: Callable[[T], R], item: T) -> Iterator[tuple[str, R | LostTask]]:
-    """See `Launcher.map_nodes`. This machine is the one node, and this process does its task."""
+    """See `Launcher.map_nodes`. This machine is the only node, and its task runs in this process."""
     yield socket.gethostname(), function(item)
 
 
@@ -142,18 +142,17 @@ def _result_of(future: Future[Any]) -> Any:
 
 
 def prepare(spec: WorkerGroupSpec) -> None:
-    """See `Launcher.prepare`. Workers that share their imports are forked from a process that has done them."""
+    """See `Launcher.prepare`. Starts the server from which workers with a `preload` are forked."""
     if not spec.preload or not fork_server.IS_SUPPORTED:
         return
-    if _servers and not (_servers[0].is_alive and _servers[0].modules.issuperset(spec.preload)):
-        _servers.pop().close()
-    if not _servers:
-        _servers.append(ForkServer(spec.preload))
+    with _starting_processes():
+        fork_server.start_server(spec.preload)
 
 
 def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec) -> None:
-    """See `Launcher.run_workers`. Workers meet in a file, so no port is opened before the group forms."""
+    """See `Launcher.run_workers`. Workers meet in a file, so that no port is opened before the group forms."""
     prepare(spec)
+    context = _FORKING_CONTEXT if spec.preload and fork_server.IS_SUPPORTED else _CONTEXT
     neuron_variables = _neuron_variables(spec)
     with private_folder(new_name("workers")) as folder:
         workers: list[Worker] = []
@@ -163,26 +162,22 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
                 environment = WorkerEnvironment(rank, spec.num_workers, "inline", str(folder / "rendezvous"), rank)
                 variables = {"OMP_NUM_THREADS": str(spec.threads_per_worker), "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
                 arguments = (function, argument, environment, variables, neuron_variables[rank])
-                with sender:
-                    if spec.preload and _servers:
-                        _servers[0].fork(_work, arguments, sender, partial(_add, workers, receiver))
-                        continue
-                    process = _CONTEXT.Process(target=_work, args=(*arguments, sender), name=f"rank-{rank}")
-                    with _starting_processes():
-                        process.start()
-                        workers.append((process, receiver))
+                process = context.Process(target=_work, args=(*arguments, sender), name=f"rank-{rank}")
+                with sender, _starting_processes():
+                    _start(process)
+                    workers.append((process, receiver))
             _wait_for_workers(workers)
         finally:
             _stop([process for process, _ in workers])
 
 
 def is_preemption_noticed() -> bool:
-    """See `Launcher.is_preemption_noticed`. A single machine hears of it as SIGTERM."""
+    """See `Launcher.is_preemption_noticed`. Always False: a single machine is told of preemption by SIGTERM."""
     return False
 
 
 def _neuron_variables(spec: WorkerGroupSpec) -> list[dict[str, str]]:
-    """Each worker's own; nothing where their devices are no NeuronCores."""
+    """Neuron's environment variables of every worker; empty where the workers' devices are not NeuronCores."""
     if spec.device not in NEURON_DEVICES:
         return [{}] * spec.num_workers
     require_every_core(spec.device)
@@ -191,14 +186,18 @@ def _neuron_variables(spec: WorkerGroupSpec) -> list[dict[str, str]]:
     return [neuron_environment(spec.device, place, meeting, network, spec.logical_core_size) for place in places]
 
 
-def _add(workers: list[Worker], receiver: Connection, process: ForkedProcess) -> None:
-    workers.append((process, receiver))
+def _start(process: BaseProcess) -> None:
+    """Start the process. Raises `WorkersLost` where the fork server was killed meanwhile."""
+    try:
+        process.start()
+    except (EOFError, ConnectionError) as error:
+        raise WorkersLost("the process that workers are forked from was killed before it forked one") from error
 
 
 def _wait_for_workers(workers: list[Worker]) -> None:
     pending = list(enumerate(workers))
     while pending:
-        # Of a worker that fails, the message comes first: it may not fit into the pipe before somebody reads it.
+        # A worker that fails sends its error before it ends: a long one fits into the pipe only while somebody reads.
         watched = [each for _, (process, receiver) in pending for each in (receiver, process.sentinel)]
         ready = wait_for_any(watched, timeout=POLL_SECONDS)
         ended = [(rank, worker) for rank, worker in pending if worker[1] in ready or worker[0].sentinel in ready]
@@ -210,17 +209,16 @@ def _wait_for_workers(workers: list[Worker]) -> None:
                 raised.append(error)
                 continue
             process.join()
-            if process.exitcode != 0:
+            if process.exitcode == _EXIT_CODE_UNKNOWN:
+                lost = f"rank {rank} (pid {process.pid}) was killed with the process that workers are forked from"
+            elif process.exitcode != 0:
                 lost = f"rank {rank} (pid {process.pid}) ended with {process.exitcode}"
         if raised or lost:
             raise name_the_cause(raised, lost)
-        forked = [process for _, (process, _) in pending if isinstance(process, ForkedProcess)]
-        if forked and not ready:
-            _servers[0].require_answering(forked)
 
 
 def _receive(receiver: Connection) -> Exception | None:
-    """What an ended worker raised; a worker that returned, or was killed, has sent nothing, or not all of it."""
+    """The error that a worker sent; None for a worker that returned, or was killed before it had sent all of it."""
     try:
         error: Exception | None = receiver.recv() if receiver.poll() else None
     except (EOFError, OSError):
@@ -236,7 +234,7 @@ def _work(
     neuron_variables: dict[str, str],
     sender: Connection,
 ) -> None:
-    # A signal to the whole group is for the parent, which lets the workers commit a checkpoint.
+    # Workers ignore stop signals: the parent acts on a signal to the process group, and asks for a checkpoint.
     _follow_parent(ignored=STOP_SIGNALS)
     os.environ.update(variables)
     try:
@@ -253,13 +251,13 @@ def _work(
 def _portable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever its pickling raises, the parent still has to learn of the failure
+    except Exception:  # noqa: BLE001 - pickling can raise anything, and the parent has to learn of the failure
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 
 
-def _stop(processes: Sequence[BaseProcess | ForkedProcess]) -> None:
-    """End what is left of a group: workers that lost a peer may be blocked in a collective for minutes."""
+def _stop(processes: Sequence[BaseProcess]) -> None:
+    """Kill the processes that still run: workers that lost a peer may be blocked in a collective for minutes."""
     for process in processes:
         process.kill()
         process.join()
@@ -267,14 +265,14 @@ def _stop(processes: Sequence[BaseProcess | ForkedProcess]) -> None:
 
 @contextmanager
 def _starting_processes() -> Iterator[None]:
-    """Processes that start inside have the stop signals blocked until `_follow_parent`: before that they import, and a
-    signal would end them, with a traceback if it is Ctrl-C. This process gets its own signals when it has started them.
+    """Block the stop signals in processes that start inside the block, until they call `_follow_parent`: while they
+    import, a signal would end them, Ctrl-C with a traceback. This process gets its own signals after the block.
     """
     with deferring_stop_signals():
-        # For the resource tracker too, which ends at SIGHUP, and whose start would lift the block of the others.
+        # SIGHUP would end the resource tracker. The tracker starts first, because its start unblocks other signals.
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
-            with redirect_stderr(io.StringIO()):  # a killed one would print tracebacks about what it tracked
+            with redirect_stderr(io.StringIO()):  # the successor of a killed tracker prints tracebacks
                 resource_tracker.ensure_running()
             resource_tracker.unregister = _unregister
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -284,8 +282,8 @@ def _starting_processes() -> Iterator[None]:
 
 
 def _unregister(name: Sized, rtype: str) -> None:
-    """Let the resource tracker forget a semaphore, unless it was killed: another one in its place does not know it, and
-    would print a traceback. What is left then, the command's guard removes.
+    """Let the resource tracker forget a semaphore, unless the tracker was killed: its successor does not know the
+    semaphore and would print a traceback. The command's guard removes such semaphores.
     """
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None and tracker._check_alive():
@@ -293,15 +291,12 @@ def _unregister(name: Sized, rtype: str) -> None:
 
 
 def _begin_tasks() -> None:
-    # SIGTERM is how a pool ends its processes when one of them was lost.
+    # Not SIGTERM, with which a pool ends its processes when one of them was lost.
     _follow_parent(ignored=(signal.SIGINT,))
 
 
 def _follow_parent(ignored: Sequence[signal.Signals]) -> None:
-    """End this process when its parent dies, also by SIGKILL; leave the `ignored` signals to the parent.
-
-    The kernel ends those that a fork server has started.
-    """
+    """End this process when the command dies, also by SIGKILL, and leave the `ignored` signals to the command."""
     for signum in ignored:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

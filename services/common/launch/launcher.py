@@ -1,6 +1,6 @@
-"""Two ways to start work: `ray` (a Ray cluster, started in place when there is none) and `inline` (plain processes).
+"""The two launchers: `inline` starts processes of this machine, `ray` starts processes on a Ray cluster.
 
-Both start the same functions with the same arguments, and both raise what the function raised.
+Both run the same functions with the same arguments, and both raise the exception that a function raised.
 """
 
 from __future__ import annotations
@@ -19,137 +19,141 @@ R = TypeVar("R")
 
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
-# On a cluster a Ray node declares one unit of its stage's resource, of which the job that runs the stage's command
-# takes a share: that places the driver, and leaves the rest to its workers.
+# On a cluster every Ray node declares one unit of its stage's resource. The driver takes DRIVER_SHARE of that unit,
+# which places the driver on a node of the stage, and leaves the rest to the workers.
 STAGE_RESOURCE_PREFIX = "stage_"
 DRIVER_SHARE = 0.01
 
 NODE_SECONDS = 300.0
-"""For a task of `Launcher.map_nodes`: a file system that hangs holds its node's task for ever."""
-
+"""Seconds in which a task of `Launcher.map_nodes` has to end: a file system that hangs would hold it for ever."""
 
 LAUNCHERS = {"ray": "services.common.launch.ray_launcher", "inline": "services.common.launch.inline"}
 
 
 @dataclass(frozen=True)
 class WorkerGroupSpec:
-    """The processes that a launcher starts together."""
+    """Describes the worker processes that a launcher starts together."""
 
     num_workers: int
     threads_per_worker: int
     workers_per_node: int
-    """At most, on a cluster."""
+    """Largest number of workers on a node of a cluster."""
     shared_folder: Path
-    """Where the launcher keeps its own files: every node sees it, no other command uses it, and they are gone when the
-    workers have ended.
+    """Folder for the launcher's own files, which every node sees and no other command uses. The launcher removes them
+    when the workers have ended.
     """
     device: str = "cpu"
-    """Of each worker, as a recipe names it. One on a NeuronCore is told which before its function is called."""
+    """Device of every worker, as a recipe names it. A worker knows its NeuronCore before its function is called."""
     logical_core_size: int | None = None
-    """Physical NeuronCores that make one of a worker's, where the instance type leaves a choice."""
+    """Physical NeuronCores in the logical core of a worker, where the instance type leaves a choice (Neuron's LNC)."""
     preload: tuple[str, ...] = ()
-    """Modules that the workers import in any case, and MODULE:FUNCTION for what they would do in any case. They leave
-    no thread, and a function is told whether its process may fork.
+    """Modules that every worker imports, and functions that it calls first, as MODULE:FUNCTION. Workers may be forked
+    from a process that has done all of this, so nothing here may leave a thread. A function gets `can_fork`: whether
+    its process will be forked.
     """
 
 
 @dataclass(frozen=True)
 class TaskDemand:
-    """What a task takes of its node. A cluster places tasks by it; nothing holds a task to it."""
+    """CPUs and memory that a task needs. A cluster places tasks by this demand and does not enforce it."""
 
     num_cpus: int = 1
     memory_bytes: int = 0
 
     def count_on(self, cpus: float, memory_bytes: float) -> int:
-        """Such tasks that a node of this size has room for at a time."""
-        of_memory = [int(memory_bytes // self.memory_bytes)] if self.memory_bytes else []
-        return min([int(cpus // self.num_cpus), *of_memory])
+        """Number of these tasks that a node of this size can run at a time."""
+        by_memory = [int(memory_bytes // self.memory_bytes)] if self.memory_bytes else []
+        return min([int(cpus // self.num_cpus), *by_memory])
 
 
 @dataclass(frozen=True)
 class LostTask:
-    """What became of a task whose process died before it returned."""
+    """Stands for the result of a task whose process died before the task returned."""
 
     reason: str
     is_out_of_memory: bool = False
-    """Its node had to end it."""
+    """Whether the node killed the task's process because memory ran out."""
 
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
-    """Which of the workers of a run this process is, and where it meets the others."""
+    """Tells a worker process its rank and where it meets the other workers."""
 
     rank: int
     world_size: int
     launch: str
     rendezvous: str = ""
-    """`tcp://HOST:PORT`, or the path of a file that all workers see; of no use to one that is alone."""
+    """`tcp://HOST:PORT`, or the path of a file that all workers see. A single worker does not use it."""
     local_rank: int = 0
-    """Among the workers of its node, which share its devices."""
+    """Rank of the worker among those of its node, which share the node's devices."""
 
 
 class Launcher(Protocol):
+    """Starts tasks, which are independent, and workers, which form a group."""
+
     def map_tasks(self, function: Callable[[T], R], items: Sequence[T], num_workers: int) -> Iterator[tuple[int, R]]:
         """Yield (index, function(item)) as tasks finish, with at most `num_workers` at a time.
 
-        `function` is importable and idempotent: a task whose process died runs again, by Ray or, after the
-        `WorkersLost` that `inline` raises, by the next command.
+        `function` is importable and idempotent. A task whose process died runs again: Ray starts it once more, and
+        `inline` raises `WorkersLost`, after which the same command can be run again.
         """
         ...
 
     def run_tasks(
         self, function: Callable[[T], R], take: Callable[[], tuple[T, TaskDemand] | None], num_workers: int
     ) -> Generator[tuple[T, R | LostTask] | None, None, None]:
-        """Run tasks of which the caller decides, whenever one can start, which is the next: what `take()` returns.
+        """Run `function(item)` for the items that `take()` returns; it is called whenever a task can start.
 
-        Yields (item, function(item)) as tasks end, with a `LostTask` for one that was lost and is not run again unless
-        `take` returns it once more, and None about once a second in between. Ends when none runs and `take` has none.
-        Closing it ends the tasks that run.
+        Yields (item, function(item)) as tasks end, and None about once a second meanwhile. A lost task yields a
+        `LostTask` and runs again only if `take` returns its item once more. The generator ends when no task runs and
+        `take` returns None; closing the generator kills the tasks that run.
         """
         ...
 
     def has_room(self, demand: TaskDemand) -> bool:
-        """Could a node that is up hold a task with this demand, if nothing else ran there?"""
+        """Whether one of the running nodes could hold a task with this demand if nothing else ran there."""
         ...
 
     def prepare(self, spec: WorkerGroupSpec) -> None:
-        """Begin what takes long about starting such workers, while the caller does something else: `run_workers` does
-        what was not begun. Called in the main thread, and before the caller knows that it will start any.
+        """Begin the slow part of starting these workers in the background; `run_workers` does what is left to do.
+
+        Has to be called in the main thread. The caller need not start workers afterwards.
         """
         ...
 
     def map_nodes(self, function: Callable[[T], R], item: T) -> Iterator[tuple[str, R | LostTask]]:
-        """Yield (name of the node, function(item)) for every node that the stage's work may be placed on, as they end.
+        """Run `function(item)` once on every node that can run work of the stage, however busy the node is.
 
-        What runs there already is no hindrance. A node that does not answer for NODE_SECONDS gives a `LostTask`.
+        Yields (name of the node, function(item)) as the tasks end, with a `LostTask` for a node that does not answer
+        within NODE_SECONDS.
         """
         ...
 
     def run_workers(
         self, function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec
     ) -> None:
-        """Run `function(argument, environment)` in processes that can form a group.
+        """Run `function(argument, environment)` in `spec.num_workers` processes, which can form a process group.
 
-        Returns when all returned. Raises the `MillraceError` that a worker raised, or `WorkersLost`; when several
-        failed, what the others failed of.
+        Returns when all workers have returned. Raises the `MillraceError` that a worker raised, or `WorkersLost`; when
+        several workers failed, the error that made the others fail.
         """
         ...
 
     def is_preemption_noticed(self) -> bool:
-        """Asked inside a worker, by all workers equally often: is one of their nodes about to be taken away?"""
+        """Whether one of the workers' nodes is about to be taken away. All workers have to call this equally often."""
         ...
 
 
 def name_the_cause(raised: Sequence[BaseException], lost: str | None) -> BaseException:
-    """One error for a group of failed workers; `lost` says which one died without raising anything, if one did.
+    """Choose the one error that explains a failed group of workers. `lost` names a worker that died without an error.
 
-    When a worker fails the others fail too, in whatever they were waiting for it with: what they raise comes last.
+    When one worker fails the others fail too, in the collective in which they wait for it. Such errors come last.
     """
 
     def rank(error: BaseException) -> int:
         if isinstance(error, WorkersLost):
             return 3
-        if isinstance(error, HardwareFault):  # what its peers raise may be a consequence
+        if isinstance(error, HardwareFault):  # errors of other workers may be its consequence
             return -1
         if isinstance(error, MillraceError):
             return 0
@@ -162,5 +166,5 @@ def name_the_cause(raised: Sequence[BaseException], lost: str | None) -> BaseExc
 
 
 def choose_launcher(name: str) -> Launcher:
-    """The launcher called `name`; Ray is imported when it is the one asked for, so `inline` never needs it."""
+    """The launcher called `name`. Ray is imported for `ray` alone, so that `inline` runs where Ray is not installed."""
     return cast(Launcher, importlib.import_module(LAUNCHERS[name]))

@@ -1,7 +1,7 @@
-"""The variables by which Neuron's runtime knows a worker's core, and finds those of the other workers.
+"""Makes the environment variables that tell Neuron's runtime a worker's NeuronCore and how to reach other workers.
 
-One function makes them for every launcher. torch_xla and the runtime read them once, as they are loaded. They are those
-that torch_xla makes of torchrun's, and those that it makes wrongly or not at all for workers of several nodes.
+One function makes them for every launcher. torch_xla and the runtime read them once, when they are loaded. They include
+the variables that torch_xla derives from torchrun's, and those that it sets wrongly or not at all on several nodes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from services.common.errors import DeviceError
 
 XLA = "xla"
 NEURON_DEVICES = frozenset({XLA, "neuron"})
-"""A worker's device is then a NeuronCore: of torch_xla, or of TorchNeuron."""
+"""Devices of a recipe that are NeuronCores: `xla` uses torch_xla, `neuron` uses TorchNeuron."""
 
 VISIBLE_CORES = "NEURON_RT_VISIBLE_CORES"
 
-# Of torchrun, by which torch_xla would believe that it has to share out the visible cores, and refuse the one that
-# there is; and of torch_xla's own launcher, another way to say what NEURON_PJRT_WORLD_SIZE says.
+# With torchrun's variable torch_xla would divide the visible cores among the workers, and refuse a single core. The
+# variable of torch_xla's own launcher means the same as NEURON_PJRT_WORLD_SIZE.
 CONTRADICTING_VARIABLES = ("TORCHELASTIC_RUN_ID", "NEURON_PJRT_PROCESSES_NUM_DEVICES")
 
 EFA_VARIABLES = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
@@ -34,7 +34,7 @@ EFA_DEVICES = Path("/dev/infiniband")
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Which worker a process is, among all and among those of its node."""
+    """Ranks of a worker among all workers and among the workers of its node."""
 
     rank: int
     world_size: int
@@ -45,19 +45,21 @@ class WorkerPlace:
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """An address of rank 0's node, and two ports there that were free."""
+    """An address of rank 0's node and two free ports there."""
 
     host: str
     store_port: int
-    """Where torch's processes meet."""
+    """Port of torch's store, where the processes of a group meet."""
     communicator_port: int
-    """Where the runtime's do, which needs one of its own: left to itself, torch_xla takes 62182 on every node."""
+    """Port of the Neuron runtime's communicator. Without it torch_xla uses 62182 on every node."""
 
 
 @dataclass(frozen=True)
 class NodeNetwork:
+    """The network of this node that leads to the other nodes."""
+
     interface: str
-    """The one with the address by which other nodes know this one."""
+    """Name of the interface whose address the other nodes use for this node."""
     has_efa: bool
 
 
@@ -68,11 +70,11 @@ def neuron_environment(
     network: NodeNetwork,
     logical_core_size: int | None = None,
 ) -> dict[str, str]:
-    """The variables of one worker. `logical_core_size` are the physical cores that make one of a worker's (Neuron's
-    LNC), where the instance type leaves a choice.
+    """The environment variables of one worker. `logical_core_size` is the number of physical cores in a logical one
+    (Neuron's LNC), where the instance type leaves a choice.
 
-    A worker has the core of its index on the node: ranks that follow one another, as those that share a model do, are
-    on cores that follow one another. With TorchNeuron no core is named here: its backend takes one of the visible.
+    A worker gets the core of its local rank, so that consecutive ranks, which share a model, use neighbouring cores.
+    With TorchNeuron no core is named here: its backend takes one of the visible cores.
     """
     variables = {
         "RANK": str(place.rank),
@@ -103,15 +105,15 @@ def neuron_environment(
 
 
 def set_neuron_environment(variables: Mapping[str, str]) -> None:
-    """Give this process the variables, and take away what contradicts them.
+    """Set the variables in this process, and remove variables that contradict them.
 
-    Raises `DeviceError` where torch_xla is imported already: it would go on with what it read then.
+    Raises `DeviceError` where torch_xla is already imported: it would go on with the values that it read then.
     """
     if "torch_xla" in sys.modules:
         raise DeviceError(
-            f"worker {variables['RANK']} (pid {os.getpid()}) had imported torch_xla before it was told its rank and "
-            f"its NeuronCore, and torch_xla reads them as it is imported. Something that starts with every Python "
-            f"process here imports it: look for it in sitecustomize, .pth files and Ray's worker_process_setup_hook."
+            f"worker {variables['RANK']} (pid {os.getpid()}) imported torch_xla before the launcher had set its rank "
+            f"and its NeuronCore, which torch_xla reads when it is imported. Something imports torch_xla in every "
+            f"Python process of this machine: look in sitecustomize, .pth files and Ray's worker_process_setup_hook."
         )
     for name in CONTRADICTING_VARIABLES:
         os.environ.pop(name, None)
@@ -119,23 +121,23 @@ def set_neuron_environment(variables: Mapping[str, str]) -> None:
 
 
 def require_every_core(device: str) -> None:
-    """Raise `DeviceError` where this command was given a choice of this machine's cores, which its workers would not
-    follow; and Ray, started in place, takes a range of cores for one.
+    """Raise `DeviceError` where NEURON_RT_VISIBLE_CORES selects some of this machine's cores: workers would not follow
+    the selection, and a Ray that is started here would count a range of cores as one core.
     """
     visible = os.environ.get(VISIBLE_CORES)
     if device == XLA and visible:
         raise DeviceError(
-            f"{VISIBLE_CORES}={visible} is set, and each worker of parallel.device = 'xla' takes the core of its index "
-            f"on the node, from 0 on. Unset it: unset {VISIBLE_CORES}"
+            f"{VISIBLE_CORES}={visible} is set, but with parallel.device = 'xla' every worker takes the core of its "
+            f"local rank, beginning with core 0. Unset the variable: unset {VISIBLE_CORES}"
         )
 
 
 def find_meeting_point(host: str) -> MeetingPoint:
-    """Two different free ports of this node, which the others know as `host`."""
+    """Find two different free ports of this node, whose address for other nodes is `host`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with ExitStack() as stack:
         ports = []
-        for _ in range(2):  # both are held until the second is found: the first would else be found again
+        for _ in range(2):  # the first port stays open until the second is found, or both could be the same
             holder = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             holder.bind(("", 0))
             ports.append(holder.getsockname()[1])
@@ -143,7 +145,7 @@ def find_meeting_point(host: str) -> MeetingPoint:
 
 
 def find_network(address: str) -> NodeNetwork:
-    """This node's network, by the address at which the other nodes reach it.
+    """Find the network of this node that has `address`, at which the other nodes reach it.
 
     Raises `DeviceError` where no interface has the address.
     """
@@ -155,8 +157,8 @@ def find_network(address: str) -> NodeNetwork:
     if not names:
         seen = "".join(f"\n  {name}: {', '.join(sorted(addresses))}" for name, addresses in found.items())
         raise DeviceError(
-            f"no network interface of {socket.gethostname()} has the address {address}, by which Ray knows this node, "
-            f"so the NeuronCores of other nodes cannot be reached from here. It has{seen}\n"
+            f"no network interface of {socket.gethostname()} has the address {address}, which Ray uses for this node, "
+            f"so NeuronCores of other nodes cannot be reached. The interfaces are{seen}\n"
             f"Start Ray on an address of this machine (ray start --node-ip-address); on Kubernetes, on the pod's."
         )
     return NodeNetwork(names[0], has_efa=any(EFA_DEVICES.glob("uverbs*")))

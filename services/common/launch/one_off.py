@@ -1,9 +1,9 @@
-"""A subcommand of a stage in a container of its own: `python -m services.<stage> one-off [OPTION ...] -- SUBCOMMAND`.
+"""Runs one subcommand in a container of its own: `python -m services.<stage> one-off [OPTION ...] -- SUBCOMMAND`.
 
-What starts the container has no file system in common with whoever asked for it. So the recipe travels in the variable
-MILLRACE_RECIPE, and small results go home as lines of the output. The subcommand gets `--recipe` and `--root` where it
-takes them, and the root as its working directory: what it writes to a relative path is on the shared file system. The
-exit code is the subcommand's.
+The container and the person who asked for it share no file system. The recipe therefore travels in the environment
+variable MILLRACE_RECIPE, and small result files travel back as lines of the output. The subcommand gets `--recipe` and
+`--root` where it takes them. Its working directory is the root, so that relative paths are on the shared file system.
+The exit code is the subcommand's.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ RECIPE_FILE = "recipe.toml"
 
 
 def run_one_off(stage: Stage, run: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Run the subcommand by `run`, and print what it brings home; its exit code.
+    """Run the subcommand with `run(words)`, print its result files as lines, and return its exit code.
 
-    Raises `RecipeError` for a subcommand that the stage does not have, before anything of it begins, and `StorageError`
-    where the file system must be mounted and is not.
+    Raises `RecipeError` for a subcommand that the stage does not have, before anything runs, and `StorageError` where
+    the shared file system is required and not mounted.
     """
     options, words = _parse(argv)
     subcommand = find_subcommand(stage, words[0])
@@ -43,18 +43,19 @@ def run_one_off(stage: Stage, run: Callable[[list[str]], int], argv: list[str]) 
 
 
 def _bring(named: list[Path]) -> None:
-    """Print the files that were asked for, and those that the subcommand offers."""
+    """Print the requested files and those that the subcommand offers, as lines of the output."""
     for number, path in enumerate(dict.fromkeys([*named, *offered_files()])):
         for line in pack_file(path, number):
             print(line)
 
 
 def _write_recipe(root: Path, variables: Mapping[str, str]) -> list[str]:
-    """The options with which the subcommand finds the recipe that travelled with it, and the root."""
+    """Write the recipe of MILLRACE_RECIPE to a file, and return the subcommand's options `--recipe` and `--root`."""
     packed = variables.get(RECIPE_VARIABLE, "")
     if not packed:
         raise RecipeError(
-            f"{RECIPE_VARIABLE} is not set: make stage-run sends a recipe with a subcommand that takes one."
+            f"{RECIPE_VARIABLE} is not set, and the subcommand needs a recipe. Start it with make stage-run, which "
+            f"sends the recipe."
         )
     path = Path(tempfile.mkdtemp(prefix="one-off-")) / RECIPE_FILE
     path.write_bytes(unpack_recipe(packed))
@@ -70,15 +71,15 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _Parser(
         prog="python -m services.STAGE one-off",
         usage="%(prog)s [options] -- SUBCOMMAND ...",
-        description="Run a subcommand of a stage in a container of its own, as make stage-run starts it.",
+        description="Run one subcommand of a stage in a container of its own. make stage-run starts this.",
         allow_abbrev=False,
     )
     parser.add_argument("--root", type=Path, required=True, metavar="DIR", help="folder of all artifacts")
     parser.add_argument(
-        "--bring", action="append", default=[], metavar="PATH", help="a file below the root to print for who asked"
+        "--bring", action="append", default=[], metavar="PATH", help="print this file below the root, for the caller"
     )
     parser.add_argument(
-        "--require-mount", action="store_true", help="end with 5 where no shared file system is mounted at the root"
+        "--require-mount", action="store_true", help="end with 5 unless a shared file system is mounted at the root"
     )
     at = argv.index("--") if "--" in argv else len(argv)
     options, words = parser.parse_args(argv[:at]), argv[at + 1 :]

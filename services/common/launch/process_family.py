@@ -1,7 +1,7 @@
-"""The processes that a command has started, whoever is their parent by now, and which of them are stopped.
+"""Finds the processes that a command has started, whoever their parent is now, and those that are stopped.
 
-A process belongs to a command's family when the command is an ancestor of it, when it is in a session that the command
-made for it, or when it was started with the command's mark in its environment. No one of the three is enough: an orphan
+A process belongs to a command's family when the command is its ancestor, when it runs in a session that the command
+made, or when it was started with the command's mark in its environment. None of the three is enough alone: an orphan
 has lost its ancestors, Ray gives its processes sessions of their own, and Ray's workers overwrite their environment.
 """
 
@@ -17,12 +17,11 @@ from pathlib import Path
 import psutil
 
 MARK = "MILLRACE_COMMAND"
-"""The environment variable that a command's processes inherit: its value is the mark of the one command."""
+"""Environment variable that a command's processes inherit; its value, the mark, is the command's own."""
 
 STOPPED_SECONDS = 5.0
-"""Seconds for which a process has to be seen stopped, by SIGSTOP or SIGTSTP, before it is taken for frozen. A process
-that is only slow, because it imports on a busy machine for instance, is never stopped; neither is one that a debugger
-holds, whose state is another.
+"""Seconds for which a process has to be stopped, by SIGSTOP or SIGTSTP, before it counts as frozen. A slow process is
+never in this state, and neither is one that a debugger holds.
 """
 
 _TRACKER_SECONDS = 1.0
@@ -32,7 +31,7 @@ _IS_EXITING = 0x4  # PF_EXITING of linux/sched.h, in the flags of proc_pid_stat(
 
 
 def is_stopped(pid: int) -> bool:
-    """Is this process stopped by a signal, so that it does nothing until SIGCONT or SIGKILL comes?"""
+    """Whether a signal has stopped this process: it does nothing before SIGCONT or SIGKILL."""
     with suppress(psutil.Error):
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     return False
@@ -43,18 +42,10 @@ def find_stopped() -> set[int]:
     return {pid for pid in psutil.pids() if is_stopped(pid)}
 
 
-def has_ended(pid: int) -> bool:
-    """Has this process ended, whether or not its parent has asked for its exit code?"""
-    try:
-        return bool(psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
-    except psutil.NoSuchProcess:
-        return True
-
-
 class Stopwatch:
-    """Seconds for which something has been seen to last, from look to look.
+    """Sums the seconds for which a state lasts, from look to look.
 
-    A time between two looks counts for 2 s at most: who looks may have been stopped meanwhile itself, as by Ctrl-Z.
+    The time between two looks counts for at most 2 s: the looking process may itself have been stopped, as by Ctrl-Z.
     """
 
     def __init__(self) -> None:
@@ -62,7 +53,7 @@ class Stopwatch:
         self._looked_at: float | None = None
 
     def look(self, lasts: bool) -> float:
-        """The seconds so far, in which this look is; 0 when it does not last any more."""
+        """Seconds for which the state has lasted until this look; 0 where `lasts` says that it has ended."""
         now = time.monotonic()
         if not lasts:
             self.seconds, self._looked_at = 0.0, None
@@ -75,11 +66,10 @@ class Stopwatch:
 
 
 def find_family(command: int, sessions: Collection[int], mark: str) -> list[psutil.Process]:
-    """The living processes that the command `command` has started. It is not among them, and neither is this process,
-    nor one of either's threads.
+    """The living processes that the command with process id `command` has started, without itself and this process.
 
-    Among them are all processes of this user that are ending at this moment, whoever has started them: they have given
-    their environment back, their parent may be gone, and until they have ended they hold files and locks.
+    Included are all processes of this user that are exiting at this moment, whoever started them: they have released
+    their environment, may have lost their parent, and hold files and locks until they have exited.
     """
     parents: dict[int, int] = {}
     processes: dict[int, psutil.Process] = {}
@@ -95,13 +85,12 @@ def find_family(command: int, sessions: Collection[int], mark: str) -> list[psut
             if os.getsid(process.pid) in sessions or sign in _read_environment(process.pid):
                 members.add(process.pid)
             elif _is_ending(process.pid) and process.uids().real == os.getuid():
-                ending.add(process.pid)  # no member: what it has started may be somebody else's
+                ending.add(process.pid)  # its children may belong to another command
     strangers = {command, os.getpid()}
     for pid in parents:
         line = [pid]
         while line[-1] in parents and parents[line[-1]] not in line:
             line.append(parents[line[-1]])
-        # Below the guard, which is a child of the command, there is nothing.
         if any(each in members or each == command for each in line[1:]):
             members.add(pid)
     return [processes[pid] for pid in (members | ending) - strangers]
@@ -110,11 +99,11 @@ def find_family(command: int, sessions: Collection[int], mark: str) -> list[psut
 def end_family(
     command: int, sessions: Collection[int], mark: str, within_seconds: float, spared: Collection[int] = ()
 ) -> None:
-    """Kill the command's family but for those that are `spared`, again until a look finds nobody, or for so long: who
-    is killed may be replaced by a parent that is not yet.
+    """Kill the command's family, except the `spared` process ids, until none is left or `within_seconds` are over.
 
-    The resource tracker of `multiprocessing` removes what the others leave in /dev/shm when the last of them has ended,
-    the command too: it is woken up where it is stopped, and has a second for that once the command is gone.
+    The kills are repeated, because a living parent may replace a killed child. The resource tracker of
+    `multiprocessing` is killed last: when all other processes have ended, the command too, it removes their semaphores
+    from /dev/shm. It gets a SIGCONT, and a second after the command's end.
     """
     deadline = time.monotonic() + within_seconds
     tracker_deadline = time.monotonic() + _TRACKER_SECONDS
@@ -124,7 +113,7 @@ def end_family(
             with suppress(psutil.Error, OSError):
                 if _is_resource_tracker(process):
                     process.send_signal(signal.SIGCONT)
-                    if command == os.getpid():  # it cannot end before the command
+                    if command == os.getpid():  # the tracker ends after the command
                         left_out.add(process.pid)
                         continue
                     if time.monotonic() < tracker_deadline:
@@ -140,14 +129,14 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def _has_threads(zombie: int) -> bool:
-    """Is a process whose main thread has ended still ending others? Until they have, it holds its files and locks."""
+    """Whether a zombie still has threads other than its main one: until they end, it holds files and locks."""
     with suppress(OSError):
         return len(list(Path(f"/proc/{zombie}/task").iterdir())) > 1
     return False
 
 
 def _is_ending(pid: int) -> bool:
-    """Has the kernel begun to take this process apart? Unknown, and so no, on systems without /proc."""
+    """Whether the process has begun to exit. Always False on systems without /proc."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -156,7 +145,7 @@ def _is_ending(pid: int) -> bool:
 
 
 def _read_environment(pid: int) -> bytes:
-    """The environment that a process was started with; nothing where it cannot be read, as on systems without /proc."""
+    """The environment with which a process was started; empty where it cannot be read, as on systems without /proc."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

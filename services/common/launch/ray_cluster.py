@@ -1,7 +1,7 @@
-"""The Ray cluster that this process is connected to: started in place or joined, watched, and left.
+"""Starts or joins the Ray cluster that a command uses, watches it, and leaves it when the command ends.
 
-Without RAY_ADDRESS a Ray cluster of this machine alone is started in place: bound to loopback, in a session of its own,
-which a signal to the command's process group does not reach, and ending with the program.
+Without RAY_ADDRESS a command starts a Ray cluster of this machine alone. It listens on loopback, runs in sessions of
+its own, which a signal to the command's process group does not reach, and ends with the command.
 """
 
 from __future__ import annotations
@@ -29,36 +29,22 @@ from services.common.process.private_folder import new_name, private_folder
 from services.common.process.stop_signals import deferring_stop_signals
 
 JOIN_SECONDS = 60.0
+"""Seconds in which somebody has to listen at RAY_ADDRESS."""
 POLL_SECONDS = 1.0
 LOST_SECONDS = 20.0
+"""Seconds in which a command that has lost Ray has to end in order; then it is ended at once."""
 PROBE_SECONDS = 10.0
+"""Seconds between two connections that show whether the cluster's head is alive."""
 SHUTDOWN_SECONDS = 10.0
-"""Seconds in which Ray's library has to leave the cluster: it waits for what does not answer without a limit."""
-LOST_HEAD_FAILURES = 4  # Ray's library ends the process after 60 s without the head
-
-
-_starts: list[_Call] = []
-"""The start on this machine that was begun: none or one."""
-
-
-def begin_start(num_cpus: int) -> None:
-    """Where no cluster is joined, start one on this machine while the caller goes on; `connect` waits for it."""
-    if cluster_address() is None and not ray.is_initialized() and not _starts:
-        # On Linux the kernel kills Ray's processes when the thread ends that started them.
-        _starts.append(_Call(partial(_connect, num_cpus, {}), is_thread_kept=True))
+"""Seconds that Ray's library gets to leave the cluster: it has no limit of its own for a process that hangs."""
+LOST_HEAD_FAILURES = 4  # failed connections in a row; Ray's library ends the process after 60 s without the head
 
 
 def connect(num_cpus: int, resources: Mapping[str, float] | None = None) -> None:
-    """Join the cluster of RAY_ADDRESS, or start one on this machine that has so much, in Ray's view."""
-    if _starts and (failure := _starts.pop().wait()):
-        raise failure
+    """Join the Ray cluster of RAY_ADDRESS, or start one on this machine that offers these CPUs and resources."""
     if ray.is_initialized():
         _watch.require_ray()
         return
-    _connect(num_cpus, resources or {})
-
-
-def _connect(num_cpus: int, resources: Mapping[str, float]) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {
         "log_to_driver": False,
@@ -67,7 +53,7 @@ def _connect(num_cpus: int, resources: Mapping[str, float]) -> None:
     }
     address = cluster_address()
     if address is None:
-        _start_here(options, num_cpus, resources)
+        _start_here(options, num_cpus, resources or {})
     else:
         _join(address, options)
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -75,7 +61,7 @@ def _connect(num_cpus: int, resources: Mapping[str, float]) -> None:
 
 @contextmanager
 def calling_ray() -> Iterator[None]:
-    """For calls into Ray by the main thread: Ray drops what a signal handler raises there, and prints it.
+    """Defer stop signals during a call into Ray by the main thread: Ray prints and drops what a signal handler raises.
 
     Raises `TryAgain` when Ray is lost.
     """
@@ -92,28 +78,27 @@ def calling_ray() -> Iterator[None]:
 
 
 def call_in_thread(call: Callable[[], object]) -> Exception | None:
-    """What a long call into Ray raised. In the main thread it would take Ctrl-C and SIGTERM away from us.
+    """Make a long call into Ray in a thread and return the exception that it raised, if any.
 
-    Raises `TryAgain` when Ray is lost.
+    In the main thread the call would keep Ctrl-C and SIGTERM from the command. Raises `TryAgain` when Ray is lost.
     """
     return _Call(call).wait()
 
 
 class _Call:
-    """A call in a thread of its own, from its begin on."""
+    """A call that runs in a thread of its own."""
 
     running: ClassVar[set[_Call]] = set()
 
-    def __init__(self, call: Callable[[], object], *, is_thread_kept: bool = False) -> None:
+    def __init__(self, call: Callable[[], object]) -> None:
         self._call = call
-        self._is_thread_kept = is_thread_kept
         self._has_ended = threading.Event()
         self._failure: Exception | None = None
         self.running.add(self)
         threading.Thread(target=self._run, name="ray-call", daemon=True).start()
 
     def wait(self) -> Exception | None:
-        """What the call raised, when it has ended. Raises `TryAgain` when Ray is lost."""
+        """Wait for the end of the call and return the exception that it raised. Raises `TryAgain` when Ray is lost."""
         while not self._has_ended.wait(0.2):
             _watch.require_ray()
         return self._failure
@@ -124,30 +109,28 @@ class _Call:
     def _run(self) -> None:
         try:
             self._call()
-        except Exception as error:  # noqa: BLE001 - handed to the main thread
+        except Exception as error:  # noqa: BLE001 - the main thread raises it
             self._failure = error
-        except BaseException as error:  # noqa: BLE001 - the main thread waits for it
+        except BaseException as error:  # noqa: BLE001 - the main thread waits for the end of the call
             self._failure = RuntimeError(f"{error!r}")
         self.running.remove(self)
         self._has_ended.set()
-        if self._is_thread_kept:
-            threading.Event().wait()
 
 
 def is_lost() -> bool:
-    """Whether Ray itself was lost, which no call into it outlives."""
+    """Whether Ray itself was lost: then no call into Ray may be made any more."""
     return _watch.is_lost()
 
 
-class _Watch:
-    """Notices that Ray itself is lost. Ray's library would end the process a minute later, with 1."""
+class _RayWatch:
+    """Notices that Ray itself is lost, before Ray's library does: that one ends the process with 1, a minute later."""
 
     def __init__(self) -> None:
         self._lost = threading.Event()
         self._what = ""
 
     def begin(self, find_lost: Callable[[], str], interval_seconds: float) -> None:
-        """Ask `find_lost` until it answers with a few words, or Ray has been left."""
+        """Call `find_lost` in a thread until it names what is lost in a few words, or the command has left Ray."""
         thread = threading.Thread(target=self._ask, args=(find_lost, interval_seconds), name="ray-watch", daemon=True)
         thread.start()
 
@@ -155,13 +138,13 @@ class _Watch:
         return self._lost.wait(within_seconds)
 
     def require_ray(self) -> None:
-        """Raises `TryAgain` when Ray is lost."""
+        """Raise `TryAgain` when Ray is lost."""
         if self.is_lost():
             raise self.loss
 
     @property
     def loss(self) -> TryAgain:
-        return TryAgain(f"Ray was lost: {self._what}. The same command continues from what was committed.")
+        return TryAgain(f"Ray was lost: {self._what}. Run the same command again: it continues committed work.")
 
     def _ask(self, find_lost: Callable[[], str], interval_seconds: float) -> None:
         watched = ray._private.worker._global_node
@@ -172,32 +155,31 @@ class _Watch:
                 self._what = ""
                 return
         self._lost.set()
-        time.sleep(LOST_SECONDS)  # enough, unless the main thread hangs in a call into Ray
+        time.sleep(LOST_SECONDS)  # the main thread needs more only where it hangs in a call into Ray
         os.write(2, f"millrace: {self.loss}\n".encode())
         os._exit(TryAgain.exit_code)
 
 
-_watch = _Watch()
+_watch = _RayWatch()
 
 
 def _start_here(options: dict[str, Any], num_cpus: int, resources: Mapping[str, float]) -> None:
-    os.environ.pop("RAY_ADDRESS", None)  # an empty one
-    # Else Ray replaces a loopback address by the one at which other machines reach this one. It read the
-    # variable when it was imported, so this process needs the constant, and the processes it starts the variable.
+    os.environ.pop("RAY_ADDRESS", None)  # it may be set and empty
+    # Otherwise Ray replaces the loopback address by one that other machines can reach. Ray has read this variable when
+    # it was imported, so the constant is for this process and the variable for the processes that Ray starts.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes without our variables: no work fits them
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
     stack = ExitStack()
-    # Ray's own folder would be one that everybody can write to.
+    # Ray's default folder is below one that every user can write to.
     folder = stack.enter_context(private_folder(new_name("ray"), is_short=True))
     started: list[subprocess.Popen[Any]] = []
     call_at_end(partial(_leave, started, stack))
     with deferring_stop_signals(), _leaving_sigterm_to_us(), _starting_sessions(started):
         try:
             ray.init(
-                address="local",  # else Ray joins one that it finds on this machine, such as another command's
+                address="local",  # otherwise Ray joins any cluster of this machine, such as another command's
                 num_cpus=max(num_cpus, os.cpu_count() or 1),
-                # A resource of its own in Ray, which would look for GPUs itself; the worker that opens one looks here.
+                # Given, so that Ray does not look for GPUs itself: a worker that opens its GPU checks the device.
                 num_gpus=int(resources.get("GPU", 0)),
                 resources={name: amount for name, amount in resources.items() if name != "GPU"},
                 include_dashboard=False,
@@ -221,16 +203,16 @@ def _find_ended(processes: dict[str, subprocess.Popen[Any]]) -> str:
 
 
 def _explain_failed_start(error: Exception, started: list[subprocess.Popen[Any]]) -> Exception:
-    """A process that was killed, or a machine too busy for Ray's own time limits, is no reason to give up."""
+    """The error for a Ray that did not start: `TryAgain` where a process was killed or the machine was too busy."""
     ended = [process for process in started if process.poll() is not None]
     if not ended and isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
         return error
-    return TryAgain(f"Ray did not start on this machine: {error}. The same command tries it again.")
+    return TryAgain(f"Ray did not start on this machine: {error}. Run the same command again.")
 
 
 @contextmanager
 def _leaving_sigterm_to_us() -> Iterator[None]:
-    """Ray would replace our handler by one that exits with 1 or 15."""
+    """Keep Ray from replacing the command's handler of SIGTERM by one that exits with 1 or 15."""
     utils = ray._private.utils
     set_handler, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
     try:
@@ -241,7 +223,10 @@ def _leaving_sigterm_to_us() -> Iterator[None]:
 
 @contextmanager
 def _starting_sessions(started: list[subprocess.Popen[Any]]) -> Iterator[None]:
-    """Let each process of Ray's lead a session, to which no signal to our group comes, and end with this process."""
+    """Start Ray's processes in sessions of their own, which signals to the command's group do not reach.
+
+    The command's guard ends the processes of these sessions. `started` receives the processes.
+    """
     guard = start_guard()
     services: Any = ray._private.services
     popen = services.ConsolePopen
@@ -264,8 +249,8 @@ def _python_path() -> str:
 
 
 def _leave(started: list[subprocess.Popen[Any]], folder: ExitStack, exit_code: int) -> None:
-    """Leave Ray, and end what of it was started here."""
-    # Ray's library would wait for what is lost, or end this process itself when the thread goes on, with other codes.
+    """Disconnect from Ray, and stop the Ray processes that this command started."""
+    # Ray's library would wait for a lost process, or, in a thread that goes on, end this process with another code.
     is_orderly = not _watch.is_lost() and not _Call.running and _Call(ray.shutdown).has_ended(SHUTDOWN_SECONDS)
     if started:
         start_guard().end_family()
@@ -285,13 +270,13 @@ def _join(address: str, options: dict[str, Any]) -> None:
     _wait_for_cluster(address)
     with deferring_stop_signals(), _leaving_sigterm_to_us():
         try:
-            # Fails in 40 s where something else listens; ray.init would try for a quarter of an hour.
+            # Fails after 40 s where another program listens; ray.init would try for a quarter of an hour.
             client: Any = ray._raylet
             client.GcsClient(address=ray._private.services.canonicalize_bootstrap_address(address))
             ray.init(**options)
         except Exception as error:
             if "ersion mismatch" in str(error):
-                raise DeviceError(f"the Ray cluster at {address} is another: {error}") from error
+                raise DeviceError(f"the Ray cluster at {address} has another version: {error}") from error
             raise _unreachable(error) from error
     call_at_end(partial(_leave, [], ExitStack()))
     node: Any = ray._private.worker._global_node
@@ -303,10 +288,10 @@ def _join(address: str, options: dict[str, Any]) -> None:
 
 
 class _Liveness:
-    """Are the cluster's head and this node's raylet there? A network may fail for a while, a local socket does not.
+    """Checks whether the cluster's head and this node's raylet are alive.
 
-    A connection to the raylet is held, which ends with the raylet: Ray's library ends the process with 1 as soon as it
-    misses the raylet itself, seconds later.
+    The head is asked over the network, which may fail for a while. The raylet is watched by an open connection, which
+    ends with the raylet: seconds later Ray's library misses the raylet too, and ends the process with 1.
     """
 
     def __init__(self, address: str, raylet_socket: str) -> None:
@@ -316,8 +301,8 @@ class _Liveness:
         self._raylet.setblocking(False)
 
     def find_lost(self) -> str:
-        """Which of them is lost, in a few words."""
-        if not self._is_raylet_there():
+        """Name the one that is lost in a few words; an empty string while both are alive."""
+        if not self._is_raylet_alive():
             return "its raylet on this node no longer answers"
         now = time.monotonic()
         if now >= self._head_due:
@@ -325,9 +310,9 @@ class _Liveness:
             self._head_failures = 0 if _answers(self._address) else self._head_failures + 1
         return "its head no longer answers" if self._head_failures >= LOST_HEAD_FAILURES else ""
 
-    def _is_raylet_there(self) -> bool:
+    def _is_raylet_alive(self) -> bool:
         try:
-            return bool(self._raylet.recv(1, socket.MSG_PEEK))  # nothing: it has closed the connection
+            return bool(self._raylet.recv(1, socket.MSG_PEEK))  # no bytes: the raylet has closed the connection
         except BlockingIOError:
             return True
         except OSError:
@@ -349,8 +334,8 @@ def _probe_port(address: str) -> None:
 
 
 def _find_cluster() -> str:
-    """The address of the cluster that has a node on this machine."""
-    del os.environ["RAY_ADDRESS"]  # Ray would take `auto` for what was found
+    """Find the address of the Ray cluster that has a node on this machine. Raises `TryAgain` where there is none."""
+    del os.environ["RAY_ADDRESS"]  # Ray would return its value, `auto`, as the address
     try:
         return ray._private.services.canonicalize_bootstrap_address_or_die(AUTO)
     except ConnectionError as error:
@@ -359,7 +344,7 @@ def _find_cluster() -> str:
 
 
 def _wait_for_cluster(address: str) -> None:
-    """Raises `TryAgain` when nobody listens at HOST:PORT for JOIN_SECONDS."""
+    """Wait until somebody listens at HOST:PORT. Raises `TryAgain` after JOIN_SECONDS."""
     deadline = time.monotonic() + JOIN_SECONDS
     while True:
         try:
@@ -373,6 +358,6 @@ def _wait_for_cluster(address: str) -> None:
 
 def _unreachable(error: Exception) -> TryAgain:
     return TryAgain(
-        f"no Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')} ({error}). Start it and run the same "
-        f"command again, or unset RAY_ADDRESS: Ray is then started on this machine."
+        f"no Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')} ({error}). Start the cluster and run "
+        f"the same command again, or unset RAY_ADDRESS: the command then uses this machine alone."
     )

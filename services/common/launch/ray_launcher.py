@@ -1,10 +1,10 @@
-"""Ray: tasks for work that splits, Ray Train for workers that form a process group.
+"""The launcher `ray`: Ray tasks for work that splits, Ray Train for workers that form a process group.
 
-On a node of a joined cluster that declares a resource `stage_<name>`, all work stays on the nodes that declare it: one
-cluster has the nodes of several stages, with different images.
+One cluster may have nodes of several stages, with different images. A command on a node that declares the resource
+`stage_<name>` places its work on nodes that declare the same resource.
 
-Ray is used to launch, to notice dead workers and to hear of preemption, and for nothing else: checkpoints, data
-order and metrics are files of ours.
+Ray starts processes, notices dead workers and tells of preemption, and does nothing else: checkpoints, data order and
+metrics are Millrace's own files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from services.common.errors import MillraceError, NoRoomForWorkers, WorkersLost
-from services.common.input.files import read_file
 from services.common.launch.cluster_address import cluster_address
 from services.common.launch.fork_server import import_modules
 from services.common.launch.launcher import (
@@ -44,25 +43,23 @@ from services.common.launch.launcher import (
     name_the_cause,
 )
 from services.common.launch.neuron_environment import NEURON_DEVICES, require_every_core
-from services.common.launch.ray_cluster import begin_start, call_in_thread, calling_ray, connect, is_lost
+from services.common.launch.ray_cluster import call_in_thread, calling_ray, connect, is_lost
 from services.common.process.private_folder import new_name, private_folder
 
 logger = logging.getLogger(__name__)
 
 GROUP_START_SECONDS = 600.0
 POLL_SECONDS = 1.0
-HEALTH_CHECK_SECONDS = 0.5
-"""On this machine alone: a cluster's controller asks every worker."""
 
 GPU = "GPU"
-"""Ray's name for the resource."""
-# Ray would show each worker a GPU that it chose itself; a worker takes that of its place on the node, as inline.
+"""Name of the GPU resource in Ray."""
+# Keeps Ray from choosing a GPU for a worker: as with `inline`, a worker takes the GPU of its local rank.
 GPU_WORKER_VARIABLES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 TASK_SHARE = 0.001
 _RESOURCE_UNITS = 10_000  # Ray counts resources in ten-thousandths
 
-# A process or a node was lost, oftener than Ray runs a task again.
+# Errors of Ray for a lost process or node, raised where a task is not run again.
 _LOST = (
     ray.exceptions.TaskUnschedulableError,
     ray.exceptions.WorkerCrashedError,
@@ -74,7 +71,7 @@ _LOST = (
 
 
 def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) -> Iterator[tuple[int, R]]:
-    """See `Launcher.map_tasks`. Ray runs a task again whose process or node was lost."""
+    """See `Launcher.map_tasks`. Ray runs a task up to three times more when its process or node was lost."""
     connect(num_workers)
     group = _share_of_group(TASK_SHARE)
     _wait_for_room({"CPU": 1.0, **group}, 1)
@@ -101,9 +98,9 @@ def map_tasks(function: Callable[[T], R], items: Sequence[T], num_workers: int) 
 def run_tasks(
     function: Callable[[T], R], take: Callable[[], tuple[T, TaskDemand] | None], num_workers: int
 ) -> Generator[tuple[T, R | LostTask] | None, None, None]:
-    """See `Launcher.run_tasks`. Ray does not run a lost task again: with what demand, the caller decides."""
+    """See `Launcher.run_tasks`. Ray does not run a lost task again: the caller may want to change its demand."""
     running: dict[ray.ObjectRef[Any], T] = {}
-    remote = ray.remote(max_retries=0)(function)  # once: a worker loads a function anew that is made remote again
+    remote = ray.remote(max_retries=0)(function)  # made once: workers would load every new remote function again
     placed: dict[TaskDemand, Any] = {}
     try:
         while True:
@@ -140,7 +137,7 @@ def has_room(demand: TaskDemand) -> bool:
 
 
 def map_nodes(function: Callable[[T], R], item: T) -> Iterator[tuple[str, R | LostTask]]:
-    """See `Launcher.map_nodes`. A task takes no CPU of its node, so that one which is full gets it too."""
+    """See `Launcher.map_nodes`. The tasks take no CPUs in Ray, so that a full node runs one too."""
     connect(1)
     with calling_ray():
         group = _share_of_group(TASK_SHARE)
@@ -167,7 +164,7 @@ def map_nodes(function: Callable[[T], R], item: T) -> Iterator[tuple[str, R | Lo
 
 
 def _resources_of(demand: TaskDemand) -> dict[str, float]:
-    """In Ray's names. A Ray that was started in place counts no memory: this machine is what there is."""
+    """The demand by Ray's names of resources. Memory counts on a joined cluster alone, which can choose a node."""
     memory = {"memory": float(demand.memory_bytes)} if demand.memory_bytes and cluster_address() else {}
     return {"CPU": float(demand.num_cpus), **memory}
 
@@ -187,16 +184,15 @@ def _cancel(running: Sequence[ray.ObjectRef[Any]]) -> None:
 
 
 def prepare(spec: WorkerGroupSpec) -> None:
-    """See `Launcher.prepare`. A cluster that is joined has been started by somebody else."""
-    if spec.device == "cpu":  # Ray would be told of devices that may not be there
-        begin_start(spec.num_workers * spec.threads_per_worker)
+    """See `Launcher.prepare`. Nothing can be prepared before the command joins or starts a cluster."""
 
 
 def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: Any, spec: WorkerGroupSpec) -> None:
-    """See `Launcher.run_workers`. A lost worker ends the whole group here, and the caller decides whether to start
-    another: Ray's own restart would go by Ray's own checkpoints.
+    """See `Launcher.run_workers`. A lost worker ends the whole group, and the caller decides whether to start another:
+    Ray's own restart would use Ray's own checkpoints.
     """
-    # Takes a second, which map_tasks saves. Ray's TorchTrainer would let a process group listen on all interfaces.
+    # The import takes a second, which map_tasks saves. DataParallelTrainer, because the process group of Ray's
+    # TorchTrainer listens on all interfaces.
     import ray.train  # noqa: PLC0415
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # noqa: PLC0415
 
@@ -207,14 +203,14 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
     devices = {ray_neuron.NEURON_CORES: 1.0} if is_on_neuron else {GPU: 1.0} if is_on_gpu else {}
     if cluster_address() is None:
         require_every_core(spec.device)
-    _set_train_variables()
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(GROUP_START_SECONDS))
     connect(spec.num_workers * spec.threads_per_worker, {name: n * spec.num_workers for name, n in devices.items()})
     demand = {"CPU": float(spec.threads_per_worker), **devices, **_share_of_group(_worker_share(spec.workers_per_node))}
     _wait_for_room(demand, spec.num_workers)
     with _storage(spec.shared_folder) as storage:
-        local_folder = None if cluster_address() else Path(storage)
+        rendezvous = "" if cluster_address() else str(Path(storage) / "rendezvous")
         trainer = DataParallelTrainer(
-            _WorkerFunction(function, argument, local_folder, spec.preload),
+            _WorkerFunction(function, argument, rendezvous, spec.preload),
             backend_config=ray_neuron.NeuronConfig(spec.device, spec.logical_core_size) if is_on_neuron else None,
             scaling_config=ray.train.ScalingConfig(
                 num_workers=spec.num_workers, use_gpu=is_on_gpu, resources_per_worker=demand
@@ -234,7 +230,6 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
             ),
         )
         if cluster_address() is None:
-            _leave_cleaner_out(trainer)
             _keep_out_of_object_store()
         failure = call_in_thread(trainer.fit)
     if cluster_address():
@@ -244,27 +239,8 @@ def run_workers(function: Callable[[Any, WorkerEnvironment], None], argument: An
         raise _explain(failure, demand, spec.num_workers)
 
 
-def _set_train_variables() -> None:
-    """What Ray Train reads where it is started. It looks every two seconds whether a worker has died, and starts a
-    process that looks whether one of the nodes is to leave, which this machine alone does not announce.
-    """
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(GROUP_START_SECONDS))
-    if cluster_address() is None:
-        os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(HEALTH_CHECK_SECONDS))
-        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-
-
-def _leave_cleaner_out(trainer: Any) -> None:
-    """Of Ray Train's processes the one that frees what a lost controller held of a cluster. Here all ends together."""
-    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback  # noqa: PLC0415
-
-    callbacks = trainer._create_default_callbacks()
-    kept = [each for each in callbacks if not isinstance(each, PlacementGroupCleanerCallback)]
-    trainer._create_default_callbacks = lambda: kept
-
-
 class _Value(Generic[T]):
-    """What Ray Train is handed in place of its reference to an object in the object store, where that is small."""
+    """Stands for Ray Train's reference to an object in the object store, and holds the object itself."""
 
     def __init__(self, value: T) -> None:
         self._value = value
@@ -274,57 +250,51 @@ class _Value(Generic[T]):
 
 
 def _keep_out_of_object_store() -> None:
-    """Let Ray Train pass the function of the workers by value.
+    """Let Ray Train pass the workers' function by value on this machine.
 
-    The object store goes with the raylet. Ray's library ends a process with 1, there and then, that has lost an object
-    with it and tells itself so, which is before a command of ours can end with 75.
+    The object store dies with the raylet, and Ray's library ends a process with 1 that has lost an object: the command
+    could then not end with 75.
     """
     from ray.train.v2.api import data_parallel_trainer  # noqa: PLC0415
 
-    vars(data_parallel_trainer)["ObjectRefWrapper"] = _Value  # it does not export the name
+    vars(data_parallel_trainer)["ObjectRefWrapper"] = _Value  # the module does not export the name
 
 
 def is_preemption_noticed() -> bool:
-    """See `Launcher.is_preemption_noticed`. Takes up to 9 ms: a barrier over all workers through one actor."""
+    """See `Launcher.is_preemption_noticed`. The call takes up to 9 ms: it is a barrier of all workers at one actor."""
     import ray.train  # noqa: PLC0415
 
     return ray.train.get_preemption_info() is not None
 
 
 class _WorkerFunction:
-    """What Ray Train calls in each worker."""
+    """The function that Ray Train calls in each worker."""
 
     def __init__(
         self,
         function: Callable[[Any, WorkerEnvironment], None],
         argument: Any,
-        local_folder: Path | None,
+        rendezvous: str,
         preload: tuple[str, ...],
     ) -> None:
-        """In a `local_folder`, which all workers see and nobody else, lies what else would be sent to each of them."""
-        # As bytes: Ray would import what they are of, at its own pace.
-        work = pickle.dumps((function, argument))
-        self._work_file = local_folder and local_folder / "work"
-        if self._work_file:
-            self._work_file.write_bytes(work)
-        self._work = b"" if self._work_file else work
-        self._rendezvous_file, self._preload = local_folder and local_folder / "rendezvous", preload
+        """`rendezvous` is the file in which workers of one machine meet; empty where they agree on an address."""
+        self._work = pickle.dumps((function, argument))  # bytes, so that `preload` is imported first
+        self._rendezvous, self._preload = rendezvous, preload
 
     def __call__(self) -> None:
         import ray.train  # noqa: PLC0415
 
         import_modules(self._preload, can_fork=False)
-        function, argument = pickle.loads(read_file(self._work_file) if self._work_file else self._work)
-
+        function, argument = pickle.loads(self._work)
         context = ray.train.get_context()
         rank = context.get_world_rank()
-        rendezvous = str(self._rendezvous_file or _agree_on_address(rank))
+        rendezvous = self._rendezvous or _agree_on_address(rank)
         place = (rank, context.get_world_size(), "ray", rendezvous, context.get_local_rank())
         function(argument, WorkerEnvironment(*place))
 
 
 def _agree_on_address(rank: int) -> str:
-    """Where the workers of several nodes meet: an address of rank 0's node."""
+    """Agree on the address at which the workers of several nodes meet: a free port of rank 0's node."""
     from ray._common.network_utils import build_address  # type: ignore[attr-defined]  # noqa: PLC0415
     from ray.train._internal.utils import get_address_and_port  # noqa: PLC0415
     from ray.train.collective import broadcast_from_rank_zero  # noqa: PLC0415
@@ -333,35 +303,36 @@ def _agree_on_address(rank: int) -> str:
 
 
 def _end_coordinator() -> None:
-    """End the detached actor that Ray Train leaves on the driver's node: a node with an actor is never idle, so its pod
-    would take the whole drain time to leave (60 s of 60 seen).
+    """Kill the detached actor that Ray Train leaves on the driver's node. A node with an actor is never idle, so its
+    pod would take the whole drain time to leave (60 s of 60 were measured).
     """
-    with suppress(ValueError):  # there is none
+    with suppress(ValueError):  # there is no such actor
         ray.kill(ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator"))
 
 
 def _explain(error: Exception, demand: dict[str, float], num_workers: int) -> Exception:
-    """What the caller of `run_workers` gets for an error of Ray Train's."""
-    import ray.train.v2._internal.exceptions as of_train  # noqa: PLC0415
+    """Translate an error of Ray Train into the one that `run_workers` raises."""
+    import ray.train.v2._internal.exceptions as train_errors  # noqa: PLC0415
 
     if isinstance(error, ray.train.WorkerGroupError):
         return _explain_worker_failures(error)
     cause = error.controller_failure if isinstance(error, ray.train.ControllerError) else error
-    if isinstance(cause, of_train.WorkerGroupStartupTimeoutError):
+    if isinstance(cause, train_errors.WorkerGroupStartupTimeoutError):
         return _no_room(demand, num_workers)
-    lost = (of_train.WorkerGroupStartupFailedError, ray.train.PreemptionError, ray.exceptions.RayActorError)
+    lost = (train_errors.WorkerGroupStartupFailedError, ray.train.PreemptionError, ray.exceptions.RayActorError)
     if isinstance(cause, lost):
         return WorkersLost(f"Ray lost a worker: {error}")
-    told = _cause(cause) if isinstance(cause, ray.exceptions.RayTaskError) else None  # by a backend, of a worker's node
-    return told if isinstance(told, MillraceError) else error
+    # A RayTaskError comes from the backend's part on a worker's node.
+    raised = _cause(cause) if isinstance(cause, ray.exceptions.RayTaskError) else None
+    return raised if isinstance(raised, MillraceError) else error
 
 
 def _explain_worker_failures(error: Any) -> Exception:
-    """One error for the group. A bug comes with Ray's report, which has the worker's traceback."""
+    """Choose the error of a failed group. An unexpected one carries Ray's report, with the worker's traceback."""
     failures = error.worker_failures.items()
-    # What a worker raised comes as itself; for one that died Ray puts an error of its own.
+    # An error that a worker raised comes unchanged; for a worker that died Ray has an error of its own.
     raised = [failure for _, failure in failures if not type(failure).__module__.startswith("ray.")]
-    # Of Ray's report the first line alone: it goes on with tracebacks of those that lost this worker.
+    # Only the first line of Ray's report, which goes on with tracebacks of the workers that lost this one.
     died = [
         f"rank {rank}: {str(failure).strip().partition(chr(10))[0]}"
         for rank, failure in failures
@@ -372,23 +343,23 @@ def _explain_worker_failures(error: Any) -> Exception:
 
 
 def _share_of_group(share: float) -> dict[str, float]:
-    """The demand that keeps work on the nodes of this node's stage; none where nodes declare no stage."""
+    """The demand that keeps work on the nodes of this node's stage; empty where nodes declare no stage."""
     here = ray.get_runtime_context().get_node_id()
     declared = [name for node in _live_nodes() if node["NodeID"] == here for name in node["Resources"]]
     return {name: share for name in declared if name.startswith(STAGE_RESOURCE_PREFIX)}
 
 
 def _worker_share(workers_per_node: int) -> float:
-    """So much of a node's stage resource that no further worker fits: one that is lost is not started again on a node
-    that has its workers already.
+    """Share of a node's stage resource for one worker, so large that `workers_per_node` workers fill the node: a lost
+    worker is never started again on a node that has all its workers.
     """
     return math.floor((1 - DRIVER_SHARE) / workers_per_node * _RESOURCE_UNITS) / _RESOURCE_UNITS
 
 
 def _wait_for_room(demand: dict[str, float], count: int) -> None:
-    """Wait until the nodes that are up could hold `count` times `demand` if nothing else ran on them.
+    """Wait until the running nodes could hold `count` times `demand` if nothing else ran on them.
 
-    Raises `NoRoomForWorkers` when that takes longer than GROUP_START_SECONDS: Ray itself waits for ever.
+    Raises `NoRoomForWorkers` after GROUP_START_SECONDS: Ray itself has no limit.
     """
     deadline = time.monotonic() + GROUP_START_SECONDS
     while True:
@@ -412,8 +383,8 @@ def _no_room(demand: dict[str, float], count: int) -> NoRoomForWorkers:
     nodes = "".join(f"\n  {node['NodeManagerAddress']}  {show(node['Resources'])}" for node in _live_nodes())
     return NoRoomForWorkers(
         f"for {GROUP_START_SECONDS:.0f} s the Ray cluster had no room for {count} x ({show(demand)}). Its live nodes "
-        f"have, free or taken:{nodes}\n"
-        f"Add nodes to the stage's group, or end what runs on them; the same command continues."
+        f"have, free or in use:{nodes}\n"
+        f"Add nodes to the stage's worker group, or stop other work on them, and run the same command again."
     )
 
 
@@ -423,13 +394,13 @@ def _live_nodes() -> list[dict[str, Any]]:
 
 @contextmanager
 def _storage(shared_folder: Path) -> Iterator[str]:
-    """A folder for Ray Train's own files, which all of its workers have to see."""
+    """Make a folder for Ray Train's own files, which all workers see; it is removed when the block ends."""
     if cluster_address() is None:
         with private_folder(new_name("train")) as folder:
             yield str(folder)
         return
     shared = shared_folder / "ray-train"
-    _remove(shared)  # a killed command left it
+    _remove(shared)  # left by a command that was killed
     shared.mkdir(parents=True, exist_ok=True)
     try:
         yield str(shared)
@@ -438,7 +409,7 @@ def _storage(shared_folder: Path) -> Iterator[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or whatever is in its place: `shutil.rmtree` would open a pipe, and wait for a writer."""
+    """Remove a folder, or any file in its place: `shutil.rmtree` would open a pipe and wait for a writer."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -455,8 +426,8 @@ def _cause(error: ray.exceptions.RayTaskError) -> BaseException:
 
 
 class RayGauges:
-    """Numbers of a process that is a worker of Ray: its node's metrics agent serves them to Prometheus, with `ray_`
-    before their names.
+    """Gauges of a process that is a Ray worker. The node's metrics agent serves them to Prometheus, under their names
+    with the prefix `ray_`.
     """
 
     def __init__(self, descriptions: dict[str, str], tags: dict[str, str]) -> None:
@@ -464,6 +435,6 @@ class RayGauges:
         self._gauges = {name: Gauge(name, text, tag_keys=tuple(tags)) for name, text in descriptions.items()}
 
     def set(self, values: dict[str, float]) -> None:
-        """Those that are known; the others keep theirs."""
+        """Set the gauges that `values` names; the others keep their values."""
         for name, value in values.items():
             self._gauges[name].set(value, self._tags)

@@ -1,7 +1,7 @@
-"""What Ray Train does for workers on NeuronCores, before it calls their function.
+"""The Ray Train backend for workers on NeuronCores: gives every worker its variables before its function is called.
 
-In place of Ray's own TorchXLAConfig, with which workers of several nodes do not find one another
-(https://github.com/ray-project/ray/issues/65070), and which kills processes by name and compiles on the gang's nodes.
+Ray's own TorchXLAConfig is not used: its workers of several nodes do not find one another
+(https://github.com/ray-project/ray/issues/65070), it kills processes by name, and it compiles on the gang's nodes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from services.common.launch.neuron_environment import (
 )
 
 NEURON_CORES = "neuron_cores"
-"""Ray's name for the resource."""
+"""Name of the NeuronCore resource in Ray."""
 
-# Ray would show each worker a core that it chose itself, whatever the worker's rank.
+# Keeps Ray from choosing a core for a worker, whatever the worker's rank.
 WORKER_VARIABLES = {"RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES": "1"}
 
 
@@ -40,7 +40,7 @@ class NeuronConfig(BackendConfig):
 
 
 class NeuronBackend(Backend):
-    """Tells each worker its rank, its core and where it meets the others; starts and ends nothing."""
+    """Tells every worker its rank, its core and the meeting point; starts and ends no process."""
 
     def on_start(self, worker_group: Any, backend_config: NeuronConfig) -> None:  # type: ignore[override]
         meeting = worker_group.execute_single(0, _offer_meeting_point)

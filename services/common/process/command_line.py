@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from services.common.errors import RecipeError
 from services.common.input.credentials import WHERE_THEY_BELONG, holds_secret
+from services.common.launch.cluster_address import default_launcher
 from services.common.launch.launcher import LAUNCHERS
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
@@ -51,6 +52,17 @@ class RecipeParser(argparse.ArgumentParser):
         self.add_argument("--recipe", type=Path, required=True, metavar="FILE", help="the TOML file of the run")
         self.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
 
+    def add_launch(self) -> None:
+        """Add `--launch`, whose value is the name of a launcher also where the command line has none."""
+        self.add_argument(
+            "--launch",
+            type=lambda given: given or default_launcher(),
+            choices=tuple(LAUNCHERS),
+            default="",  # argparse passes a default that is a string through `type`
+            help="inline: start processes on this machine, without Ray; ray: use the Ray cluster of RAY_ADDRESS, or "
+            "start Ray on this machine (default: ray where RAY_ADDRESS is set, else inline)",
+        )
+
     def parse(self, argv: list[str], recipe: Recipe | None = None) -> tuple[argparse.Namespace, Recipe]:
         """Parse the options, and load the recipe with its overrides unless it is given; `--root` becomes absolute."""
         arguments, rest = self.parse_known_args(argv)
@@ -75,11 +87,3 @@ class StageParser(RecipeParser):
     def __init__(self, service: str, description: str) -> None:
         super().__init__(service, description)
         self.add_argument("--dry-run", action="store_true", help="print the recipe and what follows from it, and exit")
-
-    def add_launch(self) -> None:
-        self.add_argument(
-            "--launch",
-            choices=tuple(LAUNCHERS),
-            default="ray",
-            help="ray: a Ray cluster, started in place when none is given (default); inline: plain processes",
-        )

@@ -59,26 +59,26 @@ def test_a_job_of_one_container_is_its_own_main_node() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"AWS_BATCH_JOB_ID": ""}, "no container of an AWS Batch job"),
-        ({"AWS_BATCH_JOB_ID": "../../etc"}, "no container of an AWS Batch job"),
-        ({"AWS_BATCH_JOB_ID": "j" * 5_000}, "no container of an AWS Batch job"),
-        ({"AWS_BATCH_JOB_ID": "\u00fc\udcff"}, "no container of an AWS Batch job"),
-        ({"AWS_BATCH_JOB_NODE_INDEX": "4"}, "expected less than"),
-        ({"AWS_BATCH_JOB_MAIN_NODE_INDEX": "4"}, "expected less than"),
-        ({"AWS_BATCH_JOB_NUM_NODES": "four"}, "expected a number"),
-        ({"AWS_BATCH_JOB_NUM_NODES": "0"}, "expected a number"),
-        ({"AWS_BATCH_JOB_NUM_NODES": "999999"}, "expected a number"),
-        ({"AWS_BATCH_JOB_ATTEMPT": "0"}, "expected a number"),
+        ({"AWS_BATCH_JOB_ID": ""}, "AWS_BATCH_JOB_ID=''"),
+        ({"AWS_BATCH_JOB_ID": "../../etc"}, "AWS_BATCH_JOB_ID='../../etc'"),
+        ({"AWS_BATCH_JOB_ID": "j" * 5_000}, "AWS_BATCH_JOB_ID='jjj"),
+        ({"AWS_BATCH_JOB_ID": "\u00fc\udcff"}, "AWS_BATCH_JOB_ID="),
+        ({"AWS_BATCH_JOB_NODE_INDEX": "4"}, "AWS_BATCH_JOB_NODE_INDEX=4.*AWS_BATCH_JOB_NUM_NODES=4"),
+        ({"AWS_BATCH_JOB_MAIN_NODE_INDEX": "4"}, "AWS_BATCH_JOB_MAIN_NODE_INDEX=4.*AWS_BATCH_JOB_NUM_NODES=4"),
+        ({"AWS_BATCH_JOB_NUM_NODES": "four"}, "AWS_BATCH_JOB_NUM_NODES='four'.* from 1 to 10,000"),
+        ({"AWS_BATCH_JOB_NUM_NODES": "0"}, "AWS_BATCH_JOB_NUM_NODES='0'"),
+        ({"AWS_BATCH_JOB_NUM_NODES": "999999"}, "AWS_BATCH_JOB_NUM_NODES='999999'"),
+        ({"AWS_BATCH_JOB_ATTEMPT": "0"}, "AWS_BATCH_JOB_ATTEMPT='0'"),
         ({"AWS_BATCH_JOB_NODE_INDEX": ""}, "AWS_BATCH_JOB_NODE_INDEX is not set"),
         ({"AWS_BATCH_JOB_MAIN_NODE_INDEX": " "}, "AWS_BATCH_JOB_MAIN_NODE_INDEX is not set"),
         ({"AWS_BATCH_JOB_ATTEMPT": ""}, "AWS_BATCH_JOB_ATTEMPT is not set"),
-        ({"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": ""}, "cannot find the main node"),
+        ({"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": ""}, "PRIVATE_IPV4_ADDRESS is not set"),
         *(
-            ({"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": wrong}, "expected the address of a machine")
+            ({"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": wrong}, "PRIVATE_IPV4_ADDRESS='.*10.0.0.7")
             for wrong in ("main", "10.0.0.777", "0.0.0.0", "10.0.0.7/24", "\u0661.2.3.4", "1" * 5_000, "\udcff")
         ),
         *(
-            ({f"AWS_BATCH_JOB_{name}": wrong}, "expected a number")
+            ({f"AWS_BATCH_JOB_{name}": wrong}, f"AWS_BATCH_JOB_{name}='")
             for name in ("ATTEMPT", "NUM_NODES", "NODE_INDEX", "MAIN_NODE_INDEX")
             for wrong in ("-1", "9" * 5_000, "\u0663", "1.0", "\udcff", "0x1")
         ),
@@ -93,7 +93,7 @@ def test_variables_that_batch_would_not_set_are_refused(changed: dict[str, str],
 
 def test_a_root_that_is_not_mounted_is_refused(tmp_path: Path) -> None:
     root = tmp_path / "fsx" / "team"
-    with pytest.raises(StorageError, match="not mounted"):
+    with pytest.raises(StorageError, match=f"fsx/team: no folder.*{ROOT_MARKER}"):
         require_root(root)
     root.mkdir(parents=True)
     with pytest.raises(StorageError, match="an empty folder"):
@@ -112,7 +112,7 @@ def test_a_recipe_whose_content_is_not_its_names_is_refused(tmp_path: Path) -> N
     recipe.write_bytes(content)
     require_recipe(command)
     recipe.write_bytes(content[:-1])
-    with pytest.raises(RecipeError, match="changed after the job was submitted"):
+    with pytest.raises(RecipeError, match=hashlib.sha256(content[:-1]).hexdigest()):
         require_recipe(command)
 
 
@@ -134,7 +134,7 @@ def test_a_recipe_travels_in_the_job_and_is_written_once(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("packed", "message"),
-    [("eJ!", "is no packed recipe"), ("bm9uZQ==", "is no packed recipe"), (pack_recipe(b"x"), "reads")],
+    [("eJ!", RECIPE_VARIABLE), ("bm9uZQ==", RECIPE_VARIABLE), (pack_recipe(b"x"), "/fsx/a.toml")],
 )
 def test_a_recipe_that_did_not_travel_whole_is_refused(tmp_path: Path, packed: str, message: str) -> None:
     command = read_command(["python", "-m", "services.trainer", "--recipe=/fsx/a.toml", "--root", str(tmp_path)])
@@ -157,7 +157,7 @@ def test_the_command_is_the_stages_with_the_last_of_each_option() -> None:
     command = read_command(words)
     assert (command.stage, command.recipe, command.root) == ("compiler", Path("x.toml"), Path("/b"))
     for incomplete in (words[:3], words[3:], [*words[:5]]):
-        with pytest.raises(RecipeError, match="expected the stage's command"):
+        with pytest.raises(RecipeError, match="--recipe"):
             read_command(incomplete)
 
 
@@ -169,7 +169,7 @@ def test_a_packed_recipe_unfolds_to_a_bounded_size(packed: str) -> None:
     """A packed recipe of a few characters may unfold to gigabytes."""
     tracemalloc.start()
     try:
-        with pytest.raises(RecipeError, match="is no packed recipe"):
+        with pytest.raises(RecipeError, match=RECIPE_VARIABLE):
             unpack_recipe(packed)
         assert tracemalloc.get_traced_memory()[1] < 4 * MOST_RECIPE_BYTES
     finally:
@@ -179,7 +179,7 @@ def test_a_packed_recipe_unfolds_to_a_bounded_size(packed: str) -> None:
 def test_what_is_packed_is_unpacked_and_no_more_is_packed_than_that() -> None:
     largest = b"a" * MOST_RECIPE_BYTES
     assert unpack_recipe(pack_recipe(largest)) == largest
-    with pytest.raises(RecipeError, match="a job has room for"):
+    with pytest.raises(RecipeError, match=f"{MOST_RECIPE_BYTES:,}"):
         pack_recipe(largest + b"a")
 
 
@@ -192,7 +192,7 @@ def test_what_is_no_file_in_the_place_of_a_recipe_is_refused_at_once(
     command = read_command(["python", "-m", "services.trainer", f"--recipe={recipe}", "--root", str(tmp_path)])
     recipe.parent.mkdir()
     make(recipe)
-    with pytest.raises(RecipeError, match="submit again"):
+    with pytest.raises(RecipeError, match=recipe.name):
         require_recipe(command)
 
 

@@ -109,7 +109,7 @@ def test_every_node_of_the_stage_is_asked_once_also_where_all_cpus_are_taken(lau
 def test_workers_that_the_nodes_cannot_hold_end_the_command(
     tmp_path: Path, launcher: Launcher, impatient: None, num_workers: int, threads: int
 ) -> None:
-    wanted = rf"no room for {num_workers} x \(CPU {threads}, stage_trainer 0.99\)(.|\n)*CPU 4, stage_trainer 1\n"
+    wanted = rf"{num_workers} x \(CPU {threads}, stage_trainer 0.99\)(.|\n)*CPU 4, stage_trainer 1\n"
 
     with pytest.raises(NoRoomForWorkers, match=wanted):
         launcher.run_workers(work.write_node, tmp_path, WorkerGroupSpec(num_workers, threads, 1, tmp_path))
@@ -120,7 +120,7 @@ def test_nodes_that_others_have_taken_end_the_command_too(tmp_path: Path, launch
     holders = [ray.remote(num_cpus=0, resources={"stage_trainer": 0.5})(_Holder).remote() for _ in range(2)]
     ray.get([holder.hold.remote() for holder in holders])
 
-    with pytest.raises(NoRoomForWorkers, match="no room for 2 x"):
+    with pytest.raises(NoRoomForWorkers, match="2 x"):
         launcher.run_workers(work.write_node, tmp_path, WorkerGroupSpec(2, 1, 1, tmp_path))
 
 
@@ -168,7 +168,7 @@ def test_workers_on_neuron_cores_know_theirs_and_meet_on_the_first_node(
 
 
 def test_each_worker_takes_a_neuron_core_of_its_node(tmp_path: Path, launcher: Launcher, impatient: None) -> None:
-    wanted = r"no room for 7 x \(CPU 1, neuron_cores 1, stage_trainer 0.2475\)(.|\n)*neuron_cores 3, stage_trainer 1\n"
+    wanted = r"7 x \(CPU 1, neuron_cores 1, stage_trainer 0.2475\)(.|\n)*neuron_cores 3, stage_trainer 1\n"
 
     with pytest.raises(NoRoomForWorkers, match=wanted):
         launcher.run_workers(work.write_environment, tmp_path, WorkerGroupSpec(7, 1, 4, tmp_path, device="xla"))
@@ -188,7 +188,7 @@ def test_workers_on_gpus_each_take_that_of_their_place_on_the_node(
 
 
 def test_more_workers_than_gpus_do_not_fit_a_node(tmp_path: Path, launcher: Launcher, impatient: None) -> None:
-    wanted = r"no room for 6 x \(CPU 1, GPU 1, stage_trainer 0.33\)(.|\n)*GPU 2, stage_trainer 1\n"
+    wanted = r"6 x \(CPU 1, GPU 1, stage_trainer 0.33\)(.|\n)*GPU 2, stage_trainer 1\n"
 
     with pytest.raises(NoRoomForWorkers, match=wanted):
         launcher.run_workers(work.write_rank, tmp_path, WorkerGroupSpec(6, 1, 3, tmp_path, device="cuda"))
@@ -199,7 +199,7 @@ def test_a_worker_that_has_imported_torch_xla_is_refused(
 ) -> None:
     monkeypatch.syspath_prepend(make_site_that_imports_torch_xla(tmp_path))
 
-    with pytest.raises(DeviceError, match=r"worker \d \(pid \d+\) had imported torch_xla before"):
+    with pytest.raises(DeviceError, match=r"worker \d \(pid \d+\) .*torch_xla"):
         launcher.run_workers(work.fail_with_a_bug, None, WorkerGroupSpec(2, 1, 1, tmp_path / "shared", device="xla"))
 
 

@@ -85,7 +85,7 @@ def find_process(command: psutil.Process, name: str) -> psutil.Process:
     if name == "command":
         return command
     family = command.children(recursive=True)
-    signs = {"guard": "launch.guard", "server": "fork_server", "tracker": "resource_tracker", "task": "spawn_main"}
+    signs = {"guard": "launch.guard", "server": "forkserver", "tracker": "resource_tracker", "task": "spawn_main"}
     if name == "worker":
         server = find_process(command, "server")
         return server.children()[-1]

@@ -21,6 +21,7 @@ from services.common.launch.launcher import (
     choose_launcher,
     name_the_cause,
 )
+from services.common.process.command_line import StageParser
 from services.common.testing.waiting import wait_until
 from services.common.tests import work
 from services.common.tests.builders import REPOSITORY
@@ -143,61 +144,12 @@ def test_workers_have_the_variables_of_the_command(
 @pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="workers are forked on Linux alone")
 def test_workers_are_forked_again_after_the_process_was_killed_that_forks_them(tmp_path: Path) -> None:
     spec = WorkerGroupSpec(2, 1, 2, tmp_path, preload=PRELOAD)
-    with pytest.raises(WorkersLost, match="ended with -9"):
+    with pytest.raises(WorkersLost, match=r"rank \d \(pid \d+\)"):
         inline.run_workers(work.kill_parent, None, spec)
 
     inline.run_workers(work.write_rank, tmp_path, spec)
 
     assert len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.fixture
-def quick_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stopped process is taken for frozen at once."""
-    monkeypatch.setattr(fork_server, "STOPPED_SECONDS", 0.2)
-
-
-@pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="workers are forked on Linux alone")
-@pytest.mark.usefixtures("quick_verdict")
-def test_a_frozen_process_that_forks_workers_is_ended_with_them_and_they_are_forked_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    spec = WorkerGroupSpec(2, 1, 2, tmp_path, preload=PRELOAD)
-    with pytest.raises(WorkersLost, match="ended with -9"):
-        inline.run_workers(work.freeze_parent_and_die, None, spec)
-
-    assert "it was stopped for" in caplog.text
-    inline.run_workers(work.write_rank, tmp_path, spec)
-
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="workers are forked on Linux alone")
-@pytest.mark.usefixtures("quick_verdict")
-@pytest.mark.parametrize("preload", [PRELOAD, ("services.common.tests.work:stop_itself",)], ids=["ready", "importing"])
-def test_a_process_that_forks_no_workers_because_it_is_frozen_is_ended(
-    tmp_path: Path, preload: tuple[str, ...]
-) -> None:
-    spec = WorkerGroupSpec(2, 1, 2, tmp_path, preload=preload)
-    if preload == PRELOAD:
-        inline.run_workers(work.write_rank, tmp_path, spec)
-    else:
-        inline.prepare(spec)
-    server = psutil.Process(inline._servers[0]._process.pid)
-    server.suspend()
-
-    with pytest.raises(WorkersLost, match="it was stopped for"):
-        inline.run_workers(work.write_rank, tmp_path, spec)
-
-    assert not server.is_running()
-
-
-@pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="workers are forked on Linux alone")
-@pytest.mark.usefixtures("quick_verdict")
-def test_a_worker_that_freezes_before_it_has_read_its_task_is_lost(tmp_path: Path) -> None:
-    argument = (work.StopsItsReader(), "more than a pipe holds " * 10_000)
-    with pytest.raises(WorkersLost, match="ended with -9"):
-        inline.run_workers(work.block, argument, WorkerGroupSpec(1, 1, 1, tmp_path, preload=PRELOAD))
 
 
 @pytest.mark.skipif(not fork_server.IS_SUPPORTED, reason="workers are forked on Linux alone")
@@ -279,7 +231,7 @@ def test_a_ray_cluster_that_cannot_be_reached_ends_the_command(monkeypatch: pyte
 def test_a_ray_address_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv("RAY_ADDRESS", given)
 
-    with pytest.raises(RecipeError, match="is no address of a Ray cluster: expected HOST:PORT"):
+    with pytest.raises(RecipeError, match=r"RAY_ADDRESS=(.|\n)*HOST:PORT"):
         cluster_address()
 
 
@@ -295,6 +247,26 @@ def test_an_empty_ray_address_names_none(monkeypatch: pytest.MonkeyPatch, given:
     monkeypatch.setenv("RAY_ADDRESS", given)
 
     assert cluster_address() is None
+
+
+@pytest.mark.parametrize(
+    ("address", "options", "expected"),
+    [
+        ("", (), "inline"),
+        ("", ("--launch=ray",), "ray"),
+        ("head:6379", (), "ray"),
+        ("head:6379", ("--launch=inline",), "inline"),
+        ("nonsense", ("--launch=inline",), "inline"),
+    ],
+)
+def test_a_command_uses_ray_where_ray_address_names_a_cluster_and_plain_processes_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, address: str, options: tuple[str, ...], expected: str
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    parser = StageParser("trainer", "")
+    parser.add_launch()
+
+    assert parser.parse_known_args(["--recipe=none.toml", *options])[0].launch == expected
 
 
 @pytest.mark.parametrize("given", ["no-such-host.invalid:6379", "auto"])

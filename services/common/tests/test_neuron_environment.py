@@ -100,9 +100,7 @@ def test_the_interface_is_the_one_that_has_the_nodes_address() -> None:
 
 
 def test_an_address_that_no_interface_has_is_named_with_those_that_are_there() -> None:
-    with pytest.raises(
-        DeviceError, match=rf"has the address 203\.0\.113\.1(.|\n)*{LOOPBACK_INTERFACE}: .*127\.0\.0\.1"
-    ):
+    with pytest.raises(DeviceError, match=rf"203\.0\.113\.1(.|\n)*{LOOPBACK_INTERFACE}: .*127\.0\.0\.1"):
         find_network("203.0.113.1")
 
 
@@ -181,7 +179,7 @@ def test_a_worker_that_has_imported_torch_xla_is_refused(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(make_site_that_imports_torch_xla(tmp_path)), prepend=os.pathsep)
 
-    with pytest.raises(DeviceError, match=r"worker \d \(pid \d+\) had imported torch_xla before"):
+    with pytest.raises(DeviceError, match=r"worker \d \(pid \d+\) .*torch_xla"):
         inline.run_workers(work.fail_with_a_bug, None, new_spec())
 
 
@@ -193,7 +191,7 @@ def test_a_choice_of_cores_that_workers_would_not_follow_is_refused(
     monkeypatch.setenv("RAY_ADDRESS", "")
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4-7")
 
-    with pytest.raises(DeviceError, match=r"NEURON_RT_VISIBLE_CORES=4-7 is set(.|\n)*unset NEURON_RT_VISIBLE_CORES"):
+    with pytest.raises(DeviceError, match=r"NEURON_RT_VISIBLE_CORES=4-7 (.|\n)*unset NEURON_RT_VISIBLE_CORES"):
         choose_launcher(name).run_workers(work.fail_with_a_bug, None, new_spec())
 
 

@@ -27,7 +27,7 @@ from services.common.artifacts.store import LOCK_SUFFIX, Artifact
 from services.common.artifacts.upstream import open_corpus, stage_command
 from services.common.errors import ArtifactError, DeviceError, StorageError, TryAgain, UnreadableError
 from services.common.launch.cluster_address import cluster_address
-from services.common.launch.launcher import LAUNCHERS, LostTask, choose_launcher
+from services.common.launch.launcher import LostTask, choose_launcher
 from services.common.process.command_line import RecipeParser
 from services.common.process.telemetry import show_progress
 from services.common.program.fingerprint import program_facts
@@ -88,18 +88,12 @@ def doctor_parser() -> RecipeParser:
     parser.add_argument("--corpus", type=Path, help="corpus folder (default: the newest of this recipe)")
     parser.add_argument("--cache", type=Path, help="compile cache folder (default: the cache of this program)")
     parser.add_argument("--quick", action="store_true", help="compare sizes of files instead of checksums")
-    parser.add_argument(
-        "--launch",
-        choices=tuple(LAUNCHERS),
-        help="ray: check every node of the cluster; inline: check this machine, which is seconds quicker (default: ray "
-        "if RAY_ADDRESS names a cluster, inline otherwise)",
-    )
+    parser.add_launch()
     return parser
 
 
 def doctor(arguments: Namespace, recipe: Recipe) -> int:
     """Print the table, and return 0 or the exit code of the most serious problem."""
-    launch = arguments.launch or ("ray" if cluster_address() else "inline")
     found = _Found()
     level: Level = "size" if arguments.quick else "full"
     findings = [
@@ -118,15 +112,15 @@ def doctor(arguments: Namespace, recipe: Recipe) -> int:
     question = NodeQuestion(
         recipe=recipe,
         root=arguments.root,
-        launch=launch,
-        workers=_workers_on_node(recipe, launch),
+        launch=arguments.launch,
+        workers=_workers_on_node(recipe, arguments.launch),
         cache_bytes=total_bytes(found.cache.manifest.files) if found.cache else 0,
         checkpoints=found.checkpoints,
         shards=sum(len(split.shards) for split in found.corpus.manifest.corpus.splits.values()) if found.corpus else 0,
         shared=found.corpus.path if found.corpus else arguments.root if os.access(arguments.root, os.F_OK) else None,
     )
     cluster = "python -m services.trainer doctor with --launch inline checks this machine only"
-    findings += look_at("nodes", partial(_look_at_nodes, launch, question), cluster)
+    findings += look_at("nodes", partial(_look_at_nodes, arguments.launch, question), cluster)
     print(format_table(findings, terminal_width()))
     print(f"\n{recipe.name} in {arguments.root}: {summarize(findings)}")
     return exit_code(findings)

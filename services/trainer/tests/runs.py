@@ -99,8 +99,8 @@ def flip_a_bit(path: Path) -> None:
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """Return the workers of an inline command: forks of its fork server, or new interpreters on macOS."""
     children = psutil.Process(process.pid).children()
-    servers = [child for child in children if "fork_server" in _command_line(child)]
-    forked = [worker for server in servers for worker in server.children() if "fork_server" in _command_line(worker)]
+    servers = [child for child in children if "forkserver" in _command_line(child)]
+    forked = [worker for server in servers for worker in server.children() if "forkserver" in _command_line(worker)]
     return forked or [child for child in children if "spawn_main" in _command_line(child)]
 
 

@@ -1,9 +1,9 @@
-"""A stage on the nodes of an AWS Batch job: `python -m services.<stage> batch [OPTION ...] -- COMMAND`.
+"""Runs a stage on the nodes of an AWS Batch job: `python -m services.<stage> batch [OPTION ...] -- COMMAND`.
 
-COMMAND is the stage's own, as everywhere: `python -m services.<stage> --recipe FILE --root DIR ...`. Every node's
-container runs this. The main node starts Ray's head, waits until all nodes have joined it, and runs COMMAND with
-RAY_ADDRESS set; the others join, and leave when it is over. Batch looks at the main node's exit code alone, which is
-COMMAND's, or 75 where a node did not come or was lost. A job of one node runs COMMAND in place of this.
+COMMAND is the stage's usual command: `python -m services.<stage> --recipe FILE --root DIR ...`. The container of every
+node runs this program. The main node starts Ray's head, waits until all nodes have joined it, and runs COMMAND with
+RAY_ADDRESS set; the other nodes join, and leave when COMMAND has ended. Batch uses the exit code of the main node
+alone: that of COMMAND, or 75 where a node did not join or was lost. In a job of one node COMMAND replaces this program.
 """
 
 from __future__ import annotations
@@ -42,11 +42,16 @@ from services.common.process.stop_signals import Stopped, name_signal, on_stop_s
 if TYPE_CHECKING:
     from services.common.launch.batch.ray_nodes import RayNodes
 
-JOIN_SECONDS = 900.0  # from the first container on; the last node may still pull an image of many GB
-SILENT_SECONDS = 30.0  # Ray's library ends a process after 60 s without the head
-OVER_SECONDS = 6.0  # without the head, where this node was told to leave: the job is over then
-LOST_SECONDS = 60.0  # in which a stage has to end that has lost a node
+JOIN_SECONDS = 900.0
+"""Seconds in which all nodes have to join, from the first container on; the last one may still pull many GB."""
+SILENT_SECONDS = 30.0
+"""Seconds without an answer after which the head is lost; Ray's library ends a process after 60 s."""
+OVER_SECONDS = 6.0
+"""Seconds without an answer after which a node that got a stop signal takes the job for ended."""
+LOST_SECONDS = 60.0
+"""Seconds in which a stage that has lost a node has to end; then it is killed."""
 LEAVE_SECONDS = 15.0
+"""Seconds for which the main node waits for the other nodes to leave."""
 POLL_SECONDS = 0.5
 PROBE_SECONDS = 2.0
 MOST_OF_AN_OPTION = 999_999
@@ -61,7 +66,7 @@ def main(argv: list[str]) -> int:
     if node.is_main:
         deliver_recipe(command, os.environ)
         require_recipe(command)
-    # Batch begins an attempt when the one before is over, also where that one's host was lost without a word.
+    # Batch begins an attempt after the previous one has ended, also where its host was lost.
     os.environ[ATTEMPT_VARIABLE] = str(Attempt(node.job_id, node.attempt))
     if node.num_nodes == 1:
         os.execvp(command.words[0], command.words)
@@ -79,17 +84,19 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, StageCommand]:
     parser = _Parser(
         prog="python -m services.STAGE batch",
         usage="%(prog)s [options] -- python -m services.STAGE --recipe FILE --root DIR ...",
-        description="Run a stage's command on the nodes of an AWS Batch job. Each of its containers runs this.",
+        description="Run a stage's command on the nodes of an AWS Batch job. Every container of the job runs this.",
         allow_abbrev=False,
     )
-    parser.add_argument("--cpus", type=_positive, metavar="N", help="of this node, in Ray's view (default: all)")
-    parser.add_argument("--neuron-cores", type=_positive, default=0, metavar="N", help="of this node (default: none)")
+    parser.add_argument("--cpus", type=_positive, metavar="N", help="CPUs that Ray uses on this node (default: all)")
+    parser.add_argument(
+        "--neuron-cores", type=_positive, default=0, metavar="N", help="NeuronCores of this node (default: none)"
+    )
     parser.add_argument(
         "--join-seconds",
         type=_positive,
         default=JOIN_SECONDS,
         metavar="SECONDS",
-        help="in which all nodes have to join, else the job ends with 75 (default: %(default)g)",
+        help="seconds in which all nodes have to join; then the job ends with 75 (default: %(default)g)",
     )
     at = argv.index("--") if "--" in argv else len(argv)
     return parser.parse_args(argv[:at]), read_command(argv[at + 1 :])
@@ -117,7 +124,7 @@ def _run_main_node(node: BatchNode, command: StageCommand, resources: list[str],
             try:
                 _wait_for_nodes(node, nodes, ray, deadline, join_seconds)
                 _say(node, f"all {node.num_nodes} nodes have joined; running {shlex.join(command.words)}")
-                exit_code = _run_stage(node, command, _Watch(node, nodes, ray), address)
+                exit_code = _run_stage(node, command, _NodeWatch(node, nodes, ray), address)
                 _say(node, f"the stage ended with {exit_code}")
             finally:
                 _let_children_leave(node, nodes)
@@ -136,17 +143,17 @@ def _wait_for_nodes(
         )
 
 
-def _run_stage(node: BatchNode, command: StageCommand, watch: _Watch, address: str) -> int:
-    """Exit code of the stage's command, which every stop signal to this process is for.
+def _run_stage(node: BatchNode, command: StageCommand, watch: _NodeWatch, address: str) -> int:
+    """Run the stage's command, forward every stop signal to it, and return its exit code.
 
-    Raises `WorkersLost` when a node was lost, unless the command was done all the same.
+    Raises `WorkersLost` when a node was lost, unless the command succeeded nevertheless.
     """
-    told: list[int] = []
+    signals: list[int] = []
     started: list[subprocess.Popen[bytes]] = []
 
     def forward(signum: int) -> None:
-        told.append(signum)
-        _say(node, f"{name_signal(signum)}: the stage is told to stop where it can go on later")
+        signals.append(signum)
+        _say(node, f"{name_signal(signum)}: forwarded to the stage, which stops where it can continue later")
         for each in started:
             each.send_signal(signum)
 
@@ -154,7 +161,7 @@ def _run_stage(node: BatchNode, command: StageCommand, watch: _Watch, address: s
     with on_stop_signal(forward, again=forward):
         stage = subprocess.Popen(command.words, env={**os.environ, "RAY_ADDRESS": address})
         started.append(stage)
-        if told:  # while it was being started
+        if signals:  # one came while the stage was being started
             stage.terminate()
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -163,39 +170,39 @@ def _run_stage(node: BatchNode, command: StageCommand, watch: _Watch, address: s
             if not lost and (lost := watch.find_lost()):
                 lost_at = time.monotonic()
                 _say(node, f"lost {lost}; ending the stage")
-                if not told:
+                if not signals:
                     stage.terminate()
-            # One that was told to stop before has as long for its checkpoint as Batch gives it: nodes that are told
-            # too leave once nothing runs there.
-            if lost and not told and time.monotonic() - lost_at > LOST_SECONDS:
+            # A stage that got a stop signal before has as long for its checkpoint as Batch gives it: the other nodes
+            # get the signal too, and leave as soon as nothing runs on them.
+            if lost and not signals and time.monotonic() - lost_at > LOST_SECONDS:
                 stage.kill()
-    if lost and exit_code and not (told and exit_code == TryAgain.exit_code):
-        raise WorkersLost(f"{lost} was lost. The same command continues from what was committed; Batch tries it again.")
-    # One that a signal killed was lost as a node is, by want of memory for instance.
+    if lost and exit_code and not (signals and exit_code == TryAgain.exit_code):
+        raise WorkersLost(f"{lost} was lost. Batch runs the same command again, which continues committed work.")
+    # A stage that was killed by a signal counts as lost, for instance where memory ran out.
     return exit_code if exit_code >= 0 else TryAgain.exit_code
 
 
-class _Watch:
-    """Over the nodes that have joined."""
+class _NodeWatch:
+    """Watches the nodes that have joined."""
 
     def __init__(self, node: BatchNode, nodes: RayNodes, ray: subprocess.Popen[bytes]) -> None:
         self._node, self._nodes, self._ray = node, nodes, ray
         self._heard_at = time.monotonic()
 
     def find_lost(self) -> str:
-        """Which nodes Ray has given up, 6 to 16 s after their last sign of life; empty while all are there."""
+        """Name the nodes that Ray has given up, 6 to 16 s after their last sign of life; empty while all are alive."""
         if self._ray.poll() is not None:
             return "Ray on the main node"
         try:
             missing = set(range(self._node.num_nodes)) - self._nodes.live_indices()
-        except ConnectionError:  # a busy machine may keep it from answering for a while
+        except ConnectionError:  # the head may answer late on a busy machine
             return "Ray's head" if time.monotonic() - self._heard_at > SILENT_SECONDS else ""
         self._heard_at = time.monotonic()
         return _names(missing) if missing else ""
 
 
 def _let_children_leave(node: BatchNode, nodes: RayNodes) -> None:
-    """So that they end with 0: Batch ends by force what is there after the main node."""
+    """Wait until the other nodes have left, so that they end with 0: Batch kills the rest after the main node's end."""
     with on_stop_signal(lambda signum: None), suppress(ConnectionError):
         nodes.say_over()
         deadline = time.monotonic() + LEAVE_SECONDS
@@ -204,16 +211,19 @@ def _let_children_leave(node: BatchNode, nodes: RayNodes) -> None:
 
 
 def _run_child(node: BatchNode, command: StageCommand, resources: list[str], join_seconds: float) -> int:
-    """0 when the main node says that the work is over. Raises `TryAgain` when it does not answer, or never did."""
+    """Join the main node's Ray and return 0 when the main node says that the work is over.
+
+    Raises `TryAgain` when the main node does not answer.
+    """
     host, address = node.main_address, f"{node.main_address}:{HEAD_PORT}"
     deadline = time.monotonic() + join_seconds
     _say(node, f"attempt {node.attempt} of job {node.job_id}: waiting for the Ray head at {address}")
     while not _answers(host) or not (token := read_token(command.root, node)):
         _require_time(deadline, f"the main node's Ray did not answer at {address} for {join_seconds:.0f} s")
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    told: list[int] = []
+    signals: list[int] = []
     options = [*resources, f"--labels={NODE_LABEL}={node.index}"]
-    with running_ray(options, find_own_address(), head=address) as ray, _draining(node, ray, told):
+    with running_ray(options, find_own_address(), head=address) as ray, _draining(node, ray, signals):
         nodes, heard_at = _connect(address), time.monotonic()
         while True:
             try:
@@ -223,25 +233,25 @@ def _run_child(node: BatchNode, command: StageCommand, resources: list[str], joi
                         nodes.say_left(node.index)
                         return 0
                     heard_at = time.monotonic()
-            except ConnectionError:  # it listens and does not answer
+            except ConnectionError:  # the head listens and does not answer
                 pass
             silent_seconds = time.monotonic() - heard_at
             if silent_seconds > SILENT_SECONDS:
                 raise TryAgain(f"the main node at {address} did not answer for {SILENT_SECONDS:.0f} s: it was lost.")
-            if told and (ray.poll() is not None or silent_seconds > OVER_SECONDS):
-                raise Stopped(told[0], f"Stopped by {name_signal(told[0])}: the stage was told, and nothing runs here.")
+            if signals and (ray.poll() is not None or silent_seconds > OVER_SECONDS):
+                raise Stopped(signals[0], f"Stopped by {name_signal(signals[0])}: no work of the stage runs here now.")
             if ray.poll() is not None and silent_seconds < OVER_SECONDS:
                 raise TryAgain(f"Ray on this node ended with {ray.returncode}. Its logs were in {_ray_logs()}.")
             time.sleep(PROBE_SECONDS)
 
 
 @contextmanager
-def _draining(node: BatchNode, ray: subprocess.Popen[bytes], told: list[int]) -> Iterator[None]:
-    """A stop signal lets Ray tell the stage that this node is to leave, as the end of a pod does."""
+def _draining(node: BatchNode, ray: subprocess.Popen[bytes], signals: list[int]) -> Iterator[None]:
+    """Drain this Ray node at a stop signal, as at the end of a pod: Ray notifies the stage."""
 
     def drain(signum: int) -> None:
-        told.append(signum)
-        _say(node, f"{name_signal(signum)}: this node is to leave, and Ray tells the stage")
+        signals.append(signum)
+        _say(node, f"{name_signal(signum)}: draining this node; Ray notifies the stage")
         ray.terminate()
 
     with on_stop_signal(drain, again=lambda signum: None):
@@ -253,7 +263,7 @@ def _ray_logs() -> str:
 
 
 def _connect(address: str) -> RayNodes:
-    # Only now: Ray's library reads the token as it is loaded.
+    # Imported here, because Ray's library reads the token when it is loaded.
     from services.common.launch.batch.ray_nodes import RayNodes  # noqa: PLC0415
 
     return RayNodes(address)
@@ -274,15 +284,15 @@ def _require_running(ray: subprocess.Popen[bytes], what: str) -> None:
 
 def _require_time(deadline: float, what: str) -> None:
     if time.monotonic() > deadline:
-        raise TryAgain(f"{what}. The same command continues from what was committed.")
+        raise TryAgain(f"{what}. The same command continues committed work.")
     time.sleep(POLL_SECONDS)
 
 
 def _names(indices: set[int]) -> str:
-    """The first of them, and how many more there are: a line, however many nodes a job has."""
+    """Name the first SHOWN_NODES nodes and count the rest, so that the text is one line."""
     shown, more = sorted(indices)[:SHOWN_NODES], len(indices) - SHOWN_NODES
-    told = f" and {more:,} more" if more > 0 else ""
-    return f"node{'s' if len(indices) > 1 else ''} {', '.join(map(str, shown))}{told}"
+    rest = f" and {more:,} more" if more > 0 else ""
+    return f"node{'s' if len(indices) > 1 else ''} {', '.join(map(str, shown))}{rest}"
 
 
 def _say(node: BatchNode, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What the nodes of a batch job learn of one another from Ray's head, without being workers or drivers of it."""
+"""Lets the nodes of a batch job exchange their state at Ray's head, without being workers or drivers of Ray."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NAMESPACE, _IS_OVER, _HAS_LEFT = b"millrace", b"is-over", b"has-left-"
 
 
 class RayNodes:
-    """The nodes that have joined a head, and the head's word that its work is over.
+    """The nodes that have joined a head, and the note at the head that the work is over.
 
     Every call raises `ConnectionError` when the head does not answer for CALL_SECONDS. Ray's library ends a process
-    whose head has been silent for 60 s: look at its port first, and leave earlier.
+    whose head has been silent for 60 s: callers check the head's port first, and leave earlier.
     """
 
     def __init__(self, address: str) -> None:
@@ -27,8 +27,8 @@ class RayNodes:
             self._client = GcsClient(address=address)
 
     def live_indices(self) -> set[int]:
-        """Indices of the nodes that Ray takes to be alive. One that has vanished is for five times
-        RAY_health_check_period_ms and a second: 6 s as stages are deployed, 16 s by Ray's default.
+        """Indices of the nodes that are alive in Ray's view, where a lost node stays for five times
+        RAY_health_check_period_ms and a second: 6 s as Millrace deploys stages, 16 s by Ray's default.
         """
         with _asking_head():
             nodes = self._client.get_all_node_info(timeout=CALL_SECONDS).values()
@@ -36,7 +36,7 @@ class RayNodes:
         return {int(each[NODE_LABEL]) for each in labels if NODE_LABEL in each} - self._left_indices()
 
     def say_left(self, index: int) -> None:
-        """Tell the head that a node has left, which Ray would else take for alive."""
+        """Tell the head that a node has left; Ray would take it for alive for some seconds more."""
         with _asking_head():
             self._client.internal_kv_put(_HAS_LEFT + b"%d" % index, b"1", True, _NAMESPACE, timeout=CALL_SECONDS)
 
@@ -51,6 +51,7 @@ class RayNodes:
             self._client.internal_kv_put(_IS_OVER, b"1", True, _NAMESPACE, timeout=CALL_SECONDS)
 
     def is_over(self) -> bool:
+        """Whether the main node has called `say_over`."""
         with _asking_head():
             return self._client.internal_kv_get(_IS_OVER, _NAMESPACE, timeout=CALL_SECONDS) is not None
 

@@ -1,4 +1,4 @@
-"""Ray on a node of a batch job, as a child process in a session of its own: `ray start --block`."""
+"""Runs Ray on a node of a batch job, `ray start --block`, as a child process in a session of its own."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from services.common.launch.launcher import STAGE_RESOURCE_PREFIX
 
 HEAD_PORT = 6379
 NODE_LABEL = "batch-node"
-"""A Ray node's label, with the index that Batch gave to the node."""
+"""Label of a Ray node; its value is the node's index in the Batch job."""
 
-# All below 32768, where the kernel's own choice begins: no connection that goes out is given one of them, and nobody
-# has to reserve them by a sysctl, which a container may not set.
+# All ports are below 32768, where the kernel's ephemeral ports begin: no outgoing connection can take one of them, and
+# they need not be reserved with a sysctl, which a container may not set.
 PORTS = {
     "node-manager-port": 6380,
     "object-manager-port": 6381,
@@ -33,9 +33,9 @@ OBJECT_STORE_BYTES = 128 * 2**20  # only small results travel through it
 
 
 def ray_resources(stage: str, cpus: int | None, neuron_cores: int) -> list[str]:
-    """Options for what a node has, as a worker group on Kubernetes declares it."""
+    """Options of `ray start` for a node's resources, as a worker group on Kubernetes declares them."""
     resources = {f"{STAGE_RESOURCE_PREFIX}{stage}": 1.0}
-    if neuron_cores:  # Ray's own search runs a tool that not every image has
+    if neuron_cores:  # given, because Ray's own search runs a tool that some images lack
         resources["neuron_cores"] = float(neuron_cores)
     counted = [f"--num-cpus={cpus}"] if cpus else []
     return [*counted, f"--resources={json.dumps(resources)}"]
@@ -43,11 +43,10 @@ def ray_resources(stage: str, cpus: int | None, neuron_cores: int) -> list[str]:
 
 @contextmanager
 def running_ray(options: Sequence[str], address: str, head: str | None) -> Iterator[subprocess.Popen[bytes]]:
-    """Ray's processes on this node, at `address`: the head, or joined to `head` (HOST:PORT).
+    """Run Ray on this node at `address`, as the head or joined to `head` (HOST:PORT), and yield its process.
 
-    A SIGTERM to the process that is yielded drains the node: Ray tells the drivers that it is to leave, waits until
-    nothing runs there, RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S at most, and ends. All of it ends with the block, and with
-    this process.
+    A SIGTERM to that process drains the node: Ray notifies the drivers, waits until nothing runs on the node, for at
+    most RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, and ends. All of Ray's processes end with the block, and with this one.
     """
     role = [f"--address={head}"] if head else ["--head", f"--port={HEAD_PORT}", "--include-dashboard=false"]
     command = [
@@ -59,7 +58,7 @@ def running_ray(options: Sequence[str], address: str, head: str | None) -> Itera
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,  # advice for a person at a terminal
+        stdout=subprocess.DEVNULL,  # Ray prints advice for a person at a terminal
         env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
         start_new_session=True,
     )

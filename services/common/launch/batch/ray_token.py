@@ -1,8 +1,8 @@
-"""The token of a batch job's Ray: a secret of one attempt's head, which the attempt's other nodes read under the root.
+"""Shares the token of a batch job's Ray: the head writes the secret below the root, and the attempt's nodes read it.
 
-Jobs share a security group, so each could reach the others' Ray; without the token it takes no command. A file's name
-has job, attempt and address of the head, so that a head which was frozen and wakes up when a later attempt runs has
-nothing in common with its successor, and a head withdraws what it has written itself alone.
+Jobs share a security group, so that one job can reach the Ray of another; without the token that Ray takes no command.
+The name of a token's file contains job, attempt and address of the head: a head that was frozen and wakes up during a
+later attempt cannot touch the token of its successor, and a head removes only the token that it has written.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @contextmanager
 def offering_token(root: Path, node: BatchNode, address: str, say: Callable[[str], None]) -> Iterator[str]:
-    """A new token of the head at `address`, which the attempt's other nodes can read for as long as the block lasts.
+    """Write a new token of the head at `address`, which the attempt's other nodes can read until the block ends.
 
-    Tokens of earlier attempts of the job, whose heads were killed, go: Batch begins an attempt when the one before is
-    over. Raises `StorageError` where the folder of tokens is not this user's alone.
+    Removes tokens of the job's earlier attempts, which have ended: Batch runs one attempt at a time. Raises
+    `StorageError` where other users can access the folder of tokens.
     """
     token, name = secrets.token_hex(_BYTES), f"{_prefix(node)}{address}"
     root.mkdir(parents=True, exist_ok=True)
@@ -44,22 +44,22 @@ def offering_token(root: Path, node: BatchNode, address: str, say: Callable[[str
     finally:
         try:
             _withdraw(root, name, token)
-        except (OSError, StorageError) as error:  # the stage's end is told all the same
-            say(f"the token {root / FOLDER / name} could not be removed, and Ray that takes it ends now: {error}")
+        except (OSError, StorageError) as error:  # the stage's exit code matters more
+            say(f"the token {root / FOLDER / name} could not be removed; its Ray ends now: {error}")
 
 
 def read_token(root: Path, node: BatchNode) -> str | None:
-    """The token that the head of this node's attempt offers; None while there is none, or while no file system answers.
+    """Read the token of this node's attempt; None while there is none, or while the file system does not answer.
 
-    Raises `StorageError` for a folder of tokens, or a file in it, that is not this user's alone, and for a file that is
-    no token.
+    Raises `StorageError` where other users can access the folder of tokens or the file, and for a file that is not a
+    token.
     """
     try:
         with _open_folder(root) as folder:
             offered = [name for name in _names(folder) if name.startswith(_prefix(node))]
-            told = f"{_prefix(node)}{node.main_address}"
-            # Batch tells the main node's address, and that one found its own by its routes: they may differ.
-            name = told if told in offered else offered[0] if len(offered) == 1 else ""
+            expected = f"{_prefix(node)}{node.main_address}"
+            # The address that Batch gives for the main node may differ from the one that the main node's routes gave.
+            name = expected if expected in offered else offered[0] if len(offered) == 1 else ""
             return _read(root, folder, name) if name else None
     except FileNotFoundError:
         return None
@@ -80,13 +80,16 @@ def _prefix(node: BatchNode) -> str:
 
 @contextmanager
 def _open_folder(root: Path) -> Iterator[int]:
-    """A descriptor, so that what is looked at is also what is used. Raises `FileNotFoundError`, `StorageError`."""
+    """Open the folder of tokens as a descriptor, so that the folder that is checked is the one that is used.
+
+    Raises `FileNotFoundError`, and `StorageError` for a folder that is not safe.
+    """
     path = root / FOLDER
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            raise StorageError(f"{path}: expected a folder of tokens, found something else. Move it away.") from error
+            raise StorageError(f"{path}: expected a folder of tokens, found a file or a link. Move it away.") from error
         raise
     try:
         _require_own(path, os.fstat(folder))
@@ -99,9 +102,9 @@ def _require_own(path: Path, status: os.stat_result) -> None:
     mode, owner = stat.S_IMODE(status.st_mode), status.st_uid
     if owner != os.geteuid() or mode & _OTHERS:
         raise StorageError(
-            f"{path}: of user {owner} with mode {mode:04o}, expected user {os.geteuid()} and nothing for others: who "
-            f"has the token commands this job's Ray. Where nobody else put it there: chown {os.geteuid()} and "
-            f"chmod go-rwx; else move it away."
+            f"{path}: owner {owner}, mode {mode:04o}; expected owner {os.geteuid()} and no access for others, because "
+            f"the token gives control of this job's Ray. If you made it: chown {os.geteuid()} and chmod go-rwx; "
+            f"otherwise move it away."
         )
 
 
@@ -110,12 +113,12 @@ def _remove_earlier(folder: int, node: BatchNode) -> None:
     for name in _names(folder):
         found = own.fullmatch(name)
         if found and int(found[1]) < node.attempt:
-            with suppress(OSError):  # gone by now, or something that we did not make
+            with suppress(OSError):  # already removed, or not a file
                 os.unlink(name, dir_fd=folder)
 
 
 def _write(folder: int, name: str, token: str) -> None:
-    """Whole or not at all, as others see it, in place of whatever has that name."""
+    """Write the token atomically, replacing a file of that name."""
     draft = f".{name}.{secrets.token_hex(8)}"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
@@ -134,10 +137,10 @@ def _write(folder: int, name: str, token: str) -> None:
 
 def _read(root: Path, folder: int, name: str) -> str:
     path = root / FOLDER / name
-    try:  # a pipe without a writer would be waited for
+    try:  # O_NONBLOCK: a pipe without a writer would block
         file = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link or a socket
             raise _no_token(path) from error
         raise
     try:
@@ -155,13 +158,13 @@ def _read(root: Path, folder: int, name: str) -> str:
 
 def _no_token(path: Path) -> StorageError:
     return StorageError(
-        f"{path}: no token, which is a file of {2 * _BYTES} hexadecimal digits that the main node writes. Move it "
+        f"{path}: expected a token, a file of {2 * _BYTES} hexadecimal digits that the main node writes. Move it "
         f"away; the job's next attempt writes its own."
     )
 
 
 def _withdraw(root: Path, name: str, token: str) -> None:
-    """Remove the file if it has this very token."""
+    """Remove the file if it contains this token."""
     with suppress(FileNotFoundError), _open_folder(root) as folder:
         if _read(root, folder, name) == token:
             os.unlink(name, dir_fd=folder)
