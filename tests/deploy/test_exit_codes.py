@@ -1,4 +1,4 @@
-"""What the end of a stage's command means, on any target."""
+"""The exit code of a stage's command means the same on every target."""
 
 from __future__ import annotations
 

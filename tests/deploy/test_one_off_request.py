@@ -1,4 +1,4 @@
-"""What a person asks of `make stage-run`, and what comes home of it."""
+"""Requests of `make stage-run`, and the files that it copies home."""
 
 from __future__ import annotations
 

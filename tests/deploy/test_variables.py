@@ -1,4 +1,4 @@
-"""What a person says to a deploy command is honoured or refused, and never ignored."""
+"""Variables of a deploy command are used or refused, and never ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node of an AWS Batch job knows of its job, and what it refuses to start without."""
+"""A node of an AWS Batch job reads its job from the environment, and refuses to start without it."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_what_is_no_file_in_the_place_of_a_recipe_is_refused_at_once(
 
 
 def test_a_job_of_one_node_runs_the_stage_in_place_of_itself(tmp_path: Path) -> None:
-    """After the word with which the image's entry point goes on."""
+    """The stage's command replaces the batch program, in the same process."""
     (tmp_path / ROOT_MARKER).touch()
     stage = [sys.executable, "-c", "import os; print(os.getpid(), os.environ['MILLRACE_ATTEMPT']); raise SystemExit(3)"]
     command = [*stage, "-m", "services.trainer", "--recipe", "none", "--root", str(tmp_path)]

@@ -261,7 +261,7 @@ def test_a_frozen_task_is_killed_and_the_command_says_so_and_ends_with_75(tmp_pa
 
 @SEVERAL
 def test_what_is_stopped_with_its_command_goes_on_with_it(tmp_path: Path, start: Start) -> None:
-    """As Ctrl-Z and `fg` have it: the guard lets the workers be."""
+    """The guard ends no worker of a stopped command (Ctrl-Z), and all continue after `fg`."""
     process = start_two(start, tmp_path, WORKERS)
     command = psutil.Process(process.pid)
     worker = find_process(command, "worker")

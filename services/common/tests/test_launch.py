@@ -97,7 +97,7 @@ PRELOAD = ("services.common.tests.work",)
 
 @pytest.fixture(params=[(), PRELOAD], ids=["started", "forked"])
 def new_spec(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], WorkerGroupSpec]:
-    """Of so many workers: new interpreters, or forks of a process that has imported what they run."""
+    """Return a maker of groups whose workers are new interpreters, or forks of a process with their imports."""
     return lambda num_workers: WorkerGroupSpec(num_workers, 1, num_workers, tmp_path, preload=request.param)
 
 
@@ -128,7 +128,7 @@ def test_a_killed_worker_ends_the_group(new_spec: Callable[[int], WorkerGroupSpe
 def test_workers_have_the_variables_of_the_command(
     tmp_path: Path, new_spec: Callable[[int], WorkerGroupSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they are when the workers start, whatever they were when that was prepared."""
+    """Workers get the environment of the moment in which they start, not of the preparation."""
     monkeypatch.setenv("MILLRACE_BEFORE", "yes")
     inline.prepare(new_spec(1))
     monkeypatch.delenv("MILLRACE_BEFORE")
@@ -283,7 +283,7 @@ def test_a_cluster_that_is_not_there_ends_the_command_with_75(monkeypatch: pytes
 
 @pytest.mark.slow
 def test_ray_keeps_the_same_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One test, because starting Ray takes longer than all the others."""
+    """Ray starts once for all of these promises, because its start takes longer than all other tests."""
     ray = pytest.importorskip("ray")
     monkeypatch.setenv("RAY_ADDRESS", "")  # as good as none
     launcher = choose_launcher("ray")

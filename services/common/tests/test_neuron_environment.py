@@ -128,7 +128,7 @@ def test_what_contradicts_the_variables_is_taken_away(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("torchrun", [{}, {"TORCHELASTIC_RUN_ID": "1"}], ids=["plain", "below torchrun"])
 def test_torch_xla_leaves_them_as_they_are(torchrun: dict[str, str]) -> None:
-    """Where Neuron's packages are, it makes its own of torchrun's as it is imported, and refuses what does not fit."""
+    """torch_xla with Neuron's packages derives its variables from torchrun's when it is imported."""
     if importlib.util.find_spec("torch_xla") is None:
         pytest.skip("torch_xla is not installed; `make test-torch29` has it")
     variables = neuron_environment("xla", LAST_OF_64, MEETING, WITH_EFA)

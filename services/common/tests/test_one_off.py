@@ -23,7 +23,7 @@ from services.common.tests.builders import REPOSITORY
 
 @pytest.fixture(autouse=True)
 def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As in a process of its own: with a recipe, and a working directory that the end of the test gives back."""
+    """Give the test the environment of a one-off: a recipe, and a working directory until the test ends."""
     monkeypatch.setenv(RECIPE_VARIABLE, pack_recipe(recipe_text().encode()))
     monkeypatch.setattr(brought_files, "_offered", [])
     monkeypatch.chdir(tmp_path)
@@ -37,7 +37,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def received(text: str) -> tuple[FileReceiver, list[str]]:
-    """What was brought, and the lines that a person sees."""
+    """Return the files that were brought home, and the lines that a person sees."""
     receiver = FileReceiver()
     return receiver, [line for line in text.splitlines() if not receiver.take(line)]
 
@@ -159,7 +159,7 @@ def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> No
 
 
 def test_a_stage_s_own_program_runs_it(root: Path) -> None:
-    """As a container does: the tokenizer's, which has no other program."""
+    """The tokenizer's program runs a subcommand as its container does."""
     made, _ = publish(root, make_recipe(root.parent))
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -88,7 +88,7 @@ class Cloud:
                 job.attempts.append({"container": end})
 
     def break_queue(self, status: str, reason: str) -> None:
-        """Of the compute environment behind it."""
+        """Give the queue's compute environment a status with its reason."""
         self._environment_state = {"status": status, "statusReason": reason}
 
     @property

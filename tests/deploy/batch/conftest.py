@@ -37,7 +37,7 @@ def batch(cloud: Cloud) -> BatchTarget:
 
 @pytest.fixture
 def while_waiting(monkeypatch: pytest.MonkeyPatch) -> Script:
-    """What happens in the account, one step a poll. Without a step left a poll is one too many."""
+    """Events of the account, one for each poll. A poll without a next event fails the test."""
 
     def script(*steps: Callable[[], object]) -> None:
         left = list(steps)

@@ -1,4 +1,4 @@
-"""What a job definition says: each setting by which a job on AWS Batch lives or dies."""
+"""Job definitions have the settings that decide whether a job on AWS Batch survives."""
 
 from __future__ import annotations
 

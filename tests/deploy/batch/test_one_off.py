@@ -31,7 +31,7 @@ AskOneOff = Callable[..., OneOffRequest]
 
 @pytest.fixture(autouse=True)
 def labels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Of the image, as its registry tells them."""
+    """Labels of the image, as its registry returns them."""
     told: dict[str, str] = {}
     monkeypatch.setattr("deploy.batch.batch_one_off.find_labels", lambda image: told)
     return told

@@ -153,7 +153,7 @@ def test_a_rollback_takes_the_image_before_that_ended_well(
 
 @pytest.fixture
 def working_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its images are those that are pushed."""
+    """Make the working tree's build the one whose images were pushed."""
     build = Build("any", "neuron", "0.1.0", "abc", "")
     assert build.commit_tag == TAG
     monkeypatch.setattr("deploy.batch.resolved_job.describe_build", lambda stage, variant: build)
