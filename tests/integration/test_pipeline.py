@@ -86,7 +86,7 @@ def pipeline(options: tuple[str, ...], temporary: Path) -> dict[str, subprocess.
 def kill_while_compiling(options: tuple[str, ...]) -> None:
     """kill -9 the compiler stage after its first compiled files: no process survives, and nothing is published."""
     collection = Path(options[-1]) / "compile_cache" / "small"
-    command = [sys.executable, "-m", "services.compiler", *options, "--launch=ray"]
+    command = [sys.executable, "-m", "services.compiler", *options]
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL, text=True) as process:
         wait_until(lambda: any(collection.glob("*.scratch/*/compile/cache/*/*")), 120, process=process)
         at_work = psutil.Process(process.pid).children(recursive=True)

@@ -165,7 +165,7 @@ def test_what_is_not_filled_in_is_refused(rendered: Render) -> None:
     ("settings", "said"),
     [
         ({"COMPILER_POOL": "core"}, "COMPILER_POOL=core: .*trainium or cpu"),
-        ({"TRAINIUM_SHAPE": "trn9"}, "instance type 'trn9' is not in infra/shapes.json, which has trn1.32xlarge"),
+        ({"TRAINIUM_SHAPE": "trn9"}, "instance type 'trn9' is not in infra/shapes.json, which lists trn1.32xlarge"),
         ({"CPU_SHAPE": "m7i.2xlarge"}, "no stage runs on m7i.2xlarge"),
         ({"CPU_SHAPE": "trn1.32xlarge"}, "CPU_SHAPE=trn1.32xlarge has 16 Neuron devices"),
         ({"TRAINIUM_SHAPE": "m7i.8xlarge"}, "TRAINIUM_SHAPE=m7i.8xlarge has 0 Neuron devices"),

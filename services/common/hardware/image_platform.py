@@ -51,6 +51,7 @@ LIBRARIES = {
     "trainer": (
         "torch",
         "plotly",
+        "prometheus_client",
         "ray.train",
         "safetensors",
         "sentencepiece",
