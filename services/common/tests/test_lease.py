@@ -301,7 +301,7 @@ def test_who_is_no_attempt_waits_for_one(lock: Path, monkeypatch: pytest.MonkeyP
     assert LockWatch(lock).poll() is LockState.UNKNOWN
 
 
-@pytest.mark.parametrize("node", [None, "another-machine"])
+@pytest.mark.parametrize("node", ["another-machine", pytest.param(None, marks=pytest.mark.slow)])
 def test_an_attempt_that_was_given_up_and_lives_on_holds_nothing_any_more(
     lock: Path, short_lease: None, monkeypatch: pytest.MonkeyPatch, node: str | None
 ) -> None:

@@ -48,15 +48,15 @@ def test_a_run_made_longer_continues_as_if_it_had_been_long_from_the_start(
     new_job: Callable[..., Job], dtype: str
 ) -> None:
     types = {"train__dtype": dtype, "train__param_dtype": dtype}
-    straight = new_job("straight", **types)
+    straight = new_job("straight", train__max_steps="8", **types)
     train(straight, ALONE)
-    train(new_job("split", train__max_steps="7", **types), ALONE)
-    split = new_job("split", **types)
+    train(new_job("split", train__max_steps="3", **types), ALONE)
+    split = new_job("split", train__max_steps="8", **types)
     train(split, ALONE)
     assert split.run == straight.run
     assert _losses(split) == _losses(straight)
-    assert state_hash(checkpoints(split.root)["step-00000020"]) == state_hash(
-        checkpoints(straight.root)["step-00000020"]
+    assert state_hash(checkpoints(split.root)["step-00000008"]) == state_hash(
+        checkpoints(straight.root)["step-00000008"]
     )
 
 
