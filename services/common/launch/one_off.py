@@ -13,11 +13,11 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from services.common.errors import RecipeError
 from services.common.launch.batch.node import RECIPE_VARIABLE, require_root, unpack_recipe
 from services.common.launch.brought_files import offered_files, pack_file
+from services.common.process.command_parser import CommandParser
 from services.common.process.subcommands import find_subcommand
 from services.common.recipe.schema import Stage
 
@@ -62,13 +62,8 @@ def _write_recipe(root: Path, variables: Mapping[str, str]) -> list[str]:
     return ["--recipe", str(path), "--root", str(root)]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise RecipeError(f"{message}\n{self.format_usage()}".rstrip())
-
-
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m services.STAGE one-off",
         usage="%(prog)s [options] -- SUBCOMMAND ...",
         description="Run one subcommand of a stage in a container of its own. make stage-run starts this.",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import NoReturn
 
 from services.common.errors import RecipeError
 from services.common.input.credentials import WHERE_THEY_BELONG, holds_secret
 from services.common.launch.cluster_address import default_launcher
 from services.common.launch.launcher import LAUNCHERS
+from services.common.process.command_parser import CommandParser
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
 
@@ -39,7 +39,7 @@ def _is_text(value: str) -> bool:
         return False
 
 
-class RecipeParser(argparse.ArgumentParser):
+class RecipeParser(CommandParser):
     """An argument parser with `--recipe`, `--root` and overrides; it raises `RecipeError` for a wrong command line."""
 
     def __init__(self, service: str, description: str) -> None:
@@ -76,9 +76,6 @@ class RecipeParser(argparse.ArgumentParser):
         arguments.root = arguments.root.absolute()
         require_text(arguments)
         return arguments, recipe or load_recipe(arguments.recipe, overrides)
-
-    def error(self, message: str) -> NoReturn:
-        raise RecipeError(f"{message}\n{self.format_usage()}".rstrip())
 
 
 class StageParser(RecipeParser):

@@ -19,10 +19,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from services.common.artifacts.attempt import ATTEMPT_VARIABLE, Attempt
-from services.common.errors import RecipeError, TryAgain, WorkersLost
+from services.common.errors import TryAgain, WorkersLost
 from services.common.launch.batch.node import (
     BatchNode,
     StageCommand,
@@ -36,6 +36,7 @@ from services.common.launch.batch.node import (
 )
 from services.common.launch.batch.ray_process import HEAD_PORT, NODE_LABEL, ray_resources, running_ray
 from services.common.launch.batch.ray_token import offering_token, read_token
+from services.common.process.command_parser import CommandParser
 from services.common.process.entry_point import run_program
 from services.common.process.stop_signals import Stopped, name_signal, on_stop_signal
 
@@ -75,13 +76,8 @@ def main(argv: list[str]) -> int:
     return run(node, command, resources, arguments.join_seconds)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise RecipeError(f"{message}\n{self.format_usage()}".rstrip())
-
-
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, StageCommand]:
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m services.STAGE batch",
         usage="%(prog)s [options] -- python -m services.STAGE --recipe FILE --root DIR ...",
         description="Run a stage's command on the nodes of an AWS Batch job. Every container of the job runs this.",

@@ -1,0 +1,15 @@
+"""The argument parser of all programs of a stage."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from services.common.errors import RecipeError
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser that raises `RecipeError` with its usage for a wrong command line, instead of exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RecipeError(f"{message}\n{self.format_usage()}".rstrip())
