@@ -14,7 +14,6 @@ from services.common.recipe.schema import Stage
 from services.common.testing.recipes import recipe_text
 
 Ask = Callable[..., DeployRequest]
-Script = Callable[..., None]
 DIGEST = "0" * 64
 REGISTRY = "111122223333.dkr.ecr.us-west-2.amazonaws.com/millrace"
 ROLE = "arn:aws:iam::111122223333:role"

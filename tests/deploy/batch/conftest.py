@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from deploy.client.request import DeployRequest
 from deploy.client.requested_recipe import read_requested_recipe
 from infra.tests.service_models import share_service_models
 from services.common.testing.recipes import recipe_text
-from tests.deploy.batch.builders import Ask, Script
+from tests.deploy.batch.builders import Ask
 from tests.deploy.batch.cloud import TAG, Cloud, simulated_account
+from tests.polling import Script, script_polls
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,19 +38,8 @@ def batch(cloud: Cloud) -> BatchTarget:
 
 @pytest.fixture
 def while_waiting(monkeypatch: pytest.MonkeyPatch) -> Script:
-    """Events of the account, one for each poll. A poll without a next event fails the test."""
-
-    def script(*steps: Callable[[], object]) -> None:
-        left = list(steps)
-
-        def sleep(seconds: float) -> None:
-            assert left, "it waits for ever"
-            left.pop(0)()
-
-        monkeypatch.setattr("time.sleep", sleep)
-
-    script()
-    return script
+    """Script the events of the account, one for each poll of a command that waits."""
+    return script_polls(monkeypatch)
 
 
 @pytest.fixture

@@ -23,8 +23,9 @@ from services.common.process.entry_point import exit_code_of
 from services.common.process.subcommands import LABEL
 from services.common.recipe.schema import STAGES, Stage
 from services.common.testing.recipes import recipe_text
-from tests.deploy.batch.builders import DIGEST, Ask, Script, config_of
+from tests.deploy.batch.builders import DIGEST, Ask, config_of
 from tests.deploy.batch.cloud import TAG, Cloud
+from tests.polling import Script
 
 AskOneOff = Callable[..., OneOffRequest]
 

@@ -17,8 +17,9 @@ from services.common.errors import DeviceError, RecipeError
 from services.common.recipe.file import RecipeSource, parse_recipe_source
 from services.common.recipe.schema import STAGES
 from services.common.testing.recipes import recipe_text
-from tests.deploy.batch.builders import Ask, Script
+from tests.deploy.batch.builders import Ask
 from tests.deploy.batch.cloud import TAG, Cloud
+from tests.polling import Script
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,18 @@ from tests.k8s.node_pools.pool import give_back, held, hold, is_down, reap
 from tests.k8s.world import World, ended
 
 
+def refuse_the_lowering(world: World, status: int, code: str) -> list[Refusal]:
+    """Let EKS refuse changes of the group from the attempt's end on. The list gets the refusal then."""
+    refusals: list[Refusal] = []
+
+    def attempt(number: int) -> DriverState:
+        refusals.append(Refusal("UpdateNodegroupConfig", status, code))
+        return ended(0)
+
+    world.attempt = attempt
+    return refusals
+
+
 def test_eks_that_is_busy_is_asked_again(
     world: World, cloud: Cloud, reconcile: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,13 +130,7 @@ def test_eks_is_left_in_peace_while_it_is_busy(world: World, cloud: Cloud) -> No
 def test_an_eks_that_does_not_answer_at_the_end_leaves_the_nodes_to_the_reaper(
     world: World, cloud: Cloud, reconcile: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refusals: list[Refusal] = []
-
-    def attempt(number: int) -> DriverState:
-        refusals.append(Refusal("UpdateNodegroupConfig", 503, "ServerException"))
-        return ended(0)
-
-    world.attempt = attempt
+    refusals = refuse_the_lowering(world, 503, "ServerException")
     began = world.clock.now
     assert reconcile().exit_code == 0
     assert RELEASE_SECONDS < world.clock.now - began < RELEASE_SECONDS + 120
@@ -142,13 +148,7 @@ def test_a_budget_that_denies_the_lowering_leaves_the_nodes_to_the_reaper_at_onc
     world: World, cloud: Cloud, reconcile: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The budget's action takes the right from the deploy Job while a stage runs; the reaper keeps it."""
-    refusals: list[Refusal] = []
-
-    def attempt(number: int) -> DriverState:
-        refusals.append(Refusal("UpdateNodegroupConfig", 403, "AccessDeniedException"))
-        return ended(0)
-
-    world.attempt = attempt
+    refusals = refuse_the_lowering(world, 403, "AccessDeniedException")
     began = world.clock.now
     assert reconcile().exit_code == 0
     assert world.clock.now - began < 120

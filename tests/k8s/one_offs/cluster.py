@@ -70,9 +70,6 @@ class Cluster(MemoryApi):
         self.merge("Job", name, {"status": {"conditions": [condition]}})
 
 
-Steps = Callable[..., None]
-
-
 Ask = Callable[..., OneOffRequest]
 
 

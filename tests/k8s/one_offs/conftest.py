@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from k8s.objects.names import node_pool_annotation
 from services.common.process.subcommands import LABEL
 from services.common.recipe.schema import Stage
 from services.common.testing.recipes import recipe_text
-from tests.k8s.one_offs.cluster import IMAGE, POOL, Ask, Cluster, Steps
+from tests.k8s.one_offs.cluster import IMAGE, POOL, Ask, Cluster
 from tests.k8s.rendered import Thing, cluster_of
+from tests.polling import Script, script_polls
 
 
 @pytest.fixture
@@ -50,21 +50,10 @@ def labels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.fixture
-def while_waiting(monkeypatch: pytest.MonkeyPatch) -> Steps:
+def while_waiting(monkeypatch: pytest.MonkeyPatch) -> Script:
     """Changes the cluster by one step at each poll, and fails at a poll without a step left."""
     monkeypatch.setattr(deployment_watch, "POLL_SECONDS", 0.01)
-
-    def script(*steps: Callable[[], object]) -> None:
-        left = list(steps)
-
-        def sleep(seconds: float) -> None:
-            assert left, "it waits for ever"
-            left.pop(0)()
-
-        monkeypatch.setattr("time.sleep", sleep)
-
-    script()
-    return script
+    return script_polls(monkeypatch)
 
 
 @pytest.fixture

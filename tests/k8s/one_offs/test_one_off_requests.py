@@ -148,7 +148,7 @@ def recipe_of(job: Thing) -> str:
 def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(
     api: Cluster, ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the deployment's changes a one-off finds a run whose values differ from its recipe file."""
+    """A one-off takes the overrides of the newest deployment, so that it finds the run that these named."""
     text = recipe_text(name="deployed")
     deployment = replace(
         deployment_of(), arguments=("--optimizer.learning_rate=0.1", "--corpus=/fsx/c", "--train.seed=1")

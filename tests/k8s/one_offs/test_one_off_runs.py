@@ -16,8 +16,9 @@ from k8s.objects.names import OUTCOME_ANNOTATION
 from k8s.objects.record import Outcome
 from services.common.launch.brought_files import pack_file
 from services.common.process.entry_point import exit_code_of
-from tests.k8s.one_offs.cluster import IMAGE, POOL, Ask, Cluster, Steps, run
+from tests.k8s.one_offs.cluster import IMAGE, POOL, Ask, Cluster, run
 from tests.k8s.rendered import Thing
+from tests.polling import Script
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ from tests.k8s.rendered import Thing
 def test_it_is_followed_to_its_end_and_then_nothing_of_it_is_left(
     api: Cluster,
     ask: Ask,
-    while_waiting: Steps,
+    while_waiting: Script,
     capsys: pytest.CaptureFixture[str],
     code: int,
     reason: str,
@@ -53,7 +54,7 @@ def test_it_is_followed_to_its_end_and_then_nothing_of_it_is_left(
 
 
 def test_one_that_takes_too_long_or_is_lost_is_typed_again(
-    api: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str]
+    api: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lose() -> None:
         api.delete("Pod", api.names("Pod")[0], grace_seconds=0)
@@ -69,7 +70,7 @@ def test_one_that_takes_too_long_or_is_lost_is_typed_again(
 
 
 def test_what_it_brings_is_written_and_not_printed(
-    api: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    api: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "report.html").write_bytes(b"<html>" * 10_000)
     lines = list(pack_file(tmp_path / "report.html", 0))
@@ -82,7 +83,7 @@ def test_what_it_brings_is_written_and_not_printed(
 
 
 def test_a_file_that_does_not_come_whole_keeps_the_job(
-    api: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str]
+    api: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
     while_waiting(api.begin_pod, lambda: api.end_pod(0, "", "millrace-file 0/0/3 abcd"))
     assert exit_code_of(lambda: run(api, ask("report"))) == 75
@@ -94,7 +95,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_ctrl_c_ends_it(pooled: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_it(pooled: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]) -> None:
     while_waiting(pooled.begin_pod, interrupt)
     assert exit_code_of(lambda: run(pooled, ask())) == 130
     assert pooled.one_offs == []
@@ -104,7 +105,7 @@ def test_ctrl_c_ends_it(pooled: Cluster, ask: Ask, while_waiting: Steps, capsys:
 
 
 def test_the_same_of_the_same_person_is_followed_and_its_unseen_end_is_shown(
-    api: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    api: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(api, ask(is_followed=False)) == 0
     [first] = api.one_offs
@@ -129,7 +130,7 @@ def test_the_same_of_the_same_person_is_followed_and_its_unseen_end_is_shown(
 
 
 def test_a_node_comes_for_it_from_the_group_of_cpu_nodes(
-    pooled: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str]
+    pooled: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
     while_waiting(pooled.begin_pod, lambda: pooled.end_pod(0))
     assert run(pooled, ask()) == 0
@@ -155,7 +156,7 @@ def test_a_node_comes_for_it_from_the_group_of_cpu_nodes(
 def test_a_node_that_does_not_come_ends_it(
     pooled: Cluster,
     ask: Ask,
-    while_waiting: Steps,
+    while_waiting: Script,
     capsys: pytest.CaptureFixture[str],
     patch: Thing,
     code: int,
@@ -172,7 +173,7 @@ def test_a_node_that_does_not_come_ends_it(
 
 
 def test_one_that_does_not_begin_in_time_is_deleted(
-    api: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str], clock: Any
+    api: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str], clock: Any
 ) -> None:
     while_waiting(
         lambda: api.begin_pod(phase="Pending"), lambda: setattr(clock, "now", clock.now + 1_801), lambda: None
@@ -185,7 +186,7 @@ def test_one_that_does_not_begin_in_time_is_deleted(
 
 
 def test_an_image_that_cannot_be_pulled_ends_it(
-    api: Cluster, ask: Ask, while_waiting: Steps, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    api: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pull_watch, "PULL_PATIENCE_SECONDS", -1.0)
     waiting = {"name": "one-off", "state": {"waiting": {"reason": "ErrImagePull", "message": "manifest unknown"}}}
@@ -196,7 +197,7 @@ def test_an_image_that_cannot_be_pulled_ends_it(
 
 
 def test_a_pod_on_a_lost_node_is_removed_by_force(
-    api: Cluster, ask: Ask, while_waiting: Steps, clock: Any, capsys: pytest.CaptureFixture[str]
+    api: Cluster, ask: Ask, while_waiting: Script, clock: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     while_waiting(
         api.begin_pod,
