@@ -43,7 +43,7 @@ def test_operators_are_the_versions_that_the_test_cluster_runs() -> None:
 
 
 def test_volcano_is_pulled_once_a_node() -> None:
-    """By default the chart pulls at every start, and without the public registry no scheduler would start again."""
+    """The nodes keep Volcano's images, so that its scheduler starts again while the public registry does not answer."""
     assert values_of("volcano")["basic"]["image_pull_policy"] == "IfNotPresent"
 
 

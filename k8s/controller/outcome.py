@@ -13,7 +13,7 @@ from k8s.objects.record import Outcome, Record
 from services.common.errors import DeviceError
 
 REQUESTED_ENDS = ("Stopped by time limit", "Stopped by stop file")
-"""How the trainer's message begins when a time limit or a stop file ended the run."""
+"""First words of the trainer's message when a time limit or a stop file ended the run."""
 
 
 def exit_code_of_driver(driver: DriverState, stop: str) -> tuple[int, str]:

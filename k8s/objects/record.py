@@ -30,7 +30,7 @@ SHORT_MESSAGE_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt, which is one RayJob, or a whole deployment ended."""
+    """The end of an attempt, which is one RayJob, or of a whole deployment."""
 
     exit_code: int
     message: str

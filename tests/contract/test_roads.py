@@ -98,7 +98,7 @@ def test_the_eks_road_ends_in_a_model_on_the_shared_file_system(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_of_the_eks_road_fits_its_overlay(eks: Thing, stage: str) -> None:
-    """Without RECIPE and NODES the overlay supplies the recipe, the nodes, and the compiler's device."""
+    """The overlay supplies recipe, nodes and the compiler's device, because the road's commands set neither."""
     [typed] = [each for each in deployments("eks") if each.variables["STAGE"] == stage]
     group = worker_group_of(copy.deepcopy(eks), stage)
     api: Any = None  # an image that has a digest is looked up nowhere

@@ -368,7 +368,7 @@ def test_a_dry_run_writes_every_manifest(
 
 
 def test_a_deploy_job_s_pod_leaves_a_lost_node_soon_and_another_does_not_wait(clusters: dict[str, Thing]) -> None:
-    """With a failure policy Kubernetes replaces no Terminating pod, such as one on a lost node."""
+    """The Job has no failure policy, under which Kubernetes replaces no Terminating pod, such as one on a lost node."""
     spec = render_deploy_job(worker_group_of(clusters["eks"], "trainer"), deployment_of())["spec"]
     assert "podFailurePolicy" not in spec
     assert spec["podReplacementPolicy"] == "TerminatingOrFailed"

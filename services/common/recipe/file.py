@@ -30,7 +30,7 @@ class RecipeSource:
     """A recipe as its file has it, parsed once, before its keys are judged: another version may know other keys."""
 
     origin: str
-    """Where the text is from, such as the file's path, for error messages."""
+    """Name of the text's source for error messages, such as the file's path."""
     text: str
     parsed: dict[str, Any]
 

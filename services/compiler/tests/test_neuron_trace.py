@@ -120,7 +120,7 @@ def test_a_run_has_one_graph_for_micro_batches_and_one_for_updates(tmp_path: Pat
 @pytest.mark.timeout(900)  # a process of its own compiles three graphs: 10 s of a core
 @pytest.mark.parametrize("tensor_parallel_size", [1, 8])
 def test_the_compiler_keeps_what_is_to_be_computed_again(tmp_path: Path, tensor_parallel_size: int) -> None:
-    """Without fences, XLA's elimination of common subexpressions undoes activation checkpointing."""
+    """Fences keep XLA's elimination of common subexpressions from undoing activation checkpointing."""
     counts = compiled_graph.count_operations(tmp_path, tensor_parallel_size)
     layers, products, norms = compiled_graph.LAYERS, 9 - 1, 2  # the backward pass does not use a layer's last product
     assert counts["full"]["dot"] == counts["none"]["dot"] + layers * products
