@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
@@ -23,11 +24,16 @@ from services.common.errors import RecipeError
 from services.trainer.metrics.metric_table import METRICS, PREFIX
 from services.trainer.metrics.records import MetricsTail, known_metrics
 
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
 logger = logging.getLogger(__name__)
 
 MAX_PORT = 65535
 CLIENT_SECONDS = 30.0
 """Seconds after which a client that neither sends nor reads is disconnected."""
+MAX_CLIENTS = 32
+"""Connections at one time; further ones are closed, so that clients never take the descriptors that the run needs."""
 
 
 class NewestMetrics(Collector):
@@ -62,8 +68,8 @@ def serve_metrics(run_folder: Path, run: str, host: str, port: int | None) -> It
     registry = CollectorRegistry()
     registry.register(NewestMetrics(run_folder, run))
     try:
-        server = make_server(host, port, make_wsgi_app(registry), _Server, handler_class=_Handler)
-    except (OSError, OverflowError) as error:
+        server = make_server(host, port, _answer_in_text(registry), _Server, handler_class=_Handler)
+    except (OSError, OverflowError, TypeError, UnicodeError) as error:  # the last two for a host that is no name
         raise RecipeError(
             f"--metrics-port {port}: cannot listen on {host}: {error}. Pass a free port from 0 to {MAX_PORT}, and an "
             f"address of this machine as --metrics-host."
@@ -79,7 +85,39 @@ def serve_metrics(run_folder: Path, run: str, host: str, port: int | None) -> It
             thread.join()
 
 
+def _answer_in_text(registry: CollectorRegistry) -> WSGIApplication:
+    """Return an application that answers in Prometheus' text format, which every scraper reads.
+
+    The library would choose a format by the request's Accept header, and fails on a version that is not a number.
+    """
+    application = make_wsgi_app(registry)
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        environ.pop("HTTP_ACCEPT", None)
+        return application(environ, start_response)
+
+    return answer
+
+
 class _Server(ThreadingWSGIServer):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._free = threading.BoundedSemaphore(MAX_CLIENTS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own; close a connection above MAX_CLIENTS."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and let the next client in."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
     def handle_error(self, request: object, client_address: object) -> None:
         """Log an error of a scrape. A client that resets its connection is not worth a warning."""
         error = sys.exception()

@@ -25,7 +25,7 @@ from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics import tensorboard
 from services.trainer.metrics.metric_table import METRICS, PREFIX
-from services.trainer.metrics.prometheus import serve_metrics
+from services.trainer.metrics.prometheus import MAX_CLIENTS, serve_metrics
 from services.trainer.metrics.records import (
     METRICS_FILE,
     MetricsWriter,
@@ -157,6 +157,40 @@ def test_a_client_that_resets_its_connection_is_no_event_of_the_run(
         wait_until(lambda: not [each for each in threading.enumerate() if "process_request" in each.name], 60)
 
     assert capfd.readouterr().err == ""
+
+
+def test_a_scraper_that_asks_for_a_version_that_is_no_number_gets_the_text_format(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serve_metrics(tmp_path, "run", "127.0.0.1", 0):
+        url = capfd.readouterr().out.split()[-1]
+        request = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text; version=a.b"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert f"{PREFIX}loss" in answer.read().decode()
+
+    assert capfd.readouterr().err == ""
+
+
+def test_idle_clients_are_limited_and_the_next_scrape_succeeds_once_they_leave(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serve_metrics(tmp_path, "run", "127.0.0.1", 0):
+        url = capfd.readouterr().out.split()[-1]
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_CLIENTS + 3)]
+        for client in clients[MAX_CLIENTS:]:
+            client.settimeout(30)
+            assert client.recv(1) == b"", "one above the limit is closed"
+        for client in clients:
+            client.close()
+        wait_until(lambda: not [each for each in threading.enumerate() if "process_request" in each.name], 60)
+        assert scrape(url)
+
+
+@pytest.mark.parametrize("host", ["\u00e4..b", "\udcff", "no host"])
+def test_a_host_that_is_no_name_is_an_error_of_the_command_line(tmp_path: Path, host: str) -> None:
+    with pytest.raises(RecipeError, match="--metrics-port 0: cannot listen"), serve_metrics(tmp_path, "run", host, 0):
+        pass
 
 
 def test_a_port_that_is_taken_is_an_error_of_the_command_line(tmp_path: Path) -> None:
