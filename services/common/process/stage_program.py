@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from services.common.errors import StorageError
 from services.common.launch.guard import end_guard, start_guard
 from services.common.process.entry_point import run_program
 from services.common.process.subcommands import ARTIFACTS, ONE_OFF
@@ -29,6 +31,7 @@ def run_stage(stage: Stage, main: Main) -> NoReturn:
 
 
 def _run(stage: Stage, main: Main, argv: list[str]) -> int:
+    _require_working_directory()
     if argv[:1] == [ON_BATCH]:
         return _run_on_batch(argv[1:])
     atexit.register(end_guard)
@@ -39,6 +42,17 @@ def _run(stage: Stage, main: Main, argv: list[str]) -> int:
 
         return run_one_off(stage, lambda words: _run_here(main, words), argv[1:])
     return _run_here(main, argv)
+
+
+def _require_working_directory() -> None:
+    """Raise `StorageError` where the working directory was removed: libraries and started processes need one."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise StorageError(
+            f"the working directory cannot be read: {error.strerror}. Change to a folder that exists, and run the same "
+            f"command there."
+        ) from error
 
 
 def _run_here(main: Main, argv: list[str]) -> int:

@@ -90,6 +90,26 @@ def test_a_read_only_file_system_ends_with_5(tmp_path: Path) -> None:
     assert "--root" in printed
 
 
+@pytest.mark.parametrize("service", ["tokenizer", "compiler", "trainer"])
+def test_a_working_directory_that_was_removed_ends_with_5(tmp_path: Path, service: str) -> None:
+    """The command begins in a folder that its own shell has removed."""
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    script = 'rmdir "$0" && exec "$@"'
+    command = [sys.executable, "-m", f"services.{service}", "--recipe", "none.toml"]
+    done = subprocess.run(
+        ["sh", "-c", script, str(folder), *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 5, done.stderr
+    assert "working directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_root_that_is_a_file_ends_with_5(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
 
