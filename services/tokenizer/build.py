@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from services.common.artifacts.corpus import SPLITS, CorpusPayload, SourceCounts, Vocabulary
+from services.common.artifacts.corpus import SPLITS, CorpusPayload, SourceCounts, SourceSplitCounts, Vocabulary
 from services.common.artifacts.manifest import require_listable, write_durably
 from services.common.artifacts.phase_timer import PhaseTimer
 from services.common.artifacts.store import Draft, Workspace
@@ -18,7 +18,7 @@ from services.common.process.limits import DEFAULT_MAX_MAPS, SPARE_MAPS, maps_to
 from services.common.process.telemetry import show_progress
 from services.common.recipe.schema import Recipe
 from services.tokenizer.corpus_plan import CorpusPlan
-from services.tokenizer.encode_task import EncodedPartition, EncodeTask, encode_partition
+from services.tokenizer.encode_task import EncodedPart, EncodedPartition, EncodeTask, encode_partition
 from services.tokenizer.encoding.encoder import token_dtype
 from services.tokenizer.encoding.encoder_choice import explain_choice, reference_name
 from services.tokenizer.pack import ShardLayout, pack_split
@@ -93,7 +93,6 @@ _SUMMED = (
     "documents_too_short",
     "documents_not_sampled",
     "documents_with_invalid_utf8",
-    "text_bytes",
 )
 
 
@@ -119,14 +118,19 @@ def _count_sources(recipe: Recipe, plan: CorpusPlan, encoded: Sequence[EncodedPa
     counts = []
     for number, source in enumerate(recipe.corpus.sources):
         own = [done for planned, done in zip(plan.partitions, encoded, strict=True) if planned.source == number]
-        tokens = sum(partition.tokens for partition in own)
-        documents = sum(part.documents for partition in own for part in partition.parts.values())
-        counts.append(
-            SourceCounts(
-                uri=source.uri, weight=source.weight, documents=documents, tokens=tokens, share=tokens / all_tokens
-            )
-        )
+        share = sum(partition.tokens for partition in own) / all_tokens
+        splits = {split: _sum_up(partition.parts[split] for partition in own) for split in SPLITS}
+        counts.append(SourceCounts(uri=source.uri, weight=source.weight, share=share, splits=splits))
     return tuple(counts)
+
+
+def _sum_up(parts: Iterable[EncodedPart]) -> SourceSplitCounts:
+    documents = tokens = text_bytes = 0
+    for part in parts:
+        documents += part.documents
+        tokens += part.tokens
+        text_bytes += part.text_bytes
+    return SourceSplitCounts(documents=documents, tokens=tokens, text_bytes=text_bytes)
 
 
 def _require_a_sample(encoded: Sequence[EncodedPartition], sequence_length: int) -> None:

@@ -14,7 +14,7 @@ from services.tokenizer.sources.documents import cut_file, list_inputs
 from services.tokenizer.sources.file_range import FileRange, InputFile, InputPartition
 from services.tokenizer.sources.file_system import read_vocabulary
 
-CONTENT_VERSION = 1
+CONTENT_VERSION = 2
 """A part of every corpus's id. A release that gives other bytes for the same recipe and inputs raises it."""
 
 

@@ -60,6 +60,8 @@ class EncodedPart(ManifestModel):
     """The part of a partition that belongs to train or to validation."""
 
     documents: int
+    text_bytes: int
+    """UTF-8 bytes of the documents."""
     document_tokens: int
     """Number of tokens without BOS and EOS."""
     tokens_xxh3: str
@@ -84,8 +86,6 @@ class EncodedPartition(ManifestModel):
     documents_too_short: int
     documents_not_sampled: int
     documents_with_invalid_utf8: int
-    text_bytes: int
-    """Bytes of text of the documents that are in `parts`."""
     parts: dict[Split, EncodedPart]
 
     @property
@@ -113,7 +113,7 @@ def _read_marker(task: EncodeTask) -> EncodedPartition | None:
 
 def _encode(task: EncodeTask) -> EncodedPartition:
     encoder = load_encoder(task.vocabulary_path, task.vocabulary, task.encoder)
-    read = empty = too_short = not_sampled = invalid = text_bytes = 0
+    read = empty = too_short = not_sampled = invalid = 0
     with ExitStack() as stack:
         writers = {split: _PartWriter.open(task, split, stack) for split in SPLITS}
         for batch in read_documents(task.partition.file_ranges, task.invalid_utf8, task.max_document_bytes):
@@ -130,9 +130,8 @@ def _encode(task: EncodeTask) -> EncodedPartition:
             ids, offsets = encoder.encode(wanted)
             is_kept = np.diff(offsets) > 0
             empty += len(wanted) - int(is_kept.sum())
-            text_bytes += int(wanted.sizes[is_kept].sum())
-            writers["validation"].append(ids, offsets, is_kept & is_for_validation)
-            writers["train"].append(ids, offsets, is_kept & ~is_for_validation)
+            writers["validation"].append(ids, offsets, wanted.sizes, is_kept & is_for_validation)
+            writers["train"].append(ids, offsets, wanted.sizes, is_kept & ~is_for_validation)
     encoded = EncodedPartition(
         vocabulary_sha256=task.vocabulary.sha256,
         choice=task.encoder,
@@ -143,7 +142,6 @@ def _encode(task: EncodeTask) -> EncodedPartition:
         documents_too_short=too_short,
         documents_not_sampled=not_sampled,
         documents_with_invalid_utf8=invalid,
-        text_bytes=text_bytes,
         parts={split: writer.describe() for split, writer in writers.items()},
     )
     with write_file(task.marker_path) as file:
@@ -153,11 +151,12 @@ def _encode(task: EncodeTask) -> EncodedPartition:
 
 @dataclass
 class _PartWriter:
-    """Writes the two files of a part, counts its documents and tokens, and hashes the files."""
+    """Writes the two files of a part, counts its documents, their bytes and tokens, and hashes the files."""
 
     tokens_file: BinaryIO
     starts_file: BinaryIO
     documents: int = 0
+    text_bytes: int = 0
     tokens: int = 0
     tokens_hash: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     starts_hash: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
@@ -167,8 +166,14 @@ class _PartWriter:
         tokens_file = stack.enter_context(write_file(task.tokens_path(split)))
         return cls(tokens_file, stack.enter_context(write_file(task.starts_path(split))))
 
-    def append(self, ids: TokenIds, offsets: Offsets, is_wanted: npt.NDArray[np.bool_]) -> None:
-        """Append every document i that `is_wanted` marks. Its ids are `ids[offsets[i]:offsets[i + 1]]`."""
+    def append(
+        self, ids: TokenIds, offsets: Offsets, sizes: npt.NDArray[np.int64], is_wanted: npt.NDArray[np.bool_]
+    ) -> None:
+        """Append every document i that `is_wanted` marks.
+
+        Its ids are `ids[offsets[i]:offsets[i + 1]]`, and its text has `sizes[i]` bytes.
+        """
+        self.text_bytes += int(sizes[is_wanted].sum())
         borders = np.flatnonzero(np.diff(is_wanted, prepend=False, append=False))
         for first, last in borders.reshape(-1, 2).tolist():  # consecutive documents are written at once
             run = ids[offsets[first] : offsets[last]]
@@ -185,6 +190,7 @@ class _PartWriter:
     def describe(self) -> EncodedPart:
         return EncodedPart(
             documents=self.documents,
+            text_bytes=self.text_bytes,
             document_tokens=self.tokens - BOS_AND_EOS * self.documents,
             tokens_xxh3=self.tokens_hash.hexdigest(),
             starts_xxh3=self.starts_hash.hexdigest(),

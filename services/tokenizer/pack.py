@@ -51,6 +51,7 @@ def pack_split(
     documents = sum(partition.parts[split].documents for partition in encoded)
     return SplitCounts(
         documents=documents,
+        text_bytes=sum(partition.parts[split].text_bytes for partition in encoded),
         document_tokens=sum(partition.parts[split].document_tokens for partition in encoded),
         bos=documents,
         eos=documents,

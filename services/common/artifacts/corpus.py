@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from itertools import accumulate
 from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
@@ -43,6 +44,8 @@ class Vocabulary(ManifestModel):
 
 class SplitCounts(ManifestModel):
     documents: Count
+    text_bytes: Count
+    """UTF-8 bytes of the documents."""
     document_tokens: Count
     """Tokens of the documents' text, without BOS and EOS."""
     bos: Count
@@ -65,17 +68,38 @@ class SplitCounts(ManifestModel):
         return self
 
 
+class SourceSplitCounts(ManifestModel):
+    """Counts of the documents of one source in one split."""
+
+    documents: Count
+    """Documents in the split; one that a weight above 1 takes twice counts twice."""
+    tokens: Count
+    """Tokens in the split, BOS and EOS included."""
+    text_bytes: Count
+    """UTF-8 bytes of the documents."""
+
+
 class SourceCounts(ManifestModel):
     """Counts of one source of the recipe."""
 
     uri: Text
     weight: Annotated[float, Field(ge=0)]
-    documents: Count
-    """Documents kept; one that a weight above 1 takes twice counts twice."""
-    tokens: Count
-    """Tokens kept, BOS and EOS included."""
     share: Annotated[float, Field(ge=0, le=1)]
     """Share of the corpus's tokens."""
+    splits: dict[Split, SourceSplitCounts]
+
+    @property
+    def documents(self) -> int:
+        return sum(counts.documents for counts in self.splits.values())
+
+    @property
+    def tokens(self) -> int:
+        return sum(counts.tokens for counts in self.splits.values())
+
+    @model_validator(mode="after")
+    def _has_both_splits(self) -> Self:
+        _require_splits(self.splits)
+        return self
 
 
 class CorpusPayload(ManifestModel):
@@ -100,8 +124,7 @@ class CorpusPayload(ManifestModel):
     """Documents that a source's weight below 1 left out."""
     documents_with_invalid_utf8: Count
     sources: Many[SourceCounts]
-    text_bytes: Count
-    """UTF-8 bytes of the documents kept."""
+    """Counts of each source in the order of the recipe. A corpus that another program packed may have none."""
     splits: dict[Split, SplitCounts]
     phases: Many[Phase]
 
@@ -110,14 +133,27 @@ class CorpusPayload(ManifestModel):
         """Counts of the documents kept, one for each split."""
         return self.splits.values()
 
+    @property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of the documents kept."""
+        return sum(counts.text_bytes for counts in self.kept)
+
+    @property
+    def validation_ranges(self) -> tuple[range, ...]:
+        """Tokens of each source in the validation split's token stream, in the order of `sources`.
+
+        The split holds one source after the other, because a document is in it once, whatever its source's weight.
+        """
+        ends = list(accumulate(source.splits["validation"].tokens for source in self.sources))
+        return tuple(map(range, [0, *ends], ends))
+
     def num_samples(self, split: Split) -> int:
         """Return the number of training samples of a split; the last one takes a token more than its L inputs."""
         return max(0, (self.splits[split].tokens - 1) // self.sequence_length)
 
     @model_validator(mode="after")
     def _nothing_is_lost(self) -> Self:
-        if set(self.splits) != set(SPLITS):
-            raise ValueError(f"splits: {', '.join(self.splits) or 'none'}, expected {' and '.join(SPLITS)}")
+        _require_splits(self.splits)
         for name, counts in self.splits.items():
             stored = counts.rows * self.sequence_length + counts.tail_tokens
             if counts.tokens != stored:
@@ -136,16 +172,16 @@ class CorpusPayload(ManifestModel):
 
     @model_validator(mode="after")
     def _comes_from_its_sources(self) -> Self:
-        """Compare the sums over sources and splits. A corpus that a test or another program packed has no sources."""
+        """Compare each split's counts with the sums over the sources."""
         if not self.sources:
             return self
-        counted = {
-            "documents": (sum(each.documents for each in self.sources), sum(each.documents for each in self.kept)),
-            "tokens": (sum(each.tokens for each in self.sources), sum(each.tokens for each in self.kept)),
-        }
-        for what, (of_sources, of_splits) in counted.items():
-            if of_sources != of_splits:
-                raise ValueError(f"the sources have {of_sources:,} {what}, the splits have {of_splits:,}")
+        for split, counts in self.splits.items():
+            for what in SourceSplitCounts.model_fields:
+                of_sources = sum(getattr(source.splits[split], what) for source in self.sources)
+                if of_sources != getattr(counts, what):
+                    raise ValueError(
+                        f"{split}: the sources have {of_sources:,} {what}, the split has {getattr(counts, what):,}"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -200,6 +236,11 @@ class CorpusManifest(Manifest):
                 got = asked.get(name) if isinstance(asked, dict) else None
                 raise ValueError(f"corpus.{name}: {made:,}, the recipe asks for {got}")
         return self
+
+
+def _require_splits(splits: Collection[Split]) -> None:
+    if set(splits) != set(SPLITS):
+        raise ValueError(f"splits: {', '.join(splits) or 'none'}, expected {' and '.join(SPLITS)}")
 
 
 def tail_path(split: Split) -> str:

@@ -26,7 +26,6 @@ def corpus_payload(
         documents_not_sampled=0,
         documents_with_invalid_utf8=0,
         sources=(),
-        text_bytes=0,
         splits=dict(splits),
         phases=(),
     )

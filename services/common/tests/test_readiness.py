@@ -21,7 +21,7 @@ from services.common.testing.corpora import corpus_payload
 from services.common.testing.recipes import make_recipe, write_recipe
 from services.common.tests.builders import REPOSITORY
 
-NOTHING = SplitCounts(documents=0, document_tokens=0, bos=0, eos=0, rows=0, tail_tokens=0, shards=())
+NOTHING = SplitCounts(documents=0, text_bytes=0, document_tokens=0, bos=0, eos=0, rows=0, tail_tokens=0, shards=())
 
 
 def publish_corpus(
@@ -30,7 +30,14 @@ def publish_corpus(
     """Publish a corpus of one sample for the small recipe; its files have any content, because no test reads them."""
     recipe, shard = make_recipe(folder, corpus__sequence_length=f"{sequence_length}"), "train/shard-00000.arrow"
     one_sample = SplitCounts(
-        documents=1, document_tokens=sequence_length - 1, bos=1, eos=1, rows=1, tail_tokens=1, shards=(shard,)
+        documents=1,
+        text_bytes=100,
+        document_tokens=sequence_length - 1,
+        bos=1,
+        eos=1,
+        rows=1,
+        tail_tokens=1,
+        shards=(shard,),
     )
 
     def build(workspace: Workspace) -> Draft:

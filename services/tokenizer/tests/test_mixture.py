@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +152,25 @@ def test_shares_add_up_and_are_those_of_the_shards(
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     source_of = {document: number for number, documents in enumerate(texts) for document in documents}
     tokens, documents = Counter[int](), Counter[int]()
+    counted = corpus.manifest.corpus.sources
     for split in SPLITS:
+        found = {number: [0, 0, 0] for number in range(3)}
+        order = []
         for ids in read_stream(corpus.path, split).documents:
-            number = source_of[str(processor.decode(ids[1:-1])).encode()]
-            tokens[number] += len(ids)
-            documents[number] += 1
+            text = str(processor.decode(ids[1:-1])).encode()
+            order.append(source_of[text])
+            found[order[-1]] = [sum(pair) for pair in zip(found[order[-1]], (1, len(ids), len(text)), strict=True)]
+        for number, (num_documents, num_tokens, text_bytes) in found.items():
+            counts = counted[number].splits[split]
+            assert (counts.documents, counts.tokens, counts.text_bytes) == (num_documents, num_tokens, text_bytes)
+            documents[number] += num_documents
+            tokens[number] += num_tokens
+    assert order == sorted(order)  # the validation split holds one source after the other
+    ends = list(accumulate(each.splits["validation"].tokens for each in counted))
+    assert corpus.manifest.corpus.validation_ranges == tuple(map(range, [0, *ends], ends))
     assert documents[1] == 30  # each source has its own weight
     assert 70 < documents[0] < 130
     assert 30 < documents[2] < 60
-    counted = corpus.manifest.corpus.sources
     assert [each.uri for each in counted] == [str(tmp_path / f"{number}.jsonl") for number in range(3)]
     assert [each.weight for each in counted] == weights
     assert [each.tokens for each in counted] == [tokens[number] for number in range(3)]
@@ -226,7 +236,7 @@ def test_any_number_of_workers_mixes_the_same_corpus(tmp_path: Path, mixer: Mixe
     ]
     assert len({manifest.content_digest for manifest in made}) == 1
     assert len({manifest.id for manifest in made}) == 1
-    assert len({manifest.corpus.sources for manifest in made}) == 1
+    assert made[0].corpus.sources == made[1].corpus.sources == made[2].corpus.sources
 
 
 def test_a_document_of_two_sources_is_chosen_alike_in_both(tmp_path: Path, mixer: Mixer) -> None:

@@ -140,6 +140,7 @@ def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind)
         documents = -(-len(tokens) // DOCUMENT_TOKENS)
         splits[split] = SplitCounts(
             documents=documents,
+            text_bytes=3 * len(tokens),
             document_tokens=len(tokens) - 2 * documents,
             bos=documents,
             eos=documents,

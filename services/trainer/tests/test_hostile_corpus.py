@@ -70,16 +70,19 @@ def be_of_one_document(fields: dict[str, Any]) -> None:
     fields["corpus"]["documents_read"] -= 53
 
 
-def be_made_of(uri: str, weight: float) -> Change:
+def be_made_of(uri: str, weight: float, extra_bytes: int = 0) -> Change:
     """The corpus says that all of it comes from this source."""
 
     def change(fields: dict[str, Any]) -> None:
-        splits = fields["corpus"]["splits"].values()
-        documents = sum(split["documents"] for split in splits)
-        tokens = documents * 2 + sum(split["document_tokens"] for split in splits)
-        in_corpus(sources=[{"uri": uri, "weight": weight, "documents": documents, "tokens": tokens, "share": 1.0}])(
-            fields
-        )
+        splits = {
+            name: {
+                "documents": counts["documents"],
+                "tokens": counts["documents"] * 2 + counts["document_tokens"],
+                "text_bytes": counts["text_bytes"] + extra_bytes,
+            }
+            for name, counts in fields["corpus"]["splits"].items()
+        }
+        in_corpus(sources=[{"uri": uri, "weight": weight, "share": 1.0, "splits": splits}])(fields)
 
     return change
 
@@ -111,6 +114,7 @@ def list_no(path: str) -> Change:
         ),
         (be_made_of("elsewhere/*.jsonl", 1.0), "elsewhere.*nowhere"),
         (be_made_of("pydoc://", 2.0), "2.0.*1.0"),
+        (be_made_of("nowhere", 1.0, extra_bytes=1), "train: .* text_bytes"),
         (in_split(rows=79, tail_tokens=21), "256 tokens of uint16 in 16 rows, the manifest says 240 of uint16 in 15"),
         (in_split(rows=80, tail_tokens=6, document_tokens=1_178), "the manifest says 6 of uint16 in 1"),
         (in_split(rows=2**70), "rows: Input should be less than"),
