@@ -90,10 +90,12 @@ def metrics() -> Iterator[str]:
     """The trainer's metrics."""
     yield "# Metrics"
     yield "\n`<root>/run/<run>/metrics.jsonl` has one line for each optimizer step, with these fields. TensorBoard has"
-    yield f"the same names; Prometheus puts `{PREFIX}` before them. A field without a value is left out.\n"
+    yield f"the same names; Prometheus puts `{PREFIX}` before them. A field without a value is left out. A metric"
+    yield "with a label in braces has a number for each value of the label: an object in the file, `name/value` in"
+    yield "TensorBoard, and one series for each value in Prometheus.\n"
     yield "| metric | unit | over the workers | meaning |\n|---|---|---|---|"
     for metric in METRICS:
-        yield f"| `{metric.name}` | {metric.unit} | {metric.reduction} | {_cell(metric.help)} |"
+        yield f"| `{metric.field}` | {metric.unit} | {metric.reduction} | {_cell(metric.help)} |"
 
 
 def commands() -> Iterator[str]:

@@ -430,11 +430,15 @@ class RayGauges:
     with the prefix `ray_`.
     """
 
-    def __init__(self, descriptions: dict[str, str], tags: dict[str, str]) -> None:
+    def __init__(self, tags: dict[str, str]) -> None:
+        """Make no gauge yet. `tags` are those that all gauges have."""
         self._tags = tags
-        self._gauges = {name: Gauge(name, text, tag_keys=tuple(tags)) for name, text in descriptions.items()}
+        self._gauges: dict[str, Gauge] = {}
 
-    def set(self, values: dict[str, float]) -> None:
-        """Set the gauges that `values` names; the others keep their values."""
-        for name, value in values.items():
-            self._gauges[name].set(value, self._tags)
+    def add(self, name: str, description: str, label: str | None) -> None:
+        """Add a gauge. If it has a label, that is one more tag."""
+        self._gauges[name] = Gauge(name, description, tag_keys=(*self._tags, label) if label else tuple(self._tags))
+
+    def set(self, name: str, value: float, labels: dict[str, str]) -> None:
+        """Set a gauge's value for the values of its labels; other values stay."""
+        self._gauges[name].set(value, self._tags | labels)

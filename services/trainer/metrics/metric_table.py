@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric and its description."""
+    """A metric and its description.
+
+    A record holds one number for the metric, or, if it has a label, a dict with one number for each value of the label.
+    """
 
     name: str
     """Name of the field in metrics.jsonl; Prometheus puts PREFIX before it."""
@@ -18,6 +21,37 @@ class Metric:
     reduction: str
     """Operation that makes one value of the workers' values."""
     help: str
+    label: str | None = None
+    """Name of the label, such as `group`; None if the metric is one number."""
+
+    @property
+    def field(self) -> str:
+        """Name of the metric in tables: `name`, or `name{label}` if it has a label."""
+        return f"{self.name}{{{self.label}}}" if self.label else self.name
+
+    @property
+    def description(self) -> str:
+        """Explanation, unit and reduction in one line."""
+        return f"{self.help} ({self.unit}; {self.reduction})"
+
+
+class Sample(NamedTuple):
+    """One number of a metric in a record."""
+
+    metric: Metric
+    label_value: str | None
+    """Value of the metric's label; None if the metric has no label."""
+    value: float
+
+    @property
+    def name(self) -> str:
+        """Name of the number in TensorBoard and trackers: `metric`, or `metric/label value`."""
+        return self.metric.name if self.label_value is None else f"{self.metric.name}/{self.label_value}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The label and its value; empty if the metric has no label."""
+        return {} if self.metric.label is None or self.label_value is None else {self.metric.label: self.label_value}
 
 
 PREFIX = "millrace_"
@@ -30,6 +64,12 @@ METRICS = (
     Metric("loss_max", "nats per token", "max over micro-batches", "loss of the worst micro-batch; not on `xla`"),
     Metric("validation_loss", "nats per token", "mean over the batches", "cross-entropy of the newest evaluation"),
     Metric("gradient_norm", "1", "norm over all parameters", "gradient norm before clipping"),
+    Metric(
+        "gradient_norm_by_group", "1", "norm over the group", "gradient norm of layer groups, before clipping", "group"
+    ),
+    Metric(
+        "update_ratio_by_group", "ratio", "ratio of norms", "norm of the update over the norm of the weights", "group"
+    ),
     Metric("learning_rate", "1", _EQUAL, "learning rate of this step"),
     Metric("tokens", "tokens", "sum", "tokens trained on since the run began"),
     Metric("tokens_per_second", "tokens/s", "sum", "tokens of this step over its seconds"),
@@ -49,6 +89,18 @@ METRICS = (
     Metric("restarts", "starts", _RANK_0, "starts of the workers after the first one that took a step"),
     Metric("goodput", "share", _RANK_0, "productive seconds over seconds since the run began"),
 )
+
+
+def find_samples(record: Mapping[str, Any]) -> Iterator[Sample]:
+    """Yield the numbers of METRICS that a record has, in the order of METRICS."""
+    for metric in METRICS:
+        if metric.name not in record:
+            continue
+        value = record[metric.name]
+        if metric.label is None:
+            yield Sample(metric, None, float(value))
+        else:
+            yield from (Sample(metric, each, float(number)) for each, number in value.items())
 
 
 class WorkerNumbers(NamedTuple):

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -21,8 +22,8 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from services.common.errors import RecipeError
-from services.trainer.metrics.metric_table import METRICS, PREFIX
-from services.trainer.metrics.records import MetricsTail, known_metrics
+from services.trainer.metrics.metric_table import METRICS, PREFIX, Sample, find_samples
+from services.trainer.metrics.records import MetricsTail
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -37,22 +38,27 @@ MAX_CLIENTS = 32
 
 
 class NewestMetrics(Collector):
-    """Collects the newest value of each metric, from records that a run appends from now on; NaN before the first."""
+    """Collects the newest value of each metric, from records that a run appends from now on.
+
+    Before its first value a metric is NaN; one with a label has no series then.
+    """
 
     def __init__(self, run_folder: Path, run: str) -> None:
         self._tail, self._run = MetricsTail(run_folder), run
         self._lock = threading.Lock()  # scrapes may overlap
-        self._values = {metric.name: math.nan for metric in METRICS}
+        self._newest = {metric.name: [] if metric.label else [Sample(metric, None, math.nan)] for metric in METRICS}
 
     def collect(self) -> Iterable[Metric]:
         with self._lock:
             for record in self._tail.read():
-                self._values |= known_metrics(record)
-            values = dict(self._values)
+                by_metric = groupby(find_samples(record), key=lambda sample: sample.metric.name)
+                self._newest |= {name: list(samples) for name, samples in by_metric}
+            newest = dict(self._newest)
         for metric in METRICS:
-            description = f"{metric.help} ({metric.unit}; {metric.reduction})"
-            family = GaugeMetricFamily(PREFIX + metric.name, description, labels=("run",))
-            family.add_metric((self._run,), values[metric.name])
+            labels = ("run", metric.label) if metric.label else ("run",)
+            family = GaugeMetricFamily(PREFIX + metric.name, metric.description, labels=labels)
+            for sample in newest[metric.name]:
+                family.add_metric((self._run, *sample.labels.values()), sample.value)
             yield family
 
 

@@ -25,8 +25,8 @@ from services.common.recipe.schema import Recipe
 from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.gemm_peak import measure_gemm_peak
 from services.trainer.job import Job
-from services.trainer.metrics.metric_table import METRICS, PREFIX, WorkerNumbers, reduce_over_ranks
-from services.trainer.metrics.records import MetricsWriter, StepRecord, known_metrics, read_last_step, read_record_of
+from services.trainer.metrics.metric_table import METRICS, PREFIX, WorkerNumbers, find_samples, reduce_over_ranks
+from services.trainer.metrics.records import MetricsWriter, StepRecord, read_last_step, read_record_of
 
 if TYPE_CHECKING:
     from services.common.launch.ray_launcher import RayGauges
@@ -107,7 +107,7 @@ class MetricsRecorder:
             if not math.isnan(peak):
                 self.add(mfu=self._step_flops / seconds / peak)
 
-    def add(self, **values: float) -> None:
+    def add(self, **values: float | dict[str, float]) -> None:
         """Add to the step's record."""
         self._record |= values
 
@@ -121,7 +121,8 @@ class MetricsRecorder:
         if self._writer:
             self._writer.log(self._record)
         if self._gauges:
-            self._gauges.set({PREFIX + name: value for name, value in known_metrics(self._record).items()})
+            for sample in find_samples(self._record):
+                self._gauges.set(PREFIX + sample.metric.name, sample.value, sample.labels)
         if math.isnan(self._gemm_flops_per_second) and self._backend.device.type == "cpu":
             self._group.barrier()  # a core's threads share it
             self._gemm_flops_per_second = self._measure_peak()
@@ -187,8 +188,10 @@ def _make_gauges(job: Job) -> RayGauges | None:
         return None
     from services.common.launch.ray_launcher import RayGauges  # noqa: PLC0415 - inline workers do without Ray
 
-    described = {PREFIX + each.name: f"{each.help} ({each.unit}; {each.reduction})" for each in METRICS}
-    return RayGauges(described, {"run": job.run})
+    gauges = RayGauges({"run": job.run})
+    for each in METRICS:
+        gauges.add(PREFIX + each.name, each.description, each.label)
+    return gauges
 
 
 def _name_of_gpu(backend: Backend) -> str:

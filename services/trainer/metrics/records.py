@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, 
 from services.common.errors import ArtifactError
 from services.common.input.files import is_damage, open_regular_file, unreadable
 from services.common.process.telemetry import JsonLines, parse_json_line, read_json_lines, read_last_json_line
-from services.trainer.metrics.metric_table import METRICS
+from services.trainer.metrics.metric_table import find_samples
 from services.trainer.metrics.tensorboard import TensorBoard
 
 METRICS_FILE = "metrics.jsonl"
@@ -43,6 +43,10 @@ StepSeconds = Annotated[Seconds, Field(ge=1e-9)]
 # From 1970 to 2100, so that a date can be made of it.
 Timestamp = Annotated[FiniteFloat, Field(ge=0, le=4_102_444_800)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
+# A scraper of Prometheus' format ends at a NUL.
+LabelValue = Annotated[str, Field(min_length=1, max_length=10_000, pattern=r"^[^\x00]*$")]
+LabelledNumbers = dict[LabelValue, Number]
+"""Numbers of a metric by the values of its label."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,8 @@ class _StepLine(_Line):
     peak_device_bytes: Number = 0.0
     checkpoint_stall_seconds: Seconds = 0.0
     mfu: FiniteNumber = 0.0
+    gradient_norm_by_group: LabelledNumbers = {}
+    update_ratio_by_group: LabelledNumbers = {}
     productive_seconds: Seconds = 0.0
     run_started_at: Timestamp = 0.0
 
@@ -237,8 +243,8 @@ class MetricsTail:
 
 
 def known_metrics(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the METRICS that a record has, in the order of METRICS."""
-    return {metric.name: float(record[metric.name]) for metric in METRICS if metric.name in record}
+    """Return the numbers of METRICS that a record has, by `Sample.name` and in the order of METRICS."""
+    return {sample.name: sample.value for sample in find_samples(record)}
 
 
 def mean_tokens_per_second(records: list[dict[str, Any]]) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -69,12 +70,18 @@ class Mlflow:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         now = int(time.time() * 1000)
-        metrics = [self._new_metric(name, value, now, step) for name, value in values.items()]
+        metrics = [self._new_metric(mlflow_name(name), value, now, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, exit_code: int) -> None:
         is_stopped = exit_code in (TryAgain.exit_code, Interrupted.exit_code)
         self._client.set_terminated(self._id, "KILLED" if is_stopped else "FAILED" if exit_code else "FINISHED")
+
+
+def mlflow_name(name: str) -> str:
+    """Return a name that MLflow takes: at most 250 word characters, dashes and spaces, with one slash."""
+    metric, slash, label_value = name.partition("/")
+    return (metric + slash + re.sub(r"[^\w -]", "_", label_value))[:250]
 
 
 TRACKERS: dict[str, Callable[[Job], Tracker]] = {"wandb": Wandb, "mlflow": Mlflow}

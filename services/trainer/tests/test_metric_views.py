@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import posixpath
 import re
 import socket
 import struct
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tensorboardX.proto.event_pb2 import Event
 
 from services.common.errors import RecipeError, TryAgain
@@ -31,7 +33,7 @@ from services.trainer.metrics.records import (
     MetricsWriter,
     read_metrics,
 )
-from services.trainer.metrics.trackers import TRACKERS, tracking
+from services.trainer.metrics.trackers import TRACKERS, mlflow_name, tracking
 from services.trainer.stop import StopReason, request_stop
 from services.trainer.tests.builders import write_recipe
 from services.trainer.tests.metric_lines import STEP, append
@@ -99,14 +101,56 @@ def test_a_file_system_that_fails_while_events_are_written_stops_no_run(new_job:
     assert [record["step"] for record in read_metrics(job.run_folder).lines] == list(range(1, 41))
 
 
-def scrape(url: str) -> dict[str, float]:
+def scrape(url: str) -> dict[str, dict[str, float]]:
+    """Return the values of each metric by the value of its label, which is empty if the metric has none."""
     with urllib.request.urlopen(url, timeout=60) as response:
-        lines = response.read().decode().splitlines()
-    samples = [line.rpartition(" ") for line in lines if not line.startswith("#")]
-    for kind in ("HELP", "TYPE"):
-        described = [line.split()[2] for line in lines if line.startswith(f"# {kind} ")]
-        assert described == [name.partition("{")[0] for name, _, _ in samples]
-    return {name.partition("{")[0]: float(value) for name, _, value in samples}
+        families = list(text_string_to_metric_families(response.read().decode()))
+    labels = {PREFIX + metric.name: metric.label for metric in METRICS}
+    for family in families:
+        assert family.documentation
+        assert family.type == "gauge"
+        assert all(set(each.labels) == {"run", labels[family.name]} - {None} for each in family.samples)
+    return {
+        family.name: {each.labels.get(labels[family.name] or "", ""): each.value for each in family.samples}
+        for family in families
+    }
+
+
+def test_a_labelled_metric_is_an_object_in_the_file_and_a_series_for_each_value_in_the_views(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    strange = 'a "quoted\\path"\nof two lines, {braces} = ä'
+    with serve_metrics(tmp_path, "run", "127.0.0.1", 0):
+        url = capfd.readouterr().out.split()[-1]
+        writer = MetricsWriter(tmp_path, first_step=0)
+        writer.log({**STEP, "step": 1, "gradient_norm_by_group": {"embedding": 1.0, strange: 3.0}})
+        before = scrape(url)
+        writer.log({**STEP, "step": 2})
+        writer.log({**STEP, "step": 3, "gradient_norm_by_group": {"embedding": 2.0}})
+        writer.close()
+        after = scrape(url)
+
+    name = "gradient_norm_by_group"
+    assert [record.get(name) for record in read_metrics(tmp_path).lines] == [
+        {"embedding": 1.0, strange: 3.0}, None, {"embedding": 2.0},
+    ]  # fmt: skip
+    shown = {
+        step: {k: v for k, v in values.items() if name in k}
+        for step, values in scalars_in(tmp_path / "tensorboard").items()
+    }
+    assert shown == {1: {f"{name}/embedding": 1.0, f"{name}/{strange}": 3.0}, 2: {}, 3: {f"{name}/embedding": 2.0}}
+    assert before[PREFIX + name] == {"embedding": 1.0, strange: 3.0}
+    assert after[PREFIX + name] == {"embedding": 2.0}
+    assert after[PREFIX + "update_ratio_by_group"] == {}
+
+
+@pytest.mark.parametrize(
+    "value", ["hf://HuggingFaceFW/fineweb-edu@main", "..", "/a//b/../c", "file:*?.txt", "x" * 10_000]
+)
+def test_mlflow_takes_the_names_of_labelled_metrics(value: str) -> None:
+    name = mlflow_name(f"validation_loss_by_source/{value}")
+    assert re.fullmatch(r"[/\w.\- :]{1,250}", name)
+    assert posixpath.normpath(name) == name
 
 
 def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
@@ -123,7 +167,7 @@ def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
         run = threading.Thread(target=pytest.raises, args=(TryAgain, train, job, ALONE))
         run.start()
         try:
-            while not (found := scrape(url))["millrace_step"] >= 3:
+            while not (found := scrape(url))["millrace_step"][""] >= 3:
                 assert run.is_alive()
                 time.sleep(0.05)
         finally:
@@ -135,10 +179,13 @@ def test_a_scrape_during_training_has_every_metric_that_the_readme_names(
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| `")
     ]
-    assert rows == [[f"`{each.name}`", each.unit, each.reduction, each.help] for each in METRICS]
+    assert rows == [[f"`{each.field}`", each.unit, each.reduction, each.help] for each in METRICS]
     assert list(found) == [PREFIX + each.name for each in METRICS]
-    unknown = {name.removeprefix(PREFIX) for name, value in found.items() if math.isnan(value)}
-    assert unknown == {"slowest_rank", "straggler_score", "peak_device_bytes"}  # of one worker, on a CPU
+    unknown = {name.removeprefix(PREFIX) for name, values in found.items() if all(map(math.isnan, values.values()))}
+    assert unknown == {
+        *("slowest_rank", "straggler_score", "peak_device_bytes"),  # of one worker, on a CPU
+        *("gradient_norm_by_group", "update_ratio_by_group"),
+    }
 
 
 def test_a_client_that_resets_its_connection_is_no_event_of_the_run(

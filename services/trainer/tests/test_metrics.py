@@ -44,6 +44,9 @@ from services.trainer.tests.metric_lines import ATTEMPT, STEP, append
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 
+BAD_LABELLED: list[Any] = [
+    *(1.0, [], {"": 1.0}, {"a": "1"}, {"a": None}, {"\0": 1.0}, {"\ud800": 1.0}, {"a": {}}, {"a": 1e308}),
+]
 NOT_OBJECTS = [b"", b"\xff\xfe", b'{"step": 1', b"7", b"[]", b"null", b"{}", b"[" * 100_000]
 BAD_STEPS: list[bytes] = [
     *NOT_OBJECTS,
@@ -54,6 +57,7 @@ BAD_STEPS: list[bytes] = [
         {"step_seconds": 5e-324}, {"tokens_per_second": 1e308}, {"mfu": 1e308}, {"peak_rss_bytes": "many"},
         {"straggler_score": None}, {"loss_max": "low"},
     )),
+    *(json.dumps({**STEP, "gradient_norm_by_group": value}).encode() for value in BAD_LABELLED),
     json.dumps({name: value for name, value in STEP.items() if name != "learning_rate"}).encode(),
 ]  # fmt: skip
 BAD_ATTEMPTS = [
@@ -164,6 +168,8 @@ def trained(new_shared_job: Callable[..., Job]) -> Job:
             -math.inf,
         ),
         *("", "inf", "nan", "x" * 5_000, None, [], {}, "<script>", "\ud800", "\0"),
+        *({label: 1.0} for label in ("<script>", "\ud800", "\0", "\n", '"', "x" * 5_000)),
+        {"group": 1e308},
     ],
     ids=lambda value: ascii(value)[:20],
 )
