@@ -114,12 +114,12 @@ def _encode(tasks: Sequence[EncodeTask], launcher: Launcher, num_workers: int) -
 
 
 def _count_sources(recipe: Recipe, plan: CorpusPlan, encoded: Sequence[EncodedPartition]) -> tuple[SourceCounts, ...]:
-    all_tokens = sum(partition.tokens for partition in encoded)
+    train_tokens = sum(partition.parts["train"].tokens for partition in encoded)
     counts = []
     for number, source in enumerate(recipe.corpus.sources):
         own = [done for planned, done in zip(plan.partitions, encoded, strict=True) if planned.source == number]
-        share = sum(partition.tokens for partition in own) / all_tokens
         splits = {split: _sum_up(partition.parts[split] for partition in own) for split in SPLITS}
+        share = splits["train"].tokens / train_tokens
         counts.append(SourceCounts(uri=source.uri, weight=source.weight, share=share, splits=splits))
     return tuple(counts)
 

@@ -90,8 +90,8 @@ def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) ->
         lines.append("  noted       " + ", ".join(f"{count:,} {what}" for what, count in noted.items() if count))
     if len(payload.sources) > 1:
         lines += [
-            f"  {source.share:>10.1%}  {source.tokens:,} tokens in {source.documents:,} documents of {source.uri}, "
-            f"weight {source.weight:g}"
+            f"  {source.share:>10.1%}  of train, and {source.splits['validation'].tokens:,} tokens of validation: "
+            f"{source.uri}, weight {source.weight:g}"
             for source in payload.sources
         ]
     checked = (

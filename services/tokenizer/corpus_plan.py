@@ -23,13 +23,15 @@ class CorpusPlan:
     """The work of one corpus, before any text is read."""
 
     artifact_id: str
+    files: tuple[tuple[InputFile, ...], ...]
+    """Files of each source, in the order of `corpus.sources`."""
     partitions: tuple[InputPartition, ...]
     links: tuple[InputLink, ...]
     """The inputs that the manifest names: one link for each source, then one for a vocabulary that the recipe names."""
 
     @property
     def num_input_files(self) -> int:
-        return len({file_range.file.uri for partition in self.partitions for file_range in partition.file_ranges})
+        return sum(map(len, self.files))
 
 
 def plan_corpus(recipe: Recipe) -> CorpusPlan:
@@ -60,6 +62,7 @@ def plan_corpus(recipe: Recipe) -> CorpusPlan:
     ]
     return CorpusPlan(
         artifact_id=artifact_id(recipe, "corpus", CONTENT_VERSION, [link.content_digest for link in links]),
+        files=tuple(tuple(files) for _, files in listed),
         partitions=tuple(
             InputPartition(index, source=number, pass_number=pass_number, file_ranges=group)
             for index, (number, pass_number, group) in enumerate(order)

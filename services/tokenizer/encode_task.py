@@ -26,7 +26,7 @@ from services.tokenizer.encoding.encoder import BOS_AND_EOS, Offsets, TokenIds
 from services.tokenizer.encoding.encoder_choice import EncoderChoice, load_encoder
 from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.file_range import InputPartition
-from services.tokenizer.split_assignment import are_for_validation, are_sampled
+from services.tokenizer.split_assignment import are_for_training, are_for_validation
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ def _encode(task: EncodeTask) -> EncodedPartition:
             long_enough = batch.select(batch.sizes >= task.min_document_bytes)
             too_short += len(batch) - len(long_enough)
             is_for_validation = are_for_validation(long_enough, task.validation_fraction)
-            is_wanted = are_sampled(long_enough, task.weight, task.partition.pass_number)
-            if task.partition.pass_number > 0:
-                is_wanted &= ~is_for_validation  # a validation document that is there twice tells nothing more
+            is_wanted = are_for_training(long_enough, task.weight, task.partition.pass_number)
+            # All of them, once and whatever the weight: losses of two mixtures are compared on the same documents.
+            is_wanted[is_for_validation] = task.partition.pass_number == 0
             wanted, is_for_validation = long_enough.select(is_wanted), is_for_validation[is_wanted]
             not_sampled += len(long_enough) - len(wanted)
             ids, offsets = encoder.encode(wanted)

@@ -1,4 +1,4 @@
-"""Chooses documents for the corpus and for its validation split, by a hash of their content alone."""
+"""Chooses documents for the validation split and for training, by hashes of their content alone."""
 
 from __future__ import annotations
 
@@ -8,24 +8,35 @@ import xxhash
 
 from services.tokenizer.text_batch import TextBatch
 
-# The seed differs from the one for validation: with one hash for both, a sample would hold all validation documents.
-_SAMPLING_SEED = 1
+# The seeds of passes over a source follow this one. They differ from the one for validation: with one hash for both,
+# the documents that a weight below 1 takes for training would begin where those for validation end.
+_VALIDATION_SEED = 0
 
 
 def are_for_validation(batch: TextBatch, fraction: float) -> npt.NDArray[np.bool_]:
     """Mark the documents of the validation split. Equal documents are marked alike."""
     if fraction == 0:
         return np.zeros(len(batch), np.bool_)
-    return _shares(batch, seed=0) < fraction
+    return _shares(batch, _VALIDATION_SEED) < fraction
 
 
-def are_sampled(batch: TextBatch, weight: float, pass_number: int) -> npt.NDArray[np.bool_]:
-    """Mark the documents that enter the corpus in one pass over their source.
+def are_for_training(batch: TextBatch, weight: float, pass_number: int) -> npt.NDArray[np.bool_]:
+    """Mark the documents that one pass over their source takes, unless they are for validation.
 
     With weight 2.5, passes 0 and 1 take all documents, and pass 2 takes half of them.
     """
-    left = weight - pass_number
-    return np.ones(len(batch), np.bool_) if left >= 1 else _shares(batch, _SAMPLING_SEED) < left
+    if weight - pass_number >= 1:
+        return np.ones(len(batch), np.bool_)
+    return sampling_keys(batch, weight, pass_number) < 1
+
+
+def sampling_keys(batch: TextBatch, weight: float, pass_number: int) -> npt.NDArray[np.float64]:
+    """Return a key for every document in one pass over its source. The pass takes the documents with keys below 1.
+
+    Keys are spread evenly, and more densely for a larger weight. So the smallest keys of all passes over all sources
+    are a sample in which each source has its share by weight.
+    """
+    return _shares(batch, _VALIDATION_SEED + 1 + pass_number) / min(1.0, weight - pass_number)
 
 
 def _shares(batch: TextBatch, seed: int) -> npt.NDArray[np.float64]:

@@ -72,7 +72,7 @@ class SourceSplitCounts(ManifestModel):
     """Counts of the documents of one source in one split."""
 
     documents: Count
-    """Documents in the split; one that a weight above 1 takes twice counts twice."""
+    """Documents in the split. A weight above 1 takes a document for training more than once, and counts it as often."""
     tokens: Count
     """Tokens in the split, BOS and EOS included."""
     text_bytes: Count
@@ -85,7 +85,7 @@ class SourceCounts(ManifestModel):
     uri: Text
     weight: Annotated[float, Field(ge=0)]
     share: Annotated[float, Field(ge=0, le=1)]
-    """Share of the corpus's tokens."""
+    """Share of the training split's tokens."""
     splits: dict[Split, SourceSplitCounts]
 
     @property
@@ -121,7 +121,9 @@ class CorpusPayload(ManifestModel):
     documents_too_short: Count
     """Dropped documents of fewer bytes than `corpus.min_document_bytes`."""
     documents_not_sampled: Count
-    """Documents that a source's weight below 1 left out."""
+    """Documents that a pass over their source left out: those beyond the source's weight, and those of the validation
+    split in each pass but the first.
+    """
     documents_with_invalid_utf8: Count
     sources: Many[SourceCounts]
     """Counts of each source in the order of the recipe. A corpus that another program packed may have none."""

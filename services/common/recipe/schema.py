@@ -129,8 +129,9 @@ class Source(Section):
     split: str = "train"
     """Name of the split of a `datasets://` source."""
     weight: Annotated[float, Field(gt=0, le=100)] = 1.0
-    """Average number of times that a document enters the corpus. 0.25 takes a quarter of the documents, chosen by their
-    hashes, and 2.5 takes every document twice and half of them once more.
+    """Average number of times that a document enters the training split. 0.25 takes a quarter of the documents, chosen
+    by their hashes, and 2.5 takes every document twice and half of them once more. A document of the validation split
+    is in it once, whatever the weight.
     """
 
     @model_validator(mode="after")
@@ -151,7 +152,8 @@ class Corpus(Section):
     rows_per_shard: Annotated[Positive, CORPUS] = 32_768
     """Rows of `sequence_length` tokens in a file of the corpus."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1), CORPUS] = 0.01
-    """Share of the documents, chosen by their hashes, that is kept for validation."""
+    """Share of each source's documents, chosen by their hashes, that is kept for validation. The weights of the sources
+    do not change it."""
     min_document_bytes: Annotated[int, Field(ge=0), CORPUS] = 0
     """Bytes of the shortest document; shorter ones are dropped and counted."""
     invalid_utf8: Annotated[Literal["replace", "reject"], CORPUS] = "replace"
@@ -172,7 +174,8 @@ class VocabularyTraining(Section):
 
     vocab_size: Annotated[int, Field(ge=300, le=1_000_000)]
     max_bytes: Positive = 256 * 2**20
-    """Bytes of text that the training reads, from the first document on."""
+    """Bytes of text that the training sees: whole documents of all sources, in each source's share of the training
+    split, chosen by hashes. At most about eight times as many input bytes are read for it."""
 
 
 class Tokenizer(Section):

@@ -1,19 +1,29 @@
-"""A vocabulary is given, or is trained on the training split with reproducible bytes."""
+"""A vocabulary is given, or is trained on a sample of the training split with reproducible bytes."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import sentencepiece
 
+from services.common.recipe.file import load_recipe
 from services.common.vocabularies.sentencepiece_model import load_model
+from services.tokenizer.corpus_plan import CorpusPlan, plan_corpus
+from services.tokenizer.sources.documents import read_documents
+from services.tokenizer.sources.file_range import FileRange
 from services.tokenizer.split_assignment import are_for_validation
 from services.tokenizer.tests.builders import (
+    REPOSITORY,
     VOCAB_SIZE,
     make_documents,
     make_text,
@@ -23,6 +33,7 @@ from services.tokenizer.tests.builders import (
     write_recipe,
 )
 from services.tokenizer.text_batch import TextBatch
+from services.tokenizer.vocabulary.text_sample import sample_text
 from services.tokenizer.vocabulary.training import train_vocabulary
 
 
@@ -68,6 +79,115 @@ def test_validation_text_is_not_in_the_vocabulary(tmp_path: Path) -> None:
         knows_word[fraction] = "▁qwertz" in pieces_of(model.read_bytes())
 
     assert knows_word == {0.0: True, 0.2: False}
+
+
+def write_lines(path: Path, documents: Sequence[str]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
+    return path
+
+
+def sources(*weighted: tuple[Path, float]) -> str:
+    return "".join(f'[[corpus.sources]]\nuri = "{path}"\nweight = {weight}\n' for path, weight in weighted)
+
+
+@pytest.fixture(scope="module")
+def prose_and_programs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """This repository's documentation, and modules of Python's library; more than 0.1 MB of each."""
+    folder = tmp_path_factory.mktemp("two-kinds")
+    pages = sorted([*(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / "services").glob("*/*.md")])
+    prose = [paragraph for path in pages for paragraph in read_paragraphs(path)]
+    library = Path(sysconfig.get_path("stdlib"))
+    programs = [part for path in sorted(library.glob("[a-b]*.py")) for part in read_paragraphs(path)]
+    return write_lines(folder / "prose.jsonl", prose), write_lines(folder / "programs.jsonl", programs)
+
+
+def read_paragraphs(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").split("\n\n")
+
+
+def test_the_order_of_the_sources_changes_neither_vocabulary_nor_bytes_per_token(
+    tmp_path: Path, prose_and_programs: tuple[Path, Path]
+) -> None:
+    """Nor do file names, and the sizes of partitions. Each source is larger than the text that is trained on."""
+    prose, programs = prose_and_programs
+    renamed = Path(shutil.copy(programs, tmp_path / "a.jsonl"))
+    made = []
+    for number, (order, split_bytes) in enumerate(
+        [([prose, programs], 10**8), ([programs, prose], 10**8), ([renamed, prose], 50_000)]
+    ):
+        recipe = write_recipe(
+            tmp_path,
+            sources=sources(*((path, 1.0) for path in order)),
+            corpus__split_bytes=split_bytes,
+            corpus__validation_fraction=0.05,
+            tokenizer__train__max_bytes=100_000,
+            tokenizer__train__vocab_size=1_000,
+            model__vocab_size=1_000,
+        )
+        assert run(recipe, tmp_path / f"fsx-{number}") == 0
+        made.append(published(tmp_path / f"fsx-{number}").manifest.corpus)
+
+    assert all(source.splits["train"].text_bytes > 100_000 for source in made[0].sources)
+    assert len({payload.vocabulary.sha256 for payload in made}) == 1
+    assert len({tuple(sorted(source.tokens for source in payload.sources)) for payload in made}) == 1
+    assert len({payload.text_bytes / sum(counts.tokens for counts in payload.kept) for payload in made}) == 1
+
+
+def plan_sample(
+    folder: Path, max_bytes: int, *weighted: tuple[Path, float], **settings: Any
+) -> tuple[list[bytes], CorpusPlan]:
+    recipe = load_recipe(write_recipe(folder, sources=sources(*weighted), **settings))
+    plan = plan_corpus(recipe)
+    return sample_text(recipe.corpus, plan.files, max_bytes), plan
+
+
+def count_bytes(documents: Sequence[bytes], kind: bytes) -> int:
+    return sum(len(document) for document in documents if document.startswith(kind))
+
+
+@pytest.mark.parametrize("max_bytes", [100_000, 1_000_000])
+def test_each_source_has_its_share_of_the_text(tmp_path: Path, max_bytes: int) -> None:
+    """The first sample reads a part of the sources, and the second one all of them."""
+    paths = [
+        write_lines(tmp_path / f"{kind}.jsonl", [f"{kind}{number:05d} {'x' * 41}" for number in range(count)])
+        for kind, count in (("a", 30_000), ("b", 10_000), ("c", 20_000))
+    ]
+    weighted = list(zip(paths, (0.5, 3, 1), strict=True))
+    sample, _ = plan_sample(tmp_path, max_bytes, *weighted, corpus__validation_fraction=0.1)
+
+    assert sum(map(len, sample)) == max_bytes
+    shares = [count_bytes(sample, kind) / max_bytes for kind in (b"a", b"b", b"c")]
+    assert shares == pytest.approx([15 / 65, 30 / 65, 20 / 65], abs=0.05)
+    assert plan_sample(tmp_path, max_bytes, *weighted[::-1], corpus__validation_fraction=0.1)[0] == sample
+
+
+def test_bytes_that_are_read_are_bounded_by_those_of_the_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight bytes for one, and a file range for each source; a source of little weight is read, too."""
+    read: list[FileRange] = []
+
+    def read_and_record(file_ranges: Sequence[FileRange], *arguments: Any) -> Any:
+        read.extend(file_ranges)
+        return read_documents(file_ranges, *arguments)
+
+    monkeypatch.setattr("services.tokenizer.vocabulary.text_sample.read_documents", read_and_record)
+    large = tmp_path / "large"
+    for number in range(20):
+        write_lines(large / f"{number}.jsonl", [f"large {number} {line:05d} {'x' * 30}" for line in range(5_000)])
+    small = write_lines(tmp_path / "small.jsonl", [f"small {line:05d} {'x' * 30}" for line in range(5_000)])
+    for max_bytes in (20_000, 80_000):
+        read.clear()
+        sample, plan = plan_sample(tmp_path, max_bytes, (large, 1.0), (small, 0.01))
+
+        assert sum(map(len, sample)) == max_bytes
+        bytes_of_file_ranges = [file_range.bytes for file_range in read]
+        assert sum(bytes_of_file_ranges) <= 8 * max_bytes + 2 * max(bytes_of_file_ranges)
+        assert sum(bytes_of_file_ranges) < sum(file.bytes for files in plan.files for file in files) / 6
+        assert len(read) <= 8 * 256 + 2
+        assert len({file_range.file for file_range in read}) > 4
+        assert small in {Path(file_range.file.uri) for file_range in read}
 
 
 def test_max_bytes_bounds_the_text_that_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,9 +18,10 @@ from services.common.launch.brought_files import offer_file
 from services.common.process.telemetry import configure_logging
 from services.common.recipe.schema import Corpus, Source, VocabularyTraining
 from services.common.vocabularies.sentencepiece_model import load_model
-from services.tokenizer.sources.documents import cut_file, list_inputs, read_documents
+from services.tokenizer.sources.documents import list_inputs
 from services.tokenizer.tools.tool_parser import ToolParser
-from services.tokenizer.vocabulary.training import take_first, train_vocabulary
+from services.tokenizer.vocabulary.text_sample import sample_text
+from services.tokenizer.vocabulary.training import train_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def train_vocab(argv: list[str]) -> int:
     )
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="number of pieces in the vocabulary")
     parser.add_argument(
-        "--max-bytes", type=int, metavar="B", help=f"read at most B bytes of text (default: {_max_bytes():,})"
+        "--max-bytes", type=int, metavar="B", help=f"sample B bytes of the sources' text (default: {_max_bytes():,})"
     )
     parser.add_argument("--column", help="JSON key, or Parquet or Arrow column, that holds the text (default: text)")
     parser.add_argument(
@@ -53,7 +54,10 @@ def train_vocab(argv: list[str]) -> int:
     configure_logging("tokenizer")
     path: Path = arguments.output.absolute()
     _require_free(path)
-    documents = list(take_first(_read_text(sources), training.max_bytes))
+    # No document is kept for validation, and the length of rows changes no text.
+    corpus = Corpus(name="vocabulary", sources=tuple(sources), sequence_length=8, validation_fraction=0.0)
+    files = [list_inputs(source, corpus.max_document_bytes) for source in sources]
+    documents = sample_text(corpus, files, training.max_bytes)
     model = _train(documents, training.vocab_size, sources)
     _require_free(path)  # training takes minutes, and another command may have written the file
     with naming_the_place(path.parent):
@@ -61,16 +65,6 @@ def train_vocab(argv: list[str]) -> int:
     print(_describe(path, model, documents))
     offer_file(path)
     return 0
-
-
-def _read_text(sources: Sequence[Source]) -> Iterator[memoryview]:
-    """Yield the documents of all sources, source by source."""
-    split_bytes, max_document_bytes = _default_of_corpus("split_bytes"), _default_of_corpus("max_document_bytes")
-    for source in sources:
-        files = list_inputs(source, max_document_bytes)
-        pieces = (piece for file in files for piece in cut_file(file, split_bytes, max_document_bytes))
-        for batch in read_documents(pieces, "replace", max_document_bytes):
-            yield from batch.views()
 
 
 def _train(documents: Sequence[bytes], vocab_size: int, sources: Sequence[Source]) -> bytes:
@@ -128,8 +122,3 @@ def _formats() -> tuple[str, ...]:
 
 def _max_bytes() -> int:
     return int(VocabularyTraining.model_fields["max_bytes"].default)
-
-
-def _default_of_corpus(field: str) -> int:
-    """Return the default of an integer key of the recipe's [corpus] table."""
-    return int(Corpus.model_fields[field].default)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
@@ -15,11 +14,10 @@ from services.common.input.files import read_file
 from services.common.recipe.schema import Recipe, VocabularyTraining
 from services.tokenizer.corpus_plan import CorpusPlan
 from services.tokenizer.scratch import VOCABULARY
-from services.tokenizer.sources.documents import read_documents
 from services.tokenizer.sources.file_system import read_vocabulary
-from services.tokenizer.split_assignment import are_for_validation, are_sampled
 from services.tokenizer.vocabulary.description import describe_vocabulary
-from services.tokenizer.vocabulary.training import take_first, train_vocabulary
+from services.tokenizer.vocabulary.text_sample import sample_text
+from services.tokenizer.vocabulary.training import train_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ def _describe(content: bytes, recipe: Recipe) -> Vocabulary:
 
 
 def _train_on_corpus(recipe: Recipe, training: VocabularyTraining, plan: CorpusPlan) -> bytes:
-    documents = list(take_first(_read_training_text(recipe, plan), training.max_bytes))
+    documents = sample_text(recipe.corpus, plan.files, training.max_bytes)
     text_bytes = sum(map(len, documents))
     if not text_bytes:
         raise ArtifactError(
@@ -67,18 +65,6 @@ def _train_on_corpus(recipe: Recipe, training: VocabularyTraining, plan: CorpusP
         )
     logger.info("training a vocabulary of %s pieces on %s bytes of text", f"{training.vocab_size:,}", f"{text_bytes:,}")
     return train_vocabulary(documents, training.vocab_size)
-
-
-def _read_training_text(recipe: Recipe, plan: CorpusPlan) -> Iterator[memoryview]:
-    """Yield the documents of the training split."""
-    for partition in plan.partitions:
-        for batch in read_documents(
-            partition.file_ranges, recipe.corpus.invalid_utf8, recipe.corpus.max_document_bytes
-        ):
-            is_for_training = ~are_for_validation(batch, recipe.corpus.validation_fraction)
-            is_for_training &= batch.sizes >= recipe.corpus.min_document_bytes
-            is_for_training &= are_sampled(batch, recipe.corpus.sources[partition.source].weight, partition.pass_number)
-            yield from batch.select(is_for_training).views()
 
 
 def _read_given(recipe: Recipe, plan: CorpusPlan) -> bytes:

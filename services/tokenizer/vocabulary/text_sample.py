@@ -1,0 +1,149 @@
+"""Samples the text that a vocabulary is trained on: documents of all sources, by weight, chosen by hashes.
+
+A document has a key in each pass over its source, and the sample is the documents with the smallest keys, in the order
+of their keys. Keys are hashes of documents. So the same documents are sampled for any order of the sources, for other
+file names, and for partitions of another size.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from services.common.recipe.schema import Corpus
+from services.tokenizer.sources.documents import cut_file, read_documents
+from services.tokenizer.sources.file_range import FileRange, InputFile
+from services.tokenizer.split_assignment import are_for_validation, sampling_keys
+from services.tokenizer.text_batch import TextBatch
+from services.tokenizer.vocabulary.training import take_first
+
+logger = logging.getLogger(__name__)
+
+READ_FACTOR = 8
+"""Input bytes that are read for each byte of the sample, if there are so many. Below 1 in 8 of a source's bytes may be
+text, as in modules that are read for their docstrings, before the sample is smaller than it could be."""
+_RANGES_PER_SAMPLE = 256
+_LEAST_RANGE_BYTES = 4_096
+_SPREAD = 32
+"""Bytes of the files that are opened, for each byte that is read: files of a large source are large, and few of them
+would be one period or one subject."""
+
+Item = TypeVar("Item")
+
+
+def sample_text(corpus: Corpus, files: Sequence[Sequence[InputFile]], max_bytes: int) -> list[bytes]:
+    """Return documents of the training split with `max_bytes` of text, or all of them when there are fewer.
+
+    `files` are those of each source of `corpus`. Each source has the share of the text that it has of the training
+    split. The last document is cut between two characters.
+
+    Sources of more than `READ_FACTOR * max_bytes` in total are read in part: so many bytes, and at most one file range
+    more for each source. Memory is bounded by `max_bytes`.
+    """
+    shares = _shares_to_read(corpus, files, READ_FACTOR * max_bytes)
+    range_bytes = max(_LEAST_RANGE_BYTES, max_bytes // _RANGES_PER_SAMPLE)
+    smallest = _SmallestKeys(max_bytes)
+    for source, own_files, share in zip(corpus.sources, files, shares, strict=True):
+        file_ranges, share_read = _choose_file_ranges(own_files, share, range_bytes, corpus.max_document_bytes)
+        for batch in read_documents(file_ranges, corpus.invalid_utf8, corpus.max_document_bytes):
+            is_for_training = ~are_for_validation(batch, corpus.validation_fraction)
+            wanted = batch.select(is_for_training & (batch.sizes >= corpus.min_document_bytes))
+            for pass_number in range(math.ceil(source.weight)):
+                # Where a tenth of a source is read, each of its documents stands for ten.
+                smallest.add(wanted, share_read * sampling_keys(wanted, source.weight, pass_number))
+    return smallest.documents()
+
+
+class _SmallestKeys:
+    """Keeps the documents with the smallest keys below 1, and as many of them as have `max_bytes` of text."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._heap: list[tuple[float, bytes]] = []
+        """Negated keys with their documents; the largest key comes first."""
+        self._bytes = 0
+
+    def add(self, batch: TextBatch, keys: npt.NDArray[np.float64]) -> None:
+        limit = -self._heap[0][0] if self._bytes >= self._max_bytes else 1.0
+        is_small = keys < limit
+        for key, document in zip(keys[is_small].tolist(), batch.select(is_small).views(), strict=True):
+            heapq.heappush(self._heap, (-key, bytes(document)))
+            self._bytes += len(document)
+            while self._bytes - len(self._heap[0][1]) >= self._max_bytes:
+                self._bytes -= len(heapq.heappop(self._heap)[1])
+
+    def documents(self) -> list[bytes]:
+        """Return the documents in the order of their keys. The last one is cut between two characters."""
+        return list(take_first((document for _, document in sorted(self._heap, reverse=True)), self._max_bytes))
+
+
+def _shares_to_read(corpus: Corpus, files: Sequence[Sequence[InputFile]], budget: int) -> list[Fraction]:
+    """Return the share of each source that is read, so that all of them have at most `budget` bytes.
+
+    A source is read in proportion to its weight, or as a whole when its weight asks for more than that. The numbers are
+    exact, because a sum of floats depends on the order of the sources.
+    """
+    sizes = [max(1, sum(file.bytes for file in own_files)) for own_files in files]
+    weights = [Fraction(source.weight) for source in corpus.sources]
+    shares = [Fraction(1)] * len(files)
+    partial, left = set(range(len(files))), Fraction(budget)
+    while partial:
+        rate = left / sum(weights[number] * sizes[number] for number in partial)
+        whole = {number for number in partial if rate * weights[number] >= 1}
+        if not whole:
+            for number in partial:
+                shares[number] = rate * weights[number]
+            logger.info("the vocabulary's text is sampled from %s of %s input bytes", f"{budget:,}", f"{sum(sizes):,}")
+            break
+        left -= sum(sizes[number] for number in whole)
+        partial -= whole
+    return shares
+
+
+def _choose_file_ranges(
+    files: Sequence[InputFile], share: Fraction, range_bytes: int, max_document_bytes: int
+) -> tuple[list[FileRange], float]:
+    """Choose file ranges with about `share` of the bytes of a source's files, and return them with their share.
+
+    Hashes of the content choose first files and then file ranges in them. The ranges have a size of their own, so that
+    `corpus.split_bytes` changes nothing.
+    """
+    if share == 1:
+        return [each for file in files for each in cut_file(file, max(1, file.bytes), max_document_bytes)], 1.0
+    all_bytes = sum(file.bytes for file in files)
+    opened = _take(sorted(files, key=_file_hash), lambda file: file.bytes, _SPREAD * share * all_bytes)
+    opened_bytes = sum(file.bytes for file in opened)
+    file_ranges = [each for file in opened for each in cut_file(file, range_bytes, max_document_bytes)]
+    cut_bytes = sum(each.bytes for each in file_ranges)
+    wanted_bytes = share * all_bytes / opened_bytes * cut_bytes
+    chosen = _take(sorted(file_ranges, key=_range_hash), lambda each: each.bytes, wanted_bytes)
+    chosen_bytes = sum(each.bytes for each in chosen)
+    share_read = Fraction(opened_bytes, all_bytes) * Fraction(chosen_bytes, max(1, cut_bytes))
+    return chosen, float(share_read)
+
+
+def _take(items: Iterable[Item], size: Callable[[Item], int], wanted: Fraction) -> list[Item]:
+    """Return the first items that have `wanted` bytes together; at least one item, if there is one."""
+    taken: list[Item] = []
+    for item in items:
+        taken.append(item)
+        wanted -= size(item)
+        if wanted <= 0:
+            break
+    return taken
+
+
+def _file_hash(file: InputFile) -> int:
+    return xxhash.xxh3_64_intdigest(file.digest.encode())
+
+
+def _range_hash(file_range: FileRange) -> int:
+    return xxhash.xxh3_64_intdigest(f"{file_range.file.digest} {file_range.begin} {file_range.end}".encode())
