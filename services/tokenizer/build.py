@@ -1,4 +1,4 @@
-"""Builds a planned corpus in a workspace: vocabulary -> encode -> pack."""
+"""Builds a planned corpus in a workspace: vocabulary -> encode -> overlap -> pack."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from services.tokenizer.corpus_plan import CorpusPlan
 from services.tokenizer.encode_task import EncodedPart, EncodedPartition, EncodeTask, encode_partition
 from services.tokenizer.encoding.encoder import token_dtype
 from services.tokenizer.encoding.encoder_choice import explain_choice, reference_name
+from services.tokenizer.ngram_overlap import NgramOverlap, count_overlap
 from services.tokenizer.pack import ShardLayout, pack_split
 from services.tokenizer.scratch import open_partition_folder
 from services.tokenizer.vocabulary.provision import provide_vocabulary
@@ -41,6 +42,8 @@ def build_corpus(
         encoded = _encode(tasks, launcher, recipe.tokenizer.num_workers)
     _require_a_sample(encoded, recipe.corpus.sequence_length)
     _require_mappable(encoded, recipe)
+    with phase_timer.phase("overlap"):
+        overlap = count_overlap(tasks, encoded, launcher, recipe.tokenizer.num_workers)
     with phase_timer.phase("pack"):
         _copy_vocabulary(vocabulary_path, workspace.files / vocabulary.path)
         layout = ShardLayout(
@@ -58,7 +61,7 @@ def build_corpus(
         reference=reference_name(vocabulary),
         control_text=recipe.corpus.control_text,
         **{count: sum(getattr(partition, count) for partition in encoded) for count in _SUMMED},
-        sources=_count_sources(recipe, plan, encoded),
+        sources=_count_sources(recipe, plan, encoded, overlap),
         splits=counts,
         phases=tuple(phase_timer.phases),
     )
@@ -113,14 +116,24 @@ def _encode(tasks: Sequence[EncodeTask], launcher: Launcher, num_workers: int) -
     return [encoded[index] for index in range(len(tasks))]
 
 
-def _count_sources(recipe: Recipe, plan: CorpusPlan, encoded: Sequence[EncodedPartition]) -> tuple[SourceCounts, ...]:
+def _count_sources(
+    recipe: Recipe, plan: CorpusPlan, encoded: Sequence[EncodedPartition], overlap: Sequence[NgramOverlap]
+) -> tuple[SourceCounts, ...]:
     train_tokens = sum(partition.parts["train"].tokens for partition in encoded)
     counts = []
     for number, source in enumerate(recipe.corpus.sources):
-        own = [done for planned, done in zip(plan.partitions, encoded, strict=True) if planned.source == number]
-        splits = {split: _sum_up(partition.parts[split] for partition in own) for split in SPLITS}
-        share = splits["train"].tokens / train_tokens
-        counts.append(SourceCounts(uri=source.uri, weight=source.weight, share=share, splits=splits))
+        own = [index for index, partition in enumerate(plan.partitions) if partition.source == number]
+        splits = {split: _sum_up(encoded[index].parts[split] for index in own) for split in SPLITS}
+        counts.append(
+            SourceCounts(
+                uri=source.uri,
+                weight=source.weight,
+                share=splits["train"].tokens / train_tokens,
+                splits=splits,
+                validation_ngrams=sum(overlap[index].ngrams for index in own),
+                validation_ngrams_in_train=sum(overlap[index].ngrams_in_train for index in own),
+            )
+        )
     return tuple(counts)
 
 

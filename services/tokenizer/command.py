@@ -1,6 +1,6 @@
 """The tokenizer's commands. `python -m services.tokenizer --recipe FILE` turns text into a corpus:
 
-plan -> vocabulary -> encode -> pack -> publish
+plan -> vocabulary -> encode -> overlap -> pack -> publish
 
 `python -m services.tokenizer train-vocab` and `python -m services.tokenizer pin` are tools beside it.
 """
@@ -88,6 +88,12 @@ def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) ->
     }
     if any(noted.values()):
         lines.append("  noted       " + ", ".join(f"{count:,} {what}" for what, count in noted.items() if count))
+    if payload.validation_ngrams:
+        share = payload.validation_ngrams_in_train / payload.validation_ngrams
+        lines.append(
+            f"  overlap     {share:.1%} of validation: {payload.validation_ngrams_in_train:,} of "
+            f"{payload.validation_ngrams:,} 13-grams of tokens are in train, too"
+        )
     if len(payload.sources) > 1:
         lines += [
             f"  {source.share:>10.1%}  of train, and {source.splits['validation'].tokens:,} tokens of validation: "

@@ -87,6 +87,12 @@ class SourceCounts(ManifestModel):
     share: Annotated[float, Field(ge=0, le=1)]
     """Share of the training split's tokens."""
     splits: dict[Split, SourceSplitCounts]
+    validation_ngrams: Count
+    """13-grams of tokens in the source's validation documents, without BOS and EOS. One that is there twice counts
+    twice. Of a validation split of more than 1,048,576 tokens, about so many 13-grams are counted, chosen by hash.
+    """
+    validation_ngrams_in_train: Count
+    """Those of `validation_ngrams` that are in a training document of any source."""
 
     @property
     def documents(self) -> int:
@@ -99,6 +105,10 @@ class SourceCounts(ManifestModel):
     @model_validator(mode="after")
     def _has_both_splits(self) -> Self:
         _require_splits(self.splits)
+        if self.validation_ngrams_in_train > self.validation_ngrams:
+            raise ValueError(
+                f"{self.validation_ngrams_in_train:,} of {self.validation_ngrams:,} validation n-grams are in train"
+            )
         return self
 
 
@@ -139,6 +149,16 @@ class CorpusPayload(ManifestModel):
     def text_bytes(self) -> int:
         """UTF-8 bytes of the documents kept."""
         return sum(counts.text_bytes for counts in self.kept)
+
+    @property
+    def validation_ngrams(self) -> int:
+        """13-grams of tokens in the validation split; the same field of `SourceCounts` says which."""
+        return sum(source.validation_ngrams for source in self.sources)
+
+    @property
+    def validation_ngrams_in_train(self) -> int:
+        """Those of `validation_ngrams` that are in a training document."""
+        return sum(source.validation_ngrams_in_train for source in self.sources)
 
     @property
     def validation_ranges(self) -> tuple[range, ...]:

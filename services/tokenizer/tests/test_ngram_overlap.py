@@ -1,0 +1,207 @@
+"""The manifest says how many n-grams of the validation split are in the training split, too."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.common.artifacts.corpus import Split, Vocabulary
+from services.common.launch import inline
+from services.tokenizer import ngram_overlap
+from services.tokenizer.encode_task import EncodedPart, EncodedPartition, EncodeTask
+from services.tokenizer.ngram_overlap import NgramOverlap, count_overlap
+from services.tokenizer.sources.file_range import InputPartition
+from services.tokenizer.tests.builders import make_text, published, read_stream, run, write_documents, write_recipe
+
+BOS, EOS, N = 1, 2, 13
+
+
+def ngrams_of(documents: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """List the n-grams of documents that have BOS and EOS."""
+    return [tuple(ids[at : at + N]) for ids in documents for at in range(1, len(ids) - N)]
+
+
+def count_naively(train: Sequence[Sequence[int]], validation: Sequence[Sequence[int]]) -> NgramOverlap:
+    in_train, ngrams = set(ngrams_of(train)), ngrams_of(validation)
+    return NgramOverlap(len(ngrams), sum(ngram in in_train for ngram in ngrams))
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Partitions as encode tasks leave them: files of tokens and of the positions where documents begin."""
+
+    folder: Path
+    vocab_size: int
+
+    def write(self, *partitions: dict[Split, list[list[int]]]) -> tuple[list[EncodeTask], list[EncodedPartition]]:
+        self.folder.mkdir()
+        written = [self._write(index, documents) for index, documents in enumerate(partitions)]
+        return [task for task, _ in written], [encoded for _, encoded in written]
+
+    def _write(self, index: int, documents: dict[Split, list[list[int]]]) -> tuple[EncodeTask, EncodedPartition]:
+        vocabulary = Vocabulary(
+            kind="sentencepiece", path="m", sha256="0" * 64, vocab_size=self.vocab_size, bos_id=BOS, eos_id=EOS
+        )
+        task = EncodeTask(
+            partition=InputPartition(index, source=0, pass_number=0, file_ranges=()),
+            scratch=self.folder,
+            vocabulary_path=self.folder / "m",
+            vocabulary=vocabulary,
+            encoder="auto",
+            weight=1.0,
+            validation_fraction=0.1,
+            min_document_bytes=0,
+            max_document_bytes=100,
+            invalid_utf8="replace",
+        )
+        parts: dict[Split, EncodedPart] = {}
+        for split, listed in documents.items():
+            sizes = [len(ids) for ids in listed]
+            tokens = np.array(list(chain(*listed)), np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+            task.tokens_path(split).write_bytes(tokens.tobytes())
+            task.starts_path(split).write_bytes((np.cumsum(sizes) - sizes).astype(np.int64).tobytes())
+            parts[split] = EncodedPart(
+                documents=len(listed),
+                text_bytes=0,
+                document_tokens=sum(sizes) - 2 * len(listed),
+                tokens_xxh3=f"{index}",
+                starts_xxh3="",
+            )
+        counts = dict.fromkeys(
+            (*("documents_checked", "documents_read", "documents_empty", "documents_too_short"),
+             *("documents_not_sampled", "documents_with_invalid_utf8")), 0,
+        )  # fmt: skip
+        encoded = EncodedPartition(vocabulary_sha256="", choice="auto", encoder="", parts=parts, **counts)
+        return task, encoded
+
+
+def make_ids(chosen: random.Random, vocab_size: int, longest: int) -> list[int]:
+    """A document of few distinct tokens, so that n-grams occur again by chance; BOS and EOS may be in its text."""
+    ids = chosen.choices([vocab_size - 1, vocab_size - 2, BOS, EOS], [85, 10, 3, 2], k=chosen.randint(1, longest))
+    return [BOS, *ids, EOS]
+
+
+@pytest.mark.parametrize(("vocab_size", "longest"), [(300, 40), (300, 400), (70_000, 40)])
+def test_counts_are_those_of_sets_of_n_grams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int, longest: int
+) -> None:
+    """Borders of blocks are inside of documents, at their begins and at their ends."""
+    chosen = random.Random(longest)
+    partitions: list[dict[Split, list[list[int]]]] = [
+        {
+            "train": [make_ids(chosen, vocab_size, longest) for _ in range(30)],
+            "validation": [make_ids(chosen, vocab_size, longest) for _ in range(5)],
+        }
+        for _ in range(2)
+    ]
+    partitions.append({"train": [], "validation": []})
+    train = [ids for partition in partitions for ids in partition["train"]]
+    expected = [count_naively(train, partition["validation"]) for partition in partitions]
+    assert 0 < expected[0].ngrams_in_train < expected[0].ngrams
+
+    for block_tokens in (2**16, 1, 7, 13, 100):
+        monkeypatch.setattr(ngram_overlap, "_BLOCK_TOKENS", block_tokens)
+        tasks, encoded = Encoded(tmp_path / f"{block_tokens}", vocab_size).write(*partitions)
+        assert count_overlap(tasks, encoded, inline, 1) == expected
+
+
+def test_a_large_validation_split_is_sampled(tmp_path: Path) -> None:
+    """The share of the n-grams that are in train stays, within the error of 1,000 n-grams."""
+    chosen = random.Random(1)
+
+    def make(count: int) -> list[list[int]]:
+        return [[BOS, *(chosen.randrange(3, 300) for _ in range(100)), EOS] for _ in range(count)]
+
+    shared = make(40)
+    held_out = [[*ids[:51], *others[51:]] for ids, others in zip(shared, make(40), strict=True)] + make(60)
+    tasks, encoded = Encoded(tmp_path / "all", 300).write({"train": shared, "validation": held_out})
+
+    [exact] = count_overlap(tasks, encoded, inline, 1)
+    [sampled] = count_overlap(tasks, encoded, inline, 1, max_ngrams=1_000)
+    assert exact == count_naively(shared, held_out)
+    assert 800 < sampled.ngrams < 1_000
+    assert sampled.ngrams_in_train / sampled.ngrams == pytest.approx(exact.ngrams_in_train / exact.ngrams, abs=0.05)
+    assert exact.ngrams_in_train / exact.ngrams == pytest.approx(40 * 38 / 8_800)
+
+
+def write_text(folder: Path) -> Path:
+    """Write documents with a paragraph that most of them share."""
+    return write_documents(folder, [make_text(300, seed=n) + make_text(150, seed=-1) for n in range(120)])
+
+
+def test_the_manifest_has_the_counts_of_the_stored_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One worker and two workers count the same."""
+    monkeypatch.setattr(ngram_overlap, "TOKENS_PER_WORKER", 1)
+    made = []
+    text = write_text(tmp_path / "text")
+    for workers, split_bytes in ((1, 10**9), (2, 2_000)):
+        recipe = write_recipe(
+            tmp_path,
+            text,
+            corpus__validation_fraction=0.2,
+            corpus__split_bytes=split_bytes,
+            tokenizer__num_workers=workers,
+        )
+        assert run(recipe, tmp_path / f"fsx-{workers}") == 0
+        made.append(published(tmp_path / f"fsx-{workers}"))
+
+    counts = made[0].manifest.corpus
+    naive = count_naively(*(read_stream(made[0].path, split).documents for split in ("train", "validation")))
+    assert (counts.validation_ngrams, counts.validation_ngrams_in_train) == (naive.ngrams, naive.ngrams_in_train)
+    assert naive.ngrams_in_train > 500
+    assert made[1].manifest.corpus.sources == counts.sources
+    assert made[1].manifest.content_digest == made[0].manifest.content_digest
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  overlap"))
+    assert all(part in line for part in (f"{naive.ngrams_in_train:,}", f"{naive.ngrams:,}"))
+
+
+def test_without_a_validation_split_nothing_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(write_recipe(tmp_path, write_text(tmp_path / "text")), tmp_path / "fsx") == 0
+
+    assert published(tmp_path / "fsx").manifest.corpus.validation_ngrams == 0
+    assert "overlap  " not in capsys.readouterr().out
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Paths of the files that the count reads, in order."""
+    paths: list[Path] = []
+    original: Callable[..., Any] = ngram_overlap._map
+
+    def map_and_record(path: Path, dtype: Any) -> Any:
+        paths.append(path)
+        return original(path, dtype)
+
+    monkeypatch.setattr(ngram_overlap, "_map", map_and_record)
+    return paths
+
+
+def test_train_is_read_once_and_not_again_when_the_command_is_repeated(tmp_path: Path, mapped: list[Path]) -> None:
+    """Work grows with the tokens, and not with the number of partitions times the size of the validation split."""
+    chosen = random.Random(2)
+    partitions: list[dict[Split, list[list[int]]]] = [
+        {"train": [make_ids(chosen, 300, 40)], "validation": [make_ids(chosen, 300, 40)]} for _ in range(8)
+    ]
+    tasks, encoded = Encoded(tmp_path / "scratch", 300).write(*partitions)
+    counts = count_overlap(tasks, encoded, inline, 1)
+
+    times = {split: [mapped.count(task.tokens_path(split)) for task in tasks] for split in ("train", "validation")}
+    assert times == {"train": [1] * 8, "validation": [2] * 8}
+    slots = [task.marker_path.with_suffix(".ngrams") for task in tasks]
+    assert all(path.stat().st_size <= 4 * part.parts["train"].tokens for path, part in zip(slots, encoded, strict=True))
+
+    mapped.clear()
+    before = [path.stat().st_ino for path in slots]
+    slots[3].write_bytes(slots[3].read_bytes()[:-4] + b"\0\0\0\0")
+    assert count_overlap(tasks, encoded, inline, 1) == counts
+    assert [task for task in tasks if task.tokens_path("train") in mapped] == [tasks[3]]
+    assert [path.stat().st_ino == inode for path, inode in zip(slots, before, strict=True)].count(False) == 1
