@@ -42,6 +42,7 @@ from benchmarks.tokenizer.stage_rows import (
     cold_2,
     encode_1,
     encode_2,
+    overlap_1,
     stage_1,
     stage_2,
     warm_1,
@@ -53,7 +54,7 @@ REPOSITORY = Path(__file__).parents[2]
 VOCAB_SIZE = 32_000
 TRAINING_BYTES = 20_000_000
 ENCODING = (anchor, tokenizers_batch, sentencepiece_batch, fastokens_batch, kernel_cold, kernel_warm)
-PROCESSES = (cold_1, cold_2, warm_1, warm_2, encode_1, encode_2, stage_1, stage_2)
+PROCESSES = (cold_1, cold_2, warm_1, warm_2, encode_1, encode_2, overlap_1, stage_1, stage_2)
 READING = (read_anchor, read_memmap, read_ours, read_ours_eight)
 ROWS = {row.__name__: row for row in (*ENCODING, *PROCESSES, *READING)}
 # The table compares single cores, and Rayon would use all of them.

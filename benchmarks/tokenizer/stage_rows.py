@@ -76,6 +76,37 @@ def encode_2(bench: BenchmarkFolder) -> RowMeasurement:
     return _encode_tasks(bench, num_processes=2)
 
 
+def overlap_1(bench: BenchmarkFolder) -> RowMeasurement:
+    """The count of the validation split's n-grams that are in train, one process, beside the encode tasks before it."""
+    from services.common.launch import inline  # noqa: PLC0415
+    from services.common.recipe.file import load_recipe  # noqa: PLC0415
+    from services.tokenizer.build import make_tasks  # noqa: PLC0415
+    from services.tokenizer.corpus_plan import plan_corpus  # noqa: PLC0415
+    from services.tokenizer.encode_task import encode_partition  # noqa: PLC0415
+    from services.tokenizer.encoding.ngram_kernel import compile_ngram_kernels  # noqa: PLC0415
+    from services.tokenizer.ngram_overlap import count_overlap  # noqa: PLC0415
+    from services.tokenizer.vocabulary.provision import provide_vocabulary  # noqa: PLC0415
+
+    recipe = load_recipe(bench.write_recipe(1), {"corpus.validation_fraction": "0.01"})
+    plan = plan_corpus(recipe)
+    bench.output.mkdir(exist_ok=True)
+    tasks = make_tasks(recipe, plan, *provide_vocabulary(recipe, plan, bench.output), bench.output)
+    watch = Watch()
+    encoded = [encode_partition(task) for task in tasks]
+    encoding = watch.stop()
+    compile_ngram_kernels(np.dtype(np.uint16))
+    watch = Watch()
+    overlap = count_overlap(tasks, encoded, inline, num_workers=1)
+    measured = watch.stop()
+    measured.tokens = sum(partition.tokens for partition in encoded)
+    ngrams, in_train = sum(each.ngrams for each in overlap), sum(each.ngrams_in_train for each in overlap)
+    measured.notes.append(
+        f"{measured.cpu_seconds:.2f} s beside {encoding.cpu_seconds:.2f} s of the encode tasks with their self-check"
+    )
+    measured.notes.append(f"{measured.tokens:,} tokens, {in_train:,} of {ngrams:,} n-grams in train")
+    return measured
+
+
 def cold_1(bench: BenchmarkFolder) -> RowMeasurement:
     """The kernel with an empty table, one process over the whole text."""
     return _kernel_processes(bench, num_processes=1, is_warm=False)

@@ -12,7 +12,7 @@ from services.common.testing import fork_server
 from services.tokenizer.__main__ import main
 from services.tokenizer.tests.builders import Tool, ToolResult
 
-fork_server.preload("services.tokenizer.encode_task")
+fork_server.preload("services.tokenizer.encode_task", "services.tokenizer.ngram_overlap")
 
 
 @pytest.fixture(scope="module", autouse=True)
