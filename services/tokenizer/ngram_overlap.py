@@ -6,7 +6,7 @@ look up those of each partition's training documents, and the counts go into the
 
 Every token of the training split is read once, and every token of the validation split twice. A task writes the slots
 of the table that it found, at most four bytes for a token, and a marker: when a command is repeated, a task whose
-marker fits its file is not run again.
+marker fits its file is not run again. A task takes a nanosecond for each slot, and there are at most 4,194,304.
 """
 
 from __future__ import annotations
@@ -148,8 +148,10 @@ def _read_marker(task: OverlapTask) -> FoundNgrams | None:
 
 def _find_ngrams(task: OverlapTask) -> FoundNgrams:
     table = _map(task.table_path, np.uint64)
-    blocks = [np.unique(_find(hashes, table)) for hashes in _hash_part(task.encoded, "train", task.limit)]
-    slots = np.unique(np.concatenate([np.empty(0, np.uint32), *blocks]))
+    is_found = np.zeros(len(table), np.bool_)
+    for hashes in _hash_part(task.encoded, "train", task.limit):
+        is_found[_find(hashes, table)] = True
+    slots = np.flatnonzero(is_found).astype(np.uint32)
     with write_file(task.slots_path) as file:
         file.write(slots.data)
     found = FoundNgrams(
