@@ -1,8 +1,12 @@
-"""Next-token cross-entropy, with the language-model head applied to a few hundred tokens at a time."""
+"""Next-token cross-entropy, with the language-model head applied to a few hundred tokens at a time.
+
+Training takes the mean with its gradient (`next_token_loss`), and an evaluation the loss of each target without one
+(`next_token_losses`).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,11 +41,11 @@ def next_token_loss(
     hidden_TD = gather_sequence(hidden_BSD, collectives, reduce_dtype).flatten(0, 1)
     targets_T = targets_BS.flatten()
     if collectives.mesh.tensor_parallel_size > 1:
-        arguments = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, collectives, z_loss, torch.is_grad_enabled())
+        arguments = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, collectives, z_loss)
         mean: Tensor = _VocabularyParallelLoss.apply(*arguments)  # type: ignore[no-untyped-call]
         return mean
     if not torch.compiler.is_compiling() and collectives.runs_eagerly:
-        inputs = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, z_loss, torch.is_grad_enabled())
+        inputs = (hidden_TD, lm_head_VD, targets_T, chunk_tokens, z_loss)
         mean_of_chunks: Tensor = _ChunkedLoss.apply(*inputs)  # type: ignore[no-untyped-call]
         return mean_of_chunks
     # A compiler fuses this by itself, and AOTAutograd does not cache a graph with an autograd function of our own.
@@ -49,10 +53,29 @@ def next_token_loss(
     for chunk_TD, chunk_T in zip(hidden_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True):
         logits_TV = F.linear(chunk_TD, lm_head_VD).float()
         total = total + F.cross_entropy(logits_TV, chunk_T, reduction="sum")
-        if z_loss and torch.is_grad_enabled():
+        if z_loss:
             penalty = z_loss * logits_TV.logsumexp(-1).square().sum()
             total = total + (penalty - penalty.detach())  # the value 0, with the gradient of the penalty
     return total / targets_T.numel()
+
+
+def next_token_losses(
+    hidden_BSD: Tensor,
+    lm_head_VD: Tensor,
+    targets_BS: Tensor,
+    chunk_tokens: int,
+    collectives: Collectives,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the cross-entropy of each target in nats, float32 [B, S]; see `next_token_loss`. It has no gradient."""
+    hidden_TD = gather_sequence(hidden_BSD, collectives, reduce_dtype).flatten(0, 1)
+    chunks = zip(hidden_TD.split(chunk_tokens), targets_BS.flatten().split(chunk_tokens), strict=True)
+    if collectives.mesh.tensor_parallel_size > 1:
+        row_ids_V = _row_ids(lm_head_VD, collectives)
+        parts = [_compare(F.linear(c_TD, lm_head_VD), c_T, row_ids_V, collectives).losses_T for c_TD, c_T in chunks]
+    else:
+        parts = [F.cross_entropy(F.linear(c_TD, lm_head_VD).float(), c_T, reduction="none") for c_TD, c_T in chunks]
+    return torch.cat(parts).view(targets_BS.shape)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -70,7 +93,6 @@ class _ChunkedLoss(torch.autograd.Function):
         targets_T: Tensor,
         chunk_tokens: int,
         z_loss: float,
-        has_gradient: bool,
     ) -> Tensor:
         scale = 1.0 / targets_T.numel()
         total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
@@ -79,12 +101,10 @@ class _ChunkedLoss(torch.autograd.Function):
         for chunk_TD, chunk_T in zip(hidden_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True):
             products_TV = F.linear(chunk_TD, lm_head_VD)
             logits_TV = products_TV.float()
-            log_z_T1 = logits_TV.logsumexp(-1, keepdim=True) if z_loss and has_gradient else None
+            log_z_T1 = logits_TV.logsumexp(-1, keepdim=True) if z_loss else None
             log_softmax_TV = F.log_softmax(logits_TV, -1)
             del logits_TV
             total = total + F.nll_loss(log_softmax_TV, chunk_T, reduction="sum")
-            if not has_gradient:
-                continue
             output_TV = torch.zeros_like(log_softmax_TV).scatter_(1, chunk_T[:, None], -scale)
             gradient_TV = torch.ops.aten._log_softmax_backward_data(output_TV, log_softmax_TV, 1, torch.float32)
             if log_z_T1 is not None:
@@ -93,14 +113,13 @@ class _ChunkedLoss(torch.autograd.Function):
             hidden_gradients.append(gradient_TV @ lm_head_VD)
             factors = gradient_TV.t(), chunk_TD.to(products_TV.dtype)
             head_gradient_VD = torch.mm(*factors) if head_gradient_VD is None else head_gradient_VD.addmm_(*factors)
-        if has_gradient:
-            ctx.save_for_backward(torch.cat(hidden_gradients), head_gradient_VD)
+        ctx.save_for_backward(torch.cat(hidden_gradients), head_gradient_VD)
         return total / targets_T.numel()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_gradient_TD, head_gradient_VD = ctx.saved_tensors
-        return hidden_gradient_TD * gradient, head_gradient_VD * gradient, None, None, None, None
+        return hidden_gradient_TD * gradient, head_gradient_VD * gradient, None, None, None
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
@@ -118,38 +137,60 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         chunk_tokens: int,
         collectives: Collectives,
         z_loss: float,
-        has_gradient: bool,
     ) -> Tensor:
-        num_rows, scale = lm_head_VD.shape[0], 1.0 / targets_T.numel()
-        row_ids_V = torch.arange(num_rows, device=lm_head_VD.device) + collectives.index("tensor") * num_rows
+        row_ids_V, scale = _row_ids(lm_head_VD, collectives), 1.0 / targets_T.numel()
         total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
         hidden_gradients = []
         head_gradient_VD = torch.zeros(lm_head_VD.shape, dtype=torch.float32, device=lm_head_VD.device)
         for chunk_TD, chunk_T in zip(hidden_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True):
-            logits_TV = F.linear(chunk_TD, lm_head_VD).float()
-            largest_T1 = collectives.all_reduce(logits_TV.amax(-1, keepdim=True), "tensor", "max")
-            shifted_TV = logits_TV - largest_T1
-            is_target_TV = (row_ids_V == chunk_T[:, None]).float()
-            exponentials_TV = shifted_TV.exp()
-            parts_2T = torch.stack([exponentials_TV.sum(-1), (shifted_TV * is_target_TV).sum(-1)])
-            sums_2T = collectives.all_reduce(parts_2T, "tensor")
-            total = total + (sums_2T[0].log() - sums_2T[1]).sum()
-            if not has_gradient:
-                continue
-            softmax_TV = exponentials_TV / sums_2T[0][:, None]
-            gradient_TV = softmax_TV - is_target_TV
+            found = _compare(F.linear(chunk_TD, lm_head_VD), chunk_T, row_ids_V, collectives)
+            total = total + found.losses_T.sum()
+            softmax_TV = found.exponentials_TV / found.sums_T1
+            gradient_TV = softmax_TV - found.is_target_TV
             if z_loss:
-                log_z_T1 = sums_2T[0][:, None].log() + largest_T1
+                log_z_T1 = found.sums_T1.log() + found.largest_T1
                 gradient_TV = gradient_TV + softmax_TV * (2.0 * z_loss * log_z_T1)
             gradient_TV = (gradient_TV * scale).to(chunk_TD.dtype)
             hidden_gradients.append(gradient_TV @ lm_head_VD)
             head_gradient_VD = head_gradient_VD + (gradient_TV.t() @ chunk_TD).float()
-        if has_gradient:
-            hidden_gradient_TD = torch.cat(hidden_gradients).to(hidden_TD.dtype)
-            ctx.save_for_backward(hidden_gradient_TD, head_gradient_VD.to(lm_head_VD.dtype))
+        hidden_gradient_TD = torch.cat(hidden_gradients).to(hidden_TD.dtype)
+        ctx.save_for_backward(hidden_gradient_TD, head_gradient_VD.to(lm_head_VD.dtype))
         return total * scale
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         hidden_gradient_TD, head_gradient_VD = ctx.saved_tensors
-        return hidden_gradient_TD * gradient, head_gradient_VD * gradient, None, None, None, None, None
+        return hidden_gradient_TD * gradient, head_gradient_VD * gradient, None, None, None, None
+
+
+class _Comparison(NamedTuple):
+    """Targets of T tokens compared with the logits of a rank's rows of the vocabulary."""
+
+    losses_T: Tensor
+    """Cross-entropy of each target in nats, the same on all ranks."""
+    exponentials_TV: Tensor
+    """Exponentials of this rank's logits, each token's largest logit subtracted."""
+    sums_T1: Tensor
+    """Sums of the exponentials over the whole vocabulary."""
+    largest_T1: Tensor
+    """Largest logit of each token in the whole vocabulary."""
+    is_target_TV: Tensor
+    """1 where the row is the token's target, otherwise 0."""
+
+
+def _compare(logits_TV: Tensor, targets_T: Tensor, row_ids_V: Tensor, collectives: Collectives) -> _Comparison:
+    logits_TV = logits_TV.float()
+    largest_T1 = collectives.all_reduce(logits_TV.amax(-1, keepdim=True), "tensor", "max")
+    shifted_TV = logits_TV - largest_T1
+    is_target_TV = (row_ids_V == targets_T[:, None]).float()
+    exponentials_TV = shifted_TV.exp()
+    parts_2T = torch.stack([exponentials_TV.sum(-1), (shifted_TV * is_target_TV).sum(-1)])
+    sums_2T = collectives.all_reduce(parts_2T, "tensor")
+    losses_T = sums_2T[0].log() - sums_2T[1]
+    return _Comparison(losses_T, exponentials_TV, sums_2T[0][:, None], largest_T1, is_target_TV)
+
+
+def _row_ids(lm_head_VD: Tensor, collectives: Collectives) -> Tensor:
+    """Return the ids of this rank's rows of the vocabulary."""
+    num_rows = lm_head_VD.shape[0]
+    return torch.arange(num_rows, device=lm_head_VD.device) + collectives.index("tensor") * num_rows

@@ -14,7 +14,7 @@ from torch import Tensor
 from services.common.program.backends.protocol import Backend
 from services.common.program.buckets import choose_num_blocks, make_buckets
 from services.common.program.llama import Llama, initialize
-from services.common.program.loss import next_token_loss
+from services.common.program.loss import next_token_loss, next_token_losses
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.optimizer import AdamW, step_scalars
 from services.common.program.process_group import naming_workers_lost_in_graphs
@@ -45,7 +45,7 @@ class Recomputation(NamedTuple):
 
 
 class Program:
-    """One rank's shard of the model and of its optimizer, and the train step."""
+    """One rank's shard of the model and of its optimizer, the train step, and the losses of an evaluation."""
 
     def __init__(self, recipe: Recipe, backend: Backend) -> None:
         self.recipe = recipe
@@ -69,6 +69,7 @@ class Program:
         self.state = ShardedState(self.buckets, shardings, self.optimizer, backend)
         self._parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters.values()]
         self._run_loss = backend.compile(self._micro_loss) if is_compiled else self._micro_loss
+        self._run_losses = backend.compile(self._micro_losses) if is_compiled else self._micro_losses
         self._own_gradients: tuple[Tensor, ...] = ()
         self._own_losses: list[Tensor] = []
         self.gradient_seconds = 0.0
@@ -123,20 +124,17 @@ class Program:
 
     @naming_workers_lost_in_graphs()
     @torch.no_grad()
-    def evaluate(self, read: Callable[[int], MicroBatch], count: int) -> Tensor:
-        """Return the mean loss over the micro-batches `read(0)` to `read(count - 1)`, a scalar on the host.
+    def evaluate(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the loss of each target of the micro-batches that the model replicas evaluate: this rank's own, and
+        one of each other rank of the data axis.
 
-        In each round every rank of the data axis evaluates one micro-batch, and all ranks gather all losses: the mean
-        has the same bits on every rank and for every number of ranks, and no rank waits longer than for one forward
-        pass. A rank for which the last round has no micro-batch evaluates the last one again, so that all workers run
-        the same graphs. Raises `WorkersLost`.
+        The result is float32 [ranks * B, S] in nats, in the order of the ranks, and the same on all workers. It is on
+        the device, which may still be computing it: read it with `Backend.to_host`. No rank waits longer than for one
+        forward pass. All workers call this equally often. Raises `WorkersLost`.
         """
-        rounds: list[Tensor] = []
-        mesh = self.backend.mesh
-        for first in range(0, count, mesh.data_parallel_size):
-            rounds.append(self._gather_losses(read(min(first + mesh.index("data"), count - 1))))
-            self.backend.end_graph()
-        return torch.cat([self.backend.to_host(losses) for losses in rounds])[:count].mean()
+        gathered = self.backend.all_gather(self._run(self._run_losses, micro_batch), "data")
+        self.backend.end_graph()  # nothing else of the pass is alive, which a lazy device would return, too
+        return gathered
 
     def _cast_buckets(self) -> None:
         """Store the model's weights in the types that it computes with.
@@ -158,7 +156,7 @@ class Program:
 
     def _add_gradients(self, micro_batch: MicroBatch) -> None:
         """Add a micro-batch's loss and gradients to the step's sums. Afterwards nothing else of the pass is alive."""
-        loss = self._loss(micro_batch)
+        loss = self._run(self._run_loss, micro_batch)
         gradients = deque(torch.autograd.grad(loss, self._parameters))
         for bucket, total in zip(self.buckets, self._sums, strict=True):  # frees a bucket's gradients as it adds them
             total.add(bucket.flatten(gradients.popleft() for _ in bucket.parameters))
@@ -166,21 +164,23 @@ class Program:
         self._own_losses += [kept_1.clone() for kept_1 in self.backend.keep(loss_1)]  # the sum may overwrite loss_1
         self._losses.add(loss_1)
 
-    def _gather_losses(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the ranks' losses of their micro-batches. Nothing else of the pass is alive afterwards."""
-        return self.backend.all_gather(self._loss(micro_batch).reshape(1), "data")
-
-    def _loss(self, micro_batch: MicroBatch) -> Tensor:
+    def _run(self, function: Callable[..., Tensor], micro_batch: MicroBatch) -> Tensor:
         # The context stays outside of the compiled function: AOTAutograd does not cache a graph that enters autocast,
         # and would trace it again at each start.
         with self.backend.autocast(self.recipe.train.dtype):
-            return self._run_loss(*micro_batch.sent_by(self.backend.send))
+            return function(*micro_batch.sent_by(self.backend.send))
 
     def _micro_loss(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         hidden_BSD = self.model(tokens_BS[:, :-1], positions_BS)
         chunk_tokens, z_loss = self.recipe.batch.loss_chunk_tokens, self.recipe.train.z_loss
         lm_head_VD, targets_BS, backend = self.model.lm_head.weight, tokens_BS[:, 1:], self.backend
         return next_token_loss(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, backend, z_loss, self._reduce_dtype)
+
+    def _micro_losses(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+        hidden_BSD = self.model(tokens_BS[:, :-1], positions_BS)
+        lm_head_VD, targets_BS, backend = self.model.lm_head.weight, tokens_BS[:, 1:], self.backend
+        chunk_tokens = self.recipe.batch.loss_chunk_tokens
+        return next_token_losses(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, backend, self._reduce_dtype)
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from services.common.program.layers import OneWorker
-from services.common.program.loss import next_token_loss
+from services.common.program.loss import next_token_loss, next_token_losses
 
 Z_LOSS = 0.1
 CHUNK_TOKENS = 5  # the last chunk of 24 tokens is smaller
@@ -39,5 +40,14 @@ def test_the_reported_loss_is_cross_entropy_alone() -> None:
     without = next_token_loss(*leaves, CHUNK_TOKENS, OneWorker())
 
     assert torch.equal(next_token_loss(*leaves, CHUNK_TOKENS, OneWorker(), Z_LOSS), without)
-    with torch.no_grad():  # as an evaluation does
-        assert torch.equal(next_token_loss(*leaves, CHUNK_TOKENS, OneWorker(), Z_LOSS), without)
+
+
+def test_an_evaluation_has_the_loss_of_each_target() -> None:
+    hidden_BSD, lm_head_VD, targets_BS = _leaves()
+    with torch.no_grad():
+        found_BS = next_token_losses(hidden_BSD, lm_head_VD, targets_BS, CHUNK_TOKENS, OneWorker())
+        expected_T = F.cross_entropy((hidden_BSD @ lm_head_VD.t()).flatten(0, 1), targets_BS.flatten(), reduction="none")
+        mean = next_token_loss(hidden_BSD, lm_head_VD, targets_BS, CHUNK_TOKENS, OneWorker())
+
+    torch.testing.assert_close(found_BS, expected_T.view(targets_BS.shape), rtol=1e-6, atol=1e-6)
+    assert found_BS.mean().item() == pytest.approx(mean.item(), rel=1e-6)

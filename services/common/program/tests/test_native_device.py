@@ -52,7 +52,7 @@ def test_what_a_step_computes_with_is_on_the_worker_s_device(tmp_path: Path, mon
 
     with HostApart():  # type: ignore[no-untyped-call]
         result = program.train_step(0, micro_batches)
-        evaluated = program.evaluate(micro_batches.__getitem__, len(micro_batches))
+        evaluated = program.evaluate(micro_batches[0])
         is_finite = program.state.is_finite()
 
     found = [*result, evaluated, is_finite, *program.state.read().values(), *program.model.buffers()]

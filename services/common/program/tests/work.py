@@ -162,7 +162,7 @@ class Trained(TypedDict):
     """Results of one worker after some steps of the small recipe."""
 
     numbers: dict[str, list[float]]
-    """Losses and gradient norms of the steps, and the evaluation after them."""
+    """Losses and gradient norms of the steps, and the loss of each target of the last step's batch afterwards."""
     state: dict[str, torch.Tensor]
     """Slices of the state that the worker owns, by their keys."""
     num_held: int
@@ -185,9 +185,10 @@ def train_on(mesh: Mesh, folder: Path, num_steps: int = PARALLEL_STEPS, /, **ove
         values = defer(program.train_step(step, [batches[n] for n in mesh.share(len(batches))])._asdict()).read()
         for name, numbers in found.items():
             numbers.append(values[name])
-    evaluated = defer({"loss": program.evaluate(batches.__getitem__, len(batches))}).read()
+    own = batches[mesh.index("data") :: mesh.data_parallel_size]
+    evaluated = torch.cat([backend.to_host(program.evaluate(batch)) for batch in own])
     return {
-        "numbers": {**found, "evaluation": [evaluated["loss"]]},
+        "numbers": {**found, "evaluation": evaluated.flatten().tolist()},
         "state": {piece.key: tensor.clone() for piece, tensor in program.state.begin_snapshot()().items()},
         "num_held": sum(map(len, (*program.optimizer.exp_avg_S, *program.optimizer.exp_avg_sq_S))),
     }
