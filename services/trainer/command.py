@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
 from argparse import Namespace
@@ -13,14 +14,14 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.lease import hold_lease
-from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact
+from services.common.artifacts.store import LOCK_SUFFIX, Address, Artifact, open_artifact
 from services.common.artifacts.upstream import open_corpus
 from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
 from services.common.hardware.image_platform import require_backend
-from services.common.input.problem_list import list_names
 from services.common.launch.brought_files import offer_file
 from services.common.process.command_line import RecipeParser, StageParser
 from services.common.process.telemetry import configure_logging
@@ -28,10 +29,8 @@ from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import describe
 from services.common.recipe.schema import Recipe, fingerprint
 from services.trainer.checkpoints.lookup import (
-    checkpoint_steps,
+    choose_checkpoint,
     newest_checkpoint,
-    no_checkpoint_yet,
-    open_checkpoint,
     require_of_run,
     verify_sizes,
     verify_state,
@@ -39,6 +38,8 @@ from services.trainer.checkpoints.lookup import (
 from services.trainer.conversion.export import ALLOW_NON_FINITE_WEIGHTS, export
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.conversion.weight_import import import_weights
+from services.trainer.evaluation.checkpoint import describe_table, evaluate_checkpoint
+from services.trainer.evaluation.records import lacks_last_evaluation
 from services.trainer.inspection.checkpoint_content import inspect
 from services.trainer.inspection.doctor import doctor, doctor_parser
 from services.trainer.inspection.fit import require_fit
@@ -99,10 +100,11 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
         if checkpoint is None and (before := explain_new_run(job.root, recipe, job.corpus)):
             logger.info("%s is a new run and does not continue %s", job.run, before)
         step = completed_step(checkpoint)
-        if checkpoint and step < recipe.train.max_steps:
+        is_complete = step >= recipe.train.max_steps and not lacks_last_evaluation(job, step)
+        if checkpoint and not is_complete:
             job = continue_run(job, checkpoint, arguments.allow_changed_program)
         write_run(job)
-        if checkpoint and step >= recipe.train.max_steps:
+        if checkpoint and is_complete:
             # They differ if the command was killed between the last commit and the report.
             if read_state(job.run_folder) != describe_state(checkpoint):
                 report_training(job, arguments.recipe)
@@ -159,6 +161,24 @@ def print_sample(arguments: Namespace, recipe: Recipe) -> int:
     return 0
 
 
+def evaluate(arguments: Namespace, recipe: Recipe) -> int:
+    """Evaluate a checkpoint on the validation split of a corpus."""
+    if arguments.tokens is not None and arguments.tokens < 1:
+        raise RecipeError(f"--tokens {arguments.tokens:,}: expected 1 or more.")
+    require_backend(recipe.parallel.device)
+    if arguments.checkpoint:
+        checkpoint = open_artifact(arguments.checkpoint.absolute(), CheckpointManifest)
+        verify_sizes(checkpoint)
+    else:
+        own = open_corpus(recipe, arguments.recipe, arguments.root)
+        collection = Address(arguments.root, "checkpoint", run_name(recipe, own), "").collection
+        checkpoint = choose_checkpoint(collection, arguments.step, verify_sizes)
+        require_of_run(checkpoint, recipe, own)
+    record = evaluate_checkpoint(_open_job(arguments, recipe), checkpoint, arguments.tokens)
+    print(json.dumps(record) if arguments.json else describe_table(record))
+    return 0
+
+
 def export_model(arguments: Namespace, recipe: Recipe) -> int:
     """Write the newest checkpoint as a Hugging Face folder or as an NxD checkpoint."""
     nxd = _read_nxd_layout(arguments)
@@ -180,14 +200,7 @@ def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
     """Print the content of a checkpoint: of the given step, or the newest one that verifies."""
     corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
     collection = Address(arguments.root, "checkpoint", run_name(recipe, corpus), "").collection
-    step, steps = arguments.step, checkpoint_steps(collection)
-    if not steps:
-        raise no_checkpoint_yet(collection)
-    if step is not None and step not in steps:
-        newest = list_names(map(str, reversed(steps)))
-        raise ArtifactError(f"{collection}: has no checkpoint after step {step}. Pass --step with one of {newest}.")
-    checkpoint = newest_checkpoint(collection) if step is None else open_checkpoint(collection, step)
-    assert checkpoint is not None
+    checkpoint = choose_checkpoint(collection, arguments.step)
     require_of_run(checkpoint, recipe, corpus)
     for line in inspect(checkpoint, recipe):
         print(line)
@@ -290,8 +303,7 @@ def _train_parser() -> RecipeParser:
     parser.epilog = f"{parser.epilog}. Other commands, each with its own --help: {others}"
     parser.add_launch()
     parser.add_argument("--corpus", type=Path, help="corpus folder (default: the newest of this recipe)")
-    parser.add_argument("--cache", type=Path, help="compile cache folder (default: the cache of this program)")
-    parser.add_argument(ALLOW_COLD_COMPILE, action="store_true", help="compile at the start if there is no cache")
+    _add_cache(parser)
     parser.add_argument(
         ALLOW_CHANGED_PROGRAM, action="store_true", help="continue a checkpoint that another program made"
     )
@@ -342,6 +354,31 @@ def _sample_parser() -> RecipeParser:
     return parser
 
 
+def _evaluate_parser() -> RecipeParser:
+    parser = RecipeParser(
+        "trainer evaluate",
+        "Evaluate a checkpoint on a corpus's validation split. It writes nothing into a run, and may run beside one.",
+    )
+    parser.add_launch()
+    parser.add_argument(
+        "--corpus", type=Path, help="corpus to evaluate, of the same vocabulary (default: the newest of this recipe)"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="step of the checkpoint (default: the newest of the recipe's run)")
+    which.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="checkpoint of any run of the recipe's model")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="evaluate N targets of a fixed permutation (default: the whole split)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
+    _add_cache(parser)
+    return parser
+
+
+def _add_cache(parser: RecipeParser) -> None:
+    parser.add_argument("--cache", type=Path, help="compile cache folder (default: the cache of this program)")
+    parser.add_argument(ALLOW_COLD_COMPILE, action="store_true", help="compile at the start if there is no cache")
+
+
 def _export_parser() -> RecipeParser:
     parser = _parser("export", "Write the newest checkpoint as a Hugging Face folder or as an NxD checkpoint.")
     parser.add_argument("--output", type=Path, required=True, help="folder to make; it must not exist")
@@ -389,6 +426,7 @@ COMMANDS = {
     "summary": Command(summary, _summary_parser),
     "report": Command(report, _report_parser),
     "sample": Command(print_sample, _sample_parser),
+    "evaluate": Command(evaluate, _evaluate_parser),
     "export": Command(export_model, _export_parser),
     "import": Command(import_model, _import_parser),
     "inspect-checkpoint": Command(inspect_checkpoint, _inspect_parser),

@@ -17,7 +17,7 @@ import torch
 from services.common.artifacts.token_stream import TokenStream
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
-from services.common.recipe.schema import Batch, Recipe
+from services.common.recipe.schema import Recipe
 
 _ROUNDS = 6
 _MASK32 = np.uint64(0xFFFFFFFF)
@@ -30,18 +30,7 @@ def micro_batches(stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh) 
     first = number * batch.global_batch_size + share.start
     samples = sample_indices(stream.num_samples, recipe.train.seed, first, len(share))
     for start in range(0, len(share), batch.micro_batch_size):
-        yield _read(stream, samples[start : start + batch.micro_batch_size], recipe)
-
-
-def evaluation_batch(stream: TokenStream, recipe: Recipe, index: int) -> MicroBatch:
-    """Read micro-batch number `index` of a split, in stored order."""
-    start = index * recipe.batch.micro_batch_size
-    return _read(stream, np.arange(start, start + recipe.batch.micro_batch_size), recipe)
-
-
-def num_evaluation_batches(stream: TokenStream, batch: Batch, wanted: int) -> int:
-    """Return `wanted`, or the number of full micro-batches in a smaller split."""
-    return min(wanted, stream.num_samples // batch.micro_batch_size)
+        yield read_micro_batch(stream, samples[start : start + batch.micro_batch_size], recipe)
 
 
 def sample_indices(num_samples: int, seed: int, first: int, count: int) -> npt.NDArray[np.int64]:
@@ -74,7 +63,8 @@ def permute(positions: npt.NDArray[np.int64], size: int, seed: int, epoch: int) 
     return values.astype(np.int64)
 
 
-def _read(stream: TokenStream, samples: npt.NDArray[np.int64], recipe: Recipe) -> MicroBatch:
+def read_micro_batch(stream: TokenStream, samples: npt.NDArray[np.int64], recipe: Recipe) -> MicroBatch:
+    """Read samples of a split as a micro-batch, with positions within documents where the recipe masks."""
     if recipe.train.attention_mask == "causal":
         return MicroBatch(torch.from_numpy(stream.read(samples)))
     documents = stream.read_documents(samples)

@@ -23,7 +23,9 @@ from services.trainer.agreement import WorkerStep, require_same_outcome, require
 from services.trainer.checkpoints.loader import ResumePoint, resume
 from services.trainer.checkpoints.lookup import checkpoint_steps
 from services.trainer.checkpoints.writer import CheckpointSchedule, CheckpointWriter
-from services.trainer.data import evaluation_batch, micro_batches, num_evaluation_batches
+from services.trainer.data import micro_batches
+from services.trainer.evaluation.records import has_evaluation
+from services.trainer.evaluation.validation import Validation
 from services.trainer.health.divergence import ENDED_BY, SkippedSteps, diverged, find_faulty_worker
 from services.trainer.health.loss_spikes import SpikeDetector, spiked_for_ever
 from services.trainer.health.straggler import Stragglers
@@ -51,6 +53,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
         require_same_program(job, group)
         training = Training(job, environment, group)
         with training.recorder as recorder, training.watchdog:
+            training.evaluate_start()
             while not training.is_over:
                 step = training.step()
                 if step.is_spike:
@@ -58,7 +61,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
                     continue
                 with recorder.step(step.record, step.workers, step.straggler):
                     training.save(step)
-                    training.evaluate()
+                    training.evaluate(step)
                     training.commit()
             training.finish()
     if error := training.error():
@@ -91,6 +94,8 @@ class Training:
     """Optimizer steps done."""
     _skipped: SkippedSteps
     _schedule: CheckpointSchedule
+    _saved_step: int
+    """Step of the newest checkpoint that was begun or loaded."""
 
     def __init__(self, job: Job, environment: WorkerEnvironment, group: ProcessGroup) -> None:
         recipe, corpus = job.recipe, job.corpus
@@ -102,7 +107,7 @@ class Training:
         self._first_step = self._done
         self._is_program_new = True  # its first step compiles or loads the graphs
         self._tokens = TokenStream(corpus.path, corpus.manifest.corpus, "train")
-        self._validation_tokens = TokenStream(corpus.path, corpus.manifest.corpus, "validation")
+        self._validation = Validation(recipe, corpus, recipe.train.evaluation_tokens)
         self._stop_conditions = StopConditions(job, environment)
         self._stragglers = Stragglers()
         self._writer = CheckpointWriter(job, self._backend.mesh, group)
@@ -201,20 +206,45 @@ class Training:
                 self._writer.save(state.begin_snapshot, self._done, self._skipped.total, stalled_since, spikes)
                 self.recorder.add(checkpoint_stall_seconds=time.perf_counter() - stalled_since)
                 self._schedule.saved()
+                self._saved_step = self._done
                 if self._is_evaluation_due:
                     self.recorder.hold()
 
-    def evaluate(self) -> None:
-        """Record the validation loss if an evaluation is due: after the save, so that no checkpoint is lost to it.
+    def evaluate_start(self) -> None:
+        """Evaluate the state that training starts from, if that is due and the run has no record of it.
 
-        A validation split that is smaller than a micro-batch has none.
+        It is due at step 0, and after a step whose evaluation a stop or a kill ended.
         """
-        recipe, tokens = self._job.recipe, self._validation_tokens
-        count = num_evaluation_batches(tokens, recipe.batch, recipe.train.evaluation_batches)
-        if count and self._is_evaluation_due:
+        if not self._is_evaluation_due:
+            return
+        is_missing = self._group.rank == 0 and not has_evaluation(self._job.run_folder, self._done)
+        if self._group.maximum(is_missing):
             with self.watchdog.phase(EVALUATION, self._done):
-                loss = self._program.evaluate(lambda index: evaluation_batch(tokens, recipe, index), count)
-                self.recorder.add(**self._backend.defer({"validation_loss": loss}).read())
+                if evaluation := self._validation.evaluate(self._program):
+                    self.recorder.add_evaluation(self._done, evaluation)
+
+    def evaluate(self, step: StepOutcome) -> None:
+        """Evaluate the state if that is due: after the save, which is committed meanwhile.
+
+        A stop ends the evaluation with a checkpoint, and the next start evaluates that. Only the last step's evaluation
+        is not ended, because nothing would start after it.
+        """
+        is_last = self._done == self._job.recipe.train.max_steps
+        if not self._is_evaluation_due or self._fault or self._divergence or (self._stop_reason and not is_last):
+            return
+
+        def goes_on(num_rounds: int) -> bool:
+            self._writer.advance()
+            if not is_last:
+                self._stop_reason = StopReason(self._group.maximum(self._stop_conditions.check(num_rounds)))
+            return is_last or not self._stop_reason
+
+        with self.watchdog.phase(EVALUATION, self._done):
+            evaluation = self._validation.evaluate(self._program, goes_on)
+        if evaluation:
+            self.recorder.add_evaluation(self._done, evaluation)
+        elif self._saved_step != self._done:
+            self.save(step)
 
     def commit(self) -> None:
         """Commit the checkpoint that is being written once all workers have written their shards."""
@@ -256,7 +286,7 @@ class Training:
     def _start_at(self, point: ResumePoint) -> None:
         self._done = point.step
         self._skipped = SkippedSteps(self._job, point.skipped_steps)
-        self._schedule = CheckpointSchedule(self._job.recipe)
+        self._schedule, self._saved_step = CheckpointSchedule(self._job.recipe), point.step
         self._spikes.go_back(point.loss_spikes)
 
     def _renew_program(self) -> None:
@@ -273,7 +303,8 @@ class Training:
     @property
     def _is_evaluation_due(self) -> bool:
         train = self._job.recipe.train
-        return self._done == train.max_steps or self._done % train.evaluation_interval_steps == 0
+        is_step_due = self._done == train.max_steps or self._done % train.evaluation_interval_steps == 0
+        return is_step_due and not self._validation.is_empty
 
     def _is_finite(self) -> bool:
         """See `ShardedState.is_finite`; waits for the device."""

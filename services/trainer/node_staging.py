@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import shutil
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.compile_cache import GRAPHS
+from services.common.artifacts.corpus import SPLITS, Split, tail_path
 from services.common.artifacts.files import list_files, locate, verify_files
 from services.common.artifacts.store import Artifact
 from services.common.errors import WorkersLost
+from services.common.hardware.faults import naming_hardware_faults
 from services.common.process.private_folder import private_base, private_folder
 from services.trainer.job import Job
 
@@ -43,15 +47,30 @@ def using_node(job: Job) -> Iterator[None]:
         yield
 
 
-def prepare_node(job: Job) -> None:
-    """Verify the corpus and copy the verified compile cache, unless another process of this command has done it.
+@contextmanager
+def working_on_node(job: Job) -> Iterator[None]:
+    """Keep the node's folder while this process works as one of the job's workers, and name faults of the hardware.
+
+    The last process of the command on a node removes the node's temporary files.
+    """
+    # Inductor keeps files in TMPDIR and splits their paths at spaces.
+    os.environ["TMPDIR"] = tempfile.tempdir = str(private_base().parent)
+    with using_node(job), naming_hardware_faults():
+        yield
+
+
+def prepare_node(job: Job, splits: Collection[Split] = SPLITS) -> None:
+    """Verify these splits of the corpus and copy the verified compile cache, unless another process of this command has
+    done it.
 
     Raises `ArtifactError`, which names the damaged files.
     """
     with _doing_once(job, "prepared") as is_to_do:
         if not is_to_do:
             return
-        verify_files(job.corpus.path, job.corpus.manifest)
+        corpus = job.corpus.manifest.corpus
+        paths = {path for split in splits for path in (*corpus.splits[split].shards, tail_path(split))}
+        verify_files(job.corpus.path, job.corpus.manifest, paths=None if set(splits) == set(SPLITS) else paths)
         logger.info("verified the corpus %s", job.corpus.path)
         cache = compile_cache_folder(job)
         shutil.rmtree(cache, ignore_errors=True)

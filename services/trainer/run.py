@@ -21,6 +21,7 @@ from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.schema import Recipe, stage_nodes
 from services.trainer.checkpoints.interval import NODE_MTBF_HOURS, optimal_interval_steps
 from services.trainer.checkpoints.lookup import newest_checkpoint, no_checkpoint_yet, require_of_run
+from services.trainer.evaluation.records import EVALUATIONS_FILE, describe_mean, read_evaluations
 from services.trainer.job import Job, run_folder, run_name
 from services.trainer.metrics.events import count_events
 from services.trainer.metrics.records import (
@@ -46,6 +47,7 @@ class Run:
     cache: Artifact[CompileCacheManifest] | None
     checkpoint: Artifact[CheckpointManifest]
     metrics: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
     attempts: list[dict[str, Any]]
     unreadable: dict[str, int]
     """Number of unreadable lines, by the name of the file."""
@@ -127,7 +129,7 @@ def open_run(root: Path, name: str) -> Run:
     if checkpoint is None:
         raise no_checkpoint_yet(collection)
     require_of_run(checkpoint, recipe, corpus)
-    metrics, attempts = read_metrics(folder), read_attempts(folder)
+    metrics, evaluations, attempts = read_metrics(folder), read_evaluations(folder), read_attempts(folder)
     return Run(
         folder=folder,
         recipe=recipe,
@@ -135,8 +137,13 @@ def open_run(root: Path, name: str) -> Run:
         cache=open_artifact(cache_path, CompileCacheManifest) if cache_path else None,
         checkpoint=checkpoint,
         metrics=metrics.lines,
+        evaluations=evaluations.lines,
         attempts=attempts.lines,
-        unreadable={METRICS_FILE: metrics.unreadable, ATTEMPTS_FILE: attempts.unreadable},
+        unreadable={
+            METRICS_FILE: metrics.unreadable,
+            EVALUATIONS_FILE: evaluations.unreadable,
+            ATTEMPTS_FILE: attempts.unreadable,
+        },
     )
 
 
@@ -151,13 +158,13 @@ def summarize(run: Run) -> str:
 
     Unreadable lines of the metrics are skipped and counted: they hold no training state.
     """
-    validation = [record["validation_loss"] for record in run.metrics if "validation_loss" in record]
     made = {"tokenizer": run.corpus, "compiler": run.cache, "trainer": run.checkpoint}
     rows = [_stage_row(stage, artifact, run.phases()[stage]) for stage, artifact in made.items() if artifact]
     trained = run.checkpoint.manifest.checkpoint
     lines = [
         *rows,
-        f"loss          {_describe_loss(run.metrics)}" + (f" (validation {validation[-1]:.2f})" if validation else ""),
+        f"loss          {_describe_loss(run.metrics)}",
+        *([f"validation    {_describe_evaluations(run)}"] if run.evaluations else []),
         f"trained on    {trained.tokens:,} tokens, {mean_tokens_per_second(run.metrics):,.0f} tokens/s",
         *_describe_efficiency(run.metrics),
         f"skipped       {describe_skips(run)}",
@@ -175,6 +182,15 @@ def _describe_loss(metrics: list[dict[str, Any]]) -> str:
         return "unknown: the run's metrics are lost"
     first, last = metrics[0], metrics[-1]
     return f"{first['loss']:.2f} at step {first['step']} -> {last['loss']:.2f} at step {last['step']}"
+
+
+def _describe_evaluations(run: Run) -> str:
+    """Describe the newest evaluation, the loss of the first one, and the time that all of them took."""
+    first, last = run.evaluations[0], run.evaluations[-1]
+    training_seconds = sum(record["step_seconds"] for record in run.metrics)
+    seconds = sum(evaluation["seconds"] for evaluation in run.evaluations)
+    share = f"; evaluations took {seconds / (seconds + training_seconds):.1%} of the time" if seconds else ""
+    return f"{first['loss']:.2f} at step {first['step']} -> {describe_mean(last)} at step {last['step']}{share}"
 
 
 def _describe_efficiency(metrics: list[dict[str, Any]]) -> list[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +13,7 @@ from typing import Any, NoReturn
 
 from services.common.artifacts.lease import HeldLease
 from services.common.errors import NoRoomForWorkers, WorkersLost
-from services.common.hardware.faults import naming_hardware_faults
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher
-from services.common.process.private_folder import private_base
 from services.common.process.stop_signals import Stopped, end_soon, name_signal, on_stop_signal
 from services.common.process.telemetry import Progress, show_progress
 from services.trainer.checkpoints.lookup import newest_step
@@ -25,7 +21,7 @@ from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import NewWarnings, explain_loss, record_event
 from services.trainer.metrics.records import read_last_step
-from services.trainer.node_staging import using_node
+from services.trainer.node_staging import working_on_node
 from services.trainer.stop import StopReason, forget_signals, request_stop
 from services.trainer.worker_start import describe_workers
 
@@ -83,10 +79,8 @@ def supervise(job: Job, lease: HeldLease) -> None:
 
 
 def train_on_node(job: Job, environment: WorkerEnvironment) -> None:
-    """Train as one worker. The last process of this command on a node removes the node's temporary files."""
-    # Inductor keeps files in TMPDIR and splits their paths at spaces.
-    os.environ["TMPDIR"] = tempfile.tempdir = str(private_base().parent)
-    with using_node(job), naming_hardware_faults():
+    """Train as one worker."""
+    with working_on_node(job):
         train(job, environment)
 
 

@@ -16,23 +16,25 @@ from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Recipe
 from services.trainer.inspection.fit import instance_type
 
+WITH_WORKERS = ("train", "evaluate")
+"""Commands that start workers; `train` is the default."""
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 _EVERY_WORKER = ("services.trainer.supervise", "services.common.program.backends.torch_native")
 _COMPILED = ("services.common.program.backends.inductor", "services.trainer.inductor_start:begin_inductor")
 
 
 def begin_start(argv: list[str]) -> Recipe | None:
-    """Let the launcher of a training command prepare for its workers, and return the command's recipe.
+    """Let the launcher of a command with workers prepare for them, and return the command's recipe.
 
     Return None, and prepare nothing, for other commands and for a wrong command line.
     """
-    is_training = bool(argv) and (argv[0] == "train" or argv[0].startswith("-"))
-    if not is_training or {"-h", "--help"}.intersection(argv):
+    has_workers = bool(argv) and (argv[0] in WITH_WORKERS or argv[0].startswith("-"))
+    if not has_workers or {"-h", "--help"}.intersection(argv):
         return None
     parser = StageParser("trainer", "")
     parser.add_launch()
     try:
-        options, rest = parser.parse_known_args(argv[argv[0] == "train" :])
+        options, rest = parser.parse_known_args(argv[argv[0] in WITH_WORKERS :])
         recipe = load_recipe(options.recipe, dict(filter(None, map(read_override, rest))))
         if not options.dry_run:
             choose_launcher(options.launch).prepare(describe_workers(recipe, options.root))

@@ -125,7 +125,7 @@ def test_throughput_of_two_layers_of_llama_2_7b(tmp_path: Path, lease: Lease) ->
         parallel__data_parallel_size="4",
         batch__global_batch_size="64",
         train__max_steps="20",
-        train__evaluation_batches="0",
+        train__evaluation_tokens="0",
         checkpoint__interval_steps="1000",
     )
     job = make_job(tmp_path, recipe, make_corpus(tmp_path, recipe, kind="tiktoken"), lease)

@@ -35,19 +35,26 @@ class DocumentBatch(NamedTuple):
 
 
 class TokenStream:
-    """Gives random access to the samples of one split. Shards stay memory-mapped, and nothing is read ahead."""
+    """Gives random access to the samples of one split. Shards stay memory-mapped, and nothing is read ahead.
+
+    Training reads the samples below `num_samples`. An evaluation reads those below `num_padded_samples`: the last of
+    them may be padded, so that together they have each target of the split once.
+    """
 
     def __init__(self, folder: Path, corpus: CorpusPayload, split: Split) -> None:
         """Raises `ArtifactError` where a file contradicts the manifest; checksums are not compared."""
         counts = corpus.splits[split]
         self.sequence_length = corpus.sequence_length
         self.num_samples = corpus.num_samples(split)
-        self._folder, self._paths = folder, counts.shards
+        self.num_tokens = counts.tokens
+        self.num_padded_samples = -(-max(0, counts.tokens - 1) // corpus.sequence_length)
+        self.num_rows = counts.rows
+        self._folder, self._split, self._paths = folder, split, counts.shards
         self._vocab_size = corpus.vocabulary.vocab_size
         self._rows_per_shard = corpus.rows_per_shard
-        *self._shards, tail = map_files(folder, corpus, split)
+        *self._shards, self._tail = map_files(folder, corpus, split)
         # What follows the last token of each shard.
-        self._tokens_after = [file.tokens[:1] for file in (*self._shards[1:], tail)]
+        self._tokens_after = [file.tokens[:1] for file in (*self._shards[1:], self._tail)]
 
     @classmethod
     def open(cls, artifact: Artifact[CorpusManifest], split: Split, *, verify: Level = "full") -> TokenStream:
@@ -63,23 +70,21 @@ class TokenStream:
     def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Return samples as int64 [len(indices), L + 1]; columns [:-1] are the inputs and [1:] the targets.
 
-        Raises `ArtifactError` for an id outside the vocabulary, with which a compiled graph would read foreign memory.
+        What a padded sample lacks is the id 0. Raises `ArtifactError` for an id outside the vocabulary, with which a
+        compiled graph would read foreign memory.
         """
         wanted = np.asarray(indices, dtype=np.int64).tolist()
-        length, rows_per_shard, shards = self.sequence_length, self._rows_per_shard, self._shards
-        samples = np.empty((len(wanted), length + 1), dtype=np.int64)
+        length = self.sequence_length
+        samples = np.zeros((len(wanted), length + 1), dtype=np.int64)
         for position, index in enumerate(wanted):
-            shard, row = divmod(index, rows_per_shard)
-            tokens = shards[shard].tokens
-            begin = row * length
-            if begin + length < len(tokens):
-                samples[position] = tokens[begin : begin + length + 1]
-            else:
-                samples[position, :-1] = tokens[begin:]
-                samples[position, -1:] = self._tokens_after[shard]
+            file, row, after = self._find(index)
+            tokens = file.tokens[row * length : (row + 1) * length + 1]
+            samples[position, : len(tokens)] = tokens
+            if len(tokens) == length:
+                samples[position, length : length + len(after)] = after
         if len(wanted) and (largest := int(samples.max())) >= self._vocab_size:
-            shard = wanted[int(samples.max(axis=1).argmax())] // rows_per_shard
-            raise explain_foreign_id(self._folder / self._paths[shard], largest, self._vocab_size)
+            path = self._path(wanted[int(samples.max(axis=1).argmax())])
+            raise explain_foreign_id(path, largest, self._vocab_size)
         return samples
 
     def read_documents(self, indices: npt.ArrayLike) -> DocumentBatch:
@@ -88,18 +93,53 @@ class TokenStream:
         segment_ids, positions = (np.empty((len(wanted), length), np.int32) for _ in range(2))
         places = np.arange(length, dtype=np.int32)
         for position, index in enumerate(wanted.tolist()):
-            shard, row = divmod(index, self._rows_per_shard)
-            starts = self._shards[shard].doc_starts(row)
-            if len(starts) and (starts[0] < 0 or starts[-1] >= length or np.any(np.diff(starts) <= 0)):
-                raise ArtifactError(
-                    f"{self._folder / self._paths[shard]}: the doc_starts of row {row:,} do not rise within the row. "
-                    f"{_check(self._folder)}"
-                )
+            starts = self._document_starts(index)
             starts = np.concatenate(([0], starts[starts > 0]))
             sizes = np.diff(starts, append=length)
             segment_ids[position] = np.repeat(np.arange(len(starts)), sizes)
             positions[position] = places - np.repeat(starts, sizes)
         return DocumentBatch(self.read(wanted), segment_ids, positions)
+
+    def document_begins(self) -> npt.NDArray[np.int64]:
+        """Return the positions in the split at which its documents begin, in ascending order: 8 bytes a document.
+
+        Raises `ArtifactError` where the files have others.
+        """
+        begins, first_token = [], 0
+        for file in (*self._shards, self._tail):
+            offsets = file.start_offsets
+            rows = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+            begins.append(first_token + rows * self.sequence_length + file.starts[offsets[0] : offsets[-1]])
+            first_token += len(file.tokens)
+        found = np.concatenate(begins)
+        if self.num_tokens and (
+            not len(found) or found[0] != 0 or found[-1] >= self.num_tokens or np.any(np.diff(found) <= 0)
+        ):
+            raise ArtifactError(
+                f"{self._folder / self._split}: the doc_starts of its rows do not rise from 0 to the split's end. "
+                f"{_check(self._folder)}"
+            )
+        return found
+
+    def _document_starts(self, index: int) -> npt.NDArray[np.int32]:
+        file, row, _ = self._find(index)
+        starts, length = file.doc_starts(row), self.sequence_length
+        if len(starts) and (starts[0] < 0 or starts[-1] >= length or np.any(np.diff(starts) <= 0)):
+            raise ArtifactError(
+                f"{self._path(index)}: the doc_starts of row {row:,} do not rise within the row. {_check(self._folder)}"
+            )
+        return starts
+
+    def _find(self, index: int) -> tuple[TokenFile, int, Tokens]:
+        """Return the file of a sample, the sample's row in it, and the first token after the file."""
+        shard, row = divmod(index, self._rows_per_shard)
+        if index == self.num_rows:
+            return self._tail, 0, self._tail.tokens[:0]
+        return self._shards[shard], row, self._tokens_after[shard]
+
+    def _path(self, index: int) -> Path:
+        name = tail_path(self._split) if index == self.num_rows else self._paths[index // self._rows_per_shard]
+        return self._folder / name
 
 
 def map_files(folder: Path, corpus: CorpusPayload, split: Split) -> Iterator[TokenFile]:

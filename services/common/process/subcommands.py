@@ -47,6 +47,7 @@ SUBCOMMANDS: dict[Stage, tuple[Subcommand, ...]] = {
         Subcommand("summary"),
         Subcommand("report"),
         Subcommand("sample"),
+        Subcommand("evaluate"),
         Subcommand("export"),
         Subcommand("import"),
         Subcommand("inspect-checkpoint"),

@@ -72,7 +72,7 @@ def next_token_losses(
     chunks = zip(hidden_TD.split(chunk_tokens), targets_BS.flatten().split(chunk_tokens), strict=True)
     if collectives.mesh.tensor_parallel_size > 1:
         row_ids_V = _row_ids(lm_head_VD, collectives)
-        parts = [_compare(F.linear(c_TD, lm_head_VD), c_T, row_ids_V, collectives).losses_T for c_TD, c_T in chunks]
+        parts = [_compare(F.linear(c_TD, lm_head_VD), c_T, row_ids_V, collectives).losses for c_TD, c_T in chunks]
     else:
         parts = [F.cross_entropy(F.linear(c_TD, lm_head_VD).float(), c_T, reduction="none") for c_TD, c_T in chunks]
     return torch.cat(parts).view(targets_BS.shape)
@@ -144,11 +144,11 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         head_gradient_VD = torch.zeros(lm_head_VD.shape, dtype=torch.float32, device=lm_head_VD.device)
         for chunk_TD, chunk_T in zip(hidden_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True):
             found = _compare(F.linear(chunk_TD, lm_head_VD), chunk_T, row_ids_V, collectives)
-            total = total + found.losses_T.sum()
-            softmax_TV = found.exponentials_TV / found.sums_T1
-            gradient_TV = softmax_TV - found.is_target_TV
+            total = total + found.losses.sum()
+            softmax_TV = found.exponentials / found.sums
+            gradient_TV = softmax_TV - found.is_target
             if z_loss:
-                log_z_T1 = found.sums_T1.log() + found.largest_T1
+                log_z_T1 = found.sums.log() + found.largest
                 gradient_TV = gradient_TV + softmax_TV * (2.0 * z_loss * log_z_T1)
             gradient_TV = (gradient_TV * scale).to(chunk_TD.dtype)
             hidden_gradients.append(gradient_TV @ lm_head_VD)
@@ -166,16 +166,16 @@ class _VocabularyParallelLoss(torch.autograd.Function):
 class _Comparison(NamedTuple):
     """Targets of T tokens compared with the logits of a rank's rows of the vocabulary."""
 
-    losses_T: Tensor
-    """Cross-entropy of each target in nats, the same on all ranks."""
-    exponentials_TV: Tensor
-    """Exponentials of this rank's logits, each token's largest logit subtracted."""
-    sums_T1: Tensor
-    """Sums of the exponentials over the whole vocabulary."""
-    largest_T1: Tensor
-    """Largest logit of each token in the whole vocabulary."""
-    is_target_TV: Tensor
-    """1 where the row is the token's target, otherwise 0."""
+    losses: Tensor
+    """[T] cross-entropy of each target in nats, the same on all ranks."""
+    exponentials: Tensor
+    """[T, V] exponentials of this rank's logits, each token's largest logit subtracted."""
+    sums: Tensor
+    """[T, 1] sums of the exponentials over the whole vocabulary."""
+    largest: Tensor
+    """[T, 1] largest logit of each token in the whole vocabulary."""
+    is_target: Tensor
+    """[T, V] 1 where the row is the token's target, otherwise 0."""
 
 
 def _compare(logits_TV: Tensor, targets_T: Tensor, row_ids_V: Tensor, collectives: Collectives) -> _Comparison:

@@ -383,8 +383,10 @@ class Train(Section):
     worker holds log2(m) sums of the gradient with `exact`, and one with `fast`."""
     evaluation_interval_steps: Positive = 100
     """Steps between two evaluations."""
-    evaluation_batches: Annotated[int, Field(ge=0)] = 8
-    """Micro-batches of the validation split in an evaluation; 0 switches evaluation off."""
+    evaluation_tokens: Annotated[Annotated[int, Field(ge=0, lt=2**63)] | None, TRAINED] = None
+    """Targets of the validation split in an evaluation, rounded up to whole rows; without it, all of them. One fixed
+    permutation of the rows chooses the same ones in each evaluation of each run. 0 switches evaluation off. A target
+    costs a third of a trained token."""
     time_limit_seconds: Annotated[float, Field(gt=0)] | None = None
     """Seconds after which a training command stops with a committed checkpoint and exit code 75."""
     max_consecutive_skipped_steps: Annotated[int, Field(ge=0)] = 10

@@ -79,7 +79,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "train.activation_checkpointing": ("full", "compile_cache"),
     "train.reduction": ("fast", "checkpoint"),
     "train.evaluation_interval_steps": ("7", ""),
-    "train.evaluation_batches": ("7", ""),
+    "train.evaluation_tokens": ("7", "checkpoint"),
     "train.initial_weights": ("0" * 64, "checkpoint"),
     "train.time_limit_seconds": ("7", ""),
     "train.max_consecutive_skipped_steps": ("7", ""),

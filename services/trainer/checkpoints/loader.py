@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from services.common.artifacts.checkpoint import LossSpikes, checkpoint_id
+from services.common.artifacts.checkpoint import CheckpointManifest, LossSpikes, checkpoint_id
+from services.common.artifacts.store import Artifact
 from services.common.errors import ArtifactError, UnreadableError
 from services.common.program.llama import parameter_shapes
 from services.common.program.process_group import ProcessGroup
@@ -71,16 +73,30 @@ def load_part(job: Job, held: dict[StateSlice, Tensor], step: int) -> str:
     try:
         checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
         require_of_run(checkpoint, job.recipe, job.corpus)
-        reader = ShardReader(checkpoint, parameter_shapes(job.recipe.model))
-        files = reader.files_of(held)
-        logger.info("reading %d of %d shards of %s", len(files), len(checkpoint.manifest.files), checkpoint.path)
-        verify_on_node(job, checkpoint, files)
-        reader.read(held)
+        _read(job, checkpoint, held)
     except UnreadableError:
         raise
     except ArtifactError as error:
         return str(error)
     return ""
+
+
+def load_weights(job: Job, program: Program, group: ProcessGroup, checkpoint: Artifact[CheckpointManifest]) -> None:
+    """Load the weights of a checkpoint from verified files, and leave the moments as they are. All workers call this.
+
+    Raises `ArtifactError` where a file is damaged or the checkpoint is not of the program's model.
+    """
+    with program.state.writing() as held:
+        weights = {piece: tensor for piece, tensor in held.items() if piece.kind == "weight"}
+        group.wait_for_work(partial(_read, job, checkpoint, weights))
+
+
+def _read(job: Job, checkpoint: Artifact[CheckpointManifest], held: Mapping[StateSlice, Tensor]) -> None:
+    reader = ShardReader(checkpoint, parameter_shapes(job.recipe.model))
+    files = reader.files_of(held)
+    logger.info("reading %d of %d shards of %s", len(files), len(checkpoint.manifest.files), checkpoint.path)
+    verify_on_node(job, checkpoint, files)
+    reader.read(held)
 
 
 def _agree_on_checkpoints(job: Job, group: ProcessGroup) -> list[int]:

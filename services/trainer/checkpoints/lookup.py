@@ -13,7 +13,7 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import Level, verify_files
 from services.common.artifacts.store import Artifact, identity_key, open_artifact, published_ids, require_in_place
 from services.common.errors import ArtifactError, LimitError, TryAgain, UnreadableError
-from services.common.input.problem_list import list_problems, shorten
+from services.common.input.problem_list import list_names, list_problems, shorten
 from services.common.program.llama import parameter_shapes
 from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.schema import Recipe
@@ -148,6 +148,24 @@ def is_intact(collection: Path, step: int, verify: Verify) -> bool:
     except (ArtifactError, LimitError, TryAgain, OSError):  # some of these mean that it cannot be read now
         return False
     return True
+
+
+def choose_checkpoint(
+    collection: Path, step: int | None, verify: Verify = verify_checkpoint
+) -> Artifact[CheckpointManifest]:
+    """Open and verify the checkpoint of `step`, or the newest intact one for None.
+
+    Raises `ArtifactError` if there is none, or none of this step.
+    """
+    steps = checkpoint_steps(collection)
+    if not steps:
+        raise no_checkpoint_yet(collection)
+    if step is not None and step not in steps:
+        newest = list_names(map(str, reversed(steps)))
+        raise ArtifactError(f"{collection}: has no checkpoint after step {step}. Pass --step with one of {newest}.")
+    checkpoint = newest_checkpoint(collection, verify) if step is None else open_checkpoint(collection, step, verify)
+    assert checkpoint is not None
+    return checkpoint
 
 
 def newest_step(collection: Path) -> int | None:

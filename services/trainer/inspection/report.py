@@ -61,10 +61,10 @@ def _curves(run: Run) -> go.Figure:
     )
     losses = [record["loss"] for record in run.metrics]
     figure.add_scatter(x=steps, y=losses, name="training loss", line={"color": "#4c78a8"}, row=1, col=1)
-    evaluated = [record for record in run.metrics if "validation_loss" in record]
     figure.add_scatter(
-        x=[record["step"] for record in evaluated],
-        y=[record["validation_loss"] for record in evaluated],
+        x=[evaluation["step"] for evaluation in run.evaluations],
+        y=[evaluation["loss"] for evaluation in run.evaluations],
+        error_y={"array": [evaluation["standard_error"] or 0.0 for evaluation in run.evaluations]},
         name="validation loss",
         mode="lines+markers",
         line={"color": "#e45756"},

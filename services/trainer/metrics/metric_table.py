@@ -57,12 +57,19 @@ class Sample(NamedTuple):
 PREFIX = "millrace_"
 _EQUAL = "equal on all"
 _RANK_0 = "rank 0's"
+_CLUSTERED = "of documents"
 
 METRICS = (
     Metric("step", "steps", _EQUAL, "optimizer steps done; a rollback lowers this"),
     Metric("loss", "nats per token", "mean over the global batch", "cross-entropy"),
     Metric("loss_max", "nats per token", "max over micro-batches", "loss of the worst micro-batch; not on `xla`"),
-    Metric("validation_loss", "nats per token", "mean over the batches", "cross-entropy of the newest evaluation"),
+    Metric("validation_loss", "nats per token", "mean over the targets", "cross-entropy of the newest evaluation"),
+    Metric("validation_loss_standard_error", "nats per token", _CLUSTERED, "standard error of `validation_loss`"),
+    Metric("validation_loss_by_source", "nats per token", "mean over the targets", "the same of each source", "source"),
+    Metric("validation_perplexity", "1", "exp of the mean", "perplexity of the newest evaluation"),
+    Metric("validation_bits_per_byte", "bits/byte", "sum over the sum", "loss of the text's tokens per UTF-8 byte"),
+    Metric("validation_tokens", "tokens", "sum", "targets of the newest evaluation"),
+    Metric("evaluation_seconds", "s", _RANK_0, "seconds for which the newest evaluation stopped training"),
     Metric("gradient_norm", "1", "norm over all parameters", "gradient norm before clipping"),
     Metric(
         "gradient_norm_by_group", "1", "norm over the group", "gradient norm of layer groups, before clipping", "group"

@@ -22,6 +22,8 @@ from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
 from services.common.recipe.derived import flops_per_token, tokens_per_step
 from services.common.recipe.schema import Recipe
+from services.trainer.evaluation.losses import Evaluation
+from services.trainer.evaluation.records import metrics_of, write_evaluation
 from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.gemm_peak import measure_gemm_peak
 from services.trainer.job import Job
@@ -41,6 +43,7 @@ class MetricsRecorder:
 
     def __init__(self, job: Job, group: ProcessGroup, backend: Backend, first_step: int) -> None:
         self._recipe, self._backend, self._group = job.recipe, backend, group
+        self._run_folder, self._corpus = job.run_folder, job.corpus.manifest.id
         self._step_tokens = tokens_per_step(job.recipe)
         self._step_flops = flops_per_token(job.recipe) * self._step_tokens
         workers = group.gather({"host": socket.gethostname(), "gpu": _name_of_gpu(backend)})
@@ -110,6 +113,20 @@ class MetricsRecorder:
     def add(self, **values: float | dict[str, float]) -> None:
         """Add to the step's record."""
         self._record |= values
+
+    def add_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Write the record of the evaluation after `step` steps. The record of that step gets its numbers, too, if this
+        is called in the step's block; otherwise TensorBoard gets them alone.
+        """
+        values = metrics_of(evaluation)
+        self.add(**values)
+        if not self._writer:
+            return
+        write_evaluation(self._run_folder, step, self._corpus, evaluation)
+        if self._record.get("step") != step:
+            self._writer.show(step, values)
+        elif self._writer.is_holding:
+            self.hold()
 
     def hold(self) -> None:
         """Keep the record so far: a kill before the block's end must not lose it where a checkpoint has the step."""

@@ -65,13 +65,13 @@ class StepRecord:
     """Whether the step loaded or compiled the graphs of its process."""
 
 
-class _Line(BaseModel):
+class Line(BaseModel):
     """Fields of a line that readers use; a line may have more. The loss of a skipped step may be NaN."""
 
     model_config = ConfigDict(strict=True)
 
 
-class _StepLine(_Line):
+class _StepLine(Line):
     """Fields of a step's line, including all METRICS."""
 
     step: Count
@@ -91,6 +91,12 @@ class _StepLine(_Line):
     tokens: Count = 0
     mean_tokens_per_second: FiniteNumber = 0.0
     validation_loss: Number = 0.0
+    validation_loss_standard_error: Number = 0.0
+    validation_loss_by_source: LabelledNumbers = {}
+    validation_perplexity: float = 0.0
+    validation_bits_per_byte: Number = 0.0
+    validation_tokens: Count = 0
+    evaluation_seconds: Seconds = 0.0
     loss_max: Number = 0.0
     gradient_seconds_spread: Number = 0.0
     slowest_rank: Number = 0.0
@@ -106,7 +112,7 @@ class _StepLine(_Line):
     run_started_at: Timestamp = 0.0
 
 
-class _AttemptLine(_Line):
+class _AttemptLine(Line):
     started_at: Timestamp
     setup_seconds: Seconds
     train_seconds: Seconds
@@ -133,7 +139,8 @@ class MetricsWriter:
         self._run_folder = run_folder
         self._lines = JsonLines(run_folder / METRICS_FILE)
         self._board = TensorBoard(run_folder / "tensorboard")
-        self._is_holding = False
+        self.is_holding = False
+        """Whether a record is held."""
         self._take_held(first_step)
 
     def hold(self, record: Mapping[str, Any]) -> None:
@@ -143,15 +150,19 @@ class MetricsWriter:
         with partial.open("x", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         partial.replace(self._held)
-        self._is_holding = True
+        self.is_holding = True
 
     def log(self, record: dict[str, Any]) -> None:
         """Write the record of one step. Raises `OSError` if the line cannot be written."""
         self._lines.append(record)
-        if self._is_holding:
+        if self.is_holding:
             self._held.unlink()
-            self._is_holding = False
-        self._board.add(record["step"], {k: v for k, v in known_metrics(record).items() if k != "step"})
+            self.is_holding = False
+        self.show(record["step"], record)
+
+    def show(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write metrics of a step to TensorBoard alone."""
+        self._board.add(step, {name: value for name, value in known_metrics(values).items() if name != "step"})
 
     def log_attempt(self, record: dict[str, Any]) -> None:
         """Write how one start of the workers ended, with its compile misses. A killed start leaves no record."""
@@ -178,13 +189,13 @@ class MetricsWriter:
 
 def read_metrics(run_folder: Path) -> ParsedLines:
     """Return one record per step, in order: the last one of a step that was done again after a crash."""
-    found = _read(run_folder / METRICS_FILE, _StepLine)
+    found = read_lines(run_folder / METRICS_FILE, _StepLine)
     by_step = {record["step"]: record for record in found.lines}
     return ParsedLines([by_step[step] for step in sorted(by_step)], found.unreadable)
 
 
 def read_attempts(run_folder: Path) -> ParsedLines:
-    return _read(run_folder / ATTEMPTS_FILE, _AttemptLine)
+    return read_lines(run_folder / ATTEMPTS_FILE, _AttemptLine)
 
 
 def read_last_step(run_folder: Path) -> dict[str, Any] | None:
@@ -254,7 +265,7 @@ def mean_tokens_per_second(records: list[dict[str, Any]]) -> float:
     return sum(record["step_tokens"] for record in counted) / seconds if seconds else 0.0
 
 
-def _read(path: Path, kind: type[_Line]) -> ParsedLines:
+def read_lines(path: Path, kind: type[Line]) -> ParsedLines:
     """Read lines of one kind. Raises `ArtifactError` if `path` is not a regular file."""
     try:
         lines = read_json_lines(path)
@@ -274,7 +285,7 @@ def _parse_step(line: bytes) -> dict[str, Any] | None:
     return record if record is not None and _is_readable(record, _StepLine) else None
 
 
-def _is_readable(record: dict[str, Any], kind: type[_Line]) -> bool:
+def _is_readable(record: dict[str, Any], kind: type[Line]) -> bool:
     try:
         kind.model_validate(record)
     except ValidationError:

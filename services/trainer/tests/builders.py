@@ -47,7 +47,7 @@ SMALL: dict[str, Any] = {
     "batch__loss_chunk_tokens": 16,
     "compile__enabled": False,
     "train__evaluation_interval_steps": 10,
-    "train__evaluation_batches": 2,
+    "train__evaluation_tokens": 64,
     "checkpoint__interval_steps": 5,
 }
 """Additions to the small recipe: two workers, evaluations and checkpoints."""
@@ -112,23 +112,31 @@ def building_jobs(folder: Path, lease: Lease) -> Iterator[Callable[..., Job]]:
 
 
 def make_corpus(
-    root: Path, recipe: Recipe, rows: int = 80, kind: VocabularyKind = "sentencepiece"
+    root: Path, recipe: Recipe, rows: int = 80, kind: VocabularyKind = "sentencepiece", tail_tokens: int = 5
 ) -> Artifact[CorpusManifest]:
-    """Publish a corpus of `rows` rows a split. Its tokens count upwards in small steps: something to learn."""
+    """Publish a corpus of `rows` rows and a tail in each split. Its tokens count upwards in small steps: something to
+    learn.
+    """
     digest = artifact_id(recipe, "corpus", 1, [])
     address = Address(root, "corpus", recipe.corpus.name, digest)
     artifact, _ = publish_once(
-        address, CorpusManifest, "tokenizer", recipe, lambda workspace: _fill(workspace, recipe, rows, kind)
+        address,
+        CorpusManifest,
+        "tokenizer",
+        recipe,
+        lambda workspace: _fill(workspace, recipe, rows, kind, tail_tokens),
     )
     return artifact
 
 
-def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind) -> Draft:
+def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind, tail_tokens: int) -> Draft:
     length = recipe.corpus.sequence_length
     splits: dict[Split, SplitCounts] = {}
     for number, split in enumerate(SPLITS):
         generator = np.random.default_rng(number)
-        tokens = (np.cumsum(generator.integers(1, 3, rows * length + 5)) % recipe.model.vocab_size).astype(np.uint16)
+        tokens = (np.cumsum(generator.integers(1, 3, rows * length + tail_tokens)) % recipe.model.vocab_size).astype(
+            np.uint16
+        )
         folder = workspace.files / split
         (folder / "tail").mkdir(parents=True, exist_ok=True)
         shards: list[str] = []
@@ -145,7 +153,7 @@ def _fill(workspace: Workspace, recipe: Recipe, rows: int, kind: VocabularyKind)
             bos=documents,
             eos=documents,
             rows=rows,
-            tail_tokens=5,
+            tail_tokens=tail_tokens,
             shards=tuple(shards),
         )
     payload = corpus_payload(

@@ -24,6 +24,7 @@ from services.common.program.state import StateKind, StateSlice
 from services.common.recipe.schema import Recipe
 from services.trainer.__main__ import main
 from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.evaluation.records import read_evaluations
 from services.trainer.metrics.records import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -122,6 +123,7 @@ class RunView:
     """Records and starts of the only run in a root."""
 
     records: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
     starts: list[str]
     """Lines that rank 0 logs when it begins."""
 
@@ -131,14 +133,14 @@ class RunView:
 
     @property
     def validation_losses(self) -> list[float]:
-        return [record["validation_loss"] for record in self.records if "validation_loss" in record]
+        return [evaluation["loss"] for evaluation in self.evaluations]
 
 
 def read_run(root: Path) -> RunView:
     folders = list(root.glob("run/*/"))
     if not folders:
-        return RunView([], [])
+        return RunView([], [], [])
     log = folders[0] / "logs" / "rank-00000.log"
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     starts = [line for line in lines if "starting a new run" in line or "resuming after" in line]
-    return RunView(read_metrics(folders[0]).lines, starts)
+    return RunView(read_metrics(folders[0]).lines, read_evaluations(folders[0]).lines, starts)

@@ -10,7 +10,7 @@ import torch
 
 from services.common.artifacts.token_stream import TokenStream
 from services.common.program.mesh import Mesh
-from services.trainer.data import evaluation_batch, micro_batches, num_evaluation_batches, permute, sample_indices
+from services.trainer.data import micro_batches, permute, sample_indices
 from services.trainer.tests.builders import DOCUMENT_TOKENS, make_corpus, make_recipe
 
 
@@ -63,11 +63,9 @@ def test_positions_begin_again_at_each_document_and_at_each_row(tmp_path: Path) 
     expected = np.minimum((samples[:, None] * 16 + places) % DOCUMENT_TOKENS, places)
 
     batches = list(micro_batches(stream, recipe, 1, Mesh(0, data_parallel_size=1)))
-    evaluated = evaluation_batch(stream, recipe, 0)
 
-    positions = [batch.positions for batch in (*batches, evaluated) if batch.positions is not None]
-    assert torch.cat(positions[:-1]).tolist() == expected.tolist()
-    assert positions[-1].tolist() == [[*range(16)], [*range(8), *range(8)]]
+    positions = [batch.positions for batch in batches if batch.positions is not None]
+    assert torch.cat(positions).tolist() == expected.tolist()
 
 
 def test_a_row_is_one_document_to_causal_attention(tmp_path: Path) -> None:
@@ -76,11 +74,3 @@ def test_a_row_is_one_document_to_causal_attention(tmp_path: Path) -> None:
     stream = TokenStream(corpus.path, corpus.manifest.corpus, "train")
 
     assert all(batch.positions is None for batch in micro_batches(stream, recipe, 0, Mesh(0, data_parallel_size=1)))
-
-
-def test_evaluation_takes_what_there_is_when_the_split_is_small(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path)
-    corpus = make_corpus(tmp_path, recipe, rows=5)
-    stream = TokenStream(corpus.path, corpus.manifest.corpus, "validation")
-    assert num_evaluation_batches(stream, recipe.batch, 8) == 2  # 5 samples, micro-batches of 2
-    assert evaluation_batch(stream, recipe, 1).tokens.tolist() == stream.read([2, 3]).tolist()

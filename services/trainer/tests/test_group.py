@@ -27,7 +27,7 @@ def test_set_up_evaluation_and_writing_may_take_longer_than_a_collective(new_job
     overrides = {
         "train__max_steps": "4",
         "train__evaluation_interval_steps": "2",
-        "train__evaluation_batches": str(work.EVALUATION_BATCHES),
+        "train__evaluation_tokens": str(work.EVALUATION_BATCHES * 2 * 16),
         "checkpoint__interval_steps": "2",
     }
     job, alone = new_job("two", **overrides), new_job("one", **overrides)

@@ -44,7 +44,7 @@ AUDIT = "audit.jsonl"
 def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
     """Train with a timeout of COLLECTIVE_SECONDS for collectives, while all work besides steps takes longer."""
     process_group.COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
-    write, loss, patch = CheckpointWriter._write, Program._micro_loss, pytest.MonkeyPatch()
+    write, losses, patch = CheckpointWriter._write, Program._micro_losses, pytest.MonkeyPatch()
 
     def prepare_slowly(job: Job) -> None:
         if environment.rank == 1:  # as on a node with a large corpus to verify
@@ -57,13 +57,12 @@ def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
         return write(*arguments)
 
     def evaluate_slowly(program: Program, *micro_batch: Any) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            time.sleep(SLOW_SECONDS / EVALUATION_BATCHES)
-        return loss(program, *micro_batch)
+        time.sleep(SLOW_SECONDS / EVALUATION_BATCHES)
+        return losses(program, *micro_batch)
 
     patch.setattr("services.trainer.loop.prepare_node", prepare_slowly)
     patch.setattr(CheckpointWriter, "_write", write_slowly)
-    patch.setattr(Program, "_micro_loss", evaluate_slowly)
+    patch.setattr(Program, "_micro_losses", evaluate_slowly)
     _meet(job, environment)
     train(job, environment)
 
@@ -225,7 +224,7 @@ def poison(patch: pytest.MonkeyPatch, *poisoned_steps: int, is_once: bool = Fals
         return train_step(program, step, *arguments)
 
     def poisoned(program: Program, *inputs: Any) -> torch.Tensor:
-        is_poisoned = torch.is_grad_enabled() and steps[-1] in poisoned_steps and not (is_once and calls)
+        is_poisoned = steps[-1] in poisoned_steps and not (is_once and calls)
         calls.extend(steps[-1:] * is_poisoned)
         return loss(program, *inputs) * (torch.nan if is_poisoned else 1.0)
 

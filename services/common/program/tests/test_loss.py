@@ -46,7 +46,9 @@ def test_an_evaluation_has_the_loss_of_each_target() -> None:
     hidden_BSD, lm_head_VD, targets_BS = _leaves()
     with torch.no_grad():
         found_BS = next_token_losses(hidden_BSD, lm_head_VD, targets_BS, CHUNK_TOKENS, OneWorker())
-        expected_T = F.cross_entropy((hidden_BSD @ lm_head_VD.t()).flatten(0, 1), targets_BS.flatten(), reduction="none")
+        expected_T = F.cross_entropy(
+            (hidden_BSD @ lm_head_VD.t()).flatten(0, 1), targets_BS.flatten(), reduction="none"
+        )
         mean = next_token_loss(hidden_BSD, lm_head_VD, targets_BS, CHUNK_TOKENS, OneWorker())
 
     torch.testing.assert_close(found_BS, expected_T.view(targets_BS.shape), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,173 @@
+"""Evaluates a checkpoint of any run on a corpus's validation split, and writes nothing into the run.
+
+The workers and the graphs are those of training, so a compile cache serves both. A checkpoint of another layout is read
+by slices.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.artifacts.checkpoint import CheckpointManifest
+from services.common.artifacts.corpus import CorpusManifest, Split
+from services.common.artifacts.store import Artifact, open_artifact
+from services.common.errors import ArtifactError
+from services.common.input.problem_list import list_problems
+from services.common.launch.launcher import WorkerEnvironment, choose_launcher
+from services.common.process.private_folder import new_name, private_folder
+from services.common.process.telemetry import configure_logging
+from services.common.program.step import Program
+from services.common.recipe.changes import changed_fields
+from services.common.recipe.schema import Recipe
+from services.trainer.agreement import require_same_program
+from services.trainer.checkpoints.loader import load_weights
+from services.trainer.evaluation.records import describe_evaluation
+from services.trainer.evaluation.validation import Validation
+from services.trainer.job import Job
+from services.trainer.loop import joined_group, make_backend
+from services.trainer.node_staging import new_cache_files, prepare_node, using_node, working_on_node
+from services.trainer.worker_start import describe_workers
+
+logger = logging.getLogger(__name__)
+
+EVALUATED: tuple[Split, ...] = ("validation",)
+RESULT_FILE = "evaluation.json"
+COLUMNS = ("", "loss", "standard error", "bits per byte", "perplexity", "tokens", "documents")
+
+
+@dataclass(frozen=True)
+class EvaluationJob:
+    """Describes an evaluation to its workers."""
+
+    job: Job
+    """The command, with the corpus that is evaluated."""
+    checkpoint: Artifact[CheckpointManifest]
+    num_tokens: int | None
+    """Targets to evaluate; None for all."""
+    folder: Path
+    """Folder that all workers see, into which rank 0 writes RESULT_FILE."""
+
+
+def evaluate_checkpoint(job: Job, checkpoint: Artifact[CheckpointManifest], num_tokens: int | None) -> dict[str, Any]:
+    """Evaluate a checkpoint on the validation split of the job's corpus, and return its record.
+
+    Raises `ArtifactError` where the checkpoint is damaged, or has another model or vocabulary than the recipe and the
+    corpus, and the errors of the workers.
+    """
+    require_same_model(checkpoint, job.recipe)
+    require_same_vocabulary(checkpoint, job.corpus, job.root)
+    if Validation(job.recipe, job.corpus, num_tokens).is_empty:
+        raise ArtifactError(
+            f"{job.corpus.path}: its validation split has no target to evaluate. Raise corpus.validation_fraction and "
+            f"run the tokenizer stage again, or name another corpus with --corpus."
+        )
+    with using_node(job), _shared_folder(job) as folder:
+        spec = describe_workers(job.recipe, folder)
+        logger.info("evaluating %s with %d workers (%s)", checkpoint.path, spec.num_workers, job.launch)
+        described = EvaluationJob(job, checkpoint, num_tokens, folder)
+        choose_launcher(job.launch).run_workers(evaluate_as_worker, described, spec)
+        evaluated = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
+    return {
+        "checkpoint": str(checkpoint.path),
+        "run": checkpoint.manifest.name,
+        "step": checkpoint.manifest.checkpoint.step,
+        "corpus": job.corpus.manifest.id,
+        "corpus_path": str(job.corpus.path),
+        **evaluated,
+    }
+
+
+def evaluate_as_worker(evaluation_job: EvaluationJob, environment: WorkerEnvironment) -> None:
+    """Evaluate as one worker; rank 0 writes the result."""
+    job, checkpoint = evaluation_job.job, evaluation_job.checkpoint
+    configure_logging("trainer", rank=environment.rank)
+    with working_on_node(job), joined_group(environment) as group:
+        group.wait_for_work(lambda: prepare_node(job, splits=EVALUATED))
+        require_same_program(job, group)
+        program = Program(job.recipe, make_backend(job, environment))
+        load_weights(job, program, group, checkpoint)
+        evaluation = Validation(job.recipe, job.corpus, evaluation_job.num_tokens).evaluate(program)
+        misses = {
+            "graphs_compiled": group.maximum(program.backend.cache_report().graphs_compiled),
+            "new_cache_files": group.maximum(new_cache_files(job)),
+        }
+        if evaluation and group.rank == 0:
+            result = json.dumps({**describe_evaluation(evaluation), **misses})
+            (evaluation_job.folder / RESULT_FILE).write_text(result, encoding="utf-8")
+
+
+def describe_table(record: Mapping[str, Any]) -> str:
+    """Return the numbers of an evaluation and of its sources as a table."""
+    rows = [("all", record), *record["sources"].items()]
+    cells = [COLUMNS, *(_cells(label, mean) for label, mean in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
+    lines = [
+        f"checkpoint  {record['checkpoint']} (step {record['step']:,} of {record['run']})",
+        f"corpus      {record['corpus_path']}, validation split",
+        "",
+        *("  ".join(f"{cell:{'<' if not at else '>'}{widths[at]}}" for at, cell in enumerate(row)) for row in cells),
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cells(label: str, mean: Mapping[str, Any]) -> tuple[str, ...]:
+    numbers = (mean[name] for name in ("loss", "standard_error", "bits_per_byte"))
+    shown = ("unknown" if number is None else f"{number:.4f}" for number in numbers)
+    return (label, *shown, f"{mean['perplexity']:,.2f}", f"{mean['tokens']:,}", f"{mean['documents']:,}")
+
+
+def require_same_model(checkpoint: Artifact[CheckpointManifest], recipe: Recipe) -> None:
+    """Raise `ArtifactError` unless the checkpoint was made for the recipe's model."""
+    stored = checkpoint.manifest.recipe
+    changed = [each for each in changed_fields(stored, recipe, "checkpoint") if each.startswith("model.")]
+    if changed:
+        raise ArtifactError(
+            f"{checkpoint.path}: is a state of another model than the recipe's:\n  "
+            + "\n  ".join(list_problems(changed, "fields of the model"))
+            + "\nPass the recipe of the checkpoint's run."
+        )
+
+
+def require_same_vocabulary(
+    checkpoint: Artifact[CheckpointManifest], corpus: Artifact[CorpusManifest], root: Path
+) -> None:
+    """Raise `ArtifactError` unless the checkpoint was trained on a corpus of this corpus's vocabulary."""
+    [link] = checkpoint.manifest.inputs
+    if link.content_digest == corpus.manifest.content_digest:
+        return
+    places = [Path(link.path), root.joinpath(*Path(link.path).parts[-3:])]  # a root may have been moved
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise ArtifactError(
+            f"{checkpoint.path}: was trained on the corpus {link.path}, which is not there, so its vocabulary cannot "
+            f"be compared with that of {corpus.path}. Restore that corpus's folder; its manifest is enough."
+        )
+    theirs, ours = open_artifact(found, CorpusManifest).manifest.corpus.vocabulary, corpus.manifest.corpus.vocabulary
+    if theirs.sha256 != ours.sha256:
+        raise ArtifactError(
+            f"{corpus.path}: its vocabulary has the sha256 {ours.sha256[:12]}, but {checkpoint.path} was trained with "
+            f"{theirs.sha256[:12]}, of {found}. Tokenize the text with that vocabulary (tokenizer.model = "
+            f'"{found / theirs.path}"), and pass the new corpus with --corpus.'
+        )
+
+
+@contextmanager
+def _shared_folder(job: Job) -> Iterator[Path]:
+    """Make a folder for the block that all workers see."""
+    if job.launch == "inline":
+        with private_folder(new_name("evaluate")) as folder:
+            yield folder
+        return
+    folder = job.root / f".evaluate-{job.attempt}"
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

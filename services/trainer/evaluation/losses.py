@@ -1,0 +1,134 @@
+"""Adds up the losses of a validation split's targets by document, and makes the numbers of an evaluation of them.
+
+All sums are float64 and follow the targets' positions in the split, so they do not depend on micro-batches and workers.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from services.common.artifacts.corpus import CorpusPayload
+from services.common.artifacts.token_stream import TokenStream
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """Mean loss of targets, and what follows from it."""
+
+    loss: float
+    """Mean over all targets, BOS and EOS included, in nats; NaN where there is no target."""
+    standard_error: float | None
+    """Standard error of `loss`, see `estimate_standard_error`; None with fewer than two documents."""
+    tokens: int
+    """Number of targets."""
+    documents: int
+    """Number of documents that the targets belong to."""
+    bits_per_byte: float | None
+    """Bits for each UTF-8 byte of the documents' text, see `LossTotals.mean`; None where there is no text."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinite where that exceeds a float."""
+        return math.inf if self.loss > math.log(sys.float_info.max) else math.exp(self.loss)
+
+
+@dataclass(frozen=True)
+class Evaluation(MeanLoss):
+    """Numbers of one evaluation of a state."""
+
+    sources: dict[str, MeanLoss]
+    """Numbers of each source that has targets, by the label of the source."""
+    seconds: float
+    """Seconds that the evaluation took."""
+
+
+class LossTotals:
+    """Sums of the losses of each document's targets. It has 40 bytes for each document of the split."""
+
+    def __init__(self, stream: TokenStream, corpus: CorpusPayload) -> None:
+        """`stream` is the validation split of the corpus. Raises `ArtifactError` for documents that do not rise."""
+        self._corpus, self._length, self._num_tokens = corpus, stream.sequence_length, stream.num_tokens
+        self._begins_D = stream.document_begins()
+        self._lasts_D = np.append(self._begins_D[1:], stream.num_tokens) - 1
+        self._nats_D, self._text_nats_D = np.zeros(len(self._begins_D)), np.zeros(len(self._begins_D))
+        self._targets_D, self._text_targets_D = (np.zeros(len(self._begins_D), dtype=np.int64) for _ in range(2))
+
+    def add(self, sample: int, losses_S: npt.NDArray[np.float32]) -> None:
+        """Add the losses of a sample of the split, with or without padding. Call this in the order of the samples."""
+        first = sample * self._length + 1
+        positions_T = np.arange(first, min(first + self._length, self._num_tokens))
+        losses_T = losses_S[: len(positions_T)].astype(np.float64)
+        documents_T = np.searchsorted(self._begins_D, positions_T, side="right") - 1
+        is_text_T = (positions_T > self._begins_D[documents_T]) & (positions_T < self._lasts_D[documents_T])
+        lowest, end = int(documents_T[0]), int(documents_T[-1]) + 1
+        own_T, size = documents_T - lowest, end - lowest
+        self._nats_D[lowest:end] += np.bincount(own_T, losses_T, size)
+        self._targets_D[lowest:end] += np.bincount(own_T, minlength=size)
+        self._text_nats_D[lowest:end] += np.bincount(own_T[is_text_T], losses_T[is_text_T], size)
+        self._text_targets_D[lowest:end] += np.bincount(own_T[is_text_T], minlength=size)
+
+    def finish(self, seconds: float) -> Evaluation:
+        """Return the numbers of everything that was added."""
+        counts = self._corpus.splits["validation"]
+        documents = slice(0, len(self._begins_D))
+        sources = {}
+        for label, source, tokens in zip(
+            source_labels(self._corpus), self._corpus.sources, self._corpus.validation_ranges, strict=True
+        ):
+            theirs = slice(*np.searchsorted(self._begins_D, (tokens.start, tokens.stop)))
+            counted = source.splits["validation"]
+            mean = self.mean(theirs, counted.text_bytes, counted.tokens - 2 * counted.documents)
+            if mean.tokens:
+                sources[label] = mean
+        whole = self.mean(documents, counts.text_bytes, counts.document_tokens)
+        return Evaluation(**vars(whole), sources=sources, seconds=seconds)
+
+    def mean(self, documents: slice, text_bytes: int, text_tokens: int) -> MeanLoss:
+        """Return the numbers of some documents, which have `text_bytes` UTF-8 bytes in `text_tokens` tokens.
+
+        Bits per byte are those of lm-evaluation-harness: the nats of the text's tokens, without those of BOS and EOS,
+        over ln 2 and the bytes of the text. Where some of these tokens were not evaluated, the bytes are taken to be as
+        many as the evaluated tokens have on average.
+        """
+        nats, targets = self._nats_D[documents], self._targets_D[documents]
+        num_targets, num_text_targets = int(targets.sum()), int(self._text_targets_D[documents].sum())
+        loss = float(nats.sum()) / num_targets if num_targets else math.nan
+        evaluated_bytes = text_bytes * (num_text_targets / text_tokens) if text_tokens else 0.0
+        text_nats = float(self._text_nats_D[documents].sum())
+        return MeanLoss(
+            loss=loss,
+            standard_error=estimate_standard_error(nats, targets),
+            tokens=num_targets,
+            documents=int(np.count_nonzero(targets)),
+            bits_per_byte=text_nats / math.log(2) / evaluated_bytes if evaluated_bytes else None,
+        )
+
+
+def estimate_standard_error(nats_D: npt.NDArray[np.float64], targets_D: npt.NDArray[np.int64]) -> float | None:
+    """Estimate the standard error of the mean loss from the sums of nats and the numbers of targets of documents.
+
+    Losses of one document depend on each other, so the documents are the clusters, and their sizes differ. With n
+    documents, y nats and m targets in each, and the mean R = sum(y) / sum(m), the variance of this ratio estimator is
+    n / (n - 1) * sum((y - R m)^2) / sum(m)^2 (Cochran, Sampling Techniques, 3rd ed., chapter 6; clustered errors of
+    evaluations: arXiv 2411.00640). It speaks of the texts that the split was drawn from. Returns None with fewer than
+    two documents.
+    """
+    has_targets_D = targets_D > 0
+    nats_D, targets_D = nats_D[has_targets_D], targets_D[has_targets_D]
+    count = len(nats_D)
+    if count < 2:
+        return None
+    total = int(targets_D.sum())
+    residuals_D = nats_D - nats_D.sum() / total * targets_D
+    return math.sqrt(count / (count - 1) * float(np.square(residuals_D).sum())) / total
+
+
+def source_labels(corpus: CorpusPayload) -> list[str]:
+    """Return a label of each source: its uri, with the source's number where several have the same uri."""
+    uris = [source.uri for source in corpus.sources]
+    return [uri if uris.count(uri) == 1 else f"{uri} ({number})" for number, uri in enumerate(uris, 1)]

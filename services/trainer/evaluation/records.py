@@ -1,0 +1,97 @@
+"""Writes and reads evaluations.jsonl, which has one record for each evaluation of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from services.common.process.telemetry import JsonLines
+from services.trainer.evaluation.losses import Evaluation
+from services.trainer.job import Job
+from services.trainer.metrics.records import Count, Line, Number, ParsedLines, Seconds, Timestamp, read_lines
+
+EVALUATIONS_FILE = "evaluations.jsonl"
+
+
+class _MeanLossLine(Line):
+    loss: Number
+    standard_error: Number | None
+    tokens: Count
+    documents: Count
+    bits_per_byte: Number | None
+    perplexity: float
+
+
+class _EvaluationLine(_MeanLossLine):
+    step: Count
+    """Optimizer steps done."""
+    time: Timestamp
+    corpus: str
+    """Id of the corpus whose validation split was evaluated."""
+    seconds: Seconds
+    sources: dict[str, _MeanLossLine]
+
+
+def describe_evaluation(evaluation: Evaluation) -> dict[str, Any]:
+    """Return the numbers of an evaluation, and under `sources` those of each source, as they are written."""
+    described = asdict(evaluation) | {"perplexity": evaluation.perplexity}
+    for label, mean in evaluation.sources.items():
+        described["sources"][label]["perplexity"] = mean.perplexity
+    return described
+
+
+def metrics_of(evaluation: Evaluation) -> dict[str, Any]:
+    """Return an evaluation's numbers by the names of METRICS, without unknown ones."""
+    found = {
+        "validation_loss": evaluation.loss,
+        "validation_loss_standard_error": evaluation.standard_error,
+        "validation_perplexity": evaluation.perplexity,
+        "validation_bits_per_byte": evaluation.bits_per_byte,
+        "validation_tokens": evaluation.tokens,
+        "validation_loss_by_source": {label: mean.loss for label, mean in evaluation.sources.items()} or None,
+        "evaluation_seconds": evaluation.seconds,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def write_evaluation(run_folder: Path, step: int, corpus: str, evaluation: Evaluation) -> None:
+    """Append the record of the evaluation after `step` steps. Raises `OSError` if it cannot be written."""
+    lines = JsonLines(run_folder / EVALUATIONS_FILE)
+    lines.append({"step": step, "time": time.time(), "corpus": corpus, **describe_evaluation(evaluation)})
+    lines.close()
+
+
+def read_evaluations(run_folder: Path) -> ParsedLines:
+    """Return one record for each evaluated step, in order: the last one of a step that was evaluated again."""
+    found = read_lines(run_folder / EVALUATIONS_FILE, _EvaluationLine)
+    by_step = {record["step"]: record for record in found.lines}
+    return ParsedLines([by_step[step] for step in sorted(by_step)], found.unreadable)
+
+
+def describe_mean(record: Mapping[str, Any]) -> str:
+    """Describe the loss of an evaluation, or of one of its sources, for a person."""
+    error, bits_per_byte = record["standard_error"], record["bits_per_byte"]
+    parts = [
+        f"{record['loss']:.4f}" + (f" +- {error:.4f}" if error is not None else ""),
+        *([f"{bits_per_byte:.4f} bits per byte"] if bits_per_byte is not None else []),
+        f"perplexity {record['perplexity']:,.2f}",
+        f"{record['tokens']:,} tokens",
+    ]
+    return ", ".join(parts)
+
+
+def has_evaluation(run_folder: Path, step: int) -> bool:
+    """Tell whether the run has a record of the evaluation after `step` steps."""
+    return any(record["step"] == step for record in read_evaluations(run_folder).lines)
+
+
+def lacks_last_evaluation(job: Job, step: int) -> bool:
+    """Tell whether a run that has done `step` steps was killed while it evaluated the last step of its recipe.
+
+    A run without any record has lost its folder, or evaluates nothing.
+    """
+    steps = [record["step"] for record in read_evaluations(job.run_folder).lines]
+    return step == job.recipe.train.max_steps and bool(steps) and step not in steps

@@ -1,0 +1,106 @@
+"""An evaluation that a stop or a kill ends is made again, and the run goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.errors import TryAgain
+from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.step import Program
+from services.trainer.evaluation.records import lacks_last_evaluation, read_evaluations
+from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.metrics.records import read_metrics
+from services.trainer.stop import StopReason, request_stop
+from services.trainer.tests.runs import checkpoints, state_hash
+
+ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+RECIPE = {
+    "parallel__data_parallel_size": "1",
+    "train__max_steps": "8",
+    "train__evaluation_interval_steps": "4",
+    "train__evaluation_tokens": "1000000",
+}
+
+
+class Killed(Exception):
+    """Stands for the end of a worker's process."""
+
+
+def evaluations(job: Job) -> dict[int, float]:
+    return {each["step"]: each["loss"] for each in read_evaluations(job.run_folder).lines}
+
+
+@pytest.fixture(scope="module")
+def straight(new_shared_job: Callable[..., Job]) -> Job:
+    job = new_shared_job(**RECIPE)
+    train(job, ALONE)
+    assert list(evaluations(job)) == [0, 4, 8]
+    return job
+
+
+def end_in_evaluation(patch: pytest.MonkeyPatch, number: int, end: Callable[[], None]) -> None:
+    """Call `end` in a round of the evaluation with this number, counted from 0 in this process."""
+    evaluate, train_step, begun = Program.evaluate, Program.train_step, [0]
+
+    def begin(*arguments: Any) -> Any:
+        begun[:] = [begun[0] + (arguments[1] % 4 == 0)]  # each fourth step is followed by an evaluation
+        return train_step(*arguments)
+
+    def interrupted(*arguments: Any) -> torch.Tensor:
+        if begun[0] == number:
+            end()
+        return evaluate(*arguments)
+
+    patch.setattr(Program, "train_step", begin)
+    patch.setattr(Program, "evaluate", interrupted)
+
+
+def assert_equal_runs(job: Job, straight: Job) -> None:
+    assert evaluations(job) == evaluations(straight)
+    assert [each["step"] for each in read_metrics(job.run_folder).lines] == list(range(1, 9))
+    assert state_hash(list(checkpoints(job.root).values())[-1]) == state_hash(
+        list(checkpoints(straight.root).values())[-1]
+    )
+
+
+def test_a_stop_ends_an_evaluation_with_a_checkpoint_and_the_next_start_evaluates_it(
+    new_job: Callable[..., Job], straight: Job
+) -> None:
+    job = new_job(**RECIPE, checkpoint__interval_steps="5")
+    with pytest.MonkeyPatch.context() as patch:
+        end_in_evaluation(patch, 1, lambda: request_stop(job.run_folder, StopReason.STOP_FILE))
+        with pytest.raises(TryAgain, match="after step 4"):
+            train(job, ALONE)
+    assert list(checkpoints(job.root)) == ["step-00000004"]
+    assert list(evaluations(job)) == [0]
+
+    train(job, ALONE)
+    assert_equal_runs(job, straight)
+
+
+def test_a_checkpoint_is_committed_while_its_state_is_evaluated(new_job: Callable[..., Job], straight: Job) -> None:
+    """The run is killed in its last evaluation; the same command then only evaluates."""
+    job = new_job(**RECIPE, checkpoint__interval_steps="8")
+
+    def kill_after_commit() -> None:
+        time.sleep(0.05)  # the checkpoint is written in the background
+        if checkpoints(job.root):
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        end_in_evaluation(patch, 2, kill_after_commit)
+        with pytest.raises(Killed):
+            train(job, ALONE)
+    assert list(checkpoints(job.root)) == ["step-00000008"]
+    assert list(evaluations(job)) == [0, 4]
+    assert lacks_last_evaluation(job, 8)
+
+    train(job, ALONE)
+    assert_equal_runs(job, straight)
+    assert not lacks_last_evaluation(job, 8)
