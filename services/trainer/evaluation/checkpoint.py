@@ -19,10 +19,11 @@ from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.corpus import CorpusManifest, Split
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.errors import ArtifactError
+from services.common.input.files import read_file
 from services.common.input.problem_list import list_problems
 from services.common.launch.launcher import WorkerEnvironment, choose_launcher
 from services.common.process.private_folder import new_name, private_folder
-from services.common.process.telemetry import configure_logging
+from services.common.process.telemetry import configure_logging, parse_json_line
 from services.common.program.step import Program
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Recipe
@@ -73,7 +74,8 @@ def evaluate_checkpoint(job: Job, checkpoint: Artifact[CheckpointManifest], num_
         logger.info("evaluating %s with %d workers (%s)", checkpoint.path, spec.num_workers, job.launch)
         described = EvaluationJob(job, checkpoint, num_tokens, folder)
         choose_launcher(job.launch).run_workers(evaluate_as_worker, described, spec)
-        evaluated = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
+        evaluated = parse_json_line(read_file(folder / RESULT_FILE, folder))
+    assert evaluated
     return {
         "checkpoint": str(checkpoint.path),
         "run": checkpoint.manifest.name,
