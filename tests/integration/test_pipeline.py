@@ -141,6 +141,24 @@ def test_the_three_commands_train_a_model_without_a_compile_miss(root: Path, tem
     assert not list(temporary.rglob("*.gch"))  # precompiled C++ headers, which only a compilation needs
 
 
+def test_an_evaluation_by_the_command_compiles_nothing_and_gives_the_run_s_numbers(
+    root: Path, options: tuple[str, ...], call: Call
+) -> None:
+    done = call("trainer", "evaluate", *options, "--launch=inline", "--json", "--compile.require_warm=true")
+    assert done.returncode == 0, done.stderr
+    evaluated = json.loads(done.stdout)
+    (run_folder,) = root.glob("run/*/")
+    records = [json.loads(line) for line in (run_folder / "evaluations.jsonl").read_text().splitlines()]
+
+    assert (evaluated["graphs_compiled"], evaluated["new_cache_files"]) == (0, 0)
+    assert {record["step"] for record in records} >= {0, 15, 30, 45, 60}
+    assert (evaluated["step"], evaluated["loss"]) == (60, records[-1]["loss"])
+    [source] = evaluated["sources"].values()
+    assert source["loss"] == evaluated["loss"]
+    assert 0 < evaluated["standard_error"] < evaluated["loss"]
+    assert 0 < evaluated["bits_per_byte"] < 8
+
+
 def test_a_stopped_run_commits_the_step_at_which_it_left_and_continues_there(root: Path) -> None:
     (run_folder,) = root.glob("run/*/")
     stopped, completed = [json.loads(line) for line in (run_folder / "attempts.jsonl").read_text().splitlines()]

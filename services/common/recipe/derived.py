@@ -37,6 +37,7 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
         "graphs to compile": _graphs(recipe),
         "CPU cores for training": f"{recipe.parallel.num_workers * recipe.parallel.threads_per_worker}",
         "nodes on a cluster": ", ".join(_nodes(recipe, stage) for stage in STAGES),
+        "evaluation": _describe_evaluation(recipe, corpus),
     }
     if corpus is None:
         return rows | {"steps per epoch": "known once the tokenizer stage has published the corpus"}
@@ -47,6 +48,28 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
         "steps per epoch": f"{steps:,.1f}",
         "epochs in max_steps": f"{train.max_steps / steps:,.2f}" if steps else "none, because the corpus has no sample",
     }
+
+
+def evaluation_share(recipe: Recipe, num_tokens: int) -> float:
+    """Return the share of a run's floating-point operations that evaluations of so many targets have.
+
+    A target takes a forward pass, and a token of training a backward pass with twice the operations, too.
+    """
+    evaluated, trained = num_tokens / 3, recipe.train.evaluation_interval_steps * tokens_per_step(recipe)
+    return evaluated / (evaluated + trained)
+
+
+def _describe_evaluation(recipe: Recipe, corpus: CorpusPayload | None) -> str:
+    asked, length = recipe.train.evaluation_tokens, recipe.corpus.sequence_length
+    every = f"every {recipe.train.evaluation_interval_steps:,} steps"
+    if asked == 0:
+        return "none"
+    if corpus is None and asked is None:
+        return f"the whole validation split {every}"
+    sizes = [] if asked is None else [-(-asked // length) * length]
+    if corpus:
+        sizes.append(max(0, corpus.splits["validation"].tokens - 1))
+    return f"{min(sizes):,} tokens {every}, {evaluation_share(recipe, min(sizes)):.1%} of all operations"
 
 
 def _graphs(recipe: Recipe) -> str:

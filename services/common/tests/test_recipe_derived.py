@@ -19,6 +19,19 @@ def test_derived_numbers_follow_from_the_recipe(tmp_path: Path) -> None:
     assert rows["micro-batches per step"] == "4 (2 per worker)"
 
 
+@pytest.mark.parametrize(
+    ("evaluation_tokens", "expected"),
+    [
+        ("0", "none"),
+        ("590", "592 tokens every 10 steps, 13.4% of all operations"),  # rows of 16; 1,280 trained tokens in 10 steps
+    ],
+)
+def test_a_dry_run_shows_the_share_of_evaluations(tmp_path: Path, evaluation_tokens: str, expected: str) -> None:
+    changed = {"train__evaluation_tokens": evaluation_tokens, "train__evaluation_interval_steps": "10"}
+
+    assert derive(make_recipe(tmp_path, **changed), None)["evaluation"] == expected
+
+
 @pytest.mark.parametrize(("workers_per_node", "nodes"), [("1", 4), ("2", 2), ("4", 1)])
 def test_the_trainers_nodes_follow_from_its_workers(tmp_path: Path, workers_per_node: str, nodes: int) -> None:
     workers = {"parallel.data_parallel_size": "4", "cluster.trainer_workers_per_node": workers_per_node}

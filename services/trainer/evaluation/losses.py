@@ -48,7 +48,7 @@ class Evaluation(MeanLoss):
 
 
 class LossTotals:
-    """Sums of the losses of each document's targets. It has 40 bytes for each document of the split."""
+    """Sums of the losses of each document's targets. It has 48 bytes for each document of the split."""
 
     def __init__(self, stream: TokenStream, corpus: CorpusPayload) -> None:
         """`stream` is the validation split of the corpus. Raises `ArtifactError` for documents that do not rise."""

@@ -117,7 +117,14 @@ def test_a_source_has_the_mean_of_its_own_documents(trained: Job, expected: npt.
     _, begins = read_split(trained.corpus.path)
     payload, border = trained.corpus.manifest.corpus, begins[20]
     sources = tuple(
-        SourceCounts(uri=uri, weight=1.0, share=0.0, splits={"train": empty, "validation": counts})
+        SourceCounts(
+            uri=uri,
+            weight=1.0,
+            share=0.0,
+            validation_ngrams=0,
+            validation_ngrams_in_train=0,
+            splits={"train": empty, "validation": counts},
+        )
         for empty in [SourceSplitCounts(documents=0, tokens=0, text_bytes=0)]
         for uri, counts in (
             ("a", SourceSplitCounts(documents=20, tokens=border, text_bytes=1000)),
