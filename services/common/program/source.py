@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "services.common.program"
@@ -15,22 +17,36 @@ def source_digest(*modules: str) -> str:
     Raises `FileNotFoundError` where the program is installed without its source, and has no digest.
     """
     digest = hashlib.sha256()
-    for module, tree in sorted(_closure_of(modules).items()):
-        digest.update(f"{module}\n{ast.dump(_without_docstrings(tree))}\n".encode())
+    for module, parsed in sorted(_closure_of(modules).items()):
+        digest.update(f"{module}\n{parsed.tree}\n".encode())
     return digest.hexdigest()
 
 
-def _closure_of(modules: tuple[str, ...]) -> dict[str, ast.Module]:
-    trees: dict[str, ast.Module] = {}
+@dataclass(frozen=True)
+class _Module:
+    imports: tuple[str, ...]
+    """Full names of all modules that the module imports, and of all names that it imports from them."""
+    tree: str
+    """The syntax tree without docstrings."""
+
+
+def _closure_of(modules: tuple[str, ...]) -> dict[str, _Module]:
+    found: dict[str, _Module] = {}
     waiting = list(modules)
     while waiting:
         module = waiting.pop()
         path = _path_of(module)
-        if module in trees or (module not in modules and not path.is_file()):  # a name in a module
+        if module in found or (module not in modules and not path.is_file()):  # a name in a module
             continue
-        trees[module] = ast.parse(path.read_text(encoding="utf-8"))
-        waiting += [name for name in _imports_of(trees[module]) if name.startswith(f"{PACKAGE}.")]
-    return trees
+        found[module] = _parse(path.read_text(encoding="utf-8"))
+        waiting += [name for name in found[module].imports if name.startswith(f"{PACKAGE}.")]
+    return found
+
+
+@functools.lru_cache(maxsize=128)  # a command and its tests ask several times, and parsing all modules takes 0.1 s
+def _parse(text: str) -> _Module:
+    tree = ast.parse(text)
+    return _Module(tuple(_imports_of(tree)), ast.dump(_without_docstrings(tree)))
 
 
 def _path_of(module: str) -> Path:

@@ -10,6 +10,10 @@ from services.common.errors import DeviceError
 
 SIZE = 1024
 """Rows and columns of matrices on a CPU: large enough for full speed, small enough for caches."""
+SMALL_SIZE = 256
+"""Rows and columns of matrices on a CPU that would take longer than LONGEST_SECONDS for a product of SIZE."""
+LONGEST_SECONDS = 0.5
+"""Seconds that a product on a CPU may take. One of SIZE takes 2.2 s in bfloat16 on an AMD EPYC without avx512_bf16."""
 GPU_SIZE = 8192
 """Rows and columns of matrices on a GPU: a product takes milliseconds, so that its launch does not matter."""
 
@@ -27,15 +31,23 @@ def _measure_cpu(dtype: str, threads: int, seconds: float) -> float:
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        left, right = (torch.ones(SIZE, SIZE, dtype=getattr(torch, dtype)) for _ in range(2))
-        product = left @ right
-        fastest, end = float("inf"), time.perf_counter() + seconds
-        while (began := time.perf_counter()) < end:
-            torch.mm(left, right, out=product)
-            fastest = min(fastest, time.perf_counter() - began)
-        return 2.0 * SIZE**3 / fastest
+        size, fastest = SMALL_SIZE, _time_product(SMALL_SIZE, dtype, seconds / 10)
+        if fastest * (SIZE / SMALL_SIZE) ** 3 <= LONGEST_SECONDS:
+            size = SIZE
+        return 2.0 * size**3 / _time_product(size, dtype, seconds)
     finally:
         torch.set_num_threads(threads_before)
+
+
+def _time_product(size: int, dtype: str, seconds: float) -> float:
+    """Return the seconds of the fastest product on the CPU, tried for `seconds` and at least once."""
+    left, right = (torch.ones(size, size, dtype=getattr(torch, dtype)) for _ in range(2))
+    product = left @ right
+    fastest, end = float("inf"), time.perf_counter() + seconds
+    while (began := time.perf_counter()) < end:
+        torch.mm(left, right, out=product)
+        fastest = min(fastest, time.perf_counter() - began)
+    return fastest
 
 
 def _measure_gpu(dtype: str, seconds: float, device: str) -> float:
