@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
 import re
@@ -250,9 +251,15 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        parsed: dict[str, Any] = hcl2.loads(read_file(path).decode())
+        return _parse_text(read_file(path).decode())
     except LarkError as error:
         raise RecipeError(f"{path} is no valid HCL: {error}. terraform fmt {path} shows the place") from error
+
+
+@functools.lru_cache(maxsize=32)  # a stack's variables take 0.3 s of CPU to parse, and a command reads them twice
+def _parse_text(text: str) -> dict[str, Any]:
+    """Parse HCL. Callers share the result, and must not change it."""
+    parsed: dict[str, Any] = hcl2.loads(text)
     return parsed
 
 
