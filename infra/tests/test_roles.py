@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ MODULES = sorted(INFRA.glob("modules/*"))
 
 
 def read_blocks(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [
-        block
-        for path in sorted(folder.glob("*.tf"))
-        for block in hcl2.loads(path.read_text(encoding="utf-8")).get(kind, [])
-    ]
+    return [block for path in sorted(folder.glob("*.tf")) for block in parse(path).get(kind, [])]
+
+
+@cache  # the tests ask for blocks of several kinds, and parsing takes most of their time
+def parse(path: Path) -> dict[str, Any]:
+    parsed: dict[str, Any] = hcl2.loads(path.read_text(encoding="utf-8"))
+    return parsed
 
 
 def plain(name: str) -> str:
