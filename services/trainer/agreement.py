@@ -14,6 +14,7 @@ from services.common.program.fingerprint import explain_difference, program_fact
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
 from services.common.recipe.schema import fingerprint
+from services.trainer.health.loss_spikes import Deviation
 from services.trainer.job import Job
 from services.trainer.metrics.metric_table import WorkerNumbers
 from services.trainer.stop import StopReason
@@ -23,21 +24,21 @@ class WorkerStep(NamedTuple):
     """A step as one worker sees it. All workers exchange theirs after each step."""
 
     stop_reason: StopReason
-    is_spike: bool
-    """Whether the loss is above the limit of the worker's spike detector."""
+    deviation: Deviation
+    """What of the step is above the limit of the worker's spike detector."""
     is_applied: bool
     """Whether the step updated the weights."""
     numbers: WorkerNumbers
 
     def exchange(self, group: ProcessGroup) -> list[Self]:
         """Return the steps of all workers, in the order of their ranks."""
-        own = [float(self.stop_reason), float(self.is_spike), float(self.is_applied), *self.numbers]
+        own = [float(self.stop_reason), float(self.deviation), float(self.is_applied), *self.numbers]
         return [self._decode(numbers) for numbers in group.gather_numbers(own)]
 
     @classmethod
     def _decode(cls, numbers: Sequence[float]) -> Self:
-        stop_reason, is_spike, is_applied, *measured = numbers
-        return cls(StopReason(int(stop_reason)), bool(is_spike), bool(is_applied), WorkerNumbers(*measured))
+        stop_reason, deviation, is_applied, *measured = numbers
+        return cls(StopReason(int(stop_reason)), Deviation(int(deviation)), bool(is_applied), WorkerNumbers(*measured))
 
 
 def require_same_program(job: Job, group: ProcessGroup) -> None:

@@ -20,14 +20,13 @@ from services.common.program.optimizer import learning_rate
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program
 from services.trainer.agreement import WorkerStep, require_same_outcome, require_same_program, require_same_state
-from services.trainer.checkpoints.loader import ResumePoint, resume
-from services.trainer.checkpoints.lookup import checkpoint_steps
+from services.trainer.checkpoints.loader import ResumePoint, resume, roll_back
 from services.trainer.checkpoints.writer import CheckpointSchedule, CheckpointWriter
 from services.trainer.data import micro_batches
 from services.trainer.evaluation.records import has_evaluation
 from services.trainer.evaluation.validation import Validation
 from services.trainer.health.divergence import ENDED_BY, SkippedSteps, diverged, find_faulty_worker
-from services.trainer.health.loss_spikes import SpikeDetector, spiked_for_ever
+from services.trainer.health.loss_spikes import SpikeDetector, Verdict, record_changed_settings, record_rollback
 from services.trainer.health.straggler import Stragglers
 from services.trainer.health.watchdog import EVALUATION, Watchdog
 from services.trainer.job import Job
@@ -56,7 +55,7 @@ def train(job: Job, environment: WorkerEnvironment) -> None:
             training.evaluate_start()
             while not training.is_over:
                 step = training.step()
-                if step.is_spike:
+                if training.must_go_back(step):
                     training.rewind(step)
                     continue
                 with recorder.step(step.record, step.workers, step.straggler):
@@ -80,8 +79,8 @@ class StepOutcome(NamedTuple):
     """Number of the batch that the step took."""
     is_applied: bool
     """Whether the step updated the weights."""
-    is_spike: bool
-    """Whether the loss spiked on any worker."""
+    verdict: Verdict
+    """Whether the loss deviates, heals or spikes."""
 
 
 class Training:
@@ -102,8 +101,11 @@ class Training:
         self._job, self._environment, self._group = job, environment, group
         self._backend = make_backend(job, environment)
         self._program = Program(recipe, self._backend)
-        self._spikes = SpikeDetector(recipe.train, None)
-        self._start_at(resume(job, self._program, group))
+        self._spikes = SpikeDetector(recipe)
+        begin = resume(job, self._program, group)
+        self._start_at(begin)
+        if begin.recipe and group.rank == 0:
+            record_changed_settings(job, begin.recipe)
         self._first_step = self._done
         self._is_program_new = True  # its first step compiles or loads the graphs
         self._tokens = TokenStream(corpus.path, corpus.manifest.corpus, "train")
@@ -140,21 +142,21 @@ class Training:
             self._done, self._is_program_new = step + 1, False
             workers = WorkerStep(
                 stop_reason=self._stop_conditions.check(self._done),
-                is_spike=is_applied and loss > self._spikes.limit(),
+                deviation=self._spikes.deviation(loss, numbers["gradient_norm"]),
                 is_applied=is_applied,
                 numbers=self.recorder.measure(self._program, step_seconds, data_seconds),
             ).exchange(self._group)
         require_same_outcome([worker.is_applied for worker in workers], self._done)
-        is_spike = any(worker.is_spike for worker in workers)
-        if not is_spike:  # a stop is found again after the next step
-            self._stop_reason = max(worker.stop_reason for worker in workers)
+        self._stop_reason = max(worker.stop_reason for worker in workers)
         if not is_first:
             self._compare_speed([worker.numbers.gradient_seconds for worker in workers])
         if not is_applied:
             with self.watchdog.phase("compute again", self._done):
                 self._fault = find_faulty_worker(self._job, self._program, self._group, self._done, batch, batches)
-        elif not is_spike:
-            self._spikes.add(loss)
+        deviation = max(worker.deviation for worker in workers)
+        verdict = self._spikes.add(self._done, loss, numbers["gradient_norm"], deviation)
+        if verdict is Verdict.DEVIATING and self._skipped.are_too_many:  # the run would end before its patience does
+            verdict = Verdict.SPIKE
         record = StepRecord(
             step=self._done,
             loss=loss,
@@ -166,28 +168,37 @@ class Training:
             is_first_of_process=is_first,
         )
         measured = [worker.numbers for worker in workers]
-        return StepOutcome(record, measured, self._stragglers.metrics, batch, is_applied, is_spike)
+        return StepOutcome(record, measured, self._stragglers.metrics, batch, is_applied, verdict)
+
+    def must_go_back(self, step: StepOutcome) -> bool:
+        """Return whether a loss spike is confirmed after which the run goes back, and record what the loss does."""
+        if self._group.rank == 0:
+            self._spikes.record(self._job, step.verdict, step.record.step, step.record.loss)
+        if step.verdict is not Verdict.SPIKE or self._fault:
+            return False
+        if not self._spikes.has_rollback_left:
+            self._spikes.accept()
+            return False
+        return True
 
     def rewind(self, spike: StepOutcome) -> None:
-        """Go back to the newest checkpoint, and leave out the batch on which the loss spiked.
+        """Go back to a checkpoint before the spike, and leave out the batches from there to the last one of the spike.
 
-        The run ends instead where the batches right before it were left out too.
+        A stop that was due is found again after the next step.
         """
-        job, record, limit = self._job, spike.record, self._spikes.limit()
-        with self.recorder.step(record, spike.workers, spike.straggler):
-            if self._group.rank == 0:
-                record_event(job, "loss_spike", step=record.step, batch=spike.batch, loss=record.loss, limit=limit)
+        wanted_step, self._stop_reason = self._spikes.wanted_step, StopReason.NONE
+        with self.recorder.step(spike.record, spike.workers, spike.straggler):
+            pass
         with self.watchdog.phase("rollback", self._done):
             self._writer.wait()
             self._group.barrier()
-            if not self._spikes.skip_batch(spike.batch):
-                self._fault = spiked_for_ever(job, record.step, record.loss, limit)
-                return
-            if not checkpoint_steps(job.checkpoint_collection):
+            point = roll_back(self._job, self._program, self._group, wanted_step)
+            if not point.recipe:
                 self._renew_program()
-            self._start_at(resume(job, self._program, self._group))
+            skipped = self._spikes.skip(max(wanted_step, point.step), spike.batch)
+            self._start_at(point)
             if self._group.rank == 0:
-                record_event(job, "rollback", step=record.step, to_step=self._done)
+                record_rollback(self._job, spike.record.step, wanted_step, point.step, skipped)
 
     def save(self, step: StepOutcome) -> None:
         """Begin a checkpoint if one is due. The run ends instead where it has diverged.

@@ -10,39 +10,70 @@ position, apart from the batches that the run left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    FiniteFloat,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, RelativePath, Sha256, Text
 from services.common.input.problem_list import list_names
 from services.common.recipe.schema import fingerprint
 
+RecentNumbers = Annotated[tuple[FiniteFloat, ...], Field(max_length=1_000)]
+
+
+class BatchRange(ManifestModel):
+    """Batches `first` to `last`, both included."""
+
+    first: Count
+    last: Count
+
+    @model_validator(mode="after")
+    def _rises(self) -> Self:
+        if self.last < self.first:
+            raise ValueError(f"batches {self.first:,} to {self.last:,}: expected ascending numbers")
+        return self
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
 
 class LossSpikes(ManifestModel):
-    """State of the loss-spike detector of a run with `train.loss_spike_sigma`."""
+    """State of the loss-spike detector. A run without `train.loss_spike_sigma` keeps the skipped batches alone."""
 
-    skipped_batches: Many[Count]
-    """Numbers of the batches that the run leaves out because the loss spiked on them, in ascending order."""
-    recent_losses: Annotated[tuple[FiniteFloat, ...], Field(max_length=1_000)]
-    """Losses of the newest steps that were applied, oldest first; the detector compares the next loss with them."""
+    skipped_batches: Many[BatchRange] = ()
+    """Batches that the run leaves out because of loss spikes: ascending ranges with batches between them."""
+    rollbacks: Count = 0
+    """Number of times that the run went back."""
+    recent_losses: RecentNumbers = ()
+    """Losses of the newest steps that did not deviate, oldest first; the detector compares the next loss with them."""
+    recent_gradient_norms: RecentNumbers = ()
+    """Gradient norms of the same steps."""
+    first_deviating_step: Annotated[int, Field(ge=1, le=2**53)] | None = None
+    """First step of the deviation that was going on after the checkpoint's step."""
+    deviating_losses: Count = 0
+    """Number of losses in a row, up to the checkpoint's step, that were above their limit."""
 
     @field_validator("skipped_batches")
     @classmethod
-    def _are_ascending(cls, batches: tuple[int, ...]) -> tuple[int, ...]:
-        for earlier, later in pairwise(batches):
-            if later <= earlier:
-                raise ValueError(f"batch {later:,} comes after batch {earlier:,}, expected ascending numbers")
-        return batches
+    def _are_ascending(cls, ranges: tuple[BatchRange, ...]) -> tuple[BatchRange, ...]:
+        if ranges != merge_ranges(ranges):
+            raise ValueError(
+                "expected ascending ranges with batches between them, got "
+                + ", ".join(f"{each.first:,} to {each.last:,}" for each in ranges[:8])
+            )
+        return ranges
+
+
+def merge_ranges(ranges: Iterable[BatchRange]) -> tuple[BatchRange, ...]:
+    """Return the fewest ranges with the same batches, ascending."""
+    merged: list[BatchRange] = []
+    for each in sorted(ranges, key=lambda one: one.first):
+        if merged and each.first <= merged[-1].last + 1:
+            merged[-1] = BatchRange(first=merged[-1].first, last=max(merged[-1].last, each.last))
+        else:
+            merged.append(each)
+    return tuple(merged)
 
 
 class ShardOrigin(ManifestModel):
@@ -81,13 +112,7 @@ class CheckpointPayload(ManifestModel):
     program_fingerprint: Text
     waivers: Many[Text]
     """Flags such as `--allow-cold-compile` under which this state was made."""
-    loss_spikes: LossSpikes | None = None
-    """Absent in runs without `train.loss_spike_sigma`."""
-
-    @model_serializer(mode="wrap")
-    def _leaves_out_what_is_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = write(self)
-        return {name: value for name, value in fields.items() if name != "loss_spikes" or value is not None}
+    loss_spikes: LossSpikes = LossSpikes()
 
     @property
     def num_workers(self) -> int:

@@ -398,11 +398,19 @@ class Train(Section):
     ends, and all workers start again. 0 switches the watchdog off."""
     watchdog_min_seconds: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     """Seconds that a step always has before the watchdog ends it. Collectives end a minute after twice the limit."""
-    loss_spike_sigma: Annotated[float, Field(ge=0), TRAINED] = 0.0
-    """Standard deviations above the mean of the last losses from which on a loss is a spike. The run then goes back to
-    its newest checkpoint and leaves the batch out. 0 switches this off; OLMo has 6."""
-    loss_spike_window: Annotated[int, Field(ge=2, le=1_000), TRAINED] = 128
-    """Number of last losses that the next one is compared with. Until there are as many, no loss is a spike."""
+    loss_spike_sigma: Annotated[float, Field(ge=0)] = 0.0
+    """Standard deviations above the trend of the last losses or gradient norms beyond which a step deviates. 0 switches
+    the detection of loss spikes off, and 6 is usual. The settings of loss spikes may change while a run goes on; each
+    change is recorded."""
+    loss_spike_window: Annotated[int, Field(ge=16, le=1_000)] = 128
+    """Number of last losses that the next one is compared with. Before a quarter of them exist, no step deviates."""
+    loss_spike_patience_steps: Annotated[int, Field(ge=1, le=1_000)] = 16
+    """Number of losses in a row that must deviate before a spike is confirmed. Fewer heal by themselves."""
+    loss_spike_rollback_steps: Annotated[int, Field(ge=1, le=100_000)] = 100
+    """Steps before the first one of a confirmed spike to which the run goes back. It leaves out all batches from there
+    to the last one of the spike. The checkpoints that this needs are kept beside those of `checkpoint.keep_latest`."""
+    loss_spike_max_rollbacks: Annotated[int, Field(ge=0)] = 20
+    """Number of times that a run may go back because of loss spikes. It goes on with a warning after the next spike."""
 
     @model_validator(mode="after")
     def _weights_are_as_wide_as_products(self) -> Self:

@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.common.artifacts.checkpoint import (
+    BatchRange,
     CheckpointManifest,
     CheckpointPayload,
+    LossSpikes,
     checkpoint_id,
     shard_name,
 )
@@ -65,6 +67,17 @@ def publish(
     return publish_once(address, CompileCacheManifest, "compiler", recipe, build_of_recipe)
 
 
+LOSS_SPIKES = LossSpikes(
+    skipped_batches=(BatchRange(first=1, last=3),),
+    rollbacks=1,
+    recent_losses=(5.5,),
+    recent_gradient_norms=(1.25,),
+    first_deviating_step=1,
+    deviating_losses=1,
+)
+"""State of a run that has gone back once, with each of its fields."""
+
+
 def publish_checkpoint(
     root: Path, recipe: Recipe, step: int, waivers: tuple[str, ...] = (), inputs: tuple[InputLink, ...] = (CORPUS,)
 ) -> Artifact[CheckpointManifest]:
@@ -80,6 +93,7 @@ def publish_checkpoint(
         shards={},
         program_fingerprint="eager",
         waivers=waivers,
+        loss_spikes=LOSS_SPIKES,
     ).with_shards(run, {shard_name(0): 0})
 
     def build(workspace: Workspace) -> Draft:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from services.trainer.checkpoints.lookup import (
     require_of_run,
     verify_sizes,
 )
+from services.trainer.checkpoints.retention import discard_newer
 from services.trainer.checkpoints.shards import ShardReader
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
@@ -38,7 +39,9 @@ class ResumePoint(NamedTuple):
     """Optimizer steps done."""
     skipped_steps: int = 0
     """Steps whose update was not applied because a gradient was not finite."""
-    loss_spikes: LossSpikes | None = None
+    loss_spikes: LossSpikes = LossSpikes()
+    recipe: dict[str, Any] | None = None
+    """Recipe with which the checkpoint was made; None if the program keeps its initial state."""
 
 
 def resume(job: Job, program: Program, group: ProcessGroup) -> ResumePoint:
@@ -46,23 +49,60 @@ def resume(job: Job, program: Program, group: ProcessGroup) -> ResumePoint:
 
     Raises `ArtifactError` when all checkpoints are damaged, or when the workers see different ones.
     """
+    steps = _agree_on_checkpoints(job, group)
+    point = _load_first(job, program, group, [*reversed(steps)] or [None])
+    if point.recipe:
+        logger.info("resuming after step=%d from %s", point.step, job.checkpoint_address(point.step).path)
+    else:
+        logger.info("starting a new run")
+    return point
+
+
+def roll_back(job: Job, program: Program, group: ProcessGroup, wanted_step: int) -> ResumePoint:
+    """Load the newest checkpoint of at most `wanted_step` steps, and remove all later ones. All workers call this.
+
+    If there is none, the run goes back to its initial state where that takes no longer than from one checkpoint to the
+    next, and otherwise to its oldest checkpoint. The initial state is left to the caller to make: the returned point
+    then has no recipe. Raises `ArtifactError` when all of these checkpoints are damaged.
+    """
+    steps, recipe = _agree_on_checkpoints(job, group), job.recipe
+    older = [step for step in reversed(steps) if step <= wanted_step]
+    newer = [step for step in steps if step > wanted_step]
+    has_initial_state = recipe.train.initial_weights is None
+    is_near = wanted_step < recipe.checkpoint.interval_steps or not steps
+    initial = [None] if has_initial_state and is_near else []
+    point = _load_first(job, program, group, [*older, *initial, *newer])
+
+    def discard_abandoned() -> None:
+        if group.rank == 0:
+            assert job.lease is not None
+            discard_newer(job.checkpoint_collection, point.step, job.lease)
+
+    group.wait_for_work(discard_abandoned)
+    return point
+
+
+def _load_first(job: Job, program: Program, group: ProcessGroup, candidates: Sequence[int | None]) -> ResumePoint:
+    """Load the first intact one of the checkpoints of these steps, where None stands for the initial state.
+
+    Raises `ArtifactError` if all are damaged.
+    """
     damages: list[str] = []
-    for step in reversed(_agree_on_checkpoints(job, group)):
+    for step in candidates:
+        if step is None:
+            return ResumePoint()
         with program.state.writing() as held:
             found = group.wait_for_work(partial(load_part, job, held, step))
         problems = [problem for worker in group.gather({"problem": found}) if (problem := worker["problem"])]
         if not problems:
-            state = open_checkpoint(job.checkpoint_collection, step, verify_sizes).manifest.checkpoint
-            logger.info("resuming after step=%d from %s", step, job.checkpoint_address(step).path)
+            manifest = open_checkpoint(job.checkpoint_collection, step, verify_sizes).manifest
+            state = manifest.checkpoint
             if damages and group.rank == 0:
                 record_event(job, "fallback", to_step=step, damages=damages)
-            return ResumePoint(step, state.skipped_steps, state.loss_spikes)
+            return ResumePoint(step, state.skipped_steps, state.loss_spikes, manifest.recipe)
         logger.warning("skipping a damaged checkpoint: %s", problems[0])
         damages.append(f"{checkpoint_id(step)}: {problems[0]}")
-    if damages:
-        raise all_damaged(job.checkpoint_collection, damages)
-    logger.info("starting a new run")
-    return ResumePoint()
+    raise all_damaged(job.checkpoint_collection, damages)
 
 
 def load_part(job: Job, held: dict[StateSlice, Tensor], step: int) -> str:

@@ -74,10 +74,6 @@ def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, cor
             [corpus.manifest.content_digest],
         ),
         "tokens": (state.tokens, state.step * tokens_per_step(recipe)),
-        "whether it has loss_spikes": (
-            state.loss_spikes is not None,
-            recipe.train.loss_spike_sigma > 0 and state.step > 0,
-        ),
     }
     wrong = [
         f"{what}: {shorten(str(found), 1_000)}, expected {expected}"

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 from torch import Tensor
 
@@ -17,18 +16,18 @@ from services.common.artifacts.checkpoint import (
     CheckpointManifest,
     CheckpointPayload,
     LossSpikes,
-    checkpoint_id,
     shard_name,
 )
-from services.common.artifacts.lease import Lease, naming_a_lost_lease
+from services.common.artifacts.lease import naming_a_lost_lease
 from services.common.artifacts.manifest import FileEntry
-from services.common.artifacts.store import Draft, begin_partial, commit, discard, partial_of
+from services.common.artifacts.store import Draft, begin_partial, commit, partial_of
 from services.common.process.termination_notice import explain_short_notice
 from services.common.program.mesh import Mesh
 from services.common.program.process_group import ProcessGroup
 from services.common.program.state import StateSlice
-from services.common.recipe.schema import Checkpoint, Recipe
-from services.trainer.checkpoints.lookup import Verify, checkpoint_steps, is_intact, verify_state
+from services.common.recipe.schema import Recipe
+from services.trainer.checkpoints.lookup import is_intact, verify_state
+from services.trainer.checkpoints.retention import discard_old
 from services.trainer.checkpoints.shards import write_shard
 from services.trainer.job import Job
 from services.trainer.metrics.events import record_event
@@ -84,7 +83,7 @@ class CheckpointWriter:
         step: int,
         skipped_steps: int,
         started: float,
-        loss_spikes: LossSpikes | None = None,
+        loss_spikes: LossSpikes,
     ) -> None:
         """Begin to copy this worker's part of the state after `step` steps, and write it in the background.
 
@@ -174,31 +173,4 @@ class CheckpointWriter:
             self._is_short_notice_recorded = True
             record_event(job, "short_notice", step=payload.step, message=message)
         self._committed_steps.append(payload.step)
-        discard_old(job.checkpoint_collection, job.recipe.checkpoint, self._committed_steps, self._lease, self._verify)
-
-
-def discard_old(
-    collection: Path, policy: Checkpoint, committed_steps: Sequence[int], lease: Lease, verify: Verify
-) -> None:
-    """Remove checkpoints that are older than the `keep_latest` newest intact ones, except those kept permanently.
-
-    This process committed `committed_steps`, the last of them just now; any other checkpoint counts as intact if it
-    verifies. Damaged checkpoints that are newer than the oldest kept one stay for a person to inspect. Checkpoints of
-    later steps are ignored: they are damaged, or the run would have continued from them. A failed removal is only
-    logged.
-    """
-    steps = [step for step in reversed(checkpoint_steps(collection)) if step <= committed_steps[-1]]
-    intact = 0
-    for step in steps:
-        if intact >= policy.keep_latest:
-            if not policy.keep_interval_steps or step % policy.keep_interval_steps:
-                _discard(collection / checkpoint_id(step), lease)
-        elif len(steps) > policy.keep_latest:
-            intact += step in committed_steps or is_intact(collection, step, verify)
-
-
-def _discard(checkpoint: Path, lease: Lease) -> None:
-    try:
-        discard(checkpoint, lease)
-    except OSError as error:
-        logger.warning("%s: an old checkpoint could not be removed: %s", checkpoint, error)
+        discard_old(job.checkpoint_collection, job.recipe, self._committed_steps, self._lease, self._verify)

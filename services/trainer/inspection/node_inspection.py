@@ -21,6 +21,7 @@ from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import flops_per_token, tokens_per_step
 from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker
 from services.common.recipe.schema import Recipe, fingerprint
+from services.trainer.checkpoints.retention import most_checkpoints
 from services.trainer.inspection.file_system import (
     FileSystemSpeed,
     Mount,
@@ -155,8 +156,7 @@ def _judge_speed(speed: FileSystemSpeed, recipe: Recipe) -> Finding:
 
 def _look_at_space(place: Path, question: NodeQuestion) -> Iterator[Finding]:
     recipe, found = question.recipe, os.statvfs(place)
-    # While a checkpoint is written, those to keep exist too.
-    count = max(2, recipe.checkpoint.keep_latest + 1 - question.checkpoints)
+    count = max(2, most_checkpoints(recipe) - question.checkpoints)
     needed, free = count * checkpoint_bytes(recipe), _free_bytes(place)
     files, free_files = count * (recipe.parallel.num_workers + SPARE_FILES), found.f_favail
     inodes = f", {free_files:,} free inodes" if found.f_files else ""  # btrfs and some network file systems report 0

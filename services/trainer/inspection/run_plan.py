@@ -28,6 +28,7 @@ from services.trainer.checkpoints.interval import (
     mtbf_seconds,
     optimal_interval_steps,
 )
+from services.trainer.checkpoints.retention import most_checkpoints
 from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.step_trace import StepTrace
 
@@ -275,7 +276,8 @@ def _describe_space(recipe: Recipe) -> str:
     policy, size = recipe.checkpoint, checkpoint_bytes(recipe)
     for_good = recipe.train.max_steps // policy.keep_interval_steps if policy.keep_interval_steps else 0
     kept = f", and {for_good:,} that are kept permanently" if for_good else ""
-    return f"{_size((policy.keep_latest + 1 + for_good) * size)} for {policy.keep_latest + 1} checkpoints{kept}"
+    count = most_checkpoints(recipe)
+    return f"{_size((count + for_good) * size)} for {count} checkpoints{kept}"
 
 
 def _describe_notice(recipe: Recipe, write_seconds: float) -> dict[str, str]:

@@ -26,7 +26,19 @@ logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 
-Kind = Literal["watchdog", "restart", "nan", "loss_spike", "rollback", "straggler", "fallback", "short_notice"]
+Kind = Literal[
+    "watchdog",
+    "restart",
+    "nan",
+    "loss_healed",
+    "loss_spike",
+    "rollback",
+    "rollbacks_exhausted",
+    "setting",
+    "straggler",
+    "fallback",
+    "short_notice",
+]
 
 
 def record_event(job: Job, event: Kind, **facts: Any) -> None:
@@ -72,7 +84,7 @@ def find_watchdog_event(job: Job) -> dict[str, Any] | None:
 
 
 class NewWarnings:
-    """Reads new events that the command shows as warnings: `fallback` and `short_notice`.
+    """Reads new events that the command shows as warnings.
 
     The file is read only after it has grown.
     """
@@ -102,8 +114,26 @@ def _describe_fallback(event: dict[str, Any]) -> str:
     return f"the run continues from the newest intact checkpoint, of step {event.get('to_step')}. Damaged:\n  {listed}"
 
 
+def _describe_rollback(event: dict[str, Any]) -> str:
+    skipped, to_step = f"batches {event.get('first_batch')} to {event.get('last_batch')}", event.get("to_step")
+    text = f"the loss spiked up to step {event.get('step')}: the run goes back to step {to_step} and skips {skipped}"
+    if to_step != event.get("wanted_step") and event.get("to_step", 0) > event.get("wanted_step", 0):
+        text += f"; no checkpoint of step {event.get('wanted_step')} or before is left, so fewer batches are skipped"
+    return text
+
+
+def _describe_exhausted(event: dict[str, Any]) -> str:
+    return (
+        f"the loss spiked up to step {event.get('step')}, and the run has gone back {event.get('rollbacks')} times, as "
+        f"often as train.loss_spike_max_rollbacks allows: it goes on from the spike. A lower optimizer.learning_rate "
+        f"makes another run, which may be more stable"
+    )
+
+
 _WARNINGS: dict[str, Callable[[dict[str, Any]], str]] = {
     "fallback": _describe_fallback,
+    "rollback": _describe_rollback,
+    "rollbacks_exhausted": _describe_exhausted,
     "short_notice": lambda event: str(event.get("message")),
 }
 

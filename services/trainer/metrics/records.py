@@ -188,10 +188,16 @@ class MetricsWriter:
 
 
 def read_metrics(run_folder: Path) -> ParsedLines:
-    """Return one record per step, in order: the last one of a step that was done again after a crash."""
-    found = read_lines(run_folder / METRICS_FILE, _StepLine)
-    by_step = {record["step"]: record for record in found.lines}
-    return ParsedLines([by_step[step] for step in sorted(by_step)], found.unreadable)
+    """Return one record per step, in order, of the steps that led to the newest one.
+
+    After a crash or a loss spike the run does steps again: earlier records of these and of later steps are dropped.
+    """
+    found, kept = read_lines(run_folder / METRICS_FILE, _StepLine), list[dict[str, Any]]()
+    for record in found.lines:
+        while kept and kept[-1]["step"] >= record["step"]:
+            kept.pop()
+        kept.append(record)
+    return ParsedLines(kept, found.unreadable)
 
 
 def read_attempts(run_folder: Path) -> ParsedLines:

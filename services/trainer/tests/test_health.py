@@ -1,23 +1,17 @@
-"""Workers that freeze or compute wrongly, and losses that spike: what the run does, and what its record says."""
+"""Workers that freeze or compute wrongly: what the run does, and what its record says."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from services.common.artifacts.checkpoint import CheckpointManifest, LossSpikes
 from services.common.artifacts.lease import hold_lease
-from services.common.artifacts.store import open_artifact
-from services.common.errors import RecipeError, WorkersLost
-from services.common.launch import inline
-from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
-from services.common.program.step import Program
-from services.trainer.health.loss_spikes import SpikeDetector
+from services.common.errors import WorkersLost
+from services.common.launch.launcher import WorkerEnvironment
 from services.trainer.health.straggler import STEPS, Stragglers
 from services.trainer.health.watchdog import limit_seconds, read_heartbeat, stacks_file
 from services.trainer.job import Job
@@ -31,7 +25,6 @@ from services.trainer.tests.runs import checkpoints, read_run, state_hash
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 TWO = {"parallel__data_parallel_size": "2"}
-SPIKY = {"train__loss_spike_sigma": "6", "train__loss_spike_window": "4"}
 
 
 @pytest.fixture(scope="module")
@@ -111,68 +104,6 @@ def test_gradients_that_the_data_make_infinite_are_the_datas(
     assert "events        1 nan (data)" in summarize(open_run(job.root, job.run))
 
 
-def test_a_spike_is_rolled_back_past_its_batch_whoever_is_stopped_or_killed_when(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    straight, stopped, killed = (new_job(root, **SPIKY) for root in ("straight", "stopped", "killed"))
-    two = new_job("two", **SPIKY, **TWO)
-    work.train_with_spikes(straight, ALONE)
-    inline.run_workers(work.train_with_spikes, two, WorkerGroupSpec(2, 1, 2, two.run_folder))
-    work.train_with_spikes(new_job("stopped", **SPIKY, train__max_steps="7"), ALONE)
-    work.train_with_spikes(stopped, ALONE)
-    with monkeypatch.context() as patch:
-        kill_after_the_roll_back(patch)
-        with pytest.raises(KeyboardInterrupt):
-            work.train_with_spikes(killed, ALONE)
-    work.train_with_spikes(killed, ALONE)
-
-    spike, rollback = read_events(straight.run_folder)
-    assert (spike["event"], spike["step"], spike["batch"]) == ("loss_spike", 9, 8)
-    assert spike["loss"] > spike["limit"]
-    assert (rollback["event"], rollback["step"], rollback["to_step"]) == ("rollback", 9, 5)
-    assert read_events(stopped.run_folder)[1]["to_step"] == 7
-    assert kinds(killed) == ["loss_spike", "rollback"] * 2
-    newest = open_artifact(checkpoints(straight.root)["step-00000020"], CheckpointManifest).manifest.checkpoint
-    assert newest.loss_spikes
-    assert newest.loss_spikes.skipped_batches == (8,)
-    losses = [record["loss"] for record in read_metrics(straight.run_folder).lines]
-    assert list(newest.loss_spikes.recent_losses) == losses[-4:]
-    assert len({final_state(job) for job in (straight, two, stopped, killed)}) == 1
-    assert "events        1 loss_spike, 1 rollback" in summarize(open_run(straight.root, straight.run))
-
-
-def kill_after_the_roll_back(patch: pytest.MonkeyPatch) -> None:
-    train_step, steps = Program.train_step, []
-
-    def end(program: Program, step: int, *arguments: Any) -> Any:
-        steps.append(step)
-        if steps.count(8) == 2:
-            raise KeyboardInterrupt
-        return train_step(program, step, *arguments)
-
-    patch.setattr(Program, "train_step", end)
-
-
-def test_a_spike_before_the_first_checkpoint_goes_back_to_the_begin(new_job: Callable[..., Job]) -> None:
-    rare, often = new_job("rare", **SPIKY, checkpoint__interval_steps="20"), new_job("often", **SPIKY)
-    for job in (rare, often):
-        work.train_with_spikes(job, ALONE)
-
-    assert read_events(rare.run_folder)[1]["to_step"] == 0
-    assert final_state(rare) == final_state(often)
-
-
-def test_a_loss_that_spikes_on_every_batch_ends_the_run_with_2(
-    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = new_job(**SPIKY)
-    work.spike(monkeypatch, *range(8, 40))
-    with pytest.raises(RecipeError, match=r"step 9: .*train\.loss_spike_sigma 6 .* 3 batches"):
-        train(job, ALONE)
-    assert kinds(job) == ["loss_spike", "rollback"] * 3 + ["loss_spike"]
-    assert list(checkpoints(job.root)) == ["step-00000005"]
-
-
 def test_what_cannot_be_written_or_read_of_the_events_stops_no_run(new_job: Callable[..., Job]) -> None:
     job = new_job()
     (job.run_folder / EVENTS_FILE).mkdir()
@@ -182,27 +113,6 @@ def test_what_cannot_be_written_or_read_of_the_events_stops_no_run(new_job: Call
     shutil.rmtree(job.run_folder / EVENTS_FILE)
     (job.run_folder / EVENTS_FILE).write_bytes(b'{"event": 3}\n[]\n\xff\n{"event": "nan"}\n{"event": "res')
     assert "events        1 nan (None)" in summarize(open_run(job.root, job.run))
-
-
-def test_batches_that_are_left_out_move_those_after_them(new_job: Callable[..., Job]) -> None:
-    settings = new_job(**SPIKY).recipe.train
-    detector = SpikeDetector(settings, LossSpikes(skipped_batches=(2, 3, 5), recent_losses=()))
-    assert [detector.batch_of(step) for step in range(5)] == [0, 1, 4, 6, 7]
-    assert detector.skip_batch(0)
-    assert [detector.batch_of(step) for step in range(5)] == [1, 4, 6, 7, 8]
-
-
-def test_losses_are_compared_once_the_window_is_full(new_job: Callable[..., Job]) -> None:
-    settings = new_job(**SPIKY).recipe.train
-    detector = SpikeDetector(settings, None)
-    for loss in (1.0, 3.0, 1.0):
-        detector.add(loss)
-        assert detector.limit() == float("inf")
-    detector.add(3.0)
-    assert detector.limit() == 2 + 6 * 1
-    off = SpikeDetector(settings.model_copy(update={"loss_spike_sigma": 0.0}), None)
-    off.add(1.0)
-    assert off.state is None
 
 
 def test_a_steps_limit_follows_the_median() -> None:

@@ -25,13 +25,12 @@ from services.common.artifacts.store import open_artifact
 from services.common.errors import ArtifactError, UnreadableError
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.process.entry_point import exit_code_of
-from services.common.recipe.schema import Checkpoint
 from services.common.testing.artifacts import publish, publish_checkpoint
 from services.common.testing.manifests import forge, in_all_of_state
 from services.trainer.__main__ import main
 from services.trainer.checkpoints.loader import load_part
 from services.trainer.checkpoints.lookup import newest_checkpoint, verify_checkpoint
-from services.trainer.checkpoints.writer import discard_old
+from services.trainer.checkpoints.retention import discard_old
 from services.trainer.conversion.export import export
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.inspection.sample import TextGenerator, load_model
@@ -269,8 +268,7 @@ def test_checkpoints_are_ordered_by_number_beyond_a_hundred_million_steps(tmp_pa
     assert list(checkpoints(tmp_path / "fsx")) == [checkpoint_id(step) for step in steps]
 
     with hold_lease(tmp_path / "run.lock") as held:
-        policy = Checkpoint(keep_latest=2)
-        discard_old(collection, policy, committed_steps=[1_000_000_000], lease=held.lease, verify=verify_checkpoint)
+        discard_old(collection, recipe, committed_steps=[1_000_000_000], lease=held.lease, verify=verify_checkpoint)
     assert list(checkpoints(tmp_path / "fsx")) == ["step-100000001", "step-1000000000"]
 
 

@@ -18,7 +18,7 @@ from services.common.program.micro_batch import MicroBatch
 from services.common.program.step import Program
 from services.trainer.checkpoints.loader import load_part
 from services.trainer.checkpoints.lookup import newest_checkpoint, verify_checkpoint
-from services.trainer.checkpoints.writer import discard_old
+from services.trainer.checkpoints.retention import discard_old
 from services.trainer.job import Job, completed_step
 from services.trainer.loop import train
 from services.trainer.metrics.events import NewWarnings, count_events
@@ -146,9 +146,10 @@ def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(new_job: Cal
     for step in (4, 6):
         flip_a_bit(job.checkpoint_address(step).path / shard_name(0))
     policy = job.recipe.checkpoint.model_copy(update={"keep_latest": 2})
+    recipe = job.recipe.model_copy(update={"checkpoint": policy})
 
     assert job.lease
-    discard_old(job.checkpoint_collection, policy, committed_steps=[8], lease=job.lease, verify=verify_checkpoint)
+    discard_old(job.checkpoint_collection, recipe, committed_steps=[8], lease=job.lease, verify=verify_checkpoint)
     assert list(checkpoints(job.root)) == [f"step-{step:08d}" for step in (2, 4, 6, 8)]
 
     train(new_job(checkpoint__interval_steps="2", train__max_steps="10"), ALONE)
@@ -165,8 +166,7 @@ def test_damaged_later_checkpoints_do_not_push_out_the_intact_ones(new_job: Call
         shorter.checkpoint_address(step).path.rename(job.checkpoint_address(step).path)
 
     assert job.lease
-    policy = job.recipe.checkpoint
-    discard_old(job.checkpoint_collection, policy, committed_steps=[10], lease=job.lease, verify=verify_checkpoint)
+    discard_old(job.checkpoint_collection, job.recipe, committed_steps=[10], lease=job.lease, verify=verify_checkpoint)
 
     assert completed_step(newest_checkpoint(job.checkpoint_collection)) == 10
 

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,7 @@ from services.common.program import process_group
 from services.common.program.mesh import Mesh
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.state import StateSlice
-from services.common.program.step import Program
+from services.common.program.step import Program, StepResult
 from services.common.recipe.schema import Recipe
 from services.common.testing.waiting import wait_until
 from services.trainer.checkpoints.shards import write_shard
@@ -171,29 +171,45 @@ class _ListeningStream:
         return self._stream.read(samples)
 
 
-def train_with_spikes(job: Job, environment: WorkerEnvironment) -> None:
+RUINOUS_BATCH = 11
+
+
+def train_with_a_ruinous_batch(job: Job, environment: WorkerEnvironment) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        spike(patch, 8)
+        ruin_weights(patch, RUINOUS_BATCH)
         train(job, environment)
 
 
-def spike(patch: pytest.MonkeyPatch, *spiked_batches: int) -> None:
-    """Let some batches ruin the weights and raise the loss."""
+def ruin_weights(patch: pytest.MonkeyPatch, *ruinous_batches: int) -> None:
+    """Let the updates of some batches ruin the weights. Their own losses, measured before, are as usual."""
+
+    def ruin(program: Program, result: StepResult) -> StepResult:
+        program.buckets[0].weights_P.add_(1.0)
+        return result
+
+    _change_steps(patch, ruinous_batches, ruin)
+
+
+def raise_losses(patch: pytest.MonkeyPatch, *hard_batches: int) -> None:
+    """Let the losses of some batches be ten times as high, which leaves the weights alone."""
+    _change_steps(patch, hard_batches, lambda _, result: result._replace(loss=result.loss * 10))
+
+
+def _change_steps(
+    patch: pytest.MonkeyPatch, chosen: Collection[int], change: Callable[[Program, StepResult], StepResult]
+) -> None:
     train_step, batches = Program.train_step, []
 
-    def read(*arguments: Any) -> Any:
-        batches.append(arguments[2])
-        return micro_batches(*arguments)
+    def read(stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh) -> Any:
+        batches.append(number)
+        return micro_batches(stream, recipe, number, mesh)
 
-    def ruin(*arguments: Any) -> Any:
-        result = train_step(*arguments)
-        if batches[-1] not in spiked_batches:
-            return result
-        arguments[0].buckets[0].weights_P.add_(1.0)
-        return result._replace(loss=result.loss * 10)
+    def step(program: Program, *arguments: Any) -> StepResult:
+        result = train_step(program, *arguments)
+        return change(program, result) if batches[-1] in chosen else result
 
     patch.setattr("services.trainer.loop.micro_batches", read)
-    patch.setattr(Program, "train_step", ruin)
+    patch.setattr(Program, "train_step", step)
 
 
 def _meet(job: Job, environment: WorkerEnvironment) -> None:

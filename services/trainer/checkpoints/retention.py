@@ -1,0 +1,94 @@
+"""Decides which checkpoints of a run stay, and removes the others.
+
+Three kinds stay: the newest ones, those of `checkpoint.keep_interval_steps`, and with `train.loss_spike_sigma` those to
+which a loss spike may take the run back.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from services.common.artifacts.checkpoint import checkpoint_id
+from services.common.artifacts.lease import Lease
+from services.common.artifacts.store import discard
+from services.common.recipe.schema import Recipe, Train
+from services.trainer.checkpoints.lookup import Verify, checkpoint_steps, is_intact
+
+logger = logging.getLogger(__name__)
+
+
+def discard_old(collection: Path, recipe: Recipe, committed_steps: Sequence[int], lease: Lease, verify: Verify) -> None:
+    """Remove checkpoints that are older than the `keep_latest` newest intact ones, except those that stay for longer.
+
+    This process committed `committed_steps`, the last of them just now; any other checkpoint counts as intact if it
+    verifies. Damaged checkpoints that are newer than the oldest kept one stay for a person to inspect. Checkpoints of
+    later steps are ignored: they are damaged, or the run would have continued from them. A failed removal is only
+    logged.
+    """
+    policy = recipe.checkpoint
+    steps = [step for step in reversed(checkpoint_steps(collection)) if step <= committed_steps[-1]]
+    kept_for_rollbacks = rollback_checkpoints(steps, recipe.train)
+    intact = 0
+    for step in steps:
+        if intact >= policy.keep_latest:
+            is_kept_for_good = policy.keep_interval_steps and step % policy.keep_interval_steps == 0
+            if not is_kept_for_good and step not in kept_for_rollbacks:
+                _discard(collection / checkpoint_id(step), lease)
+        elif len(steps) > policy.keep_latest:
+            intact += step in committed_steps or is_intact(collection, step, verify)
+
+
+def discard_newer(collection: Path, step: int, lease: Lease) -> None:
+    """Remove the checkpoints of later steps, which a run abandons when it goes back to `step`.
+
+    The newest is removed first. So the newest that an interrupted removal leaves is one from which the run goes back
+    again. Raises `OSError` if one cannot be removed: the run would continue from it.
+    """
+    for later in reversed(checkpoint_steps(collection)):
+        if later > step:
+            discard(collection / checkpoint_id(later), lease)
+
+
+def rollback_checkpoints(steps: Iterable[int], train: Train) -> set[int]:
+    """Return the steps of the checkpoints to which a loss spike may take the run back from the newest of `steps`.
+
+    These are the first checkpoint of each `loss_spike_rollback_steps` steps, from the newest that is old enough for the
+    earliest spike which is not confirmed yet. So their number does not grow with the run, nor with more checkpoints.
+    """
+    firsts: dict[int, int] = {}
+    for step in sorted(steps):
+        firsts.setdefault(step // train.loss_spike_rollback_steps, step)
+    if not train.loss_spike_sigma or not firsts:
+        return set()
+    begin = max(steps) - _reach(train)
+    oldest = max((first for first in firsts.values() if first <= begin), default=0)
+    return {first for first in firsts.values() if first >= oldest}
+
+
+def most_checkpoints(recipe: Recipe) -> int:
+    """Return the largest number of checkpoints that exist at a time, without those that are kept permanently.
+
+    Besides those that are kept, one is being written.
+    """
+    train, policy = recipe.train, recipe.checkpoint
+    stride = max(train.loss_spike_rollback_steps, policy.interval_steps)
+    for_rollbacks = 2 + math.ceil(_reach(train) / stride) if train.loss_spike_sigma else 0
+    return policy.keep_latest + for_rollbacks + 1
+
+
+def _reach(train: Train) -> int:
+    """Return the most steps between a checkpoint and the state to which a spike that it is part of goes back.
+
+    At that checkpoint up to a patience of losses deviate, after up to as many gradient norms (see `SpikeDetector.add`).
+    """
+    return train.loss_spike_rollback_steps + 2 * train.loss_spike_patience_steps
+
+
+def _discard(checkpoint: Path, lease: Lease) -> None:
+    try:
+        discard(checkpoint, lease)
+    except OSError as error:
+        logger.warning("%s: an old checkpoint could not be removed: %s", checkpoint, error)

@@ -1,0 +1,297 @@
+"""Losses that spike: which batches a run leaves out, where it goes back to, and what it leaves alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from services.common.artifacts.checkpoint import BatchRange, CheckpointManifest, LossSpikes
+from services.common.artifacts.store import open_artifact
+from services.common.launch import inline
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.common.program.step import Program
+from services.common.recipe.schema import Recipe
+from services.trainer.checkpoints import retention
+from services.trainer.data import micro_batches
+from services.trainer.health.loss_spikes import SpikeDetector, Verdict, untrained_loss
+from services.trainer.job import Job
+from services.trainer.loop import Training, train
+from services.trainer.metrics.events import NewWarnings, read_events
+from services.trainer.metrics.records import read_metrics
+from services.trainer.run import open_run, summarize
+from services.trainer.tests import work
+from services.trainer.tests.runs import checkpoints, state_hash
+
+Numbers = npt.NDArray[np.float64]
+ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+SPIKY = {
+    "train__loss_spike_sigma": "6",
+    "train__loss_spike_window": "16",
+    "train__loss_spike_patience_steps": "3",
+    "train__loss_spike_rollback_steps": "4",
+    "checkpoint__interval_steps": "2",
+}
+# The weights are ruined after step 12, so that the losses of steps 13 to 15 are high: see `work.RUINOUS_BATCH`.
+FIRST_STEP, LAST_STEP, BEGIN = 13, 15, 8
+SKIPPED = BatchRange(first=8, last=14)
+
+
+@pytest.fixture(scope="module")
+def spared(new_shared_job: Callable[..., Job]) -> Job:
+    """A run that never reads the batches which a spike of batch 11 leaves out."""
+    job = new_shared_job("spared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.trainer.loop.micro_batches", read_spared)
+        train(job, ALONE)
+    return job
+
+
+def read_spared(stream: Any, recipe: Any, number: int, mesh: Any) -> Any:
+    return micro_batches(stream, recipe, number + (number >= SKIPPED.first) * len(SKIPPED), mesh)
+
+
+def final_state(job: Job) -> str:
+    return state_hash(checkpoints(job.root)["step-00000020"])
+
+
+def kinds(job: Job) -> list[str]:
+    return [event["event"] for event in read_events(job.run_folder)]
+
+
+def newest(job: Job) -> LossSpikes:
+    path = list(checkpoints(job.root).values())[-1]
+    return open_artifact(path, CheckpointManifest).manifest.checkpoint.loss_spikes
+
+
+def test_the_batches_before_and_during_a_spike_are_skipped_and_the_run_ends_as_without_them(
+    new_job: Callable[..., Job], spared: Job
+) -> None:
+    job = new_job(**SPIKY)
+    work.train_with_a_ruinous_batch(job, ALONE)
+
+    spike, rollback = read_events(job.run_folder)
+    assert (spike["event"], spike["first_step"], spike["step"]) == ("loss_spike", FIRST_STEP, LAST_STEP)
+    assert spike["loss"] > spike["limit"]
+    assert rollback["event"] == "rollback"
+    assert (rollback["step"], rollback["to_step"], rollback["wanted_step"]) == (LAST_STEP, BEGIN, BEGIN)
+    assert (rollback["first_batch"], rollback["last_batch"]) == (SKIPPED.first, SKIPPED.last)
+    assert final_state(job) == final_state(spared)
+    assert newest(job).skipped_batches == (SKIPPED,)
+    assert newest(job).rollbacks == 1
+    losses = [record["loss"] for record in read_metrics(job.run_folder).lines]
+    assert losses == [record["loss"] for record in read_metrics(spared.run_folder).lines]
+    assert list(newest(job).recent_losses) == losses[-16:]
+    assert "events        1 loss_spike, 1 rollback" in summarize(open_run(job.root, job.run))
+    [warning] = NewWarnings(job).read()
+    assert all(number in warning for number in ("step 15", "step 8", "batches 8 to 14"))
+
+
+def test_workers_intervals_stops_and_kills_change_no_bit_of_a_run_that_goes_back(
+    new_job: Callable[..., Job], spared: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = new_job("two", **SPIKY, parallel__data_parallel_size="2")
+    inline.run_workers(work.train_with_a_ruinous_batch, two, WorkerGroupSpec(2, 1, 2, two.run_folder))
+    rare = new_job("rare", **SPIKY | {"checkpoint__interval_steps": "20"})
+    work.train_with_a_ruinous_batch(rare, ALONE)
+    assert read_events(rare.run_folder)[1]["to_step"] == 0  # the initial weights
+    stopped = [new_job("stopped", **SPIKY, train__max_steps=steps) for steps in ("7", "14", "20")]
+    for job in stopped:
+        work.train_with_a_ruinous_batch(job, ALONE)
+    assert kinds(stopped[0]) == ["loss_spike", "rollback"]
+    killed = new_job("killed", **SPIKY)
+    for kill in (kill_in_the_removal, kill_after_the_rollback):
+        with monkeypatch.context() as patch:
+            kill(patch)
+            with pytest.raises(KeyboardInterrupt):
+                work.train_with_a_ruinous_batch(killed, ALONE)
+    assert list(checkpoints(killed.root))[-1] == "step-00000008"  # nothing of the abandoned steps is found
+    work.train_with_a_ruinous_batch(killed, ALONE)
+    assert kinds(killed) == ["loss_spike", *["loss_spike", "rollback"] * 2]
+
+    assert {final_state(job) for job in (two, rare, stopped[0], killed)} == {final_state(spared)}
+
+
+def kill_in_the_removal(patch: pytest.MonkeyPatch) -> None:
+    """Kill the run when it has removed one of the two checkpoints that it abandons."""
+    discard, removed = retention.discard, []
+
+    def remove(path: Any, lease: Any) -> None:
+        if removed and removed[-1] == "step-00000014":
+            raise KeyboardInterrupt
+        removed.append(path.name)
+        discard(path, lease)
+
+    patch.setattr(retention, "discard", remove)
+
+
+def kill_after_the_rollback(patch: pytest.MonkeyPatch) -> None:
+    """Kill the run, which continues from step 12, when it has gone back and repeats an earlier step."""
+    train_step = Program.train_step
+
+    def end(program: Program, step: int, *arguments: Any) -> Any:
+        if step == BEGIN + 1:
+            raise KeyboardInterrupt
+        return train_step(program, step, *arguments)
+
+    patch.setattr(Program, "train_step", end)
+
+
+def test_a_transient_that_heals_is_left_alone(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, spared: Job
+) -> None:
+    job, plain = new_job("transient", **SPIKY), new_job("plain")
+    work.raise_losses(monkeypatch, 11, 12)
+    for each in (job, plain):
+        train(each, ALONE)
+
+    [event] = read_events(job.run_folder)
+    assert (event["event"], event["step"]) == ("loss_healed", 14)
+    assert newest(job).skipped_batches == ()
+    assert final_state(job) == final_state(plain) != final_state(spared)
+
+
+def test_a_run_whose_rollbacks_are_exhausted_goes_on_with_a_warning(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = new_job(**SPIKY, train__loss_spike_max_rollbacks="1")
+    work.ruin_weights(monkeypatch, work.RUINOUS_BATCH, 15)
+    train(job, ALONE)
+
+    assert kinds(job) == ["loss_spike", "rollback", "loss_spike", "rollbacks_exhausted"]
+    assert len(read_metrics(job.run_folder).lines) == 20
+    assert newest(job).skipped_batches == (SKIPPED,)
+    _, warning = NewWarnings(job).read()
+    assert "train.loss_spike_max_rollbacks" in warning
+
+
+def test_losses_that_are_not_finite_take_the_run_back_before_they_end_it(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"train__loss_spike_patience_steps": "5", "train__max_consecutive_skipped_steps": "2"}
+    job, rewind = new_job(**SPIKY | settings), Training.rewind
+
+    def end_of_poison(training: Training, spike: Any) -> None:
+        monkeypatch.undo()
+        training._program._run_loss = training._program._micro_loss
+        rewind(training, spike)
+
+    work.poison(monkeypatch, *range(11, 16))
+    monkeypatch.setattr(Training, "rewind", end_of_poison)
+    train(job, ALONE)
+
+    assert kinds(job) == ["nan"] * 3 + ["loss_spike", "rollback"]
+    assert newest(job).skipped_batches == (BatchRange(first=7, last=13),)
+
+
+def test_settings_change_in_the_middle_of_a_run_which_records_it(new_job: Callable[..., Job]) -> None:
+    job = new_job(train__max_steps="6")
+    train(job, ALONE)
+    watched = new_job(**SPIKY)
+    assert watched.run == job.run
+    work.train_with_a_ruinous_batch(watched, ALONE)
+
+    setting, *others = read_events(job.run_folder)
+    assert (setting["event"], setting["changes"]["loss_spike_sigma"]) == ("setting", [0.0, 6.0])
+    assert [event["event"] for event in others] == ["loss_spike", "rollback"]
+    manifest = open_artifact(checkpoints(job.root)["step-00000020"], CheckpointManifest).manifest
+    assert manifest.recipe["train"]["loss_spike_sigma"] == 6.0
+
+    longer = new_job(train__max_steps="22")
+    train(longer, ALONE)
+    assert newest(longer) == LossSpikes(skipped_batches=(SKIPPED,), rollbacks=1)  # skipped for good
+
+
+def test_a_rollback_without_an_old_checkpoint_goes_to_the_oldest_and_skips_less(new_job: Callable[..., Job]) -> None:
+    job = new_job(**SPIKY | {"train__loss_spike_rollback_steps": "1"}, train__max_steps="14")
+    work.train_with_a_ruinous_batch(job, ALONE)
+    work.train_with_a_ruinous_batch(new_job(**SPIKY | {"train__loss_spike_rollback_steps": "7"}), ALONE)
+
+    rollback = read_events(job.run_folder)[-1]
+    assert (rollback["event"], rollback["to_step"], rollback["wanted_step"]) == ("rollback", 6, 5)
+    assert newest(job).skipped_batches == (BatchRange(first=6, last=14),)
+
+
+def test_batches_after_skipped_ranges_move(new_job: Callable[..., Job]) -> None:
+    detector = SpikeDetector(new_job(**SPIKY).recipe)
+    skipped = (BatchRange(first=2, last=3), BatchRange(first=5, last=5))
+    detector.go_back(LossSpikes(skipped_batches=skipped))
+    assert [detector.batch_of(step) for step in range(5)] == [0, 1, 4, 6, 7]
+    assert detector.skip(from_step=1, last_batch=4) == BatchRange(first=1, last=4)
+    assert detector.state.skipped_batches == (BatchRange(first=1, last=5),)  # ranges that touch are one
+    assert [detector.batch_of(step) for step in range(3)] == [0, 6, 7]
+
+
+def test_the_checkpoints_of_a_rollback_are_few_and_always_there(new_job: Callable[..., Job]) -> None:
+    recipe, kept = new_job(**SPIKY | {"checkpoint__interval_steps": "1"}).recipe, set[int]()
+    train_settings = recipe.train
+    for step in range(1, 500):
+        kept = retention.rollback_checkpoints([*kept, step], train_settings) | {step}
+        assert len(kept) <= retention.most_checkpoints(recipe) - recipe.checkpoint.keep_latest
+        first_deviating = step + 2 - 2 * train_settings.loss_spike_patience_steps
+        wanted = first_deviating - 1 - train_settings.loss_spike_rollback_steps
+        assert wanted < 1 or min(kept) <= wanted
+
+
+def test_a_hundred_curves_without_spikes_trigger_none_and_each_planted_spike_is_found(
+    new_job: Callable[..., Job],
+) -> None:
+    recipe = with_train(new_job().recipe, loss_spike_sigma=6.0, loss_spike_window=64)
+    for seed in range(100):
+        generator = np.random.default_rng(seed)
+        losses, norms = loss_curve(generator, 160, recipe)
+        losses[60:70] += generator.uniform(0.5, 3)  # a transient that is shorter than the patience
+        losses[140:] += generator.uniform(1.5, 3)
+        assert first_spike(SpikeDetector(recipe), losses, norms) == 140 + recipe.train.loss_spike_patience_steps, seed
+
+
+def loss_curve(
+    generator: np.random.Generator, length: int, recipe: Recipe
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Make losses and gradient norms of a run: a descent by a power law, heavy-tailed noise and a slow wander."""
+    steps, begin = np.arange(length), untrained_loss(recipe.model)
+    end, half_life = begin * generator.uniform(0.2, 0.6), generator.uniform(10, 100)
+    warm_up = np.minimum(1, steps / generator.choice([5, 30, 200]))
+    trend = end + (begin - end) * (1 + np.cumsum(warm_up) / half_life) ** -generator.uniform(0.2, 0.8)
+    scatter, wander = 10 ** generator.uniform(-2, -1), np.zeros(length)
+    for step in range(1, length):
+        wander[step] = 0.98 * wander[step - 1] + 0.2 * scatter * generator.standard_normal()
+    noise = scatter * generator.standard_t(4, length) / math.sqrt(2)
+    norms = np.exp(0.3 * generator.standard_t(4, length)) * (0.3 + 3 / (1 + steps / 20))
+    return trend + wander + noise, norms
+
+
+def first_spike(detector: SpikeDetector, losses: Numbers, norms: Numbers) -> int | None:
+    for step, (loss, norm) in enumerate(zip(losses.tolist(), norms.tolist(), strict=True), start=1):
+        if detector.add(step, loss, norm, detector.deviation(loss, norm)) is Verdict.SPIKE:
+            return step
+    return None
+
+
+def test_the_limit_means_something_in_the_first_descent(new_job: Callable[..., Job]) -> None:
+    recipe = with_train(new_job().recipe, loss_spike_sigma=6.0)
+    detector, begin = SpikeDetector(recipe), untrained_loss(recipe.model)
+    for step, loss in enumerate(np.linspace(begin, 0.6 * begin, 128).tolist(), start=1):
+        detector.add(step, loss, 1.0, detector.deviation(loss, 1.0))
+        assert (detector.limits()[0] < math.inf) == (step >= 32)
+        assert not 1.02 * begin + 0.5 < detector.limits()[0] < math.inf
+    assert detector.limits()[0] < 0.75 * begin  # mean + 6 standard deviations would be 1.5 times `begin`
+
+
+def test_a_high_gradient_norm_confirms_nothing_but_begins_a_spike(new_job: Callable[..., Job]) -> None:
+    recipe = with_train(new_job().recipe, loss_spike_sigma=6.0, loss_spike_window=16, loss_spike_patience_steps=4)
+    detector = SpikeDetector(recipe)
+    steps = [(3.0, 1.0)] * 16 + [(3.0, 50.0)] + [(3.0, 1.0)] * 3 + [(3.0, 50.0)] * 2 + [(5.0, 1.0)] * 4
+    verdicts = [
+        detector.add(step, loss, norm, detector.deviation(loss, norm)) for step, (loss, norm) in enumerate(steps, 1)
+    ]
+    assert [verdicts.count(each) for each in Verdict] == [22, 3, 0, 1]
+    assert detector.first_step == 21
+
+
+def with_train(recipe: Recipe, **settings: Any) -> Recipe:
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=settings)})
