@@ -50,8 +50,9 @@ def next_token_loss(
         return mean_of_chunks
     # A compiler fuses this by itself, and AOTAutograd does not cache a graph with an autograd function of our own.
     total = torch.zeros((), dtype=torch.float32, device=hidden_BSD.device)
+    wide_head_VD = lm_head_VD.float()  # so that autograd sums the chunks' gradients in float32, and rounds once
     for chunk_TD, chunk_T in zip(hidden_TD.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True):
-        logits_TV = F.linear(chunk_TD, lm_head_VD).float()
+        logits_TV = F.linear(chunk_TD, wide_head_VD.to(lm_head_VD.dtype)).float()
         total = total + F.cross_entropy(logits_TV, chunk_T, reduction="sum")
         if z_loss:
             penalty = z_loss * logits_TV.logsumexp(-1).square().sum()
@@ -81,8 +82,9 @@ def next_token_losses(
 class _ChunkedLoss(torch.autograd.Function):
     """Chunked loss on one rank, whose forward pass also computes the gradients.
 
-    So only one chunk's logits exist at a time, and they stay in the processor's cache. In float32, one chunk for all
-    tokens has the bits of `F.cross_entropy` and its gradient.
+    So only one chunk's logits exist at a time, and they stay in the processor's cache. The head's gradients of all
+    chunks are summed in float32. In float32, one chunk for all tokens has the bits of `F.cross_entropy` and its
+    gradient.
     """
 
     @staticmethod
@@ -112,8 +114,14 @@ class _ChunkedLoss(torch.autograd.Function):
             gradient_TV = gradient_TV.to(products_TV.dtype)
             hidden_gradients.append(gradient_TV @ lm_head_VD)
             factors = gradient_TV.t(), chunk_TD.to(products_TV.dtype)
-            head_gradient_VD = torch.mm(*factors) if head_gradient_VD is None else head_gradient_VD.addmm_(*factors)
-        ctx.save_for_backward(torch.cat(hidden_gradients), head_gradient_VD)
+            if head_gradient_VD is None:
+                head_gradient_VD = torch.mm(*factors).float()
+            elif products_TV.dtype == torch.float32:
+                head_gradient_VD.addmm_(*factors)
+            else:
+                head_gradient_VD += torch.mm(*factors)  # addmm_ would round the sum to the products' type
+        assert head_gradient_VD is not None
+        ctx.save_for_backward(torch.cat(hidden_gradients), head_gradient_VD.to(lm_head_VD.dtype))
         return total / targets_T.numel()
 
     @staticmethod

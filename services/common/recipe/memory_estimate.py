@@ -169,11 +169,11 @@ def _activation_bytes(recipe: Recipe, sizes: _Sizes) -> tuple[int, int, int]:
 
 
 def _loss_bytes(recipe: Recipe, sizes: _Sizes) -> int:
-    """Return the bytes of hidden states, their gradient and float32 logits; a split model also holds gradients then."""
+    """Return the bytes of hidden states, their gradient, float32 logits, and the head's gradients of all chunks."""
     hidden = 2 * _param_bytes(recipe) * sizes.sequence
-    if not _is_split(recipe):
-        return hidden + FLOAT32_BYTES * sizes.logits
     head = recipe.model.vocab_size * recipe.model.hidden_size // recipe.parallel.tensor_parallel_size
+    if not _is_split(recipe):
+        return hidden + FLOAT32_BYTES * (head + sizes.logits)
     return hidden + _compute_bytes(recipe) * sizes.sequence + FLOAT32_BYTES * (2 * head + 5 * sizes.logits)
 
 

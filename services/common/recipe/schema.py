@@ -227,7 +227,8 @@ class Model(Section):
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     initializer_range: Annotated[float, Field(gt=0)] = 0.02
-    """Standard deviation of the initial weights."""
+    """Standard deviation of initial weights. The projections into the residual stream, `o_proj` and `down_proj` of each
+    layer, have this divided by sqrt(2 * num_hidden_layers), as in GPT-2. Weights of norms begin at 1."""
 
     @model_validator(mode="before")
     @classmethod

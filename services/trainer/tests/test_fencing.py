@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
+from services.common.artifacts.checkpoint import LossSpikes
 from services.common.artifacts.lease import hold_lease
 from services.common.artifacts.store import is_work
 from services.common.errors import TryAgain
@@ -40,7 +41,7 @@ def test_a_worker_of_an_earlier_attempt_commits_nothing(tmp_path: Path, new_job:
 
 def write_alone(job: Job, program: Program) -> CheckpointWriter:
     writer = CheckpointWriter(job, program.backend.mesh, ProcessGroup(rank=0, world_size=1))
-    writer.save(program.state.begin_snapshot, 5, 0, started=0.0)
+    writer.save(program.state.begin_snapshot, 5, 0, started=0.0, loss_spikes=LossSpikes())
     return writer
 
 

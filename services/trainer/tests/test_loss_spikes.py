@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from services.common.artifacts.checkpoint import BatchRange, CheckpointManifest, LossSpikes
-from services.common.artifacts.store import open_artifact
+from services.common.artifacts.store import discard, open_artifact
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
 from services.common.program.step import Program
@@ -118,7 +118,7 @@ def test_workers_intervals_stops_and_kills_change_no_bit_of_a_run_that_goes_back
 
 def kill_in_the_removal(patch: pytest.MonkeyPatch) -> None:
     """Kill the run when it has removed one of the two checkpoints that it abandons."""
-    discard, removed = retention.discard, []
+    removed: list[str] = []
 
     def remove(path: Any, lease: Any) -> None:
         if removed and removed[-1] == "step-00000014":

@@ -53,3 +53,23 @@ def test_an_evaluation_has_the_loss_of_each_target() -> None:
 
     torch.testing.assert_close(found_BS, expected_T.view(targets_BS.shape), rtol=1e-6, atol=1e-6)
     assert found_BS.mean().item() == pytest.approx(mean.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_the_heads_gradients_of_many_chunks_are_summed_in_float32(is_compiled: bool) -> None:
+    """The error of 16 chunks is 1.3 times that of one chunk. It was 2.4 times while they were summed in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_BSD = torch.randn(1, 512, 32, generator=generator).bfloat16().requires_grad_()
+    lm_head_VD = torch.randn(200, 32, generator=generator).mul(0.1).bfloat16().requires_grad_()
+    targets_BS = torch.randint(200, (1, 512), generator=generator)
+    precise_VD = lm_head_VD.detach().double().requires_grad_()
+    precise = F.cross_entropy((hidden_BSD.detach().double() @ precise_VD.t()).flatten(0, 1), targets_BS.flatten())
+    [expected] = torch.autograd.grad(precise, precise_VD)
+    compute = torch.compile(next_token_loss, backend="aot_eager") if is_compiled else next_token_loss
+
+    def error(chunk_tokens: int) -> float:
+        loss = compute(hidden_BSD, lm_head_VD, targets_BS, chunk_tokens, OneWorker())
+        [found] = torch.autograd.grad(loss, lm_head_VD)
+        return float((found.double() - expected).norm())
+
+    assert error(32) < 1.4 * error(512)
