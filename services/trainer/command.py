@@ -23,11 +23,13 @@ from services.common.artifacts.upstream import open_corpus
 from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
 from services.common.hardware.image_platform import require_backend
 from services.common.launch.brought_files import offer_file
-from services.common.process.command_line import RecipeParser, StageParser
+from services.common.process.command_line import RecipeParser, StageParser, require_text
+from services.common.process.command_parser import CommandParser
 from services.common.process.telemetry import configure_logging
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import describe, explain_schedule_end
 from services.common.recipe.schema import Recipe, fingerprint
+from services.trainer.branch import describe_parent, find_lineage, name_run, open_parent, require_same_vocabulary
 from services.trainer.checkpoints.lookup import (
     choose_checkpoint,
     newest_checkpoint,
@@ -61,16 +63,21 @@ from services.trainer.metrics.trackers import TRACKERS, require_trackers, tracki
 from services.trainer.node_staging import prepare_node, using_node
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
 from services.trainer.run_start import describe_start, explain_new_run
+from services.trainer.run_tree import describe_runs, read_runs
 from services.trainer.supervise import supervise
 
 logger = logging.getLogger(__name__)
 
+RUNS = "runs"
+"""The command that needs no recipe."""
 CLOSING_PROMPTS = ("If the", "Return a", "The method")
 
 
 def main(argv: list[str], recipe: Recipe | None = None) -> int:
     """Run the command in `argv`, whose recipe may have been loaded before."""
     configure_logging("trainer")
+    if argv[:1] == [RUNS]:
+        return list_runs(argv[1:])
     name, options = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("train", argv)
     command = COMMANDS[name]
     arguments, recipe = command.make_parser().parse(options, recipe)
@@ -97,7 +104,12 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
                 f"{job.run}: begins with imported weights (train.initial_weights), which are not imported yet. Import "
                 f"them: `python -m services.trainer import --recipe {arguments.recipe} --root {job.root} --from FOLDER`"
             )
-        if checkpoint is None and (before := explain_new_run(job.root, recipe, job.corpus)):
+        if recipe.train.branch and checkpoint is None:
+            parent = open_parent(job.root, recipe.train.branch)
+            require_same_vocabulary(job.root, parent, recipe, job.corpus)
+            job = replace(job, waivers=tuple(sorted({*job.waivers, *parent.manifest.checkpoint.waivers})))
+            logger.info("%s branches from %s", job.run, describe_parent(job.root, recipe, job.corpus, job.lineage))
+        elif checkpoint is None and (before := explain_new_run(job.root, recipe, job.corpus)):
             logger.info("%s is a new run and does not continue %s", job.run, before)
         step = completed_step(checkpoint)
         is_complete = step >= recipe.train.max_steps and not lacks_last_evaluation(job, step)
@@ -121,6 +133,23 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             supervise(replace(job, workers_started_at=datetime.now(UTC)), held)
     report_training(job, arguments.recipe)
     print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_collection}")
+    return 0
+
+
+def list_runs(argv: list[str]) -> int:
+    """Print the runs of a root as a tree, with their newest steps and losses."""
+    parser = CommandParser(
+        prog=f"python -m services.trainer {RUNS}",
+        description="List the runs of a root: each branch below its parent, with the newest step and its loss.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
+    arguments = parser.parse_args(argv)
+    require_text(arguments)
+    runs = read_runs(arguments.root.absolute())
+    if not runs:
+        raise ArtifactError(f"{arguments.root}: has no run. Pass the --root with which a run was trained.")
+    print(describe_runs(runs))
     return 0
 
 
@@ -173,7 +202,7 @@ def evaluate(arguments: Namespace, recipe: Recipe) -> int:
         verify_sizes(checkpoint)
     else:
         own = open_corpus(recipe, arguments.recipe, arguments.root)
-        collection = Address(arguments.root, "checkpoint", run_name(recipe, own), "").collection
+        collection = Address(arguments.root, "checkpoint", name_run(arguments.root, recipe, own), "").collection
         checkpoint = choose_checkpoint(collection, arguments.step, verify_sizes)
         require_of_run(checkpoint, recipe, own)
     record = evaluate_checkpoint(_open_job(arguments, recipe), checkpoint, arguments.tokens)
@@ -201,7 +230,7 @@ def import_model(arguments: Namespace, recipe: Recipe) -> int:
 def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
     """Print the content of a checkpoint: of the given step, or the newest one that verifies."""
     corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
-    collection = Address(arguments.root, "checkpoint", run_name(recipe, corpus), "").collection
+    collection = Address(arguments.root, "checkpoint", name_run(arguments.root, recipe, corpus), "").collection
     checkpoint = choose_checkpoint(collection, arguments.step)
     require_of_run(checkpoint, recipe, corpus)
     for line in inspect(checkpoint, recipe):
@@ -248,11 +277,11 @@ def _new_job(
     arguments: Namespace, recipe: Recipe, cache: Artifact[CompileCacheManifest] | None, program_fingerprint: str
 ) -> Job:
     corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
-    now = datetime.now(UTC)
+    now, lineage = datetime.now(UTC), find_lineage(arguments.root, recipe, corpus)
     return Job(
         recipe=recipe,
         root=arguments.root,
-        run=run_name(recipe, corpus),
+        run=run_name(recipe, corpus, lineage.parent),
         corpus=corpus,
         cache=cache,
         program_fingerprint=program_fingerprint,
@@ -261,6 +290,7 @@ def _new_job(
         started_at=now,
         attempt=uuid.uuid4().hex,
         workers_started_at=now,
+        lineage=lineage,
     )
 
 
@@ -273,7 +303,7 @@ def _published_corpus(arguments: Namespace, recipe: Recipe) -> Artifact[CorpusMa
 
 def _find_run(arguments: Namespace, recipe: Recipe) -> Run:
     corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
-    return open_run(arguments.root, run_name(recipe, corpus))
+    return open_run(arguments.root, name_run(arguments.root, recipe, corpus))
 
 
 def _read_nxd_layout(arguments: Namespace) -> NxdLayout | None:
@@ -301,7 +331,7 @@ def _parser(command: str, description: str) -> RecipeParser:
 
 def _train_parser() -> RecipeParser:
     parser = StageParser("trainer", "Train the recipe's model to train.max_steps, from the newest checkpoint on.")
-    others = ", ".join(name for name in COMMANDS if name != "train")
+    others = ", ".join([*(name for name in COMMANDS if name != "train"), RUNS])
     parser.epilog = f"{parser.epilog}. Other commands, each with its own --help: {others}"
     parser.add_launch()
     parser.add_argument("--corpus", type=Path, help="corpus folder (default: the newest of this recipe)")

@@ -130,7 +130,8 @@ class Training:
         recipe, step, is_first = self._job.recipe, self._done, self._is_program_new
         with self.watchdog.step(step, is_first):
             batch, started = self._spikes.batch_of(step), time.perf_counter()
-            batches = list(micro_batches(self._tokens, recipe, batch, self._backend.mesh))
+            offset = self._job.lineage.data_offset_samples
+            batches = list(micro_batches(self._tokens, recipe, batch, self._backend.mesh, offset))
             data_seconds = time.perf_counter() - started
             result = self._program.train_step(step, batches, self._skipped.total)
             numbers = self._backend.defer(result._asdict()).read()
@@ -183,7 +184,7 @@ class Training:
             if not self._spikes.skip_batch(spike.batch):
                 self._fault = spiked_for_ever(job, record.step, record.loss, limit)
                 return
-            if not checkpoint_steps(job.checkpoint_collection):
+            if not checkpoint_steps(job.checkpoint_collection) and not job.recipe.train.branch:
                 self._renew_program()
             self._start_at(resume(job, self._program, self._group))
             if self._group.rank == 0:

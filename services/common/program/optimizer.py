@@ -25,8 +25,12 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
         return optimizer.learning_rate * (step - optimizer.warmup_begin_step + 1) / optimizer.warmup_steps
     if optimizer.decay_steps is None:
         return optimizer.learning_rate
-    begin = warm if optimizer.cooldown_steps is None else optimizer.decay_steps - optimizer.cooldown_steps
-    progress = min(1.0, max(0.0, (step - begin) / (optimizer.decay_steps - begin)))
+    begin = warm
+    if optimizer.cooldown_steps is not None:
+        begin = optimizer.decay_steps - optimizer.cooldown_steps
+        if step <= begin:
+            return optimizer.learning_rate  # and not the sum below, which may be rounded: `constant` has these bits
+    progress = min(1.0, (step - begin) / (optimizer.decay_steps - begin))
     span = optimizer.learning_rate - optimizer.min_learning_rate
     return optimizer.min_learning_rate + span * _SHAPES[optimizer.schedule](progress)
 

@@ -395,6 +395,22 @@ class Compile(Section):
     """Most tasks for one graph. A task that was killed, was lost or ended with 70 is followed by another."""
 
 
+class Branch(Section):
+    """A checkpoint of another run below the same root, with which a run begins: weights, moments, the number of steps,
+    and the position in the data. All other settings may differ from the parent's, except the model's shapes and the
+    vocabulary.
+    """
+
+    run: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*-[0-9a-f]{8}$", max_length=MAX_NAME_LENGTH + 9)]
+    """Name of the parent run, as `python -m services.trainer runs` lists it."""
+    step: Annotated[int, Field(ge=0)]
+    """Step after which the parent has a checkpoint. The branch counts its steps from there on."""
+    data: Literal["continue", "restart"] = "continue"
+    """First sample of the branch. `continue` goes on after the last sample that the parent or its ancestors took of the
+    corpus, or begins a corpus that none of them has seen. `restart` begins the corpus again, so that its samples are
+    seen twice."""
+
+
 class Train(Section):
     max_steps: Positive
     seed: Annotated[int, Field(ge=0, lt=2**63), TRAINED] = 0
@@ -403,6 +419,8 @@ class Train(Section):
     """Seed of the order of the samples. Default: the value of `seed`."""
     initial_weights: Annotated[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None, TRAINED] = None
     """Digest of the imported weights that the run begins with, as `import` prints it; without it, they are random."""
+    branch: Annotated[Branch | None, TRAINED] = None
+    """Checkpoint of another run with which the run begins."""
     dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
     """Type of matrix products. Master weights, moments and reductions are always float32."""
     param_dtype: Annotated[Literal["float32", "bfloat16"], TRACED] = "float32"
@@ -454,6 +472,22 @@ class Train(Section):
                 f"rounded weights gain no precision"
             )
         return self
+
+    @model_validator(mode="after")
+    def _begins_once(self) -> Self:
+        if self.branch and self.initial_weights:
+            raise ValueError(
+                f"train.branch {self.branch.run} and train.initial_weights {self.initial_weights[:12]} both name the "
+                f"weights that the run begins with: leave one out"
+            )
+        if self.branch and self.branch.step >= self.max_steps:
+            raise ValueError(f"train.branch.step {self.branch.step} must be below train.max_steps {self.max_steps}")
+        return self
+
+    @property
+    def first_step(self) -> int:
+        """Steps that were done when the run began: those of its parent, or 0."""
+        return self.branch.step if self.branch else 0
 
 
 class Checkpoint(Section):

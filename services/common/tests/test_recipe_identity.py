@@ -108,6 +108,9 @@ NOT_ALONE = {
     "tokenizer.train",
     "tokenizer.train.vocab_size",
     "model.vocab_size",
+    "train.branch.run",
+    "train.branch.step",
+    "train.branch.data",
     "optimizer.cooldown_steps",
     "optimizer.warmup_begin_step",
 }
@@ -162,6 +165,22 @@ def test_the_type_of_weights_and_of_sums_decides_the_program_and_the_run(tmp_pat
 def test_the_length_of_a_cool_down_decides_the_run_alone(tmp_path: Path) -> None:
     wsd = {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": "5"}
     before, after = load_small(tmp_path, wsd), load_small(tmp_path, {**wsd, "optimizer.cooldown_steps": "6"})
+
+    assert [kind for kind in KINDS if identity(before, kind) != identity(after, kind)] == ["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"train.branch.run": "other-01234567"},
+        {"train.branch.step": "6"},
+        {"train.branch.data": "restart"},
+        {"optimizer.warmup_begin_step": "5"},
+    ],
+)
+def test_where_a_branch_begins_decides_the_run_alone(tmp_path: Path, changed: dict[str, str]) -> None:
+    branch = {"train.branch.run": "small-01234567", "train.branch.step": "5"}
+    before, after = load_small(tmp_path, branch), load_small(tmp_path, {**branch, **changed})
 
     assert [kind for kind in KINDS if identity(before, kind) != identity(after, kind)] == ["checkpoint"]
 

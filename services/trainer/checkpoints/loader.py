@@ -16,6 +16,7 @@ from services.common.program.llama import parameter_shapes
 from services.common.program.process_group import ProcessGroup
 from services.common.program.state import StateSlice
 from services.common.program.step import Program
+from services.trainer.branch import inherit_loss_spikes, open_parent
 from services.trainer.checkpoints.lookup import (
     all_damaged,
     checkpoint_steps,
@@ -42,15 +43,17 @@ class ResumePoint(NamedTuple):
 
 
 def resume(job: Job, program: Program, group: ProcessGroup) -> ResumePoint:
-    """Load the newest checkpoint that all workers can verify; a new run keeps its initial state. All workers call this.
+    """Load the newest checkpoint that all workers can verify. All workers call this.
 
-    Raises `ArtifactError` when all checkpoints are damaged, or when the workers see different ones.
+    A branch without a checkpoint loads its parent's, and another new run keeps its initial state.
+
+    Raises `ArtifactError` when all checkpoints, or the parent's, are damaged, or when the workers see different ones.
     """
     damages: list[str] = []
     for step in reversed(_agree_on_checkpoints(job, group)):
         with program.state.writing() as held:
             found = group.wait_for_work(partial(load_part, job, held, step))
-        problems = [problem for worker in group.gather({"problem": found}) if (problem := worker["problem"])]
+        problems = _problems_of_all(found, group)
         if not problems:
             state = open_checkpoint(job.checkpoint_collection, step, verify_sizes).manifest.checkpoint
             logger.info("resuming after step=%d from %s", step, job.checkpoint_address(step).path)
@@ -61,24 +64,62 @@ def resume(job: Job, program: Program, group: ProcessGroup) -> ResumePoint:
         damages.append(f"{checkpoint_id(step)}: {problems[0]}")
     if damages:
         raise all_damaged(job.checkpoint_collection, damages)
+    if job.recipe.train.branch:
+        return _branch_off(job, program, group)
     logger.info("starting a new run")
     return ResumePoint()
 
 
-def load_part(job: Job, held: dict[StateSlice, Tensor], step: int) -> str:
-    """Load this worker's slices of a checkpoint into `held`, from verified files.
+def load_part(job: Job, held: dict[StateSlice, Tensor], step: int | None) -> str:
+    """Load this worker's slices of the run's checkpoint of a step, or for None of its parent's, from verified files.
 
     Returns the problem of a damaged checkpoint, and an empty text otherwise.
     """
     try:
-        checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
-        require_of_run(checkpoint, job.recipe, job.corpus)
-        _read(job, checkpoint, held)
+        _read(job, _open(job, step), held)
     except UnreadableError:
         raise
     except ArtifactError as error:
         return str(error)
     return ""
+
+
+def _branch_off(job: Job, program: Program, group: ProcessGroup) -> ResumePoint:
+    """Load the parent's checkpoint. All workers call this. Raises `ArtifactError` if it is damaged or another one."""
+    with program.state.writing() as held:
+        found = group.wait_for_work(partial(load_part, job, held, None))
+    if problems := _problems_of_all(found, group):
+        raise ArtifactError(
+            f"{job.run}: cannot begin with its parent's checkpoint: {problems[0]}\nRestore it from a copy, or "
+            f"set train.branch.step to another step of the parent."
+        )
+    parent = _open(job, None)
+    state = parent.manifest.checkpoint
+    logger.info("branching off after step=%d from %s", state.step, parent.path)
+    return ResumePoint(state.step, state.skipped_steps, inherit_loss_spikes(parent, job.recipe, job.lineage))
+
+
+def _open(job: Job, step: int | None) -> Artifact[CheckpointManifest]:
+    """Open the run's checkpoint of a step, or for None that of its parent. Raises `ArtifactError` for another run's."""
+    if step is not None:
+        checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
+        require_of_run(checkpoint, job.recipe, job.corpus)
+        return checkpoint
+    branch, expected = job.recipe.train.branch, job.lineage.parent
+    assert branch
+    assert expected
+    parent = open_parent(job.root, branch)
+    if parent.manifest.content_digest != expected.content_digest:
+        raise ArtifactError(
+            f"{parent.path}: has the digest {parent.manifest.content_digest[:12]}, but {job.run} branches from "
+            f"{expected.content_digest[:12]}: the parent has written this step again. Start the command again: it "
+            f"begins another run."
+        )
+    return parent
+
+
+def _problems_of_all(found: str, group: ProcessGroup) -> list[str]:
+    return [problem for worker in group.gather({"problem": found}) if (problem := worker["problem"])]
 
 
 def load_weights(job: Job, program: Program, group: ProcessGroup, checkpoint: Artifact[CheckpointManifest]) -> None:
