@@ -212,9 +212,17 @@ def evaluate(arguments: Namespace, recipe: Recipe) -> int:
 
 def export_model(arguments: Namespace, recipe: Recipe) -> int:
     """Write the newest checkpoint as a Hugging Face folder or as an NxD checkpoint."""
-    nxd = _read_nxd_layout(arguments)
+    nxd, count = _read_nxd_layout(arguments), arguments.average_last
+    if count < 1:
+        raise RecipeError(f"--average-last {count}: expected the number of checkpoints, at least 1.")
+    if nxd and count > 1:
+        raise RecipeError(
+            f"--average-last {count} applies to --format hugging-face only: an NxD checkpoint is for a run that goes "
+            f"on, and no run has had the mean of several states. Leave one of the two options out."
+        )
     run = _find_run(arguments, recipe)
-    print(export(run, arguments.output, nxd, allow_non_finite=arguments.allow_non_finite_weights))
+    allow_non_finite = arguments.allow_non_finite_weights
+    print(export(run, arguments.output, nxd, allow_non_finite=allow_non_finite, average_last=count))
     return 0
 
 
@@ -414,6 +422,13 @@ def _add_cache(parser: RecipeParser) -> None:
 def _export_parser() -> RecipeParser:
     parser = _parser("export", "Write the newest checkpoint as a Hugging Face folder or as an NxD checkpoint.")
     parser.add_argument("--output", type=Path, required=True, help="folder to make; it must not exist")
+    parser.add_argument(
+        "--average-last",
+        type=int,
+        default=1,
+        metavar="K",
+        help="write the mean of the weights of the last K checkpoints (default: %(default)s, the newest alone)",
+    )
     parser.add_argument(ALLOW_NON_FINITE_WEIGHTS, action="store_true", help="export NaN and infinite weights as well")
     formats = ("hugging-face", "nxd")
     parser.add_argument("--format", choices=formats, default=formats[0], help="(default: %(default)s)")
