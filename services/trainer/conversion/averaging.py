@@ -34,7 +34,8 @@ def open_last(run: Run, count: int) -> list[Artifact[CheckpointManifest]]:
             f"{collection}: has {len(steps)} checkpoints to average, not {count}: after the steps "
             f"{list_names(map(str, steps))}. A run keeps its last checkpoint.keep_latest ({policy.keep_latest}) "
             f"checkpoints and the multiples of checkpoint.keep_interval_steps "
-            f"({policy.keep_interval_steps or 'none'}). Average at most {len(steps)}, or raise these settings while the run goes on."
+            f"({policy.keep_interval_steps or 'none'}). Average at most {len(steps)}, or raise these settings while "
+            f"the run goes on."
         )
     return [*(_open_earlier(run, step) for step in steps[-count:-1]), run.checkpoint]
 
