@@ -158,6 +158,7 @@ def _descend(parent: Artifact[CheckpointManifest], recipe: Recipe, corpus: Artif
     left = Ancestor(
         run=parent.manifest.name,
         step=state.step,
+        skipped_steps=state.skipped_steps,
         content_digest=parent.manifest.content_digest,
         tokens=state.tokens,
         corpus_digest=parent.manifest.inputs[0].content_digest,

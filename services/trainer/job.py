@@ -97,10 +97,13 @@ def run_name(recipe: Recipe, corpus: Artifact[CorpusManifest], parent: Ancestor 
     return f"{recipe.name}-{digest[:8]}"
 
 
-def tokens_after(recipe: Recipe, parent: Ancestor | None, step: int) -> int:
-    """Return the tokens that a run has trained on after a step, those of its ancestors included."""
-    before, begin = (parent.tokens, parent.step) if parent else (0, 0)
-    return before + (step - begin) * tokens_per_step(recipe)
+def tokens_after(recipe: Recipe, parent: Ancestor | None, step: int, skipped_steps: int) -> int:
+    """Return the tokens that a run has trained on after a step, those of its ancestors included.
+
+    `skipped_steps` of all steps updated no weight, and their tokens do not count.
+    """
+    before, applied = (parent.tokens, parent.step - parent.skipped_steps) if parent else (0, 0)
+    return before + (step - skipped_steps - applied) * tokens_per_step(recipe)
 
 
 def open_cache(

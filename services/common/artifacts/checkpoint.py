@@ -51,6 +51,8 @@ class Ancestor(ManifestModel):
     run: Text
     """The run that made the checkpoint."""
     step: Count
+    skipped_steps: Count
+    """Steps that updated no weight, because a gradient was not finite."""
     content_digest: Sha256
     """Digest of the checkpoint's files."""
     tokens: Count

@@ -73,7 +73,7 @@ def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, cor
             [link.content_digest for link in manifest.inputs],
             [corpus.manifest.content_digest],
         ),
-        "tokens": (state.tokens, tokens_after(recipe, state.parent, state.step)),
+        "tokens": (state.tokens, tokens_after(recipe, state.parent, state.step, state.skipped_steps)),
         "the run and the step that it branched from": (
             (state.parent.run, state.parent.step) if state.parent else None,
             (branch.run, branch.step) if (branch := recipe.train.branch) else None,

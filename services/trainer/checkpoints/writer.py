@@ -99,7 +99,7 @@ class CheckpointWriter:
         self._started = started
         self._payload = CheckpointPayload(
             step=step,
-            tokens=tokens_after(recipe, job.lineage.parent, step),
+            tokens=tokens_after(recipe, job.lineage.parent, step, skipped_steps),
             skipped_steps=skipped_steps,
             data_parallel_size=mesh.data_parallel_size,
             tensor_parallel_size=mesh.tensor_parallel_size,

@@ -100,7 +100,7 @@ class MetricsRecorder:
             **reduced.fields,
             "time": time.time(),
             "step_tokens": self._step_tokens,
-            "tokens": tokens_after(self._recipe, self._parent, step.step),
+            "tokens": tokens_after(self._recipe, self._parent, step.step, step.skipped_steps),
             "tokens_per_second": self._step_tokens / seconds,
             **self._run.add(step, seconds),
         }
