@@ -62,7 +62,7 @@ def find_lineage(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -
 
 
 def open_parent(root: Path, branch: Branch) -> Artifact[CheckpointManifest]:
-    """Read the manifest of the parent's checkpoint; who loads it verifies its files.
+    """Read the manifest of the parent's checkpoint. The files are verified by the workers that load them.
 
     Raises `ArtifactError`, which names the steps that there are, where it is gone or damaged.
     """
@@ -86,7 +86,7 @@ def require_same_vocabulary(
     root: Path, parent: Artifact[CheckpointManifest], recipe: Recipe, corpus: Artifact[CorpusManifest]
 ) -> None:
     """Raise `RecipeError` where the parent was trained on ids of another vocabulary, and `ArtifactError` where its
-    corpus is gone, so that nobody can tell.
+    corpus is gone, so that the vocabularies cannot be compared.
     """
     [link] = parent.manifest.inputs
     if link.content_digest == corpus.manifest.content_digest:

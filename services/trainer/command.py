@@ -23,8 +23,7 @@ from services.common.artifacts.upstream import open_corpus
 from services.common.errors import ArtifactError, MillraceError, RecipeError, naming_the_place
 from services.common.hardware.image_platform import require_backend
 from services.common.launch.brought_files import offer_file
-from services.common.process.command_line import RecipeParser, StageParser, require_text
-from services.common.process.command_parser import CommandParser
+from services.common.process.command_line import RecipeParser, StageParser
 from services.common.process.telemetry import configure_logging
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import describe, explain_schedule_end
@@ -63,13 +62,11 @@ from services.trainer.metrics.trackers import TRACKERS, require_trackers, tracki
 from services.trainer.node_staging import prepare_node, using_node
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
 from services.trainer.run_start import describe_start, explain_new_run
-from services.trainer.run_tree import describe_runs, read_runs
+from services.trainer.run_tree import RUNS, list_runs
 from services.trainer.supervise import supervise
 
 logger = logging.getLogger(__name__)
 
-RUNS = "runs"
-"""The command that needs no recipe."""
 CLOSING_PROMPTS = ("If the", "Return a", "The method")
 
 
@@ -133,23 +130,6 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
             supervise(replace(job, workers_started_at=datetime.now(UTC)), held)
     report_training(job, arguments.recipe)
     print(f"trained to step {recipe.train.max_steps}: {job.checkpoint_collection}")
-    return 0
-
-
-def list_runs(argv: list[str]) -> int:
-    """Print the runs of a root as a tree, with their newest steps and losses."""
-    parser = CommandParser(
-        prog=f"python -m services.trainer {RUNS}",
-        description="List the runs of a root: each branch below its parent, with the newest step and its loss.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
-    arguments = parser.parse_args(argv)
-    require_text(arguments)
-    runs = read_runs(arguments.root.absolute())
-    if not runs:
-        raise ArtifactError(f"{arguments.root}: has no run. Pass the --root with which a run was trained.")
-    print(describe_runs(runs))
     return 0
 
 

@@ -17,6 +17,8 @@ from services.common.artifacts.checkpoint import Ancestor
 from services.common.artifacts.store import Address
 from services.common.errors import ArtifactError
 from services.common.input.files import parse_json, read_file
+from services.common.process.command_line import require_text
+from services.common.process.command_parser import CommandParser
 from services.trainer.checkpoints.lookup import newest_step, open_checkpoint
 from services.trainer.job import RUN_FILE, run_folder
 from services.trainer.metrics.records import read_last_step
@@ -24,6 +26,27 @@ from services.trainer.metrics.records import read_last_step
 logger = logging.getLogger(__name__)
 
 _HEADINGS = ("run", "branched after", "newest step", "loss")
+
+
+RUNS = "runs"
+"""Name of the trainer's command that lists the runs. It takes no recipe."""
+
+
+def list_runs(argv: list[str]) -> int:
+    """Print the runs of a root as a tree, with their newest steps and losses."""
+    parser = CommandParser(
+        prog=f"python -m services.trainer {RUNS}",
+        description="List the runs of a root: each branch below its parent, with the newest step and its loss.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--root", type=Path, default=Path("fsx"), help="folder of all artifacts (default: ./fsx)")
+    arguments = parser.parse_args(argv)
+    require_text(arguments)
+    runs = read_runs(arguments.root.absolute())
+    if not runs:
+        raise ArtifactError(f"{arguments.root}: has no run. Pass the --root with which a run was trained.")
+    print(describe_runs(runs))
+    return 0
 
 
 class RunEntry(NamedTuple):

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from services.common.process.entry_point import exit_code_of
 from services.common.testing.operations import count_operations
+from services.trainer.__main__ import main
 from services.trainer.job import RUN_FILE, Job
 from services.trainer.loop import train
 from services.trainer.run import open_run, summarize
-from services.trainer.run_tree import describe_runs, read_runs
+from services.trainer.run_tree import read_runs
 from services.trainer.tests.runs import call_trainer, train_alone
 from services.trainer.tests.test_branch import ALONE, KEEPING
 
@@ -30,7 +32,8 @@ def family(new_shared_job: Callable[..., Job]) -> list[Job]:
 
 def test_the_runs_of_a_root_are_a_tree(family: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
     first, second, third = family
-    listed = describe_runs(read_runs(first.root)).splitlines()[1:]
+    assert main(["runs", "--root", str(first.root)]) == 0
+    listed = capfd.readouterr().out.splitlines()[1:]
 
     begins = [re.match(r"( *)(\S+) +(?:(\d+) of (\S+) +)?(\d+) +\d+\.\d{4}$", line) for line in listed]
     assert [match.groups() for match in begins if match] == [
@@ -38,6 +41,10 @@ def test_the_runs_of_a_root_are_a_tree(family: list[Job], capfd: pytest.CaptureF
         ("  ", second.run, "5", first.run, "6"),
         ("    ", third.run, "6", second.run, "7"),
     ]
+
+
+def test_a_root_without_runs_is_refused(tmp_path: Path) -> None:
+    assert exit_code_of(lambda: main(["runs", "--root", str(tmp_path)])) == 3
 
 
 def test_a_branch_is_listed_below_its_parent_when_its_file_is_lost(family: list[Job]) -> None:
