@@ -26,8 +26,9 @@ from services.common.launch.brought_files import offer_file
 from services.common.process.command_line import RecipeParser, StageParser
 from services.common.process.telemetry import configure_logging
 from services.common.program.fingerprint import program_facts
-from services.common.recipe.derived import describe
+from services.common.recipe.derived import describe, explain_schedule_end
 from services.common.recipe.schema import Recipe, fingerprint
+from services.trainer.branch import describe_parent, find_lineage, name_run, open_parent, require_same_vocabulary
 from services.trainer.checkpoints.lookup import (
     choose_checkpoint,
     newest_checkpoint,
@@ -61,6 +62,7 @@ from services.trainer.metrics.trackers import TRACKERS, require_trackers, tracki
 from services.trainer.node_staging import prepare_node, using_node
 from services.trainer.run import Run, describe_skips, describe_state, open_run, summarize, write_run
 from services.trainer.run_start import describe_start, explain_new_run
+from services.trainer.run_tree import RUNS, list_runs
 from services.trainer.supervise import supervise
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,8 @@ CLOSING_PROMPTS = ("If the", "Return a", "The method")
 def main(argv: list[str], recipe: Recipe | None = None) -> int:
     """Run the command in `argv`, whose recipe may have been loaded before."""
     configure_logging("trainer")
+    if argv[:1] == [RUNS]:
+        return list_runs(argv[1:])
     name, options = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("train", argv)
     command = COMMANDS[name]
     arguments, recipe = command.make_parser().parse(options, recipe)
@@ -97,7 +101,12 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
                 f"{job.run}: begins with imported weights (train.initial_weights), which are not imported yet. Import "
                 f"them: `python -m services.trainer import --recipe {arguments.recipe} --root {job.root} --from FOLDER`"
             )
-        if checkpoint is None and (before := explain_new_run(job.root, recipe, job.corpus)):
+        if recipe.train.branch and checkpoint is None:
+            parent = open_parent(job.root, recipe.train.branch)
+            require_same_vocabulary(job.root, parent, recipe, job.corpus)
+            job = replace(job, waivers=tuple(sorted({*job.waivers, *parent.manifest.checkpoint.waivers})))
+            logger.info("%s branches from %s", job.run, describe_parent(job.root, recipe, job.corpus, job.lineage))
+        elif checkpoint is None and (before := explain_new_run(job.root, recipe, job.corpus)):
             logger.info("%s is a new run and does not continue %s", job.run, before)
         step = completed_step(checkpoint)
         is_complete = step >= recipe.train.max_steps and not lacks_last_evaluation(job, step)
@@ -110,6 +119,8 @@ def train(arguments: Namespace, recipe: Recipe) -> int:
                 report_training(job, arguments.recipe)
             print(f"the run is complete: step {step} of {recipe.train.max_steps}, {job.checkpoint_collection}")
             return 0
+        if mismatch := explain_schedule_end(recipe):
+            logger.warning("%s", mismatch)
         prepare_node(job)
         with (
             serve_metrics(job.run_folder, job.run, arguments.metrics_host, arguments.metrics_port),
@@ -171,7 +182,7 @@ def evaluate(arguments: Namespace, recipe: Recipe) -> int:
         verify_sizes(checkpoint)
     else:
         own = open_corpus(recipe, arguments.recipe, arguments.root)
-        collection = Address(arguments.root, "checkpoint", run_name(recipe, own), "").collection
+        collection = Address(arguments.root, "checkpoint", name_run(arguments.root, recipe, own), "").collection
         checkpoint = choose_checkpoint(collection, arguments.step, verify_sizes)
         require_of_run(checkpoint, recipe, own)
     record = evaluate_checkpoint(_open_job(arguments, recipe), checkpoint, arguments.tokens)
@@ -181,9 +192,17 @@ def evaluate(arguments: Namespace, recipe: Recipe) -> int:
 
 def export_model(arguments: Namespace, recipe: Recipe) -> int:
     """Write the newest checkpoint as a Hugging Face folder or as an NxD checkpoint."""
-    nxd = _read_nxd_layout(arguments)
+    nxd, count = _read_nxd_layout(arguments), arguments.average_last
+    if count < 1:
+        raise RecipeError(f"--average-last {count}: expected the number of checkpoints, at least 1.")
+    if nxd and count > 1:
+        raise RecipeError(
+            f"--average-last {count} applies to --format hugging-face only: an NxD checkpoint is for a run that goes "
+            f"on, and no run has had the mean of several states. Leave one of the two options out."
+        )
     run = _find_run(arguments, recipe)
-    print(export(run, arguments.output, nxd, allow_non_finite=arguments.allow_non_finite_weights))
+    allow_non_finite = arguments.allow_non_finite_weights
+    print(export(run, arguments.output, nxd, allow_non_finite=allow_non_finite, average_last=count))
     return 0
 
 
@@ -199,7 +218,7 @@ def import_model(arguments: Namespace, recipe: Recipe) -> int:
 def inspect_checkpoint(arguments: Namespace, recipe: Recipe) -> int:
     """Print the content of a checkpoint: of the given step, or the newest one that verifies."""
     corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
-    collection = Address(arguments.root, "checkpoint", run_name(recipe, corpus), "").collection
+    collection = Address(arguments.root, "checkpoint", name_run(arguments.root, recipe, corpus), "").collection
     checkpoint = choose_checkpoint(collection, arguments.step)
     require_of_run(checkpoint, recipe, corpus)
     for line in inspect(checkpoint, recipe):
@@ -246,11 +265,11 @@ def _new_job(
     arguments: Namespace, recipe: Recipe, cache: Artifact[CompileCacheManifest] | None, program_fingerprint: str
 ) -> Job:
     corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
-    now = datetime.now(UTC)
+    now, lineage = datetime.now(UTC), find_lineage(arguments.root, recipe, corpus)
     return Job(
         recipe=recipe,
         root=arguments.root,
-        run=run_name(recipe, corpus),
+        run=run_name(recipe, corpus, lineage.parent),
         corpus=corpus,
         cache=cache,
         program_fingerprint=program_fingerprint,
@@ -259,6 +278,7 @@ def _new_job(
         started_at=now,
         attempt=uuid.uuid4().hex,
         workers_started_at=now,
+        lineage=lineage,
     )
 
 
@@ -271,7 +291,7 @@ def _published_corpus(arguments: Namespace, recipe: Recipe) -> Artifact[CorpusMa
 
 def _find_run(arguments: Namespace, recipe: Recipe) -> Run:
     corpus = open_corpus(recipe, arguments.recipe, arguments.root, arguments.corpus)
-    return open_run(arguments.root, run_name(recipe, corpus))
+    return open_run(arguments.root, name_run(arguments.root, recipe, corpus))
 
 
 def _read_nxd_layout(arguments: Namespace) -> NxdLayout | None:
@@ -299,7 +319,7 @@ def _parser(command: str, description: str) -> RecipeParser:
 
 def _train_parser() -> RecipeParser:
     parser = StageParser("trainer", "Train the recipe's model to train.max_steps, from the newest checkpoint on.")
-    others = ", ".join(name for name in COMMANDS if name != "train")
+    others = ", ".join([*(name for name in COMMANDS if name != "train"), RUNS])
     parser.epilog = f"{parser.epilog}. Other commands, each with its own --help: {others}"
     parser.add_launch()
     parser.add_argument("--corpus", type=Path, help="corpus folder (default: the newest of this recipe)")
@@ -382,6 +402,13 @@ def _add_cache(parser: RecipeParser) -> None:
 def _export_parser() -> RecipeParser:
     parser = _parser("export", "Write the newest checkpoint as a Hugging Face folder or as an NxD checkpoint.")
     parser.add_argument("--output", type=Path, required=True, help="folder to make; it must not exist")
+    parser.add_argument(
+        "--average-last",
+        type=int,
+        default=1,
+        metavar="K",
+        help="write the mean of the weights of the last K checkpoints (default: %(default)s, the newest alone)",
+    )
     parser.add_argument(ALLOW_NON_FINITE_WEIGHTS, action="store_true", help="export NaN and infinite weights as well")
     formats = ("hugging-face", "nxd")
     parser.add_argument("--format", choices=formats, default=formats[0], help="(default: %(default)s)")

@@ -1,8 +1,9 @@
 """Chooses the samples of each batch: a pure function of the batch's number, for any number of workers.
 
 The batch's number equals the step's, unless batches before it were skipped (`services.trainer.health.loss_spikes`).
-Sample number `batch * global_batch_size + i` of the run belongs to epoch `number // N` and is the entry `number % N` of
-that epoch's permutation of the N samples. So a checkpoint needs no loader state, and a batch may straddle two epochs.
+Sample number `offset + batch * global_batch_size + i` of the run belongs to epoch `number // N` and is the entry
+`number % N` of that epoch's permutation of the N samples. So a checkpoint needs no loader state, and a batch may
+straddle two epochs. The offset is 0, except in a branch (`services.trainer.branch`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ _ROUNDS = 6
 _MASK32 = np.uint64(0xFFFFFFFF)
 
 
-def micro_batches(stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh) -> Iterator[MicroBatch]:
+def micro_batches(
+    stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh, offset_samples: int = 0
+) -> Iterator[MicroBatch]:
     """Yield this worker's micro-batches of the batch with this number, in order."""
     batch = recipe.batch
     share = mesh.share(batch.global_batch_size)
-    first = number * batch.global_batch_size + share.start
-    samples = sample_indices(stream.num_samples, recipe.train.seed, first, len(share))
+    first = offset_samples + number * batch.global_batch_size + share.start
+    samples = sample_indices(stream.num_samples, recipe.train.data_seed, first, len(share))
     for start in range(0, len(share), batch.micro_batch_size):
         yield read_micro_batch(stream, samples[start : start + batch.micro_batch_size], recipe)
 

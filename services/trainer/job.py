@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from services.common.artifacts.checkpoint import CheckpointManifest, checkpoint_id
+from services.common.artifacts.checkpoint import Ancestor, CheckpointManifest, checkpoint_id
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_address
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.lease import Lease
@@ -17,11 +17,32 @@ from services.common.errors import ArtifactError
 from services.common.input.problem_list import list_problems
 from services.common.program.fingerprint import explain_difference, program_facts
 from services.common.recipe.changes import changed_fields
+from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.schema import Recipe, fingerprint
 
 CONTENT_VERSION = 2
 ALLOW_COLD_COMPILE = "--allow-cold-compile"
 ALLOW_CHANGED_PROGRAM = "--allow-changed-program"
+RUN_FILE = "run.json"
+"""Name of the file in a run's folder that describes the run."""
+
+
+class Lineage(NamedTuple):
+    """The checkpoints from which a run descends, and the position in the data that follows from them.
+
+    A run that is no branch has the defaults. The fields are those of `CheckpointPayload`.
+    """
+
+    ancestors: tuple[Ancestor, ...] = ()
+    data_offset_samples: int = 0
+
+    @property
+    def parent(self) -> Ancestor | None:
+        return self.ancestors[-1] if self.ancestors else None
+
+
+NO_LINEAGE = Lineage()
+"""Lineage of a run that is no branch."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +65,7 @@ class Job:
     """Unique name of the command, and of the node-local folder that its processes share."""
     workers_started_at: datetime
     """Time of the newest start of the workers: `started_at`, or later if workers were lost."""
+    lineage: Lineage = NO_LINEAGE
     lease: Lease | None = None
     start_number: int = 0
     """Number of the workers' start: 0 for the command's first start, one more after each loss of workers."""
@@ -65,10 +87,23 @@ def run_folder(root: Path, run: str) -> Path:
     return root / "run" / run
 
 
-def run_name(recipe: Recipe, corpus: Artifact[CorpusManifest]) -> str:
-    """Return the run's name. Two commands have the same name exactly when the second continues the first."""
-    digest = artifact_id(recipe, "checkpoint", CONTENT_VERSION, [corpus.manifest.content_digest])
+def run_name(recipe: Recipe, corpus: Artifact[CorpusManifest], parent: Ancestor | None = None) -> str:
+    """Return the run's name. Two commands have the same name exactly when the second continues the first.
+
+    `branch.name_run` finds the parent of a branch.
+    """
+    inputs = [corpus.manifest.content_digest, *([parent.content_digest] if parent else [])]
+    digest = artifact_id(recipe, "checkpoint", CONTENT_VERSION, inputs)
     return f"{recipe.name}-{digest[:8]}"
+
+
+def tokens_after(recipe: Recipe, parent: Ancestor | None, step: int, skipped_steps: int) -> int:
+    """Return the tokens that a run has trained on after a step, those of its ancestors included.
+
+    `skipped_steps` of all steps updated no weight, and their tokens do not count.
+    """
+    before, applied = (parent.tokens, parent.step - parent.skipped_steps) if parent else (0, 0)
+    return before + (step - skipped_steps - applied) * tokens_per_step(recipe)
 
 
 def open_cache(

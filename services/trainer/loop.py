@@ -132,7 +132,8 @@ class Training:
         recipe, step, is_first = self._job.recipe, self._done, self._is_program_new
         with self.watchdog.step(step, is_first):
             batch, started = self._spikes.batch_of(step), time.perf_counter()
-            batches = list(micro_batches(self._tokens, recipe, batch, self._backend.mesh))
+            offset = self._job.lineage.data_offset_samples
+            batches = list(micro_batches(self._tokens, recipe, batch, self._backend.mesh, offset))
             data_seconds = time.perf_counter() - started
             result = self._program.train_step(step, batches, self._skipped.total)
             numbers = self._backend.defer(result._asdict()).read()

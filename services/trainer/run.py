@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from services.common.artifacts.checkpoint import CheckpointManifest
+from services.common.artifacts.checkpoint import Ancestor, CheckpointManifest
 from services.common.artifacts.compile_cache import CompileCacheManifest
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import listed_file, total_bytes
@@ -17,12 +18,13 @@ from services.common.artifacts.store import Address, Artifact, open_artifact
 from services.common.errors import ArtifactError
 from services.common.input.credentials import mask_values
 from services.common.input.files import parse_json, read_file, unreadable
+from services.common.input.problem_list import list_names
 from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.schema import Recipe, stage_nodes
 from services.trainer.checkpoints.interval import NODE_MTBF_HOURS, optimal_interval_steps
 from services.trainer.checkpoints.lookup import newest_checkpoint, no_checkpoint_yet, require_of_run
 from services.trainer.evaluation.records import EVALUATIONS_FILE, describe_mean, read_evaluations
-from services.trainer.job import Job, run_folder, run_name
+from services.trainer.job import RUN_FILE, Job, run_folder, run_name
 from services.trainer.metrics.events import count_events
 from services.trainer.metrics.records import (
     ATTEMPTS_FILE,
@@ -31,8 +33,8 @@ from services.trainer.metrics.records import (
     read_attempts,
     read_metrics,
 )
+from services.trainer.run_tree import branches_of, read_runs
 
-RUN_FILE = "run.json"
 SCHEMA = "run/1"
 REPORT_FILE = "report.html"
 
@@ -85,6 +87,8 @@ def write_run(job: Job) -> None:
             "checkpoints": _below(job.root, job.checkpoint_collection),
         },
     }
+    if job.lineage.parent:
+        run["parent"] = job.lineage.parent.model_dump(mode="json")
     if job.cache:
         run["artifacts"]["compile_cache"] = job.cache.manifest.id
         run["paths"]["compile_cache"] = _below(job.root, job.cache.path)
@@ -109,6 +113,7 @@ def open_run(root: Path, name: str) -> Run:
         corpus_path = root / paths["corpus"]
         cache_path = root / paths["compile_cache"] if "compile_cache" in paths else None
         recipe = Recipe.model_validate_json(json.dumps(described["recipe"]))
+        parent = Ancestor.model_validate(described["parent"]) if "parent" in described else None
     except OSError as error:
         raise unreadable(folder / RUN_FILE, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -119,9 +124,9 @@ def open_run(root: Path, name: str) -> Run:
     if schema != SCHEMA:
         raise ArtifactError(f"{folder / RUN_FILE}: schema {schema!r}, this program reads {SCHEMA!r}.")
     corpus = open_artifact(corpus_path, CorpusManifest)
-    if run_name(recipe, corpus) != name:
+    if (own := run_name(recipe, corpus, parent)) != name:
         raise ArtifactError(
-            f"{folder / RUN_FILE}: describes the run {run_name(recipe, corpus)}, expected {name}. "
+            f"{folder / RUN_FILE}: describes the run {own}, expected {name}. "
             f"The trainer's command for this recipe writes it again."
         )
     collection = Address(root, "checkpoint", name, "").collection
@@ -163,6 +168,7 @@ def summarize(run: Run) -> str:
     trained = run.checkpoint.manifest.checkpoint
     lines = [
         *rows,
+        *_describe_relatives(run),
         f"loss          {_describe_loss(run.metrics)}",
         *([f"validation    {_describe_evaluations(run)}"] if run.evaluations else []),
         f"trained on    {trained.tokens:,} tokens, {mean_tokens_per_second(run.metrics):,.0f} tokens/s",
@@ -175,6 +181,14 @@ def summarize(run: Run) -> str:
         f"report        {run.folder / REPORT_FILE}",
     ]
     return "\n".join(lines)
+
+
+def _describe_relatives(run: Run) -> Iterator[str]:
+    """Yield a line about the run's parent, and one about its branches, where there are any."""
+    if parent := run.checkpoint.manifest.checkpoint.parent:
+        yield f"branched from {parent.run} after step {parent.step:,} (digest {parent.content_digest[:12]})"
+    if children := branches_of(read_runs(run.folder.parents[1]), run.folder.name):
+        yield f"branches      {list_names(f'{each.run} after step {each.begin_step:,}' for each in children)}"
 
 
 def _describe_loss(metrics: list[dict[str, Any]]) -> str:

@@ -13,9 +13,9 @@ from services.common.input.files import parse_json, read_file
 from services.common.input.problem_list import list_problems
 from services.common.recipe.changes import changed_fields
 from services.common.recipe.schema import Recipe
+from services.trainer.branch import describe_parent, find_lineage
 from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes
-from services.trainer.job import completed_step, run_folder, run_name
-from services.trainer.run import RUN_FILE
+from services.trainer.job import RUN_FILE, completed_step, run_folder, run_name
 
 _RUN_ID = r"-[0-9a-f]{8}"
 
@@ -27,11 +27,19 @@ def describe_start(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest] 
     """
     if corpus is None:
         return {"run": f"{recipe.name}-..., completed by the corpus, which the tokenizer has not published yet"}
-    rows, last = {"run": run_name(recipe, corpus)}, f"{recipe.train.max_steps:,}"
+    last = f"{recipe.train.max_steps:,}"
+    try:
+        lineage = find_lineage(root, recipe, corpus)
+    except ArtifactError as error:
+        return {"run": f"{recipe.name}-..., completed by its parent's checkpoint: {error}"}
+    rows = {"run": run_name(recipe, corpus, lineage.parent)}
     try:
         checkpoint = newest_checkpoint(Address(root, "checkpoint", rows["run"], "").collection, verify_sizes)
     except ArtifactError as error:
         return rows | {"begins at step": f"unknown: {error}"}
+    if checkpoint is None and lineage.parent:
+        begin = f"{lineage.parent.step:,} of {last}: a new run"
+        return rows | {"begins at step": begin, "branches from": describe_parent(root, recipe, corpus, lineage)}
     if checkpoint is None:
         before = explain_new_run(root, recipe, corpus)
         return rows | {"begins at step": f"0 of {last}: a new run"} | ({"differs from": before} if before else {})

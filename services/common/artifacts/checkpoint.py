@@ -4,16 +4,23 @@
 are those of `services.common.program.state`, such as `exp_avg/model.norm.weight[0:16]`. Together the files hold each
 element once. The header of each file names the run, step, layout and rank that it comes from, and the manifest names
 the same. There is no other state: learning rate and random numbers are functions of the step, and so is the data
-position, apart from the batches that the run left out.
+position, apart from the batches that the run left out, and from the sample at which a branch of another run began.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, FiniteFloat, field_validator, model_validator
+from pydantic import (
+    Field,
+    FiniteFloat,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from services.common.artifacts.manifest import Count, Manifest, ManifestModel, Many, RelativePath, Sha256, Text
 from services.common.input.problem_list import list_names
@@ -76,6 +83,26 @@ def merge_ranges(ranges: Iterable[BatchRange]) -> tuple[BatchRange, ...]:
     return tuple(merged)
 
 
+class Ancestor(ManifestModel):
+    """A checkpoint with which another run began as a branch, and the data that had been seen until then."""
+
+    run: Text
+    """The run that made the checkpoint."""
+    step: Count
+    skipped_steps: Count
+    """Steps that updated no weight, because a gradient was not finite."""
+    content_digest: Sha256
+    """Digest of the checkpoint's files."""
+    tokens: Count
+    """Tokens that the run and its own ancestors had trained on."""
+    corpus_digest: Sha256
+    """Digest of the corpus that the run trained on."""
+    data_seed: Count
+    """Seed of the order in which the run took the samples of that corpus."""
+    next_sample: Count
+    """Number of the next sample of that corpus in that order: those before it were taken or left out."""
+
+
 class ShardOrigin(ManifestModel):
     """The state and the rank that a shard comes from. Its header and the manifest both hold this origin, so that no
     shard can take the place of another.
@@ -113,6 +140,18 @@ class CheckpointPayload(ManifestModel):
     waivers: Many[Text]
     """Flags such as `--allow-cold-compile` under which this state was made."""
     loss_spikes: LossSpikes = LossSpikes()
+    ancestors: Many[Ancestor] = ()
+    """Checkpoints with which a branch, its parent and so on began, oldest first. Absent without a branch."""
+    data_offset_samples: Annotated[int, Field(gt=-(2**63), lt=2**63)] = 0
+    """Number of the sample with which batch 0 would have begun: batch number b takes the samples from
+    data_offset_samples + b * batch.global_batch_size on. It is below 0 where a branch has larger batches than its
+    parent, or another corpus. Absent where it is 0."""
+
+    @model_serializer(mode="wrap")
+    def _leaves_out_what_is_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = write(self)
+        optional = ("ancestors", "data_offset_samples")
+        return {name: value for name, value in fields.items() if name not in optional or value}
 
     @property
     def num_workers(self) -> int:
@@ -127,6 +166,18 @@ class CheckpointPayload(ManifestModel):
     def with_shards(self, run: str, ranks: Mapping[str, int]) -> Self:
         """Return the payload with these shards of the run; `ranks` maps file names to the ranks that write them."""
         return self.model_copy(update={"shards": {file: self.origin(run, rank) for file, rank in ranks.items()}})
+
+    @property
+    def parent(self) -> Ancestor | None:
+        """Checkpoint with which the run began as a branch; None for other runs."""
+        return self.ancestors[-1] if self.ancestors else None
+
+    @model_validator(mode="after")
+    def _descends_from_earlier_steps(self) -> Self:
+        steps = [*(each.step for each in self.ancestors), self.step]
+        if steps != sorted(steps):
+            raise ValueError(f"ancestors and the checkpoint are of the steps {steps}, expected ascending ones")
+        return self
 
     @model_validator(mode="after")
     def _skips_no_more_than_it_does(self) -> Self:

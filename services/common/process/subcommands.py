@@ -51,6 +51,7 @@ SUBCOMMANDS: dict[Stage, tuple[Subcommand, ...]] = {
         Subcommand("export"),
         Subcommand("import"),
         Subcommand("inspect-checkpoint"),
+        Subcommand("runs", takes_recipe=False),
         *_OF_EVERY_STAGE,
     ),
 }

@@ -27,6 +27,12 @@ def require_agreement(recipe: Recipe) -> None:
         )
     _require_full_nodes(recipe)
     _require_equal_parts(recipe)
+    begin, first = recipe.optimizer.warmup_begin_step, recipe.train.first_step
+    if begin > first:
+        raise ValueError(
+            f"optimizer.warmup_begin_step {begin} must not be above {first}, the step at which the run begins "
+            f"(train.branch.step, or 0)"
+        )
     trained = recipe.tokenizer.train
     if trained and trained.vocab_size != recipe.model.vocab_size:
         raise ValueError(

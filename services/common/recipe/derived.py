@@ -24,8 +24,8 @@ def describe(recipe: Recipe, corpus: CorpusPayload | None, known: Mapping[str, s
 
 def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
     """Return the derived numbers by name, formatted with their units."""
-    model, batch, train = recipe.model, recipe.batch, recipe.train
-    total_tokens = tokens_per_step(recipe) * train.max_steps
+    model, batch, num_steps = recipe.model, recipe.batch, steps_of_run(recipe)
+    total_tokens = tokens_per_step(recipe) * num_steps
     rows = {
         "parameters": f"{model.num_parameters:,}",
         "tokens per step": f"{tokens_per_step(recipe):,}",
@@ -39,6 +39,8 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
         "nodes on a cluster": ", ".join(_nodes(recipe, stage) for stage in STAGES),
         "evaluation": _describe_evaluation(recipe, corpus),
     }
+    if mismatch := explain_schedule_end(recipe):
+        rows["warning, schedule"] = mismatch
     if corpus is None:
         return rows | {"steps per epoch": "known once the tokenizer stage has published the corpus"}
     counts = corpus.splits["train"]
@@ -46,7 +48,7 @@ def derive(recipe: Recipe, corpus: CorpusPayload | None) -> dict[str, str]:
     return rows | {
         "training tokens": f"{counts.tokens:,} in {len(counts.shards)} shards",
         "steps per epoch": f"{steps:,.1f}",
-        "epochs in max_steps": f"{train.max_steps / steps:,.2f}" if steps else "none, because the corpus has no sample",
+        "epochs in max_steps": f"{num_steps / steps:,.2f}" if steps else "none, because the corpus has no sample",
     }
 
 
@@ -72,6 +74,19 @@ def _describe_evaluation(recipe: Recipe, corpus: CorpusPayload | None) -> str:
     return f"{min(sizes):,} tokens {every}, {evaluation_share(recipe, min(sizes)):.1%} of all operations"
 
 
+def explain_schedule_end(recipe: Recipe) -> str:
+    """Return what follows where `train.max_steps` is not the end of the learning rate's schedule; empty otherwise."""
+    optimizer, last = recipe.optimizer, recipe.train.max_steps
+    end = optimizer.decay_steps
+    if end is None or end == last:
+        return ""
+    ends = f"train.max_steps is {last:,} and optimizer.decay_steps {end:,}: "
+    if last > end:
+        rest = f"has the rate {optimizer.min_learning_rate:g}" if optimizer.min_learning_rate else "changes no weight"
+        return f"{ends}the last {last - end:,} steps take data at the end of the schedule, which {rest}"
+    return f"{ends}the run ends {end - last:,} steps before its rate reaches {optimizer.min_learning_rate:g}"
+
+
 def _graphs(recipe: Recipe) -> str:
     if not recipe.compile.enabled:
         return "none"
@@ -91,6 +106,11 @@ def flops_per_token(recipe: Recipe) -> float:
     model = recipe.model
     multiplying = model.num_parameters - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
     return 6.0 * multiplying + 6.0 * model.num_hidden_layers * model.hidden_size * recipe.corpus.sequence_length
+
+
+def steps_of_run(recipe: Recipe) -> int:
+    """Return the steps that the run itself takes: a branch does not count those of its parent."""
+    return recipe.train.max_steps - recipe.train.first_step
 
 
 def tokens_per_step(recipe: Recipe) -> int:

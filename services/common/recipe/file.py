@@ -53,6 +53,8 @@ class RecipeSource:
         except ValidationError as error:
             problems = ProblemList()
             for problem in error.errors(include_url=False):
+                if problem["type"] == "default_factory_not_called":  # the default follows from a wrong value
+                    continue
                 problems.add(problem["type"], partial(_explain, problem))
             raise RecipeError(
                 f"{self.origin}: " + ("\n  " if len(problems) > 1 else "") + "\n  ".join(problems.lines())

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from services.common.process.entry_point import exit_code_of
 from services.common.recipe.schema import Recipe
 from services.common.testing import fork_server
 from services.common.testing.artifacts import fill, publish
+from services.common.testing.operations import count_operations
 from services.common.testing.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -39,25 +39,6 @@ def write_foreign_lock(path: Path, beats: int = 0, attempt: Any = "") -> None:
     process = {"node": "another-machine", "pid": 1, "started": "1 ticks after boot"}
     owner = {"token": "f" * 32, **process, "attempt": attempt, "beats": beats}
     path.write_text(json.dumps(owner), encoding="utf-8")
-
-
-def count_operations(root: Path, chosen: int = -1, signum: signal.Signals = signal.SIGKILL) -> list[str]:
-    """Return the list to which this process's file system operations below `root` are added from now on.
-
-    Before the operation with the number `chosen`, the process sends itself a signal.
-    """
-    operations: list[str] = []
-
-    def count(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in {"open", "os.rename", "os.mkdir", "os.link", "os.remove", "os.rmdir", "shutil.rmtree"} and str(
-            arguments[0]
-        ).startswith(str(root)):
-            operations.append(event)
-            if len(operations) == chosen + 1:
-                os.kill(os.getpid(), signum)
-
-    sys.addaudithook(count)
-    return operations
 
 
 def publish_and_die(root: Path, recipe: Recipe, fatal_operation: int) -> None:

@@ -141,6 +141,22 @@ def test_a_value_of_the_wrong_kind_is_shown_with_what_was_expected(
         ({"tokenizer.train.vocab_size": "301"}, "tokenizer.train.vocab_size 301 and model.vocab_size 300 differ"),
         ({"optimizer.min_learning_rate": "1"}, "optimizer: min_learning_rate 1.0 .* learning_rate 0.01"),
         ({"optimizer.warmup_steps": "20"}, "optimizer: warmup_steps 20 .* decay_steps 20"),
+        ({"optimizer.schedule": "wsd"}, "optimizer: schedule 'wsd' needs cooldown_steps"),
+        ({"optimizer.cooldown_steps": "5"}, "optimizer: schedule 'cosine' has no cooldown_steps, got 5"),
+        ({"optimizer.schedule": "constant"}, "optimizer: schedule 'constant' has no decay_steps, got 20"),
+        (
+            {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": "19"},
+            "optimizer: warmup_steps 2 and cooldown_steps 19 overlap before decay_steps 20",
+        ),
+        (
+            {"train.branch": '{ run = "small-01234567", step = 5 }', "train.initial_weights": "0" * 64},
+            "train.branch small-01234567 and train.initial_weights 000000000000",
+        ),
+        (
+            {"train.branch": '{ run = "small-01234567", step = 20 }'},
+            "train.branch.step 20 must be below train.max_steps 20",
+        ),
+        ({"optimizer.warmup_begin_step": "5"}, "optimizer.warmup_begin_step 5 must not be above 0"),
         ({"tokenizer.model": "a.model"}, "give exactly one of tokenizer.model"),
         ({"model.num_attention_heads": "3"}, "hidden_size 16 must be an even multiple of num_attention_heads 3"),
         ({"model.num_attention_heads": "16"}, "hidden_size 16 must be an even multiple of num_attention_heads 16"),
@@ -165,6 +181,13 @@ def test_sections_that_disagree_are_refused_with_both_values(
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         load_small(tmp_path, overrides)
+
+
+def test_a_wrong_seed_is_one_problem_though_the_seed_of_the_data_follows_from_it(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"train\.seed: got -1") as refused:
+        load_small(tmp_path, {"train.seed": "-1"})
+
+    assert "data_seed" not in str(refused.value)
 
 
 def test_the_fast_reduction_takes_any_number_of_micro_batches(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from services.common.program.llama import parameter_shapes
 from services.common.program.process_group import ProcessGroup
 from services.common.program.state import StateSlice
 from services.common.program.step import Program
+from services.trainer.branch import inherit_loss_spikes, open_parent
 from services.trainer.checkpoints.lookup import (
     all_damaged,
     checkpoint_steps,
@@ -45,15 +46,17 @@ class ResumePoint(NamedTuple):
 
 
 def resume(job: Job, program: Program, group: ProcessGroup) -> ResumePoint:
-    """Load the newest checkpoint that all workers can verify; a new run keeps its initial state. All workers call this.
+    """Load the newest checkpoint that all workers can verify. All workers call this.
 
-    Raises `ArtifactError` when all checkpoints are damaged, or when the workers see different ones.
+    A branch without a checkpoint loads its parent's, and another new run keeps its initial state.
+
+    Raises `ArtifactError` when all checkpoints, or the parent's, are damaged, or when the workers see different ones.
     """
     steps = _agree_on_checkpoints(job, group)
     point = _load_first(job, program, group, [*reversed(steps)] or [None])
-    if point.recipe:
+    if steps:
         logger.info("resuming after step=%d from %s", point.step, job.checkpoint_address(point.step).path)
-    else:
+    elif not job.recipe.train.branch:
         logger.info("starting a new run")
     return point
 
@@ -62,14 +65,16 @@ def roll_back(job: Job, program: Program, group: ProcessGroup, wanted_step: int)
     """Load the newest checkpoint of at most `wanted_step` steps, and remove all later ones. All workers call this.
 
     If there is none, the run goes back to its initial state where that takes no longer than from one checkpoint to the
-    next, and otherwise to its oldest checkpoint. The initial state is left to the caller to make: the returned point
-    then has no recipe. Raises `ArtifactError` when all of these checkpoints are damaged.
+    next, and otherwise to its oldest checkpoint. A branch's initial state is its parent's checkpoint. Random weights
+    are left to the caller to make: the returned point then has no recipe. Raises `ArtifactError` when all of these
+    checkpoints are damaged.
     """
     steps, recipe = _agree_on_checkpoints(job, group), job.recipe
     older = [step for step in reversed(steps) if step <= wanted_step]
     newer = [step for step in steps if step > wanted_step]
     has_initial_state = recipe.train.initial_weights is None
-    is_near = wanted_step < recipe.checkpoint.interval_steps or not steps
+    begin = recipe.train.branch.step if recipe.train.branch else 0
+    is_near = wanted_step - begin < recipe.checkpoint.interval_steps or not steps
     initial = [None] if has_initial_state and is_near else []
     point = _load_first(job, program, group, [*older, *initial, *newer])
 
@@ -90,10 +95,10 @@ def _load_first(job: Job, program: Program, group: ProcessGroup, candidates: Seq
     damages: list[str] = []
     for step in candidates:
         if step is None:
-            return ResumePoint()
+            return _branch_off(job, program, group) if job.recipe.train.branch else ResumePoint()
         with program.state.writing() as held:
             found = group.wait_for_work(partial(load_part, job, held, step))
-        problems = [problem for worker in group.gather({"problem": found}) if (problem := worker["problem"])]
+        problems = _problems_of_all(found, group)
         if not problems:
             manifest = open_checkpoint(job.checkpoint_collection, step, verify_sizes).manifest
             state = manifest.checkpoint
@@ -105,20 +110,57 @@ def _load_first(job: Job, program: Program, group: ProcessGroup, candidates: Seq
     raise all_damaged(job.checkpoint_collection, damages)
 
 
-def load_part(job: Job, held: dict[StateSlice, Tensor], step: int) -> str:
-    """Load this worker's slices of a checkpoint into `held`, from verified files.
+def load_part(job: Job, held: dict[StateSlice, Tensor], step: int | None) -> str:
+    """Load this worker's slices of the run's checkpoint of a step, or for None of its parent's, from verified files.
 
     Returns the problem of a damaged checkpoint, and an empty text otherwise.
     """
     try:
-        checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
-        require_of_run(checkpoint, job.recipe, job.corpus)
-        _read(job, checkpoint, held)
+        _read(job, _open(job, step), held)
     except UnreadableError:
         raise
     except ArtifactError as error:
         return str(error)
     return ""
+
+
+def _branch_off(job: Job, program: Program, group: ProcessGroup) -> ResumePoint:
+    """Load the parent's checkpoint. All workers call this. Raises `ArtifactError` if it is damaged or another one."""
+    with program.state.writing() as held:
+        found = group.wait_for_work(partial(load_part, job, held, None))
+    if problems := _problems_of_all(found, group):
+        raise ArtifactError(
+            f"{job.run}: cannot begin with its parent's checkpoint: {problems[0]}\nRestore it from a copy, or "
+            f"set train.branch.step to another step of the parent."
+        )
+    parent = _open(job, None)
+    state = parent.manifest.checkpoint
+    logger.info("branching off after step=%d from %s", state.step, parent.path)
+    inherited = inherit_loss_spikes(parent, job.recipe, job.lineage) or LossSpikes()
+    return ResumePoint(state.step, state.skipped_steps, inherited, parent.manifest.recipe)
+
+
+def _open(job: Job, step: int | None) -> Artifact[CheckpointManifest]:
+    """Open the run's checkpoint of a step, or for None that of its parent. Raises `ArtifactError` for another run's."""
+    if step is not None:
+        checkpoint = open_checkpoint(job.checkpoint_collection, step, verify_sizes)
+        require_of_run(checkpoint, job.recipe, job.corpus)
+        return checkpoint
+    branch, expected = job.recipe.train.branch, job.lineage.parent
+    assert branch
+    assert expected
+    parent = open_parent(job.root, branch)
+    if parent.manifest.content_digest != expected.content_digest:
+        raise ArtifactError(
+            f"{parent.path}: has the digest {parent.manifest.content_digest[:12]}, but {job.run} branches from "
+            f"{expected.content_digest[:12]}: the parent has written this step again. Start the command again: it "
+            f"begins another run."
+        )
+    return parent
+
+
+def _problems_of_all(found: str, group: ProcessGroup) -> list[str]:
+    return [problem for worker in group.gather({"problem": found}) if (problem := worker["problem"])]
 
 
 def load_weights(job: Job, program: Program, group: ProcessGroup, checkpoint: Artifact[CheckpointManifest]) -> None:

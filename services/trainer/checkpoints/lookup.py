@@ -15,9 +15,9 @@ from services.common.artifacts.store import Artifact, identity_key, open_artifac
 from services.common.errors import ArtifactError, LimitError, TryAgain, UnreadableError
 from services.common.input.problem_list import list_names, list_problems, shorten
 from services.common.program.llama import parameter_shapes
-from services.common.recipe.derived import tokens_per_step
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.job import run_name, tokens_after
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,14 @@ def require_of_run(checkpoint: Artifact[CheckpointManifest], recipe: Recipe, cor
             [link.content_digest for link in manifest.inputs],
             [corpus.manifest.content_digest],
         ),
-        "tokens": (state.tokens, state.step * tokens_per_step(recipe)),
+        "tokens": (state.tokens, tokens_after(recipe, state.parent, state.step, state.skipped_steps)),
+        "the run and the step that it branched from": (
+            (state.parent.run, state.parent.step) if state.parent else None,
+            (branch.run, branch.step) if (branch := recipe.train.branch) else None,
+        ),
     }
+    if state.parent:
+        facts["name"] = (manifest.name, run_name(recipe, corpus, state.parent))
     wrong = [
         f"{what}: {shorten(str(found), 1_000)}, expected {expected}"
         for what, (found, expected) in facts.items()

@@ -29,7 +29,7 @@ from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.lookup import is_intact, verify_state
 from services.trainer.checkpoints.retention import discard_old
 from services.trainer.checkpoints.shards import write_shard
-from services.trainer.job import Job
+from services.trainer.job import Job, tokens_after
 from services.trainer.metrics.events import record_event
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class CheckpointWriter:
         self._started = started
         self._payload = CheckpointPayload(
             step=step,
-            tokens=step * recipe.batch.global_batch_size * recipe.corpus.sequence_length,
+            tokens=tokens_after(recipe, job.lineage.parent, step, skipped_steps),
             skipped_steps=skipped_steps,
             data_parallel_size=mesh.data_parallel_size,
             tensor_parallel_size=mesh.tensor_parallel_size,
@@ -107,6 +107,8 @@ class CheckpointWriter:
             program_fingerprint=job.program_fingerprint,
             waivers=job.waivers,
             loss_spikes=loss_spikes,
+            ancestors=job.lineage.ancestors,
+            data_offset_samples=job.lineage.data_offset_samples,
         ).with_shards(job.run, {shard_name(rank): rank for rank in range(mesh.world_size)})
         self._writing = self._thread.submit(self._write, self._payload, begin_snapshot())
 

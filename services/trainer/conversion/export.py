@@ -8,17 +8,21 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from services.common.artifacts.checkpoint import CheckpointManifest
 from services.common.artifacts.manifest import sync_folder, write_durably
+from services.common.artifacts.store import Artifact
 from services.common.errors import STORAGE_ERRNOS, ArtifactError, RecipeError, explain_storage_error
 from services.common.input.files import InputFileError, read_file
 from services.common.program.llama import parameter_shapes
 from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.conversion.averaging import open_last, read_means
 from services.trainer.conversion.hugging_face import CONFIG, hugging_face_config, write_weights
 from services.trainer.conversion.nxd.checkpoint import write_nxd_model
 from services.trainer.conversion.nxd.layout import NxdLayout
@@ -26,25 +30,37 @@ from services.trainer.run import Run, vocabulary_file
 
 logger = logging.getLogger(__name__)
 
+PROVENANCE = "provenance.json"
+"""Name of the file in a Hugging Face folder that names the run, and the checkpoints whose mean the weights are."""
 ALLOW_NON_FINITE_WEIGHTS = "--allow-non-finite-weights"
 
 
-def export(run: Run, output: Path, nxd: NxdLayout | None = None, *, allow_non_finite: bool = False) -> Path:
+def export(
+    run: Run,
+    output: Path,
+    nxd: NxdLayout | None = None,
+    *,
+    allow_non_finite: bool = False,
+    average_last: int = 1,
+) -> Path:
     """Make the folder `output` with config.json, float32 weights and the vocabulary's file; it is complete or absent.
 
     `AutoModelForCausalLM.from_pretrained` opens the folder. With a layout the weights are those of an NxD checkpoint,
-    and `output` is its tag's folder.
+    and `output` is its tag's folder. The weights are means over the last `average_last` checkpoints, which
+    provenance.json names.
 
     Encode text with the library of the vocabulary's file. AutoTokenizer in transformers 5 rebuilds the merges of a
     SentencePiece model by id instead of by score, and gives other ids for runs of spaces.
 
-    Raises `ArtifactError` for weights that are not finite, unless they are allowed; then it logs a warning.
+    Raises `ArtifactError` for weights that are not finite, unless they are allowed; then it logs a warning. Raises it
+    also where the run has fewer checkpoints than are to be averaged.
     """
     _require_new(output)
+    checkpoints = open_last(run, average_last)
     partial = output.with_name(f".export-{uuid.uuid4().hex[:8]}.partial")
     try:
         partial.mkdir(parents=True)
-        _write(run, partial, nxd, allow_non_finite)
+        _write(run, checkpoints, partial, nxd, allow_non_finite)
         _rename_to_new(partial, output)
         sync_folder(output.parent)
     except OSError as error:
@@ -66,15 +82,21 @@ def _require_new(output: Path) -> None:
         raise RecipeError(f"{output}: {above} is not a folder, so no folder can be made in it. Pass another --output.")
 
 
-def _write(run: Run, folder: Path, nxd: NxdLayout | None, allow_non_finite: bool) -> None:
+def _write(
+    run: Run,
+    checkpoints: Sequence[Artifact[CheckpointManifest]],
+    folder: Path,
+    nxd: NxdLayout | None,
+    allow_non_finite: bool,
+) -> None:
     vocabulary = run.corpus.manifest.corpus.vocabulary
     shapes = parameter_shapes(run.recipe.model)
     write_durably(folder / CONFIG, json.dumps(hugging_face_config(run.recipe, vocabulary), indent=2).encode())
     write_durably(folder / Path(vocabulary.path).name, read_file(vocabulary_file(run)))
-    reader = ShardReader(run.checkpoint, shapes)
+    readers = [ShardReader(checkpoint, shapes) for checkpoint in checkpoints]
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
-        weights = reader.read_weights(names, allows_non_finite=True)
+        weights = read_means(readers, names)
         for name, weight in weights.items():
             _require_finite(run.checkpoint.path, name, weight, allow_non_finite)
         return weights
@@ -82,7 +104,19 @@ def _write(run: Run, folder: Path, nxd: NxdLayout | None, allow_non_finite: bool
     if nxd:
         write_nxd_model(folder, run.recipe.model, nxd, read)
     else:
+        write_durably(folder / PROVENANCE, json.dumps(_describe_origin(checkpoints), indent=2).encode())
         write_weights(folder, shapes, read)
+
+
+def _describe_origin(checkpoints: Sequence[Artifact[CheckpointManifest]]) -> dict[str, Any]:
+    """Name the checkpoints whose mean the weights are; usually there is one."""
+    return {
+        "run": checkpoints[-1].manifest.name,
+        "checkpoints": [
+            {"step": each.manifest.checkpoint.step, "content_digest": each.manifest.content_digest}
+            for each in checkpoints
+        ],
+    }
 
 
 def _require_finite(checkpoint: Path, name: str, weight: Tensor, allow_non_finite: bool) -> None:

@@ -30,6 +30,8 @@ def inspect(checkpoint: Artifact[CheckpointManifest], recipe: Recipe) -> Iterato
     reader = ShardReader(checkpoint, shapes)
     yield f"checkpoint  {checkpoint.path}"
     yield f"state       after step {state.step:,}: {state.tokens:,} tokens, {state.skipped_steps:,} steps skipped"
+    if state.parent:
+        yield f"parent      {state.parent.run} after step {state.parent.step:,}, {state.parent.content_digest[:12]}"
     yield f"made        {manifest.created_at:%Y-%m-%d %H:%M} by trainer {maker.version}, commit {maker.git_sha[:12]}"
     yield f"program     {state.program_fingerprint[:16]}, waivers: {', '.join(state.waivers) or 'none'}"
     yield f"workers     {state.data_parallel_size} x {state.tensor_parallel_size} (data x tensor parallel)"

@@ -32,6 +32,7 @@ from services.common.process.command_line import RecipeParser
 from services.common.process.telemetry import show_progress
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.schema import Recipe, fingerprint
+from services.trainer.branch import find_lineage, open_parent, require_same_vocabulary
 from services.trainer.checkpoints.lookup import (
     all_damaged,
     checkpoint_steps,
@@ -186,11 +187,11 @@ def _verify(check: str, artifact: Artifact[Any], level: Level, root: Path, comma
 def _describe_job(arguments: Namespace, recipe: Recipe, found: _Found) -> Job:
     """Describe the run that a command with this recipe would continue."""
     assert found.corpus
-    now = datetime.now(UTC)
+    now, lineage = datetime.now(UTC), find_lineage(arguments.root, recipe, found.corpus)
     return Job(
         recipe=recipe,
         root=arguments.root,
-        run=run_name(recipe, found.corpus),
+        run=run_name(recipe, found.corpus, lineage.parent),
         corpus=found.corpus,
         cache=found.cache,
         program_fingerprint=found.program,
@@ -199,6 +200,7 @@ def _describe_job(arguments: Namespace, recipe: Recipe, found: _Found) -> Job:
         started_at=now,
         attempt=uuid.uuid4().hex,
         workers_started_at=now,
+        lineage=lineage,
     )
 
 
@@ -231,7 +233,11 @@ def _look_at_checkpoints(job: Job, level: Level, arguments: Namespace, found: _F
             command = f"python -m services.trainer import --recipe {arguments.recipe} --root {job.root} --from FOLDER"
             yield problem("checkpoints", none, command)
             return
-        yield ok("checkpoints", f"none of {job.run}: it begins at step 0")
+        if branch := job.recipe.train.branch:
+            parent = open_parent(job.root, branch)
+            require_same_vocabulary(job.root, parent, job.recipe, job.corpus)
+            yield _verify("parent", parent, level, job.root, f"python -m services.trainer runs --root {job.root}")
+        yield ok("checkpoints", f"none of {job.run}: it begins at step {job.recipe.train.first_step}")
         return
     state, max_steps = newest.manifest.checkpoint, job.recipe.train.max_steps
     if state.step < max_steps and job.program_fingerprint:

@@ -19,7 +19,7 @@ from services.common.process.termination_notice import (
     needed_notice_seconds,
 )
 from services.common.program.mesh import make_mesh
-from services.common.recipe.derived import derive, flops_per_token, tokens_per_step
+from services.common.recipe.derived import derive, flops_per_token, steps_of_run, tokens_per_step
 from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker, micro_batches_per_model
 from services.common.recipe.schema import Recipe, stage_nodes
 from services.trainer.checkpoints.interval import (
@@ -205,7 +205,7 @@ def _time_and_cost(recipe: Recipe, device: InstanceType | None, assumptions: Ass
         return rows | {"step": "unknown: the recipe has no cluster.trainer_instance_type"}
     mfu = _mfu(device, assumptions)
     seconds = _step_seconds(recipe, device, mfu)
-    hours = seconds * recipe.train.max_steps / SECONDS_PER_HOUR
+    hours = seconds * steps_of_run(recipe) / SECONDS_PER_HOUR
     node_hours = hours * stage_nodes(recipe, "trainer")
     node_peak = recipe.cluster.trainer_workers_per_node * device.worker_peak_flops_per_second
     price, source = _price(device, assumptions)
@@ -274,7 +274,8 @@ def _describe_storage(assumptions: Assumptions) -> str:
 def _describe_space(recipe: Recipe) -> str:
     """Describe the largest space that checkpoints need: those that are kept, and one that is being written."""
     policy, size = recipe.checkpoint, checkpoint_bytes(recipe)
-    for_good = recipe.train.max_steps // policy.keep_interval_steps if policy.keep_interval_steps else 0
+    every = policy.keep_interval_steps
+    for_good = recipe.train.max_steps // every - recipe.train.first_step // every if every else 0
     kept = f", and {for_good:,} that are kept permanently" if for_good else ""
     count = most_checkpoints(recipe)
     return f"{_size((count + for_good) * size)} for {count} checkpoints{kept}"

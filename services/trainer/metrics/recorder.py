@@ -26,7 +26,7 @@ from services.trainer.evaluation.losses import Evaluation
 from services.trainer.evaluation.records import metrics_of, write_evaluation
 from services.trainer.inspection.fit import instance_type
 from services.trainer.inspection.gemm_peak import measure_gemm_peak
-from services.trainer.job import Job
+from services.trainer.job import Job, tokens_after
 from services.trainer.metrics.metric_table import METRICS, PREFIX, WorkerNumbers, find_samples, reduce_over_ranks
 from services.trainer.metrics.records import MetricsWriter, StepRecord, read_last_step, read_record_of
 
@@ -44,6 +44,7 @@ class MetricsRecorder:
     def __init__(self, job: Job, group: ProcessGroup, backend: Backend, first_step: int) -> None:
         self._recipe, self._backend, self._group = job.recipe, backend, group
         self._run_folder, self._corpus = job.run_folder, job.corpus.manifest.id
+        self._parent = job.lineage.parent
         self._step_tokens = tokens_per_step(job.recipe)
         self._step_flops = flops_per_token(job.recipe) * self._step_tokens
         workers = group.gather({"host": socket.gethostname(), "gpu": _name_of_gpu(backend)})
@@ -99,7 +100,7 @@ class MetricsRecorder:
             **reduced.fields,
             "time": time.time(),
             "step_tokens": self._step_tokens,
-            "tokens": step.step * self._step_tokens,
+            "tokens": tokens_after(self._recipe, self._parent, step.step, step.skipped_steps),
             "tokens_per_second": self._step_tokens / seconds,
             **self._run.add(step, seconds),
         }

@@ -37,6 +37,7 @@ from services.common.program.step import Program
 from services.common.recipe.schema import Recipe, fingerprint
 from services.common.testing import recipes
 from services.common.testing.corpora import corpus_payload
+from services.trainer.branch import find_lineage
 from services.trainer.job import Job, run_name
 from services.trainer.run import write_run
 
@@ -79,11 +80,11 @@ def make_program(recipe: Recipe) -> Program:
 
 def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lease: Lease) -> Job:
     """Make a job for eager training in this process."""
-    now = datetime.now(UTC)
+    now, lineage = datetime.now(UTC), find_lineage(root, recipe, corpus)
     job = Job(
         recipe=recipe,
         root=root,
-        run=run_name(recipe, corpus),
+        run=run_name(recipe, corpus, lineage.parent),
         corpus=corpus,
         cache=None,
         program_fingerprint=fingerprint(program_facts(recipe)),
@@ -92,6 +93,7 @@ def make_job(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lease
         started_at=now,
         attempt=uuid.uuid4().hex,
         workers_started_at=now,
+        lineage=lineage,
         lease=lease,
     )
     write_run(job)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+from torch import Tensor
 
+from services.common.artifacts.checkpoint import shard_name
 from services.common.artifacts.corpus import VocabularyKind
 from services.common.errors import ArtifactError, RecipeError, StorageError
 from services.common.launch.launcher import WorkerEnvironment
+from services.common.program.llama import parameter_shapes
 from services.common.testing.disks import mounted
-from services.trainer.conversion.export import export
+from services.trainer.checkpoints.lookup import open_checkpoint
+from services.trainer.checkpoints.shards import ShardReader
+from services.trainer.conversion.export import PROVENANCE, export
+from services.trainer.conversion.hugging_face import WEIGHTS
 from services.trainer.inspection.sample import TextGenerator, load_model, load_weights
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.run import Run, open_run, vocabulary_file
 from services.trainer.tests.builders import LLAMA_3_1
+from services.trainer.tests.runs import call_trainer, flip_a_bit
 
 ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
 
@@ -53,6 +62,54 @@ def test_a_large_model_is_exported_in_several_files_and_an_index(
     ]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(theirs[name], tensor) for name, tensor in load_weights(run).items())
+
+
+def test_an_average_is_the_mean_of_the_last_checkpoints_and_names_them(
+    tmp_path: Path, new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = new_job(train__max_steps="8", checkpoint__interval_steps="2", checkpoint__keep_latest="3")
+    train(job, ALONE)
+    run = open_run(job.root, job.run)
+    held: list[int] = []
+    read = ShardReader.read_weights
+
+    def count(reader: ShardReader, names: Iterable[str], **options: bool) -> dict[str, Tensor]:
+        held.append(len(list(names)))
+        return read(reader, names, **options)
+
+    monkeypatch.setattr(ShardReader, "read_weights", count)
+    folder = export(run, tmp_path / "mean", average_last=3)
+    monkeypatch.undo()
+
+    kept = [open_checkpoint(job.checkpoint_collection, step) for step in (4, 6, 8)]
+    shapes = parameter_shapes(run.recipe.model)
+    parts = [ShardReader(checkpoint, shapes).read_weights(shapes) for checkpoint in kept]
+    exported = safetensors.torch.load_file(folder / WEIGHTS)
+    for name, weight in exported.items():
+        assert torch.equal(weight, torch.stack([part[name].double() for part in parts]).mean(0).float()), name
+    assert not torch.equal(exported["model.norm.weight"], parts[-1]["model.norm.weight"])
+    assert set(held) == {1}  # a weight of one checkpoint at a time
+    assert json.loads((folder / PROVENANCE).read_text()) == {
+        "run": job.run,
+        "checkpoints": [
+            {"step": each.manifest.checkpoint.step, "content_digest": each.manifest.content_digest} for each in kept
+        ],
+    }
+    with pytest.raises(ArtifactError, match=r"\b3\b.*\b4\b.*4, 6, 8.*keep_latest \(3\).*keep_interval_steps \(none\)"):
+        export(run, tmp_path / "more", average_last=4)
+    flip_a_bit(kept[0].path / shard_name(0))
+    with pytest.raises(ArtifactError, match="step-00000004"):
+        export(run, tmp_path / "damaged", average_last=3)
+    assert not (tmp_path / "damaged").exists()
+
+
+def test_an_average_of_nothing_and_one_for_a_run_that_goes_on_are_refused(
+    tmp_path: Path, new_job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job, recipe, output = new_job(), tmp_path / "small.toml", f"--output={tmp_path / 'x'}"
+    nxd = ("--format=nxd", "--tensor-parallel-size=1")
+    for options in (("--average-last=0",), ("--average-last=2", *nxd)):
+        assert call_trainer(capfd, recipe, job.root, output, *options, command="export")[0] == 2
 
 
 def test_an_export_never_overwrites_and_speaks_of_its_own_option(tmp_path: Path, new_job: Callable[..., Job]) -> None:

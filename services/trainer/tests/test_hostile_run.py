@@ -34,10 +34,10 @@ from services.trainer.checkpoints.retention import discard_old
 from services.trainer.conversion.export import export
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.inspection.sample import TextGenerator, load_model
-from services.trainer.job import Job
+from services.trainer.job import RUN_FILE, Job
 from services.trainer.loop import train
 from services.trainer.node_staging import compile_cache_folder, prepare_node
-from services.trainer.run import RUN_FILE, open_run
+from services.trainer.run import open_run
 from services.trainer.tests.builders import make_program, make_recipe, write_recipe
 from services.trainer.tests.runs import checkpoints
 

@@ -51,8 +51,8 @@ def spared(new_shared_job: Callable[..., Job]) -> Job:
     return job
 
 
-def read_spared(stream: Any, recipe: Any, number: int, mesh: Any) -> Any:
-    return micro_batches(stream, recipe, number + (number >= SKIPPED.first) * len(SKIPPED), mesh)
+def read_spared(stream: Any, recipe: Any, number: int, mesh: Any, offset: int) -> Any:
+    return micro_batches(stream, recipe, number + (number >= SKIPPED.first) * len(SKIPPED), mesh, offset)
 
 
 def final_state(job: Job) -> str:

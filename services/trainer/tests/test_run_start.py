@@ -11,7 +11,7 @@ import pytest
 
 from services.common.process.entry_point import exit_code_of
 from services.trainer.__main__ import main
-from services.trainer.run import RUN_FILE
+from services.trainer.job import RUN_FILE
 from services.trainer.tests.builders import make_corpus, make_recipe, write_recipe
 from services.trainer.tests.runs import checkpoints
 

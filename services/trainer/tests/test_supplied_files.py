@@ -16,11 +16,11 @@ from services.common.testing.strange_files import STRANGE_FILES, replace_by
 from services.trainer.conversion.export import export
 from services.trainer.conversion.nxd.layout import NxdLayout
 from services.trainer.evaluation.records import EVALUATIONS_FILE
-from services.trainer.job import Job
+from services.trainer.job import RUN_FILE, Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import EVENTS_FILE, read_events, record_event
 from services.trainer.metrics.records import ATTEMPTS_FILE, METRICS_FILE
-from services.trainer.run import RUN_FILE, open_run
+from services.trainer.run import open_run
 from services.trainer.tests.builders import write_recipe
 from services.trainer.tests.runs import REPOSITORY, call_trainer
 from services.trainer.tests.test_import import ALONE, digest_in

@@ -131,6 +131,21 @@ def train_and_die_in_a_save(job: Job, environment: WorkerEnvironment) -> None:
         train_audited(job, environment)
 
 
+def train_and_die(job: Job, environment: WorkerEnvironment) -> None:
+    """Rank 1 is killed in its step 7, and after a restart in its step 11."""
+    train_step, patch = Program.train_step, pytest.MonkeyPatch()
+    fatal = 10 if job.start_number else 6
+
+    def die(program: Program, step: int, *arguments: Any) -> Any:
+        if step == fatal and environment.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train_step(program, step, *arguments)
+
+    patch.setattr(Program, "train_step", die)
+    patch.setattr(CheckpointWriter, "advance", CheckpointWriter.wait)
+    train(job, environment)
+
+
 def train_until_one_is_terminated(job: Job, environment: WorkerEnvironment) -> None:
     """Audited. Rank 3 gets SIGTERM in its step 15."""
     train_step = Program.train_step
@@ -148,9 +163,9 @@ def train_until_one_is_terminated(job: Job, environment: WorkerEnvironment) -> N
 def train_audited(job: Job, environment: WorkerEnvironment) -> None:
     """Train while all workers write the samples of a step to AUDIT before they take the step."""
 
-    def note(stream: TokenStream, recipe: Recipe, step: int, mesh: Mesh) -> list[MicroBatch]:
+    def note(stream: TokenStream, recipe: Recipe, step: int, mesh: Mesh, offset: int) -> list[MicroBatch]:
         listening = _ListeningStream(stream)
-        batches = list(micro_batches(listening, recipe, step, mesh))  # type: ignore[arg-type]
+        batches = list(micro_batches(listening, recipe, step, mesh, offset))  # type: ignore[arg-type]
         line = {"attempt": job.attempt, "rank": environment.rank, "step": step, "samples": listening.samples}
         with (job.run_folder / AUDIT).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")  # in one piece: it is short
@@ -200,9 +215,9 @@ def _change_steps(
 ) -> None:
     train_step, batches = Program.train_step, []
 
-    def read(stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh) -> Any:
+    def read(stream: TokenStream, recipe: Recipe, number: int, mesh: Mesh, offset: int) -> Any:
         batches.append(number)
-        return micro_batches(stream, recipe, number, mesh)
+        return micro_batches(stream, recipe, number, mesh, offset)
 
     def step(program: Program, *arguments: Any) -> StepResult:
         result = train_step(program, *arguments)

@@ -1,0 +1,204 @@
+"""Finds the checkpoint with which a branch begins, and the position in the data that follows from it.
+
+A branch is a run of its own: its name hashes its recipe, its corpus and the digest of the parent's checkpoint.
+Everything that it inherits is a function of that checkpoint's manifest. The manifests of its own checkpoints repeat it,
+so the parent's checkpoint is needed for the start alone. The settings of the parent's run decide how long it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.common.artifacts.checkpoint import Ancestor, CheckpointManifest, LossSpikes, checkpoint_id
+from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.manifest import MANIFEST
+from services.common.artifacts.store import Address, Artifact, open_artifact
+from services.common.errors import ArtifactError, RecipeError
+from services.common.input.problem_list import list_names, list_problems
+from services.common.recipe.changes import changed_fields
+from services.common.recipe.schema import Branch, Recipe
+from services.trainer.checkpoints.lookup import checkpoint_steps, open_checkpoint
+from services.trainer.health.loss_spikes import SpikeDetector
+from services.trainer.job import NO_LINEAGE, Lineage, run_name
+
+_SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+)
+"""Fields of the model that decide the shapes of the weights and what their rows mean."""
+
+
+def name_run(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> str:
+    """Return the name of the recipe's run. Raises as `find_lineage` does."""
+    return run_name(recipe, corpus, find_lineage(root, recipe, corpus).parent)
+
+
+def find_lineage(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> Lineage:
+    """Return the ancestors of the recipe's run and its position in the data.
+
+    They follow from the parent's checkpoint or, where the parent's run has removed it, from the branch's own
+    checkpoints. The search for these reads one manifest of each run of the recipe's name.
+
+    Raises `ArtifactError` where both are gone, and `RecipeError` where the parent has another model than the recipe, or
+    the branch would see data again that it does not ask for.
+    """
+    branch = recipe.train.branch
+    if branch is None:
+        return NO_LINEAGE
+    try:
+        parent = open_parent(root, branch)
+    except ArtifactError:
+        own = next(_find_own(root, recipe, corpus), None)
+        if own is None:
+            raise
+        return own
+    return _descend(parent, recipe, corpus)
+
+
+def open_parent(root: Path, branch: Branch) -> Artifact[CheckpointManifest]:
+    """Read the manifest of the parent's checkpoint. The files are verified by the workers that load them.
+
+    Raises `ArtifactError`, which names the steps that there are, where it is gone or damaged.
+    """
+    address = Address(root, "checkpoint", branch.run, checkpoint_id(branch.step))
+    if (address.path / MANIFEST).exists():
+        return open_checkpoint(address.collection, branch.step, lambda _: None)
+    steps = checkpoint_steps(address.collection)
+    if not steps:
+        raise ArtifactError(
+            f"{address.collection}: train.branch.run has no checkpoint here. `python -m services.trainer runs --root "
+            f"{root}` lists the runs of this root."
+        )
+    raise ArtifactError(
+        f"{address.collection}: train.branch.step is {branch.step}, but the run has checkpoints only after the steps "
+        f"{list_names(map(str, reversed(steps)))}. Branch from one of them, or restore step {branch.step} from a copy. "
+        f"A run keeps its last checkpoint.keep_latest checkpoints and the multiples of checkpoint.keep_interval_steps."
+    )
+
+
+def require_same_vocabulary(
+    root: Path, parent: Artifact[CheckpointManifest], recipe: Recipe, corpus: Artifact[CorpusManifest]
+) -> None:
+    """Raise `RecipeError` where the parent was trained on ids of another vocabulary, and `ArtifactError` where its
+    corpus is gone, so that the vocabularies cannot be compared.
+    """
+    [link] = parent.manifest.inputs
+    if link.content_digest == corpus.manifest.content_digest:
+        return
+    theirs = Recipe.model_validate(parent.manifest.recipe)
+    for place in (Address(root, "corpus", theirs.corpus.name, link.id).path, Path(link.path)):
+        try:
+            found = open_artifact(place, CorpusManifest)
+        except ArtifactError:
+            continue
+        if found.manifest.content_digest == link.content_digest:
+            before, now = (each.manifest.corpus.vocabulary.sha256 for each in (found, corpus))
+            if before != now:
+                raise RecipeError(
+                    f"{parent.path}: was trained with the vocabulary {before[:12]} of {place}, but {corpus.path} has "
+                    f"{now[:12]}: its ids mean other text to these weights. Tokenize the new text with "
+                    f'`[tokenizer] model = "{place / found.manifest.corpus.vocabulary.path}"`.'
+                )
+            return
+    raise ArtifactError(
+        f"{parent.path}: was trained on the corpus {theirs.corpus.name}/{link.id}, which is gone, so its vocabulary "
+        f"cannot be compared with that of {corpus.path}. Restore that corpus below {root / 'corpus'}."
+    )
+
+
+def inherit_loss_spikes(parent: Artifact[CheckpointManifest], recipe: Recipe, lineage: Lineage) -> LossSpikes | None:
+    """Return the parent's state of the loss-spike detector where its batches have the same numbers in the branch."""
+    theirs, state = Recipe.model_validate(parent.manifest.recipe), parent.manifest.checkpoint
+    is_same_batch = (
+        recipe.batch.global_batch_size == theirs.batch.global_batch_size
+        and lineage.data_offset_samples == state.data_offset_samples
+    )
+    return state.loss_spikes if is_same_batch else None
+
+
+def describe_parent(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest], lineage: Lineage) -> str:
+    """Describe where a new branch begins, and the settings in which it differs from its parent."""
+    parent = lineage.parent
+    assert parent
+    assert recipe.train.branch
+    changed = [
+        change
+        for change in changed_fields(open_parent(root, recipe.train.branch).manifest.recipe, recipe, "checkpoint")
+        if not change.startswith("train.branch")
+    ]
+    first = _first_sample(lineage.ancestors, recipe, corpus)
+    return (
+        f"{parent.run} after step {parent.step:,} (digest {parent.content_digest[:12]}) and takes sample {first:,} of "
+        f"{corpus.manifest.name} next; {', '.join(list_problems(changed, 'fields that differ')) or 'no field differs'}"
+    )
+
+
+def _find_own(root: Path, recipe: Recipe, corpus: Artifact[CorpusManifest]) -> Iterator[Lineage]:
+    for collection in sorted((root / "checkpoint").glob(f"{recipe.name}-*")):
+        for step in reversed(checkpoint_steps(collection)):
+            try:
+                state = open_checkpoint(collection, step, lambda _: None).manifest.checkpoint
+            except ArtifactError:
+                continue
+            if state.parent and run_name(recipe, corpus, state.parent) == collection.name:
+                yield Lineage(state.ancestors, state.data_offset_samples)
+            break
+
+
+def _descend(parent: Artifact[CheckpointManifest], recipe: Recipe, corpus: Artifact[CorpusManifest]) -> Lineage:
+    theirs, state = Recipe.model_validate(parent.manifest.recipe), parent.manifest.checkpoint
+    _require_same_shapes(parent.path, theirs, recipe)
+    detector = SpikeDetector(theirs)
+    detector.go_back(state.loss_spikes)
+    next_batch = detector.batch_of(state.step)
+    left = Ancestor(
+        run=parent.manifest.name,
+        step=state.step,
+        skipped_steps=state.skipped_steps,
+        content_digest=parent.manifest.content_digest,
+        tokens=state.tokens,
+        corpus_digest=parent.manifest.inputs[0].content_digest,
+        data_seed=theirs.train.data_seed,
+        next_sample=state.data_offset_samples + next_batch * theirs.batch.global_batch_size,
+    )
+    ancestors = (*state.ancestors, left)
+    first = _first_sample(ancestors, recipe, corpus)
+    lineage = Lineage(ancestors, first - next_batch * recipe.batch.global_batch_size)
+    if inherit_loss_spikes(parent, recipe, lineage) is None:
+        lineage = Lineage(ancestors, first - state.step * recipe.batch.global_batch_size)
+    return lineage
+
+
+def _first_sample(ancestors: tuple[Ancestor, ...], recipe: Recipe, corpus: Artifact[CorpusManifest]) -> int:
+    """Return the number of the first sample that the branch takes of its corpus."""
+    train, digest = recipe.train, corpus.manifest.content_digest
+    assert train.branch
+    seen = next((each for each in reversed(ancestors) if each.corpus_digest == digest), None)
+    if seen is None or train.branch.data == "restart":
+        return 0
+    if seen.data_seed != train.data_seed:
+        raise RecipeError(
+            f"train.data_seed is {train.data_seed}, but {seen.run} has taken {seen.next_sample:,} samples of the same "
+            f"corpus in the order of seed {seen.data_seed}: in another order the branch would see some of them again. "
+            f'Set train.data_seed = {seen.data_seed}, or ask for it with train.branch.data = "restart".'
+        )
+    return seen.next_sample
+
+
+def _require_same_shapes(parent: Path, theirs: Recipe, recipe: Recipe) -> None:
+    differences = [
+        f"  model.{name}: the parent has {before}, the recipe {now}"
+        for name in _SHAPE
+        if (before := getattr(theirs.model, name)) != (now := getattr(recipe.model, name))
+    ]
+    if differences:
+        raise RecipeError(
+            f"{parent}: train.branch has the weights of another model:\n" + "\n".join(differences) + "\nA branch keeps "
+            "these values of its parent."
+        )

@@ -1,0 +1,236 @@
+"""A run that begins with another run's checkpoint: the parent's bits where nothing changes, and data seen once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.common.artifacts.checkpoint import checkpoint_id, shard_name
+from services.common.errors import ArtifactError, RecipeError, WorkersLost
+from services.common.launch import inline
+from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec
+from services.trainer.branch import require_same_vocabulary
+from services.trainer.checkpoints.lookup import checkpoint_steps, open_checkpoint
+from services.trainer.data import sample_indices
+from services.trainer.job import Job
+from services.trainer.loop import train
+from services.trainer.metrics.records import read_metrics
+from services.trainer.tests import work
+from services.trainer.tests.runs import flip_a_bit, state_hash
+
+ALONE = WorkerEnvironment(rank=0, world_size=1, launch="inline")
+KEEPING = {"checkpoint__keep_latest": "10"}
+
+
+@pytest.fixture(scope="module")
+def parent(new_shared_job: Callable[..., Job]) -> Job:
+    """A run of 20 steps with checkpoints after 5, 10, 15 and 20; an epoch has 10 steps."""
+    job = new_shared_job(**KEEPING)
+    train(job, ALONE)
+    return job
+
+
+@pytest.fixture
+def branch_off(new_shared_job: Callable[..., Job]) -> Callable[..., Job]:
+    """Describe a branch of a run; overrides as `train__max_steps="30"`."""
+
+    def branch(parent: Job, step: int, data: str = "continue", **overrides: str) -> Job:
+        table = f'{{ run = "{parent.run}", step = {step}, data = "{data}" }}'
+        return new_shared_job(train__branch=table, **{**KEEPING, **overrides})
+
+    return branch
+
+
+def numbers(job: Job, name: str, after: int = 0) -> list[Any]:
+    return [record[name] for record in read_metrics(job.run_folder).lines if record["step"] > after and name in record]
+
+
+def samples(job: Job, step: int) -> Counter[int]:
+    """Return the samples that the workers read for a step, as `work.train_audited` has noted them."""
+    lines = (job.run_folder / work.AUDIT).read_text(encoding="utf-8").splitlines()
+    return Counter(each for line in map(json.loads, lines) if line["step"] == step for each in line["samples"])
+
+
+def expected(job: Job, first: int, count: int) -> Counter[int]:
+    num_samples = job.corpus.manifest.corpus.num_samples("train")
+    return Counter(sample_indices(num_samples, job.recipe.train.data_seed, first, count).tolist())
+
+
+def test_a_branch_with_nothing_changed_has_the_parents_bits(parent: Job, branch_off: Callable[..., Job]) -> None:
+    branch = branch_off(parent, 10)
+    train(branch, ALONE)
+
+    assert branch.run != parent.run
+    for name in ("step", "loss", "gradient_norm", "learning_rate", "validation_loss", "tokens", "skipped_steps"):
+        assert numbers(branch, name) == numbers(parent, name, after=10), name
+    for step in (15, 20):
+        assert state_hash(branch.checkpoint_address(step).path) == state_hash(parent.checkpoint_address(step).path)
+    state = open_checkpoint(branch.checkpoint_collection, 20).manifest.checkpoint
+    at_ten = open_checkpoint(parent.checkpoint_collection, 10).manifest
+    assert state.parent
+    assert (state.parent.run, state.parent.step) == (parent.run, 10)
+    assert state.parent.content_digest == at_ten.content_digest
+
+
+def test_a_branch_that_is_killed_and_goes_on_with_half_its_workers_has_the_parents_bits(
+    parent: Job, branch_off: Callable[..., Job]
+) -> None:
+    other = {"parallel__zero_stage": "1", "checkpoint__interval_steps": "4", "train__evaluation_interval_steps": "7"}
+    branch = branch_off(parent, 5, **other)
+    for number, own in enumerate([[], [8]]):  # the restart begins with the parent's checkpoint again
+        killed = replace(branch, start_number=number)
+        with pytest.raises(WorkersLost):
+            inline.run_workers(work.train_and_die, killed, WorkerGroupSpec(2, 1, 2, branch.run_folder))
+        assert checkpoint_steps(branch.checkpoint_collection) == own
+    train(branch, ALONE)
+
+    assert numbers(branch, "loss") == numbers(parent, "loss", after=5)
+    assert state_hash(branch.checkpoint_address(20).path) == state_hash(parent.checkpoint_address(20).path)
+
+
+def test_a_rescue_begins_with_the_parents_weights_and_takes_its_own_rate(
+    parent: Job, branch_off: Callable[..., Job]
+) -> None:
+    rescue = branch_off(parent, 10, optimizer__learning_rate="1e-3")
+    train(rescue, ALONE)
+
+    found, before = numbers(rescue, "loss"), numbers(parent, "loss", after=10)
+    assert found[0] == before[0]  # a loss is measured before the step's update
+    assert found[1] != before[1]
+
+
+def test_a_cool_down_from_a_checkpoint_falls_to_the_minimum_at_its_end(
+    parent: Job, branch_off: Callable[..., Job]
+) -> None:
+    cool_down = {"optimizer__schedule": "wsd", "optimizer__decay_steps": "14", "optimizer__cooldown_steps": "4"}
+    branch = branch_off(parent, 10, train__max_steps="14", **cool_down)
+    train(branch, ALONE)
+
+    peak, least = branch.recipe.optimizer.learning_rate, branch.recipe.optimizer.min_learning_rate
+    falls = [1, 1 - 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5]
+    assert numbers(branch, "learning_rate")[0] == peak
+    assert sorted(numbers(branch, "learning_rate")) == pytest.approx(sorted(least + (peak - least) * x for x in falls))
+
+
+def test_another_batch_size_goes_on_with_the_next_sample(parent: Job, branch_off: Callable[..., Job]) -> None:
+    branch = branch_off(parent, 5, batch__global_batch_size="16", train__max_steps="9")
+    work.train_audited(branch, ALONE)
+
+    taken = [samples(branch, step) for step in range(5, 9)]
+    assert taken == [expected(branch, 40 + 16 * number, 16) for number in range(4)]
+    seen_by_parent, own_epoch = expected(parent, 0, 40), expected(branch, 40, 40)
+    assert not seen_by_parent & own_epoch
+    assert numbers(branch, "tokens") == [(40 + 16 * number) * 16 for number in range(1, 5)]
+
+
+def test_a_branch_of_a_branch_on_another_corpus_sees_no_sample_twice(
+    parent: Job, branch_off: Callable[..., Job]
+) -> None:
+    other = branch_off(parent, 5, corpus__rows_per_shard="16", train__max_steps="10")
+    work.train_audited(other, ALONE)
+    back = branch_off(other, 10, train__max_steps="12")
+    work.train_audited(back, ALONE)
+
+    assert samples(other, 5) == expected(other, 0, 8)
+    assert samples(back, 10) == expected(parent, 40, 8)
+    state = open_checkpoint(back.checkpoint_collection, 12).manifest.checkpoint
+    assert [(each.run, each.step) for each in state.ancestors] == [(parent.run, 5), (other.run, 10)]
+    assert [each.next_sample for each in state.ancestors] == [40, 40]
+    assert state.tokens == 12 * 8 * 16
+
+
+def test_data_is_seen_again_only_if_the_recipe_asks_for_it(parent: Job, branch_off: Callable[..., Job]) -> None:
+    with pytest.raises(RecipeError, match=r"data_seed is 7.*80 samples.*seed 0"):
+        branch_off(parent, 10, train__data_seed="7")
+    again = branch_off(parent, 10, data="restart", train__data_seed="7", train__max_steps="11")
+    work.train_audited(again, ALONE)
+
+    assert samples(again, 10) == expected(again, 0, 8)
+
+
+def test_batches_that_the_parent_left_out_stay_out(
+    new_shared_job: Callable[..., Job], branch_off: Callable[..., Job]
+) -> None:
+    spikes = {
+        "optimizer__weight_decay": "0.2",  # a run of its own
+        "train__loss_spike_sigma": "6",
+        "train__loss_spike_window": "16",
+        "train__loss_spike_patience_steps": "3",
+        "train__loss_spike_rollback_steps": "4",
+        "checkpoint__interval_steps": "2",
+    }
+    parent = new_shared_job(**KEEPING, **spikes)
+    work.train_with_a_ruinous_batch(parent, ALONE)
+    same, larger = branch_off(parent, 10, **spikes), branch_off(parent, 10, **spikes, batch__global_batch_size="16")
+    train(same, ALONE)
+
+    assert numbers(same, "loss") == numbers(parent, "loss", after=10)
+    left = larger.lineage.parent
+    assert left
+    assert left.next_sample == 8 * 17  # ten batches and the seven that were left out
+    assert larger.lineage.data_offset_samples + 10 * 16 == left.next_sample
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"model__intermediate_size": "64"}, ["intermediate_size", "32", "64"]),
+        ({"model__num_hidden_layers": "3"}, ["num_hidden_layers", "2", "3"]),
+    ],
+)
+def test_another_model_is_refused_with_both_shapes(
+    parent: Job, branch_off: Callable[..., Job], changed: dict[str, str], named: list[str]
+) -> None:
+    with pytest.raises(RecipeError) as refused:
+        branch_off(parent, 10, **changed)
+    assert all(each in str(refused.value) for each in named)
+
+
+def test_another_vocabulary_is_refused(
+    parent: Job, branch_off: Callable[..., Job], new_shared_job: Callable[..., Job]
+) -> None:
+    same = branch_off(parent, 10, corpus__rows_per_shard="16")
+    other = new_shared_job(kind="tokenizer_json", corpus__min_document_bytes="7")
+    found = open_checkpoint(parent.checkpoint_collection, 10)
+
+    require_same_vocabulary(same.root, found, same.recipe, same.corpus)
+    with pytest.raises(RecipeError, match="vocabulary"):
+        require_same_vocabulary(other.root, found, other.recipe, other.corpus)
+
+
+def test_a_branch_needs_its_parents_checkpoint_until_it_has_its_own(new_job: Callable[..., Job]) -> None:
+    parent = new_job(train__max_steps="10")
+    train(parent, ALONE)
+    branch_at = {"train__branch": f'{{ run = "{parent.run}", step = 5 }}', "train__max_steps": "10"}
+    branch = new_job(**branch_at)
+    train(branch, ALONE)
+    shutil.rmtree(parent.checkpoint_address(5).path)
+
+    assert new_job(**branch_at).run == branch.run
+    longer = new_job(**{**branch_at, "train__max_steps": "12"})
+    train(longer, ALONE)
+    assert checkpoint_steps(branch.checkpoint_collection) == [10, 12]
+
+    shutil.rmtree(branch.checkpoint_collection)
+    with pytest.raises(ArtifactError, match=rf"{parent.run}.*\b5\b.*\b10\b"):
+        new_job(**branch_at)
+    shutil.rmtree(parent.checkpoint_collection)
+    with pytest.raises(ArtifactError, match=rf"{parent.run}.*services.trainer runs"):
+        new_job(**branch_at)
+
+
+def test_a_damaged_parent_is_not_trained_on(new_job: Callable[..., Job]) -> None:
+    parent = new_job(train__max_steps="10")
+    train(parent, ALONE)
+    branch = new_job(train__branch=f'{{ run = "{parent.run}", step = 5 }}')
+    flip_a_bit(parent.checkpoint_address(5).path / shard_name(0))
+
+    with pytest.raises(ArtifactError, match=rf"(?s){checkpoint_id(5)}.*{shard_name(0)}"):
+        train(replace(branch, start_number=1), ALONE)
+    assert checkpoint_steps(branch.checkpoint_collection) == []
