@@ -83,7 +83,6 @@ def overlap_1(bench: BenchmarkFolder) -> RowMeasurement:
     from services.tokenizer.build import make_tasks  # noqa: PLC0415
     from services.tokenizer.corpus_plan import plan_corpus  # noqa: PLC0415
     from services.tokenizer.encode_task import encode_partition  # noqa: PLC0415
-    from services.tokenizer.encoding.ngram_kernel import compile_ngram_kernels  # noqa: PLC0415
     from services.tokenizer.ngram_overlap import count_overlap  # noqa: PLC0415
     from services.tokenizer.vocabulary.provision import provide_vocabulary  # noqa: PLC0415
 
@@ -94,7 +93,6 @@ def overlap_1(bench: BenchmarkFolder) -> RowMeasurement:
     watch = Watch()
     encoded = [encode_partition(task) for task in tasks]
     encoding = watch.stop()
-    compile_ngram_kernels(np.dtype(np.uint16))
     watch = Watch()
     overlap = count_overlap(tasks, encoded, inline, num_workers=1)
     measured = watch.stop()

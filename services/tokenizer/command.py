@@ -96,8 +96,8 @@ def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) ->
         )
     if len(payload.sources) > 1:
         lines += [
-            f"  {source.share:>10.1%}  of train, and {source.splits['validation'].tokens:,} tokens of validation: "
-            f"{source.uri}, weight {source.weight:g}"
+            f"  {source.share:>10.1%}  of the training tokens, and {source.splits['validation'].tokens:,} validation "
+            f"tokens: {source.uri}, weight {source.weight:g}"
             for source in payload.sources
         ]
     checked = (

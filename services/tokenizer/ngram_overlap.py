@@ -1,12 +1,12 @@
 """Counts the n-grams of the validation split that are in the training split, too.
 
 A loss on text that a model has trained on is no loss on new text. Equal documents are in one split, but a license or a
-quotation can be in documents of both. So the n-grams of the validation split become a hash table, tasks on the workers
-look up those of each partition's training documents, and the counts go into the manifest.
+quotation can be in documents of both. So tasks on the workers look up the n-grams of each partition's training
+documents in the set of the validation split's n-grams, and the counts go into the manifest.
 
-Every token of the training split is read once, and every token of the validation split twice. A task writes the slots
-of the table that it found, at most four bytes for a token, and a marker: when a command is repeated, a task whose
-marker fits its file is not run again. A task takes a nanosecond for each slot, and there are at most 4,194,304.
+Every token of the training split is read once, and every token of the validation split twice. A task writes the indices
+of the n-grams that it found, at most four bytes for a token, and a marker: when a command is repeated, a task whose
+marker fits its file is not run again. Each task loads the set, whose size is bounded.
 """
 
 from __future__ import annotations
@@ -30,25 +30,15 @@ from services.common.process.telemetry import show_progress
 from services.tokenizer.atomic_file import write_file
 from services.tokenizer.encode_task import EncodedPartition, EncodeTask
 from services.tokenizer.encoding.encoder import token_dtype
-from services.tokenizer.encoding.ngram_kernel import (
-    NGRAM_TOKENS,
-    add_hashes,
-    compile_ngram_kernels,
-    find_hashes,
-    hash_ngrams,
-)
+from services.tokenizer.ngram_set import LARGEST_HASH, Hashes, NgramHasher, NgramSet
 
 MAX_NGRAMS = 2**20
-"""Most n-grams of the validation split that are looked up, which bounds the table to 32 MiB. A larger split is sampled
+"""Most n-grams of the validation split that are looked up, which bounds their set to 40 MiB. A larger split is sampled
 by the n-grams' hashes, and so is the training split. With so many n-grams a share of 13 % has a standard error of
 0.03 %."""
 TOKENS_PER_WORKER = 2**26
 """Training tokens for which a worker is started; one looks up so many in about the time that another takes to start."""
-_LARGEST_HASH = 2**64 - 1
 _BLOCK_TOKENS = 2**16
-
-Hashes = npt.NDArray[np.uint64]
-Slots = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
@@ -67,13 +57,15 @@ class OverlapTask:
     """The task that encoded the partition."""
     tokens_xxh3: str
     """Checksum of the partition's training tokens."""
-    table_path: Path
-    table_xxh3: str
+    set_path: Path
+    """File of the hashes of the validation split's n-grams, in rising order."""
+    set_xxh3: str
     limit: int
-    """Largest hash of an n-gram in the table."""
+    """Largest hash that an n-gram of the set may have."""
 
     @property
-    def slots_path(self) -> Path:
+    def found_path(self) -> Path:
+        """File of the indices of the n-grams that were found."""
         return self.encoded.marker_path.with_suffix(".ngrams")
 
     @property
@@ -85,8 +77,8 @@ class FoundNgrams(ManifestModel):
     """The result of a task. Its JSON is the task's marker."""
 
     tokens_xxh3: str
-    table_xxh3: str
-    slots_xxh3: str
+    set_xxh3: str
+    found_xxh3: str
 
 
 def count_overlap(
@@ -100,34 +92,29 @@ def count_overlap(
     num_tokens = sum(partition.parts["validation"].document_tokens for partition in encoded)
     if num_tokens == 0:
         return [NgramOverlap()] * len(tasks)
-    limit = _LARGEST_HASH * min(num_tokens, max_ngrams) // num_tokens
-    table = np.zeros(1 << (2 * min(num_tokens, max_ngrams)).bit_length(), np.uint64)
-    for task in tasks:
-        for hashes in _hash_part(task, "validation", limit):
-            add_hashes(hashes, table)
-    table_path = tasks[0].scratch / "validation.ngrams"
-    with write_file(table_path) as file:
-        file.write(table.data)
-    table_xxh3 = xxhash.xxh3_128_hexdigest(table.data)
+    limit = LARGEST_HASH * min(num_tokens, max_ngrams) // num_tokens
+    held_out = NgramSet.of(np.unique(np.concatenate([_hash_part(task, "validation", limit) for task in tasks])))
+    set_path = tasks[0].scratch / "validation.ngrams"
+    with write_file(set_path) as file:
+        file.write(held_out.hashes.data)
+    set_xxh3 = xxhash.xxh3_128_hexdigest(held_out.hashes.data)
     overlap_tasks = [
-        OverlapTask(task, partition.parts["train"].tokens_xxh3, table_path, table_xxh3, limit)
+        OverlapTask(task, partition.parts["train"].tokens_xxh3, set_path, set_xxh3, limit)
         for task, partition in zip(tasks, encoded, strict=True)
     ]
-    is_in_train = np.zeros(len(table), np.bool_)
+    is_in_train = np.zeros(len(held_out.hashes), np.bool_)
     train_tokens = sum(partition.parts["train"].tokens for partition in encoded)
     num_workers = min(num_workers, 1 + train_tokens // TOKENS_PER_WORKER)
     with show_progress("overlap", train_tokens, "tokens") as progress:
         done_tokens = 0
         for index, _ in launcher.map_tasks(find_ngrams, overlap_tasks, num_workers):
-            is_in_train[np.fromfile(overlap_tasks[index].slots_path, np.uint32)] = True
+            is_in_train[np.fromfile(overlap_tasks[index].found_path, np.uint32)] = True
             done_tokens += encoded[index].parts["train"].tokens
             progress.advance_to(done_tokens)
-    table.flags.writeable = False
     counts = []
     for task in tasks:
-        slots = [_find(hashes, table) for hashes in _hash_part(task, "validation", limit)]
-        ngrams = sum(map(len, slots))
-        counts.append(NgramOverlap(ngrams, sum(int(is_in_train[each].sum()) for each in slots)))
+        ngrams = held_out.find(_hash_part(task, "validation", limit))
+        counts.append(NgramOverlap(len(ngrams), int(is_in_train[ngrams].sum())))
     return counts
 
 
@@ -140,52 +127,43 @@ def _read_marker(task: OverlapTask) -> FoundNgrams | None:
     """Return the result of a task that was run before, or None when its file is incomplete or of other input."""
     try:
         done = FoundNgrams.model_validate_json(read_file(task.marker_path, task.encoded.scratch))
-        is_whole = xxh3_of(task.slots_path) == done.slots_xxh3
+        is_whole = xxh3_of(task.found_path) == done.found_xxh3
     except (FileNotFoundError, ValidationError):
         return None
-    return done if is_whole and (done.tokens_xxh3, done.table_xxh3) == (task.tokens_xxh3, task.table_xxh3) else None
+    return done if is_whole and (done.tokens_xxh3, done.set_xxh3) == (task.tokens_xxh3, task.set_xxh3) else None
 
 
 def _find_ngrams(task: OverlapTask) -> FoundNgrams:
-    table = _map(task.table_path, np.uint64)
-    is_found = np.zeros(len(table), np.bool_)
-    for hashes in _hash_part(task.encoded, "train", task.limit):
-        is_found[_find(hashes, table)] = True
-    slots = np.flatnonzero(is_found).astype(np.uint32)
-    with write_file(task.slots_path) as file:
-        file.write(slots.data)
+    held_out = NgramSet.of(_map(task.set_path, np.uint64))
+    is_found = np.zeros(len(held_out.hashes), np.bool_)
+    for hashes in _hash_blocks(task.encoded, "train", task.limit):
+        is_found[held_out.find(hashes)] = True
+    indices = np.flatnonzero(is_found).astype(np.uint32)
+    with write_file(task.found_path) as file:
+        file.write(indices.data)
     found = FoundNgrams(
         tokens_xxh3=task.tokens_xxh3,
-        table_xxh3=task.table_xxh3,
-        slots_xxh3=xxhash.xxh3_128_hexdigest(slots.data),
+        set_xxh3=task.set_xxh3,
+        found_xxh3=xxhash.xxh3_128_hexdigest(indices.data),
     )
     with write_file(task.marker_path) as file:
         file.write(found.model_dump_json().encode())
     return found
 
 
-def _find(hashes: Hashes, table: Hashes) -> Slots:
-    slots = np.empty(len(hashes), np.uint32)
-    return slots[: find_hashes(hashes, table, slots)]
+def _hash_part(task: EncodeTask, split: Split, limit: int) -> Hashes:
+    """Return the hashes up to `limit` of all n-grams of a partition's documents in one split."""
+    return np.concatenate([np.empty(0, np.uint64), *_hash_blocks(task, split, limit)])
 
 
-def _hash_part(task: EncodeTask, split: Split, limit: int) -> Iterator[Hashes]:
-    """Yield the hashes up to `limit` of the n-grams of a partition's documents in one split, block by block.
-
-    The next block overwrites an array that was yielded.
-    """
-    dtype = np.dtype(token_dtype(task.vocabulary.vocab_size))
-    compile_ngram_kernels(dtype)
-    tokens, starts = _map(task.tokens_path(split), dtype), _map(task.starts_path(split), np.int64)
-    hashes = np.empty(_BLOCK_TOKENS, np.uint64)
+def _hash_blocks(task: EncodeTask, split: Split, limit: int) -> Iterator[Hashes]:
+    vocab_size = task.vocabulary.vocab_size
+    tokens, starts = _map(task.tokens_path(split), token_dtype(vocab_size)), _map(task.starts_path(split), np.int64)
+    hasher = NgramHasher(vocab_size, _BLOCK_TOKENS)
     for begin in range(0, len(tokens), _BLOCK_TOKENS):
-        first, end = max(0, begin - NGRAM_TOKENS + 1), min(begin + _BLOCK_TOKENS, len(tokens))
-        document = int(np.searchsorted(starts, first))
-        yield hashes[: hash_ngrams(tokens, starts, document, first, begin, end, np.uint64(limit), hashes)]
+        yield hasher.hash_block(tokens, starts, begin, min(begin + _BLOCK_TOKENS, len(tokens)), limit)
 
 
 def _map(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return the content of a file as a read-only array; an empty file cannot be mapped."""
-    values = np.asarray(np.memmap(path, dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
-    values.flags.writeable = False
-    return values
+    """Return the content of a file as an array; an empty file cannot be mapped."""
+    return np.asarray(np.memmap(path, dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)

@@ -72,7 +72,7 @@ class SourceSplitCounts(ManifestModel):
     """Counts of the documents of one source in one split."""
 
     documents: Count
-    """Documents in the split. A weight above 1 takes a document for training more than once, and counts it as often."""
+    """Documents in the split; a document that a weight above 1 takes twice counts twice."""
     tokens: Count
     """Tokens in the split, BOS and EOS included."""
     text_bytes: Count
@@ -93,14 +93,6 @@ class SourceCounts(ManifestModel):
     """
     validation_ngrams_in_train: Count
     """Those of `validation_ngrams` that are in a training document of any source."""
-
-    @property
-    def documents(self) -> int:
-        return sum(counts.documents for counts in self.splits.values())
-
-    @property
-    def tokens(self) -> int:
-        return sum(counts.tokens for counts in self.splits.values())
 
     @model_validator(mode="after")
     def _has_both_splits(self) -> Self:

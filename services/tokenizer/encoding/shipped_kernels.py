@@ -19,13 +19,10 @@ def compile_into(folder: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {"NUMBA_CACHE_DIR": str(folder), **common_processor()}
-    # Numba reads the variables when it is imported.
-    from services.tokenizer.encoding.chunk_encoder import compile_kernels  # noqa: PLC0415
-    from services.tokenizer.encoding.ngram_kernel import compile_ngram_kernels  # noqa: PLC0415
+    from services.tokenizer.encoding.chunk_encoder import compile_kernels  # noqa: PLC0415 - numba reads the variables when it is imported
 
     for dtype in (np.uint16, np.uint32):
         compile_kernels(np.dtype(dtype))
-        compile_ngram_kernels(np.dtype(dtype))
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
 

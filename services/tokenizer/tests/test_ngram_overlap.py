@@ -196,12 +196,12 @@ def test_train_is_read_once_and_not_again_when_the_command_is_repeated(tmp_path:
 
     times = {split: [mapped.count(task.tokens_path(split)) for task in tasks] for split in ("train", "validation")}
     assert times == {"train": [1] * 8, "validation": [2] * 8}
-    slots = [task.marker_path.with_suffix(".ngrams") for task in tasks]
-    assert all(path.stat().st_size <= 4 * part.parts["train"].tokens for path, part in zip(slots, encoded, strict=True))
+    found = [task.marker_path.with_suffix(".ngrams") for task in tasks]
+    assert all(path.stat().st_size <= 4 * part.parts["train"].tokens for path, part in zip(found, encoded, strict=True))
 
     mapped.clear()
-    before = [path.stat().st_ino for path in slots]
-    slots[3].write_bytes(slots[3].read_bytes()[:-4] + b"\0\0\0\0")
+    before = [path.stat().st_ino for path in found]
+    found[3].write_bytes(found[3].read_bytes()[:-4] + b"\0\0\0\0")
     assert count_overlap(tasks, encoded, inline, 1) == counts
     assert [task for task in tasks if task.tokens_path("train") in mapped] == [tasks[3]]
-    assert [path.stat().st_ino == inode for path, inode in zip(slots, before, strict=True)].count(False) == 1
+    assert [path.stat().st_ino == inode for path, inode in zip(found, before, strict=True)].count(False) == 1

@@ -130,7 +130,7 @@ def test_the_order_of_the_sources_changes_neither_vocabulary_nor_bytes_per_token
 
     assert all(source.splits["train"].text_bytes > 100_000 for source in made[0].sources)
     assert len({payload.vocabulary.sha256 for payload in made}) == 1
-    assert len({tuple(sorted(source.tokens for source in payload.sources)) for payload in made}) == 1
+    assert len({tuple(sorted(source.splits["train"].tokens for source in payload.sources)) for payload in made}) == 1
     assert len({payload.text_bytes / sum(counts.tokens for counts in payload.kept) for payload in made}) == 1
 
 

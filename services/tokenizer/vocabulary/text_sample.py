@@ -28,13 +28,13 @@ from services.tokenizer.vocabulary.training import take_first
 logger = logging.getLogger(__name__)
 
 READ_FACTOR = 8
-"""Input bytes that are read for each byte of the sample, if there are so many. Below 1 in 8 of a source's bytes may be
-text, as in modules that are read for their docstrings, before the sample is smaller than it could be."""
+"""Input bytes that are read for each byte of the sample. An eighth of the input must be text of the training split for
+the sample to be full; of modules that are read for their docstrings, a quarter is."""
 _RANGES_PER_SAMPLE = 256
 _LEAST_RANGE_BYTES = 4_096
 _SPREAD = 32
-"""Bytes of the files that are opened, for each byte that is read: files of a large source are large, and few of them
-would be one period or one subject."""
+"""Bytes of the files that are opened, for each byte that is read. A large source has large files, and a file often has
+one period or one subject, so that text of few files would be no sample."""
 
 Item = TypeVar("Item")
 
@@ -45,8 +45,8 @@ def sample_text(corpus: Corpus, files: Sequence[Sequence[InputFile]], max_bytes:
     `files` are those of each source of `corpus`. Each source has the share of the text that it has of the training
     split. The last document is cut between two characters.
 
-    Sources of more than `READ_FACTOR * max_bytes` in total are read in part: so many bytes, and at most one file range
-    more for each source. Memory is bounded by `max_bytes`.
+    Sources of more than `READ_FACTOR * max_bytes` in total are read in part: so many bytes of their files, and at most
+    one file range more for each source. Memory is bounded by `max_bytes`, and about 150 bytes for each document.
     """
     shares = _shares_to_read(corpus, files, READ_FACTOR * max_bytes)
     range_bytes = max(_LEAST_RANGE_BYTES, max_bytes // _RANGES_PER_SAMPLE)
@@ -55,7 +55,7 @@ def sample_text(corpus: Corpus, files: Sequence[Sequence[InputFile]], max_bytes:
         file_ranges, share_read = _choose_file_ranges(own_files, share, range_bytes, corpus.max_document_bytes)
         for batch in read_documents(file_ranges, corpus.invalid_utf8, corpus.max_document_bytes):
             is_for_training = ~are_for_validation(batch, corpus.validation_fraction)
-            wanted = batch.select(is_for_training & (batch.sizes >= corpus.min_document_bytes))
+            wanted = batch.select(is_for_training & (batch.sizes >= max(1, corpus.min_document_bytes)))
             for pass_number in range(math.ceil(source.weight)):
                 # Where a tenth of a source is read, each of its documents stands for ten.
                 smallest.add(wanted, share_read * sampling_keys(wanted, source.weight, pass_number))
