@@ -32,13 +32,13 @@ from services.tokenizer.encode_task import EncodedPartition, EncodeTask
 from services.tokenizer.encoding.encoder import token_dtype
 from services.tokenizer.ngram_set import LARGEST_HASH, Hashes, NgramHasher, NgramSet
 
-MAX_NGRAMS = 2**20
-"""Most n-grams of the validation split that are looked up, which bounds their set to 40 MiB. A larger split is sampled
-by the n-grams' hashes, and so is the training split. With so many n-grams a share of 13 % has a standard error of
-0.03 %."""
+MAX_NGRAMS = 2**18
+"""Most n-grams of the validation split that are looked up, which bounds their set to 14 MiB. A larger split is sampled
+by the n-grams' hashes, and so is the training split, so that most of its n-grams are hashed and not looked up. With so
+many n-grams a share of 13 % has a standard error of 0.07 %."""
 TOKENS_PER_WORKER = 2**26
 """Training tokens for which a worker is started; one looks up so many in about the time that another takes to start."""
-_BLOCK_TOKENS = 2**16
+_BLOCK_TOKENS = 2**15
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def count_overlap(
     if num_tokens == 0:
         return [NgramOverlap()] * len(tasks)
     limit = LARGEST_HASH * min(num_tokens, max_ngrams) // num_tokens
-    held_out = NgramSet.of(np.unique(np.concatenate([_hash_part(task, "validation", limit) for task in tasks])))
+    held_out = NgramSet(np.unique(np.concatenate([_hash_part(task, "validation", limit) for task in tasks])))
     set_path = tasks[0].scratch / "validation.ngrams"
     with write_file(set_path) as file:
         file.write(held_out.hashes.data)
@@ -134,7 +134,7 @@ def _read_marker(task: OverlapTask) -> FoundNgrams | None:
 
 
 def _find_ngrams(task: OverlapTask) -> FoundNgrams:
-    held_out = NgramSet.of(_map(task.set_path, np.uint64))
+    held_out = NgramSet(_map(task.set_path, np.uint64))
     is_found = np.zeros(len(held_out.hashes), np.bool_)
     for hashes in _hash_blocks(task.encoded, "train", task.limit):
         is_found[held_out.find(hashes)] = True

@@ -8,9 +8,8 @@ the polynomial. Two n-grams have the same hash with a probability of about 2**-6
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +24,7 @@ _FILTER_ITEMS = 16
 """Items of the filter for each hash of a set; one in so many hashes that are not in the set passes it."""
 
 Hashes = npt.NDArray[np.uint64]
+Indices = npt.NDArray[np.int32]
 
 
 class NgramHasher:
@@ -59,28 +59,41 @@ class NgramHasher:
         return hashes[is_wanted]
 
 
-@dataclass(frozen=True)
 class NgramSet:
     """A set of hashes. The index of a hash among the sorted ones stands for its n-gram."""
 
-    hashes: Hashes
-    """Different hashes in rising order."""
-    is_possible: npt.NDArray[np.bool_]
-    """Whether the set has hashes with these low bits; most hashes that are not in the set need no search then."""
+    def __init__(self, hashes: Hashes) -> None:
+        """`hashes` are different, and in rising order."""
+        self.hashes = hashes
+        # Most hashes that are not in the set have low bits that no hash of the set has.
+        self._is_possible = np.zeros(1 << (_FILTER_ITEMS * len(hashes)).bit_length(), np.bool_)
+        self._low_bits = np.uint64(len(self._is_possible) - 1)
+        self._is_possible[self._low(hashes)] = True
+        # The high bits of a hash are the number of its bucket, and a bucket is a range of indices.
+        largest = int(hashes[-1]) if len(hashes) else 0
+        self._shift = np.uint64(max(0, largest.bit_length() - (2 * len(hashes)).bit_length()))
+        buckets = np.arange((largest >> int(self._shift)) + 1, dtype=np.uint64)
+        self._begins = np.append(np.searchsorted(hashes, buckets << self._shift), len(hashes)).astype(np.int32)
 
-    @classmethod
-    def of(cls, hashes: Hashes) -> Self:
-        """Make the set of different hashes in rising order."""
-        is_possible = np.zeros(1 << (_FILTER_ITEMS * len(hashes)).bit_length(), np.bool_)
-        is_possible[hashes & np.uint64(len(is_possible) - 1)] = True
-        return cls(hashes, is_possible)
+    def find(self, hashes: Hashes) -> Indices:
+        """Return the indices of the hashes that are in the set, in any order."""
+        left = hashes[np.flatnonzero(self._is_possible[self._low(hashes)])]
+        left = left[left <= self.hashes[-1:]] if len(self.hashes) else left[:0]
+        bucket = (left >> self._shift).view(np.int64)
+        index, end = self._begins[bucket], self._begins[bucket + 1]
+        found = [index[:0]]
+        is_left = index < end
+        while is_left.any():
+            left, index, end = left[is_left], index[is_left], end[is_left]
+            is_found = self.hashes[index] == left
+            found.append(index[is_found])
+            index = index + 1
+            is_left = ~is_found & (index < end)
+        return np.concatenate(found)
 
-    def find(self, hashes: Hashes) -> npt.NDArray[np.int64]:
-        """Return the indices of the hashes that are in the set, in the order of `hashes`."""
-        possible = hashes[self.is_possible[hashes & np.uint64(len(self.is_possible) - 1)]]
-        indices = np.searchsorted(self.hashes, possible)
-        indices[indices == len(self.hashes)] = 0
-        return indices[self.hashes[indices] == possible] if len(self.hashes) else indices[:0]
+    def _low(self, hashes: Hashes) -> npt.NDArray[np.int64]:
+        # A signed index: numpy converts an unsigned one first, which takes as long as the rest of `find`.
+        return (hashes & self._low_bits).view(np.int64)
 
 
 def _mix(values: Hashes) -> Hashes:

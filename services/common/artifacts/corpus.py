@@ -89,7 +89,7 @@ class SourceCounts(ManifestModel):
     splits: dict[Split, SourceSplitCounts]
     validation_ngrams: Count
     """13-grams of tokens in the source's validation documents, without BOS and EOS. One that is there twice counts
-    twice. Of a validation split of more than 1,048,576 tokens, about so many 13-grams are counted, chosen by hash.
+    twice. Of a validation split of more than 262,144 tokens, about so many 13-grams are counted, chosen by hash.
     """
     validation_ngrams_in_train: Count
     """Those of `validation_ngrams` that are in a training document of any source."""
