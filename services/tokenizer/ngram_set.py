@@ -53,7 +53,7 @@ class NgramHasher:
         borders = starts[slice(*np.searchsorted(starts, [first, end + 1]))]
         if end == len(tokens):
             borders = np.append(borders, end)
-        # An n-gram that begins so many tokens before a border has the EOS before it or the BOS behind it.
+        # An n-gram that begins at most NGRAM_TOKENS before a border holds the EOS before it or the BOS behind it.
         crossing = (borders[:, None] - first + np.arange(-NGRAM_TOKENS, 1)).ravel()
         is_wanted[crossing[(crossing >= 0) & (crossing < len(hashes))]] = False
         return hashes[is_wanted]
