@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,11 @@ from infra.preflight.kubernetes_versions import ADDONS
 from infra.tests.programs import Programs
 from infra.tests.service_models import share_service_models
 from infra.tests.site import Site, make_cluster
+from tests.command import call
 
 REGION = "us-west-2"
 ACCOUNT = "123456789012"  # moto's
+RunInfra = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,6 +43,18 @@ def service_models() -> Iterator[None]:
 @pytest.fixture
 def programs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Programs:
     return Programs(tmp_path_factory.mktemp("programs"), monkeypatch)
+
+
+@pytest.fixture
+def run_infra(capfd: pytest.CaptureFixture[str]) -> RunInfra:
+    """Runs `python -m infra COMMAND` in this process, and fails unless it ends with `exit_code`."""
+
+    def run(command: str, exit_code: int = 0) -> subprocess.CompletedProcess[str]:
+        done = call(capfd, "infra.__main__", command)
+        assert done.returncode == exit_code, done.stdout + done.stderr
+        return done
+
+    return run
 
 
 class Aws:

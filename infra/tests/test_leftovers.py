@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from infra.tests.conftest import Aws
-from tests.command import call
+from infra.tests.conftest import Aws, RunInfra
 
 TAG = {"Key": "millrace.dev/stack", "Value": "millrace"}
 DENIAL = {"Version": "2012-10-17", "Statement": [{"Effect": "Deny", "Action": "ec2:*", "Resource": "*"}]}
@@ -28,14 +27,13 @@ def tagged(kind: str, *tags: dict[str, str]) -> list[dict[str, Any]]:
     return [{"ResourceType": kind, "Tags": list(tags)}]
 
 
-def test_an_empty_account(capfd: pytest.CaptureFixture[str], aws: Aws) -> None:
-    done = call(capfd, "infra.__main__", "leftovers")
+def test_an_empty_account(run_infra: RunInfra, aws: Aws) -> None:
+    done = run_infra("leftovers")
 
-    assert done.returncode == 0, done.stderr
     assert done.stdout == "no resource of millrace is left in us-west-2\n"
 
 
-def test_everything_that_costs_is_named_with_its_price(capfd: pytest.CaptureFixture[str], aws: Aws) -> None:
+def test_everything_that_costs_is_named_with_its_price(run_infra: RunInfra, aws: Aws) -> None:
     ec2 = aws.client("ec2")
     vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16", TagSpecifications=tagged("vpc", TAG))["Vpc"]["VpcId"]
     ec2.create_vpc(CidrBlock="10.1.0.0/16", TagSpecifications=tagged("vpc", OTHER))
@@ -83,9 +81,8 @@ def test_everything_that_costs_is_named_with_its_price(capfd: pytest.CaptureFixt
     ]
     aws.client("kms").schedule_key_deletion(KeyId=going)
 
-    done = call(capfd, "infra.__main__", "leftovers")
+    done = run_infra("leftovers")
 
-    assert done.returncode == 0, done.stderr
     lines = {line.split("  ")[1].strip() + " " + line[17:].split()[0]: line for line in done.stdout.splitlines()[1:-1]}
     assert re.match(r"14 .* millrace in us-west-2; .* us-east-1, not this region's", done.stdout)
     assert "$73.00/month" in lines["EKS cluster millrace"]
@@ -107,7 +104,7 @@ def test_everything_that_costs_is_named_with_its_price(capfd: pytest.CaptureFixt
     assert "$16,081.92/month" in done.stdout.splitlines()[-1]
 
 
-def test_what_no_tag_finds_is_found_by_its_name(capfd: pytest.CaptureFixture[str], aws: Aws) -> None:
+def test_what_no_tag_finds_is_found_by_its_name(run_infra: RunInfra, aws: Aws) -> None:
     iam = aws.client("iam")
     document = json.dumps(DENIAL)
     # More than a page of an answer.
@@ -124,9 +121,8 @@ def test_what_no_tag_finds_is_found_by_its_name(capfd: pytest.CaptureFixture[str
             Budget={"BudgetName": name, "BudgetLimit": limit, "TimeUnit": "MONTHLY", "BudgetType": "COST"},
         )
 
-    done = call(capfd, "infra.__main__", "leftovers")
+    done = run_infra("leftovers")
 
-    assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()[1:-1]]
     assert sorted(line[2] for line in lines if line[:2] == ["IAM", "role"]) == sorted(names)
     [policy] = [line for line in lines if line[:2] == ["IAM", "policy"]]
@@ -136,7 +132,7 @@ def test_what_no_tag_finds_is_found_by_its_name(capfd: pytest.CaptureFixture[str
 
 
 def test_a_cluster_is_found_beyond_the_first_page(
-    capfd: pytest.CaptureFixture[str], aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moto.eks.responses.DEFAULT_MAX_RESULTS", 1)
     ec2, eks = aws.client("ec2"), aws.client("eks")
@@ -145,7 +141,7 @@ def test_a_cluster_is_found_beyond_the_first_page(
     for name in ("another", "millrace"):
         create_cluster(eks, name, [subnet])
 
-    done = call(capfd, "infra.__main__", "leftovers")
+    done = run_infra("leftovers")
 
     assert "EKS cluster  millrace" in done.stdout
 
@@ -157,12 +153,11 @@ def create_cluster(eks: Any, name: str, subnets: list[str]) -> None:
 
 
 def test_a_network_that_does_not_answer_is_worth_another_try(
-    capfd: pytest.CaptureFixture[str], aws: Aws, monkeypatch: pytest.MonkeyPatch
+    run_infra: RunInfra, aws: Aws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
 
-    done = call(capfd, "infra.__main__", "leftovers")
+    done = run_infra("leftovers", exit_code=75)
 
-    assert done.returncode == 75
     assert "AWS does not answer" in done.stderr
