@@ -163,17 +163,6 @@ def test_a_lost_driver_s_log_is_not_waited_for(
     assert closed == [seconds, LOG_SECONDS]
 
 
-def test_four_disturbances_without_a_checkpoint_end_it(world: World, reconcile: Reconcile, tmp_path: Path) -> None:
-    def attempt(number: int) -> DriverState:
-        if number == 2:
-            commit(tmp_path, 100)
-        return LOST
-
-    world.attempt = attempt
-    assert reconcile(retries=3).exit_code == 75
-    assert len(world.record.attempts) == 5
-
-
 def test_another_stage_s_retries_count_attempts(world: World, reconcile: Reconcile, tmp_path: Path) -> None:
     """A stage without checkpoints does not count those of a trainer with the same recipe as its progress."""
 
